@@ -3,33 +3,43 @@
 use tch::nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use tch::nn::{self, Init, Path};
 
-/// A square convolution that keeps the size but for its stride, without a bias because a
-/// normalisation follows, and with He's normal weights.
-pub(crate) fn conv(path: &Path, from: i64, to: i64, kernel: i64, stride: i64) -> nn::Conv2D {
-    conv_rectangular(path, from, to, [kernel; 2], [stride; 2])
+/// A convolution that keeps the size but for its stride, without a bias because a normalisation follows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ConvShape {
+    pub(crate) from: i64,
+    pub(crate) to: i64,
+    /// Height and width.
+    pub(crate) kernel: [i64; 2],
+    pub(crate) stride: [i64; 2],
 }
 
-/// The same with a kernel and a stride of height and width.
-pub(crate) fn conv_rectangular(
-    path: &Path,
-    from: i64,
-    to: i64,
-    kernel: [i64; 2],
-    stride: [i64; 2],
-) -> nn::Conv2D {
-    let config = nn::ConvConfigND {
-        stride,
-        padding: kernel.map(|side| side / 2),
-        dilation: [1; 2],
-        groups: 1,
-        bias: false,
-        ws_init: Init::Kaiming {
-            dist: NormalOrUniform::Normal,
-            fan: FanInOut::FanOut,
-            non_linearity: NonLinearity::ReLU,
-        },
-        bs_init: Init::Const(0.0),
-        padding_mode: nn::PaddingMode::Zeros,
-    };
-    nn::conv(path, from, to, kernel, config)
+impl ConvShape {
+    pub(crate) fn square(from: i64, to: i64, kernel: i64, stride: i64) -> Self {
+        Self { from, to, kernel: [kernel; 2], stride: [stride; 2] }
+    }
+
+    /// With He's normal weights.
+    pub(crate) fn build(self, path: &Path) -> nn::Conv2D {
+        let Self { from, to, kernel, stride } = self;
+        let config = nn::ConvConfigND {
+            stride,
+            padding: kernel.map(|side| side / 2),
+            dilation: [1; 2],
+            groups: 1,
+            bias: false,
+            ws_init: Init::Kaiming {
+                dist: NormalOrUniform::Normal,
+                fan: FanInOut::FanOut,
+                non_linearity: NonLinearity::ReLU,
+            },
+            bs_init: Init::Const(0.0),
+            padding_mode: nn::PaddingMode::Zeros,
+        };
+        nn::conv(path, from, to, kernel, config)
+    }
+}
+
+/// A square one in its place.
+pub(crate) fn conv(path: &Path, from: i64, to: i64, kernel: i64, stride: i64) -> nn::Conv2D {
+    ConvShape::square(from, to, kernel, stride).build(path)
 }

@@ -64,6 +64,20 @@ impl Gpt {
         let (context, vocabulary) = (1024, 50_257);
         Self { layers, width, heads, context, vocabulary, dropout: 0.1, tied: true }
     }
+
+    fn checked_width(&self) -> i64 {
+        let Self { width, heads, .. } = *self;
+        assert!(
+            heads > 0 && width % heads == 0,
+            "a width of {width} cannot be cut into {heads} equal heads: change either"
+        );
+        width
+    }
+
+    /// Two sums a block add up along the way; smaller weights keep their total as it was.
+    fn residual_spread(&self) -> f64 {
+        SPREAD / (2.0 * self.layers as f64).sqrt()
+    }
 }
 
 /// A GPT, from token numbers (samples × sequence) to logits (samples × sequence × vocabulary).
@@ -120,11 +134,10 @@ pub fn gpt_body(config: &Gpt) -> Layers {
 }
 
 fn body(config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
-    let Gpt { layers, width, heads, context, vocabulary, dropout, .. } = *config;
-    let shape = TransformerShape { layers, width, heads, dropout };
+    let Gpt { layers, width, context, vocabulary, dropout, .. } = *config;
     let blocks = (0..layers).fold(Layers::new(), |blocks, number| {
-        let cache = BlockCache::of(cache, number);
-        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape, cache.clone()))
+        let (shape, cache) = (config.clone(), BlockCache::of(cache, number));
+        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, &shape, cache.clone()))
     });
     let tokens = TokenTable { rows: vocabulary, width, spread: SPREAD };
     let places = TokenTable { rows: context, width, spread: SPREAD };
@@ -158,14 +171,6 @@ impl Module for Positions {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-struct TransformerShape {
-    layers: usize,
-    width: i64,
-    heads: i64,
-    dropout: f64,
-}
-
 /// Attention and a two-layer network, each normed before and added to what came in.
 #[derive(Debug)]
 struct TransformerBlock {
@@ -178,7 +183,7 @@ struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    fn new(path: &Path, shape: TransformerShape, cache: Option<BlockCache>) -> Self {
+    fn new(path: &Path, shape: &Gpt, cache: Option<BlockCache>) -> Self {
         let width = shape.checked_width();
         let mlp = path / "mlp";
         let residual = projection(shape.residual_spread());
@@ -209,22 +214,6 @@ impl ModuleT for TransformerBlock {
     }
 }
 
-impl TransformerShape {
-    fn checked_width(&self) -> i64 {
-        let Self { width, heads, .. } = *self;
-        assert!(
-            heads > 0 && width % heads == 0,
-            "a width of {width} cannot be cut into {heads} equal heads: change either"
-        );
-        width
-    }
-
-    /// Two sums a block add up along the way; smaller weights keep their total as it was.
-    fn residual_spread(&self) -> f64 {
-        SPREAD / (2.0 * self.layers as f64).sqrt()
-    }
-}
-
 /// Each place looks at those before it, and at itself.
 #[derive(Debug)]
 struct Attention {
@@ -237,8 +226,8 @@ struct Attention {
 }
 
 impl Attention {
-    fn new(path: &Path, shape: TransformerShape, cache: Option<BlockCache>) -> Self {
-        let TransformerShape { width, heads, dropout, .. } = shape;
+    fn new(path: &Path, shape: &Gpt, cache: Option<BlockCache>) -> Self {
+        let Gpt { width, heads, dropout, .. } = *shape;
         let residual = projection(shape.residual_spread());
         Self {
             split: Projection::new(&(path / "c_attn"), width, 3 * width, projection(SPREAD)),

@@ -79,7 +79,7 @@ pub fn llama_with_cache(config: &Llama, cache: &KeyValueCache) -> Layers {
     llama_keeping(config, Some(cache))
 }
 
-fn llama_keeping(config: &Llama, cache: Option<&KeyValueCache>) -> Layers {
+pub(crate) fn llama_keeping(config: &Llama, cache: Option<&KeyValueCache>) -> Layers {
     let Llama { layers, width, vocabulary, eps, tied, spread, .. } = *config;
     let rotary = Arc::new(RotaryTables::new(config));
     let shape = Arc::new(config.clone());

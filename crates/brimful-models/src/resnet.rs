@@ -10,7 +10,7 @@ use brimful::nn::{BatchNorm, BatchNormPolicy, second_use};
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
-use crate::conv::conv;
+use crate::conv::{ConvShape, conv};
 use crate::mlp::linear;
 use crate::norm::batch_norm2d;
 use crate::stem::StemConv;
@@ -144,22 +144,6 @@ impl ResNet {
     }
 }
 
-/// One convolution of a block, without a bias.
-#[derive(Clone, Copy)]
-struct ConvShape {
-    from: i64,
-    to: i64,
-    kernel: i64,
-    stride: i64,
-}
-
-impl ConvShape {
-    fn build(self, path: &Path) -> nn::Conv2D {
-        let Self { from, to, kernel, stride } = self;
-        conv(path, from, to, kernel, stride)
-    }
-}
-
 /// The convolutions of a block, each before its BatchNorm.
 struct ResidualShape {
     convolutions: Vec<ConvShape>,
@@ -169,14 +153,14 @@ struct ResidualShape {
 
 impl ResidualShape {
     fn basic(channels: i64, width: i64, out: i64, stride: i64) -> Self {
-        let first = ConvShape { from: channels, to: width, kernel: 3, stride };
-        Self::of(vec![first, ConvShape { from: width, to: out, kernel: 3, stride: 1 }], stride)
+        let first = ConvShape::square(channels, width, 3, stride);
+        Self::of(vec![first, ConvShape::square(width, out, 3, 1)], stride)
     }
 
     fn bottleneck(channels: i64, width: i64, out: i64, stride: i64) -> Self {
-        let narrow = ConvShape { from: channels, to: width, kernel: 1, stride: 1 };
-        let middle = ConvShape { from: width, to: width, kernel: 3, stride };
-        let wide = ConvShape { from: width, to: out, kernel: 1, stride: 1 };
+        let narrow = ConvShape::square(channels, width, 1, 1);
+        let middle = ConvShape::square(width, width, 3, stride);
+        let wide = ConvShape::square(width, out, 1, 1);
         Self::of(vec![narrow, middle, wide], stride)
     }
 
@@ -184,7 +168,7 @@ impl ResidualShape {
         let from = convolutions[0].from;
         let to = convolutions[convolutions.len() - 1].to;
         let differs = stride != 1 || from != to;
-        let downsample = differs.then_some(ConvShape { from, to, kernel: 1, stride });
+        let downsample = differs.then(|| ConvShape::square(from, to, 1, stride));
         Self { convolutions, downsample }
     }
 

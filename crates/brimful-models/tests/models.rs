@@ -1,5 +1,6 @@
 //! The models: published sizes, shapes, first losses, and that they learn.
 
+use brimful::layers::Model;
 use brimful::nn::linear_cross_entropy;
 use brimful::{Layers, Loss, MicroBatcher, Size};
 use brimful_models::{
@@ -18,10 +19,15 @@ fn tokens(samples: i64, sequence: i64) -> Tensor {
     Tensor::randint(65, [samples, sequence], (Kind::Int64, Device::Cpu))
 }
 
-/// The shape of the output for this input, in evaluation.
-fn shape_after(layers: &Layers, x: &Tensor) -> Vec<i64> {
+fn built(layers: &Layers) -> (nn::VarStore, Model) {
     let vs = nn::VarStore::new(Device::Cpu);
     let model = layers.build(&vs.root()).expect("a model");
+    (vs, model)
+}
+
+/// The shape of the output for this input, in evaluation.
+fn shape_after(layers: &Layers, x: &Tensor) -> Vec<i64> {
+    let (_vs, model) = built(layers);
     tch::no_grad(|| model.forward_t(x, false)).size()
 }
 
@@ -133,9 +139,7 @@ fn forward_shapes() {
 #[test]
 fn a_gpt_starts_out_knowing_nothing() {
     for tied in [true, false] {
-        let vs = nn::VarStore::new(Device::Cpu);
-        let config = Gpt { width: 128, tied, ..tiny_gpt() };
-        let model = gpt(&config).build(&vs.root()).expect("a model");
+        let (_vs, model) = built(&gpt(&Gpt { width: 128, tied, ..tiny_gpt() }));
         let logits = model.forward_t(&tokens(16, 16), true).view([-1, 65]);
         let loss = logits.cross_entropy_for_logits(&tokens(16, 16).view([-1]));
         let expected = 65_f64.ln();
@@ -145,8 +149,7 @@ fn a_gpt_starts_out_knowing_nothing() {
 
 #[test]
 fn a_gpt_does_not_look_ahead() {
-    let vs = nn::VarStore::new(Device::Cpu);
-    let model = gpt(&tiny_gpt()).build(&vs.root()).expect("a model");
+    let (_vs, model) = built(&gpt(&tiny_gpt()));
     let (some, others) = (tokens(1, 16), tokens(1, 16));
     let changed = Tensor::cat(&[some.narrow(1, 0, 9), others.narrow(1, 9, 7)], 1);
     let [a, b] = [some, changed].map(|x| model.forward_t(&x, false).narrow(1, 0, 9));
@@ -155,9 +158,7 @@ fn a_gpt_does_not_look_ahead() {
 
 #[test]
 fn dropout_acts_in_training_alone() {
-    let vs = nn::VarStore::new(Device::Cpu);
-    let config = Gpt { dropout: 0.5, ..tiny_gpt() };
-    let model = gpt(&config).build(&vs.root()).expect("a model");
+    let (_vs, model) = built(&gpt(&Gpt { dropout: 0.5, ..tiny_gpt() }));
     let x = tokens(2, 8);
     assert_eq!(model.forward_t(&x, false), model.forward_t(&x, false));
     assert_ne!(model.forward_t(&x, true), model.forward_t(&x, true));
@@ -172,8 +173,7 @@ fn all_models_run_and_train_in_double_precision() {
         (gpt(&tiny_gpt()), tokens(2, 8)),
     ];
     for (layers, x) in cases {
-        let mut vs = nn::VarStore::new(Device::Cpu);
-        let model = layers.build(&vs.root()).expect("a model");
+        let (mut vs, model) = built(&layers);
         vs.double();
         let out = model.forward_t(&x, true);
         assert_eq!(out.kind(), Kind::Double);
@@ -190,8 +190,7 @@ fn an_mlp_learns_exclusive_or() {
     tch::manual_seed(0);
     let x = Tensor::from_slice2(&[[0.0_f32, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]);
     let y = Tensor::from_slice(&[0_i64, 1, 1, 0]);
-    let vs = nn::VarStore::new(Device::Cpu);
-    let model = mlp(2, &[16], 2).build(&vs.root()).expect("a model");
+    let (vs, model) = built(&mlp(2, &[16], 2));
     let mut adam = nn::Adam::default().build(&vs, 0.03).expect("an optimizer");
     for _ in 0..200 {
         adam.backward_step(&model.forward_t(&x, true).cross_entropy_for_logits(&y));
@@ -206,9 +205,7 @@ fn a_gpt_learns_to_count() {
     let ahead = Tensor::arange(5, (Kind::Int64, Device::Cpu)).unsqueeze(0);
     let x = start + ahead;
     let y = (&x + 1).view([-1]);
-    let vs = nn::VarStore::new(Device::Cpu);
-    let config = Gpt { layers: 1, ..tiny_gpt() };
-    let model = gpt(&config).build(&vs.root()).expect("a model");
+    let (vs, model) = built(&gpt(&Gpt { layers: 1, ..tiny_gpt() }));
     let mut adam = nn::Adam::default().build(&vs, 0.01).expect("an optimizer");
     for _ in 0..100 {
         let logits = model.forward_t(&x, true).view([-1, 65]);
@@ -234,9 +231,8 @@ fn a_sequence_that_is_too_long_is_refused() {
 
 #[test]
 fn a_u_net_takes_images_whose_channels_are_last() {
-    let vs = nn::VarStore::new(Device::Cpu);
     let layers = UNet { dropout: 0.0, ..UNet::new(2, 2) }.layers().expect("a shape");
-    let model = layers.build(&vs.root()).expect("a model");
+    let (_vs, model) = built(&layers);
     let x = Tensor::randn([2, 3, 64, 64], CPU);
     let last = x.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
     let off = (model.forward_t(&x, true) - model.forward_t(&last, true)).abs().max();
@@ -255,30 +251,19 @@ fn an_image_that_a_u_net_cannot_halve_is_refused() {
 fn a_body_and_the_loss_of_its_head_are_the_whole_gpt() {
     let tokens = tokens(3, 17);
     let (inputs, targets) = (tokens.narrow(1, 0, 16), tokens.narrow(1, 1, 16));
-    let mut stores = [(); 2].map(|()| nn::VarStore::new(Device::Cpu));
-    let whole = gpt(&tiny_gpt()).build(&stores[0].root()).expect("a model");
-    let body = gpt_body(&tiny_gpt()).build(&stores[1].root()).expect("a model");
-    let [first, second] = &mut stores;
-    second.copy(first).expect("the same variables");
+    let batch = (inputs, targets);
+    let ((first, whole), (mut second, body)) =
+        (built(&gpt(&tiny_gpt())), built(&gpt_body(&tiny_gpt())));
+    second.copy(&first).expect("the same variables");
     let table = second.variables().remove("wte.weight").expect("a table");
-    let losses = [0, 1].map(|i| {
-        let batch = (inputs.shallow_clone(), targets.shallow_clone());
-        let mut micro = MicroBatcher::new([&*first, &*second][i], Size::Fixed(2));
-        let step = micro.backward(&batch, |(x, y)| match i {
-            0 => {
-                let logits = whole.forward_t(&x, true).view([-1, 65]);
-                Ok(Loss::mean(logits.cross_entropy_for_logits(&y.reshape([-1]))))
-            }
-            _ => linear_cross_entropy(
-                &body.forward_t(&x, true),
-                &table,
-                None,
-                &y,
-                Default::default(),
-            ),
-        });
-        step.expect("a step").loss
+    let expected = MicroBatcher::new(&first, Size::Fixed(2)).backward(&batch, |(x, y)| {
+        let logits = whole.forward_t(&x, true).view([-1, 65]);
+        Loss::mean(logits.cross_entropy_for_logits(&y.reshape([-1])))
     });
+    let found = MicroBatcher::new(&second, Size::Fixed(2)).backward(&batch, |(x, y)| {
+        linear_cross_entropy(&body.forward_t(&x, true), &table, None, &y, Default::default())
+    });
+    let losses = [expected, found].map(|step| step.expect("a step").loss);
     assert!((losses[0] - losses[1]).abs() < 1e-5, "{losses:?}");
     for (name, variable) in first.variables() {
         let (expected, found) = (variable.grad(), second.variables()[&name].grad());

@@ -131,6 +131,16 @@ impl Run<'_> {
         }
     }
 
+    fn norm<'a>(
+        &self,
+        x: &'a Tensor,
+        [weight, bias]: [&'a Tensor; 2],
+        [mean, variance]: &'a [Tensor; 2],
+    ) -> NormInput<'a> {
+        let (weight, bias, running) = (Some(weight), Some(bias), Some((mean, variance)));
+        NormInput { weight, bias, running, training: self.case.training, ..bare(x) }
+    }
+
     fn outcome(&self) -> Outcome {
         let Self { case, start, kind, weights, .. } = *self;
         let leaf = |tensor, kind| self.there(tensor, kind).detach().set_requires_grad(true);
@@ -140,8 +150,8 @@ impl Run<'_> {
         let beside_bias = leaf(&start.beside_bias, weights);
         let running = [&start.mean, &start.variance].map(|t| self.there(t, weights));
         let beside_running = [&start.mean, &start.variance].map(|t| self.there(t, weights));
-        let norm = norm_of(case, &x, &weight, &bias, &running);
-        let other = norm_of(case, &beside, &beside_weight, &beside_bias, &beside_running);
+        let norm = self.norm(&x, [&weight, &bias], &running);
+        let other = self.norm(&beside, [&beside_weight, &beside_bias], &beside_running);
         let y = match case.beside {
             Beside::Nothing => batch_norm(&norm, Addend::Nothing, case.relu),
             Beside::Tensor | Beside::TensorAndSecondUse => {
@@ -152,16 +162,16 @@ impl Run<'_> {
         };
         let y = y.unwrap_or_else(|error| panic!("{case:?}: {error}"));
         self.backward(&y);
-        let mut all = vec![("y", y.detach()), ("mean", running[0].copy())];
-        all.extend([("variance", running[1].copy()), ("dx", x.grad())]);
-        all.extend([("d_weight", weight.grad()), ("d_bias", bias.grad())]);
+        let [mean, variance] = running;
+        let mut all = vec![("y", y.detach()), ("mean", mean), ("variance", variance)];
+        all.extend([("dx", x.grad()), ("d_weight", weight.grad()), ("d_bias", bias.grad())]);
         if matches!(case.beside, Beside::Tensor | Beside::TensorAndSecondUse | Beside::Normed) {
             all.push(("d_beside", beside.grad()));
         }
         if case.beside == Beside::Normed {
-            all.extend([("beside's d_weight", beside_weight.grad())]);
-            all.extend([("beside's d_bias", beside_bias.grad())]);
-            all.extend([("beside's variance", beside_running[1].copy())]);
+            all.push(("beside's d_weight", beside_weight.grad()));
+            all.push(("beside's d_bias", beside_bias.grad()));
+            all.push(("beside's variance", beside_running[1].copy()));
         }
         all
     }
@@ -183,22 +193,10 @@ impl Run<'_> {
     }
 }
 
-fn norm_of<'a>(
-    case: &Case,
-    x: &'a Tensor,
-    weight: &'a Tensor,
-    bias: &'a Tensor,
-    running: &'a [Tensor; 2],
-) -> NormInput<'a> {
-    NormInput {
-        x,
-        weight: Some(weight),
-        bias: Some(bias),
-        running: Some((&running[0], &running[1])),
-        training: case.training,
-        momentum: MOMENTUM,
-        eps: EPS,
-    }
+/// In training, without weights and running statistics.
+fn bare(x: &Tensor) -> NormInput<'_> {
+    let (weight, bias, running) = (None, None, None);
+    NormInput { x, weight, bias, running, training: true, momentum: MOMENTUM, eps: EPS }
 }
 
 /// A pooled output has a smaller gradient.
@@ -212,10 +210,8 @@ fn away_from_the_bend(case: &Case, start: &Start) -> Tensor {
     if case.beside == Beside::Pooled {
         return Tensor::ones(case.shape, (Kind::Double, Device::Cpu));
     }
-    let none = None::<&Tensor>;
     let normed = |x: &Tensor, weight: &Tensor, bias: &Tensor| {
-        let running = (!case.training).then_some((&start.mean, &start.variance));
-        let (mean, variance) = (running.map(|r| r.0).or(none), running.map(|r| r.1).or(none));
+        let (mean, variance) = (!case.training).then_some((&start.mean, &start.variance)).unzip();
         let (w, b) = (Some(weight), Some(bias));
         Tensor::batch_norm(x, w, b, mean, variance, case.training, 0.0, EPS, false)
     };
@@ -294,10 +290,19 @@ fn kinds() -> &'static [Kind] {
 
 #[test]
 fn training_is_as_in_f64() {
+    for_every_shape(true);
+}
+
+#[test]
+fn evaluation_is_as_in_f64() {
+    for_every_shape(false);
+}
+
+fn for_every_shape(training: bool) {
     for &kind in kinds() {
         for shape in SHAPES {
             for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
-                check(&Case::new(shape, kind, beside));
+                check(&Case { training, ..Case::new(shape, kind, beside) });
             }
         }
     }
@@ -308,17 +313,6 @@ fn without_a_relu_too() {
     for &kind in kinds() {
         for shape in [[2, 64, 5, 7], [5, 3, 4, 4]] {
             check(&Case { relu: false, ..Case::new(shape, kind, Beside::Nothing) });
-        }
-    }
-}
-
-#[test]
-fn evaluation_is_as_in_f64() {
-    for &kind in kinds() {
-        for shape in SHAPES {
-            for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
-                check(&Case { training: false, ..Case::new(shape, kind, beside) });
-            }
         }
     }
 }
@@ -358,15 +352,7 @@ const POOLED: [[i64; 4]; 7] = [
 fn pooled(x: &Tensor, weight: &Tensor, in_one: bool) -> [Tensor; 3] {
     let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
     let (x, weight) = (leaf(x), leaf(weight));
-    let norm = NormInput {
-        x: &x,
-        weight: Some(&weight),
-        bias: None,
-        running: None,
-        training: true,
-        momentum: MOMENTUM,
-        eps: EPS,
-    };
+    let norm = NormInput { weight: Some(&weight), ..bare(&x) };
     let y = match in_one {
         true => batch_norm_relu_pool(&norm).expect("a pooling"),
         false => {
@@ -469,8 +455,7 @@ fn small_cards_give_the_same() {
 
 /// A BatchNorm without weights over `x`, and a ReLU.
 fn plain(x: &Tensor, training: bool, running: Option<(&Tensor, &Tensor)>) -> Tensor {
-    let norm =
-        NormInput { x, weight: None, bias: None, running, training, momentum: 1.0, eps: EPS };
+    let norm = NormInput { running, training, momentum: 1.0, ..bare(x) };
     batch_norm(&norm, Addend::Nothing, true).expect("normalised")
 }
 
@@ -541,16 +526,7 @@ fn captured_work_gives_what_eager_work_gives() {
     let beside = run.there(&start.beside, case.kind);
     let gradient = run.there(&start.gradient, case.kind);
     let work = || -> Result<(Tensor, Tensor), TorchError> {
-        let norm = NormInput {
-            x: &x,
-            weight: None,
-            bias: None,
-            running: None,
-            training: true,
-            momentum: 0.0,
-            eps: EPS,
-        };
-        let y = batch_norm(&norm, Addend::Tensor(&beside), true)?;
+        let y = batch_norm(&bare(&x), Addend::Tensor(&beside), true)?;
         let mut x = x.shallow_clone();
         autograd::set_gradient(&mut x, None)?;
         autograd::backward(&[&y], &[Some(&gradient)], false)?;

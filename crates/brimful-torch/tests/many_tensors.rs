@@ -67,20 +67,12 @@ fn lists_of_mixed_tensors_are_scaled_added_copied_and_zeroed() {
 #[test]
 fn a_copy_crosses_kinds_layouts_and_devices() {
     let from = mixed(2.0);
-    let into: Vec<_> = from
-        .iter()
-        .rev()
-        .map(|t| Tensor::zeros(t.size(), (Kind::Float, test_device())))
-        .rev()
-        .collect();
+    let zeros = |t: &Tensor| Tensor::zeros(t.size(), (Kind::Float, test_device()));
+    let into: Vec<_> = from.iter().map(zeros).collect();
     foreach::copy(&into, &from).expect("copied");
     for (into, from) in into.iter().zip(&from) {
-        assert!(into.allclose(
-            &from.to_kind(Kind::Float).to_device(test_device()),
-            0.0,
-            0.0,
-            false
-        ));
+        let expected = from.to_kind(Kind::Float).to_device(test_device());
+        assert!(into.allclose(&expected, 0.0, 0.0, false));
     }
 }
 
@@ -165,6 +157,14 @@ fn ones(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::ones(shape, (kind, test_device()))
 }
 
+fn sgd(momentum: f64) -> SgdOptions {
+    SgdOptions { momentum, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: false }
+}
+
+fn adam_with(weight_decay: f64, decoupled: bool) -> AdamOptions {
+    AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay, decoupled }
+}
+
 #[test]
 fn a_learning_rate_may_be_a_tensor() {
     let step = |rate: LearningRate<'_>| {
@@ -174,17 +174,9 @@ fn a_learning_rate_may_be_a_tensor() {
         let steps = [(); 2].map(|()| Tensor::zeros([0_i64; 0], (Kind::Float, test_device())));
         let state =
             AdamState { averages: &averages, squares: &squares, maxima: None, steps: &steps };
-        let adam =
-            AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.1, decoupled: true };
-        optim::adam(&parameters, &gradients, state, rate, &adam).expect("a step");
-        let sgd = SgdOptions {
-            momentum: 0.0,
-            dampening: 0.0,
-            weight_decay: 0.0,
-            nesterov: false,
-            first: false,
-        };
-        optim::sgd(&parameters, &gradients, None, rate, &sgd).expect("a step");
+        let options = adam_with(0.1, true);
+        optim::adam(&parameters, &gradients, state, rate, &options).expect("a step");
+        optim::sgd(&parameters, &gradients, None, rate, &sgd(0.0)).expect("a step");
         assert!(steps.iter().all(|step| step.double_value(&[]) == 1.0));
         parameters.map(|parameter| parameter.max().double_value(&[]))
     };
@@ -197,13 +189,7 @@ fn a_learning_rate_may_be_a_tensor() {
 
 #[test]
 fn what_a_kernel_would_misread_is_refused() {
-    let sgd = SgdOptions {
-        momentum: 0.9,
-        dampening: 0.0,
-        weight_decay: 0.0,
-        nesterov: false,
-        first: true,
-    };
+    let sgd = SgdOptions { first: true, ..sgd(0.9) };
     let parameter = [ones(&[4, 6], Kind::Float)];
     let rate = LearningRate::Number(0.1);
     for wrong in [
@@ -240,7 +226,7 @@ fn adam_beside_itself_is_adam_and_leaves_what_is_there() {
         ramp.sin().to_kind(Kind::Float).view([64, 64])
     };
     for (decoupled, weight_decay) in [(true, 0.1), (true, 0.0), (false, 0.1), (false, 0.0)] {
-        let options = AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay, decoupled };
+        let options = adam_with(weight_decay, decoupled);
         let (gradient, rate, steps) = (numbers(3.0), 0.01, Tensor::from(4.0_f32));
         let now = [numbers(1.0), numbers(2.0), numbers(5.0).abs()];
         let next = now.each_ref().map(Tensor::zeros_like);
@@ -267,7 +253,7 @@ fn adam_beside_itself_is_adam_and_leaves_what_is_there() {
     }
     let double = numbers(1.0).to_kind(Kind::Double);
     let of = AdamNumbers { parameter: &double, average: &double, square: &double };
-    let options = AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.0, decoupled: true };
+    let options = adam_with(0.0, true);
     assert!(!adam_beside(of, &double, of, 1.0, 0.1, &options).expect("laid out alike"), "f64");
     let short = numbers(1.0).narrow(0, 0, 3);
     assert!(adam_beside(of, &short, of, 1.0, 0.1, &options).is_err(), "another shape");

@@ -32,7 +32,7 @@ fn the_n_th_allocation_fails_for_every_n() {
         let net = Net::with_dropout();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
         micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
-        state(&net)
+        state(&net.store)
     };
     let mut n = 0;
     loop {
@@ -41,17 +41,17 @@ fn the_n_th_allocation_fails_for_every_n() {
         // An earlier gradient, which must neither be lost nor counted twice.
         let mut micro =
             MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
-        let (batch, before) = (batch(), state(&net));
+        let (batch, before) = (batch(), state(&net.store));
         arena.fail_nth_allocation(n);
         match micro.backward(&batch, |x| loss(&net, &x)) {
             Err(Error::OutOfMemory(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &state(&net))
+                assert_same(&format!("allocation {n}"), &before, &state(&net.store))
             }
             Err(other) => panic!("allocation {n}: {other}"),
             Ok(_) => break,
         }
         micro.backward(&batch, |x| loss(&net, &x)).expect("it fails once");
-        assert_same(&format!("after allocation {n}"), &expected, &state(&net));
+        assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
     arena.fail_nth_allocation(0);
     assert!(n > 100, "only {n} allocations in three micro-batches");
@@ -74,7 +74,7 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
         }
         micro.accumulate(&(batch() + 1.0), |x| loss(&net, &x)).expect("the second");
         let step = micro.commit().expect("both");
-        (step.loss, state(&net))
+        (step.loss, state(&net.store))
     };
     let ((expected, before), (got, after)) = (run(false), run(true));
     assert_eq!(expected, got);
@@ -85,7 +85,7 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
 fn a_panic_goes_on_after_everything_was_put_back() {
     let _alone = alone();
     let net = Net::with_dropout();
-    let before = state(&net);
+    let before = state(&net.store);
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let mut calls = 0;
     let result = panic::catch_unwind(AssertUnwindSafe(|| {
@@ -97,18 +97,18 @@ fn a_panic_goes_on_after_everything_was_put_back() {
     }));
     let payload = result.expect_err("the closure's panic");
     assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
-    assert_same("a panic", &before, &state(&net));
+    assert_same("a panic", &before, &state(&net.store));
     micro.backward(&batch(), |x| loss(&net, &x)).expect("the next step");
 }
 
 /// Runs a step that must fail, and checks that nothing has changed.
 fn refused(what: &str, f: impl Fn(&Net, &Tensor) -> Loss) -> String {
     let net = Net::with_dropout();
-    let before = state(&net);
+    let before = state(&net.store);
     let mut micro =
         MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
     let error = micro.backward(&batch(), |x| f(&net, &x)).expect_err(what);
-    assert_same(what, &before, &state(&net));
+    assert_same(what, &before, &state(&net.store));
     error.to_string()
 }
 

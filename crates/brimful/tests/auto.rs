@@ -27,6 +27,10 @@ fn loss(net: &Net, x: &Tensor) -> Loss {
     Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), weight)
 }
 
+fn limited(name: &str, bytes: u64) -> Memory {
+    Memory::Arena(Arena::limited(name, bytes).expect("a limit"))
+}
+
 fn arena_of(memory: &str) -> (Arena, Memory) {
     let arena = Arena::new(memory);
     (arena.clone(), Memory::Arena(arena))
@@ -55,14 +59,14 @@ fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
         arena.fail_nth_allocation(n);
         let step = micro.backward(&batch(), |x| loss(&net, &x)).expect("it fails once");
         arena.fail_nth_allocation(0);
-        let after = state(&net);
+        let after = state(&net.store);
 
         net.restore(&before);
         let size = *step.sizes.first().expect("a micro-batch");
         let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
-        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("preserving_generators");
+        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("an undisturbed step");
         assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
-        assert_same(&format!("allocation {n}"), &state(&net), &after);
+        assert_same(&format!("allocation {n}"), &state(&net.store), &after);
         if step.retries == 0 {
             break;
         }
@@ -92,7 +96,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
             micro.guard(|| optimizer.step()).expect("an update");
             optimizer.zero_grad().expect("cleared");
         }
-        (state(&net), retries)
+        (state(&net.store), retries)
     };
     let (expected, _) = run(0);
     for n in 1.. {
@@ -112,13 +116,13 @@ fn when_all_allocations_fail_from_the_n_th_on_nothing_has_changed() {
     for n in 1.. {
         let net = Net::with_dropout();
         let mut micro = settled(&net, &arena);
-        let before = state(&net);
+        let before = state(&net.store);
         arena.fail_from_nth_allocation(n);
         let result = micro.backward(&batch(), |x| loss(&net, &x));
         arena.fail_nth_allocation(0);
         match result {
             Err(Error::DoesNotFit(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &state(&net));
+                assert_same(&format!("allocation {n}"), &before, &state(&net.store));
             }
             Err(other) => panic!("allocation {n}: {other}"),
             Ok(_) => {
@@ -144,15 +148,15 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     let expected = {
         let (net, micro, mut optimizer) = prepared();
         micro.guard(|| optimizer.step()).expect("an update");
-        state(&net)
+        state(&net.store)
     };
     for n in 1.. {
         let (net, micro, mut optimizer) = prepared();
-        let before = (state(&net), arena.refusals());
+        let before = (state(&net.store), arena.refusals());
         arena.fail_nth_allocation(n);
         micro.guard(|| optimizer.step()).expect("once is survived");
         arena.fail_nth_allocation(0);
-        assert_same(&format!("allocation {n}"), &expected, &state(&net));
+        assert_same(&format!("allocation {n}"), &expected, &state(&net.store));
         if arena.refusals() == before.1 {
             break;
         }
@@ -161,9 +165,9 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
         let error = micro.guard(|| optimizer.step()).expect_err("all of them fail");
         arena.fail_nth_allocation(0);
         assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
-        assert_same(&format!("from allocation {n}"), &before.0, &state(&net));
+        assert_same(&format!("from allocation {n}"), &before.0, &state(&net.store));
         micro.guard(|| optimizer.step()).expect("the next try");
-        assert_same(&format!("after allocation {n}"), &expected, &state(&net));
+        assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
 }
 
@@ -224,8 +228,7 @@ fn what_every_size_needs_is_not_taken_for_the_samples() {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::linear(store.root(), 16, 4, Default::default());
         store.set_kind(Kind::Double);
-        let memory = Memory::Arena(Arena::limited("tight", 5 << 20).expect("a limit"));
-        let mut micro = MicroBatcher::new(&store, size).memory(memory);
+        let mut micro = MicroBatcher::new(&store, size).memory(limited("tight", 5 << 20));
         let batch = Tensor::ones([600, 16], (Kind::Double, Device::Cpu));
         let mut step = || {
             micro.backward(&batch, |x| {
@@ -267,7 +270,7 @@ fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
     let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
     (0..12).for_each(|_| drop(evaluate(&mut micro, &net)));
     let expected = evaluate(&mut micro, &net);
-    let before = state(&net);
+    let before = state(&net.store);
     for n in 1.. {
         let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
         arena.fail_nth_allocation(n);
@@ -277,7 +280,7 @@ fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
         let difference = (&step.outputs - &expected.outputs).abs().max().double_value(&[]);
         assert!(difference < 1e-12, "{difference}");
         assert_eq!(step.samples as i64, SAMPLES);
-        assert_same(&format!("allocation {n}"), &before, &state(&net));
+        assert_same(&format!("allocation {n}"), &before, &state(&net.store));
         if step.retries == 0 {
             assert!(n > 20, "only {n} allocations");
             break;
@@ -323,12 +326,9 @@ impl Wide {
         Self { store, layers }
     }
 
-    fn batch(samples: i64, features: i64) -> Tensor {
-        Tensor::ones([samples, features], (Kind::Float, Device::Cpu))
-    }
-
     fn step(&self, micro: &mut MicroBatcher, samples: i64) -> brimful::Result<Step> {
-        micro.backward(&Self::batch(samples, 64), |x| {
+        let batch = Tensor::ones([samples, 64], (Kind::Float, Device::Cpu));
+        micro.backward(&batch, |x| {
             Loss::mean(self.layers.forward_t(&x, true).square().mean(Kind::Float))
         })
     }
@@ -340,13 +340,13 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
     for limit in [300 << 10, 1 << 20, 5 << 20] {
         let feasible = (1..=2000).rev().find(|&size| {
             let wide = Wide::new();
-            let memory = Memory::Arena(Arena::limited("exhaustive", limit).expect("a limit"));
-            let mut micro = MicroBatcher::new(&wide.store, Size::Fixed(size)).memory(memory);
+            let mut micro = MicroBatcher::new(&wide.store, Size::Fixed(size))
+                .memory(limited("exhaustive", limit));
             (0..2).all(|_| wide.step(&mut micro, 4 * size as i64).is_ok())
         });
         let (feasible, wide) = (feasible.expect("one sample fits"), Wide::new());
-        let memory = Memory::Arena(Arena::limited("auto", limit).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let mut micro =
+            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("auto", limit));
         let steps: Vec<Step> =
             (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
         let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
@@ -392,8 +392,7 @@ fn a_new_shape_is_predicted_from_the_known_ones() {
     tch::manual_seed(4);
     let store = nn::VarStore::new(Device::Cpu);
     let conv = nn::conv1d(store.root(), 3, 16, 3, Default::default());
-    let memory = Memory::Arena(Arena::limited("small", 4 << 20).expect("a limit"));
-    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
+    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(limited("small", 4 << 20));
     let mut step = |length: i64| {
         let batch = Tensor::ones([3000, 3, length], (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean(conv.forward(&x).relu().square().mean(Kind::Float));
@@ -411,8 +410,8 @@ fn what_an_optimizer_will_take_is_left_free_for_it() {
     let _alone = alone();
     let run = |reserve: bool| {
         let wide = Wide::new();
-        let memory = Memory::Arena(Arena::limited("tight", 600 << 10).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let mut micro =
+            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("tight", 600 << 10));
         if reserve {
             micro = micro.reserve(Adam::new(0.1));
         }
@@ -428,8 +427,7 @@ fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
     let _alone = alone();
     let wide = Wide::new();
     for (limit, tried) in [(100, "before the first one was run"), (80 << 10, "tried 2 and 1")] {
-        let memory = Memory::Arena(Arena::limited("tiny", limit).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(memory);
+        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(limited("tiny", limit));
         let error = wide.step(&mut micro, 100).expect_err("too small").to_string();
         let parts = [tried, " free; recompute", "out of memory in arena 'tiny'"];
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
@@ -452,11 +450,11 @@ fn without_a_limit_the_machine_s_memory_is_the_budget() {
 #[test]
 fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     let _alone = alone();
-    let path = std::env::temp_dir().join(format!("brimful-sizes-{}.json", std::process::id()));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("sizes.json");
     let start = |limit: u64| {
         let wide = Wide::new();
-        let memory = Memory::Arena(Arena::limited("cpu", limit).expect("a limit"));
-        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(limited("cpu", limit));
         (wide, micro.remember(&path))
     };
     let (wide, mut micro) = start(1 << 20);
@@ -475,14 +473,13 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
         assert!(log.contains("WARN") && log.contains("are not used"), "{log}");
         assert_eq!(std::fs::read_to_string(&path).expect("read"), foreign, "it is left as it is");
     }
-    std::fs::remove_file(&path).expect("removed");
 }
 
 /// What batch normalisation makes of two samples is not what it makes of many.
 #[test]
 fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
     let _alone = alone();
-    let memory = Memory::Arena(Arena::limited("small", 64 << 20).expect("a limit"));
+    let memory = limited("small", 64 << 20);
     let mut store = nn::VarStore::new(Device::Cpu);
     let layer = nn::linear(store.root(), 16, 4, Default::default());
     store.set_kind(Kind::Double);
@@ -526,7 +523,7 @@ fn a_surprising_need_is_survived_on_any_device() {
     let device = test_device();
     let room = 2 << 30;
     let memory = match device {
-        Device::Cpu => Memory::Arena(Arena::limited("small", room).expect("a limit")),
+        Device::Cpu => limited("small", room),
         device => Memory::Accelerator(device),
     };
     // On a card that others fill, too.

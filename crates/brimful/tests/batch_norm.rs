@@ -11,15 +11,13 @@ mod support;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, Size};
-use support::{alone, assert_within, logged};
+use support::{alone, assert_within, logged, numbers};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 /// A batch whose mean is large beside its spread, where a sum of squares would cancel.
 fn batch(shape: &[i64]) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu));
-    ((index.square() * 12.9898).sin() + 1e4).view(shape)
+    numbers(shape, 0) + 1e4
 }
 
 struct Layer {

@@ -9,7 +9,8 @@ use brimful::micro::Layout;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm2d, kernels, second_use};
 use brimful::{Loss, Size};
 use support::{
-    Named, alone, assert_within, logged, micro_batcher, numbers, numbers_there, test_device,
+    Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
+    test_device, variables,
 };
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Kind, Tensor, no_grad};
@@ -43,11 +44,10 @@ impl Net {
 
     fn fill(&self) {
         no_grad(|| {
-            for (seed, (name, mut variable)) in named(&self.store).into_iter().enumerate() {
-                if name.contains("running") {
-                    continue;
+            for (seed, (name, mut variable)) in variables(&self.store).into_iter().enumerate() {
+                if !name.contains("running") {
+                    variable.copy_(&(numbers(&variable.size(), seed as i64) * 0.5 + 0.3));
                 }
-                variable.copy_(&(numbers(&variable.size(), seed as i64) * 0.5 + 0.3));
             }
         });
     }
@@ -76,12 +76,6 @@ impl Net {
     }
 }
 
-fn named(store: &VarStore) -> Named {
-    let mut all: Vec<_> = store.variables().into_iter().collect();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all
-}
-
 /// Gradients and running statistics after three steps.
 fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) -> Named {
     let x = numbers_there(&[13, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
@@ -93,7 +87,7 @@ fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) ->
             Loss::mean((&y * &y).mean(Kind::Float))
         });
         drop(step.expect("a step"));
-        let all = named(&net.store).into_iter().filter_map(|(name, variable)| {
+        let all = variables(&net.store).into_iter().filter_map(|(name, variable)| {
             let value = if name.contains("running") { variable } else { variable.grad() };
             value.defined().then(|| (name, value.copy()))
         });
@@ -122,9 +116,8 @@ fn in_one_or_one_by_one_evaluation_is_the_same() {
     let _turn = alone();
     let net = Net::new(BatchNormPolicy::Deferred);
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
-    let output = |y: Tensor| vec![("output".to_owned(), y)];
     let (together, apart) = no_grad(|| (net.in_one(&x, false), net.one_by_one(&x, false)));
-    assert_within(&output(together), &output(apart), 1e-4, "evaluation");
+    assert_all_within(&together, &apart, 1e-4, "evaluation");
 }
 
 #[test]
@@ -133,9 +126,8 @@ fn a_module_with_its_relu_is_the_two_modules() {
     let plain = batch_norm2d(store.root() / "a", CHANNELS, Default::default());
     let with_relu = batch_norm2d(store.root() / "b", CHANNELS, Default::default()).with_relu();
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
-    let output = |y: Tensor| vec![("output".to_owned(), y)];
     let (together, apart) = (with_relu.forward_t(&x, true), plain.forward_t(&x, true).relu());
-    assert_within(&output(together), &output(apart), 1e-5, "training");
+    assert_all_within(&together, &apart, 1e-5, "training");
 }
 
 #[test]

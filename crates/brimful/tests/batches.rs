@@ -387,13 +387,17 @@ proptest! {
 /// A tiny language model on sequences of unlike length: a loss over tokens, and an output for each.
 mod sequences {
     use brimful::batch::Sequences;
+    use brimful::layers::Model;
     use brimful::memory::{Arena, Memory};
     use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
     use proptest::prelude::*;
-    use tch::nn::{self, Module};
+    use tch::nn::{self, ModuleT};
     use tch::{Device, Kind, Tensor};
 
-    use super::support::{micro_batcher, numbers, test_device};
+    use super::support::{
+        Named, assert_close, assert_fails, copies, gradients, micro_batcher, numbers, test_device,
+        variables,
+    };
 
     const WORDS: i64 = 11;
     const STEP: usize = 4;
@@ -435,70 +439,36 @@ mod sequences {
         (Loss::ratio(sum, real.sum(Kind::Double)), logits.argmax(-1, false))
     }
 
-    struct Model {
-        words: nn::Embedding,
-        mix: nn::Linear,
-        head: nn::Linear,
-    }
-
-    impl Model {
-        fn new(p: &nn::Path<'_>) -> Self {
-            Self {
-                words: nn::embedding(p / "words", WORDS, 6, Default::default()),
-                mix: nn::linear(p / "mix", 6, 6, Default::default()),
-                head: nn::linear(p / "head", 6, WORDS, Default::default()),
-            }
-        }
-
-        fn logits(&self, x: &Tensor) -> Tensor {
-            let past = self.mix.forward(&self.words.forward(x)).tanh().cumsum(1, Kind::Double);
-            self.head.forward(&past)
-        }
+    fn model(root: &nn::Path<'_>) -> Model {
+        layers().build(root).expect("a model")
     }
 
     fn store() -> (nn::VarStore, Model) {
         let mut store = nn::VarStore::new(test_device());
-        let model = Model::new(&store.root());
+        let model = model(&store.root());
         store.double();
-        let mut variables: Vec<(String, Tensor)> = store.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
         tch::no_grad(|| {
-            for (seed, (_, variable)) in (0..).zip(&mut variables) {
+            for (seed, (_, mut variable)) in (0..).zip(variables(&store)) {
                 variable.copy_(&numbers(&variable.size(), seed));
             }
         });
         (store, model)
     }
 
-    fn gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
-        let mut all: Vec<(String, Tensor)> =
-            store.variables().into_iter().map(|(name, v)| (name, v.grad().copy())).collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all
-    }
-
     /// Gradients, loss and outputs of the padded whole, in plain tch.
-    fn plain(lengths: &[usize]) -> (Vec<(String, Tensor)>, f64, Tensor) {
+    fn plain(lengths: &[usize]) -> (Named, f64, Tensor) {
         let (store, model) = store();
         let (x, y) = batch(lengths);
         let x = x.to_device(test_device());
         let y = y.to_device(test_device());
-        let logits = model.logits(&x);
+        let logits = model.forward_t(&x, true);
         let count = y.ge(0).sum(Kind::Double);
         let flat = logits.reshape([-1, WORDS]);
         let sum = flat.log_softmax(-1, Kind::Double);
         let sum = sum.g_nll_loss::<Tensor>(&y.reshape([-1]), None, tch::Reduction::Sum, -100);
         let mean = sum / count;
         mean.backward();
-        (gradients(&store), mean.double_value(&[]), logits.argmax(-1, false))
-    }
-
-    fn assert_same(found: &[(String, Tensor)], expected: &[(String, Tensor)]) {
-        assert_eq!(found.len(), expected.len());
-        for ((name, found), (_, expected)) in found.iter().zip(expected) {
-            let apart = (found - expected.to_device(found.device())).abs().max().double_value(&[]);
-            assert!(apart < 1e-10, "{name}: {apart}");
-        }
+        (copies(&gradients(&store)), mean.double_value(&[]), logits.argmax(-1, false))
     }
 
     /// Where a sequence has ended, what a model says is nobody's concern.
@@ -528,16 +498,17 @@ mod sequences {
             let mut micro = micro_batcher(&store, size);
             let batch = batch(&LENGTHS);
             let step = micro
-                .backward(&batch, |(x, y)| loss(&model.logits(&x), &y))
+                .backward(&batch, |(x, y)| loss(&model.forward_t(&x, true), &y))
                 .unwrap_or_else(|error| panic!("{size:?}: {error}"));
             assert_eq!(step.samples, LENGTHS.len());
             assert!((step.loss - mean).abs() < 1e-12, "{size:?}");
-            assert_same(&gradients(&store), &expected);
+            assert_close(&gradients(&store), &expected, &format!("{size:?}"));
             assert_same_words(&step.outputs, &words, &LENGTHS);
-            let evaluated =
-                micro.evaluate(&batch, |(x, y)| loss(&model.logits(&x), &y)).expect("evaluated");
+            let evaluated = micro
+                .evaluate(&batch, |(x, y)| loss(&model.forward_t(&x, true), &y))
+                .expect("evaluated");
             assert!((evaluated.loss - mean).abs() < 1e-12, "{size:?}");
-            let mapped = micro.map(&batch, |(x, _)| model.logits(&x).argmax(-1, false));
+            let mapped = micro.map(&batch, |(x, _)| model.forward_t(&x, true).argmax(-1, false));
             assert_same_words(&mapped.expect("outputs"), &words, &LENGTHS);
         }
     }
@@ -549,7 +520,7 @@ mod sequences {
         let mut shapes = Vec::new();
         let step = micro.backward(&batch(&LENGTHS), |(x, y)| {
             shapes.push(x.size());
-            loss(&model.logits(&x), &y)
+            loss(&model.forward_t(&x, true), &y)
         });
         assert_eq!(shapes, [[1, 32], [1, 20], [2, 16], [2, 12], [3, 8]]);
         assert_eq!(step.expect("a step").sizes, [1, 1, 2, 2, 3]);
@@ -561,16 +532,16 @@ mod sequences {
         for size in [Size::Tokens(32), Size::Count(2), Size::Auto] {
             // An accelerator has one replica; a CPU may have several.
             let devices = [test_device(), Device::Cpu];
-            let mut replicas = Replicas::new(devices, size, Model::new).expect("replicas");
+            let mut replicas = Replicas::new(devices, size, model).expect("replicas");
             replicas.store_mut().double();
             let (from, _) = store();
             replicas.store_mut().copy(&from).expect("the same variables");
             let step = replicas
-                .backward(&batch(&LENGTHS), |model, (x, y)| loss(&model.logits(&x), &y))
+                .backward(&batch(&LENGTHS), |model, (x, y)| loss(&model.forward_t(&x, true), &y))
                 .unwrap_or_else(|error| panic!("{size:?}: {error}"));
             assert!((step.loss - mean).abs() < 1e-12);
             assert_eq!(step.shares, [2, 7]);
-            assert_same(&gradients(replicas.store()), &expected);
+            assert_close(&gradients(replicas.store()), &expected, &format!("{size:?}"));
             assert_same_words(&step.outputs, &words, &LENGTHS);
         }
     }
@@ -593,9 +564,8 @@ mod sequences {
                 .backward(&x, &y, |out: Tensor, y: &Sequences| loss(&out, y))
                 .unwrap_or_else(|error| panic!("{size:?}: {error}"));
             assert!((step.loss - mean).abs() < 1e-12, "{size:?}");
-            let mut found = pipe.gradients().expect("gradients");
-            found.sort_by(|a, b| a.0.cmp(&b.0));
-            assert_same(&found, &expected);
+            let found = pipe.gradients().expect("gradients");
+            assert_close(&found, &expected, &format!("{size:?}"));
             assert_same_words(&step.outputs, &words, &LENGTHS);
             let out = pipe.backward_whole(&x, |out| out.square().mean(Kind::Double));
             assert_same_words(&out.expect("a step").outputs.argmax(-1, false), &words, &LENGTHS);
@@ -617,23 +587,25 @@ mod sequences {
             let mut micro = micro_batcher(&store, size);
             let inputs = Sequences::in_steps_of(STEP, &rows(&LENGTHS), -1.0).expect("sequences");
             micro
-                .backward_whole(&inputs, |x| ends(&x, model.logits(&x.clamp_min(0))), whole)
+                .backward_whole(
+                    &inputs,
+                    |x| ends(&x, model.forward_t(&x.clamp_min(0), true)),
+                    whole,
+                )
                 .expect("a step");
-            gradients(&store)
+            copies(&gradients(&store))
         };
-        assert_same(&one(Size::Tokens(32)), &one(Size::Count(1)));
+        assert_close(&one(Size::Tokens(32)), &one(Size::Count(1)), "one");
     }
 
     #[test]
     fn what_no_size_can_do_is_said_with_numbers() {
         let (store, model) = store();
         let mut micro = micro_batcher(&store, Size::Tokens(20));
-        let run = |x: Sequences, y: Sequences| loss(&model.logits(&x), &y);
-        let error = micro.backward(&batch(&LENGTHS), |(x, y)| run(x, y)).expect_err("too long");
-        assert!(error.to_string().contains("32 tokens"), "{error}");
+        let run = |x: Sequences, y: Sequences| loss(&model.forward_t(&x, true), &y);
+        assert_fails(micro.backward(&batch(&LENGTHS), |(x, y)| run(x, y)), &["32 tokens"]);
         let alike = Tensor::zeros([4, 8], (Kind::Int64, Device::Cpu));
-        let error = micro.map(&alike, |x| x).expect_err("no sequences").to_string();
-        assert!(error.contains("batch::Sequences"), "{error}");
+        assert_fails(micro.map(&alike, |x| x), &["batch::Sequences"]);
     }
 
     #[test]
@@ -641,12 +613,13 @@ mod sequences {
         let lengths: Vec<usize> = (0..200).map(|i| 1 + (i * 37) % 61).collect();
         let memory = Memory::Arena(Arena::limited("small", 1 << 20).expect("an arena"));
         let mut store = nn::VarStore::new(Device::Cpu);
-        let model = Model::new(&store.root());
+        let model = model(&store.root());
         store.double();
         let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
         let mut last = None;
         for _ in 0..3 {
-            let step = micro.backward(&batch(&lengths), |(x, y)| loss(&model.logits(&x), &y).0);
+            let step =
+                micro.backward(&batch(&lengths), |(x, y)| loss(&model.forward_t(&x, true), &y).0);
             last = Some(step.expect("it fits"));
             store.variables().values_mut().for_each(|v| v.zero_grad());
         }

@@ -8,7 +8,7 @@ use brimful::memory::Arena;
 use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
 use brimful::{Error, Pipeline, Size};
 use support::pipeline_cases::{CASES, CNN, MLP, Plain, builder, mlp};
-use support::{Named, alone, assert_close, numbers_there, test_device};
+use support::{Named, Update, alone, assert_close, copies, numbers_there, test_device, variables};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -33,14 +33,14 @@ fn move_all(store: &VarStore, seed: i64) {
     }
 }
 
-fn copies<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> Named {
-    let mut all: Named = named.map(|(name, tensor)| (name.to_owned(), tensor.copy())).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
+fn values(store: &VarStore) -> Named {
+    copies(&variables(store))
 }
 
-fn values(store: &VarStore) -> Named {
-    copies(store.variables().iter().map(|(name, tensor)| (name.as_str(), tensor)))
+fn averages(ema: &Ema) -> Named {
+    let mut all: Named = ema.averages().map(|(n, tensor)| (n.to_owned(), tensor.copy())).collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
 }
 
 fn value(named: &Named, name: &str) -> Tensor {
@@ -59,11 +59,11 @@ fn averages_follow_the_weights_and_statistics_are_copied() {
             ema.update().expect("an update");
             expected = expected * decay + value(&values(&store), "weight") * (1.0 - decay);
         }
-        let averages = copies(ema.averages());
-        assert!(value(&averages, "weight").allclose(&expected, 1e-14, 1e-14, false));
-        assert_eq!(value(&averages, "mean"), value(&values(&store), "mean"));
+        let found = averages(&ema);
+        assert!(value(&found, "weight").allclose(&expected, 1e-14, 1e-14, false));
+        assert_eq!(value(&found, "mean"), value(&values(&store), "mean"));
         assert_eq!(ema.updates(), 3);
-        assert_eq!(averages.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), NAMES);
+        assert_eq!(found.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), NAMES);
     }
 }
 
@@ -89,7 +89,7 @@ fn half_weights_have_averages_in_f32_that_lose_no_small_change() {
             ema.update().expect("an update");
             wide.update().expect("an update");
         }
-        let (ours, expected) = (copies(ema.averages()), copies(wide.averages()));
+        let (ours, expected) = (averages(&ema), averages(&wide));
         for (name, average) in &ours {
             assert_eq!(average.kind(), Kind::Float, "{name}");
             let expected = value(&expected, name);
@@ -108,7 +108,7 @@ fn the_models_own_weights_come_back_to_the_last_bit() {
         let own = values(&store);
         ema.swap_in().expect("swapped");
         ema.swap_in().expect("they are in place");
-        for (name, average) in copies(ema.averages()) {
+        for (name, average) in averages(&ema) {
             let inside = &store.variables()[&name];
             assert_eq!(*inside, average.to_kind(kind), "{name}");
         }
@@ -133,8 +133,7 @@ fn an_evaluation_with_averages_leaves_no_trace_in_the_training() {
         for _ in 0..5 {
             let weight = &store.variables()["weight"];
             (weight * weight).sum(Kind::Float).backward();
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("cleared");
+            optimizer.update();
             ema.update().expect("an update");
             if swaps {
                 ema.swap_in().expect("swapped");
@@ -143,7 +142,7 @@ fn an_evaluation_with_averages_leaves_no_trace_in_the_training() {
         }
         // The masters too.
         let (state, _) = optimizer.state();
-        (values(&store), copies(ema.averages()), state)
+        (values(&store), averages(&ema), state)
     };
     assert_eq!(train(true), train(false));
 }
@@ -155,13 +154,13 @@ fn saved_averages_go_on_exactly_where_they_stopped() {
     move_all(&store, 1);
     ema.update().expect("an update");
     let (tensors, texts) = ema.state();
-    let tensors: Named = copies(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)));
+    let tensors = copies(&tensors);
     let mut other = Ema::new(&store, 0.5).expect("averages");
     other.load_state(&tensors, &texts).expect("loaded");
     move_all(&store, 2);
     ema.update().expect("an update");
     other.update().expect("an update");
-    assert_eq!(copies(other.averages()), copies(ema.averages()));
+    assert_eq!(averages(&other), averages(&ema));
     assert_eq!(other.state().1, ema.state().1);
 }
 
@@ -169,7 +168,7 @@ fn saved_averages_go_on_exactly_where_they_stopped() {
 fn averages_that_do_not_fit_are_refused_by_name_and_change_nothing() {
     let store = store(Kind::Float);
     let mut ema = Ema::new(&store, 0.9).expect("averages");
-    let before = copies(ema.averages());
+    let before = averages(&ema);
     let (tensors, texts) = ema.state();
     let named = |name: &str, shape: &[i64]| (name.to_owned(), numbers_there(shape, 3));
     let with = |more: (String, Tensor)| {
@@ -193,7 +192,7 @@ fn averages_that_do_not_fit_are_refused_by_name_and_change_nothing() {
         let error = ema.load_state(&tensors, &texts).expect_err(key).to_string();
         assert!(error.contains(key), "{error}");
     }
-    assert_eq!(copies(ema.averages()), before);
+    assert_eq!(averages(&ema), before);
     for decay in [-0.1, 1.0, f64::NAN] {
         let error = Ema::new(&store, decay).expect_err("no decay");
         assert!(matches!(error, Error::Optim(OptimError::BadOption { .. })), "{error}");
@@ -214,13 +213,13 @@ fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_
     };
     assert!(arena.current() >= 4 * 64 * 64);
     let _ = tch::no_grad(|| store.variables()["weight"].shallow_clone().fill_(3.0));
-    let before = copies(ema.averages());
+    let before = averages(&ema);
     {
         let _inside = arena.enter();
         let error = ema.update().expect_err("no room");
         assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
     }
-    assert_eq!((copies(ema.averages()), ema.updates()), (before, 0));
+    assert_eq!((averages(&ema), ema.updates()), (before, 0));
     ema.update().expect("outside there is room");
 }
 
@@ -240,22 +239,20 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
             let (x, y) = ((case.input)(6), (case.target)(6));
             let step = pipe.backward(&x, &y, case.loss).expect("a step");
             plain.backward(case, &x, &y, Size::Count(2), step.seed);
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("cleared");
-            own.step().expect("a step");
-            own.zero_grad().expect("cleared");
+            optimizer.update();
+            own.update();
             ema.update().expect("an update");
             expected.update().expect("an update");
         }
-        let (averages, texts) = ema.state().expect("a state");
-        assert_close(&averages, &copies(expected.averages()), case.name);
+        let (found, texts) = ema.state().expect("a state");
+        assert_close(&found, &averages(&expected), case.name);
         assert_eq!(texts, expected.state().1, "{}", case.name);
 
         let mut other = builder(layers, 2).build().expect("a pipeline");
         let mut loaded = other.ema(0.5).expect("averages");
-        loaded.load_state(&averages, &texts).expect("loaded");
+        loaded.load_state(&found, &texts).expect("loaded");
         loaded.swap_in().expect("swapped");
-        assert_close(&other.variables().expect("variables"), &averages, case.name);
+        assert_close(&other.variables().expect("variables"), &found, case.name);
     }
 }
 

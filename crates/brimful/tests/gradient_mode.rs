@@ -6,7 +6,9 @@ mod support;
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
 use brimful::{Loss, MicroBatcher, Pipeline, Replicas, Size};
-use support::{alone, assert_close, numbers, numbers_there, test_device};
+use support::{
+    Named, alone, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
+};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -41,14 +43,6 @@ fn built(root: &Path<'_>) -> impl ModuleT + use<> {
     layers(false).build(root).expect("a model")
 }
 
-/// Gives every variable numbers of its own.
-fn set(variables: impl IntoIterator<Item = (String, Tensor)>) {
-    for (name, mut variable) in variables {
-        let length = name.len() as i64;
-        tch::no_grad(|| variable.copy_(&numbers_there(&variable.size(), length)));
-    }
-}
-
 fn batch() -> (Tensor, Tensor) {
     (numbers_there(&[SAMPLES, 4], 1), numbers_there(&[SAMPLES, 3], 2))
 }
@@ -64,38 +58,28 @@ fn forgetful_loss(out: &Tensor, y: &Tensor) -> Loss {
     loss
 }
 
-fn store() -> VarStore {
+/// A model with numbers that are the same each time.
+fn filled() -> (VarStore, impl ModuleT + use<>) {
     let mut store = VarStore::new(test_device());
+    let model = built(&store.root());
     store.double();
-    store
-}
-
-fn gradients(store: &VarStore) -> Vec<(String, Tensor)> {
-    let mut all: Vec<_> =
-        store.variables().into_iter().map(|(name, tensor)| (name, tensor.grad())).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
+    fill(&store);
+    (store, model)
 }
 
 /// The whole mini-batch's gradients, by autograd alone.
-fn expected() -> Vec<(String, Tensor)> {
-    let mut store = store();
-    let model = built(&store.root());
-    store.double();
-    set(store.variables());
+fn expected() -> Named {
+    let (store, model) = filled();
     let (x, y) = batch();
     (model.forward_t(&x, true) - y).square().mean(Kind::Double).backward();
-    gradients(&store)
+    copies(&gradients(&store))
 }
 
 #[test]
 fn a_closure_s_guard_ends_with_its_micro_batch() {
     let _alone = alone();
     let expected = expected();
-    let mut store = store();
-    let model = built(&store.root());
-    store.double();
-    set(store.variables());
+    let (store, model) = filled();
     for outside in [true, false] {
         let _outside = (!outside).then(tch::no_grad_guard);
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
@@ -130,7 +114,7 @@ fn a_replica_s_guard_ends_with_its_micro_batch() {
     let devices = [test_device(), test_device()];
     let mut replicas = Replicas::new(devices, Size::Fixed(2), built).expect("replicas");
     replicas.store_mut().double();
-    set(replicas.store().variables());
+    fill(replicas.store());
     for _ in 0..2 {
         let run = |model: &_, (x, y): (Tensor, Tensor)| {
             forgetful_loss(&ModuleT::forward_t(model, &x, true), &y)
@@ -146,9 +130,8 @@ fn a_replica_s_guard_ends_with_its_micro_batch() {
 fn a_layer_s_guard_ends_with_its_action() {
     let _alone = alone();
     let expected = expected();
-    for (forgets, recompute) in [(false, Recompute::Never), (true, Recompute::Never)]
-        .into_iter()
-        .chain([(true, Recompute::Always)])
+    for (forgets, recompute) in
+        [(false, Recompute::Never), (true, Recompute::Never), (true, Recompute::Always)]
     {
         let mut pipe = Pipeline::builder(layers(forgets))
             .devices([test_device(), test_device()])

@@ -10,7 +10,7 @@ use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
 use brimful::schedule::{BusCost, Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline, gradient_factor, sums_apart};
-use support::{alone, transformer};
+use support::{Update, alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 
 const RATE: f64 = 0.01;
@@ -146,8 +146,7 @@ impl Case {
         for _ in 0..2 {
             let mean = |out: Tensor, y: &Tensor| Loss::mean(loss(&out, y));
             pipe.backward(&x, &y, mean).expect("a step");
-            optimizer.step().expect("an update");
-            optimizer.zero_grad().expect("no gradients");
+            optimizer.update();
         }
         device.peak()
     }

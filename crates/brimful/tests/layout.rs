@@ -13,9 +13,9 @@ use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::Homes;
 use brimful::save::{self, Metadata};
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
-use support::{micro_batcher, numbers, test_device};
+use support::{Update, assert_within, fill, micro_batcher, numbers, test_device, variables};
 use tch::nn::{self, ModuleT, VarStore};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
 const CLASSES: i64 = 4;
 
@@ -38,11 +38,7 @@ impl ConvNet {
             .add_fn(|x| x.relu().mean_dim([2_i64, 3].as_slice(), false, x.kind()))
             .add(nn::linear(&root / "out", 6, CLASSES, Default::default()));
         store.set_kind(Kind::Double);
-        for (name, mut variable) in store.variables() {
-            if variable.requires_grad() {
-                tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
-            }
-        }
+        fill(&store);
         let optimizer = Optimizer::new(&store, AdamW::new(0.01)).expect("an optimizer");
         Self { store, layers, optimizer }
     }
@@ -55,15 +51,8 @@ impl ConvNet {
             Loss::mean(loss)
         });
         let loss = step.expect("a step").loss;
-        self.optimizer.step().expect("an update");
-        self.optimizer.zero_grad().expect("no gradients");
+        self.optimizer.update();
         loss
-    }
-
-    fn variables(&self) -> Vec<(String, Tensor)> {
-        let mut all: Vec<_> = self.store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all
     }
 }
 
@@ -87,10 +76,8 @@ fn steps_in_any_order_of_memory_are_the_same() {
             let (a, b) = (plain.step(&mut one, &samples), laid_out.step(&mut two, &samples));
             assert!((a - b).abs() < 1e-9 * a.abs(), "{layout:?} step {step}: {a} {b}");
         }
-        for ((name, a), (_, b)) in plain.variables().iter().zip(laid_out.variables()) {
-            let error = (a - &b).abs().max().double_value(&[]);
-            assert!(error < 1e-8, "{layout:?} {name}: {error:e}");
-        }
+        let found = variables(&laid_out.store);
+        assert_within(&found, &variables(&plain.store), 1e-8, &format!("{layout:?}"));
         let weight = &laid_out.store.variables()["two.weight"];
         assert_eq!(is_channels_last(weight), two.is_channels_last());
         assert!(layout == Layout::Measured || two.is_channels_last());
@@ -105,14 +92,10 @@ fn a_saved_model_does_not_tell() {
     let samples = batch(0);
     plain.step(&mut one, &samples);
     laid_out.step(&mut two, &samples);
-    let path = std::env::temp_dir().join(format!("brimful-layout-{}", std::process::id()));
-    save::write(&path, &laid_out.variables(), &Metadata::new()).expect("written");
-    let (read, _) = save::read(&path).expect("read");
-    std::fs::remove_file(&path).expect("removed");
-    for ((name, expected), (_, got)) in plain.variables().iter().zip(read) {
-        let error = (expected.to_device(Device::Cpu) - got).abs().max().double_value(&[]);
-        assert!(error < 1e-9, "{name}: {error:e}");
-    }
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    save::write(file.path(), &variables(&laid_out.store), &Metadata::new()).expect("written");
+    let (read, _) = save::read(file.path()).expect("read");
+    assert_within(&read, &variables(&plain.store), 1e-9, "read");
 }
 
 #[test]
@@ -196,8 +179,7 @@ fn trained(pipe: &mut Pipeline) -> Vec<f64> {
             Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, Reduction::Mean, -100, 0.0))
         };
         let loss = pipe.backward(&x, &y, loss).expect("a step").loss;
-        optimizer.step().expect("an update");
-        optimizer.zero_grad().expect("no gradients");
+        optimizer.update();
         loss
     };
     (0..8).map(step).collect()

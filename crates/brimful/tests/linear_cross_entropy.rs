@@ -9,7 +9,9 @@ use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cros
 use brimful::{Bytes, Error, Size};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
-use support::{alone, micro_batcher, numbers, test_device};
+use support::{
+    Named, alone, assert_same, micro_batcher, near, numbers, numbers_there, test_device,
+};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -26,9 +28,6 @@ struct Problem {
     targets: Tensor,
     smoothing: f64,
 }
-
-/// The loss as a mean, and the gradients of hidden states, weight and bias.
-struct Answer(Vec<(&'static str, Tensor)>);
 
 impl Problem {
     fn new(places: &[i64], width: i64, classes: i64) -> Self {
@@ -70,7 +69,7 @@ impl Problem {
     }
 
     /// The mean over what counts, by libtorch's own operations in f64.
-    fn expected(&self) -> Answer {
+    fn expected(&self) -> Named {
         let leaf = |t: &Tensor| t.copy().set_requires_grad(true);
         let (hidden, weight) = (leaf(&self.hidden), leaf(&self.weight));
         let bias = self.bias.as_ref().map(leaf);
@@ -80,10 +79,10 @@ impl Problem {
         let loss =
             logits.cross_entropy_loss(&targets, weights, Reduction::Mean, PADDING, smoothing);
         loss.backward();
-        Answer::of(&loss, &hidden, &weight, bias.as_ref())
+        answer(&loss, &hidden, &weight, bias.as_ref())
     }
 
-    fn found(&self, kind: Kind, chunk_bytes: u64) -> Answer {
+    fn found(&self, kind: Kind, chunk_bytes: u64) -> Named {
         let there = |t: &Tensor| t.to_device(test_device()).to_kind(kind);
         let leaf = |t: &Tensor| there(t).copy().set_requires_grad(true);
         let (hidden, weight) = (leaf(&self.hidden), leaf(&self.weight));
@@ -103,37 +102,20 @@ impl Problem {
         // As a step does it: the root's gradient is what the loss is divided by.
         let root = divisor.reciprocal().to_kind(sum.kind());
         backward(&[&sum], &[Some(&root)], false).expect("gradients");
-        Answer::of(&(&sum / &divisor), &hidden, &weight, bias.as_ref())
+        answer(&(&sum / &divisor), &hidden, &weight, bias.as_ref())
     }
 }
 
-impl Answer {
-    fn of(loss: &Tensor, hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Self {
-        let mut all = vec![
-            ("the loss", loss.detach()),
-            ("hidden's gradient", hidden.grad()),
-            ("weight's gradient", weight.grad()),
-        ];
-        all.extend(bias.map(|bias| ("bias's gradient", bias.grad())));
-        let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
-        Self(all.into_iter().map(|(name, t)| (name, host(t))).collect())
-    }
-
-    #[track_caller]
-    fn assert_near(&self, expected: &Self, part: f64, what: &str) {
-        for ((name, found), (_, expected)) in self.0.iter().zip(&expected.0) {
-            assert_eq!(found.size(), expected.size(), "{what}: {name}");
-            let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
-            let scale = expected.abs().max().double_value(&[]).max(1e-2);
-            let off = (&found - &expected).abs() / scale;
-            let at = off.argmax(0, false).int64_value(&[]);
-            let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
-            assert!(
-                off <= part,
-                "{what}: element {at} of {name} is {found:e}, not {expected:e}: off by {off:e}"
-            );
-        }
-    }
+/// The loss as a mean, and the gradients of hidden states, weight and bias.
+fn answer(loss: &Tensor, hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Named {
+    let mut all = vec![
+        ("loss", loss.detach()),
+        ("gradient of hidden", hidden.grad()),
+        ("gradient of weight", weight.grad()),
+    ];
+    all.extend(bias.map(|bias| ("gradient of bias", bias.grad())));
+    let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
+    all.into_iter().map(|(name, t)| (name.to_owned(), host(t))).collect()
 }
 
 fn problems() -> Vec<Problem> {
@@ -167,7 +149,7 @@ fn it_is_the_cross_entropy_of_the_logits_in_f64() {
         let expected = problem.expected();
         for chunk in chunks(&problem) {
             let what = format!("{}, chunks of {chunk} bytes", problem.name);
-            problem.found(Kind::Double, chunk).assert_near(&expected, 1e-10, &what);
+            near(&what, &problem.found(Kind::Double, chunk), &expected, 1e-10);
         }
     }
 }
@@ -182,7 +164,7 @@ fn narrower_kinds_are_as_near_as_their_digits() {
             let expected = problem.expected();
             for chunk in chunks(&problem) {
                 let what = format!("{}, chunks of {chunk} bytes", problem.name);
-                problem.found(kind, chunk).assert_near(&expected, part, &what);
+                near(&what, &problem.found(kind, chunk), &expected, part);
             }
         }
     }
@@ -193,9 +175,7 @@ fn two_runs_are_equal_to_the_last_bit() {
     for kind in [Kind::Float, Kind::BFloat16] {
         let problem = Problem::new(&[130], 33, 1031).with_everything();
         let (one, two) = (problem.found(kind, 50_000), problem.found(kind, 50_000));
-        for ((name, one), (_, two)) in one.0.iter().zip(&two.0) {
-            assert_eq!(one, two, "{kind:?}: {name}");
-        }
+        assert_same(&format!("{kind:?}"), &one, &two);
     }
 }
 
@@ -204,7 +184,7 @@ fn two_runs_are_equal_to_the_last_bit() {
 fn its_gradients_are_those_of_small_differences() {
     let problem = Problem::new(&[5], 3, 7).with_everything();
     let found = problem.found(Kind::Double, 100);
-    let value = |problem: &Problem| problem.found(Kind::Double, 100).0[0].1.double_value(&[]);
+    let value = |problem: &Problem| problem.found(Kind::Double, 100)[0].1.double_value(&[]);
     let step = 1e-5;
     for at in 0..15 {
         let moved = |by: f64| {
@@ -215,7 +195,7 @@ fn its_gradients_are_those_of_small_differences() {
             value(&moved)
         };
         let slope = (moved(step) - moved(-step)) / (2.0 * step);
-        let gradient = found.0[1].1.reshape([-1]).double_value(&[at]);
+        let gradient = found[1].1.reshape([-1]).double_value(&[at]);
         assert!((slope - gradient).abs() < 1e-8, "element {at}: {gradient}, by steps {slope}");
     }
 }
@@ -228,19 +208,19 @@ fn infinities_and_nan_are_as_libtorch_has_them() {
     masked.bias = Some(Tensor::from_slice(&bias));
     masked.targets = Tensor::from_slice(&[0_i64, 1, 2, 3, 4, 6]);
     masked.name = "a class at minus infinity".into();
-    masked.found(Kind::Double, 200).assert_near(&masked.expected(), 1e-10, &masked.name);
-    masked.found(Kind::Float, 200).assert_near(&masked.expected(), 1e-5, &masked.name);
+    near(&masked.name, &masked.found(Kind::Double, 200), &masked.expected(), 1e-10);
+    near(&masked.name, &masked.found(Kind::Float, 200), &masked.expected(), 1e-5);
 
     let mut huge = Problem::new(&[6], 4, 9);
     huge.bias = Some(numbers(&[9], 8) + 1e4);
     huge.name = "logits near 1e4".into();
-    huge.found(Kind::Double, 200).assert_near(&huge.expected(), 1e-9, &huge.name);
+    near(&huge.name, &huge.found(Kind::Double, 200), &huge.expected(), 1e-9);
 
     for bad in [f64::NAN, f64::INFINITY] {
         let problem = Problem::new(&[6], 4, 9);
         let _ = problem.hidden.get(2).fill_(bad);
         for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
-            let loss = problem.found(kind, 200).0[0].1.double_value(&[]);
+            let loss = problem.found(kind, 200)[0].1.double_value(&[]);
             assert!(loss.is_nan(), "{bad} in a hidden state, {kind:?}: {loss}");
         }
     }
@@ -254,15 +234,18 @@ fn strided_and_offset_tensors_are_taken_as_they_are() {
     strided.hidden = strided.hidden.transpose(0, 1).contiguous().transpose(0, 1);
     strided.weight = Tensor::cat(&[&strided.weight, &strided.weight], 0).narrow(0, 13, 13);
     strided.targets = strided.targets.transpose(0, 1).contiguous().transpose(0, 1);
-    strided.found(Kind::Double, 200).assert_near(&plain, 1e-12, "strided");
+    near("strided", &strided.found(Kind::Double, 200), &plain, 1e-12);
+}
+
+/// Hidden states of four places, and the weight of five classes.
+fn leaves() -> [Tensor; 2] {
+    [(4, 1), (5, 2)].map(|(rows, seed)| numbers_there(&[rows, 3], seed).set_requires_grad(true))
 }
 
 #[test]
 fn padding_alone_is_a_sum_and_a_divisor_of_nothing() {
-    let device = test_device();
-    let hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device).set_requires_grad(true);
-    let targets = Tensor::full([4], PADDING, (Kind::Int64, device));
+    let [hidden, weight] = leaves();
+    let targets = Tensor::full([4], PADDING, (Kind::Int64, test_device()));
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     assert_eq!(done.sum.double_value(&[]), 0.0);
     assert_eq!(done.divisor.double_value(&[]), 0.0);
@@ -278,29 +261,22 @@ fn head(weight: &Tensor) -> LossHead<'_> {
 
 #[test]
 fn a_kept_graph_gives_its_gradients_again_and_one_that_is_not_says_so() {
-    let device = test_device();
-    let hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device).set_requires_grad(true);
-    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(device);
+    let [hidden, weight] = leaves();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     backward(&[&done.sum], &[None], true).expect("gradients");
     let once = weight.grad().copy();
     backward(&[&done.sum], &[None], false).expect("gradients");
     assert_eq!(weight.grad(), &once * 2.0);
     let error = backward(&[&done.sum], &[None], false).expect_err("given away");
-    assert!(
-        error.message.contains("backward through the graph a second time"),
-        "{}",
-        error.message
-    );
+    assert!(error.message.contains("backward through the graph a second time"), "{error}");
 }
 
 #[test]
 fn only_what_is_asked_for_gets_a_gradient() {
-    let device = test_device();
-    let mut hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device);
-    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(device);
+    let [mut hidden, weight] = leaves();
+    let weight = weight.detach();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     done.sum.backward();
     assert!(hidden.grad().defined() && !weight.grad().defined());
@@ -370,29 +346,29 @@ fn its_peak_is_below_the_logits_by_far() {
 fn what_does_not_fit_is_refused_before_the_work() {
     let (hidden, weight) = (Tensor::zeros([2, 4, 3], CPU), Tensor::zeros([5, 3], CPU));
     let targets = Tensor::zeros([2, 4], (Kind::Int64, Device::Cpu));
-    let refused = |hidden: &Tensor, weight: &Tensor, bias, targets: &Tensor, config| {
-        match linear_cross_entropy(hidden, weight, bias, targets, config) {
-            Err(Error::LinearCrossEntropy(error)) => error,
-            other => panic!("not refused: {other:?}"),
-        }
+    let refused = |weight: &Tensor, bias, targets: &Tensor, config| match linear_cross_entropy(
+        &hidden, weight, bias, targets, config,
+    ) {
+        Err(Error::LinearCrossEntropy(error)) => error,
+        other => panic!("not refused: {other:?}"),
     };
     let plain = LinearCrossEntropyConfig::default();
-    let wide = Tensor::zeros([5, 4], CPU);
-    let short = Tensor::zeros([4], CPU);
-    let error = refused(&hidden, &wide, None, &targets, plain).to_string();
-    assert!(error.contains("the weight has the shape [5, 4]"), "{error}");
-    let error = refused(&hidden, &weight, None, &targets.view([8]), plain).to_string();
-    assert!(error.contains("the tensor of targets has the shape [8]"), "{error}");
-    let error = refused(&hidden, &weight, Some(&short), &targets, plain);
-    assert!(error.to_string().contains("the bias has the shape [4]"), "{error}");
-    let error = refused(&hidden, &weight.to_kind(Kind::Double), None, &targets, plain);
-    assert!(error.to_string().contains("must be of the hidden states' Float"), "{error}");
-    let error = refused(&hidden, &weight, None, &targets.to_kind(Kind::Float), plain);
-    assert!(error.to_string().contains("must be integers, but is of Float"), "{error}");
+    let (wide, short) = (Tensor::zeros([5, 4], CPU), Tensor::zeros([4], CPU));
+    let (double, floats) = (weight.to_kind(Kind::Double), targets.to_kind(Kind::Float));
+    for (weight, bias, targets, words) in [
+        (&wide, None, &targets, "the weight has the shape [5, 4]"),
+        (&weight, None, &targets.view([8]), "the tensor of targets has the shape [8]"),
+        (&weight, Some(&short), &targets, "the bias has the shape [4]"),
+        (&double, None, &targets, "must be of the hidden states' Float"),
+        (&weight, None, &floats, "must be integers, but is of Float"),
+    ] {
+        let error = refused(weight, bias, targets, plain).to_string();
+        assert!(error.contains(words), "{error}");
+    }
     let smooth = LinearCrossEntropyConfig { smoothing: 1.5, ..plain };
-    let error = refused(&hidden, &weight, None, &targets, smooth);
+    let error = refused(&weight, None, &targets, smooth);
     assert_eq!(error, LinearCrossEntropyError::Smoothing(1.5));
     let _ = targets.get(1).get(2).fill_(5);
-    let error = refused(&hidden, &weight, None, &targets, plain).to_string();
+    let error = refused(&weight, None, &targets, plain).to_string();
     assert!(error.contains("target 5 at place 6 is none of the 5 classes"), "{error}");
 }

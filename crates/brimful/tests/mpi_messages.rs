@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
-use support::ranks::{as_process_or, text, told};
+use support::ranks::{SOCKETS, as_process_or, text, told};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes of a message that no MPI sends before its receiver asks for it.
@@ -94,9 +94,7 @@ fn a_sender_that_halts_after_its_announcement_makes_nobody_wait() {
         |launcher| {
             let folder = tempfile::tempdir().expect("a folder");
             let seen = folder.path().join("seen").display().to_string();
-            // Over sockets, where a large message needs its sender to the end.
-            let options = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"];
-            let output = launcher.start(3, &options, &seen).wait(LIMIT);
+            let output = launcher.start(3, &SOCKETS, &seen).wait(LIMIT);
             assert!(output.status.success(), "{}", text(&output));
         },
     );

@@ -9,7 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
-use support::{numbers, test_device};
+use support::{Named, Update, assert_same, copies, numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -79,8 +79,7 @@ fn assert_same_as_tch(kind: Kind, ours: Method, theirs: impl OptimizerConfig, bo
     let mut opt_b = theirs.build(&b, ours.learning_rate()).expect("tch's optimizer");
     for step in 0..20 {
         backward(&a, step);
-        opt_a.step().expect("a step");
-        opt_a.zero_grad().expect("zeroed");
+        opt_a.update();
         backward(&b, step);
         opt_b.step();
         opt_b.zero_grad();
@@ -219,7 +218,7 @@ fn groups_have_their_own_options_and_learning_rates() {
     let mut opt = Optimizer::new(&a, config).expect("an optimizer");
     opt.group("decay-free", |name| name.ends_with("bias"), config.weight_decay(0.0)).expect("one");
     opt.group("head", |name| name == "head_weight", Sgd::new(0.5)).expect("another method");
-    let part = |names: &[&str]| -> Vec<(String, Tensor)> {
+    let part = |names: &[&str]| -> Named {
         names.iter().map(|name| (name.to_string(), get(&b, name))).collect()
     };
     let mut parts = [
@@ -235,11 +234,9 @@ fn groups_have_their_own_options_and_learning_rates() {
         }
         backward(&a, step);
         backward(&b, step);
-        opt.step().expect("a step");
-        opt.zero_grad().expect("zeroed");
+        opt.update();
         for part in &mut parts {
-            part.step().expect("a step");
-            part.zero_grad().expect("zeroed");
+            part.update();
         }
     }
     assert_eq!(difference(&a, &b), 0.0);
@@ -264,8 +261,7 @@ fn parameters_without_gradient_and_frozen_ones_stay_with_their_state() {
         backward_of(&a, step as i64, names);
         backward_of(&b, step as i64, names);
         for opt in [&mut opt, &mut bias, &mut weight] {
-            opt.step().expect("a step");
-            opt.zero_grad().expect("zeroed");
+            opt.update();
         }
     }
     assert_eq!(difference(&a, &b), 0.0);
@@ -294,8 +290,7 @@ fn configs() -> Vec<Method> {
 fn train(vs: &nn::VarStore, opt: &mut Optimizer, steps: std::ops::Range<i64>) {
     for step in steps {
         backward(vs, step);
-        opt.step().expect("a step");
-        opt.zero_grad().expect("zeroed");
+        opt.update();
     }
 }
 
@@ -307,21 +302,20 @@ fn new_optimizer(vs: &nn::VarStore, config: Method) -> Optimizer {
 
 #[test]
 fn a_saved_state_goes_on_exactly_where_it_stopped() {
-    let folder = std::env::temp_dir().join(format!("brimful-optim-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("optimizer.safetensors");
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
         for config in configs() {
             for model_first in [true, false] {
-                let preserving_generators = store(kind);
-                let mut opt = new_optimizer(&preserving_generators, config);
+                let undisturbed = store(kind);
+                let mut opt = new_optimizer(&undisturbed, config);
                 opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&preserving_generators, &mut opt, 0..6);
+                train(&undisturbed, &mut opt, 0..6);
 
                 let first = store(kind);
                 let mut opt = new_optimizer(&first, config);
                 opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
                 train(&first, &mut opt, 0..3);
-                let path = folder.join("optimizer.safetensors");
                 opt.save(&path).expect("saved");
 
                 let second = store(kind);
@@ -336,16 +330,11 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
                     opt.load(&path).expect("loaded");
                 }
                 train(&second, &mut opt, 3..6);
-                assert_eq!(
-                    difference(&preserving_generators, &second),
-                    0.0,
-                    "{config:?} in {kind:?}"
-                );
+                assert_eq!(difference(&undisturbed, &second), 0.0, "{config:?} in {kind:?}");
                 assert_eq!(opt.group_learning_rate("bias"), Ok(0.1 + 0.2));
             }
         }
     }
-    std::fs::remove_dir_all(&folder).expect("removed");
 }
 
 #[test]
@@ -370,14 +359,13 @@ fn a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() {
     let mut opt = Optimizer::new(&vs, config).expect("an optimizer");
     train(&vs, &mut opt, 0..2);
     let (good, metadata) = opt.state();
-    let copy = || -> Vec<_> { good.iter().map(|(n, t)| (n.clone(), t.copy())).collect() };
-    let before = copy();
+    let before = copies(&good);
 
-    let mut shape = copy();
+    let mut shape = copies(&good);
     shape[1].1 = Tensor::zeros([5], (Kind::Double, test_device()));
-    let mut missing = copy();
+    let mut missing = copies(&good);
     missing.retain(|(name, _)| name != "head_weight.exp_avg_sq");
-    let mut unknown = copy();
+    let mut unknown = copies(&good);
     unknown.push(("tail.exp_avg".into(), Tensor::zeros([5], (Kind::Double, test_device()))));
     let without = |key: &str| -> Metadata {
         metadata.iter().filter(|(k, _)| *k != key).map(|(k, v)| (k.clone(), v.clone())).collect()
@@ -421,18 +409,16 @@ fn a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() {
     ] {
         let error = opt.load_state(tensors, &metadata).expect_err(words).to_string();
         assert!(error.contains(words), "{error}");
-        for ((name, was), (_, is)) in before.iter().zip(opt.state().0) {
-            assert_eq!(was, &is, "{name} after: {error}");
-        }
+        assert_same(&error, &before, &opt.state().0);
     }
     opt.load_state(&good, &metadata).expect("its own state");
 }
 
 /// Everything that a step changes, copied.
-fn everything(vs: &nn::VarStore, opt: &Optimizer) -> Vec<(String, Tensor)> {
+fn everything(vs: &nn::VarStore, opt: &Optimizer) -> Named {
     let mut all = opt.state().0;
-    all.extend(SHAPES.map(|(name, _)| (name.to_owned(), get(vs, name).detach())));
-    all.into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
+    all.extend(SHAPES.map(|(name, _)| (name.to_owned(), get(vs, name))));
+    copies(&all)
 }
 
 #[test]
@@ -450,9 +436,8 @@ fn a_step_that_runs_out_of_memory_anywhere_changes_nothing() {
 }
 
 fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
-    let (vs, preserving_generators) = (store(kind), store(kind));
-    let (mut opt, mut other) =
-        (new_optimizer(&vs, config), new_optimizer(&preserving_generators, config));
+    let (vs, undisturbed) = (store(kind), store(kind));
+    let (mut opt, mut other) = (new_optimizer(&vs, config), new_optimizer(&undisturbed, config));
     // A gradient in another order than its parameter, so that it is copied.
     let turn = |vs: &nn::VarStore| {
         let mut weight = get(vs, "head_weight");
@@ -460,11 +445,11 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
         brimful_torch::autograd::set_gradient(&mut weight, Some(&turned)).expect("a gradient");
     };
     train(&vs, &mut opt, 0..steps_before);
-    train(&preserving_generators, &mut other, 0..steps_before);
+    train(&undisturbed, &mut other, 0..steps_before);
     backward(&vs, 5);
-    backward(&preserving_generators, 5);
+    backward(&undisturbed, 5);
     turn(&vs);
-    turn(&preserving_generators);
+    turn(&undisturbed);
 
     let before = everything(&vs, &opt);
     let arena = Arena::new("optimizer");
@@ -481,21 +466,18 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
         }
         assert!(matches!(result, Err(Error::OutOfMemory(_))), "{result:?}");
         failures += 1;
-        let after = everything(&vs, &opt);
-        assert_eq!(before.len(), after.len(), "{config:?}: state after failure {failures}");
-        for ((name, was), (_, is)) in before.iter().zip(&after) {
-            assert_eq!(was, is, "{config:?}: {name} after failure {failures}");
-        }
+        let what = format!("{config:?}: after failure {failures}");
+        assert_same(&what, &before, &everything(&vs, &opt));
     }
     // The turned gradient takes scratch space, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");
-    assert_eq!(difference(&vs, &preserving_generators), 0.0, "{config:?}");
-    for (vs, opt) in [(&vs, &mut opt), (&preserving_generators, &mut other)] {
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}");
+    for (vs, opt) in [(&vs, &mut opt), (&undisturbed, &mut other)] {
         opt.zero_grad().expect("zeroed");
         train(vs, opt, 6..8);
     }
-    assert_eq!(difference(&vs, &preserving_generators), 0.0, "{config:?}, two steps later");
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}, two steps later");
 }
 
 #[test]
@@ -507,8 +489,7 @@ fn small_updates_of_a_bf16_parameter_are_not_lost() {
         let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
         for _ in 0..1000 {
             tensor.sum(Kind::Float).backward();
-            opt.step().expect("a step");
-            opt.zero_grad().expect("zeroed");
+            opt.update();
         }
         tensor.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
     };
@@ -589,8 +570,7 @@ fn tchs_optimizers_and_ours_share_a_model() {
         }
         backward(&other, step);
         all_ours.clip_gradient_norm(3.0).expect("a norm");
-        all_ours.step().expect("a step");
-        all_ours.zero_grad().expect("zeroed");
+        all_ours.update();
     }
     assert!(difference(&vs, &other) < 1e-14);
 }

@@ -18,8 +18,10 @@ use brimful::{
     Batch, DeviceSpec, Draws, Error, Layers, Loss, NonFinite, Pipeline, Size, StepError,
     WorkerError, is_recomputing,
 };
-use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, eval, mlp};
-use support::{alone, assert_close, test_device};
+use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, descend, eval, mlp};
+use support::{
+    Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, test_device,
+};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -80,9 +82,8 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                     assert!((step.loss - expected).abs() < 1e-9, "{what}");
                     assert_eq!(step.terms, [step.loss], "{what}");
                     assert!(!step.outputs.requires_grad(), "{what}");
-                    let found = step.outputs.tensors().iter().map(Tensor::shallow_clone);
-                    let found: Vec<_> = found.map(|output| (String::new(), output)).collect();
-                    assert_close(&found, &[(String::new(), outputs.detach())], &what);
+                    assert_eq!(step.outputs.tensors().len(), 1, "{what}");
+                    assert_all_close(&step.outputs, &outputs, &what);
                     assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
                 }
             }
@@ -328,8 +329,7 @@ fn frozen_layers_get_no_gradient_and_stay() {
         let mut pipe =
             builder(mlp(), 3).micro_batches(2).recompute(recompute).build().expect("built");
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-        let before = pipe.variables().expect("variables").into_iter();
-        let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
+        let before = copies(&pipe.variables().expect("variables"));
         let frozen = |name: &str| name.starts_with("fc1") || name.starts_with("fc3");
         pipe.freeze(frozen).expect("frozen");
         let (x, y) = ((MLP.input)(6), (MLP.target)(6));
@@ -345,19 +345,8 @@ fn frozen_layers_get_no_gradient_and_stay() {
         pipe.unfreeze(|_| true).expect("all");
         pipe.backward(&x, &y, MLP.loss).expect("a step");
         assert_eq!(pipe.gradients().expect("gradients").len(), 10);
-        let error = pipe.freeze(|name| name == "nobody").expect_err("no such variable");
-        assert!(error.to_string().contains("the first of 10 is 'fc1.bias'"), "{error}");
+        assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is 'fc1.bias'"]);
     }
-}
-
-/// One step of a user's own making.
-fn descend(values: Vec<(String, Tensor)>) {
-    tch::no_grad(|| {
-        for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {
-            let gradient = value.grad();
-            let _itself = value.f_sub_(&(gradient * 0.5)).expect("a step");
-        }
-    });
 }
 
 #[test]
@@ -369,8 +358,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
         let out = eval(pipe, &x, 2).expect("an evaluation");
-        let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
-        assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
+        assert_all_close(&out, &plain.answer(&x), what);
     };
     // A user's own optimizer.
     for number in 0..3 {
@@ -388,7 +376,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
         }
     }
     // Other numbers in its place.
-    let table = |values: Vec<(String, Tensor)>| {
+    let table = |values: Named| {
         let found = values.into_iter().find(|(name, _)| name == "wte.weight");
         found.expect("the shared one").1
     };
@@ -410,9 +398,9 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
 fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
     let _turn = alone();
     tch::manual_seed(5);
-    let folder = std::env::temp_dir().join(format!("brimful-pipeline-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).expect("a folder");
-    let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let [model, state] =
+        ["model.safetensors", "state.safetensors"].map(|name| folder.path().join(name));
     for case in &CASES {
         let train = |pipe: &mut Pipeline| {
             let (x, y) = ((case.input)(6), (case.target)(6));
@@ -424,8 +412,7 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
         let mut first = build(3);
         let mut optimizer = first.optimizer(Adam::new(0.01)).expect("an optimizer");
         train(&mut first);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
+        optimizer.update();
         first.save(&model).expect("saved");
         optimizer.save(&state).expect("saved");
 
@@ -444,26 +431,21 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
         tch::manual_seed(6);
         train(&mut second);
         other.step().expect("a step");
-        assert_close(
-            &second.variables().expect("variables"),
-            &first.variables().expect("variables"),
-            case.name,
-        );
+        let values = first.variables().expect("variables");
+        assert_close(&second.variables().expect("variables"), &values, case.name);
         tch::manual_seed(6);
         let (x, y) = ((case.input)(6), (case.target)(6));
         plain.backward(case, &x, &y, Size::Count(3), step.seed);
         plain.optimizer.step().expect("a step");
         assert_close(&first.variables().expect("variables"), &plain.values(), case.name);
     }
-    std::fs::remove_dir_all(folder).expect("removed");
 }
 
 #[test]
 fn what_does_not_fit_is_not_loaded() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
-    let before = pipe.variables().expect("variables").into_iter();
-    let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
+    let before = copies(&pipe.variables().expect("variables"));
     let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
     let error = pipe.set_variables(other.variables().expect("variables")).expect_err("others");
     let told = error.to_string();
@@ -494,20 +476,18 @@ fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
     for (_, value) in &mut values {
         *value = value.detach() + 1.0;
     }
-    let expected: Vec<_> =
-        values.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
+    let expected = copies(&values);
     for beside in ["optimizer.fc1.bias.exp_avg", "ema.fc1.bias", "bn1.num_batches_tracked"] {
         values.push((beside.to_owned(), Tensor::ones([3], DOUBLE)));
     }
-    let name = format!("brimful-beside-{}.safetensors", std::process::id());
-    let file = std::env::temp_dir().join(name);
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("beside.safetensors");
     save::write(&file, &values, &Metadata::new()).expect("written");
     pipe.load(&file).expect("loaded");
     assert_close(&pipe.variables().expect("variables"), &expected, "pipeline");
     let mut plain = Plain::of(&mlp(), &builder(mlp(), 1).build().expect("a pipeline"));
     plain.store.load(&file).expect("loaded");
     assert_close(&plain.values(), &expected, "store");
-    std::fs::remove_file(file).expect("removed");
 }
 
 #[test]
@@ -531,24 +511,16 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         let expected = plain.optimizer.clip_gradient_norm(0.05).expect("clipped");
         assert!((norm - expected.value().expect("a number")).abs() < 1e-10);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
-        plain.optimizer.step().expect("a step");
-        plain.optimizer.zero_grad().expect("cleared");
+        optimizer.update();
+        plain.optimizer.update();
         assert_close(&pipe.variables().expect("variables"), &plain.values(), "groups");
     }
-    assert!(matches!(
-        optimizer.set_group_learning_rate("no", 0.1),
-        Err(Error::Optim(OptimError::NoGroup { .. }))
-    ));
-    assert!(matches!(
-        optimizer.clip_gradient_norm(1.0),
-        Err(Error::Optim(OptimError::NoGradient { .. }))
-    ));
-    assert!(matches!(
-        optimizer.clip_gradient_norm(0.0),
-        Err(Error::Optim(OptimError::BadOption { .. }))
-    ));
+    let error = optimizer.set_group_learning_rate("no", 0.1).expect_err("no group");
+    assert!(matches!(error, Error::Optim(OptimError::NoGroup { .. })), "{error}");
+    let error = optimizer.clip_gradient_norm(1.0).expect_err("no gradient");
+    assert!(matches!(error, Error::Optim(OptimError::NoGradient { .. })), "{error}");
+    let error = optimizer.clip_gradient_norm(0.0).expect_err("no bound");
+    assert!(matches!(error, Error::Optim(OptimError::BadOption { .. })), "{error}");
     let error = optimizer.group("empty", |_| false, Sgd::new(0.1)).expect_err("nobody");
     assert!(matches!(error, Error::Optim(OptimError::EmptyGroup { .. })), "{error}");
 }
@@ -589,8 +561,7 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     });
     let step = step.expect("an evaluation");
     assert_eq!(step.sizes, [4, 3, 3]);
-    let here = x.to_device(test_device());
-    let out = tch::no_grad(|| plain.model.forward_t(&here, false));
+    let out = plain.answer(&x);
     assert_eq!(step.outputs, out.argmax(1, false));
     let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);
     assert!((step.loss - expected).abs() < 1e-12);
@@ -598,7 +569,7 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     for size in [1, 2, 10, 64] {
         let found = eval(&mut pipe, &x, size).expect("an evaluation");
         assert!(!found.requires_grad());
-        assert_close(&[(String::new(), found)], &[(String::new(), out.copy())], "eval");
+        assert_all_close(&found, &out, "eval");
     }
 }
 
@@ -771,9 +742,8 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let empty = Tensor::zeros([0, 4], DOUBLE);
     assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::Batch(BatchError::Empty));
     let wide = Tensor::zeros([4, 9], DOUBLE);
-    let error =
-        pipe.backward(&wide, &(MLP.target)(4), MLP.loss).expect_err("9 columns").to_string();
-    assert!(error.contains("micro-batch 0, in layer 'fc1'"), "{error}");
+    let failed = pipe.backward(&wide, &(MLP.target)(4), MLP.loss);
+    assert_fails(failed, &["micro-batch 0, in layer 'fc1'"]);
     pipe.backward(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
 }
 
@@ -845,9 +815,9 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
             .add("bn", |p| nn::batch_norm1d(p, 3, Default::default()))
             .add_fn("last", |x| x.shallow_clone())
     };
-    let running = |pipe: &Pipeline| -> Vec<(String, Tensor)> {
-        let all = pipe.variables().expect("variables").into_iter();
-        all.filter(|(name, _)| name.contains("running")).map(|(n, t)| (n, t.copy())).collect()
+    let running = |mut all: Named| {
+        all.retain(|(name, _)| name.contains("running"));
+        copies(&all)
     };
     for recompute in Recompute::ALL {
         let mut pipe =
@@ -856,18 +826,18 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
         let plain = Plain::of(&layers(), pipe);
         for _ in 0..2 {
             let x = Tensor::randn([9, 3], DOUBLE);
-            let before = running(pipe);
+            let before = running(pipe.variables().expect("variables"));
             let failed =
                 pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double) / 0.0));
             assert!(failed.is_err());
-            assert_close(&running(pipe), &before, "a step that failed");
+            let after = running(pipe.variables().expect("variables"));
+            assert_close(&after, &before, "a step that failed");
             pipe.backward(&x, &x, mse).expect("a step");
             for part in x.to_device(test_device()).chunk(3, 0) {
                 let _out = plain.model.forward_t(&part, true);
             }
-            let all = plain.values().into_iter();
-            let expected: Vec<_> = all.filter(|(name, _)| name.contains("running")).collect();
-            assert_close(&running(pipe), &expected, &format!("{recompute}"));
+            let found = running(pipe.variables().expect("variables"));
+            assert_close(&found, &running(plain.values()), &format!("{recompute}"));
         }
     }
 }
@@ -955,10 +925,8 @@ fn stages_without_parameters_are_fine() {
             plain.backward(&MLP, &x, &y, Size::Count(1), None);
             optimizer.clip_gradient_norm(0.1).expect("clipped");
             let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("cleared");
-            plain.optimizer.step().expect("a step");
-            plain.optimizer.zero_grad().expect("cleared");
+            optimizer.update();
+            plain.optimizer.update();
             assert_close(&pipe.variables().expect("variables"), &plain.values(), "without");
         }
     }

@@ -8,8 +8,8 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size};
-use support::alone;
 use support::pipeline_cases::eval;
+use support::{Named, alone, assert_within};
 use tch::{Device, Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;
@@ -51,18 +51,8 @@ fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {
     })
 }
 
-fn gradients(pipe: &Pipeline) -> Vec<(String, Tensor)> {
-    let mut all: Vec<_> = pipe.gradients().expect("gradients");
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all
-}
-
-fn assert_close(what: &str, one: &[(String, Tensor)], other: &[(String, Tensor)]) {
-    assert_eq!(one.len(), other.len(), "{what}");
-    for ((name, one), (_, other)) in one.iter().zip(other) {
-        let distance = (one - other).abs().max().double_value(&[]);
-        assert!(distance < 1e-12, "{what}: {name} is {distance} off");
-    }
+fn assert_gradients(what: &str, expected: &Named, pipe: &Pipeline) {
+    assert_within(&pipe.gradients().expect("gradients"), expected, 1e-12, what);
 }
 
 fn free() -> [Arena; 2] {
@@ -76,14 +66,14 @@ fn the_tightest_stage_decides() {
     let expected = {
         let mut pipe = pipeline(4, &free());
         let loss = step(&mut pipe).expect("a step").loss;
-        (loss, gradients(&pipe))
+        (loss, pipe.gradients().expect("gradients"))
     };
     let mut pipe = pipeline(Size::Largest, &arenas);
     for turn in 0..4 {
         let step = step(&mut pipe).expect("a step");
         assert!((step.loss - expected.0).abs() < 1e-12);
         if turn == 0 {
-            assert_close("the first step", &expected.1, &gradients(&pipe));
+            assert_gradients("the first step", &expected.1, &pipe);
         }
         pipe.zero_grad().expect("cleared");
     }
@@ -99,7 +89,7 @@ fn the_tightest_stage_decides() {
     // micro-batch has arrived yet.
     assert_eq!(less.decisions[0].why, Why::LessMemory);
     assert!(less.decisions.last().is_some_and(|last| !last.failed), "{:?}", less.decisions);
-    assert_close("a tight stage", &expected.1, &gradients(&pipe));
+    assert_gradients("a tight stage", &expected.1, &pipe);
 }
 
 #[test]
@@ -108,7 +98,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
     let expected = {
         let mut pipe = pipeline(1, &free());
         step(&mut pipe).expect("a step");
-        gradients(&pipe)
+        pipe.gradients().expect("gradients")
     };
     for stage in 0..2 {
         let arenas = free();
@@ -120,7 +110,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
             let step = step(&mut pipe).expect("it fails once");
             arenas[stage].fail_nth_allocation(0);
             assert!(step.retries <= 1, "stage {stage}, allocation {n}");
-            assert_close(&format!("stage {stage}, allocation {n}"), &expected, &gradients(&pipe));
+            assert_gradients(&format!("stage {stage}, allocation {n}"), &expected, &pipe);
             if step.retries == 0 {
                 break;
             }
@@ -131,7 +121,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
         arenas[stage].fail_nth_allocation(0);
         assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
         step(&mut pipe).expect("the next step");
-        assert_close("the next step", &expected, &gradients(&pipe));
+        assert_gradients("the next step", &expected, &pipe);
     }
 }
 
@@ -147,7 +137,7 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
     let (expected, value) = {
         let mut pipe = pipeline(1, &free());
         let step = pipe.backward_whole(&x, loss).expect("a step");
-        (gradients(&pipe), step.loss)
+        (pipe.gradients().expect("gradients"), step.loss)
     };
     for stage in 0..2 {
         let arenas = free();
@@ -163,7 +153,7 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
             assert_eq!(step.retries, usize::from(failed), "stage {stage}, allocation {n}");
             assert_eq!(step.decisions.len(), 1 + step.retries);
             assert!((step.loss - value).abs() < 1e-12);
-            assert_close(&format!("stage {stage}, allocation {n}"), &expected, &gradients(&pipe));
+            assert_gradients(&format!("stage {stage}, allocation {n}"), &expected, &pipe);
             if !failed {
                 break;
             }

@@ -18,7 +18,7 @@ use brimful::pipeline::{Cause, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, is_recomputing};
 use support::pipeline_cases::eval;
-use support::{alone, assert_close, assert_threads, threads};
+use support::{Named, alone, assert_close, assert_threads, copies, threads};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -115,19 +115,16 @@ fn arenas() -> Vec<Arena> {
     (0..STAGES).map(|j| Arena::new(&format!("stage {j}"))).collect()
 }
 
-type Named = Vec<(String, Tensor)>;
-
 /// One step on fixed data; its loss and gradients, and the variables after it.
 fn step(pipe: &mut Pipeline) -> Result<(f64, Named, Named), Error> {
     let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
     let step =
         pipe.backward(&x, &x, |out: Tensor, y| Loss::mean((out - y).square().mean(Kind::Double)))?;
-    Ok((step.loss, pipe.gradients()?, copies(pipe)))
+    Ok((step.loss, pipe.gradients()?, values(pipe)))
 }
 
-fn copies(pipe: &Pipeline) -> Named {
-    let variables = pipe.variables().expect("variables");
-    variables.into_iter().map(|(name, value)| (name, value.copy())).collect()
+fn values(pipe: &Pipeline) -> Named {
+    copies(&pipe.variables().expect("variables"))
 }
 
 /// Fails if `f` takes longer than ten seconds.
@@ -150,7 +147,7 @@ struct Trial {
 
 impl Trial {
     fn new(mut pipe: Pipeline) -> Self {
-        let initial = copies(&pipe);
+        let initial = values(&pipe);
         tch::manual_seed(3);
         let expected = step(&mut pipe).expect("an undisturbed step");
         Self { pipe, initial, expected }
@@ -160,14 +157,13 @@ impl Trial {
     fn run(mut self, what: String) -> (Self, Option<Error>) {
         watched(&what.clone(), move || {
             self.pipe.zero_grad().expect("cleared");
-            let initial = self.initial.iter().map(|(n, t)| (n.clone(), t.copy())).collect();
-            self.pipe.set_variables(initial).expect("the same variables");
+            self.pipe.set_variables(copies(&self.initial)).expect("the same variables");
             tch::manual_seed(3);
             let mut outcome = step(&mut self.pipe);
             let error = outcome.as_ref().err().cloned();
             if error.is_some() {
                 assert!(self.pipe.gradients().expect("gradients").is_empty(), "{what}: gradients");
-                assert_close(&copies(&self.pipe), &self.initial, &format!("{what}: left behind"));
+                assert_close(&values(&self.pipe), &self.initial, &format!("{what}: left behind"));
                 outcome = step(&mut self.pipe);
             }
             let (loss, gradients, variables) = outcome.expect("an undisturbed step");
@@ -291,10 +287,9 @@ fn every_call_survives_every_fault() {
             let mut pipe = pipeline(schedule, recompute, &arenas());
             // Statistics move once, before what is compared.
             call(&mut pipe, &x).expect("an undisturbed call");
-            let values = copies(&pipe);
+            let before = values(&pipe);
             let again = |pipe: &mut Pipeline| {
-                let values = values.iter().map(|(name, value)| (name.clone(), value.copy()));
-                pipe.set_variables(values.collect()).expect("the same variables");
+                pipe.set_variables(copies(&before)).expect("the same variables");
                 tch::manual_seed(3);
                 call(pipe, &x)
             };
@@ -310,7 +305,7 @@ fn every_call_survives_every_fault() {
                             let error = stage_error(Some(error), &what);
                             assert_eq!(error.action.stage.index(), stage, "{what}");
                             assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
-                            assert_close(&copies(&pipe), &values, &what);
+                            assert_close(&values(&pipe), &before, &what);
                         }
                         // Nothing is traced back in an evaluation, and a recompute runs anew.
                         Ok(_) => assert_eq!(fault, Fault::RefusedInBackward, "{what}"),

@@ -2,13 +2,11 @@
 
 mod support;
 
-use brimful::optim::Adam;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Loss, Pipeline, Size};
-use support::pipeline_cases::{CASES, CNN, Case, GPT, MLP, Plain, builder, eval, mlp};
-use support::{alone, assert_close, test_device};
-use tch::nn::ModuleT;
+use brimful::{Loss, Size};
+use support::pipeline_cases::{CASES, CNN, Case, Cut, GPT, MLP, Plain, builder, compare, mlp};
+use support::{alone, assert_all_close, assert_close, assert_fails, copies, test_device, tests};
 use tch::{Kind, Tensor};
 
 const REPLICAS: usize = 2;
@@ -17,38 +15,6 @@ const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 /// Near-equal parts, and none where there are too few samples.
 fn shares(samples: usize) -> [usize; REPLICAS] {
     [samples.div_ceil(REPLICAS), samples / REPLICAS]
-}
-
-/// Three steps of both and an evaluation.
-fn compare(case: &Case, mut pipe: Pipeline, samples: usize, m: usize, what: &str) {
-    let mut plain = Plain::of(&(case.layers)(), &pipe);
-    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    for number in 0..3 {
-        let what = format!("{what}, step {number}");
-        let (x, y) = ((case.input)(samples as i64), (case.target)(samples as i64));
-        let loss = case.loss;
-        let step = pipe.backward(&x, &y, move |out: Tensor, y| {
-            let given = out.detach();
-            (loss(out, y), given)
-        });
-        let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-        let pieces = case.pieces(samples, REPLICAS, m, step.seed);
-        let expected = plain.backward_pieces(case, &x, &y, &pieces);
-        assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
-        assert_eq!((step.samples, &step.shares[..]), (samples, &shares(samples)[..]), "{what}");
-        assert_eq!(step.outputs.size()[0], samples as i64, "{what}");
-        assert_eq!(step.timeline.expect("a pipeline's").spans.len(), 2 * REPLICAS, "{what}");
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
-        plain.optimizer.step().expect("a step");
-        plain.optimizer.zero_grad().expect("cleared");
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-    }
-    let x = (case.input)(samples as i64);
-    let out = eval(&mut pipe, &x, m + 1).expect("an evaluation");
-    let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
-    assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
 }
 
 fn every_cut(case: &Case) {
@@ -69,29 +35,29 @@ fn every_cut(case: &Case) {
                 .micro_batches(m)
                 .build()
                 .unwrap_or_else(|error| panic!("{what}: {error}"));
-            compare(case, pipe, samples, m, &what);
+            let cut = Cut { samples, replicas: REPLICAS, micro_batches: m };
+            for step in compare(case, pipe, cut, &what) {
+                assert_eq!(
+                    (step.samples, &step.shares[..]),
+                    (samples, &shares(samples)[..]),
+                    "{what}"
+                );
+                assert_eq!(step.outputs.size()[0], samples as i64, "{what}");
+                assert_eq!(
+                    step.timeline.expect("a pipeline's").spans.len(),
+                    2 * REPLICAS,
+                    "{what}"
+                );
+            }
         }
     }
 }
 
-#[test]
-fn mlp_in_two_pipelines() {
-    every_cut(&CASES[0]);
-}
-
-#[test]
-fn cnn_with_deferred_batch_norm_in_two_pipelines() {
-    every_cut(&CASES[1]);
-}
-
-#[test]
-fn u_net_with_skips_in_two_pipelines() {
-    every_cut(&CASES[2]);
-}
-
-#[test]
-fn gpt_with_a_shared_table_and_dropout_in_two_pipelines() {
-    every_cut(&CASES[3]);
+tests! {
+    mlp_in_two_pipelines => every_cut(&CASES[0]),
+    cnn_with_deferred_batch_norm_in_two_pipelines => every_cut(&CASES[1]),
+    u_net_with_skips_in_two_pipelines => every_cut(&CASES[2]),
+    gpt_with_a_shared_table_and_dropout_in_two_pipelines => every_cut(&CASES[3]),
 }
 
 #[test]
@@ -115,7 +81,8 @@ fn any_loss_on_the_outputs_of_all_replicas() {
             let x = (case.input)(samples as i64);
             let step = pipe.backward_whole(&x, |out| loss(out)).expect("a step");
             let here = x.to_device(test_device());
-            let pieces = case.pieces(samples, REPLICAS, 2, step.seed);
+            let pieces =
+                case.pieces(Cut { samples, replicas: REPLICAS, micro_batches: 2 }, step.seed);
             let outputs = pieces.iter().map(|piece| {
                 let rows = here.narrow(0, piece.rows.start as i64, piece.rows.len() as i64);
                 plain.model.forward_drawing(&[rows], true, piece.draws).swap_remove(0)
@@ -127,13 +94,11 @@ fn any_loss_on_the_outputs_of_all_replicas() {
             assert!((step.loss - value).abs() < 1e-9, "{what}: {} not {value}", step.loss);
             assert_eq!(step.terms, [step.loss], "{what}");
             assert_eq!((step.samples, &step.shares[..]), (samples, &shares(samples)[..]), "{what}");
-            let found = step.outputs.tensors()[0].shallow_clone();
-            assert_close(&[(String::new(), found)], &[(String::new(), all.detach())], &what);
+            assert_all_close(&step.outputs, &all, &what);
             assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
 
             // The same in two calls; the GPT's dropout draws other numbers then.
-            let seen = pipe.gradients().expect("gradients");
-            let seen: Vec<_> = seen.into_iter().map(|(name, g)| (name, g.copy())).collect();
+            let seen = copies(&pipe.gradients().expect("gradients"));
             pipe.zero_grad().expect("cleared");
             if case.name != GPT.name {
                 let out = pipe.forward(&x).expect("a forward");
@@ -152,8 +117,7 @@ fn a_step_that_fails_in_one_pipeline_leaves_nothing_in_any() {
     tch::manual_seed(33);
     let build = builder((CNN.layers)(), 2 * REPLICAS).replicas(REPLICAS).micro_batches(2);
     let mut pipe = build.build().expect("two pipelines");
-    let before = pipe.variables().expect("variables").into_iter();
-    let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
+    let before = copies(&pipe.variables().expect("variables"));
     let (x, y) = ((CNN.input)(8), (CNN.target)(8));
     for failing in 0..4 {
         let mut calls = 0;
@@ -162,14 +126,14 @@ fn a_step_that_fails_in_one_pipeline_leaves_nothing_in_any() {
             assert!(calls <= failing, "call {calls} gives up");
             (CNN.loss)(out, y)
         });
-        let error = error.expect_err("it fails").to_string();
-        assert!(error.contains("gives up"), "{error}");
+        assert_fails(error, &["gives up"]);
         assert!(pipe.gradients().expect("gradients").is_empty(), "call {failing}");
         assert_close(&pipe.variables().expect("variables"), &before, "as before");
     }
     let plain = Plain::of(&(CNN.layers)(), &pipe);
     let step = pipe.backward(&x, &y, CNN.loss).expect("the next step");
-    plain.backward_pieces(&CNN, &x, &y, &CNN.pieces(8, REPLICAS, 2, step.seed));
+    let cut = Cut { samples: 8, replicas: REPLICAS, micro_batches: 2 };
+    plain.backward_pieces(&CNN, &x, &y, &CNN.pieces(cut, step.seed));
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the next step");
     assert_close(&pipe.variables().expect("variables"), &plain.values(), "the next step");
 }
@@ -185,8 +149,7 @@ fn all_replicas_have_one_models_values() {
     // What is set and frozen is so in all of them.
     let other = builder(mlp(), 1).build().expect("a pipeline");
     pipe.set_variables(other.variables().expect("variables")).expect("set");
-    let error = pipe.freeze(|name| name == "nobody").expect_err("no such variable");
-    assert!(error.to_string().contains("the first of 10 is"), "{error}");
+    assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is"]);
     pipe.freeze(|name| name.starts_with("fc1")).expect("frozen");
     let plain = Plain::of(&mlp(), &other);
     let (x, y) = ((MLP.input)(6), (MLP.target)(6));

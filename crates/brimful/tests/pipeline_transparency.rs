@@ -3,42 +3,13 @@
 
 mod support;
 
-use brimful::optim::Adam;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss, Pipeline, Size};
-use support::pipeline_cases::{CNN, Case, GPT, LSTM, MLP, Plain, U_NET, builder, eval};
-use support::{alone, assert_close, test_device};
+use brimful::{DeviceSpec, Loss};
+use support::pipeline_cases::{CNN, Case, Cut, GPT, LSTM, MLP, Plain, U_NET, builder, compare};
+use support::{alone, test_device, tests};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
-
-/// Three steps of both, compared at every turn.
-fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) {
-    let layers = (case.layers)();
-    let mut plain = Plain::of(&layers, &pipe);
-    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    // Where the cut does not show, the plain model takes the whole mini-batch at once.
-    let size = if case.shows_cut { Size::Count(m) } else { Size::Count(1) };
-    for number in 0..3 {
-        let what = format!("{what}, step {number}");
-        let (x, y) = ((case.input)(samples), (case.target)(samples));
-        let loss = case.loss;
-        let step = pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
-        let expected = plain.backward(case, &x, &y, size, step.seed);
-        assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
-        plain.optimizer.step().expect("a step");
-        plain.optimizer.zero_grad().expect("cleared");
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-    }
-    let x = (case.input)(samples);
-    let out = eval(&mut pipe, &x, m + 1).expect("an evaluation");
-    let x = x.to_device(test_device());
-    let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
-    assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
-}
 
 fn every_schedule(case: &Case) {
     let _turn = alone();
@@ -61,7 +32,7 @@ fn every_schedule(case: &Case) {
                         .micro_batches(m)
                         .build()
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    compare(case, pipe, samples, m, &what);
+                    compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
                 }
             }
         }
@@ -96,7 +67,7 @@ fn at_home(case: &Case) {
                     .micro_batches(m)
                     .build()
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
-                compare(case, pipe, samples, m, &what);
+                compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
             }
         }
     }
@@ -170,49 +141,16 @@ fn every_loss_and_kind_of_number() {
     }
 }
 
-#[test]
-fn mlp() {
-    every_schedule(&MLP);
-}
-
-#[test]
-fn cnn_with_deferred_batch_norm() {
-    every_schedule(&CNN);
-}
-
-#[test]
-fn u_net_with_skips_across_stages() {
-    every_schedule(&U_NET);
-}
-
-#[test]
-fn gpt_with_a_shared_table_and_dropout() {
-    every_schedule(&GPT);
-}
-
-#[test]
-fn lstm_whose_weights_are_used_at_every_step_of_a_sequence() {
-    every_schedule(&LSTM);
-}
-
-#[test]
-fn mlp_at_home() {
-    at_home(&MLP);
-}
-
-#[test]
-fn cnn_at_home_with_deferred_batch_norm() {
-    at_home(&CNN);
-}
-
-#[test]
-fn u_net_at_home_with_skips_across_stages() {
-    at_home(&U_NET);
-}
-
-#[test]
-fn gpt_at_home_with_a_shared_table_and_dropout() {
-    at_home(&GPT);
+tests! {
+    mlp => every_schedule(&MLP),
+    cnn_with_deferred_batch_norm => every_schedule(&CNN),
+    u_net_with_skips_across_stages => every_schedule(&U_NET),
+    gpt_with_a_shared_table_and_dropout => every_schedule(&GPT),
+    lstm_whose_weights_are_used_at_every_step_of_a_sequence => every_schedule(&LSTM),
+    mlp_at_home => at_home(&MLP),
+    cnn_at_home_with_deferred_batch_norm => at_home(&CNN),
+    u_net_at_home_with_skips_across_stages => at_home(&U_NET),
+    gpt_at_home_with_a_shared_table_and_dropout => at_home(&GPT),
 }
 
 /// Where the device that is tested is no CPU, every boundary and skip changes its device here.
@@ -229,7 +167,8 @@ fn a_mix_of_devices() {
                 .micro_batches(4)
                 .build()
                 .expect("a pipeline");
-            compare(case, pipe, 9, 4, &format!("{}, {recompute}, a mix", case.name));
+            let cut = Cut { samples: 9, replicas: 1, micro_batches: 4 };
+            compare(case, pipe, cut, &format!("{}, {recompute}, a mix", case.name));
         }
     }
 }

@@ -8,8 +8,8 @@ use brimful::batch::BatchError;
 use brimful::optim::Adam;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
-use support::pipeline_cases::{CASES, CNN, Case, GPT, MLP, Piece, Plain, builder, mlp};
-use support::{alone, assert_close, test_device};
+use support::pipeline_cases::{CASES, CNN, Case, Cut, GPT, MLP, Piece, Plain, builder, mlp};
+use support::{Update, alone, assert_close, copies, test_device};
 use tch::{Kind, Tensor};
 
 const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
@@ -57,13 +57,14 @@ fn whole(case: &Case, window: &[Drawn], replicas: usize) -> (Tensor, Tensor, Vec
     let (x, y) = (join(|drawn| &drawn.x), join(|drawn| &drawn.y));
     let samples = x.size()[0] as usize;
     if !case.shows_cut {
-        return (x, y, case.pieces(samples, 1, 1, Some(0)));
+        return (x, y, case.pieces(Cut { samples, replicas: 1, micro_batches: 1 }, Some(0)));
     }
     let mut start = 0;
     let mut all = Vec::new();
     for Drawn { x, seed, .. } in window {
         let samples = x.size()[0] as usize;
-        let pieces = case.pieces(samples, replicas, MICRO_BATCHES, Some(*seed)).into_iter();
+        let cut = Cut { samples, replicas, micro_batches: MICRO_BATCHES };
+        let pieces = case.pieces(cut, Some(*seed)).into_iter();
         all.extend(pieces.map(|Piece { rows, draws }| Piece {
             rows: start + rows.start..start + rows.end,
             draws,
@@ -90,10 +91,8 @@ fn compare(case: &Case, mut pipe: Pipeline, what: &str) {
         assert_eq!(step.sizes, [3, 2, 2, 1, 1, 2, 1, 1], "{what}");
         assert_eq!(step.seed, Some(window[0].seed), "{what}: the first one's");
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
-        plain.optimizer.step().expect("a step");
-        plain.optimizer.zero_grad().expect("cleared");
+        optimizer.update();
+        plain.optimizer.update();
         // With the running statistics, which have moved once.
         assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
     }
@@ -159,9 +158,7 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
         tch::manual_seed(23);
         let build = || builder((case.layers)(), 3).micro_batches(MICRO_BATCHES).build();
         let (mut pipe, mut calm) = (build().expect("a pipeline"), build().expect("a pipeline"));
-        let values = pipe.variables().expect("variables").into_iter();
-        calm.set_variables(values.map(|(name, value)| (name, value.copy())).collect())
-            .expect("the same values");
+        calm.set_variables(copies(&pipe.variables().expect("variables"))).expect("the same");
         let window = window(case, 0, &WINDOW);
         accumulate(&mut calm, case, 0, &window, case.name);
         let expected = calm.commit().expect("a step");

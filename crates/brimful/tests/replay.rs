@@ -11,7 +11,7 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
-use support::{alone, numbers, test_device};
+use support::{alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -35,11 +35,7 @@ impl NormedNet {
             .add(nn::linear(&root / "two", 16, CLASSES, Default::default()));
         let _unused = root.randn_standard("unused", &[3]);
         store.set_kind(kind);
-        for (name, mut variable) in store.variables() {
-            if variable.requires_grad() {
-                tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
-            }
-        }
+        fill(&store);
         Self { store, layers, dropout }
     }
 
@@ -69,15 +65,7 @@ impl NormedNet {
             (false, _) => Some(t.copy()),
             (true, gradient) => gradient.defined().then(|| gradient.copy()),
         };
-        let mut all: Vec<_> = self.store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all.into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
-    }
-
-    fn zero_grad(&self) {
-        for mut variable in self.store.trainable_variables() {
-            set_gradient(&mut variable, None).expect("no gradient");
-        }
+        variables(&self.store).into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
     }
 }
 
@@ -110,11 +98,16 @@ fn replays() -> bool {
     test_device().is_cuda()
 }
 
+/// The same model twice, to be run eagerly and replayed in micro-batches of this size.
+fn pair(size: usize, net: impl Fn() -> NormedNet) -> ([NormedNet; 2], MicroBatcher, MicroBatcher) {
+    let nets = [net(), net()];
+    let [one, two] = nets.each_ref().map(|net| MicroBatcher::new(&net.store, Size::Fixed(size)));
+    (nets, one, two.replay(true))
+}
+
 /// Runs both over the same mini-batches and compares after each.
 fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i64]) {
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::new(kind, policy, dropout));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::new(kind, policy, dropout));
     let mut count = 0;
     for (step, &length) in lengths.iter().enumerate() {
         let samples = batch(length, kind, step as i64);
@@ -135,8 +128,8 @@ fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i6
         assert_eq!((one.replayed, one.sizes), (0, two.sizes));
         count += two.replayed;
         if step % 2 == 1 {
-            eager.zero_grad();
-            replayed.zero_grad();
+            clear(&eager.store);
+            clear(&replayed.store);
         }
     }
     assert_eq!(two.eager_cause().is_none(), replays(), "{:?}", two.eager_cause());
@@ -165,9 +158,7 @@ fn dropout_draws_the_masks_of_an_eager_step() {
 fn windows_of_several_mini_batches_come_to_the_same() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for window in 0..3 {
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             for part in 0..3 {
@@ -188,13 +179,11 @@ fn windows_of_several_mini_batches_come_to_the_same() {
 fn parameters_that_are_frozen_or_thawed_are_noticed() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for step in 0..6 {
         let frozen = step / 2 == 1;
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
-            net.zero_grad();
+            clear(&net.store);
             let weight = net.store.variables()["one.weight"].shallow_clone();
             let _ = weight.set_requires_grad(!frozen);
             let samples = batch(24, kind, step);
@@ -206,93 +195,69 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
     }
 }
 
-/// A closure that cannot be replayed: its name, and a word of the cause.
-type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&NormedNet, Samples) -> Loss>);
-
-fn uncapturable() -> Vec<Uncapturable<'static>> {
-    let mean = |net: &NormedNet, (x, y, tokens): &Samples| net.loss(x, y, tokens);
-    let mut calls = 0;
-    // There before anybody asks for it: another stream would not wait for it, nor for a micro-batch.
-    let one = Tensor::ones([], (Kind::Double, test_device()));
-    Stream::current(test_device()).and_then(Stream::synchronize).expect("a tensor");
-    vec![
-        (
-            "reads a value",
-            "captur",
-            Box::new(move |net, samples| {
-                assert!(samples.0.sum(Kind::Double).double_value(&[]).is_finite());
-                mean(net, &samples)
-            }),
-        ),
-        (
-            "branches on data",
-            "captur",
-            Box::new(move |net, samples| {
-                let positive = samples.0.sum(Kind::Double).double_value(&[]) > 0.0;
-                mean(net, &samples) * if positive { 2.0 } else { 1.0 }
-            }),
-        ),
-        (
-            "has a shape that depends on data",
-            "captur",
-            Box::new(move |net, samples| {
-                let rows = samples.0.select(1, 0).nonzero().size()[0];
-                mean(net, &samples) * (1.0 + rows as f64)
-            }),
-        ),
-        (
-            "copies from the host",
-            "captur",
-            Box::new(move |net, samples| {
-                let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
-                let (x, y, tokens) = samples;
-                mean(net, &(x * ones.to_device(test_device()), y, tokens))
-            }),
-        ),
-        (
-            "works on another stream",
-            "",
-            Box::new(move |net, (x, y, tokens)| {
-                let device = x.device();
-                let other = Stream::new(device).expect("a stream");
-                let inside = other.enter().expect("entered");
-                let two = &one * 2.0;
-                drop(inside);
-                let mut done = Event::new(device).expect("an event");
-                done.record(other).expect("recorded");
-                Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
-                mean(net, &(x * two, y, tokens))
-            }),
-        ),
-        (
-            "counts its calls",
-            "replay",
-            Box::new(move |net, samples| {
-                calls += 1;
-                mean(net, &samples) * (1.0 + f64::from(calls % 5))
-            }),
-        ),
-        (
-            "draws random numbers on the host",
-            "host",
-            Box::new(move |net, samples| {
-                let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
-                mean(net, &samples) * (1.0 + drawn)
-            }),
-        ),
-    ]
+/// What closures have from outside: a number of calls, and a tensor that is there before anybody asks for it:
+/// another stream would not wait for it, nor for a micro-batch.
+struct Outside {
+    calls: i32,
+    one: Tensor,
 }
+
+impl Outside {
+    fn new() -> Self {
+        let one = Tensor::ones([], (Kind::Double, test_device()));
+        Stream::current(test_device()).and_then(Stream::synchronize).expect("a tensor");
+        Self { calls: 0, one }
+    }
+}
+
+/// A closure that cannot be replayed: its name, and a word of the cause.
+type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Samples, &mut Outside) -> Loss);
+
+const UNCAPTURABLE: [Uncapturable; 7] = [
+    ("reads a value", "captur", |net, (x, y, tokens), _| {
+        assert!(x.sum(Kind::Double).double_value(&[]).is_finite());
+        net.loss(&x, &y, &tokens)
+    }),
+    ("branches on data", "captur", |net, (x, y, tokens), _| {
+        let positive = x.sum(Kind::Double).double_value(&[]) > 0.0;
+        net.loss(&x, &y, &tokens) * if positive { 2.0 } else { 1.0 }
+    }),
+    ("has a shape that depends on data", "captur", |net, (x, y, tokens), _| {
+        let rows = x.select(1, 0).nonzero().size()[0];
+        net.loss(&x, &y, &tokens) * (1.0 + rows as f64)
+    }),
+    ("copies from the host", "captur", |net, (x, y, tokens), _| {
+        let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
+        net.loss(&(x * ones.to_device(test_device())), &y, &tokens)
+    }),
+    ("works on another stream", "", |net, (x, y, tokens), outside| {
+        let device = x.device();
+        let other = Stream::new(device).expect("a stream");
+        let inside = other.enter().expect("entered");
+        let two = &outside.one * 2.0;
+        drop(inside);
+        let mut done = Event::new(device).expect("an event");
+        done.record(other).expect("recorded");
+        Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
+        net.loss(&(x * two), &y, &tokens)
+    }),
+    ("counts its calls", "replay", |net, (x, y, tokens), outside| {
+        outside.calls += 1;
+        net.loss(&x, &y, &tokens) * (1.0 + f64::from(outside.calls % 5))
+    }),
+    ("draws random numbers on the host", "host", |net, (x, y, tokens), _| {
+        let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
+        net.loss(&x, &y, &tokens) * (1.0 + drawn)
+    }),
+];
 
 #[test]
 fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
     let _alone = alone();
-    for index in 0..uncapturable().len() {
+    for (name, word, run) in UNCAPTURABLE {
         let kind = Kind::Double;
-        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-        let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
-        let (name, word, mut first) = uncapturable().swap_remove(index);
-        let (_, _, mut second) = uncapturable().swap_remove(index);
+        let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
+        let [mut first, mut second] = [(); 2].map(|()| Outside::new());
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
@@ -300,9 +265,12 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
             let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
             let samples: Samples = samples.into();
             tch::manual_seed(step);
-            let a = one.backward(&samples, |s: Samples| first(&eager, s)).expect("a step");
+            let a =
+                one.backward(&samples, |s: Samples| run(&eager, s, &mut first)).expect("a step");
             tch::manual_seed(step);
-            let b = two.backward(&samples, |s: Samples| second(&replayed, s)).expect("a step");
+            let b = two
+                .backward(&samples, |s: Samples| run(&replayed, s, &mut second))
+                .expect("a step");
             assert_eq!(b.replayed, 0, "{name}");
             if compared {
                 assert!((a.loss - b.loss).abs() < 1e-11, "{name}: {} {}", a.loss, b.loss);
@@ -326,10 +294,8 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
     for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
-        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-        let mut two =
-            MicroBatcher::new(&replayed.store, Size::Fixed(4)).non_finite(policy).replay(true);
+        let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
+        let mut two = two.non_finite(policy);
         for step in 0..4 {
             let samples = batch(24, kind, step);
             if step % 2 == 1 {
@@ -357,9 +323,7 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
 fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(8));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(8)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(8, || NormedNet::plain(kind));
     let closure = |net: &NormedNet, (x, y, tokens): Samples| {
         // Only micro-batches of 5 ask for 16 TiB.
         if x.size()[0] == 5 {
@@ -422,7 +386,7 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     for step in 0..steps {
         let samples = batch(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
         micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step");
-        net.zero_grad();
+        clear(&net.store);
         if replays() && (step == 100 || step == steps - 1) {
             let now = brimful_torch::memory::device_memory(device).expect("figures");
             let (current, reserved) = early.get_or_insert((now.current, now.reserved));

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
-use support::{alone, numbers_there, test_device};
+use support::{alone, fill, numbers_there, test_device, variables};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -57,18 +57,9 @@ fn layers(root: &nn::Path) -> (nn::Linear, nn::Linear) {
     (one, nn::linear(root / "two", 7, 3, Default::default()))
 }
 
-fn fill(store: &nn::VarStore) {
-    for (name, mut variable) in store.variables() {
-        if variable.requires_grad() {
-            tch::no_grad(|| variable.copy_(&numbers_there(&variable.size(), name.len() as i64)));
-        }
-    }
-}
-
 /// All gradients by name, which are then cleared.
 fn gradients(store: &nn::VarStore) -> Vec<Tensor> {
-    let mut all: Vec<_> = store.variables().into_iter().collect();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
+    let mut all = variables(store);
     all.retain(|(_, variable)| variable.requires_grad());
     let take = |(_, mut variable): (String, Tensor)| {
         let gradient = variable.grad();

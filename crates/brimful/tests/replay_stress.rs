@@ -7,9 +7,9 @@ mod support;
 
 use brimful::optim::{Optimizer, Sgd};
 use brimful::{Error, Loss, MicroBatcher, Size};
-use support::test_device;
+use support::{Named, Update, numbers_there, set_values, test_device, variables};
 use tch::nn::{self, Module};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// What a capture may differ by from an eager run, in doubles.
 const TOLERANCE: f64 = 1e-9;
@@ -64,15 +64,13 @@ impl Side {
     }
 
     /// All variables and gradients, by name.
-    fn state(&self) -> Vec<(String, Tensor)> {
-        let mut all: Vec<_> = self.store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
+    fn state(&self) -> Named {
         let with_gradient = |(name, variable): (String, Tensor)| {
             let gradient = variable.grad();
             let gradient = gradient.defined().then_some((format!("{name}'s gradient"), gradient));
             [Some((name, variable.detach())), gradient]
         };
-        all.into_iter().flat_map(with_gradient).flatten().collect()
+        variables(&self.store).into_iter().flat_map(with_gradient).flatten().collect()
     }
 }
 
@@ -94,9 +92,7 @@ fn samples(step: i64) -> Tensor {
         1 => &[rows, 2, 6],
         _ => &[rows, 3, 6],
     };
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + step as f64;
-    (index.square() * 12.9898).sin().view(shape).to_device(test_device())
+    numbers_there(shape, step)
 }
 
 #[test]
@@ -104,10 +100,7 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
     let steps = if test_device().is_cuda() { 2000 } else { 120 };
     tch::manual_seed(3);
     let (mut eager, mut replayed) = (Side::new(false), Side::new(true));
-    for (name, variable) in eager.store.variables() {
-        let mut twin = replayed.store.variables()[&name].shallow_clone();
-        tch::no_grad(|| twin.copy_(&variable));
-    }
+    set_values(&replayed.store, &variables(&eager.store));
     let (mut count, mut failures) = (0, 0);
     for step in 0..steps {
         for side in [&mut eager, &mut replayed] {
@@ -135,8 +128,7 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
         count += two.replayed;
         assert_alike(&replayed, &eager, step);
         for side in [&mut eager, &mut replayed] {
-            side.optimizer.step().expect("a step");
-            side.optimizer.zero_grad().expect("cleared");
+            side.optimizer.update();
         }
         assert_alike(&replayed, &eager, step);
     }

@@ -11,9 +11,9 @@ use brimful::replicas::ReplicasError;
 use brimful::{DeviceSpec, Draws, Error, Loss, Replicas, Size};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
-    batch, clear, distance, losses, plain,
+    assert_loss, batch, distance, losses, plain,
 };
-use support::{TOLERANCE, alone, numbers_there, test_device};
+use support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -61,8 +61,7 @@ fn gradients_and_loss_are_the_full_batchs() {
                     let micro = *micro;
                     let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
                     let step = replicas.backward(&batch, loss).expect(&what);
-                    let off = (step.loss - expected.double_value(&[])).abs();
-                    assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+                    assert_loss(step.loss, &expected, &what);
                     assert_eq!(step.sizes.iter().sum::<usize>() as i64, samples);
                     assert_gradients(&what, &store, replicas.store());
                 }
@@ -103,8 +102,7 @@ fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
         let micro = *micro;
         let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
         let step = replicas.evaluate(&batch, loss).expect(name);
-        let off = (step.loss - full(&model, &batch).double_value(&[])).abs();
-        assert!(off < TOLERANCE, "{name}: {off}");
+        assert_loss(step.loss, &full(&model, &batch), name);
     }
 }
 
@@ -139,8 +137,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
                     other.clip_gradient_norm(norm).expect("clipped");
                 }
                 for optimizer in [&mut plain, &mut other] {
-                    optimizer.step().expect("a step");
-                    optimizer.zero_grad().expect("cleared");
+                    optimizer.update();
                 }
                 let rows = parameters_of_all(&mut replicas);
                 // The same parameters; unlike devices round differently what they compute from them.
@@ -212,12 +209,11 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
     let _alone = alone();
     let (mut store, model) = plain(net);
     tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
-    let file =
-        std::env::temp_dir().join(format!("brimful-replicas-{}.safetensors", std::process::id()));
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("model.safetensors");
     store.save(&file).expect("saved");
     let mut replicas = replicated(2, Size::Fixed(4));
     replicas.store_mut().load(&file).expect("loaded");
-    std::fs::remove_file(&file).expect("removed");
     let frozen = |store: &nn::VarStore| {
         let _itself = store.variables()["one.weight"].set_requires_grad(false);
     };
@@ -333,12 +329,9 @@ fn bad_replicas_are_refused_with_what_would_help() {
     let error = Replicas::new(cpus(2), Size::Fixed(1), unlike).expect_err("two models").to_string();
     assert!(error.contains("replica 1") && error.contains("'one.weight'"), "{error}");
     assert!(error.contains("[2, 3]") && error.contains("[2, 4]"), "{error}");
-    let error = Replicas::new(cpus(2), Size::Fixed(0), net).expect_err("a size of 0").to_string();
-    assert!(error.contains("0 samples"), "{error}");
-    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0]).expect_err("one speed").to_string();
-    assert!(error.contains("1 speeds") && error.contains("2 replicas"), "{error}");
-    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]).expect_err("no speed");
-    assert!(error.to_string().contains("replica 1 cannot be 0"), "{error}");
+    assert_fails(Replicas::new(cpus(2), Size::Fixed(0), net), &["0 samples"]);
+    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0]), &["1 speeds", "2 replicas"]);
+    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]), &["replica 1 cannot be 0"]);
     let mut replicas = replicated(2, Size::Fixed(2));
     let empty = replicas
         .backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch))
@@ -349,8 +342,7 @@ fn bad_replicas_are_refused_with_what_would_help() {
         let first = x.double_value(&[0, 0]) == numbers_there(&[4, 6], 100).double_value(&[0, 0]);
         if first { Loss::mean(mean) } else { Loss::sum(mean) }
     });
-    let differ = differ.expect_err("other terms").to_string();
-    assert!(differ.contains("build the same loss"), "{differ}");
+    assert_fails(differ, &["build the same loss"]);
     let step = replicas.backward(&batch(4), |net, batch| (MEAN.micro)(net, &batch));
     step.expect("the next step");
 }

@@ -16,10 +16,10 @@ use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size, auto::Why};
 use support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, batch, clear, distance,
-    plain,
+    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, assert_loss, batch,
+    distance, plain,
 };
-use support::{TOLERANCE, alone, test_device};
+use support::{TOLERANCE, alone, assert_fails, clear, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -70,8 +70,7 @@ fn a_window_of_mini_batches_is_one_step() {
         let open = Error::Step(StepError::WindowOpen { samples: 16 });
         assert_eq!(error.expect_err("between the parts of another"), open);
         let step = replicas.commit().expect(name);
-        let off = (step.loss - expected.double_value(&[])).abs();
-        assert!(off < TOLERANCE, "{name}: the loss is {off} off");
+        assert_loss(step.loss, &expected, name);
         assert_eq!((step.samples, step.shares.iter().sum()), (16, 16_usize));
         assert_gradients(name, &store, replicas.store());
     }
@@ -95,8 +94,7 @@ fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
     };
     let error = replicas.accumulate(&rows(&whole, 5, 9), failing);
     assert!(error.is_ok(), "two samples each");
-    let error = replicas.accumulate(&rows(&whole, 0, 3), failing).expect_err("one of them has one");
-    assert!(error.to_string().contains("no more"), "{error}");
+    assert_fails(replicas.accumulate(&rows(&whole, 0, 3), failing), &["no more"]);
     replicas.commit().expect("the two before");
     assert_gradients("after a failure", &store, replicas.store());
 }
@@ -123,8 +121,7 @@ fn a_loss_on_the_outputs_of_all_samples() {
             expected.backward();
             let forward = |net: &Classifier, x: Tensor| net.layers.forward_t(&x, true);
             let step = replicas.backward_whole(&x, forward, contrastive).expect(&what);
-            let off = (step.loss - expected.double_value(&[])).abs();
-            assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+            assert_loss(step.loss, &expected, &what);
             assert!(distance(&step.outputs, &outputs) < TOLERANCE, "{what}");
             assert_eq!(
                 (step.samples as i64, step.sizes.iter().sum::<usize>() as i64),

@@ -6,7 +6,7 @@ mod support;
 
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
-use support::{alone, test_device};
+use support::{Named, alone, copies, gradients, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -34,19 +34,12 @@ fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
 }
 
 /// Gradients that are there before the step, and must be there after it.
-fn with_gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
+fn with_gradients(store: &nn::VarStore) -> Named {
     for mut variable in store.trainable_variables() {
         let ones = variable.ones_like();
         set_gradient(&mut variable, Some(&ones)).expect("a gradient");
     }
-    gradients(store)
-}
-
-fn gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
-    let all = store.variables().into_iter();
-    let mut all: Vec<_> = all.map(|(name, variable)| (name, variable.grad().copy())).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
+    copies(&gradients(store))
 }
 
 fn refused(error: &Error) {
@@ -120,8 +113,7 @@ fn a_pipeline_refuses_them_by_name() {
     pipe.freeze(|name| name == "b.weight").expect("frozen");
     pipe.backward(&words(), &words(), mean).expect("without the table's gradient");
     pipe.unfreeze(|_| true).expect("trained again");
-    let before = pipe.gradients().expect("gradients").into_iter();
-    let before: Vec<_> = before.map(|(name, gradient)| (name, gradient.copy())).collect();
+    let before = copies(&pipe.gradients().expect("gradients"));
     refused(&pipe.backward(&words(), &words(), mean).expect_err("sparse"));
     assert_eq!(pipe.gradients().expect("gradients"), before);
 }

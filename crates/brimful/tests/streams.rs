@@ -9,16 +9,15 @@ use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
 use brimful_torch::stream::Stream;
-use support::{alone, test_device};
+use support::{alone, assert_all_close, assert_close, copies, numbers, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
 const SAMPLES: i64 = 12;
 const WIDTH: i64 = 8;
 
-fn numbers(seed: i64) -> Tensor {
-    let index = Tensor::arange(SAMPLES * WIDTH, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view([SAMPLES, WIDTH])
+fn samples(seed: i64) -> Tensor {
+    numbers(&[SAMPLES, WIDTH], seed)
 }
 
 /// The numbers in a tensor of the device that holds zeros until the work before them is done, which
@@ -45,13 +44,6 @@ fn on_each_stream(mut f: impl FnMut(&str)) {
     f("a stream of its own");
 }
 
-fn assert_near(got: &Tensor, expected: &Tensor, what: &str) {
-    // On the caller's stream, whatever has computed it.
-    let off = (got.to_device(Device::Cpu) - expected.to_device(Device::Cpu)).abs().max();
-    let off = off.double_value(&[]);
-    assert!(off < 1e-10, "{what}: off by {off}");
-}
-
 fn stages() -> Vec<[Device; 2]> {
     let (host, there) = (Device::Cpu, test_device());
     vec![[host, there], [there, host], [there, there], [host, host]]
@@ -74,23 +66,18 @@ fn a_pipeline_waits_for_inputs_and_targets() {
             .micro_batches(3)
             .build()
             .expect("a pipeline");
-        let (x, y) = (numbers(1), numbers(2));
+        let (x, y) = (samples(1), samples(2));
         let out = pipe.map(&x, |out: Tensor| out).expect("an evaluation");
         let loss = pipe.backward(&x, &y, squares).expect("a step").loss;
-        let gradients = pipe.gradients().expect("gradients").into_iter();
-        let gradients: Vec<_> = gradients.map(|(_, gradient)| gradient.copy()).collect();
+        let gradients = copies(&pipe.gradients().expect("gradients"));
         on_each_stream(|stream| {
             let what = format!("{devices:?}, {stream}");
             pipe.zero_grad().expect("cleared");
             let got = pipe.map(&late(&x), |out: Tensor| out).expect("an evaluation");
-            assert_near(&got, &out, &format!("{what}: the output"));
+            assert_all_close(&got, &out, &format!("{what}: the output"));
             let step = pipe.backward(&late(&x), &y, squares).expect("a step");
             assert!((step.loss - loss).abs() < 1e-10, "{what}: {} not {loss}", step.loss);
-            for ((name, got), expected) in
-                pipe.gradients().expect("gradients").iter().zip(&gradients)
-            {
-                assert_near(got, expected, &format!("{what}: the gradient of {name}"));
-            }
+            assert_close(&pipe.gradients().expect("gradients"), &gradients, &what);
             let step = pipe.backward(&x, &late(&y), squares).expect("a step");
             assert!((step.loss - loss).abs() < 1e-10, "{what}: targets, {}", step.loss);
             // A gradient of the outputs that is still computed.
@@ -98,11 +85,8 @@ fn a_pipeline_waits_for_inputs_and_targets() {
             let out = pipe.forward(&x).expect("a forward");
             (&*out - late(&y).to_device(out.device())).square().mean(Kind::Double).backward();
             pipe.backward_from(out).expect("a backward");
-            for ((name, got), expected) in
-                pipe.gradients().expect("gradients").iter().zip(&gradients)
-            {
-                assert_near(got, expected, &format!("{what}: of all outputs, {name}"));
-            }
+            let found = pipe.gradients().expect("gradients");
+            assert_close(&found, &gradients, &format!("{what}: of all outputs"));
         });
     }
 }
@@ -117,11 +101,11 @@ fn replicas_wait_for_a_batch() {
         let build = |root: &nn::Path| nn::linear(root, WIDTH, WIDTH, Default::default());
         let mut replicas = Replicas::new(devices, Size::Fixed(2), build).expect("replicas");
         replicas.store_mut().double();
-        let x = numbers(1);
+        let x = samples(1);
         let out = replicas.map(&x, |net, x| net.forward(&x)).expect("a map");
         on_each_stream(|stream| {
             let got = replicas.map(&late(&x), |net, x| net.forward(&x)).expect("a map");
-            assert_near(&got, &out, &format!("{what}, {stream}"));
+            assert_all_close(&got, &out, &format!("{what}, {stream}"));
             let loss = |net: &nn::Linear, x: Tensor| {
                 Loss::mean(net.forward(&x).square().mean(Kind::Double))
             };
@@ -146,7 +130,7 @@ fn a_micro_batcher_waits_for_a_batch() {
         let mut store = nn::VarStore::new(device);
         let layer = nn::linear(store.root(), WIDTH, WIDTH, Default::default());
         store.double();
-        let x = numbers(1);
+        let x = samples(1);
         let out = tch::no_grad(|| layer.forward(&x.to_device(device)));
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
         on_each_stream(|stream| {
@@ -154,8 +138,8 @@ fn a_micro_batcher_waits_for_a_batch() {
             let batch = (late(&x), x.shallow_clone());
             let (got, same) =
                 micro.map(&batch, |(late, x)| (layer.forward(&late), late - x)).expect("a map");
-            assert_near(&got, &out, &format!("{device:?}, {stream}"));
-            assert_near(&same, &same.zeros_like(), &format!("{device:?}, {stream}"));
+            assert_all_close(&got, &out, &format!("{device:?}, {stream}"));
+            assert_all_close(&same, &same.zeros_like(), &format!("{device:?}, {stream}"));
         });
     }
 }

@@ -11,7 +11,9 @@ use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
-use support::{numbers, test_device};
+use support::{
+    Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
+};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -45,12 +47,7 @@ struct Case<'a> {
 
 impl Case<'_> {
     /// Outputs, and gradients of inputs, for gradients of outputs that look random.
-    fn run(
-        &self,
-        kind: Kind,
-        device: Device,
-        f: &dyn Fn(&[Tensor]) -> Vec<Tensor>,
-    ) -> Vec<(String, Tensor)> {
+    fn run(&self, kind: Kind, device: Device, f: &dyn Fn(&[Tensor]) -> Vec<Tensor>) -> Named {
         let leaf =
             |(_, t): &(_, Tensor)| t.to_device(device).to_kind(kind).copy().set_requires_grad(true);
         let leaves: Vec<_> = self.inputs.iter().map(leaf).collect();
@@ -74,15 +71,10 @@ impl Case<'_> {
 
     fn check(&self) {
         for (kind, part) in KINDS {
-            let rounded = Case {
-                name: format!("{}, {kind:?}", self.name),
-                inputs: self
-                    .inputs
-                    .iter()
-                    .map(|(n, t)| (*n, t.to_kind(kind).to_kind(Kind::Double)))
-                    .collect(),
-                ..*self
-            };
+            let round =
+                |(n, t): &(&'static str, Tensor)| (*n, t.to_kind(kind).to_kind(Kind::Double));
+            let inputs = self.inputs.iter().map(round).collect();
+            let rounded = Case { name: format!("{}, {kind:?}", self.name), inputs, ..*self };
             let found = rounded.run(kind, test_device(), self.ours);
             // A CPU's halves are libtorch's: its LayerNorm sums up their gradients in halves.
             let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
@@ -91,26 +83,8 @@ impl Case<'_> {
             let expected = rounded.run(exact, Device::Cpu, self.theirs);
             near(&rounded.name, &found, &expected, part);
             let again = rounded.run(kind, test_device(), self.ours);
-            for ((name, found), (_, again)) in found.iter().zip(&again) {
-                assert_eq!(found, again, "{}: {name} of a second run", rounded.name);
-            }
+            assert_same(&format!("{}, a second run", rounded.name), &found, &again);
         }
-    }
-}
-
-#[track_caller]
-fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
-    for ((name, found), (_, expected)) in found.iter().zip(expected) {
-        assert_eq!(found.size(), expected.size(), "{what}: {name}");
-        let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
-        let scale = expected.abs().max().double_value(&[]).max(1e-2);
-        let off = (&found - &expected).abs() / scale;
-        let at = off.argmax(0, false).int64_value(&[]);
-        let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
-        assert!(
-            off <= part,
-            "{what}: element {at} of the {name} is {found:e}, not {expected:e}: off by {off:e}"
-        );
     }
 }
 
@@ -300,7 +274,7 @@ fn an_embedding_s_gradient_counts_each_use() {
 /// micro-batches.
 #[test]
 fn a_step_s_sums_are_those_of_the_full_batch() {
-    let step = |kind: Kind, device: Device, size: usize| -> Vec<(String, Tensor)> {
+    let step = |kind: Kind, device: Device, size: usize| -> Named {
         let store = VarStore::new(device);
         let root = store.root();
         let leaf = |name: &str, shape: &[i64], seed| {
@@ -324,20 +298,15 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
             Loss::mean(x.square().mean(Kind::Float))
         });
         ran.expect("a step");
-        let mut all: Vec<_> = store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
         let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
-        all.into_iter().map(|(name, variable)| (name, host(variable.grad()))).collect()
+        gradients(&store).into_iter().map(|(name, gradient)| (name, host(gradient))).collect()
     };
     for (kind, part) in KINDS {
         for size in [8, 3, 1] {
             let found = step(kind, test_device(), size);
             let expected = step(Kind::Double, Device::Cpu, 8);
             near(&format!("a step in {kind:?} by {size}"), &found, &expected, part * 2.0);
-            let again = step(kind, test_device(), size);
-            for ((name, found), (_, again)) in found.iter().zip(&again) {
-                assert_eq!(found, again, "{name} of a second run");
-            }
+            assert_same("a second run", &found, &step(kind, test_device(), size));
         }
     }
 }
@@ -385,7 +354,7 @@ fn huge_means_do_not_cancel() {
     let [weight, bias] = parameters.map(|t| t.to_device(Device::Cpu).to_kind(Kind::Double));
     let x = x.to_kind(Kind::Double);
     let expected = x.layer_norm([96], Some(&weight), Some(&bias), 1e-5, false);
-    near("1e4 ± 1", &[("output".into(), found)], &[("output".into(), expected)], 5e-3);
+    assert_all_within(&found, &expected, 5e-3, "1e4 ± 1");
 }
 
 #[test]
@@ -399,12 +368,7 @@ fn the_layers_have_the_names_and_numbers_of_their_parameters() {
     let x = numbers(&[2, 3, 6], 1).to_kind(Kind::Float).to_device(test_device());
     let (sum, normed) = norm.forward_add(&x, &x);
     assert_eq!(sum, &x + &x);
-    near(
-        "twice",
-        &[("output".into(), normed)],
-        &[("output".into(), norm.forward(&(&x + &x)))],
-        1e-6,
-    );
+    assert_all_within(&normed, &norm.forward(&(&x + &x)), 1e-6, "twice");
     assert_eq!(rms.forward(&x).size(), [2, 3, 6]);
 }
 
@@ -422,12 +386,7 @@ fn strided_and_offset_inputs_are_taken_as_they_are() {
         let (found, expected) = (norm.forward(&part), norm.forward(&part.copy()));
         assert_eq!(found, expected);
         let found = bias_gelu(&part, None, Gelu::Exact).expect("a GELU");
-        near(
-            "strided",
-            &[("output".into(), found)],
-            &[("output".into(), part.copy().gelu("none"))],
-            1e-6,
-        );
+        assert_all_within(&found, &part.copy().gelu("none"), 1e-6, "strided");
     }
 }
 
@@ -436,16 +395,12 @@ fn what_does_not_fit_is_refused() {
     let store = VarStore::new(test_device());
     let norm = layer_norm(store.root(), 8);
     let x = Tensor::zeros([2, 7], (Kind::Float, test_device()));
-    let error = norm.f_forward(&x).expect_err("7 columns").to_string();
-    assert!(error.contains("a norm of 8 columns") && error.contains("[2, 7]"), "{error}");
+    assert_fails(norm.f_forward(&x), &["a norm of 8 columns", "[2, 7]"]);
     let x = Tensor::zeros([2, 8], (Kind::Float, test_device()));
-    let error = norm.f_forward_add(&x, &x.narrow(0, 0, 1)).expect_err("other rows").to_string();
-    assert!(error.contains("a residual of [1, 8]"), "{error}");
-    let error = bias_swiglu(&x.narrow(1, 0, 7), None).expect_err("7 columns").to_string();
-    assert!(error.contains("an even number of columns, but got 7"), "{error}");
+    assert_fails(norm.f_forward_add(&x, &x.narrow(0, 0, 1)), &["a residual of [1, 8]"]);
+    assert_fails(bias_swiglu(&x.narrow(1, 0, 7), None), &["an even number of columns, but got 7"]);
     let bias = Tensor::zeros([7], (Kind::Float, test_device()));
-    let error = bias_gelu(&x, Some(&bias), Gelu::Tanh).expect_err("7 numbers").to_string();
-    assert!(error.contains("one number for each of the 8 columns"), "{error}");
+    assert_fails(bias_gelu(&x, Some(&bias), Gelu::Tanh), &["one number for each of the 8 columns"]);
 }
 
 /// By the formula: each number of the first half as the real part of a complex number, turned.
@@ -486,7 +441,6 @@ fn rotary_positions_take_strided_numbers_and_refuse_others() {
     assert_eq!(found, rotary.turn(&part.contiguous()).expect("turned"));
     for shape in [[2, 9, 3, 16], [2, 8, 3, 18], [2, 8, 3, 15]] {
         let other = Tensor::zeros(shape, (Kind::Float, test_device()));
-        let error = rotary.turn(&other).expect_err("does not fit").to_string();
-        assert!(error.contains("rotary positions"), "{error}");
+        assert_fails(rotary.turn(&other), &["rotary positions"]);
     }
 }

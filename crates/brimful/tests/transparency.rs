@@ -6,186 +6,101 @@ mod support;
 
 use brimful::{Loss, Shared, Size};
 use brimful_torch::autograd::set_gradient;
-use support::full_batch::gradients;
+use support::full_batch::{CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there};
 use support::{
-    Named, assert_close, assert_same, assert_within, micro_batcher, numbers, test_device,
+    Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
+    numbers, test_device,
 };
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 
 const SIZES: [usize; 6] = [1, 2, 7, 16, 65, 1000];
 const SAMPLES: [i64; 4] = [1, 5, 64, 65];
-const CLASSES: i64 = 4;
 
-/// A network with a parameter that nothing uses and one that already has a gradient.
-struct PlainNet {
-    store: nn::VarStore,
-    layers: nn::Sequential,
-}
-
-fn net(kind: Kind) -> PlainNet {
+/// A network with a parameter that nothing uses and one that already has a gradient, and its store.
+fn net(kind: Kind) -> (nn::VarStore, Classifier) {
     let mut store = nn::VarStore::new(test_device());
-    let root = store.root();
-    let layers = nn::seq()
-        .add(nn::linear(&root / "one", 6, 8, Default::default()))
-        .add_fn(Tensor::tanh)
-        .add(nn::linear(&root / "two", 8, CLASSES, Default::default()));
-    let _unused = root.randn_standard("unused", &[3]);
+    let net = Classifier::after(nn::seq_t(), &store.root());
     store.set_kind(kind);
-    for (name, mut variable) in store.variables() {
-        tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
-    }
+    fill(&store);
     let mut touched = store.variables()["one.weight"].shallow_clone();
     let earlier = Tensor::full_like(&touched, 0.25);
     set_gradient(&mut touched, Some(&earlier)).expect("a gradient");
-    PlainNet { store, layers }
+    (store, net)
 }
 
-/// Inputs, classes, and a weight for each sample, all in host memory.
-fn batch(samples: i64, kind: Kind) -> (Tensor, Tensor, Tensor) {
-    let x = numbers(&[samples, 6], 100).to_kind(kind);
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
-    let tokens = ((numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0).to_kind(kind);
-    (x, y, tokens)
-}
-
-fn cross_entropy(logits: &Tensor, y: &Tensor) -> Tensor {
-    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::Mean, -100, 0.0)
-}
-
-/// The mean cross-entropy over tokens: each sample stands for several.
-fn over_tokens(logits: &Tensor, y: &Tensor, tokens: &Tensor) -> (Tensor, Tensor) {
-    let each = logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0);
-    let count = tokens.sum(tokens.kind());
-    ((each * tokens).sum(logits.kind()) / &count, count)
-}
-
-fn class_weights(like: &Tensor) -> Tensor {
-    Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]).to_kind(like.kind()).to_device(like.device())
-}
-
+/// The mean cross-entropy with a weight for each class, and the sum of the samples' weights.
 fn weighted(logits: &Tensor, y: &Tensor) -> (Tensor, Tensor) {
-    let weights = class_weights(logits);
+    let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
+    let weights = weights.to_kind(logits.kind()).to_device(logits.device());
     let loss = logits.cross_entropy_loss(y, Some(&weights), Reduction::Mean, -100, 0.0);
-    (loss, weights.index_select(0, y).sum(logits.kind()))
+    (loss, weights.index_select(0, y).sum(None))
 }
 
-fn penalty(net: &PlainNet) -> Tensor {
-    let weight = &net.store.variables()["two.weight"];
-    weight.square().sum(weight.kind()) * 0.01
-}
+const CLASS_WEIGHTED: Case = Case {
+    name: "class-weighted",
+    full: |net, (x, y, _)| weighted(&net.logits(x), y).0,
+    micro: |net, (x, y, _)| {
+        let (loss, weight) = weighted(&net.logits(x), y);
+        Loss::mean_over(loss, &weight)
+    },
+};
 
-/// A loss of the full batch, and the same as a sum over micro-batches.
-struct Case {
-    name: &'static str,
-    full: fn(&PlainNet, &Tensor, &Tensor, &Tensor) -> Tensor,
-    micro: fn(&PlainNet, &Tensor, &Tensor, &Tensor) -> Loss,
-}
+const THREE_DENOMINATORS: Case = Case {
+    name: "three denominators",
+    full: |net, batch| {
+        let (logits, (sum, count)) = (net.logits(&batch.0), over_tokens(net, batch));
+        sum / count + weighted(&logits, &batch.1).0 * 2.0 + logits.mean(None)
+    },
+    micro: |net, batch| {
+        let (logits, (sum, count)) = (net.logits(&batch.0), over_tokens(net, batch));
+        let (other, weight) = weighted(&logits, &batch.1);
+        Loss::mean_over(sum / &count, count)
+            + Loss::mean_over(other, weight) * 2.0
+            + Loss::mean(logits.mean(None))
+    },
+};
 
-const CASES: [Case; 7] = [
-    Case {
-        name: "mean",
-        full: |net, x, y, _| cross_entropy(&net.layers.forward(x), y),
-        micro: |net, x, y, _| Loss::mean(cross_entropy(&net.layers.forward(x), y)),
-    },
-    Case {
-        name: "sum",
-        full: |net, x, _, _| net.layers.forward(x).square().sum(x.kind()),
-        micro: |net, x, _, _| Loss::sum(net.layers.forward(x).square().sum(x.kind())),
-    },
-    Case {
-        name: "token-weighted",
-        full: |net, x, y, tokens| over_tokens(&net.layers.forward(x), y, tokens).0,
-        micro: |net, x, y, tokens| {
-            let (loss, count) = over_tokens(&net.layers.forward(x), y, tokens);
-            Loss::mean_over(loss, count)
-        },
-    },
-    Case {
-        name: "token-weighted, undivided, with a number",
-        full: |net, x, y, tokens| over_tokens(&net.layers.forward(x), y, tokens).0,
-        micro: |net, x, y, tokens| {
-            let (loss, count) = over_tokens(&net.layers.forward(x), y, tokens);
-            Loss::ratio(loss * &count, count.double_value(&[]))
-        },
-    },
-    Case {
-        name: "class-weighted",
-        full: |net, x, y, _| weighted(&net.layers.forward(x), y).0,
-        micro: |net, x, y, _| {
-            let (loss, weight) = weighted(&net.layers.forward(x), y);
-            Loss::mean_over(loss, &weight)
-        },
-    },
-    Case {
-        name: "two denominators and a penalty",
-        full: |net, x, y, tokens| {
-            let logits = net.layers.forward(x);
-            let squares = logits.square().mean(x.kind());
-            over_tokens(&logits, y, tokens).0 + squares * 0.1 + penalty(net)
-        },
-        micro: |net, x, y, tokens| {
-            let logits = net.layers.forward(x);
-            let squares = Loss::mean(logits.square().mean(x.kind()));
-            let (loss, count) = over_tokens(&logits, y, tokens);
-            Loss::mean_over(loss, count) + squares * 0.1 + Loss::once(penalty(net))
-        },
-    },
-    Case {
-        name: "three denominators",
-        full: |net, x, y, tokens| {
-            let logits = net.layers.forward(x);
-            over_tokens(&logits, y, tokens).0 + weighted(&logits, y).0 * 2.0 + logits.mean(x.kind())
-        },
-        micro: |net, x, y, tokens| {
-            let logits = net.layers.forward(x);
-            let (loss, count) = over_tokens(&logits, y, tokens);
-            let (other, weight) = weighted(&logits, y);
-            Loss::mean_over(loss, count)
-                + Loss::mean_over(other, weight) * 2.0
-                + Loss::mean(logits.mean(x.kind()))
-        },
-    },
-];
+fn cases() -> impl Iterator<Item = Case> {
+    CASES.into_iter().chain([CLASS_WEIGHTED, THREE_DENOMINATORS])
+}
 
 /// What a step leaves: its loss, and the gradients that are there, by name.
-fn left(net: &PlainNet, loss: f64) -> Named {
-    let gradients = gradients(&net.store).into_iter().map(|(name, g)| (name, g.copy()));
+fn left(store: &nn::VarStore, loss: f64) -> Named {
+    let gradients = copies(&gradients(store));
     [("the loss".into(), Tensor::from(loss))].into_iter().chain(gradients).collect()
 }
 
 fn full(case: &Case, samples: i64, kind: Kind) -> Named {
-    let net = net(kind);
-    let (x, y, tokens) = batch(samples, kind);
-    let there = |t: Tensor| t.to_device(test_device());
-    let loss = (case.full)(&net, &there(x), &there(y), &there(tokens));
+    let (store, net) = net(kind);
+    let loss = (case.full)(&net, &there(&batch_of(samples, kind)));
     loss.backward();
-    left(&net, loss.double_value(&[]))
+    left(&store, loss.double_value(&[]))
 }
 
 fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Named {
-    let net = net(kind);
-    let mut micro = micro_batcher(&net.store, size);
+    let (store, net) = net(kind);
+    let mut micro = micro_batcher(&store, size);
     let step = micro
-        .backward(&batch(samples, kind), |(x, y, tokens)| (case.micro)(&net, &x, &y, &tokens))
+        .backward(&batch_of(samples, kind), |batch| (case.micro)(&net, &batch))
         .unwrap_or_else(|error| panic!("{}: {error}", case.name));
     assert_eq!(step.samples, usize::try_from(samples).expect("a count"));
     assert_eq!(step.sizes.iter().sum::<usize>(), step.samples);
     assert!((step.terms.iter().sum::<f64>() - step.loss).abs() < 1e-9);
-    left(&net, step.loss)
+    left(&store, step.loss)
 }
 
 fn check_all(kind: Kind, tolerance: f64) {
-    for case in &CASES {
+    for case in cases() {
         for samples in SAMPLES {
-            let expected = full(case, samples, kind);
+            let expected = full(&case, samples, kind);
             let whole = usize::try_from(samples).expect("a count");
             for size in SIZES.into_iter().chain([whole]) {
                 let what = format!("{} of {samples} by {size}", case.name);
-                let got = split(case, samples, kind, Size::Fixed(size));
+                let got = split(&case, samples, kind, Size::Fixed(size));
                 assert_within(&got, &expected, tolerance, &what);
             }
-            let got = split(case, samples, kind, Size::Count(3));
+            let got = split(&case, samples, kind, Size::Count(3));
             assert_within(&got, &expected, tolerance, &format!("{} of {samples} in 3", case.name));
         }
     }
@@ -206,26 +121,26 @@ fn contrastive(outputs: &Tensor, temperature: &Tensor) -> Tensor {
     let unit = outputs / outputs.square().sum_dim_intlist(1_i64, true, outputs.kind()).sqrt();
     let likeness = unit.matmul(&unit.tr()) * temperature;
     let same = Tensor::arange(outputs.size()[0], (Kind::Int64, outputs.device()));
-    cross_entropy(&likeness, &same)
+    losses(&likeness, &same).mean(None)
 }
 
 #[test]
 fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
     for samples in SAMPLES {
-        let (x, ..) = batch(samples, Kind::Double);
-        let (reference, x_there) = (net(Kind::Double), x.to_device(test_device()));
-        let heat = |net: &PlainNet| net.store.variables()["unused"].get(0);
-        let loss = contrastive(&reference.layers.forward(&x_there), &heat(&reference));
+        let (x, ..) = batch_of(samples, Kind::Double);
+        let ((reference, plain), x_there) = (net(Kind::Double), x.to_device(test_device()));
+        let heat = |store: &nn::VarStore| store.variables()["unused"].get(0);
+        let loss = contrastive(&plain.logits(&x_there), &heat(&reference));
         loss.backward();
         let expected = left(&reference, loss.double_value(&[]));
         for size in SIZES {
-            let net = net(Kind::Double);
-            let mut micro = micro_batcher(&net.store, Size::Fixed(size));
+            let (store, net) = net(Kind::Double);
+            let mut micro = micro_batcher(&store, Size::Fixed(size));
             let step = micro
-                .backward_whole(&x, |x| net.layers.forward(&x), |z| contrastive(z, &heat(&net)))
+                .backward_whole(&x, |x| net.logits(&x), |z| contrastive(z, &heat(&store)))
                 .expect("a step");
-            assert_close(&left(&net, step.loss), &expected, &format!("{samples} by {size}"));
-            let outputs = reference.layers.forward(&x_there);
+            assert_close(&left(&store, step.loss), &expected, &format!("{samples} by {size}"));
+            let outputs = plain.logits(&x_there);
             assert!((step.outputs - outputs).abs().max().double_value(&[]) < 1e-12);
         }
     }
@@ -233,20 +148,19 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
 
 #[test]
 fn a_window_of_unequal_mini_batches_is_one_step() {
-    for case in &CASES {
-        let expected = full(case, 65, Kind::Double);
-        let net = net(Kind::Double);
-        let (x, y, tokens) = batch(65, Kind::Double);
-        let mut micro = micro_batcher(&net.store, Size::Fixed(7));
+    for case in cases() {
+        let expected = full(&case, 65, Kind::Double);
+        let (store, net) = net(Kind::Double);
+        let (x, y, tokens) = batch_of(65, Kind::Double);
+        let mut micro = micro_batcher(&store, Size::Fixed(7));
         for (start, length) in [(0, 20), (20, 20), (40, 20), (60, 5)] {
             let cut = |t: &Tensor| t.narrow(0, start, length);
             let loaded = (cut(&x), cut(&y), cut(&tokens));
-            let run = |(x, y, t): (Tensor, Tensor, Tensor)| (case.micro)(&net, &x, &y, &t);
-            micro.accumulate(&loaded, run).expect(case.name);
+            micro.accumulate(&loaded, |batch| (case.micro)(&net, &batch)).expect(case.name);
         }
         let step = micro.commit().expect(case.name);
         assert_eq!(step.samples, 65);
-        assert_close(&left(&net, step.loss), &expected, case.name);
+        assert_close(&left(&store, step.loss), &expected, case.name);
     }
 }
 
@@ -254,40 +168,34 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
 #[test]
 fn a_factor_may_change_from_micro_batch_to_micro_batch() {
     let run = |size: Size| {
-        let net = net(Kind::Double);
-        let (x, y, _) = batch(12, Kind::Double);
+        let (store, net) = net(Kind::Double);
+        let (x, y, _) = batch_of(12, Kind::Double);
         let factors = Tensor::arange(12, (Kind::Double, test_device())).floor_divide_scalar(4);
-        let mut micro = micro_batcher(&net.store, size);
+        let mut micro = micro_batcher(&store, size);
         let step = micro.backward(&(x, y, factors), |(x, y, factors)| {
-            let losses = net.layers.forward(&x).cross_entropy_loss::<Tensor>(
-                &y,
-                None,
-                tch::Reduction::None,
-                -100,
-                0.0,
-            );
+            let losses = losses(&net.logits(&x), &y);
             match factors.size()[0] {
                 4 => Loss::mean(losses.mean(Kind::Double)) * factors.double_value(&[0]),
                 _ => Loss::mean((losses * factors).mean(Kind::Double)),
             }
         });
-        left(&net, step.expect("a step").loss)
+        left(&store, step.expect("a step").loss)
     };
     assert_within(&run(Size::Fixed(4)), &run(Size::Fixed(12)), 1e-12, "factors");
 }
 
 #[test]
 fn outputs_come_back_in_sample_order_without_their_graphs() {
-    let net = net(Kind::Double);
-    let (x, y, _) = batch(65, Kind::Double);
-    let expected = tch::no_grad(|| net.layers.forward(&x.to_device(test_device())));
-    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
+    let (store, net) = net(Kind::Double);
+    let (x, y, _) = batch_of(65, Kind::Double);
+    let expected = tch::no_grad(|| net.logits(&x.to_device(test_device())));
+    let mut micro = micro_batcher(&store, Size::Fixed(16));
     let mut calls = 0;
     let step = micro
         .backward(&(x, y.shallow_clone()), |(x, y)| {
             calls += 1;
-            let logits = net.layers.forward(&x);
-            let loss = Loss::mean(cross_entropy(&logits, &y));
+            let logits = net.logits(&x);
+            let loss = Loss::mean(losses(&logits, &y).mean(None));
             (loss, (logits, y))
         })
         .expect("a step");
@@ -299,38 +207,36 @@ fn outputs_come_back_in_sample_order_without_their_graphs() {
 
 #[test]
 fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
-    for case in &CASES {
-        let expected = full(case, 65, Kind::Double);
-        let net = net(Kind::Double);
-        let before = left(&net, 0.0);
-        let mut micro = micro_batcher(&net.store, Size::Fixed(16));
-        let step = micro
-            .evaluate(&batch(65, Kind::Double), |(x, y, t)| (case.micro)(&net, &x, &y, &t))
-            .expect(case.name);
+    let batch = batch_of(65, Kind::Double);
+    for case in cases() {
+        let expected = full(&case, 65, Kind::Double);
+        let (store, net) = net(Kind::Double);
+        let before = left(&store, 0.0);
+        let mut micro = micro_batcher(&store, Size::Fixed(16));
+        let step = micro.evaluate(&batch, |batch| (case.micro)(&net, &batch)).expect(case.name);
         assert!((step.loss - expected[0].1.double_value(&[])).abs() < 1e-10, "{}", case.name);
-        assert_same(case.name, &before, &left(&net, 0.0));
+        assert_same(case.name, &before, &left(&store, 0.0));
     }
-    let net = net(Kind::Double);
-    let (x, ..) = batch(65, Kind::Double);
-    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
-    let outputs = micro.map(&x, |x| net.layers.forward(&x)).expect("outputs");
+    let (store, net) = net(Kind::Double);
+    let mut micro = micro_batcher(&store, Size::Fixed(16));
+    let outputs = micro.map(&batch.0, |x| net.logits(&x)).expect("outputs");
     assert_eq!(outputs.size(), [65, CLASSES]);
     assert!(!outputs.requires_grad());
 }
 
 #[test]
 fn shared_values_reach_every_micro_batch_on_the_device() {
-    let net = net(Kind::Double);
-    let (x, y, _) = batch(65, Kind::Double);
+    let (store, net) = net(Kind::Double);
+    let (x, y, _) = batch_of(65, Kind::Double);
     let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
-    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
+    let mut micro = micro_batcher(&store, Size::Fixed(16));
     let step = micro.backward(&(x, y, Shared(weights)), |(x, y, weights)| {
         assert_eq!(weights.device(), x.device());
-        let logits = net.layers.forward(&x);
+        let logits = net.logits(&x);
         let loss = logits.cross_entropy_loss(&y, Some(&*weights), Reduction::Mean, -100, 0.0);
         Loss::mean_over(loss, weights.index_select(0, &y).sum(Kind::Double))
     });
-    let expected = full(&CASES[4], 65, Kind::Double);
+    let expected = full(&CLASS_WEIGHTED, 65, Kind::Double);
     assert!((step.expect("a step").loss - expected[0].1.double_value(&[])).abs() < 1e-10);
 }
 
@@ -357,16 +263,9 @@ fn half_precision_is_summed_in_f32() {
     let x = (numbers(&[samples, 32], 3) * 0.5 + 1.0).to_kind(Kind::BFloat16);
     let run = |micro_batches: bool| {
         let mut store = nn::VarStore::new(test_device());
-        let layer = nn::linear(
-            store.root(),
-            32,
-            8,
-            nn::LinearConfig {
-                ws_init: nn::Init::Const(0.01),
-                bs_init: Some(nn::Init::Const(0.0)),
-                bias: true,
-            },
-        );
+        let [ws_init, bs_init] = [0.01, 0.0].map(nn::Init::Const);
+        let config = nn::LinearConfig { ws_init, bs_init: Some(bs_init), bias: true };
+        let layer = nn::linear(store.root(), 32, 8, config);
         store.set_kind(Kind::BFloat16);
         let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Float);
         if micro_batches {
@@ -406,11 +305,9 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
     let fit = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     let full = fit(&x) + penalty() * 0.5 + penalty() / 15.0;
     full.backward();
-    let expected: Named = gradients(&store).into_iter().map(|(n, g)| (n, g.copy())).collect();
+    let expected = copies(&gradients(&store));
     for size in [1, 2, 5] {
-        store.trainable_variables().iter_mut().for_each(|variable| {
-            set_gradient(variable, None).expect("cleared");
-        });
+        clear(&store);
         let step = micro_batcher(&store, Size::Fixed(size)).backward(&x, |x| {
             let part = penalty() * (x.size()[0] as f64 / 5.0);
             Loss::once(penalty()) * 0.5 + Loss::mean(fit(&x)) + Loss::ratio(part, x.size()[0] * 3)
@@ -428,10 +325,10 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     let x = numbers(&[5, 6], 3).to_device(test_device());
     let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     loss(&x.to_kind(Kind::Float)).backward();
-    let copies = |named: Named| -> Named {
+    let in_f64 = |named: Named| -> Named {
         named.into_iter().map(|(n, g)| (n, g.to_kind(Kind::Double).copy())).collect()
     };
-    let before = copies(gradients(&store));
+    let before = in_f64(gradients(&store));
     store.set_kind(Kind::Double);
     let mut micro = micro_batcher(&store, Size::Fixed(2));
     let mut calls = 0;
@@ -440,12 +337,10 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
         if calls == 2 { Err("no more") } else { Ok(Loss::mean(loss(&x))) }
     });
     assert_eq!(failed.expect_err("the closure's error").to_string(), "no more");
-    assert_same("a failed step", &before, &copies(gradients(&store)));
+    assert_same("a failed step", &before, &in_f64(gradients(&store)));
     micro.backward(&x, |x| Loss::mean(loss(&x))).expect("a step");
-    let found = copies(gradients(&store));
-    store.trainable_variables().iter_mut().for_each(|variable| {
-        set_gradient(variable, None).expect("cleared");
-    });
+    let found = in_f64(gradients(&store));
+    clear(&store);
     loss(&x).backward();
     let sums = gradients(&store).into_iter().zip(before);
     let sums: Named = sums.map(|((name, new), (_, old))| (name, new + old)).collect();

@@ -5,7 +5,7 @@ mod support;
 use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
 use brimful::{Error, Size};
 use support::pipeline_cases::{CASES, Plain, builder};
-use support::{alone, assert_close, test_device};
+use support::{Update, alone, assert_close, test_device};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
@@ -74,10 +74,8 @@ fn a_pipeline_decays_as_one_optimizer_and_reads_its_state() {
             let (x, y) = ((case.input)(6), (case.target)(6));
             let step = pipe.backward(&x, &y, case.loss).expect("a step");
             plain.backward(case, &x, &y, Size::Count(2), step.seed);
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("cleared");
-            alone.step().expect("a step");
-            alone.zero_grad().expect("cleared");
+            optimizer.update();
+            alone.update();
         }
         assert_close(&pipe.variables().expect("variables"), &plain.values(), case.name);
         let (tensors, metadata) = optimizer.state().expect("a state");

@@ -20,9 +20,9 @@ use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Size, World, save};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
-use support::assert_close;
 use support::pipeline_cases::GPT;
-use support::ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
+use support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, text, told};
+use support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
 /// How long a rank may be silent in these tests, and how long the others may take to end then.
@@ -75,7 +75,7 @@ fn a_panic_in_one_rank_is_everyones_error() {
     in_ranks(3, |world| {
         let mut pipe = three_stages(&world);
         step(&mut pipe).expect("an undisturbed step");
-        let expected = copies(pipe.gradients().expect("gradients"));
+        let expected = copies(&pipe.gradients().expect("gradients"));
         pipe.zero_grad().expect("cleared");
         for (rank, call) in (0..3).flat_map(|rank| (0..4).map(move |call| (rank, call))) {
             if world.rank() == rank {
@@ -147,10 +147,6 @@ fn memory_that_runs_out_in_one_rank_is_everyones_error() {
     });
 }
 
-fn copies(variables: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
-    variables.into_iter().map(|(name, value)| (name, value.detach().copy())).collect()
-}
-
 const STEPS: usize = 24;
 const FILE: &str = "saved.safetensors";
 
@@ -190,8 +186,8 @@ fn store(
     optimizer: &PipelineOptimizer,
     done: usize,
 ) -> brimful::Result<()> {
-    let prefixed = |prefix: &str, list: Vec<(String, Tensor)>| {
-        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Vec<_>>()
+    let prefixed = |prefix: &str, list: Named| {
+        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Named>()
     };
     let mut all = prefixed("model", pipe.variables()?);
     let (state, mut texts) = optimizer.state()?;
@@ -244,13 +240,27 @@ fn signal(name: &str, pid: &str) {
     let _ = Command::new("kill").args([name, pid]).status();
 }
 
-/// Trains in the folder that the test has named; says so on standard output when that fails.
+/// Ends this rank, and says why.
 #[allow(clippy::print_stdout)] // The test reads it.
+fn end(world: World, error: &Error) -> ! {
+    println!("rank {} ends: {error}", world.rank());
+    drop(world);
+    process::exit(3);
+}
+
+/// These ranks have ended, with these words of another one.
+#[track_caller]
+fn assert_given_up(said: &str, ranks: &[usize], other: usize, words: &str) {
+    for rank in ranks {
+        let named = format!("rank {rank} ends: rank {other} on ");
+        assert!(said.contains(&named) && said.contains(words), "{said}");
+    }
+}
+
+/// Trains in the folder that the test has named.
 fn rank(world: World) {
     if let Err(error) = train(&world, Path::new(&told())) {
-        println!("rank {} ends: {error}", world.rank());
-        drop(world);
-        process::exit(3);
+        end(world, &error);
     }
 }
 
@@ -283,7 +293,7 @@ fn kill(
     text(&launched.wait(LIMIT))
 }
 
-fn read(folder: &Path) -> Vec<(String, Tensor)> {
+fn read(folder: &Path) -> Named {
     save::read(folder.join(FILE)).expect("whole").0
 }
 
@@ -337,11 +347,7 @@ fn a_stopped_rank_is_given_up() {
         signal("-STOP", &stopped);
         sleep(PATIENCE + Duration::from_secs(3));
         signal("-CONT", &stopped);
-        let said = text(&launched.wait(LIMIT));
-        for rank in [0, 2] {
-            let named = format!("rank {rank} ends: rank 1 on ");
-            assert!(said.contains(&named) && said.contains("has not been heard of"), "{said}");
-        }
+        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
     });
 }
 
@@ -357,8 +363,7 @@ fn a_slow_rank_is_not_given_up() {
     });
 }
 
-/// Steps of which the last rank does not take the second; says on standard output how that ends.
-#[allow(clippy::print_stdout)] // The test reads it.
+/// Steps of which the last rank does not take the second.
 fn rank_that_hangs(world: World) {
     world.set_patience(PATIENCE).expect("set");
     world.set_longest_wait(PATIENCE).expect("set");
@@ -368,9 +373,8 @@ fn rank_that_hangs(world: World) {
         sleep(3 * PATIENCE);
     }
     let error = step(&mut pipe).expect_err("the last rank is away");
-    println!("rank {} ends: {error}", world.rank());
-    drop((pipe, world));
-    process::exit(3);
+    drop(pipe);
+    end(world, &error);
 }
 
 /// A rank that gives signs of life but does not do its part is named, also by those that wait for
@@ -379,10 +383,7 @@ fn rank_that_hangs(world: World) {
 fn a_rank_that_hangs_is_given_up() {
     as_rank_or(rank_that_hangs, |launcher| {
         let said = text(&launcher.start(3, &RECOVERY, "").wait(LIMIT));
-        for rank in 0..3 {
-            let named = format!("rank {rank} ends: rank 2 on ");
-            assert!(said.contains(&named) && said.contains("has been waited for"), "{said}");
-        }
+        assert_given_up(&said, &[0, 1, 2], 2, "has been waited for");
     });
 }
 
@@ -413,14 +414,11 @@ fn halt_within_a_message(mut mpi: Mpi, over: &Path) {
     process::exit(0);
 }
 
-/// Waits for the large value; says on standard output how that ends.
-#[allow(clippy::print_stdout)] // The test reads it.
+/// Waits for the large value.
 fn wait_for_a_large_value(world: World) {
     world.set_patience(PATIENCE).expect("set");
     let error = world.share("a large value", &String::new()).expect_err("one has halted");
-    println!("rank {} ends: {error}", world.rank());
-    drop(world);
-    process::exit(3);
+    end(world, &error);
 }
 
 /// A rank that halts between the announcement of a message and its bytes is not waited for with all
@@ -437,16 +435,10 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
     as_process_or(rank, |launcher| {
         let over = fresh("halted").join("over");
         let path = over.display().to_string();
-        // Over sockets, where a large message needs its sender to the end.
-        let sockets = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"];
-        let launched = launcher.start(3, &[&RECOVERY[..], &sockets[..]].concat(), &path);
+        let launched = launcher.start(3, &[&RECOVERY[..], &SOCKETS[..]].concat(), &path);
         // Whoever is given up does not go on.
         sleep(3 * PATIENCE);
         fs::write(&over, []).expect("told");
-        let said = text(&launched.wait(LIMIT));
-        for rank in [0, 2] {
-            let named = format!("rank {rank} ends: rank 1 on ");
-            assert!(said.contains(&named) && said.contains("has not been heard of"), "{said}");
-        }
+        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
     });
 }

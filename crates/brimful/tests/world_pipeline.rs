@@ -14,10 +14,11 @@ use brimful::pipeline::{BalanceBy, Builder, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
-use brimful_torch::autograd::set_gradient;
-use support::pipeline_cases::{CASES, Case, GPT, MLP, Plain, U_NET, eval};
+use support::pipeline_cases::{CASES, Case, Cut, GPT, MLP, Plain, U_NET, descend, eval};
 use support::ranks::in_ranks;
-use support::{assert_close, test_device};
+use support::{
+    Update, assert_all_close, assert_close, assert_fails, clear, copies, test_device, tests,
+};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -47,19 +48,10 @@ fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
     all.narrow(0, own.start as i64, own.len() as i64)
 }
 
-/// How the mini-batches of a test are shared out and cut.
-#[derive(Clone, Copy)]
-struct Cut {
-    samples: i64,
-    replicas: usize,
-    /// Micro-batches of each replica.
-    micro_batches: usize,
-}
-
 /// Two steps of both and an evaluation, compared on rank 0.
 fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str) {
     let part = |all: &Tensor| part(world, cut.replicas, all);
-    let samples = cut.samples;
+    let samples = cut.samples as i64;
     let values = pipe.variables().expect("variables");
     let is_first = world.rank() == 0;
     let mut plain = is_first.then(|| Plain::with(&(case.layers)(), values));
@@ -72,16 +64,14 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str)
         assert_eq!(step.samples as i64, samples, "{what}: those of all replicas");
         assert_eq!(step.shares.iter().sum::<usize>() as i64, part(&x).size()[0], "{what}");
         let gradients = pipe.gradients().expect("gradients");
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
+        optimizer.update();
         let values = pipe.variables().expect("variables");
         if let Some(plain) = &mut plain {
-            let pieces = case.pieces(samples as usize, cut.replicas, cut.micro_batches, step.seed);
+            let pieces = case.pieces(cut, step.seed);
             let expected = plain.backward_pieces(case, &x, &y, &pieces);
             assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
             assert_close(&gradients, &plain.gradients(), &what);
-            plain.optimizer.step().expect("a step");
-            plain.optimizer.zero_grad().expect("cleared");
+            plain.optimizer.update();
             assert_close(&values, &plain.values(), &what);
         }
     }
@@ -101,11 +91,8 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str)
     let evaluated = world.share("the loss", &evaluated.loss).expect("shared");
     assert!(evaluated.iter().all(|loss| *loss == evaluated[0]), "{what}: {evaluated:?}");
     if let Some(plain) = &plain {
-        let run =
-            |x: &Tensor| tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
-        let expected = run(&part(&x));
-        assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
-        let expected = whole_loss(case, &run(&x), &y);
+        assert_all_close(&out, &plain.answer(&part(&x)), what);
+        let expected = whole_loss(case, &plain.answer(&x), &y);
         assert!((evaluated[0] - expected).abs() < 1e-10, "{what}: {evaluated:?} not {expected}");
     }
 }
@@ -145,24 +132,11 @@ fn every_schedule(ranks: usize, devices: usize) {
     });
 }
 
-#[test]
-fn one_rank() {
-    every_schedule(1, 2);
-}
-
-#[test]
-fn two_ranks() {
-    every_schedule(2, 1);
-}
-
-#[test]
-fn two_ranks_of_two_devices_each() {
-    every_schedule(2, 2);
-}
-
-#[test]
-fn four_ranks() {
-    every_schedule(4, 1);
+tests! {
+    one_rank => every_schedule(1, 2),
+    two_ranks => every_schedule(2, 1),
+    two_ranks_of_two_devices_each => every_schedule(2, 2),
+    four_ranks => every_schedule(4, 1),
 }
 
 /// What was measured differs from rank to rank: all go by the first one's times, and make the same lists.
@@ -206,6 +180,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
                 plain.backward(&GPT, &x, &y, Size::Count(2 * replicas), step.seed);
                 assert_close(&gradients, &plain.gradients(), &what);
                 descend(plain.values());
+                clear(&plain.store);
             }
             // Rank 0 is given copies of the others' beside its own.
             descend(pipe.variables().expect("variables"));
@@ -215,37 +190,15 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
         let x = part(&world, replicas, &x);
         let out = eval(&mut pipe, &x, 3).expect("an evaluation");
         if let Some(plain) = &plain {
-            let expected =
-                tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
-            assert_close(&[(String::new(), out)], &[(String::new(), expected)], "an evaluation");
+            assert_all_close(&out, &plain.answer(&x), "an evaluation");
         }
     });
 }
 
-#[test]
-fn copies_in_other_ranks_follow_what_a_user_does() {
-    own_optimizer(2, 1, 1);
-}
-
-#[test]
-fn copies_in_other_ranks_of_two_devices_follow_what_a_user_does() {
-    own_optimizer(2, 2, 1);
-}
-
-#[test]
-fn copies_in_replicas_follow_what_a_user_does() {
-    own_optimizer(4, 1, 2);
-}
-
-/// Moves those that have a gradient by it, which they have no more then.
-fn descend(values: Vec<(String, Tensor)>) {
-    tch::no_grad(|| {
-        for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {
-            let gradient = value.grad();
-            let _itself = value.f_sub_(&(gradient * 0.5)).expect("a step");
-            set_gradient(&mut value, None).expect("cleared");
-        }
-    });
+tests! {
+    copies_in_other_ranks_follow_what_a_user_does => own_optimizer(2, 1, 1),
+    copies_in_other_ranks_of_two_devices_follow_what_a_user_does => own_optimizer(2, 2, 1),
+    copies_in_replicas_follow_what_a_user_does => own_optimizer(4, 1, 2),
 }
 
 /// The first rank has a shared variable and its copy, the second has neither.
@@ -298,19 +251,10 @@ fn replicas(ranks: usize, replicas: usize) {
     });
 }
 
-#[test]
-fn two_replicas_of_one_stage() {
-    replicas(2, 2);
-}
-
-#[test]
-fn two_replicas_of_two_stages() {
-    replicas(4, 2);
-}
-
-#[test]
-fn three_replicas_of_one_stage() {
-    replicas(3, 3);
+tests! {
+    two_replicas_of_one_stage => replicas(2, 2),
+    two_replicas_of_two_stages => replicas(4, 2),
+    three_replicas_of_one_stage => replicas(3, 3),
 }
 
 #[test]
@@ -354,8 +298,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
             assert_eq!((step.samples, &step.terms[..]), (7, &[step.loss][..]));
             if let Some((outputs, value)) = expected {
                 assert!((step.loss - value).abs() < 1e-9, "{} not {value}", step.loss);
-                let found = step.outputs.tensors()[0].shallow_clone();
-                assert_close(&[(String::new(), found)], &[(String::new(), outputs)], case.name);
+                assert_all_close(&step.outputs, &outputs, case.name);
             }
         }
     });
@@ -368,8 +311,7 @@ fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops
         pipe.backward(&x, &y, GPT.loss).expect("a step");
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         assert!(norm > 0.05, "it has something to clip");
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
+        optimizer.update();
     }
 }
 
@@ -390,11 +332,6 @@ fn folder(world: &World) -> PathBuf {
     path
 }
 
-/// What further training does not change.
-fn copies(variables: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
-    variables.into_iter().map(|(name, value)| (name, value.detach().copy())).collect()
-}
-
 /// The same training in one process: two steps, a save, two more from what was saved.
 #[test]
 fn saved_by_three_ranks_and_resumed_by_one_process() {
@@ -403,13 +340,13 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
         let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
         tch::manual_seed(5);
         let mut pipe = builder(&GPT, &world, 1).micro_batches(3).build().expect("a pipeline");
-        let first = copies(pipe.variables().expect("variables"));
+        let first = copies(&pipe.variables().expect("variables"));
         let mut opt = optimizer(&mut pipe);
         train(&mut pipe, &mut opt, 0..2);
         pipe.save(&model).expect("saved");
         opt.save(&state).expect("saved");
         train(&mut pipe, &mut opt, 2..4);
-        let expected = copies(pipe.variables().expect("variables"));
+        let expected = copies(&pipe.variables().expect("variables"));
         // Back to what was saved, by all ranks.
         pipe.load(&model).expect("loaded");
         opt.load(&state).expect("loaded");
@@ -434,8 +371,7 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
 fn frozen_layers_and_what_no_rank_has() {
     in_ranks(2, |world| {
         let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
-        let error = pipe.freeze(|name| name == "nothing").expect_err("no rank has it");
-        assert!(error.to_string().contains("of 10 is 'fc1.bias'"), "{error}");
+        assert_fails(pipe.freeze(|name| name == "nothing"), &["of 10 is 'fc1.bias'"]);
         pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
         let (x, y) = data(&MLP, 4, 0);
         pipe.backward(&x, &y, MLP.loss).expect("a step");

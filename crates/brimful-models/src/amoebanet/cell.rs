@@ -23,9 +23,8 @@ use tch::nn::Path;
 use super::operation::OperationKind::{
     Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2, MaxPool3, MeanPool3, Same,
 };
-use super::operation::{
-    Adapter, AdapterShape, CellState, ConvNorm, ConvStep, Operation, OperationKind,
-};
+use super::operation::{Adapter, AdapterShape, CellState, ConvNorm, Operation, OperationKind};
+use crate::conv::ConvShape;
 
 /// A cell as the papers draw it.
 #[derive(Debug)]
@@ -96,8 +95,8 @@ impl CellInputs {
     }
 
     /// What the last cell's output enters by.
-    pub(super) fn entering(self, filters: i64) -> ConvStep {
-        ConvStep::square(self.current, filters, 1, 1)
+    pub(super) fn entering(self, filters: i64) -> ConvShape {
+        ConvShape::square(self.current, filters, 1, 1)
     }
 
     /// What the output of the cell before that enters by.

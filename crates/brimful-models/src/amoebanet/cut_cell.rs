@@ -10,7 +10,8 @@ use tch::Tensor;
 use tch::nn::Module;
 
 use super::cell::{CellInputs, Recipe};
-use super::operation::{AdapterShape, CellState, ConvStep, OperationKind, aside};
+use super::operation::{AdapterShape, OperationKind, aside};
+use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
 /// From the outputs of the two cells before, the last one first, to its own and the last one's.
@@ -42,7 +43,7 @@ pub(super) fn cut_cell(entry: CellInputs, recipe: &'static Recipe) -> Layers {
 }
 
 /// A convolution of what flows first, and its BatchNorm.
-pub(super) fn cut_conv(layers: Layers, name: &str, step: ConvStep, relu: bool) -> Layers {
+pub(super) fn cut_conv(layers: Layers, name: &str, step: ConvShape, relu: bool) -> Layers {
     let layers = layers.add_many(format!("{name}.conv"), move |p| {
         let conv = step.build(p);
         move |x: &[Tensor], _| with_first(conv.forward(&x[0]), &x[1..])
@@ -109,12 +110,9 @@ fn cut_operation(
     let steps = kind.steps(filters, stride);
     let convolves = !steps.is_empty();
     let layers = layers.add_many(format!("{name}.taken"), move |_| {
-        move |x: &[Tensor], train| {
+        move |x: &[Tensor], _| {
             let state = &x[before + 1 + of];
-            let taken = match convolves {
-                true => state.relu(),
-                false => kind.plain(stride).apply(&CellState::new(state.shallow_clone()), train),
-            };
+            let taken = if convolves { state.relu() } else { kind.plain(state, stride) };
             with_first(taken, x)
         }
     });

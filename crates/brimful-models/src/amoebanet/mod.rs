@@ -24,13 +24,14 @@ use std::iter;
 use brimful::Layers;
 use brimful::nn::BatchNormPolicy;
 use tch::Tensor;
-use tch::nn::{self, Module, ModuleT, Path};
+use tch::nn::{self, Module, Path};
 
 use crate::ShapeError;
+use crate::conv::ConvShape;
 use crate::mlp::linear;
 use cell::{AmoebaCell, CellInputs, NORMAL, REDUCTION, Recipe};
 use cut_cell::{cut_cell, cut_conv};
-use operation::{ConvNorm, ConvStep};
+use operation::ConvNorm;
 
 /// Into how many groups the normal cells are cut.
 const GROUPS: usize = 3;
@@ -69,13 +70,14 @@ impl AmoebaNet {
         self.check()?;
         let classes = self.classes;
         let width = self.filters / 4;
-        let entering = ConvStep::square(3, width, 3, 2);
+        let entering = ConvShape::square(3, width, 3, 2);
         let policy = self.batch_norm;
         let stem = match policy {
             BatchNormPolicy::Exact => cut_conv(Layers::new(), "stem", entering, false),
-            _ => {
-                Layers::new().add("stem", move |p| StridedStem(ConvNorm::new(p, entering, policy)))
-            }
+            _ => Layers::new().add("stem", move |p| {
+                let stem = ConvNorm::new(p, entering, policy);
+                nn::func_t(move |x, train| stem.forward(x, train))
+            }),
         };
         let cells =
             self.cells().fold((stem, CellInputs::of(width)), |(layers, entry), (name, recipe)| {
@@ -116,15 +118,6 @@ impl AmoebaNet {
             iter::once(reduction(number + 1)).chain(normal)
         };
         iter::once(reduction(1)).chain((1..=GROUPS).flat_map(group))
-    }
-}
-
-#[derive(Debug)]
-struct StridedStem(ConvNorm);
-
-impl ModuleT for StridedStem {
-    fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        self.0.forward(x, train)
     }
 }
 

@@ -6,7 +6,7 @@ use brimful::nn::{BatchNorm, BatchNormPolicy};
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
-use crate::conv::conv_rectangular;
+use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
 /// An operation as the papers name it.
@@ -48,67 +48,40 @@ impl CellState {
 /// An operation in its place.
 #[derive(Debug)]
 pub(super) enum Operation {
-    Same,
-    Pool {
-        kind: PoolKind,
+    Plain {
+        kind: OperationKind,
         stride: i64,
     },
     /// Each with a ReLU before it.
     Convolve(Vec<ConvNorm>),
 }
 
-#[derive(Debug, Clone, Copy)]
-pub(super) enum PoolKind {
-    Max2,
-    Max3,
-    Mean3,
-}
-
-/// A convolution before its normalisation.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ConvStep {
-    from: i64,
-    pub(super) to: i64,
-    kernel: [i64; 2],
-    stride: [i64; 2],
-}
-
-impl ConvStep {
-    pub(super) fn square(from: i64, to: i64, kernel: i64, stride: i64) -> Self {
-        Self { from, to, kernel: [kernel; 2], stride: [stride; 2] }
-    }
-
-    pub(super) fn build(self, path: &Path) -> nn::Conv2D {
-        let Self { from, to, kernel, stride } = self;
-        conv_rectangular(path, from, to, kernel, stride)
-    }
-}
-
 impl OperationKind {
     /// Its convolutions, each of which has a ReLU before it: they keep the filters, and divide the image's
     /// sides by the stride.
-    pub(super) fn steps(self, filters: i64, stride: i64) -> Vec<ConvStep> {
+    pub(super) fn steps(self, filters: i64, stride: i64) -> Vec<ConvShape> {
         let quarter = filters / 4;
-        let narrow = ConvStep::square(filters, quarter, 1, 1);
-        let wide = ConvStep::square(quarter, filters, 1, 1);
-        let long = |kernel, stride| ConvStep { from: quarter, to: quarter, kernel, stride };
+        let narrow = ConvShape::square(filters, quarter, 1, 1);
+        let wide = ConvShape::square(quarter, filters, 1, 1);
+        let long = |kernel, stride| ConvShape { from: quarter, to: quarter, kernel, stride };
         match self {
             Self::Same | Self::MaxPool2 | Self::MaxPool3 | Self::MeanPool3 => Vec::new(),
-            Self::Conv1x1 => vec![ConvStep::square(filters, filters, 1, stride)],
-            Self::Conv3x3 => vec![narrow, ConvStep::square(quarter, quarter, 3, stride), wide],
+            Self::Conv1x1 => vec![ConvShape::square(filters, filters, 1, stride)],
+            Self::Conv3x3 => vec![narrow, ConvShape::square(quarter, quarter, 3, stride), wide],
             Self::Conv1x7And7x1 => {
                 vec![narrow, long([1, 7], [1, stride]), long([7, 1], [stride, 1]), wide]
             }
         }
     }
 
-    /// What it makes of a state where it has no convolution.
-    pub(super) fn plain(self, stride: i64) -> Operation {
+    /// What it makes of a state where it has no convolution. An odd side counts as the next even one.
+    pub(super) fn plain(self, x: &Tensor, stride: i64) -> Tensor {
+        let stride = [stride; 2];
         match self {
-            Self::MaxPool2 => Operation::Pool { kind: PoolKind::Max2, stride },
-            Self::MaxPool3 => Operation::Pool { kind: PoolKind::Max3, stride },
-            Self::MeanPool3 => Operation::Pool { kind: PoolKind::Mean3, stride },
-            _ => Operation::Same,
+            Self::MaxPool2 => x.max_pool2d([2, 2], stride, [0, 0], [1, 1], true),
+            Self::MaxPool3 => x.max_pool2d([3, 3], stride, [1, 1], [1, 1], false),
+            Self::MeanPool3 => x.avg_pool2d([3, 3], stride, [1, 1], false, false, None::<i64>),
+            _ => x.shallow_clone(),
         }
     }
 }
@@ -124,35 +97,21 @@ impl Operation {
     ) -> Self {
         let steps = kind.steps(filters, stride);
         if steps.is_empty() {
-            return kind.plain(stride);
+            return Self::Plain { kind, stride };
         }
-        let step =
-            |(number, step): (usize, &ConvStep)| ConvNorm::new(&(path / number), *step, policy);
-        Self::Convolve(steps.iter().enumerate().map(step).collect())
+        let step = |(number, step)| ConvNorm::new(&(path / number), step, policy);
+        Self::Convolve(steps.into_iter().enumerate().map(step).collect())
     }
 
     pub(super) fn apply(&self, state: &CellState, train: bool) -> Tensor {
         match self {
-            Self::Same => state.value.shallow_clone(),
-            Self::Pool { kind, stride } => kind.apply(&state.value, *stride),
+            Self::Plain { kind, stride } => kind.plain(&state.value, *stride),
             Self::Convolve(steps) => {
                 let (last, others) = steps.split_last().expect("a convolution has a step");
                 let x = state.rectified().shallow_clone();
                 let x = others.iter().fold(x, |x, step| step.forward_relu(&x, train));
                 last.forward(&x, train)
             }
-        }
-    }
-}
-
-impl PoolKind {
-    /// An odd side counts as the next even one.
-    fn apply(self, x: &Tensor, stride: i64) -> Tensor {
-        let stride = [stride; 2];
-        match self {
-            Self::Max2 => x.max_pool2d([2, 2], stride, [0, 0], [1, 1], true),
-            Self::Max3 => x.max_pool2d([3, 3], stride, [1, 1], [1, 1], false),
-            Self::Mean3 => x.avg_pool2d([3, 3], stride, [1, 1], false, false, None::<i64>),
         }
     }
 }
@@ -165,7 +124,7 @@ pub(super) struct ConvNorm {
 }
 
 impl ConvNorm {
-    pub(super) fn new(path: &Path, step: ConvStep, policy: BatchNormPolicy) -> Self {
+    pub(super) fn new(path: &Path, step: ConvShape, policy: BatchNormPolicy) -> Self {
         let norm = batch_norm2d(&(path / "norm"), step.to, policy);
         Self { conv: step.build(&(path / "conv")), norm }
     }
@@ -183,10 +142,10 @@ impl ConvNorm {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum AdapterShape {
     Same,
-    Widen(ConvStep),
+    Widen(ConvShape),
     /// Two convolutions of stride 2, one of them a pixel aside, so that no pixel is left out.
     Halve {
-        half: ConvStep,
+        half: ConvShape,
         to: i64,
     },
 }
@@ -194,9 +153,9 @@ pub(super) enum AdapterShape {
 impl AdapterShape {
     pub(super) fn new(from: i64, to: i64, halve: bool) -> Self {
         match (halve, from == to) {
-            (true, _) => Self::Halve { half: ConvStep::square(from, to / 2, 1, 2), to },
+            (true, _) => Self::Halve { half: ConvShape::square(from, to / 2, 1, 2), to },
             (false, true) => Self::Same,
-            (false, false) => Self::Widen(ConvStep::square(from, to, 1, 1)),
+            (false, false) => Self::Widen(ConvShape::square(from, to, 1, 1)),
         }
     }
 }

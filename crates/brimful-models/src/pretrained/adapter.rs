@@ -1,6 +1,5 @@
 //! LoRA's weights in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use brimful::nn::{Lora, WeightOrder};
@@ -10,7 +9,7 @@ use tch::Tensor;
 
 use super::fields::Fields;
 use super::taken_place::check_place;
-use super::{Pretrained, PretrainedError, TOKENIZER_FILES, json as files};
+use super::{Pretrained, PretrainedError, json as files};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -107,30 +106,28 @@ impl Pretrained {
         save::replace_folder(folder, |new| {
             let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
             save::write(new.join(WEIGHTS), &adapters, &metadata)?;
-            let config = self.adapter_config(lora);
-            files::write(&new.join(CONFIG), config.into_iter().collect())?;
+            files::write(&new.join(CONFIG), &self.adapter_config(lora))?;
             self.copy_tokenizer(new)
         })
     }
 
-    fn adapter_config(&self, lora: &Lora) -> BTreeMap<String, Value> {
+    fn adapter_config(&self, lora: &Lora) -> Value {
         let targets = match lora.targets.is_empty() {
             true => self.config.projections(),
             false => lora.targets.clone(),
         };
-        let fields = [
-            ("peft_type", json!("LORA")),
-            ("task_type", json!("CAUSAL_LM")),
-            ("base_model_name_or_path", json!(self.folder.display().to_string())),
-            ("r", json!(lora.rank)),
-            ("lora_alpha", json!(lora.alpha)),
-            ("lora_dropout", json!(0.0)),
-            ("bias", json!("none")),
-            ("fan_in_fan_out", json!(self.config.weight_order() == WeightOrder::InputsFirst)),
-            ("target_modules", json!(targets)),
-            ("inference_mode", json!(true)),
-        ];
-        fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+        json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.folder.display().to_string(),
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": self.config.weight_order() == WeightOrder::InputsFirst,
+            "target_modules": targets,
+            "inference_mode": true,
+        })
     }
 }
 
@@ -139,5 +136,5 @@ impl Pretrained {
 /// # Errors
 /// With what would be lost.
 pub fn check_adapter_place(folder: &Path) -> Result<(), PretrainedError> {
-    check_place(folder, |name| [CONFIG, WEIGHTS].contains(&name) || TOKENIZER_FILES.contains(&name))
+    check_place(folder, &[CONFIG, WEIGHTS])
 }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::PretrainedError;
 use super::fields::Fields;
 use crate::gpt::gpt_under;
-use crate::llama::{llama, llama_with_cache};
+use crate::llama::llama_keeping;
 use crate::{Gpt, KeyValueCache, Llama, LlamaBiases, RotaryScaling};
 
 /// The types of models that are known, as config.json has them.
@@ -42,17 +42,18 @@ impl Config {
 
     /// The model as a list of layers, under the names of its published weights.
     pub fn layers(&self) -> Layers {
-        match self {
-            Self::Gpt2(config) => gpt_under(GPT2_BODY, config, None),
-            Self::Llama(config) => llama(config),
-        }
+        self.layers_keeping(None)
     }
 
     /// The same, keeping what it has seen: see [`KeyValueCache`].
     pub fn layers_with_cache(&self, cache: &KeyValueCache) -> Layers {
+        self.layers_keeping(Some(cache))
+    }
+
+    fn layers_keeping(&self, cache: Option<&KeyValueCache>) -> Layers {
         match self {
-            Self::Gpt2(config) => gpt_under(GPT2_BODY, config, Some(cache)),
-            Self::Llama(config) => llama_with_cache(config, cache),
+            Self::Gpt2(config) => gpt_under(GPT2_BODY, config, cache),
+            Self::Llama(config) => llama_keeping(config, cache),
         }
     }
 
@@ -180,10 +181,8 @@ fn llama_of(fields: &Fields<'_>, biases: LlamaBiases) -> Result<Llama, Pretraine
 fn context(fields: &Fields<'_>) -> Result<i64, PretrainedError> {
     let context = fields.positive_or("max_position_embeddings", 2048)?;
     let slides = fields.flag_or("use_sliding_window", true)?;
-    match slides && fields.is_given("sliding_window") {
-        true => Ok(context.min(fields.positive("sliding_window")?)),
-        false => Ok(context),
-    }
+    let window = if slides { fields.positive_or("sliding_window", context)? } else { context };
+    Ok(context.min(window))
 }
 
 /// The base of rotary positions, and how they were stretched: older files say both at different places.

@@ -15,17 +15,12 @@ pub(super) fn read(path: &Path) -> Result<Map<String, Value>, PretrainedError> {
 }
 
 /// Writes an object for people to read.
-pub(super) fn write(path: &Path, object: Map<String, Value>) -> Result<(), PretrainedError> {
-    let text = format!("{:#}\n", Value::Object(object));
-    fs::write(path, text).map_err(|reason| unwritable(path, reason))
+pub(super) fn write(path: &Path, object: &Value) -> Result<(), PretrainedError> {
+    fs::write(path, format!("{object:#}\n")).map_err(|reason| refused("write", path, reason))
 }
 
 pub(super) fn unreadable(path: &Path, reason: impl Display) -> PretrainedError {
     refused("read", path, reason)
-}
-
-pub(super) fn unwritable(path: &Path, reason: impl Display) -> PretrainedError {
-    refused("write", path, reason)
 }
 
 fn refused(action: &'static str, path: &Path, reason: impl Display) -> PretrainedError {

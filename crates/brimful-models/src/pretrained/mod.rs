@@ -139,13 +139,13 @@ impl Pretrained {
         save::replace_folder(folder, |new| {
             let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
             save::write(new.join(WEIGHTS), variables, &metadata)?;
-            json::write(&new.join(CONFIG), self.told_of(variables))?;
+            json::write(&new.join(CONFIG), &self.told_of(variables))?;
             self.copy_tokenizer(new)
         })
     }
 
     /// config.json for these variables: of their number type.
-    fn told_of(&self, variables: &[(String, Tensor)]) -> Map<String, Value> {
+    fn told_of(&self, variables: &[(String, Tensor)]) -> Value {
         let mut told = self.told.clone();
         let kind = variables.first().map_or(Kind::Float, |(_, tensor)| tensor.kind());
         let word = match kind {
@@ -157,7 +157,7 @@ impl Pretrained {
         // Its older name stays where it was.
         let field = if told.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
         told.insert(field.into(), word.into());
-        told
+        told.into()
     }
 
     fn copy_tokenizer(&self, into: &Path) -> Result<(), PretrainedError> {
@@ -177,5 +177,5 @@ impl Pretrained {
 /// # Errors
 /// With what would be lost.
 pub fn check_model_place(folder: &Path) -> Result<(), PretrainedError> {
-    check_place(folder, |name| [CONFIG, WEIGHTS].contains(&name) || TOKENIZER_FILES.contains(&name))
+    check_place(folder, &[CONFIG, WEIGHTS])
 }

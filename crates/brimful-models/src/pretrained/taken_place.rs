@@ -3,17 +3,14 @@
 use std::fs;
 use std::path::Path;
 
-use super::PretrainedError;
 use super::json::unreadable;
+use super::{PretrainedError, TOKENIZER_FILES};
 
-/// Refuses a place that is taken by what `is_own` does not know: it would be lost.
+/// Refuses a place that is taken by other files than these and a tokenizer's: they would be lost.
 ///
 /// # Errors
 /// With the first name that is not known there.
-pub(super) fn check_place(
-    folder: &Path,
-    is_own: impl Fn(&str) -> bool,
-) -> Result<(), PretrainedError> {
+pub(super) fn check_place(folder: &Path, own: &[&str]) -> Result<(), PretrainedError> {
     let occupied =
         |other: String| PretrainedError::Occupied { folder: folder.display().to_string(), other };
     if folder.is_file() {
@@ -26,5 +23,6 @@ pub(super) fn check_place(
     let mut names: Vec<String> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
+    let is_own = |name: &str| own.contains(&name) || TOKENIZER_FILES.contains(&name);
     names.into_iter().find(|name| !is_own(name)).map_or(Ok(()), |other| Err(occupied(other)))
 }

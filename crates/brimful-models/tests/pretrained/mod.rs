@@ -11,11 +11,12 @@ use std::path::{Path, PathBuf};
 use brimful::layers::Model;
 use brimful::nn::Lora;
 use brimful::optim::{Optimizer, Sgd};
-use brimful::pipeline::Homes;
+use brimful::pipeline::{Builder, Homes};
 use brimful::schedule::Schedule;
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, device, save};
 use brimful_models::KeyValueCache;
 use brimful_models::pretrained::{AdapterFolder, Config, Pretrained, PretrainedError};
+use serde_json::{Map, Value, json};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -114,15 +115,31 @@ fn mean_loss(logits: &Tensor, targets: &Tensor) -> Loss {
 fn trained(folder: &Path) -> (VarStore, Model) {
     let pretrained = Pretrained::open(folder).expect("a folder");
     let (store, model) = built(&pretrained, &pretrained.config().layers());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
-    let mut optimizer = Optimizer::new(&store, Sgd::new(RATE)).expect("an optimizer");
-    for batch in batches(&reference_in(folder)) {
+    train(&store, &model, 2, &batches(&reference_in(folder)));
+    (store, model)
+}
+
+/// A step on each batch, in micro-batches of this size.
+fn train(store: &VarStore, model: &Model, size: usize, batches: &[(Tensor, Tensor)]) {
+    let mut micro = MicroBatcher::new(store, Size::Fixed(size));
+    let mut optimizer = Optimizer::new(store, Sgd::new(RATE)).expect("an optimizer");
+    for batch in batches {
         let mean = |(x, y): (Tensor, Tensor)| mean_loss(&model.forward_t(&x, true), &y);
-        micro.backward(&batch, mean).expect("a step");
+        micro.backward(batch, mean).expect("a step");
         optimizer.step().expect("a step");
         optimizer.zero_grad().expect("no gradients");
     }
-    (store, model)
+}
+
+/// The same of a pipeline; `check` sees it before each update.
+fn train_piped(pipe: &mut Pipeline, batches: &[(Tensor, Tensor)], check: impl Fn(&Pipeline)) {
+    let mut optimizer = pipe.optimizer(Sgd::new(RATE)).expect("an optimizer");
+    for (x, y) in batches {
+        pipe.backward(x, y, |out: Tensor, y| mean_loss(&out, y)).expect("a step");
+        check(pipe);
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("no gradients");
+    }
 }
 
 /// The logits of the folder's model with the adapter in it.
@@ -156,16 +173,13 @@ fn folders_of_transformers_give_its_logits_and_after_ten_steps_in_micro_batches_
     assert_read_and_trained(&folder(""));
 }
 
-fn streamed(layers: Layers) -> Pipeline {
+fn streamed(layers: Layers) -> Builder {
     let stages_per_device = layers.len();
     Pipeline::builder(layers)
         .devices([test_device()])
         .balance(vec![1; stages_per_device])
-        .micro_batches(3)
         .schedule(Schedule::BreadthFirst { stages_per_device })
         .homes(Homes::Host)
-        .build()
-        .expect("a pipeline")
 }
 
 #[test]
@@ -173,14 +187,10 @@ fn a_model_that_lives_on_the_host_is_loaded_trained_and_saved_from_there() {
     let name = "llama_grouped";
     let expected = reference(name);
     let pretrained = Pretrained::open(folder(name)).expect("a folder");
-    let mut pipe = streamed(pretrained.config().layers());
+    let pipe = streamed(pretrained.config().layers()).micro_batches(3);
+    let mut pipe = pipe.build().expect("a pipeline");
     pretrained.load(&pipe.variables().expect("variables")).expect("loaded");
-    let mut optimizer = pipe.optimizer(Sgd::new(RATE)).expect("an optimizer");
-    for (x, y) in batches(&expected) {
-        pipe.backward(&x, &y, |out: Tensor, y| mean_loss(&out, y)).expect("a step");
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("no gradients");
-    }
+    train_piped(&mut pipe, &batches(&expected), |_| ());
     let saved = scratch("streamed").join("saved");
     pretrained.save(&saved, &pipe.variables().expect("variables")).expect("saved");
     let (tensors, _) = save::read(saved.join("model.safetensors")).expect("read");
@@ -223,12 +233,12 @@ fn shards_are_one_model_and_those_that_are_missing_are_named() {
     fs::copy(folder("llama/config.json"), to.join("config.json")).expect("copied");
     let (first, second) = tensors.split_at(tensors.len() / 2);
     let shards = [("one.safetensors", first), ("two.safetensors", second)];
-    let mut places = serde_json::Map::new();
+    let mut places = Map::new();
     for (file, part) in shards {
         save::write(to.join(file), part, &save::Metadata::new()).expect("written");
         places.extend(part.iter().map(|(name, _)| (name.clone(), file.into())));
     }
-    let index = serde_json::json!({ "metadata": {}, "weight_map": places });
+    let index = json!({ "metadata": {}, "weight_map": places });
     fs::write(to.join("model.safetensors.index.json"), index.to_string()).expect("written");
     let expected = reference("llama");
     assert_near("shards", &logits(&to, &expected["tokens"]), &expected["logits"]);
@@ -259,21 +269,26 @@ fn names_without_their_prefix_are_the_same_names() {
     assert_near("prefix", &logits(&to, &expected["tokens"]), &expected["logits"]);
 }
 
+/// Writes a config of these folders elsewhere, changed.
+fn write_changed(file: &str, to: &Path, change: impl FnOnce(&mut Map<String, Value>)) {
+    let text = fs::read_to_string(folder(file)).expect("read");
+    let mut config = serde_json::from_str(&text).expect("a config");
+    change(&mut config);
+    fs::write(to, Value::Object(config).to_string()).expect("written");
+}
+
 /// The error of the llama's folder with this in its config.
-fn refused(field: &str, value: serde_json::Value) -> PretrainedError {
+fn refused(field: &str, value: Value) -> PretrainedError {
     let to = scratch(&format!("refused-{field}"));
-    let text = fs::read_to_string(folder("llama/config.json")).expect("read");
-    let mut config: serde_json::Map<_, _> = serde_json::from_str(&text).expect("a config");
-    config.insert(field.into(), value);
-    let text = serde_json::Value::Object(config).to_string();
-    fs::write(to.join("config.json"), text).expect("written");
+    write_changed("llama/config.json", &to.join("config.json"), |config| {
+        config.insert(field.into(), value);
+    });
     fs::copy(folder("llama/model.safetensors"), to.join("model.safetensors")).expect("copied");
     Pretrained::open(&to).expect_err(field)
 }
 
 #[test]
 fn folders_that_are_wrong_are_refused_before_anything_is_built() {
-    use serde_json::json;
     for (field, value, words) in [
         ("model_type", json!("mamba"), "'mamba': those known are gpt2, llama, mistral, qwen2"),
         ("hidden_act", json!("relu"), "hidden_act is 'relu': those known are silu"),
@@ -309,14 +324,12 @@ fn a_folder_with_other_files_is_not_written_over() {
 #[test]
 fn older_files_say_rotary_positions_elsewhere() {
     let to = scratch("older");
-    let text = fs::read_to_string(folder("llama_grouped/config.json")).expect("read");
-    let mut config: serde_json::Map<_, _> = serde_json::from_str(&text).expect("a config");
-    let mut scaling = config.remove("rope_parameters").expect("scaling");
-    let base = scaling.as_object_mut().and_then(|map| map.remove("rope_theta")).expect("a base");
-    config.insert("rope_theta".into(), base);
-    config.insert("rope_scaling".into(), scaling);
-    let text = serde_json::Value::Object(config).to_string();
-    fs::write(to.join("config.json"), text).expect("written");
+    write_changed("llama_grouped/config.json", &to.join("config.json"), |config| {
+        let mut scaling = config.remove("rope_parameters").expect("scaling");
+        let base = scaling.as_object_mut().and_then(|map| map.remove("rope_theta"));
+        config.insert("rope_theta".into(), base.expect("a base"));
+        config.insert("rope_scaling".into(), scaling);
+    });
     let weights = folder("llama_grouped/model.safetensors");
     fs::copy(weights, to.join("model.safetensors")).expect("copied");
     let older = Pretrained::open(&to).expect("a folder");
@@ -358,15 +371,8 @@ fn a_streamed_model_keeps_what_it_has_seen_too() {
     let expected = reference(name);
     let pretrained = Pretrained::open(folder(name)).expect("a folder");
     let cache = KeyValueCache::new(12);
-    let layers = pretrained.config().layers_with_cache(&cache);
-    let stages_per_device = layers.len();
-    let mut pipe = Pipeline::builder(layers)
-        .devices([test_device()])
-        .balance(vec![1; stages_per_device])
-        .schedule(Schedule::BreadthFirst { stages_per_device })
-        .homes(Homes::Host)
-        .build()
-        .expect("a pipeline");
+    let pipe = streamed(pretrained.config().layers_with_cache(&cache));
+    let mut pipe = pipe.build().expect("a pipeline");
     pretrained.load(&pipe.variables().expect("variables")).expect("loaded");
     let tokens = expected["tokens"].to_device(test_device());
     let mut outputs = Vec::new();
@@ -388,18 +394,15 @@ struct LoraRun {
 impl LoraRun {
     fn new(name: &str, lora: &Lora) -> Self {
         let pretrained = Pretrained::open(folder(name)).expect("a folder");
-        let mut pipe = streamed(pretrained.config().layers().lora(lora));
+        let layers = pretrained.config().layers().lora(lora);
+        let mut pipe = streamed(layers).micro_batches(3).build().expect("a pipeline");
         pretrained.load(&pipe.variables().expect("variables")).expect("loaded");
         let before = copied(pipe.variables().expect("variables"));
-        let mut optimizer = pipe.optimizer(Sgd::new(RATE)).expect("an optimizer");
-        for (x, y) in batches(&reference(name)).into_iter().take(2) {
-            pipe.backward(&x, &y, |out: Tensor, y| mean_loss(&out, y)).expect("a step");
+        train_piped(&mut pipe, &batches(&reference(name))[..2], |pipe| {
             for (gradient, _) in pipe.gradients().expect("gradients") {
                 assert!(Lora::is_adapter(&gradient), "{gradient} is frozen");
             }
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("no gradients");
-        }
+        });
         Self { pretrained, before, after: copied(pipe.variables().expect("variables")) }
     }
 }
@@ -436,9 +439,8 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
 
 #[test]
 fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
-    use serde_json::json;
     let to = scratch("strange-adapter");
-    let text = fs::read_to_string(folder("gpt2/adapter/adapter_config.json")).expect("read");
+    let file = to.join("adapter_config.json");
     for (field, value, words) in [
         ("peft_type", json!("IA3"), "peft_type is 'IA3': those known are LORA"),
         ("use_dora", json!(true), "use_dora is true: it can be false alone"),
@@ -446,10 +448,9 @@ fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
         ("alpha_pattern", json!({"c_fc": 9}), "alpha_pattern is given: it can be empty alone"),
         ("modules_to_save", json!(["wte"]), "modules_to_save is given: it can be empty alone"),
     ] {
-        let mut config: serde_json::Map<_, _> = serde_json::from_str(&text).expect("a config");
-        config.insert(field.into(), value);
-        let config = serde_json::Value::Object(config).to_string();
-        fs::write(to.join("adapter_config.json"), config).expect("written");
+        write_changed("gpt2/adapter/adapter_config.json", &file, |config| {
+            config.insert(field.into(), value);
+        });
         let error = AdapterFolder::open(&to).expect_err(field).to_string();
         assert!(error.contains(words), "{field}: {error}");
     }
@@ -464,14 +465,7 @@ fn lora_on_a_device_and_streamed_is_the_same() {
     for (variable, mut own) in store.variables() {
         tch::no_grad(|| own.copy_(&before[&variable]));
     }
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(1));
-    let mut optimizer = Optimizer::new(&store, Sgd::new(RATE)).expect("an optimizer");
-    for batch in batches(&reference(name)).into_iter().take(2) {
-        let mean = |(x, y): (Tensor, Tensor)| mean_loss(&model.forward_t(&x, true), &y);
-        micro.backward(&batch, mean).expect("a step");
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("no gradients");
-    }
+    train(&store, &model, 1, &batches(&reference(name))[..2]);
     let own = store.variables();
     for (variable, value) in &after {
         let expected = own[variable].detach().to_device(Device::Cpu).to_kind(Kind::Double);

@@ -13,7 +13,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::support::pipeline_cases::builder;
 use crate::support::{
-    Named, alone, assert_same, assert_within, numbers, numbers_there, test_device,
+    Named, Update, alone, assert_fails, assert_same, assert_within, copies, gradients, numbers,
+    numbers_there, set_values, test_device, variables,
 };
 
 pub const EXACT: BatchNormConfig = BatchNormConfig {
@@ -78,13 +79,7 @@ impl Plain {
         let mut store = VarStore::new(device);
         let model = layers.build(&store.root()).expect("a model");
         store.set_kind(values[0].1.kind());
-        let variables = store.variables();
-        assert_eq!(variables.len(), values.len(), "the same variables");
-        tch::no_grad(|| {
-            for (name, value) in values {
-                variables[name].shallow_clone().copy_(value);
-            }
-        });
+        set_values(&store, values);
         Self { store, model }
     }
 
@@ -100,20 +95,12 @@ impl Plain {
     }
 
     pub fn variables(&self) -> Named {
-        let mut all: Named = self.store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all
+        variables(&self.store)
     }
 
     pub fn gradients(&self) -> Named {
-        let trained = self.variables().into_iter().filter(|(_, value)| value.requires_grad());
-        trained.map(|(name, value)| (name, value.grad())).collect()
+        gradients(&self.store)
     }
-}
-
-pub fn sorted(mut all: Named) -> Named {
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all
 }
 
 /// Both models, with the same variables.
@@ -129,10 +116,18 @@ pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, w
     let expected = plain.backward(x);
     let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
     assert!((step.loss - expected).abs() <= part * expected.abs().max(1.0), "{what}: the loss");
-    let gradients = sorted(pipe.gradients().expect("gradients"));
-    assert_within(&gradients, &plain.gradients(), part, &format!("{what}: gradients"));
-    let variables = sorted(pipe.variables().expect("variables"));
+    assert_left(pipe, plain, part, what);
+}
+
+/// What steps of both have left, compared.
+fn assert_left(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
+    assert_gradients(pipe, plain, part, &format!("{what}: gradients"));
+    let variables = pipe.variables().expect("variables");
     assert_within(&variables, &plain.variables(), part, &format!("{what}: variables"));
+}
+
+pub fn assert_gradients(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
+    assert_within(&pipe.gradients().expect("gradients"), &plain.gradients(), part, what);
 }
 
 #[test]
@@ -179,12 +174,10 @@ fn three_steps_of_sgd_stay_together() {
     for step in 0..3 {
         let x = input(9, 2) + f64::from(step);
         assert_exact(&mut pipe, &plain, &x, 1e-9, &format!("step {step}"));
-        ours.step().expect("a step");
-        theirs.step().expect("a step");
-        ours.zero_grad().expect("no gradients");
-        theirs.zero_grad().expect("no gradients");
+        ours.update();
+        theirs.update();
     }
-    assert_within(&sorted(pipe.variables().expect("variables")), &plain.variables(), 1e-9, "after");
+    assert_within(&pipe.variables().expect("variables"), &plain.variables(), 1e-9, "after");
 }
 
 #[test]
@@ -225,11 +218,10 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
         let x = (input(33, 2) + mean).to_kind(Kind::Float);
         plain.backward(&x.to_kind(Kind::Double));
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
-        let gradients = sorted(pipe.gradients().expect("gradients"));
-        assert_within(&gradients, &plain.gradients(), part, &format!("around {mean}"));
+        assert_gradients(&pipe, &plain, part, &format!("around {mean}"));
         let is_first = |(name, _): &(String, Tensor)| name.starts_with("norm.running");
         let running = |all: Named| all.into_iter().filter(is_first).collect::<Named>();
-        let ours = running(sorted(pipe.variables().expect("variables")));
+        let ours = running(pipe.variables().expect("variables"));
         // Each micro-batch's mean is an f32, which around 10,000 is off by up to 0.0005.
         assert_within(&ours, &running(plain.variables()), 1e-4, &format!("around {mean}"));
     }
@@ -246,8 +238,7 @@ fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
     let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
     let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
     whole.expect("the whole mini-batch");
-    let gradients = sorted(pipe.gradients().expect("gradients"));
-    assert_within(&gradients, &plain.gradients(), 1e-10, "a loss of all outputs");
+    assert_gradients(&pipe, &plain, 1e-10, "a loss of all outputs");
 
     let (mut pipe, plain) = both(1, EXACT, made().expect("a pipeline"));
     let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
@@ -257,10 +248,7 @@ fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
     }
     pipe.commit().expect("all");
     micro.commit().expect("all");
-    let gradients = sorted(pipe.gradients().expect("gradients"));
-    assert_within(&gradients, &plain.gradients(), 1e-10, "a window");
-    let variables = sorted(pipe.variables().expect("variables"));
-    assert_within(&variables, &plain.variables(), 1e-10, "a window");
+    assert_left(&pipe, &plain, 1e-10, "a window");
 }
 
 #[test]
@@ -277,16 +265,14 @@ fn frozen_layers_before_it_need_nothing_of_it() {
     let expected = plain.backward(&x);
     let step = pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
     assert!((step.loss - expected).abs() <= 1e-10 * expected.abs());
-    let gradients: Named = sorted(pipe.gradients().expect("gradients"));
-    assert_within(&gradients, &plain.gradients(), 1e-10, "what is trained");
+    assert_gradients(&pipe, &plain, 1e-10, "what is trained");
 }
 
 #[test]
 fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
     let _turn = alone();
     let x = input(4, 0);
-    let several = builder(layers(0, EXACT), 2).build().expect_err("two devices").to_string();
-    assert!(several.contains("2 devices") && several.contains("Deferred"), "{several}");
+    assert_fails(builder(layers(0, EXACT), 2).build(), &["2 devices", "Deferred"]);
     let first = Layers::new().add_norm("norm", |p| norm(p, 0, EXACT));
     let first = builder(first, 1).build().expect_err("nothing before it").to_string();
     assert!(first.contains("'norm'") && first.contains("put one before it"), "{first}");
@@ -298,21 +284,18 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
     let closure = |x: Tensor| {
         Ok::<_, brimful::Error>(Loss::sum(layer.f_forward_t(&x, true)?.sum(Kind::Float)))
     };
-    let error = micro.backward(&x32, closure).expect_err("in a closure").to_string();
-    assert!(error.contains("add_norm") && error.contains("Pipeline::builder"), "{error}");
+    assert_fails(micro.backward(&x32, closure), &["add_norm", "Pipeline::builder"]);
 
     let hidden = Layers::new().add("first", mix(3)).add("norm", |p| norm(p, 0, EXACT));
     let mut hidden = builder(hidden, 1).build().expect("a pipeline");
-    let error = hidden.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect_err("not met");
-    assert!(error.to_string().contains("add_norm"), "{error}");
+    assert_fails(hidden.backward(&x, &x, |out: Tensor, x| loss(&out, x)), &["add_norm"]);
 
     let changed = Layers::new().add("first", mix(3)).add_norm_many("norm", |p| {
         let norm = norm(p, 0, EXACT);
         move |x: &[Tensor], train| vec![norm.forward_t(&x[0].relu(), train)]
     });
     let mut changed = builder(changed, 1).build().expect("a pipeline");
-    let error = changed.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect_err("changed");
-    assert!(error.to_string().contains("layer before it"), "{error}");
+    assert_fails(changed.backward(&x, &x, |out: Tensor, x| loss(&out, x)), &["layer before it"]);
 }
 
 #[test]
@@ -354,8 +337,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let pipe = streamed(layers(EXACT), &arena).homes(homes.clone());
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
-        let copied = |all: Named| all.into_iter().map(|(name, value)| (name, value.copy()));
-        let before: Named = copied(pipe.variables().expect("variables")).collect();
+        let before = copies(&pipe.variables().expect("variables"));
         let deferred = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
         let mut failures = 0;
         loop {
@@ -373,10 +355,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let whole = MicroBatcher::new(&plain.store, Size::Fixed(3))
             .backward(&x, |x| plain_loss(&plain.model.forward_t(&x, true)));
         whole.expect("the whole mini-batch");
-        let gradients = sorted(pipe.gradients().expect("gradients"));
-        assert_within(&gradients, &plain.gradients(), 1e-10, "after all failures");
-        let variables = sorted(pipe.variables().expect("variables"));
-        assert_within(&variables, &plain.variables(), 1e-10, "after all failures");
+        assert_left(&pipe, &plain, 1e-10, "after all failures");
     }
 }
 

@@ -6,7 +6,7 @@ use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, mix, norm};
-use crate::support::{Named, alone, assert_within, numbers};
+use crate::support::{Named, alone, assert_within, copies, numbers};
 
 const SIZE: usize = 4;
 
@@ -36,23 +36,30 @@ impl Site {
         Self { pipe: pipe.build().expect("a pipeline"), device, host }
     }
 
-    /// Three steps, in each of which something is made of what was learnt in the one before; gives the
-    /// most that the device and the host had in the last.
-    fn steps(&mut self, samples: i64) -> (u64, u64) {
+    /// One whose device has so many bytes.
+    fn limited(recompute: Recompute, bytes: u64) -> Self {
+        let site = Self::new(recompute);
+        site.device.set_limit(Some(bytes)).expect("a limit");
+        site
+    }
+
+    /// Three steps of so many micro-batches, in each of which something is made of what was learnt in the one
+    /// before; gives the most that the device and the host had in the last.
+    fn steps(&mut self, micro_batches: i64) -> (u64, u64) {
         for _ in 0..3 {
             self.device.reset_peak();
             self.host.reset_peak();
-            self.step(samples);
+            self.step(micro_batches);
         }
         (self.device.peak(), self.host.peak())
     }
 
-    fn step(&mut self, samples: i64) -> Step {
-        self.try_step(samples).expect("a step")
+    fn step(&mut self, micro_batches: i64) -> Step {
+        self.try_step(micro_batches).expect("a step")
     }
 
-    fn try_step(&mut self, samples: i64) -> Result<Step> {
-        let x = numbers(&[samples, 3, 16, 16], 7);
+    fn try_step(&mut self, micro_batches: i64) -> Result<Step> {
+        let x = numbers(&[micro_batches * SIZE as i64, 3, 16, 16], 7);
         let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
         self.pipe.zero_grad().expect("no gradients");
         self.pipe.backward(&x, &x, square)
@@ -69,14 +76,13 @@ impl Site {
 fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
     let _turn = alone();
     for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
-        let (few, _) = Site::new(recompute).steps(4 * SIZE as i64);
+        let (few, _) = Site::new(recompute).steps(4);
         let mut free = Site::new(recompute);
-        let (all, _) = free.steps(64 * SIZE as i64);
+        let (all, _) = free.steps(64);
         let limit = few + few / 4;
         assert!(all > 3 * limit, "{recompute}: {all} bytes with no limit, {few} for few samples");
-        let mut limited = Site::new(recompute);
-        limited.device.set_limit(Some(limit)).expect("a limit");
-        let (most, on_host) = limited.steps(64 * SIZE as i64);
+        let mut limited = Site::limited(recompute, limit);
+        let (most, on_host) = limited.steps(64);
         assert!(most <= limit && on_host > 0, "{recompute}: {most} bytes here, {on_host} there");
         // It is used: half of what there is beside the model and its work, at least.
         assert!(2 * most > limit, "{recompute}: {most} bytes of {limit}");
@@ -89,14 +95,12 @@ fn within_a_limit_each_input_goes_to_the_host_once_and_nothing_else_does() {
     let _turn = alone();
     const COUNT: u64 = 16;
     const MEETINGS: u64 = 4;
-    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
-    let mut limited = Site::new(Recompute::Never);
-    limited.device.set_limit(Some(few + few / 4)).expect("a limit");
-    let samples = COUNT as i64 * SIZE as i64;
+    let (few, _) = Site::new(Recompute::Never).steps(4);
+    let mut limited = Site::limited(Recompute::Never, few + few / 4);
     let mut copies = Vec::new();
     for _ in 0..2 {
         let before = limited.host.allocations();
-        limited.steps(samples);
+        limited.steps(COUNT as i64);
         copies.push(limited.host.allocations() - before);
     }
     // Three steps that have learnt: what enters the stages, but neither what goes on nor gradients.
@@ -133,18 +137,15 @@ fn blocks(straight: bool) -> Layers {
 #[test]
 fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
     let _turn = alone();
-    let (few, _) = Site::of(blocks(false), Recompute::Never).steps(4 * SIZE as i64);
+    let (few, _) = Site::of(blocks(false), Recompute::Never).steps(4);
     let sites = [false, true].map(|straight| Site::of(blocks(straight), Recompute::Never));
-    let first = sites[0].pipe.variables().expect("variables").into_iter();
-    let first: Named = first.map(|(name, value)| (name, value.copy())).collect();
+    let first = copies(&sites[0].pipe.variables().expect("variables"));
     let [(handed_on, expected), (straight, results)] = sites.map(|mut site| {
-        let same =
-            first.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect();
-        site.pipe.set_variables(same).expect("values");
+        site.pipe.set_variables(copies(&first)).expect("values");
         site.device.set_limit(Some(few + few / 4)).expect("a limit");
-        site.steps(16 * SIZE as i64);
+        site.steps(16);
         let before = site.host.allocations();
-        site.steps(16 * SIZE as i64);
+        site.steps(16);
         (site.host.allocations() - before, site.results())
     });
     assert!(0 < straight && straight < handed_on, "{straight} copies, and {handed_on}");
@@ -155,14 +156,13 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
 fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
     let _turn = alone();
     const COUNT: i64 = 16;
-    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
-    let mut limited = Site::new(Recompute::Never);
-    limited.device.set_limit(Some(few + few / 4)).expect("a limit");
+    let (few, _) = Site::new(Recompute::Never).steps(4);
+    let mut limited = Site::limited(Recompute::Never, few + few / 4);
     limited.pipe.time_moves(true);
     // The first step sends gradients too, the second what enters stages alone.
     for sends_gradients in [true, false] {
         let before = limited.host.allocations();
-        let timeline = limited.step(COUNT * SIZE as i64).timeline.expect("a pipeline's");
+        let timeline = limited.step(COUNT).timeline.expect("a pipeline's");
         let sent = limited.host.allocations() - before;
         let moves = &timeline.buses[0].moves;
         let out = || moves.iter().filter(|span| span.moved.kind.is_outward());
@@ -188,10 +188,9 @@ fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
 fn what_fits_stays_on_the_device() {
     let _turn = alone();
     let mut free = Site::new(Recompute::Never);
-    let (all, _) = free.steps(16 * SIZE as i64);
-    let mut site = Site::new(Recompute::Never);
-    site.device.set_limit(Some(4 * all)).expect("a limit");
-    let (most, on_host) = site.steps(16 * SIZE as i64);
+    let (all, _) = free.steps(16);
+    let mut site = Site::limited(Recompute::Never, 4 * all);
+    let (most, on_host) = site.steps(16);
     assert_eq!(on_host, 0, "{most} bytes on the device");
     assert_within(&site.results(), &free.results(), 1e-12, "the same");
     // Nothing was computed again, so as much is kept as without a limit.
@@ -202,11 +201,11 @@ fn what_fits_stays_on_the_device() {
 fn larger_micro_batches_are_learnt_of_anew() {
     let _turn = alone();
     let mut site = Site::new(Recompute::Never);
-    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    let (few, _) = Site::new(Recompute::Never).steps(4);
     site.device.set_limit(Some(2 * few)).expect("a limit");
-    site.steps(64 * SIZE as i64);
+    site.steps(64);
     site.pipe.set_size(Size::Fixed(2 * SIZE));
-    let (most, on_host) = site.steps(64 * SIZE as i64);
+    let (most, on_host) = site.steps(64);
     assert!(most <= 2 * few && on_host > 0, "{most} bytes here, {on_host} there");
 }
 
@@ -215,16 +214,15 @@ fn larger_micro_batches_are_learnt_of_anew() {
 fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing() {
     let _turn = alone();
     let mut free = Site::new(Recompute::Never);
-    (0..5).for_each(|_| drop(free.step(16 * SIZE as i64)));
-    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    (0..5).for_each(|_| drop(free.step(16)));
+    let (few, _) = Site::new(Recompute::Never).steps(4);
     for nth in [50, 100, 200] {
-        let mut site = Site::new(Recompute::Never);
-        site.device.set_limit(Some(2 * few)).expect("a limit");
-        site.steps(16 * SIZE as i64);
+        let mut site = Site::limited(Recompute::Never, 2 * few);
+        site.steps(16);
         let used = site.device.peak();
         let sent = |site: &mut Site, retries| {
             let before = site.host.allocations();
-            assert_eq!(site.step(16 * SIZE as i64).retries, retries, "allocation {nth}");
+            assert_eq!(site.step(16).retries, retries, "allocation {nth}");
             site.host.allocations() - before
         };
         let usual = sent(&mut site, 0);
@@ -233,13 +231,12 @@ fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing
         assert!(sent_after > usual, "{nth}: {sent_after} copies to the host, usually {usual}");
         assert_within(&site.results(), &free.results(), 1e-12, &format!("allocation {nth}"));
         // From then on more is left free.
-        let (later, _) = site.steps(16 * SIZE as i64);
+        let (later, _) = site.steps(16);
         assert!(later < used, "{nth}: {later} bytes afterwards, {used} before");
     }
     // Before anything waits there is no less to be done with.
-    let mut site = Site::new(Recompute::Never);
-    site.device.set_limit(Some(2 * few)).expect("a limit");
+    let mut site = Site::limited(Recompute::Never, 2 * few);
     site.device.fail_nth_allocation(50);
-    let error = site.try_step(16 * SIZE as i64).expect_err("the first step leaves nothing here");
+    let error = site.try_step(16).expect_err("the first step leaves nothing here");
     assert!(error.out_of_memory().is_some(), "{error}");
 }

@@ -45,8 +45,8 @@ pub fn memory_is_kept_for_an_optimizer(make: Make, world: &World) {
     let first = |reserve: bool| {
         let mut engine = heavy_engine(make, world, LIMIT, reserve);
         let step = engine.backward(&samples(MANY, 10), &MEAN.loss()).expect("it fits in parts");
-        let state = if engine.is_at_home() { 0 } else { STATE };
-        (engine.name(), state, step.decisions.last().expect("a size").available.0)
+        let state = if engine.about().is_at_home { 0 } else { STATE };
+        (engine.about().name, state, step.decisions.last().expect("a size").available.0)
     };
     let ((name, state, with), (_, _, without)) = (first(true), first(false));
     assert!(with + state <= without, "{name}: {with} bytes to plan with, {without} without Adam");
@@ -57,10 +57,10 @@ pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
     let batch = samples(MANY, 10);
     let gives_up: LossFn = Arc::new(|_, _| Err("no more".to_owned()));
     let mut engine = heavy_engine(make, world, LIMIT, true);
-    let (name, at_home) = (engine.name(), engine.is_at_home());
+    let (name, at_home) = (engine.about().name, engine.about().is_at_home);
     let failed = engine.backward(&batch, &gives_up).expect_err("the closure's").to_string();
     assert!(failed.contains("no more"), "{name}: {failed}");
-    if engine.has_whole() {
+    if engine.about().has_whole {
         // Not a scalar.
         let failed = engine.backward_whole(&batch, |out| out.shallow_clone()).map(drop);
         failed.expect_err("no loss");
@@ -84,7 +84,7 @@ pub fn sizes_are_remembered(make: Make, world: &World) {
     };
     let batch = samples(MANY, 10);
     let mut engine = start();
-    let name = engine.name();
+    let name = engine.about().name;
     let run = |engine: &mut dyn Engine| engine.backward(&batch, &MEAN.loss()).expect("a step");
     // Until it looks no further: a pipeline tries ever larger sizes for some steps.
     let found = (0..10).map(|_| size(&run(&mut *engine))).last();
@@ -98,7 +98,7 @@ pub fn sizes_are_remembered(make: Make, world: &World) {
 /// What gradients need is no sample's need. Where not even they fit, all is as before.
 pub fn what_cannot_fit_is_refused(make: Make, world: &World) {
     let mut engine = heavy_engine(make, world, LIMIT, false);
-    let name = engine.name();
+    let name = engine.about().name;
     for number in 0..4 {
         let step = engine.backward(&samples(MANY, 10), &MEAN.loss()).expect("it fits in parts");
         assert!(step.retries <= 1, "{name}, step {number}: {:?}", step.decisions);
@@ -127,8 +127,8 @@ pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
             }
         });
         let warned = log.matches("no more than a few samples fit").count();
-        let expected = if engine.is_exact() { 0 } else { expected };
-        assert_eq!(warned, expected, "{}, {limit} bytes: {log}", engine.name());
+        let expected = if engine.about().is_exact { 0 } else { expected };
+        assert_eq!(warned, expected, "{}, {limit} bytes: {log}", engine.about().name);
     }
 }
 
@@ -145,18 +145,18 @@ pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
         }
     });
     // Of a pipeline over ranks, the rank that has the last stage sees it.
-    let sees = engine.arenas().iter().any(|arena| Arena::refusals(arena) > 0);
+    let sees = engine.about().arenas.iter().any(|arena| Arena::refusals(arena) > 0);
     let warned = log.matches("let it pass out-of-memory on").count();
-    assert_eq!(warned, usize::from(sees), "{}: {log}", engine.name());
-    assert!(sees || world.size() > 1, "{}", engine.name());
+    assert_eq!(warned, usize::from(sees), "{}: {log}", engine.about().name);
+    assert!(sees || world.size() > 1, "{}", engine.about().name);
 }
 
 pub fn losses_of_all_outputs_have_terms(make: Make, world: &World) {
     let mut engine = engine(make, NORMED, Size::Fixed(3), world);
-    if engine.has_whole() {
+    if engine.about().has_whole {
         let step = engine.backward_whole(&samples(7, 10), OF_ALL).expect("a step");
-        assert_eq!(step.terms, [step.loss], "{}", engine.name());
-        assert!(step.loss.is_finite(), "{}", engine.name());
+        assert_eq!(step.terms, [step.loss], "{}", engine.about().name);
+        assert!(step.loss.is_finite(), "{}", engine.about().name);
     }
 }
 
@@ -169,11 +169,11 @@ pub fn what_counts_once_counts_once(make: Make, world: &World) {
     });
     let mut engine = engine(make, NORMED, Size::Fixed(2), world);
     let step = engine.backward(&samples(9, 10), &once).expect("a step");
-    assert_eq!(step.terms[0], 1.0, "{}", engine.name());
-    let own_matter = if engine.accumulates_apart() { world.rank() } else { 0 };
+    assert_eq!(step.terms[0], 1.0, "{}", engine.about().name);
+    let own_matter = if engine.about().accumulates_apart { world.rank() } else { 0 };
     for _ in 0..2 + own_matter {
         engine.accumulate(&samples(9, 10), &once).expect("a part");
     }
     let step = engine.commit().expect("a step");
-    assert_eq!(step.terms[0], 1.0, "{}", engine.name());
+    assert_eq!(step.terms[0], 1.0, "{}", engine.about().name);
 }

@@ -53,7 +53,7 @@ const CALLS: [Call; 5] = [
     Call {
         name: "backward_whole",
         run: |engine| engine.backward_whole(&first(), OF_ALL).map(drop),
-        applies: |engine| engine.has_whole(),
+        applies: |engine| engine.about().has_whole,
         stride: 3,
         ..BACKWARD
     },
@@ -69,7 +69,7 @@ const CALLS: [Call; 5] = [
         run: |engine| engine.accumulate(&second(), &SEVERAL.loss()),
         after: |engine| engine.commit().map(drop),
         // A rank that fails by itself is one device that fails.
-        applies: |engine| !engine.accumulates_apart(),
+        applies: |engine| !engine.about().accumulates_apart,
         stride: 3,
         ..BACKWARD
     },
@@ -92,7 +92,7 @@ pub fn holds_for_memory(make: Make, world: &World) {
             continue;
         }
         let expected = undisturbed(make, world, call);
-        let memories = engine(make, DROPPED, SIZE, world).arenas().len();
+        let memories = engine(make, DROPPED, SIZE, world).about().arenas.len();
         for rank in 0..world.size() {
             for memory in 0..memories {
                 every_allocation(make, world, call, (rank, memory), &expected);
@@ -120,11 +120,11 @@ fn every_allocation(
 ) {
     let mut engine = engine(make, DROPPED, SIZE, world);
     (call.before)(&mut *engine).expect(call.name);
-    let arena = engine.arenas()[memory].clone();
+    let arena = engine.about().arenas[memory].clone();
     let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
     let mut failures = 0;
     for n in (1..).step_by(stride as usize) {
-        let name = engine.name();
+        let name = engine.about().name;
         let what = format!("{name}, {}, allocation {n} of memory {memory}, rank {rank}", call.name);
         let before = state(&*engine);
         (call.each)(&mut *engine).expect(call.name);
@@ -138,7 +138,7 @@ fn every_allocation(
         assert_same(&what, &before, &state(&*engine));
         failures += 1;
     }
-    let what = format!("{}, {}, after {failures} failures", engine.name(), call.name);
+    let what = format!("{}, {}, after {failures} failures", engine.about().name, call.name);
     // Not every memory has something to do in a commit.
     assert!(failures > 0 || call.name == "commit", "{what}");
     (call.after)(&mut *engine).expect(&what);
@@ -171,7 +171,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
     let mut engine = engine(make, DROPPED, SIZE, world);
     for fault in [Fault::Error, Fault::Panic, Fault::NotFinite] {
         for sample in [0, 9] {
-            let what = format!("{}, {fault:?} at sample {sample}", engine.name());
+            let what = format!("{}, {fault:?} at sample {sample}", engine.about().name);
             reset(&mut *engine, DROPPED);
             let before = state(&*engine);
             let error = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
@@ -185,13 +185,13 @@ pub fn holds_for_closures(make: Make, world: &World) {
     // One that fails in a window is as if it had not been given.
     let expected = undisturbed(make, world, &CALLS[3]);
     for fault in [Fault::Error, Fault::Panic] {
-        let what = format!("{}, {fault:?} in a window", engine.name());
+        let what = format!("{}, {fault:?} in a window", engine.about().name);
         reset(&mut *engine, DROPPED);
         engine.accumulate(&first(), &SEVERAL.loss()).expect(&what);
         let before = state(&*engine);
         let batch = second();
         // The last sample is the last rank's.
-        let fails = !engine.accumulates_apart() || world.rank() + 1 == world.size();
+        let fails = !engine.about().accumulates_apart || world.rank() + 1 == world.size();
         let loss = faulty(fault, 6);
         if !fails {
             engine.accumulate(&batch, &loss).expect(&what);

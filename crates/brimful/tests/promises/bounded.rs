@@ -33,15 +33,15 @@ pub fn holds(make: Make, world: &World) {
     let peaks = |micro_batches: i64| {
         let within = |limit| make(&Setup { limit: Some(limit), ..Setup::new(wide, size, world) });
         let mut engine = within(LIMIT);
-        if engine.is_exact() {
+        if engine.about().is_exact {
             engine = within(LIMIT - ROWS);
         }
         // What is dealt out to several leaves each of them so many.
-        let batch = samples(micro_batches * SIZE * engine.parts(100).len() as i64, 10);
+        let batch = samples(micro_batches * SIZE * engine.about().dealt(100).len() as i64, 10);
         engine.backward(&batch, &MEAN.loss()).expect("a first step, which makes the gradients");
         let step = engine.backward(&batch, &MEAN.loss()).expect("a step");
-        assert_eq!(step.sizes.len() as i64, micro_batches * engine.own().len() as i64);
-        (engine.name(), step.peaks)
+        assert_eq!(step.sizes.len() as i64, micro_batches * engine.about().own.len() as i64);
+        (engine.about().name, step.peaks)
     };
     let ((name, few), (_, many)) = (peaks(FEW), peaks(8 * FEW));
     for (few, many) in few.into_iter().zip(many) {

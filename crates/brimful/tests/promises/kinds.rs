@@ -14,11 +14,10 @@ use brimful::schedule::Schedule;
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
 };
-use brimful_torch::autograd::set_gradient;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::support::Named;
+use crate::support::{Named, clear, copies, gradients, set_values, variables};
 
 /// What a sample should come to, its tokens, and its number in the mini-batch.
 pub type Target = (Tensor, Tensor, Tensor);
@@ -95,36 +94,76 @@ pub enum Drawing {
     ByLayer,
 }
 
-/// An engine with its model. Mini-batches are given whole; who has a part of them takes it.
-pub trait Engine {
-    fn name(&self) -> &'static str;
+/// What the promises go by.
+pub struct About {
+    pub name: &'static str,
     /// This process's memories.
-    fn arenas(&self) -> &[Arena];
+    pub arenas: Vec<Arena>,
     /// How many threads it has.
-    fn threads(&self) -> usize;
-    /// The parts that a mini-batch is dealt out in, over all ranks.
-    fn parts(&self, samples: usize) -> Vec<Range<usize>>;
+    pub threads: usize,
+    /// How many parts a mini-batch is dealt out in, over all ranks.
+    parts: usize,
     /// Which of the parts are this process's.
-    fn own(&self) -> Range<usize>;
-    fn size(&self) -> Size;
-    fn drawing(&self) -> Drawing;
+    pub own: Range<usize>,
+    pub size: Size,
+    pub drawing: Drawing,
     /// Whether a mini-batch of a window is each rank's own matter until the commit.
-    fn accumulates_apart(&self) -> bool {
-        false
-    }
+    pub accumulates_apart: bool,
     /// Whether an optimizer's state is on the host, and takes nothing of the memories.
-    fn is_at_home(&self) -> bool {
-        false
-    }
+    pub is_at_home: bool,
     /// Whether the whole mini-batch normalises, whatever its cut.
-    fn is_exact(&self) -> bool {
-        false
-    }
+    pub is_exact: bool,
     /// Whether it can have a loss of all outputs.
-    fn has_whole(&self) -> bool {
-        true
+    pub has_whole: bool,
+}
+
+impl About {
+    /// Of an engine in one process, with a thread for each memory.
+    fn new(
+        name: &'static str,
+        memories: usize,
+        parts: usize,
+        drawing: Drawing,
+        size: Size,
+    ) -> Self {
+        let arenas = (0..memories).map(|number| Arena::new(&format!("memory {number}"))).collect();
+        Self {
+            name,
+            arenas,
+            threads: memories,
+            parts,
+            own: 0..parts,
+            size,
+            drawing,
+            accumulates_apart: false,
+            is_at_home: false,
+            is_exact: false,
+            has_whole: true,
+        }
     }
 
+    /// The parts of a mini-batch, the last of them empty where there are too few samples.
+    pub fn dealt(&self, samples: usize) -> Vec<Range<usize>> {
+        let mut all = split::by_count(samples, self.parts).expect("samples");
+        all.resize(self.parts, samples..samples);
+        all
+    }
+
+    fn devices(&self) -> impl Iterator<Item = DeviceSpec> {
+        self.arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()))
+    }
+
+    /// The model itself is there already.
+    fn limit(&self, setup: &Setup) {
+        for arena in &self.arenas {
+            arena.set_limit(setup.limit.map(|bytes| arena.current() + bytes)).expect("a limit");
+        }
+    }
+}
+
+/// An engine with its model. Mini-batches are given whole; who has a part of them takes it.
+pub trait Engine {
+    fn about(&self) -> &About;
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step>;
     fn backward_whole(&mut self, batch: &Samples, loss: WholeLoss) -> Result<WholeStep>;
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<()>;
@@ -150,70 +189,33 @@ fn samples((x, _): &Samples) -> usize {
     x.size()[0] as usize
 }
 
-/// So many parts, the last of them empty where there are too few samples.
-fn dealt(samples: usize, parts: usize) -> Vec<Range<usize>> {
-    let mut all = split::by_count(samples, parts).expect("samples");
-    all.resize(parts, samples..samples);
-    all
-}
-
-fn arenas(count: usize) -> Vec<Arena> {
-    (0..count).map(|number| Arena::new(&format!("memory {number}"))).collect()
-}
-
-fn on_cpus(arenas: &[Arena]) -> impl Iterator<Item = DeviceSpec> {
-    arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()))
-}
-
-/// The model itself is there already.
-fn limit(arenas: &[Arena], setup: &Setup) {
-    for arena in arenas {
-        arena.set_limit(setup.limit.map(|bytes| arena.current() + bytes)).expect("a limit");
-    }
-}
-
-fn stored(store: &VarStore) -> Named {
-    let mut all: Named = store.variables().into_iter().collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
-}
-
-fn stored_gradients(store: &VarStore) -> Named {
-    let all = stored(store).into_iter().map(|(name, variable)| (name, variable.grad()));
-    all.filter(|(_, gradient)| gradient.defined()).collect()
-}
-
-fn set_stored(store: &VarStore, values: &Named) {
-    let mut variables = store.variables();
-    tch::no_grad(|| {
-        for (name, value) in values {
-            variables.get_mut(name).expect("the same model").copy_(value);
-        }
-    });
-}
-
-fn clear_stored(store: &VarStore) {
-    for mut variable in store.trainable_variables() {
-        set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
 /// A `MicroBatcher`, alone or in each rank.
 struct OneDevice {
     store: VarStore,
     model: Model,
     micro: MicroBatcher,
-    arena: [Arena; 1],
-    world: World,
+    about: About,
 }
 
 pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
     let mut store = VarStore::new(Device::Cpu);
     let model = setup.usual_layers().build(&store.root()).expect("built");
     store.set_kind(Kind::Double);
-    let arena = [Arena::new("memory 0")];
-    limit(&arena, setup);
-    let mut micro = MicroBatcher::new(&store, setup.size).memory(Memory::Arena(arena[0].clone()));
+    let (rank, ranks) = (setup.world.rank(), setup.world.size());
+    let (name, drawing) = match ranks {
+        1 => ("one device", Drawing::AsPlainLoop),
+        _ => ("one device in each rank", Drawing::ByPart),
+    };
+    let about = About {
+        threads: 0,
+        own: rank..rank + 1,
+        accumulates_apart: ranks > 1,
+        has_whole: ranks == 1,
+        ..About::new(name, 1, ranks, drawing, setup.size)
+    };
+    about.limit(setup);
+    let memory = Memory::Arena(about.arenas[0].clone());
+    let mut micro = MicroBatcher::new(&store, setup.size).memory(memory);
     if setup.reserve {
         micro = micro.reserve(Adam::new(0.1));
     }
@@ -221,50 +223,18 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
         micro = micro.remember(path);
     }
     let micro = micro.world(&setup.world).expect("one model");
-    Box::new(OneDevice { store, model, micro, arena, world: setup.world.clone() })
+    Box::new(OneDevice { store, model, micro, about })
 }
 
 impl OneDevice {
     fn part(&self, batch: &Samples) -> Samples {
-        rows(batch, &self.parts(samples(batch))[self.world.rank()])
+        rows(batch, &self.about.dealt(samples(batch))[self.about.own.start])
     }
 }
 
 impl Engine for OneDevice {
-    fn name(&self) -> &'static str {
-        if self.world.size() == 1 { "one device" } else { "one device in each rank" }
-    }
-
-    fn arenas(&self) -> &[Arena] {
-        &self.arena
-    }
-
-    fn threads(&self) -> usize {
-        0
-    }
-
-    fn parts(&self, samples: usize) -> Vec<Range<usize>> {
-        dealt(samples, self.world.size())
-    }
-
-    fn own(&self) -> Range<usize> {
-        self.world.rank()..self.world.rank() + 1
-    }
-
-    fn size(&self) -> Size {
-        self.micro.size()
-    }
-
-    fn drawing(&self) -> Drawing {
-        if self.world.size() == 1 { Drawing::AsPlainLoop } else { Drawing::ByPart }
-    }
-
-    fn accumulates_apart(&self) -> bool {
-        self.world.size() > 1
-    }
-
-    fn has_whole(&self) -> bool {
-        self.world.size() == 1
+    fn about(&self) -> &About {
+        &self.about
     }
 
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step> {
@@ -302,34 +272,34 @@ impl Engine for OneDevice {
     }
 
     fn variables(&self) -> Named {
-        stored(&self.store)
+        variables(&self.store)
     }
 
     fn gradients(&self) -> Named {
-        stored_gradients(&self.store)
+        gradients(&self.store)
     }
 
     fn set_variables(&mut self, values: &Named) {
-        set_stored(&self.store, values);
+        set_values(&self.store, values);
     }
 
     fn zero_grad(&mut self) {
-        clear_stored(&self.store);
+        clear(&self.store);
     }
 }
 
 /// Two replicas.
 struct Replicated {
     replicas: Replicas<Model>,
-    arenas: Vec<Arena>,
+    about: About,
 }
 
 pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
-    let arenas = arenas(2);
+    let about = About::new("replicas", 2, 2, Drawing::ByPart, setup.size);
     let layers = setup.layers;
     let build =
         move |root: &tch::nn::Path| layers(BatchNormPolicy::Deferred).build(root).expect("built");
-    let replicas = Replicas::new(on_cpus(&arenas), setup.size, build).expect("replicas");
+    let replicas = Replicas::new(about.devices(), setup.size, build).expect("replicas");
     // What is measured would cut mini-batches otherwise each time.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
@@ -343,37 +313,13 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     let x = Tensor::zeros([2, 4], (Kind::Double, Device::Cpu));
     let _outputs =
         replicas.map(&x, |model, x: Tensor| model.forward_t(&x, false)).expect("outputs");
-    limit(&arenas, setup);
-    Box::new(Replicated { replicas, arenas })
+    about.limit(setup);
+    Box::new(Replicated { replicas, about })
 }
 
 impl Engine for Replicated {
-    fn name(&self) -> &'static str {
-        "replicas"
-    }
-
-    fn arenas(&self) -> &[Arena] {
-        &self.arenas
-    }
-
-    fn threads(&self) -> usize {
-        2
-    }
-
-    fn parts(&self, samples: usize) -> Vec<Range<usize>> {
-        dealt(samples, 2)
-    }
-
-    fn own(&self) -> Range<usize> {
-        0..2
-    }
-
-    fn size(&self) -> Size {
-        self.replicas.size()
-    }
-
-    fn drawing(&self) -> Drawing {
-        Drawing::ByPart
+    fn about(&self) -> &About {
+        &self.about
     }
 
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step> {
@@ -408,84 +354,67 @@ impl Engine for Replicated {
     }
 
     fn variables(&self) -> Named {
-        stored(self.replicas.store())
+        variables(self.replicas.store())
     }
 
     fn gradients(&self) -> Named {
-        stored_gradients(self.replicas.store())
+        gradients(self.replicas.store())
     }
 
     fn set_variables(&mut self, values: &Named) {
-        set_stored(self.replicas.store(), values);
+        set_values(self.replicas.store(), values);
     }
 
     fn zero_grad(&mut self) {
-        clear_stored(self.replicas.store());
+        clear(self.replicas.store());
     }
 }
 
 /// A pipeline of two stages, in one process or with one of them in each rank; or two such pipelines.
 struct Piped {
     pipe: Pipeline,
-    arenas: Vec<Arena>,
-    name: &'static str,
-    replicas: usize,
+    about: About,
 }
 
 pub fn pipeline(setup: &Setup) -> Box<dyn Engine> {
-    piped(setup, 2 / setup.world.size(), 1)
+    let ranks = setup.world.size();
+    let name = if ranks == 1 { "a pipeline" } else { "a pipeline over ranks" };
+    piped(setup, Pipeline::builder(setup.usual_layers()), about_piped(name, 2 / ranks, setup))
 }
 
 pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
-    piped(setup, 4, 2)
+    let about = About { parts: 2, own: 0..2, ..about_piped("two pipelines", 4, setup) };
+    piped(setup, Pipeline::builder(setup.usual_layers()), about)
 }
 
 /// With backwards in two halves.
 pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
-    let arenas = arenas(2 / setup.world.size());
     let builder = Pipeline::builder(setup.usual_layers()).schedule(Schedule::ZeroBubbleH1);
-    built(setup, builder.devices(on_cpus(&arenas)), arenas, "a split pipeline", 1)
+    piped(setup, builder, about_piped("a split pipeline", 2 / setup.world.size(), setup))
 }
-
-const STREAMED: &str = "a streamed pipeline";
 
 /// One device, and every stage at home on the host.
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
-    let arenas = arenas(1);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
     let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).homes(Homes::Host);
-    built(setup, builder.devices(on_cpus(&arenas)), arenas, STREAMED, 1)
+    let about = About { is_at_home: true, ..about_piped("a streamed pipeline", 1, setup) };
+    piped(setup, builder, about)
 }
-
-const EXACT: &str = "a pipeline with exact BatchNorms";
 
 /// One device, on which all micro-batches meet at every BatchNorm.
 pub fn exact(setup: &Setup) -> Box<dyn Engine> {
-    let arenas = arenas(1);
-    let builder = Pipeline::builder((setup.layers)(BatchNormPolicy::Exact));
-    built(setup, builder.devices(on_cpus(&arenas)), arenas, EXACT, 1)
+    let name = "a pipeline with exact BatchNorms";
+    let about = About { is_exact: true, ..about_piped(name, 1, setup) };
+    piped(setup, Pipeline::builder((setup.layers)(BatchNormPolicy::Exact)), about)
 }
 
-fn piped(setup: &Setup, devices: usize, replicas: usize) -> Box<dyn Engine> {
-    let arenas = arenas(devices);
-    let builder = Pipeline::builder(setup.usual_layers()).devices(on_cpus(&arenas));
-    let name = match (setup.world.size(), replicas) {
-        (1, 1) => "a pipeline",
-        (1, _) => "two pipelines",
-        _ => "a pipeline over ranks",
-    };
-    built(setup, builder, arenas, name, replicas)
+fn about_piped(name: &'static str, devices: usize, setup: &Setup) -> About {
+    About::new(name, devices, 1, Drawing::ByLayer, setup.size)
 }
 
-fn built(
-    setup: &Setup,
-    builder: Builder,
-    arenas: Vec<Arena>,
-    name: &'static str,
-    replicas: usize,
-) -> Box<dyn Engine> {
-    let mut builder =
-        builder.replicas(replicas).world(&setup.world).micro_batches(setup.size).kind(Kind::Double);
+fn piped(setup: &Setup, builder: Builder, about: About) -> Box<dyn Engine> {
+    let builder = builder.devices(about.devices()).replicas(about.parts).world(&setup.world);
+    let mut builder = builder.micro_batches(setup.size).kind(Kind::Double);
     if setup.reserve {
         builder = builder.reserve(Adam::new(0.1));
     }
@@ -493,45 +422,13 @@ fn built(
         builder = builder.remember(path);
     }
     let pipe = builder.build().expect("a pipeline");
-    limit(&arenas, setup);
-    Box::new(Piped { pipe, arenas, name, replicas })
+    about.limit(setup);
+    Box::new(Piped { pipe, about })
 }
 
 impl Engine for Piped {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn is_at_home(&self) -> bool {
-        self.name == STREAMED
-    }
-
-    fn is_exact(&self) -> bool {
-        self.name == EXACT
-    }
-
-    fn arenas(&self) -> &[Arena] {
-        &self.arenas
-    }
-
-    fn threads(&self) -> usize {
-        self.arenas.len()
-    }
-
-    fn parts(&self, samples: usize) -> Vec<Range<usize>> {
-        dealt(samples, self.replicas)
-    }
-
-    fn own(&self) -> Range<usize> {
-        0..self.replicas
-    }
-
-    fn size(&self) -> Size {
-        self.pipe.size()
-    }
-
-    fn drawing(&self) -> Drawing {
-        Drawing::ByLayer
+    fn about(&self) -> &About {
+        &self.about
     }
 
     fn backward(&mut self, (x, y): &Samples, loss: &LossFn) -> Result<Step> {
@@ -569,8 +466,7 @@ impl Engine for Piped {
     }
 
     fn set_variables(&mut self, values: &Named) {
-        let copies = values.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
-        self.pipe.set_variables(copies).expect("the same model");
+        self.pipe.set_variables(copies(values)).expect("the same model");
     }
 
     fn zero_grad(&mut self) {

@@ -29,62 +29,39 @@ fn over_ranks(holds: fn(Make, &World)) {
     });
 }
 
-/// A test for one process and one over ranks.
-macro_rules! promise {
-    ($here:ident, $over_ranks:ident, $holds:path) => {
-        #[test]
-        fn $here() {
-            here($holds);
+/// A test of each for one process, and one over ranks.
+macro_rules! promises {
+    ($($name:ident: $holds:path,)*) => {
+        mod in_one_process {
+            $(#[test]
+            fn $name() {
+                crate::here($holds);
+            })*
         }
 
         #[cfg(feature = "mpi")]
-        #[test]
-        fn $over_ranks() {
-            over_ranks($holds);
+        mod in_ranks {
+            $(#[test]
+            fn $name() {
+                crate::over_ranks($holds);
+            })*
         }
     };
 }
 
-promise!(transparent, transparent_over_ranks, transparent::holds);
-promise!(atomic_without_memory, atomic_without_memory_over_ranks, atomic::holds_for_memory);
-promise!(atomic_after_closures, atomic_after_closures_over_ranks, atomic::holds_for_closures);
-promise!(bounded, bounded_over_ranks, bounded::holds);
-promise!(ends, ends_over_ranks, ends::holds);
-promise!(told, told_over_ranks, told::holds);
-
-promise!(
-    memory_is_kept_for_an_optimizer,
-    memory_is_kept_for_an_optimizer_over_ranks,
-    alike::memory_is_kept_for_an_optimizer
-);
-promise!(
-    memory_stays_reserved_after_a_failure,
-    memory_stays_reserved_after_a_failure_over_ranks,
-    alike::memory_stays_reserved_after_a_failure
-);
-promise!(sizes_are_remembered, sizes_are_remembered_over_ranks, alike::sizes_are_remembered);
-promise!(
-    what_cannot_fit_is_refused,
-    what_cannot_fit_is_refused_over_ranks,
-    alike::what_cannot_fit_is_refused
-);
-promise!(
-    few_samples_for_batch_norm_are_warned_of,
-    few_samples_for_batch_norm_are_warned_of_over_ranks,
-    alike::few_samples_for_batch_norm_are_warned_of
-);
-promise!(
-    hidden_out_of_memory_is_warned_of,
-    hidden_out_of_memory_is_warned_of_over_ranks,
-    alike::hidden_out_of_memory_is_warned_of
-);
-promise!(
-    losses_of_all_outputs_have_terms,
-    losses_of_all_outputs_have_terms_over_ranks,
-    alike::losses_of_all_outputs_have_terms
-);
-promise!(
-    what_counts_once_counts_once,
-    what_counts_once_counts_once_over_ranks,
-    alike::what_counts_once_counts_once
-);
+promises! {
+    transparent: crate::transparent::holds,
+    atomic_without_memory: crate::atomic::holds_for_memory,
+    atomic_after_closures: crate::atomic::holds_for_closures,
+    bounded: crate::bounded::holds,
+    ends: crate::ends::holds,
+    told: crate::told::holds,
+    memory_is_kept_for_an_optimizer: crate::alike::memory_is_kept_for_an_optimizer,
+    memory_stays_reserved_after_a_failure: crate::alike::memory_stays_reserved_after_a_failure,
+    sizes_are_remembered: crate::alike::sizes_are_remembered,
+    what_cannot_fit_is_refused: crate::alike::what_cannot_fit_is_refused,
+    few_samples_for_batch_norm_are_warned_of: crate::alike::few_samples_for_batch_norm_are_warned_of,
+    hidden_out_of_memory_is_warned_of: crate::alike::hidden_out_of_memory_is_warned_of,
+    losses_of_all_outputs_have_terms: crate::alike::losses_of_all_outputs_have_terms,
+    what_counts_once_counts_once: crate::alike::what_counts_once_counts_once,
+}

@@ -8,13 +8,12 @@ use std::sync::Arc;
 use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
-use brimful_torch::autograd::set_gradient;
 use brimful_torch::random::{generator_state, set_generator_state};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Target, WholeLoss};
-use crate::support::{Named, numbers};
+use crate::support::{Named, clear, copies, gradients, numbers, variables};
 
 /// What the generator is given before every step that is compared.
 pub const SEED: i64 = 5;
@@ -208,20 +207,15 @@ impl Plain {
     /// As at first.
     pub fn reset(&self) {
         self.set_first_values();
-        for mut variable in self.store.trainable_variables() {
-            set_gradient(&mut variable, None).expect("cleared");
-        }
+        clear(&self.store);
     }
 
     pub fn values(&self) -> Named {
-        let mut all: Named = self.store.variables().into_iter().collect();
-        all.sort_by(|(a, _), (b, _)| a.cmp(b));
-        all
+        variables(&self.store)
     }
 
     pub fn gradients(&self) -> Named {
-        let all = self.values().into_iter().map(|(name, value)| (name, value.grad()));
-        all.filter(|(_, gradient)| gradient.defined()).collect()
+        gradients(&self.store)
     }
 
     /// The terms and gradients of these mini-batches as one, cut as the engine cuts each of them.
@@ -252,7 +246,7 @@ impl Plain {
         if !self.net.shows_cut {
             return vec![self.model.forward_t(x, true)];
         }
-        if engine.is_exact() {
+        if engine.about().is_exact {
             return vec![self.whole_output(engine, x, seed)];
         }
         let mut all = Vec::new();
@@ -260,7 +254,7 @@ impl Plain {
             for (number, piece) in pieces.into_iter().enumerate() {
                 let x = x.narrow(0, piece.start as i64, piece.len() as i64);
                 let seeded = |number| Draws::new(seed.unwrap_or_default(), number);
-                all.push(match engine.drawing() {
+                all.push(match engine.about().drawing {
                     Drawing::AsPlainLoop => {
                         if all.is_empty() {
                             tch::manual_seed(SEED);
@@ -305,7 +299,7 @@ pub fn joined(window: &[&Samples]) -> Samples {
 /// The micro-batches of each part of a mini-batch.
 pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
-        let ranges = match (part.len(), engine.size()) {
+        let ranges = match (part.len(), engine.about().size) {
             (0, _) => Ok(Vec::new()),
             (samples, Size::Fixed(size)) => split::by_size(samples, size),
             (samples, Size::Count(count)) => split::by_count(samples, count),
@@ -314,7 +308,7 @@ pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
         let ranges = ranges.expect("a cut").into_iter();
         ranges.map(|range| part.start + range.start..part.start + range.end).collect()
     };
-    engine.parts(samples).into_iter().map(pieces).collect()
+    engine.about().dealt(samples).into_iter().map(pieces).collect()
 }
 
 /// An engine with the plain model's first values.
@@ -337,8 +331,7 @@ pub fn reset(engine: &mut dyn Engine, net: Net) {
 
 /// Everything that a step may change: values, gradients, and what the generator draws next.
 pub fn state(engine: &dyn Engine) -> Named {
-    let copied = |(name, value): (String, Tensor)| (name, value.detach().copy());
-    let mut all: Named = engine.variables().into_iter().map(copied).collect();
+    let mut all = copies(&engine.variables());
     for (name, gradient) in engine.gradients() {
         all.push((format!("the gradient of {name}"), gradient.copy()));
     }

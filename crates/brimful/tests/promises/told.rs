@@ -11,10 +11,10 @@ pub fn holds(make: Make, world: &World) {
     for size in [Size::Fixed(3), Size::Count(2), Size::Fixed(50)] {
         let mut engine = engine(make, NORMED, size, world);
         let batch = samples(SAMPLES as i64, 10);
-        let what = format!("{}, {size:?}", engine.name());
+        let what = format!("{}, {size:?}", engine.about().name);
         let step = engine.backward(&batch, &SEVERAL.loss()).expect(&what);
         consistent(&*engine, &step, world, &what);
-        let own = cut(&*engine, SAMPLES)[engine.own()].concat();
+        let own = cut(&*engine, SAMPLES)[engine.about().own.clone()].concat();
         assert_eq!(step.sizes, own.iter().map(|piece| piece.len()).collect::<Vec<_>>(), "{what}");
         assert!(step.decisions.is_empty() && step.retries == 0, "{what}: {step:?}");
     }
@@ -27,10 +27,10 @@ pub fn holds(make: Make, world: &World) {
 fn automatic(engine: &mut dyn Engine, world: &World, size: Size) {
     let batch = samples(SAMPLES as i64, 10);
     for fails in [false, true, false] {
-        let what = format!("{}, {size:?}, with a failure: {fails}", engine.name());
+        let what = format!("{}, {size:?}, with a failure: {fails}", engine.about().name);
         reset(engine, NORMED);
         if fails && world.rank() == 0 {
-            engine.arenas()[0].fail_nth_allocation(4);
+            engine.about().arenas[0].fail_nth_allocation(4);
         }
         let step = engine.backward(&batch, &SEVERAL.loss()).expect(&what);
         consistent(engine, &step, world, &what);
@@ -44,19 +44,25 @@ fn automatic(engine: &mut dyn Engine, world: &World, size: Size) {
 }
 
 fn consistent(engine: &dyn Engine, step: &Step, world: &World, what: &str) {
-    let shares: Vec<usize> = engine.parts(SAMPLES)[engine.own()].iter().map(|p| p.len()).collect();
+    let shares: Vec<usize> =
+        engine.about().dealt(SAMPLES)[engine.about().own.clone()].iter().map(|p| p.len()).collect();
     assert_eq!((step.samples, &step.shares), (SAMPLES, &shares), "{what}");
     assert_eq!(step.sizes.iter().sum::<usize>(), shares.iter().sum::<usize>(), "{what}");
     assert!(step.sizes.iter().all(|size| *size > 0), "{what}: {:?}", step.sizes);
     assert!((step.terms.iter().sum::<f64>() - step.loss).abs() < 1e-12, "{what}");
     assert_eq!(step.terms.len(), 4, "{what}");
-    let is_pipeline = engine.drawing() == Drawing::ByLayer;
+    let is_pipeline = engine.about().drawing == Drawing::ByLayer;
     let ranks_told = if is_pipeline { world.size() } else { 1 };
-    assert_eq!(step.peaks.len(), engine.arenas().len() * ranks_told, "{what}: {:?}", step.peaks);
+    assert_eq!(
+        step.peaks.len(),
+        engine.about().arenas.len() * ranks_told,
+        "{what}: {:?}",
+        step.peaks
+    );
     assert!(step.peaks.iter().all(|peak| peak.is_some_and(|peak| peak.0 > 0)), "{what}");
     assert_eq!(step.peak(), step.peaks.iter().flatten().max().copied(), "{what}");
     assert_eq!(step.timeline.is_some(), is_pipeline, "{what}");
-    assert_eq!(step.seed.is_some(), engine.drawing() != Drawing::AsPlainLoop, "{what}");
+    assert_eq!(step.seed.is_some(), engine.about().drawing != Drawing::AsPlainLoop, "{what}");
     assert!(is_pipeline || step.times.len() == shares.len(), "{what}: {:?}", step.times);
     assert!(step.times.iter().flatten().all(|time| *time <= step.time), "{what}");
     assert_eq!(step.replayed, 0, "{what}: nothing is on a CPU");

@@ -10,7 +10,7 @@ use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
     samples, state,
 };
-use crate::support::{Named, TOLERANCE, assert_close, assert_same};
+use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
 /// Even, ragged, and all in one.
 const SIZES: [Size; 4] = [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(100)];
@@ -43,8 +43,13 @@ fn start(engine: &mut dyn Engine, plain: &Plain, net: Net) {
 }
 
 fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Case) {
-    let what =
-        format!("{}, {}, {}, {count} in {:?}", engine.name(), net.name, case.name, engine.size());
+    let what = format!(
+        "{}, {}, {}, {count} in {:?}",
+        engine.about().name,
+        net.name,
+        case.name,
+        engine.about().size
+    );
     start(engine, plain, net);
     let batch = samples(count, 10);
     let step = engine.backward(&batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -54,18 +59,22 @@ fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Cas
 }
 
 fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, all of {count} in {:?}", engine.name(), net.name, engine.size());
+    let what = format!(
+        "{}, {}, all of {count} in {:?}",
+        engine.about().name,
+        net.name,
+        engine.about().size
+    );
     start(engine, plain, net);
     let batch = samples(count, 20);
     let step = engine.backward_whole(&batch, OF_ALL);
-    if !engine.has_whole() {
+    if !engine.about().has_whole {
         assert!(matches!(step.err(), Some(Error::Step(StepError::NotOverRanks { .. }))), "{what}");
         return;
     }
     let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
     let terms = plain.backward(engine, &[&batch], step.seed, |out, _| {
-        let all = [("outputs".to_owned(), out.detach())];
-        assert_close(&[("outputs".to_owned(), step.outputs.shallow_clone())], &all, &what);
+        assert_all_close(&step.outputs, out, &what);
         vec![OF_ALL(out)]
     });
     assert_terms(&step.terms, step.loss, &terms, &what);
@@ -73,7 +82,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
 }
 
 fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, evaluated, {count}", engine.name(), net.name);
+    let what = format!("{}, {}, evaluated, {count}", engine.about().name, net.name);
     start(engine, plain, net);
     let batch = samples(count, 30);
     let before = state(engine);
@@ -83,13 +92,13 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     let terms = (SEVERAL.full)(&out, &batch.1);
     let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();
     assert_terms(&step.terms, step.loss, &terms, &what);
-    let own: Vec<Tensor> = engine.parts(count as usize)[engine.own()]
+    let own: Vec<Tensor> = engine.about().dealt(count as usize)[engine.about().own.clone()]
         .iter()
         .map(|part| out.narrow(0, part.start as i64, part.len() as i64))
         .collect();
-    let own = [("outputs".to_owned(), Tensor::cat(&own, 0))];
-    if own[0].1.size()[0] > 0 {
-        assert_close(&[("outputs".to_owned(), step.outputs)], &own, &what);
+    let own = Tensor::cat(&own, 0);
+    if own.size()[0] > 0 {
+        assert_all_close(&step.outputs, &own, &what);
     }
 }
 
@@ -98,7 +107,7 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
     let batches = [samples(7, 40), samples(2, 50), samples(5, 60)];
     let batches: Vec<_> = batches.iter().collect();
     for case in &CASES {
-        let what = format!("{}, {}, a window of {}", engine.name(), net.name, case.name);
+        let what = format!("{}, {}, a window of {}", engine.about().name, net.name, case.name);
         start(engine, plain, net);
         for batch in &batches {
             engine.accumulate(batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -113,14 +122,9 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
 }
 
 fn assert_terms(terms: &[f64], loss: f64, expected: &[f64], what: &str) {
-    let named = |terms: &[f64]| {
-        let sum: f64 = terms.iter().sum();
-        vec![
-            ("terms".to_owned(), Tensor::from_slice(terms)),
-            ("the loss".to_owned(), Tensor::from(sum)),
-        ]
-    };
-    assert_close(&named(terms), &named(expected), what);
+    let sum = |terms: &[f64]| Tensor::from(terms.iter().sum::<f64>());
+    assert_all_close(&Tensor::from_slice(terms), &Tensor::from_slice(expected), what);
+    assert_all_close(&sum(terms), &sum(expected), what);
     assert!((terms.iter().sum::<f64>() - loss).abs() <= TOLERANCE * loss.abs().max(1.0), "{what}");
 }
 

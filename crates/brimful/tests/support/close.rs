@@ -2,9 +2,6 @@
 
 use tch::{Device, Kind, Tensor};
 
-/// Tensors with their names, in order.
-pub type Named = Vec<(String, Tensor)>;
-
 /// What doubles may differ by after sums in another order, relative to the largest of them.
 pub const TOLERANCE: f64 = 1e-10;
 
@@ -15,6 +12,19 @@ const SMALL: f64 = 1e-3;
 #[track_caller]
 pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) {
     assert_within(a, b, TOLERANCE, what);
+}
+
+/// Values that differ by at most [`TOLERANCE`] of their size.
+#[track_caller]
+pub fn assert_all_close(a: &Tensor, b: &Tensor, what: &str) {
+    assert_all_within(a, b, TOLERANCE, what);
+}
+
+/// Values that differ by at most this part of their size.
+#[track_caller]
+pub fn assert_all_within(a: &Tensor, b: &Tensor, part: f64, what: &str) {
+    let named = |tensor: &Tensor| [(String::new(), tensor.shallow_clone())];
+    assert_within(&named(a), &named(b), part, what);
 }
 
 /// The same names, and values that differ by at most this part of their size.
@@ -31,6 +41,24 @@ pub fn assert_within(a: &[(String, Tensor)], b: &[(String, Tensor)], part: f64, 
             // Not the other way round: a NaN is close to nothing.
             assert!(error <= part, "{what}: {name} is off by {error:e}");
         }
+    }
+}
+
+/// Values that differ by at most this part of their size; says of which number that is not so.
+#[track_caller]
+pub fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
+    assert_eq!(names(found), names(expected), "{what}");
+    for ((name, found), (_, expected)) in found.iter().zip(expected) {
+        assert_eq!(found.size(), expected.size(), "{what}: {name}");
+        let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
+        let scale = expected.abs().max().double_value(&[]).max(1e-2);
+        let off = (&found - &expected).abs() / scale;
+        let at = off.argmax(0, false).int64_value(&[]);
+        let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
+        assert!(
+            off <= part,
+            "{what}: element {at} of the {name} is {found:e}, not {expected:e}: off by {off:e}"
+        );
     }
 }
 

@@ -2,22 +2,31 @@
 //! loss and gradients.
 
 use brimful::Loss;
-use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
-use super::{Named, assert_close, numbers_there, test_device};
+use super::{TOLERANCE, assert_close, gradients, numbers, test_device};
 
 pub const CLASSES: i64 = 4;
 
 pub type Batch = (Tensor, Tensor, Tensor);
 
-/// Inputs, classes, and a weight for each sample.
+/// Inputs, classes, and a weight for each sample, in f64 on the device that is tested.
 pub fn batch(samples: i64) -> Batch {
-    let x = numbers_there(&[samples, 6], 100);
-    let y = (numbers_there(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
-    let tokens = (numbers_there(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
-    (x, y, tokens)
+    there(&batch_of(samples, Kind::Double))
+}
+
+/// The same of this kind, in host memory.
+pub fn batch_of(samples: i64, kind: Kind) -> Batch {
+    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64);
+    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
+    (numbers(&[samples, 6], 100).to_kind(kind), y.to_kind(Kind::Int64), tokens.to_kind(kind))
+}
+
+/// A batch on the device that is tested.
+pub fn there((x, y, tokens): &Batch) -> Batch {
+    let there = |t: &Tensor| t.to_device(test_device());
+    (there(x), there(y), there(tokens))
 }
 
 /// A network, and a parameter of it that a penalty is for.
@@ -58,11 +67,11 @@ pub fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
 }
 
 pub fn over_tokens(net: &Classifier, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
-    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
+    ((losses(&net.logits(x), y) * tokens).sum(None), tokens.sum(None))
 }
 
 pub fn penalty(net: &Classifier) -> Tensor {
-    net.scale.square().sum(Kind::Double) * 0.01
+    net.scale.square().sum(None) * 0.01
 }
 
 /// A loss of the full batch, and the same as a sum over micro-batches.
@@ -74,14 +83,14 @@ pub struct Case {
 
 pub const MEAN: Case = Case {
     name: "mean",
-    full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
-    micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(Kind::Double)),
+    full: |net, (x, y, _)| losses(&net.logits(x), y).mean(None),
+    micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(None)),
 };
 
 pub const SUM: Case = Case {
     name: "sum",
-    full: |net, (x, ..)| net.logits(x).square().sum(Kind::Double),
-    micro: |net, (x, ..)| Loss::sum(net.logits(x).square().sum(Kind::Double)),
+    full: |net, (x, ..)| net.logits(x).square().sum(None),
+    micro: |net, (x, ..)| Loss::sum(net.logits(x).square().sum(None)),
 };
 
 pub const OVER_TOKENS: Case = Case {
@@ -105,12 +114,12 @@ pub const RATIO: Case = Case {
 pub const SEVERAL_TERMS: Case = Case {
     name: "several terms, one a mean",
     full: |net, batch| {
-        let mean = net.logits(&batch.0).square().mean(Kind::Double);
+        let mean = net.logits(&batch.0).square().mean(None);
         full_over_tokens(net, batch) * 0.5 + mean + penalty(net)
     },
     micro: |net, batch| {
         let (sum, count) = over_tokens(net, batch);
-        let mean = net.logits(&batch.0).square().mean(Kind::Double);
+        let mean = net.logits(&batch.0).square().mean(None);
         Loss::mean_over(sum / &count, count) * 0.5 + Loss::mean(mean) + Loss::once(penalty(net))
     },
 };
@@ -119,13 +128,13 @@ pub const SEVERAL_WITH_A_SUM: Case = Case {
     name: "several terms, one a sum",
     full: |net, batch| {
         let squares = net.logits(&batch.0).square();
-        full_over_tokens(net, batch) * 0.5 + squares.sum(Kind::Double) + penalty(net)
+        full_over_tokens(net, batch) * 0.5 + squares.sum(None) + penalty(net)
     },
     micro: |net, batch| {
         let (sum, count) = over_tokens(net, batch);
         let squares = net.logits(&batch.0).square();
         Loss::mean_over(sum / &count, count) * 0.5
-            + Loss::sum(squares.sum(Kind::Double))
+            + Loss::sum(squares.sum(None))
             + Loss::once(penalty(net))
     },
 };
@@ -137,22 +146,14 @@ fn full_over_tokens(net: &Classifier, batch: &Batch) -> Tensor {
     sum / count
 }
 
-pub fn clear(store: &nn::VarStore) {
-    for (_, mut variable) in store.variables() {
-        set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
 pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     (a - b).abs().max().double_value(&[])
 }
 
-/// The gradients that are there, by name.
-pub fn gradients(store: &nn::VarStore) -> Named {
-    let all = store.variables().into_iter().map(|(name, variable)| (name, variable.grad()));
-    let mut all: Named = all.filter(|(_, gradient)| gradient.defined()).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
+#[track_caller]
+pub fn assert_loss(found: f64, expected: &Tensor, what: &str) {
+    let off = (found - expected.double_value(&[])).abs();
+    assert!(off < TOLERANCE, "{what}: the loss is {off} off");
 }
 
 #[track_caller]

@@ -1,10 +1,11 @@
-//! What several tests need: turns, numbers, closeness, state, the log, threads, ranks, and the cases that
-//! engines are compared on.
+//! What several tests need: turns, numbers, closeness, names, state, the log, threads, ranks, and the cases
+//! that engines are compared on.
 
-#![allow(dead_code, unused_imports, reason = "each test file uses its part")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test file uses its part")]
 
 pub mod close;
 pub mod full_batch;
+pub mod named;
 pub mod pipeline_cases;
 #[cfg(feature = "mpi")]
 pub mod ranks;
@@ -12,6 +13,7 @@ pub mod state;
 pub mod threads;
 pub mod transformer;
 
+use std::fmt::Display;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,8 +21,22 @@ use brimful::{MicroBatcher, Size, device};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-pub use close::{Named, TOLERANCE, assert_close, assert_same, assert_within};
+pub use close::{
+    TOLERANCE, assert_all_close, assert_all_within, assert_close, assert_same, assert_within, near,
+};
+pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{assert_threads, threads};
+
+/// A test of each name, which runs what stands behind it.
+macro_rules! tests {
+    ($($name:ident => $run:expr,)*) => {
+        $(#[test]
+        fn $name() {
+            $run;
+        })*
+    };
+}
+pub(crate) use tests;
 
 /// One test of a process at a time: the default generator is one for all threads, and so is a device's
 /// memory.
@@ -53,6 +69,13 @@ pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
 /// The same on the device that is tested.
 pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
     numbers(shape, seed).to_device(test_device())
+}
+
+/// A call that must fail, with these words.
+#[track_caller]
+pub fn assert_fails<T, E: Display>(result: Result<T, E>, words: &[&str]) {
+    let error = result.err().expect("it fails").to_string();
+    assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
 }
 
 /// What `f` logs on this thread, as text.

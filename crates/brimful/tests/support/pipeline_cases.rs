@@ -7,11 +7,13 @@ use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
-use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
-use tch::nn::{self, Path, VarStore};
+use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, Step, split};
+use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use super::{Named, test_device};
+use super::{
+    Named, Update, assert_all_close, assert_close, gradients, set_values, test_device, variables,
+};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -214,6 +216,15 @@ pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimf
     outputs
 }
 
+/// How a mini-batch is shared out and cut.
+#[derive(Clone, Copy)]
+pub struct Cut {
+    pub samples: usize,
+    pub replicas: usize,
+    /// Micro-batches of each replica.
+    pub micro_batches: usize,
+}
+
 /// Samples that the plain model runs together, and the numbers that it draws for them.
 #[derive(Debug, Clone)]
 pub struct Piece {
@@ -222,15 +233,9 @@ pub struct Piece {
 }
 
 impl Case {
-    /// A mini-batch of so many samples as replicas run it, each in so many micro-batches: one piece
-    /// where the cut does not show.
-    pub fn pieces(
-        &self,
-        samples: usize,
-        replicas: usize,
-        micro_batches: usize,
-        seed: Option<u64>,
-    ) -> Vec<Piece> {
+    /// A mini-batch as replicas run it: one piece where the cut does not show.
+    pub fn pieces(&self, cut: Cut, seed: Option<u64>) -> Vec<Piece> {
+        let Cut { samples, replicas, micro_batches } = cut;
         let seed = seed.expect("a pipeline's step has a seed");
         if !self.shows_cut {
             return vec![Piece { rows: 0..samples, draws: Draws::new(seed, 0) }];
@@ -261,13 +266,7 @@ impl Plain {
         let mut store = VarStore::new(test_device());
         let model = layers.build(&store.root()).expect("built");
         store.set_kind(Kind::Double);
-        let mut here = store.variables();
-        assert_eq!(here.len(), values.len());
-        tch::no_grad(|| {
-            for (name, value) in values {
-                here.get_mut(&name).expect("the same names").copy_(&value);
-            }
-        });
+        set_values(&store, &values);
         let optimizer = Optimizer::new(&store, Adam::new(0.01)).expect("an optimizer");
         Self { store, model, optimizer }
     }
@@ -311,13 +310,55 @@ impl Plain {
     }
 
     pub fn values(&self) -> Named {
-        let mut all: Vec<_> = self.store.variables().into_iter().collect();
-        all.sort_by(|(a, _), (b, _)| a.cmp(b));
-        all
+        variables(&self.store)
     }
 
     pub fn gradients(&self) -> Named {
-        let all = self.values().into_iter().map(|(name, value)| (name, value.grad()));
-        all.filter(|(_, gradient)| gradient.defined()).collect()
+        gradients(&self.store)
     }
+
+    /// What it answers in an evaluation.
+    pub fn answer(&self, x: &Tensor) -> Tensor {
+        tch::no_grad(|| self.model.forward_t(&x.to_device(test_device()), false))
+    }
+}
+
+/// Three steps of Adam, of a pipeline and of the plain model, and an evaluation, compared at every turn; gives the
+/// pipeline's steps, with their outputs.
+pub fn compare(case: &Case, mut pipe: Pipeline, cut: Cut, what: &str) -> Vec<Step<Tensor>> {
+    let mut plain = Plain::of(&(case.layers)(), &pipe);
+    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    let samples = cut.samples as i64;
+    let mut steps = Vec::new();
+    for number in 0..3 {
+        let what = format!("{what}, step {number}");
+        let (x, y) = ((case.input)(samples), (case.target)(samples));
+        let loss = case.loss;
+        let step = pipe.backward(&x, &y, move |out: Tensor, y| {
+            let given = out.detach();
+            (loss(out, y), given)
+        });
+        let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let expected = plain.backward_pieces(case, &x, &y, &case.pieces(cut, step.seed));
+        assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+        optimizer.update();
+        plain.optimizer.update();
+        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
+        steps.push(step);
+    }
+    let x = (case.input)(samples);
+    let out = eval(&mut pipe, &x, cut.micro_batches + 1).expect("an evaluation");
+    assert_all_close(&out, &plain.answer(&x), what);
+    steps
+}
+
+/// One step of a user's own making: moves those that have a gradient by it.
+pub fn descend(values: Named) {
+    tch::no_grad(|| {
+        for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {
+            let gradient = value.grad();
+            let _itself = value.f_sub_(&(gradient * 0.5)).expect("a step");
+        }
+    });
 }

@@ -16,6 +16,8 @@ use tempfile::TempDir;
 const RANK_OF: &str = "BRIMFUL_TEST_RANK_OF";
 /// Set for ranks, to what the test tells them.
 const TOLD: &str = "BRIMFUL_TEST_TOLD";
+/// Options of `mpirun` for sockets, over which a large message needs its sender to the end.
+pub const SOCKETS: [&str; 6] = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"];
 /// No test takes so long.
 const LIMIT: Duration = Duration::from_secs(120);
 
