@@ -75,12 +75,14 @@ fn main() {
     cuda_object(&include);
 }
 
-/// The files of a folder whose names end so, but for some, in their order.
+/// The files of a folder whose names end so, but for some, in their order. Editors' own begin with a dot.
 fn files(folder: &str, ending: &str, others: &[&str]) -> Vec<String> {
     let mut names: Vec<_> = fs::read_dir(folder)
         .expect("it is a folder of this package")
-        .filter_map(|entry| entry.ok()?.path().into_os_string().into_string().ok())
-        .filter(|name| name.ends_with(ending) && !others.contains(&name.as_str()))
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.ends_with(ending) && !name.starts_with('.'))
+        .map(|name| format!("{folder}/{name}"))
+        .filter(|path| !others.contains(&path.as_str()))
         .collect();
     names.sort();
     names

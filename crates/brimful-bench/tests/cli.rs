@@ -33,9 +33,10 @@ fn every_exit_code_of_the_program_is_its_own() {
 
 #[test]
 fn every_command_has_help_with_examples() {
-    let commands =
-        "arena auto compare convergence halves kernels memory micro norms pipeline plot ragged";
-    for command in commands.split(' ') {
+    let commands = "arena auto compare convergence finetune halves kernels loader memory micro norms \
+                    offload pipeline plot ragged world";
+    let over_ranks = cfg!(feature = "mpi").then_some("ranks");
+    for command in commands.split(' ').chain(over_ranks) {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");
     }
 }

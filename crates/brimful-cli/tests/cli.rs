@@ -18,7 +18,8 @@ fn doctor_says_versions_devices_and_that_all_is_well() {
 
 #[test]
 fn doctor_speaks_json() {
-    let report = lines("doctor --json").remove(0);
+    let told = lines("doctor --json");
+    let [report] = &told[..] else { panic!("one JSON object, not {told:?}") };
     assert_eq!(report["libtorch"], "2.11.0");
     let folder = std::path::Path::new(report["libtorch_folder"].as_str().expect("a folder"));
     assert!(folder.join("lib/libtorch.so").exists(), "{}", folder.display());

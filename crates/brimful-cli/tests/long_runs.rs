@@ -60,11 +60,11 @@ fn mini_batches_that_are_added_up_are_one() {
     train(&folder, "--data synthetic --max-steps 1 --save first").success();
     let line = "--data synthetic --epochs 1 --micro-batch 8 --optimizer sgd --init first";
     train(&folder, &format!("{line} --batch-size 64 --save whole")).success();
-    for stages in ["", "--stages 2"] {
-        let line = format!("{line} --batch-size 16 --accumulate 4 {stages} --save parts");
+    for (stages, name) in [("", "parts"), ("--stages 2", "stages")] {
+        let line = format!("{line} --batch-size 16 --accumulate 4 {stages} --save {name}");
         train(&folder, &line).success();
-        let far = distance(&folder.join("whole"), &folder.join("parts"));
-        assert!(far < 1e-5, "{stages}: {far}");
+        let far = distance(&folder.join("whole"), &folder.join(name));
+        assert!(far < 1e-5, "{name}: {far}");
     }
 }
 

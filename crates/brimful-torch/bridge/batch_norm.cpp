@@ -122,7 +122,7 @@ BatchNormGradients plain_backward(const BatchNormGradient& in) {
   if (in.relu && in.mask.defined()) {
     dz = dz * unpacked(in.mask, x);
   } else if (in.relu) {
-    const auto row = [&](int64_t row) { return row_of(in.own.saved, row, x); };
+    const auto row = [&](int64_t number) { return row_of(in.own.saved, number, x); };
     const auto y = (x.to(at::kFloat) - row(0)) * row(2);
     dz = at::where(y + row(3) <= 0, at::zeros({}, dz.options()), dz);
   }

@@ -17,6 +17,7 @@
 //! | [`layout`] | numbers in memory with the channels last |
 //! | [`leaves`] | leaves that a backward may add to, and others that it would come to |
 //! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
+//! | [`mapped`] | numbers of a file, straight into a tensor |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
@@ -24,6 +25,7 @@
 //! | [`optim`] | the fused optimizers |
 //! | [`projection`] | a linear layer, and a table's rows, whose gradients go straight into sums |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
+//! | [`rotary`] | rotary positions |
 //! | [`slab`] | bytes of the host that a device copies by itself, made once |
 //! | [`split_backward`] | a backward in two halves: the inputs' gradients, and later the weights' |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |

@@ -1,4 +1,5 @@
-//! A linear layer and the cross-entropy of what comes out of it, without its logits ever being whole.
+//! A linear layer and the cross-entropy of what comes out of it, without its logits being whole
+//! where they are many.
 
 use tch::Tensor;
 

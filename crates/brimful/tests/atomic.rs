@@ -10,10 +10,20 @@ use brimful::NonFinite;
 use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
+use brimful_torch::autograd::set_gradient;
 use support::state::{Net, state};
 use support::{alone, assert_same};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
+
+/// With an earlier gradient, which must neither be lost nor counted twice; the other variables have none.
+fn net_with_a_gradient() -> Net {
+    let net = Net::with_dropout();
+    let mut weight = net.store.variables()["one.weight"].shallow_clone();
+    let earlier = Tensor::full_like(&weight, 0.25);
+    set_gradient(&mut weight, Some(&earlier)).expect("a gradient");
+    net
+}
 
 fn batch() -> Tensor {
     Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
@@ -29,7 +39,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let _alone = alone();
     let arena = Arena::new("faulty");
     let expected = {
-        let net = Net::with_dropout();
+        let net = net_with_a_gradient();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
         micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
         state(&net.store)
@@ -37,8 +47,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let mut n = 0;
     loop {
         n += 1;
-        let net = Net::with_dropout();
-        // An earlier gradient, which must neither be lost nor counted twice.
+        let net = net_with_a_gradient();
         let mut micro =
             MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
         let (batch, before) = (batch(), state(&net.store));
@@ -84,7 +93,7 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
 #[test]
 fn a_panic_goes_on_after_everything_was_put_back() {
     let _alone = alone();
-    let net = Net::with_dropout();
+    let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let mut calls = 0;
@@ -103,7 +112,7 @@ fn a_panic_goes_on_after_everything_was_put_back() {
 
 /// Runs a step that must fail, and checks that nothing has changed.
 fn refused(what: &str, f: impl Fn(&Net, &Tensor) -> Loss) -> String {
-    let net = Net::with_dropout();
+    let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro =
         MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);

@@ -593,7 +593,9 @@ mod sequences {
                     whole,
                 )
                 .expect("a step");
-            copies(&gradients(&store))
+            let found = copies(&gradients(&store));
+            assert_eq!(found.len(), variables(&store).len(), "all have a gradient");
+            found
         };
         assert_close(&one(Size::Tokens(32)), &one(Size::Count(1)), "one");
     }

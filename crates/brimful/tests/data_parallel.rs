@@ -76,7 +76,7 @@ fn full_batch_gradients(world: World) {
                 assert_eq!(step.sizes.iter().sum::<usize>(), parts[world.rank()], "{what}");
                 assert_gradients(&what, &plain_store, &store);
                 let step = micro.evaluate(&own, |batch| loss(&model, &batch)).expect(&what);
-                assert_loss(step.loss, &expected, &what);
+                assert_loss(step.loss, &expected, &format!("{what}, evaluated"));
             }
         }
     }

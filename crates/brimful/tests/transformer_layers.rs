@@ -299,7 +299,9 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
         });
         ran.expect("a step");
         let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
-        gradients(&store).into_iter().map(|(name, gradient)| (name, host(gradient))).collect()
+        let found = gradients(&store);
+        assert_eq!(found.len(), 3, "table, weight and bias have one");
+        found.into_iter().map(|(name, gradient)| (name, host(gradient))).collect()
     };
     for (kind, part) in KINDS {
         for size in [8, 3, 1] {

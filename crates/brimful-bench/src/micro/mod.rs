@@ -48,7 +48,7 @@ pub(crate) struct MicroOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
     /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
-    /// the CPU]. A head is 64 wide; there are 50,257 tokens.
+    /// the CPU]. A head is 64 wide; there are 50,304 tokens.
     #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
     /// A Llama of this shape, layers x width x sequence, is measured instead, with as many tokens.

@@ -20,13 +20,13 @@ pub enum PlanError {
         what: &'static str,
     },
     /// Bytes, or a time, that nothing takes.
-    #[error("{what} {value}{unit} for each parameter byte: it must be finite and not negative")]
+    #[error("{what} {value}{}{unit} for each parameter byte: it must be finite and not negative", if unit.is_empty() { "" } else { " " })]
     BadNumber {
         /// What is said to take it.
         what: &'static str,
         /// As given.
         value: f64,
-        /// What it is in, behind a blank.
+        /// What it is in, if in anything.
         unit: &'static str,
     },
     /// Nothing of what was asked for can be built.

@@ -142,8 +142,8 @@ impl<'a> KeptStages<'a> {
         let rooms = room.iter().map(|room| u64::try_from((*room).max(0)).unwrap_or(u64::MAX));
         let offers = |j: usize| self.offers[j].to_vec();
         let ways = knapsack::pick_all(self.trial.actions.placement(), rooms, offers);
-        let keeps = |ways: Vec<usize>| ways.into_iter().map(|way| way == KEEPS).collect();
-        ways.map_or_else(|| vec![false; self.offers.len()], keeps)
+        let ways = ways.expect("computing again takes no room");
+        ways.into_iter().map(|way| way == KEEPS).collect()
     }
 
     /// The bytes that each device has left, below 0 where it is over; none where there is no limit, as

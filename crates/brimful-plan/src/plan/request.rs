@@ -129,9 +129,9 @@ impl<'a> Request<'a> {
         }
         let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
         let numbers = [
-            ("gradients take", self.gradient_bytes, " bytes"),
-            ("the optimizer takes", self.optimizer_bytes, " bytes"),
-            ("the optimizer takes", ahead, " bytes"),
+            ("gradients take", self.gradient_bytes, "bytes"),
+            ("the optimizer takes", self.optimizer_bytes, "bytes"),
+            ("the optimizer takes", ahead, "bytes"),
             ("the update on the host takes", self.home_update, ""),
         ];
         if let Some((what, value, unit)) = numbers.into_iter().find(|number| !is_time(number.1)) {

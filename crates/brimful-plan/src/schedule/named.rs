@@ -146,8 +146,16 @@ impl Schedule {
 
     /// The same schedule with `v` stages on each device, where that is free to choose.
     #[must_use]
-    pub fn with_stages_per_device(self, v: usize) -> Self {
-        Self::all(v).into_iter().find(|other| other.name() == self.name()).unwrap_or(self)
+    pub const fn with_stages_per_device(self, v: usize) -> Self {
+        match self {
+            Self::Interleaved { .. } => Self::Interleaved { stages_per_device: v },
+            Self::BreadthFirst { .. } => Self::BreadthFirst { stages_per_device: v },
+            Self::InterleavedZeroBubble { .. } => {
+                Self::InterleavedZeroBubble { stages_per_device: v }
+            }
+            Self::AutoInterleaved { .. } => Self::AutoInterleaved { stages_per_device: v },
+            fixed => fixed,
+        }
     }
 
     /// The list of actions of each device, for any number of devices and micro-batches from 1.

@@ -59,13 +59,13 @@ pub struct Lane {
     /// The most bytes on the device as it began or ended; empty where they are not counted.
     pub bytes: Vec<u64>,
     /// What came over the bus from the host.
-    #[serde(default, skip_serializing_if = "is_empty")]
+    #[serde(default, skip_serializing_if = "is_unused")]
     pub inward: BusLane,
     /// What went over the bus to the host.
-    #[serde(default, skip_serializing_if = "is_empty")]
+    #[serde(default, skip_serializing_if = "is_unused")]
     pub outward: BusLane,
     /// What it waited for meanwhile.
-    #[serde(default, skip_serializing_if = "is_empty")]
+    #[serde(default, skip_serializing_if = "is_unused")]
     pub awaited: WaitLane,
 }
 
@@ -239,7 +239,7 @@ impl WaitLane {
     }
 }
 
-fn is_empty<T: Default + PartialEq>(lane: &T) -> bool {
+fn is_unused<T: Default + PartialEq>(lane: &T) -> bool {
     *lane == T::default()
 }
 

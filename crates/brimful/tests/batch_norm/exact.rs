@@ -99,7 +99,10 @@ impl Plain {
     }
 
     pub fn gradients(&self) -> Named {
-        gradients(&self.store)
+        let found = gradients(&self.store);
+        let trained = self.variables().iter().filter(|(_, value)| value.requires_grad()).count();
+        assert_eq!(found.len(), trained, "all that is trained has a gradient");
+        found
     }
 }
 

@@ -123,8 +123,9 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
 
 fn assert_terms(terms: &[f64], loss: f64, expected: &[f64], what: &str) {
     let sum = |terms: &[f64]| Tensor::from(terms.iter().sum::<f64>());
-    assert_all_close(&Tensor::from_slice(terms), &Tensor::from_slice(expected), what);
-    assert_all_close(&sum(terms), &sum(expected), what);
+    let (found, wanted) = (Tensor::from_slice(terms), Tensor::from_slice(expected));
+    assert_all_close(&found, &wanted, &format!("{what}: terms"));
+    assert_all_close(&sum(terms), &sum(expected), &format!("{what}: the loss"));
     assert!((terms.iter().sum::<f64>() - loss).abs() <= TOLERANCE * loss.abs().max(1.0), "{what}");
 }
 
