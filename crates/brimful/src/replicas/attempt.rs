@@ -117,9 +117,8 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
         }
     }
     let Some(failure) = failure else { return Ok(all) };
-    // Parts that went well too: a step is whole or not at all.
-    for done in all.into_iter().flatten() {
-        done.tried.undo.run().map_err(Caught::Error)?;
-    }
+    // Parts that went well too: a step is whole or not at all. One that cannot be undone does not keep the others.
+    let undone = all.into_iter().flatten().map(|done| done.tried.undo.run());
+    undone.fold(Ok(()), Result::and).map_err(Caught::Error)?;
     Err(failure)
 }

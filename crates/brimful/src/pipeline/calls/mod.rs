@@ -29,7 +29,7 @@ impl Pipeline {
     /// `loss` runs on the last stage's thread, for each micro-batch once, and again where an automatic
     /// size tries the step again. It gets the model's output (a [`Tensor`], or several as a `Vec`, an
     /// array or a tuple: [`ModelOutput`]) and the micro-batch's part of `target`, both on that stage's
-    /// device, and returns its [`Loss`], or a pair of the loss and outputs, or a `Result` of one of
+    /// device, and returns its [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of
     /// them.
     ///
     /// # Errors
