@@ -293,6 +293,11 @@ pub(crate) fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
     leaves
 }
 
+/// The same without what led to it.
+pub(crate) fn detached<B: Batch>(batch: &B) -> Result<B> {
+    batch.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))
+}
+
 fn leaf_len(position: usize, tensor: &Tensor) -> Result<usize> {
     let length = tensor.size().first().map(|&length| length as usize);
     length.ok_or(BatchError::LeafOfOneNumber { leaf: position }.into())

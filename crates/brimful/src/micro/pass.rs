@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::Outcome;
 use crate::Result;
 use crate::accumulate::Accumulator;
-use crate::batch::Batch;
+use crate::batch::{Batch, detached};
 use crate::gradient_mode::with_graphs;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::step::{Summed, Tally, TermGroup, roots};
@@ -91,9 +91,4 @@ pub(super) fn forward<B: Batch, R: Outcome>(
 ) -> Result<(Vec<Term>, R::Outputs)> {
     let (loss, output) = with_graphs(true, || f(micro_batch)).into_parts()?;
     Ok((loss.into_terms(true)?, output))
-}
-
-/// The same outputs without what led to them.
-pub(super) fn detached<O: Batch>(output: &O) -> Result<O> {
-    output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))
 }

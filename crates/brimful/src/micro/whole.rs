@@ -13,7 +13,6 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::pass::detached;
 use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
@@ -131,7 +130,7 @@ impl MicroBatcher {
         })?;
         after.restore()?;
         // As leaves they would keep their gradients alive in the caller's hands.
-        Ok((accumulator.finish()?, tally, detached(outputs)?))
+        Ok((accumulator.finish()?, tally, batch::detached(outputs)?))
     }
 
     /// Runs forward on these micro-batches without a graph: statistics and random state are as before.

@@ -18,7 +18,7 @@ use crate::accumulate::Sum;
 use crate::batch::{self, Batch};
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
-use crate::micro::pass::{BatchPass, detached};
+use crate::micro::pass::BatchPass;
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
 use crate::statistics::{Pending, ReplayStatistics};
@@ -218,6 +218,6 @@ fn run_on_statics<B: Batch, R: Outcome>(
         pass.backward(terms, |number, term| {
             Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
         })?;
-        Ok((readout, detached(&output)?))
+        Ok((readout, batch::detached(&output)?))
     })
 }

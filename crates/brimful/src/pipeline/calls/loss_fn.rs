@@ -105,7 +105,7 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
             let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
             let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
             // Kept until the step is over: its graph would keep the micro-batch's activations.
-            let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
+            let output = batch::detached(&output)?;
             let mut all = collected.lock().unwrap_or_else(PoisonError::into_inner);
             all[start + i] = Some(output);
             Ok(loss)
