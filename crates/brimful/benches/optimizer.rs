@@ -3,6 +3,8 @@
 //! `cargo bench -p brimful --bench optimizer -- cpu` (or `cuda:0`)
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
+mod timing;
+
 use std::time::Instant;
 
 use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd};
@@ -14,9 +16,7 @@ use tch::{Device, Kind, Tensor};
 const ROUNDS: usize = 21;
 
 fn main() -> Result<()> {
-    // Cargo adds a `--bench` of its own.
-    let name = std::env::args().skip(1).find(|word| !word.starts_with("--"));
-    let name = name.unwrap_or_else(|| "cpu".into());
+    let name = timing::argument().unwrap_or_else(|| "cpu".into());
     let device = device::find(&name)?;
     let shapes = resnet50();
     let count: i64 = shapes.iter().map(|shape| shape.iter().product::<i64>()).sum();
@@ -55,7 +55,10 @@ fn compare(name: &str, device: Device, ours: Method, theirs: impl OptimizerConfi
             our_times.push(milliseconds(device, || ours.step())?);
         }
     }
-    let (ours, theirs) = (median(our_times), median(their_times));
+    let [ours, theirs] = [our_times, their_times].map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        timing::median(&times)
+    });
     println!("{name:<22}{ours:>12.2}{theirs:>12.2}{:>8.2}", theirs / ours);
     Ok(())
 }
@@ -66,11 +69,6 @@ fn milliseconds(device: Device, f: impl FnOnce() -> Result<()>) -> Result<f64> {
     f()?;
     torch_device::synchronize(device)?;
     Ok(start.elapsed().as_secs_f64() * 1e3)
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 /// Variables of these shapes, with gradients.
