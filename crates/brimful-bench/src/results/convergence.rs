@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
 use super::table::Form::{Count, Percent, Text};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::table::{Table, TableColumn, TableLine};
 
 /// The contestant that the others are compared with.
 const FULL: &str = "full batch";
@@ -91,16 +91,16 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     let reached = accuracies(runs, name);
     let listed: Vec<String> = reached.iter().map(|a| format!("{:.2} %", 100.0 * a)).collect();
     let comparison = Comparison::new(&reached, full);
-    let of = |part: fn(&Comparison) -> f64| TableCell::Figure(comparison.as_ref().map(part));
+    let of = |part: fn(&Comparison) -> f64| comparison.as_ref().map(part).into();
     let within = comparison.as_ref().map_or("–", |c| if c.within_noise { "yes" } else { "no" });
     let cells = vec![
-        name.to_owned().into(),
+        name.into(),
         listed.join(", ").into(),
         of(|comparison| comparison.mean_accuracy),
         of(|comparison| comparison.deviation),
         of(|comparison| comparison.difference),
         of(|comparison| comparison.noise),
-        within.to_owned().into(),
+        within.into(),
         runs.last().and_then(|row| row.number("micro_batch")).into(),
     ];
     TableLine { cells, error: None }

@@ -99,7 +99,7 @@ fn references(group: &[&ResultRow]) -> Vec<TableLine> {
         let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
         speeds.sort_by(f64::total_cmp);
         let median = speeds.get(speeds.len() / 2).copied();
-        let cells = vec!["–".to_owned().into(), name.into(), median.into()];
+        let cells = vec!["–".into(), name.into(), median.into()];
         TableLine { cells, error: None }
     };
     grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
