@@ -20,9 +20,9 @@ use tch::{Device, Kind, Tensor};
 use crate::host_memory;
 use crate::journal::{Journal, Output};
 use crate::offload::HomeArgument;
-use crate::steady::{SteadySteps, StepPart};
+use crate::steady::SteadySteps;
 use crate::turns::TurnProgress;
-use fine_tuned::FineTuned;
+use fine_tuned::{FineTuned, fine_tuned};
 
 /// Options of `brimful-bench finetune`.
 #[derive(Debug, Args)]
@@ -112,16 +112,8 @@ impl FinetuneOptions {
     ) -> Result<FinetuneRow<'_>> {
         let (mut tuned, load) = self.loaded(folder, self.layers(folder), device, home)?;
         let batch = self.batch(folder.config().vocabulary(), device);
-        let (mut losses, mut peak_bytes) = (Vec::new(), None);
         let following = (home.contestant(), progress);
-        let steady = SteadySteps::measure(&mut tuned, self.repeats, following, |tuned, part| {
-            match part {
-                StepPart::Backward => losses.push(tuned.backward(&batch)?),
-                StepPart::Update => peak_bytes = tuned.update()?,
-                StepPart::LastUpdate => tuned.wait()?,
-            }
-            Ok(())
-        })?;
+        let steady = SteadySteps::measure(&mut *tuned, &batch, self.repeats, following)?;
         let tokens = self.batch_size as i64 * self.tokens;
         Ok(FinetuneRow {
             contestant: home.contestant(),
@@ -134,11 +126,11 @@ impl FinetuneOptions {
             micro_batch: self.micro_batch,
             repeats: self.repeats,
             tokens_per_s: tokens as f64 / steady.seconds,
+            first_loss: steady.first_loss,
+            last_loss: steady.last.loss,
+            replayed: steady.last.replayed,
+            peak_bytes: tuned.peak(&steady.last)?,
             steady,
-            first_loss: losses[0],
-            last_loss: losses[losses.len() - 1],
-            replayed: tuned.replayed(),
-            peak_bytes,
             memory_limit: self.memory_limit.map(|limit| limit.to_string()),
             load,
         })
@@ -151,7 +143,7 @@ impl FinetuneOptions {
         layers: Layers,
         device: Device,
         home: HomeArgument,
-    ) -> Result<(FineTuned, LoadFigures)> {
+    ) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
         // What the device's libraries take of the host is not to be counted as the weights'.
         let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
         let _ = first.matmul(&first);
@@ -161,7 +153,7 @@ impl FinetuneOptions {
         let start = Instant::now();
         // All contestants start with the same adapters.
         tch::manual_seed(0);
-        let tuned = FineTuned::new(layers, device, home, self.micro_batch)?;
+        let tuned = fine_tuned(layers, device, home, self.micro_batch)?;
         let seconds_build = start.elapsed().as_secs_f64();
         let start = Instant::now();
         folder.load(&tuned.variables()?)?;

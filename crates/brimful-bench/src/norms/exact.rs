@@ -38,7 +38,7 @@ impl ExactModel {
 
     pub(super) fn step(&mut self, (x, y): &Samples) -> Result<LossAndPeak> {
         let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
-        Ok((step.loss, step.peaks.first().copied().flatten()))
+        Ok((step.loss, step.peak()))
     }
 
     /// What a step allocates on a CPU, found with a model of its own: counting costs.
