@@ -15,7 +15,7 @@ use serde_json::json;
 use tch::Device;
 
 use crate::journal::{Journal, Output};
-use crate::timed::try_kernels;
+use crate::timed::{try_kernels, turns};
 use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 
@@ -65,7 +65,7 @@ pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
     let cuda = try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
     let mut journal = Journal::begin("halves", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.model.len() * contest::turns(options.repeats));
+    let progress = TurnProgress::new(options.model.len() * turns(options.repeats));
     for &model in &options.model {
         let work = options.work(model, device);
         work.dtype.prepare(device)?;
