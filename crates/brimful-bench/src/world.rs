@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 use tch::Device;
 
-use crate::columns::{Columns, Speed};
+use crate::columns::{Columns, Speed, Staging};
 use crate::journal::{Journal, Output};
 use crate::timed::pipeline_step;
 use crate::times::StepTimes;
@@ -58,9 +58,8 @@ struct WorldRow {
     #[serde(flatten)]
     speed: Speed,
     micro_batches: usize,
-    stages: usize,
-    schedule: Schedule,
-    recompute: Recompute,
+    #[serde(flatten)]
+    staging: Staging,
     balance: Vec<usize>,
     /// Speed over that in one process.
     ratio: f64,
@@ -93,9 +92,7 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
         columns: Columns::new(contestant, &work),
         speed: Speed::new(&work, times),
         micro_batches: work.batch,
-        stages: devices,
-        schedule: options.schedule,
-        recompute: Recompute::Never,
+        staging: Staging::new(devices, options.schedule, Recompute::Never),
         balance: balance.clone(),
         ratio: near.median() / times.median(),
         least_bytes: bytes.map(|(least, _)| Bytes(least)),

@@ -13,8 +13,8 @@ use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::report::{IN_ONE_PIECE, MemoryRow};
-use crate::columns::Columns;
+use super::report::MemoryRow;
+use crate::columns::{Columns, IN_ONE_PIECE};
 use crate::journal::Journal;
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};

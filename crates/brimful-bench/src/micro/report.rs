@@ -1,11 +1,10 @@
 //! The rows of micro-batched training: speeds, and peaks of memory.
 
 use brimful::Bytes;
-use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
 use super::contest::ContestantFigures;
-use crate::columns::{Columns, Speed};
+use crate::columns::{Columns, IN_ONE_PIECE, Speed, Staging};
 use crate::timed::TurnFigures;
 use crate::tuned::Tuning;
 use crate::work::Workload;
@@ -16,7 +15,7 @@ pub(super) struct SpeedRow {
     #[serde(flatten)]
     columns: Columns,
     #[serde(flatten)]
-    stages: NoStages,
+    stages: Staging,
     replay: bool,
     channels_last: bool,
     #[serde(flatten)]
@@ -37,7 +36,7 @@ pub(super) struct MemoryRow {
     #[serde(flatten)]
     pub(super) columns: Columns,
     #[serde(flatten)]
-    pub(super) stages: NoStages,
+    pub(super) stages: Staging,
     pub(super) micro_batches: usize,
     pub(super) samples_per_s: f64,
     pub(super) peak_bytes: Bytes,
@@ -46,16 +45,6 @@ pub(super) struct MemoryRow {
     /// Its peak over that one's.
     pub(super) ratio: Option<f64>,
 }
-
-/// What rows of pipelines say of their stages, said of a model in one piece.
-#[derive(Debug, Serialize)]
-pub(super) struct NoStages {
-    stages: usize,
-    schedule: Option<Schedule>,
-    recompute: Option<Recompute>,
-}
-
-pub(super) const IN_ONE_PIECE: NoStages = NoStages { stages: 1, schedule: None, recompute: None };
 
 impl SpeedRow {
     pub(super) fn new(

@@ -99,7 +99,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
     let (models, repeats) = (options.models(), options.repeats as usize);
     let contests = models.len() * options.micro_batches.len() * options.stages.len();
-    let progress = TurnProgress::new(contests * contest::turns(repeats));
+    let progress = TurnProgress::new(contests * (contest::WARM_UP + repeats));
     let mut picture = None;
     for &model in models {
         let works = options.micro_batches.iter().map(|&m| options.work(model, m, device));
