@@ -104,9 +104,9 @@ impl fmt::Display for Experiment {
 pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let device = device::find(&options.device)?;
     let trial = TrialDevices::new(options.memory_limit, device, &options.stages)?;
-    let room = Room { limit: trial.limit(), host: options.host(&trial, device)? };
+    let room = Room { limit: trial.limit, host: options.host(&trial, device)? };
     let facts = json!({
-        "memory": trial.limit(),
+        "memory": trial.limit,
         "host_memory": room.host,
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
@@ -121,7 +121,7 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
         fitted |= options.table(&search, &trial, &progress, &mut journal)?;
         progress.advance(1);
     }
-    let limit = trial.limit();
+    let limit = trial.limit;
     ensure!(
         fitted,
         does_not_fit(format!("no model of any size fits {limit}: raise --memory-limit"))
@@ -134,7 +134,7 @@ impl MemoryOptions {
     fn host(&self, trial: &TrialDevices, device: Device) -> Result<Bytes> {
         Ok(match (self.host_memory, device) {
             (Some(memory), _) => memory,
-            (None, Device::Cpu) => Bytes(8 * trial.limit().0),
+            (None, Device::Cpu) => Bytes(8 * trial.limit.0),
             _ => memory::host()?.available,
         })
     }
@@ -147,9 +147,9 @@ impl MemoryOptions {
         progress: &TurnProgress,
         journal: &mut Journal,
     ) -> Result<bool> {
-        let plan = |experiment| Ok((experiment, search.largest(experiment, search.limit())?));
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room.limit)?));
         let mut planned =
-            self.experiments(search.host()).map(plan).collect::<Result<VecDeque<_>>>()?;
+            self.experiments(search.room.host).map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;
         while let Some((experiment, found)) = planned.pop_front() {
             let title = format!("{} {experiment}", search.family);
@@ -160,10 +160,7 @@ impl MemoryOptions {
                 let left = trial.seconds(found) + later;
                 progress.step(&title, &found.work.model.to_string(), left);
             };
-            let found = match found {
-                Some(found) => confirmed(search, trial, experiment, found, watch)?,
-                None => None,
-            };
+            let found = confirmed(search, trial, experiment, found, watch)?;
             progress.done();
             let Some((found, outcome)) = found else {
                 journal.enter(&none_fits(search, experiment))?;
@@ -202,20 +199,17 @@ fn confirmed(
     search: &LargestSearch,
     trial: &TrialDevices,
     experiment: Experiment,
-    mut found: FoundModel,
+    mut found: Option<FoundModel>,
     watch: impl Fn(&FoundModel),
 ) -> Result<Option<(FoundModel, StepMemory)>> {
-    loop {
-        watch(&found);
-        if let Some(outcome) = trial.run(&found, search.family)? {
-            return Ok(Some((found, outcome)));
+    while let Some(model) = found {
+        watch(&model);
+        if let Some(outcome) = trial.run(&model, search.family)? {
+            return Ok(Some((model, outcome)));
         }
         // Nor does a plan count what an operation takes for itself while it runs: where that is too
         // much, the next one leaves a fiftieth more free.
-        let less = Bytes(found.row.largest_peak() / 50 * 49);
-        match search.largest(experiment, less)? {
-            Some(smaller) => found = smaller,
-            None => return Ok(None),
-        }
+        found = search.largest(experiment, Bytes(model.row.largest_peak() / 50 * 49))?;
     }
+    Ok(None)
 }

@@ -28,7 +28,7 @@ pub(super) struct LargestSearch {
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
     device: Device,
-    room: Room,
+    pub(super) room: Room,
 }
 
 /// The memory that models are to fit.
@@ -65,20 +65,11 @@ impl LargestSearch {
         Ok(Self { family, smallest: work, input_bytes, layers, host, device, room })
     }
 
-    pub(super) fn limit(&self) -> Bytes {
-        self.room.limit
-    }
-
-    /// What stages at home may take of the host.
-    pub(super) fn host(&self) -> Bytes {
-        self.room.host
-    }
-
     /// What keeps a larger model than this from stages at home.
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
         let experiment = Experiment { devices: 1, way: Way::Home };
-        let next = found.size + 1;
-        let fits = self.plan_with(experiment, self.limit(), Bytes(u64::MAX), next)?.is_some();
+        let unbounded = Room { host: Bytes(u64::MAX), ..self.room };
+        let fits = self.plan(experiment, unbounded, found.size + 1)?.is_some();
         Ok(if fits { "host" } else { "device" })
     }
 
@@ -87,13 +78,14 @@ impl LargestSearch {
     pub(super) fn largest(
         &self,
         experiment: Experiment,
-        memory: Bytes,
+        limit: Bytes,
     ) -> Result<Option<FoundModel>> {
-        let Some(mut best) = self.first(experiment, memory)? else { return Ok(None) };
+        let room = Room { limit, ..self.room };
+        let Some(mut best) = self.first(experiment, room)? else { return Ok(None) };
         let mut too_large = TOO_LARGE;
         while too_large - best.size > 1 {
             let next = (2 * best.size).min(usize::midpoint(best.size, too_large));
-            match self.plan(experiment, memory, next)? {
+            match self.plan(experiment, room, next)? {
                 Some(found) => best = found,
                 None => too_large = next,
             }
@@ -102,34 +94,19 @@ impl LargestSearch {
     }
 
     /// The smallest one that has a layer for each stage.
-    fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<FoundModel>> {
+    fn first(&self, experiment: Experiment, room: Room) -> Result<Option<FoundModel>> {
         let mut size = 1;
         while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.devices {
             size += 1;
         }
-        self.plan(experiment, memory, size)
+        self.plan(experiment, room, size)
     }
 
     /// The fastest step of the model of this size that fits.
-    fn plan(
-        &self,
-        experiment: Experiment,
-        memory: Bytes,
-        size: usize,
-    ) -> Result<Option<FoundModel>> {
-        self.plan_with(experiment, memory, self.room.host, size)
-    }
-
-    fn plan_with(
-        &self,
-        experiment: Experiment,
-        memory: Bytes,
-        host: Bytes,
-        size: usize,
-    ) -> Result<Option<FoundModel>> {
+    fn plan(&self, experiment: Experiment, room: Room, size: usize) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
-        let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
+        let device = PlanDevice { memory: Some(room.limit.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
         request.sums_apart = sums_apart(self.device, work.dtype.kind());
         request.optimizer_bytes = self.family.method().state_factor();
@@ -141,7 +118,7 @@ impl LargestSearch {
             }
             Way::Pipeline => {}
             Way::Home => {
-                request.host_memory = Some(host.0);
+                request.host_memory = Some(room.host.0);
                 (request.bus, request.home_update) = (self.host.bus, self.host.update / 4.0);
             }
         }
@@ -210,7 +187,7 @@ mod tests {
         for experiment in [1, 3].map(|devices| Experiment { devices, way: Way::Pipeline }) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
             assert!(found.row.largest_peak() <= limit.0);
-            let next = search.plan(experiment, limit, found.size + 1).expect("a plan");
+            let next = search.plan(experiment, search.room, found.size + 1).expect("a plan");
             assert!(next.is_none(), "{next:?}");
         }
         let naive = Experiment { devices: 1, way: Way::Naive };

@@ -20,7 +20,7 @@ const ARENA: Bytes = Bytes(80 << 20);
 #[derive(Debug)]
 pub(super) struct TrialDevices {
     device: Device,
-    limit: Bytes,
+    pub(super) limit: Bytes,
 }
 
 /// What two steps took, in bytes for each device.
@@ -49,10 +49,6 @@ impl TrialDevices {
             "{most} stages need a card each, but there are {cards}: give --stages fewer"
         );
         Ok(Self { device, limit })
-    }
-
-    pub(super) fn limit(&self) -> Bytes {
-        self.limit
     }
 
     /// How long the two steps will take, by plan: on a CPU all stages share its cores.
