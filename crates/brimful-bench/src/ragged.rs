@@ -4,14 +4,12 @@
 //! differs is how many of these are padding.
 
 use std::fs;
-use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::batch::Sequences;
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_cli::setting::{self, words};
 use brimful_models::{Gpt, gpt};
-use brimful_torch::device as torch_device;
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
@@ -19,6 +17,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::journal::{Journal, Output};
+use crate::timed::timed;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
@@ -135,12 +134,10 @@ impl RaggedFigures {
     }
 
     fn take_turn(&mut self, trained: &mut RaggedModel, texts: &Texts, counts: bool) -> Result<()> {
-        let device = trained.store.device();
-        torch_device::synchronize(device)?;
-        let (start, computed) = (Instant::now(), computed_seconds());
-        self.micro_batches = trained.backward(self.cut, texts)?;
-        torch_device::synchronize(device)?;
-        self.times.push_if(counts, start.elapsed().as_secs_f64());
+        let (device, computed) = (trained.store.device(), computed_seconds());
+        let (micro_batches, seconds) = timed(device, || trained.backward(self.cut, texts))?;
+        self.micro_batches = micro_batches;
+        self.times.push_if(counts, seconds);
         if let (true, Some(before), Some(after)) = (counts, computed, computed_seconds()) {
             self.computed.push(after - before);
         }

@@ -23,8 +23,6 @@ use crate::work::{GptShape, Samples, Workload};
 
 /// Steps of each contestant that do not count.
 const WARM_UP: u32 = 1;
-/// Tokens of the GPT: bytes.
-const VOCABULARY: i64 = 256;
 
 /// Options of `brimful-bench ranks`.
 #[derive(Debug, Args)]
@@ -183,10 +181,8 @@ impl RanksOptions {
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
-            vocabulary: VOCABULARY,
-            tied: false,
             // In f32, whatever the device.
-            ..Workload::default_of(self.model, Device::Cpu)
+            ..Workload::of_bytes(self.model, Device::Cpu)
         }
     }
 }

@@ -116,10 +116,8 @@ impl WorldOptions {
             batch: self.micro_batches as usize,
             micro_batch: 1,
             gpt: self.gpt,
-            vocabulary: 256,
-            tied: false,
             // In f32, whatever the device.
-            ..Workload::default_of(ModelName::Gpt, Device::Cpu)
+            ..Workload::of_bytes(ModelName::Gpt, Device::Cpu)
         }
     }
 

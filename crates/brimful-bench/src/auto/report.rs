@@ -233,16 +233,8 @@ fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Re
     for _ in 0..LARGEST_STEPS {
         total -= given.step()?.0;
     }
-    let extra_steps = total / median_of(&mut given)?;
+    let extra_steps = total / given.median(STEADY_STEPS)?;
     Ok(Largest { size: found, feasible, failed, extra_steps })
-}
-
-fn median_of(built: &mut Built<'_>) -> Result<f64> {
-    let mut times = StepTimes::default();
-    for _ in 0..STEADY_STEPS {
-        times.push(built.step()?.0);
-    }
-    Ok(times.median())
 }
 
 /// The size that a step ended with.

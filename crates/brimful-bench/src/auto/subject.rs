@@ -9,6 +9,7 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use crate::timed::timed;
+use crate::times::StepTimes;
 use crate::work::{Samples, Workload};
 
 /// What is to be measured, and in how much memory.
@@ -71,6 +72,12 @@ impl Built<'_> {
     pub(super) fn step(&mut self) -> Result<(f64, Step)> {
         let Self { store, model, micro, samples, .. } = self;
         step(store, model, micro, samples)
+    }
+
+    /// The median of the seconds of some steps.
+    pub(super) fn median(&mut self, steps: usize) -> Result<f64> {
+        let times = (0..steps).map(|_| Ok(self.step()?.0)).collect::<Result<_>>()?;
+        Ok(StepTimes(times).median())
     }
 
     /// The seconds of a step of a given size.

@@ -1,11 +1,10 @@
 //! What every given size does: which fit, and how fast each is.
 
 use anyhow::{Result, ensure};
-use brimful::{Size, Step};
+use brimful::Size;
 use brimful_cli::exit::{does_not_fit, ran_out};
 
 use super::subject::LimitedWork;
-use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
@@ -55,24 +54,19 @@ pub(super) fn fastest(
 }
 
 /// Samples a second with a given size; `None` where it does not fit.
-pub(super) fn rate(
+fn rate(
     subject: &LimitedWork,
     size: usize,
     samples: &Samples,
     repeats: usize,
 ) -> Result<Option<f64>> {
-    let mut built = match subject.build(Size::Fixed(size), samples) {
-        Err(error) if ran_out(&error) => return Ok(None),
-        built => built?,
+    let measured = || {
+        let mut built = subject.build(Size::Fixed(size), samples)?;
+        built.step()?;
+        built.median(repeats)
     };
-    let mut times = StepTimes::default();
-    for turn in 0..=repeats {
-        match built.step() {
-            Ok((seconds, Step { .. })) if turn > 0 => times.push(seconds),
-            Ok(_) => {}
-            Err(error) if ran_out(&error) => return Ok(None),
-            Err(error) => return Err(error),
-        }
+    match measured() {
+        Err(error) if ran_out(&error) => Ok(None),
+        seconds => Ok(Some(subject.work.batch as f64 / seconds?)),
     }
-    Ok(Some(subject.work.batch as f64 / times.median()))
 }

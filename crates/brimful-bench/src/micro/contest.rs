@@ -1,13 +1,12 @@
 //! The contestants of a row, and their turns.
 
-use anyhow::{Context, Result};
-use brimful::Bytes;
+use anyhow::Result;
 use brimful_torch::transfer;
 use tch::Device;
 
 use super::report::SpeedRow;
 use crate::journal::Journal;
-use crate::timed::{self, MeasuredTurn, Timed, TurnFigures, share};
+use crate::timed::{self, MeasuredTurn, TurnFigures, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -76,7 +75,7 @@ pub(super) fn measure(
     timed::compute_the_same(&losses, work.dtype)?;
     if device == Device::Cpu {
         for (contestant, shown) in &mut all {
-            shown.peak = Some(contest.cpu_peak(*contestant)?);
+            shown.peak = Some(timed::cpu_peak(|| contest.turn(*contestant))?);
         }
     }
     progress.done();
@@ -85,8 +84,8 @@ pub(super) fn measure(
 
 /// Enters a row for each contestant, beside those that it is compared with.
 fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> Result<()> {
-    let by_hand = seconds_of(MicroContestant::Loop, all)?;
-    let resident = seconds_of(MicroContestant::Resident, all)?;
+    // The loop and the resident one, which are always there.
+    let [by_hand, resident] = [0, 2].map(|place| all[place].1.times.median());
     for figures in all {
         let seconds = figures.1.times.median();
         // Only the streaming one copies what another finds in place.
@@ -95,13 +94,6 @@ fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> R
         journal.enter(&SpeedRow::new(work, figures, by_hand / seconds, ratio_to_resident))?;
     }
     Ok(())
-}
-
-/// The median of a contestant that is always there.
-fn seconds_of(contestant: MicroContestant, all: &[ContestantFigures]) -> Result<f64> {
-    let found = all.iter().find(|(who, _)| *who == contestant);
-    let found = found.context("a contestant that all have is missing")?;
-    Ok(found.1.times.median())
 }
 
 /// One mini-batch, and all who run it.
@@ -162,12 +154,6 @@ impl<'a> Contest<'a> {
             MicroContestant::Loop => model.by_hand(work, batch),
             _ => model.step(batch),
         })
-    }
-
-    fn cpu_peak(&mut self, contestant: MicroContestant) -> Result<Bytes> {
-        let at = self.tuned(contestant.tuning())?;
-        self.models[at].clear()?;
-        timed::cpu_peak(|| self.turn(contestant))
     }
 }
 

@@ -29,10 +29,6 @@ use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 use contest::PipelineContest;
 
-/// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
-/// blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
-const VOCABULARY: i64 = 256;
-
 /// Options of `brimful-bench pipeline`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -70,6 +66,7 @@ pub(crate) struct PipelineOptions {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
     /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    // These 32 equal blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
@@ -147,9 +144,7 @@ impl PipelineOptions {
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
-            vocabulary: VOCABULARY,
-            tied: false,
-            ..Workload::default_of(model, device)
+            ..Workload::of_bytes(model, device)
         }
     }
 }
