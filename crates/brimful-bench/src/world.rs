@@ -80,7 +80,7 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     let (alone, all) = (World::alone(), device::spread(&options.device, 0..devices)?);
     let in_one = || pipeline(&work, options, &alone, &all, Some(balance.clone()));
     let in_one = (world.rank() == 0).then(in_one).transpose()?;
-    let WorldTimes { near, far, sent } = options.measure(&work, &world, over_ranks, in_one)?;
+    let ([near, far], sent) = options.measure(&work, &world, over_ranks, in_one)?;
     if world.rank() > 0 {
         return Ok(());
     }
@@ -103,13 +103,6 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     journal.end()
 }
 
-/// What the steps took, in one process and over ranks, and what all ranks have sent in one.
-struct WorldTimes {
-    near: StepTimes,
-    far: StepTimes,
-    sent: u64,
-}
-
 impl WorldOptions {
     fn work(&self) -> Workload {
         Workload {
@@ -121,14 +114,15 @@ impl WorldOptions {
         }
     }
 
-    /// Steps of both in turns; only rank 0 has the one in one process.
+    /// Steps of both in turns; only rank 0 has the one in one process. What they took, in one process and over
+    /// ranks, and what all ranks have sent in one.
     fn measure(
         &self,
         work: &Workload,
         world: &World,
         mut over_ranks: Pipeline,
         mut in_one: Option<Pipeline>,
-    ) -> Result<WorldTimes> {
+    ) -> Result<([StepTimes; 2], u64)> {
         tch::manual_seed(0);
         let batch = work.samples(work.batch);
         let (mut near, mut far, mut sent) = (StepTimes::default(), StepTimes::default(), 0);
@@ -145,7 +139,7 @@ impl WorldOptions {
             far.push_if(counts, seconds);
             ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
         }
-        Ok(WorldTimes { near, far, sent })
+        Ok(([near, far], sent))
     }
 }
 

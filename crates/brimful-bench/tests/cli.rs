@@ -32,16 +32,6 @@ fn every_exit_code_of_the_program_is_its_own() {
 }
 
 #[test]
-fn every_command_has_help_with_examples() {
-    let commands = "arena auto compare convergence finetune halves kernels loader memory micro norms \
-                    offload pipeline plot ragged world";
-    let over_ranks = cfg!(feature = "mpi").then_some("ranks");
-    for command in commands.split(' ').chain(over_ranks) {
-        ends(&format!("{command} --help"), 0, "Examples:\n  ");
-    }
-}
-
-#[test]
 fn flags_come_from_a_file_too() {
     let path = folder("config").join("run.toml");
     let text = "[arena]\nbatch-size = 1\nimage = 32\nrepeats = 1\n\n[micro]\nrepeats = 3\n";

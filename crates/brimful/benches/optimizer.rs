@@ -41,24 +41,20 @@ fn compare(name: &str, device: Device, ours: Method, theirs: impl OptimizerConfi
     let (a, b) = (store(device)?, store(device)?);
     let mut ours = Optimizer::new(&a, ours)?;
     let mut theirs = theirs.build(&b, 1e-3)?;
-    let (mut our_times, mut their_times) = (Vec::new(), Vec::new());
     let mut their_step = || {
         theirs.step();
         Ok(())
     };
+    let mut our_step = || ours.step();
+    let mut steps: [&mut dyn FnMut() -> Result<()>; 2] = [&mut our_step, &mut their_step];
+    let mut times = [Vec::new(), Vec::new()];
     for round in 0..ROUNDS {
-        if round % 2 == 0 {
-            our_times.push(milliseconds(device, || ours.step())?);
-            their_times.push(milliseconds(device, &mut their_step)?);
-        } else {
-            their_times.push(milliseconds(device, &mut their_step)?);
-            our_times.push(milliseconds(device, || ours.step())?);
+        for who in [round % 2, (round + 1) % 2] {
+            times[who].push(milliseconds(device, &mut steps[who])?);
         }
     }
-    let [ours, theirs] = [our_times, their_times].map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        timing::median(&times)
-    });
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    let [ours, theirs] = times.map(|times| timing::median(&times));
     println!("{name:<22}{ours:>12.2}{theirs:>12.2}{:>8.2}", theirs / ours);
     Ok(())
 }

@@ -104,8 +104,7 @@ pub(super) fn measure(
     for (who, shown) in &mut all {
         shown.peak = Some(head.peak(*who)?);
     }
-    let losses: Vec<f64> = all.iter().map(|(_, shown)| shown.loss).collect();
-    compute_the_same(&losses, work.dtype)?;
+    compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
     let mut rows: Vec<LossRow> =
         all.iter().zip(apart).map(|(one, apart)| row(work, one, &all[0].1, apart)).collect();
     rows[0].refusals = refusals;

@@ -4,7 +4,7 @@ use anyhow::Result;
 use brimful_torch::transfer;
 use tch::Device;
 
-use super::report::SpeedRow;
+use super::report;
 use crate::journal::Journal;
 use crate::timed::{self, MeasuredTurn, TurnFigures, share};
 use crate::tuned::{TunedModel, Tuning};
@@ -57,9 +57,6 @@ impl MicroContestant {
     }
 }
 
-/// A contestant, and what it has shown.
-pub(super) type ContestantFigures = (MicroContestant, TurnFigures);
-
 /// Measures a row: its contestants take turns.
 pub(super) fn measure(
     work: &Workload,
@@ -71,29 +68,14 @@ pub(super) fn measure(
     progress.row(&work.title());
     let mut contest = Contest::new(work, device)?;
     let mut all = contest.take_turns(repeats, progress)?;
-    let losses: Vec<f64> = all.iter().map(|(_, shown)| shown.loss).collect();
-    timed::compute_the_same(&losses, work.dtype)?;
+    timed::compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
     if device == Device::Cpu {
         for (contestant, shown) in &mut all {
             shown.peak = Some(timed::cpu_peak(|| contest.turn(*contestant))?);
         }
     }
     progress.done();
-    enter(work, &all, journal)
-}
-
-/// Enters a row for each contestant, beside those that it is compared with.
-fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> Result<()> {
-    // The loop and the resident one, which are always there.
-    let [by_hand, resident] = [0, 2].map(|place| all[place].1.times.median());
-    for figures in all {
-        let seconds = figures.1.times.median();
-        // Only the streaming one copies what another finds in place.
-        let streams = figures.0 == MicroContestant::Streaming;
-        let ratio_to_resident = streams.then_some(resident / seconds);
-        journal.enter(&SpeedRow::new(work, figures, by_hand / seconds, ratio_to_resident))?;
-    }
-    Ok(())
+    report::enter(work, &all, journal)
 }
 
 /// One mini-batch, and all who run it.
@@ -120,7 +102,7 @@ impl<'a> Contest<'a> {
         &mut self,
         repeats: usize,
         progress: &TurnProgress,
-    ) -> Result<Vec<ContestantFigures>> {
+    ) -> Result<Vec<(MicroContestant, TurnFigures)>> {
         let title = self.work.title();
         let all = MicroContestant::all(self.work, self.device).into_iter();
         let all = all.map(|who| (who, who.name()));
