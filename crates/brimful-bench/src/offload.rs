@@ -106,11 +106,10 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
     for &home in &options.homes {
-        let name = home.contestant();
-        progress.row(name);
+        progress.row(home.contestant());
         let mut contestant = Contestant::new(options, device, home)?;
         for &count in &options.counts {
-            journal.enter(&contestant.measure(options, name, count, &progress)?)?;
+            journal.enter(&contestant.measure(count, &progress)?)?;
         }
     }
     progress.done();
@@ -179,15 +178,17 @@ fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
     rows.cross_entropy_for_logits(&tokens.view([-1]))
 }
 
-struct Contestant {
+struct Contestant<'a> {
+    options: &'a OffloadOptions,
+    home: HomeArgument,
     training: StagedTraining,
     parameters: u64,
     /// Why stages live where they do, of homes that were planned.
     why: Option<String>,
 }
 
-impl Contestant {
-    fn new(options: &OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
+impl<'a> Contestant<'a> {
+    fn new(options: &'a OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
         let layers = options.layers();
         let parameters = layers.parameter_count()?;
         let homes = options.stage_homes(device, home)?;
@@ -208,25 +209,20 @@ impl Contestant {
             }
         };
         let training = StagedTraining::new(builder, home.follows(), loss)?;
-        Ok(Self { training, parameters, why })
+        Ok(Self { options, home, training, parameters, why })
     }
 
-    fn measure(
-        &mut self,
-        options: &OffloadOptions,
-        name: &'static str,
-        count: usize,
-        progress: &TurnProgress,
-    ) -> Result<OffloadRow> {
-        let Self { training, parameters, why } = self;
+    fn measure(&mut self, count: usize, progress: &TurnProgress) -> Result<OffloadRow> {
+        let Self { options, home, training, parameters, why } = self;
         training.pipeline.set_size(count);
         let samples = options.sequences * count as i64;
         let place = (Kind::Int64, training.pipeline.output_device());
         let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);
         let batch = (tokens(), tokens());
-        let steady = SteadySteps::measure(training, &batch, options.repeats, (name, progress))?;
+        let following = (home.contestant(), progress);
+        let steady = SteadySteps::measure(training, &batch, options.repeats, following)?;
         Ok(OffloadRow {
-            contestant: name,
+            contestant: home.contestant(),
             bus: profile(training, &batch)?,
             parameters: *parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),

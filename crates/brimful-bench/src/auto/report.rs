@@ -11,7 +11,6 @@ use super::trials;
 use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
-use crate::work::Samples;
 
 /// Steps in which a size is to be found.
 const LARGEST_STEPS: usize = 4;
@@ -138,17 +137,16 @@ impl AutoRow {
 
 impl AutoFigures {
     fn measure(subject: &LimitedWork, steps_only: bool, progress: &TurnProgress) -> Result<Self> {
-        let samples = subject.samples();
         let title = subject.title();
         let (mut largest, mut best) = (None, None);
         if !steps_only {
-            let feasible = trials::largest(subject, &samples, progress)?;
-            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
+            let feasible = trials::largest(subject, progress)?;
+            best = Some(trials::fastest(subject, feasible, progress)?);
             progress.row(&format!("{title}: largest"));
-            largest = Some(find_largest(subject, feasible, &samples)?);
+            largest = Some(find_largest(subject, feasible)?);
         }
         progress.row(&format!("{title}: auto"));
-        let (fastest, best) = fastest(subject, best, &samples)?;
+        let (fastest, best) = fastest(subject, best)?;
         Ok(Self { largest, fastest, best })
     }
 
@@ -172,12 +170,8 @@ impl AutoFigures {
 }
 
 /// What `auto` does; then its steps in turns with those of the same size, and of the best one.
-fn fastest(
-    subject: &LimitedWork,
-    best: Option<usize>,
-    samples: &Samples,
-) -> Result<(Fastest, Option<Best>)> {
-    let mut built = subject.build(Size::Auto, samples)?;
+fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Option<Best>)> {
+    let mut built = subject.build(Size::Auto)?;
     let (mut failed, first_step_s) = learn(&mut built, subject.replay)?;
     let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
@@ -219,8 +213,8 @@ fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
 }
 
 /// What `largest` finds, and what that takes beside as many first steps of the size, given.
-fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Result<Largest> {
-    let mut built = subject.build(Size::Largest, samples)?;
+fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
+    let mut built = subject.build(Size::Largest)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
     for _ in 0..LARGEST_STEPS {
         let (seconds, step) = built.step()?;
@@ -229,7 +223,7 @@ fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Re
         found = size(&step);
     }
     drop(built);
-    let mut given = subject.build(Size::Fixed(found), samples)?;
+    let mut given = subject.build(Size::Fixed(found))?;
     for _ in 0..LARGEST_STEPS {
         total -= given.step()?.0;
     }

@@ -9,9 +9,9 @@ use brimful::plan::{self, PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, sums_apart};
 use brimful_cli::setting::ModelName;
-use tch::Device;
 
 use super::family::{Family, TYPICAL};
+use super::trial::Room;
 use super::{Experiment, Way};
 use crate::work::Workload;
 
@@ -27,17 +27,7 @@ pub(super) struct LargestSearch {
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
-    device: Device,
     pub(super) room: Room,
-}
-
-/// The memory that models are to fit.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Room {
-    /// Of each device.
-    pub(super) limit: Bytes,
-    /// Of the host, for stages at home.
-    pub(super) host: Bytes,
 }
 
 /// A model whose step fits.
@@ -50,19 +40,14 @@ pub(super) struct FoundModel {
 
 impl LargestSearch {
     /// Measures, with one sample: larger micro-batches only cost memory.
-    pub(super) fn measure(
-        family: Family,
-        work: Workload,
-        device: Device,
-        room: Room,
-    ) -> Result<Self> {
+    pub(super) fn measure(family: Family, work: Workload, room: Room) -> Result<Self> {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
         let Profile { input_bytes, layers } =
-            balance::measure(&typical.layers()?, device, &sample)?;
+            balance::measure(&typical.layers()?, room.device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
-        let host = HostSpeed::measure(device, family.method())?;
-        Ok(Self { family, smallest: work, input_bytes, layers, host, device, room })
+        let host = HostSpeed::measure(room.device, family.method())?;
+        Ok(Self { family, smallest: work, input_bytes, layers, host, room })
     }
 
     /// What keeps a larger model than this from stages at home.
@@ -108,7 +93,7 @@ impl LargestSearch {
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(room.limit.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
-        request.sums_apart = sums_apart(self.device, work.dtype.kind());
+        request.sums_apart = sums_apart(room.device, work.dtype.kind());
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];
@@ -150,9 +135,10 @@ fn with_size(work: &Workload, family: Family, size: usize) -> Workload {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     fn room(limit: u64) -> Room {
-        Room { limit: Bytes(limit), host: Bytes(0) }
+        Room { device: Device::Cpu, limit: Bytes(limit), host: Bytes(0) }
     }
 
     #[test]
@@ -160,8 +146,7 @@ mod tests {
         for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
             let model = family.model(1, width);
             let work = Workload { batch: 2, image: 64, ..Workload::default_of(model, Device::Cpu) };
-            let search =
-                LargestSearch::measure(family, work, Device::Cpu, room(1 << 20)).expect("layers");
+            let search = LargestSearch::measure(family, work, room(1 << 20)).expect("layers");
             for size in first..=6 {
                 let work = with_size(&search.smallest, family, size);
                 let profile = search.profile(&work, size).expect("a profile");
@@ -182,8 +167,7 @@ mod tests {
             image: 64,
             ..Workload::default_of(family.model(1, 2), Device::Cpu)
         };
-        let search =
-            LargestSearch::measure(family, work, Device::Cpu, room(limit.0)).expect("layers");
+        let search = LargestSearch::measure(family, work, room(limit.0)).expect("layers");
         for experiment in [1, 3].map(|devices| Experiment { devices, way: Way::Pipeline }) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
             assert!(found.row.largest_peak() <= limit.0);

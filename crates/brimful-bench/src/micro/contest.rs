@@ -6,7 +6,7 @@ use tch::Device;
 
 use super::report;
 use crate::journal::Journal;
-use crate::timed::{self, MeasuredTurn, TurnFigures, share};
+use crate::timed::{self, MeasuredTurn, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -67,7 +67,9 @@ pub(super) fn measure(
 ) -> Result<()> {
     progress.row(&work.title());
     let mut contest = Contest::new(work, device)?;
-    let mut all = contest.take_turns(repeats, progress)?;
+    let all = MicroContestant::all(work, device).into_iter().map(|who| (who, who.name()));
+    let mut all =
+        timed::take_turns(&work.title(), all, repeats, progress, |who| contest.turn(who))?;
     timed::compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
     if device == Device::Cpu {
         for (contestant, shown) in &mut all {
@@ -95,18 +97,6 @@ impl<'a> Contest<'a> {
             _ => (transfer::pin(&x)?, transfer::pin(&y)?),
         };
         Ok(Self { work, device, models: Vec::new(), host })
-    }
-
-    /// What every contestant shows in its turns.
-    fn take_turns(
-        &mut self,
-        repeats: usize,
-        progress: &TurnProgress,
-    ) -> Result<Vec<(MicroContestant, TurnFigures)>> {
-        let title = self.work.title();
-        let all = MicroContestant::all(self.work, self.device).into_iter();
-        let all = all.map(|who| (who, who.name()));
-        timed::take_turns(&title, all, repeats, progress, |who| self.turn(who))
     }
 
     /// The place of the model that is run in this way, made where it is not there. All have the same
