@@ -20,6 +20,12 @@ const ORDER_STEPS: usize = 20;
 /// Steps that are measured afterwards.
 const STEADY_STEPS: usize = 5;
 
+/// What stands above the rows.
+const HEADING: &str = concat!(
+    "       limit |  largest  feasible  failed  extra",
+    " |   auto  failed  first s  samples/s  of fixed   best  of best"
+);
+
 /// A row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct AutoRow {
@@ -111,27 +117,12 @@ impl AutoRow {
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { model, shape, dtype, batch, .. } = self;
         let title = format!("{model} {shape}, {dtype}, mini-batch {batch}");
-        let columns = format!(
-            "  {:>10} | {:>8}{:>10}{:>8}{:>7} | {:>6}{:>8}{:>9}{:>11}{:>10}{:>7}{:>9}",
-            "limit",
-            "largest",
-            "feasible",
-            "failed",
-            "extra",
-            "auto",
-            "failed",
-            "first s",
-            "samples/s",
-            "of fixed",
-            "best",
-            "of best"
-        );
         let outcome = match &self.outcome {
             AutoOutcome::Measured(figures) => figures.text(),
             AutoOutcome::DoesNotFit { error } => error.clone(),
         };
         let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
-        journal.enter_as(&title, &columns, &text, self)
+        journal.enter_as(&title, HEADING, &text, self)
     }
 }
 

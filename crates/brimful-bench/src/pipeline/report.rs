@@ -14,6 +14,12 @@ use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::work::Workload;
 
+/// What stands above the rows.
+const HEADING: &str = concat!(
+    "  stages  schedule                  recompute     samples/s   ratio   limit",
+    "  balance  machine  of limit  of balance   bubble   spread        peak"
+);
+
 /// A contestant, and what became of it.
 #[derive(Debug, Serialize)]
 struct PipelineRow<T> {
@@ -131,24 +137,8 @@ impl PipelineRows<'_> {
         let title = format!(
             "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
         );
-        let heading = format!(
-            "  {:>6}  {:<26}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
-            "stages",
-            "schedule",
-            "recompute",
-            "samples/s",
-            "ratio",
-            "limit",
-            "balance",
-            "machine",
-            "of limit",
-            "of balance",
-            "bubble",
-            "spread",
-            "peak"
-        );
         let row = PipelineRow { columns, micro_batches, staging, outcome };
-        self.journal.enter_as(&title, &heading, text, &row)
+        self.journal.enter_as(&title, HEADING, text, &row)
     }
 }
 
