@@ -63,7 +63,7 @@ impl<'a> NormContest<'a> {
         let arena = limit.map(|limit| Arena::limited("cpu", limit.0)).transpose()?;
         let mut exact = ExactModel::new(work, device, arena)?;
         if let Some((_, first)) = plain.first() {
-            exact.take_over(first.store.variables().into_iter().collect())?;
+            exact.pipeline.set_variables(first.store.variables().into_iter().collect())?;
         }
         let (x, y) = work.samples(work.batch);
         let x = if channels_last { layout::laid_out(&x, true)? } else { x };

@@ -12,7 +12,7 @@ use crate::work::{Samples, Workload};
 
 /// A pipeline of one device: its stages are cut where micro-batches meet.
 pub(super) struct ExactModel {
-    pipeline: Pipeline,
+    pub(super) pipeline: Pipeline,
     /// Device memory that it keeps between its turns.
     kept: u64,
 }
@@ -29,11 +29,6 @@ impl ExactModel {
         let pipeline = builder.build()?;
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { pipeline, kept })
-    }
-
-    /// Takes the values of these parameters and running statistics over.
-    pub(super) fn take_over(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
-        Ok(self.pipeline.set_variables(values)?)
     }
 
     pub(super) fn step(&mut self, (x, y): &Samples) -> Result<LossAndPeak> {

@@ -1,7 +1,9 @@
 //! Trainings that should differ by chance alone: accuracies, and whether they do.
 
 use serde::Serialize;
+use serde_json::json;
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
 use super::table::Form::{Count, Percent, Text};
@@ -91,18 +93,14 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     let reached = accuracies(runs, name);
     let listed: Vec<String> = reached.iter().map(|a| format!("{:.2} %", 100.0 * a)).collect();
     let comparison = Comparison::new(&reached, full);
-    let of = |part: fn(&Comparison) -> f64| comparison.as_ref().map(part).into();
     let within = comparison.as_ref().map_or("–", |c| if c.within_noise { "yes" } else { "no" });
-    let cells = vec![
-        name.into(),
-        listed.join(", ").into(),
-        of(|comparison| comparison.mean_accuracy),
-        of(|comparison| comparison.deviation),
-        of(|comparison| comparison.difference),
-        of(|comparison| comparison.noise),
-        within.into(),
-        runs.last().and_then(|row| row.number("micro_batch")).into(),
+    let derived = vec![
+        ("contestant", name.into()),
+        ("accuracies", listed.join(", ").into()),
+        ("within_noise", within.into()),
+        ("micro_batch", runs.last().and_then(|row| row.number("micro_batch")).into()),
     ];
+    let cells = by_work::cells(&ResultRow(json!(comparison)), &COLUMNS, derived);
     TableLine { cells, error: None }
 }
 
