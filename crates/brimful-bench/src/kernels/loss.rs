@@ -105,34 +105,26 @@ pub(super) fn measure(
         shown.peak = Some(head.peak(*who)?);
     }
     compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
-    let mut rows: Vec<LossRow> =
-        all.iter().zip(apart).map(|(one, apart)| row(work, one, &all[0].1, apart)).collect();
-    rows[0].refusals = refusals;
-    Ok(rows)
-}
-
-fn row(
-    work: LossWork,
-    (contestant, shown): &(LossContestant, TurnFigures),
-    ours: &TurnFigures,
-    gradient_difference: f64,
-) -> LossRow {
-    let seconds = shown.times.median();
-    let [peak, our_peak] = [shown, ours].map(|figures| figures.peak.unwrap_or_default());
-    LossRow {
-        part: "loss",
-        contestant: contestant.name(),
-        work,
-        repeats: shown.times.0.len(),
-        seconds,
-        spread: shown.times.spread(),
-        time_ratio: ours.times.median() / seconds,
-        peak_bytes: peak,
-        peak_ratio: our_peak.0 as f64 / peak.0 as f64,
-        loss: shown.loss,
-        gradient_difference,
-        refusals: Vec::new(),
-    }
+    let (ours, our_peak) = (&all[0].1, all[0].1.peak.unwrap_or_default());
+    let row = |((contestant, shown), apart): (&(LossContestant, TurnFigures), f64)| {
+        let (seconds, peak) = (shown.times.median(), shown.peak.unwrap_or_default());
+        let is_ours = *contestant == LossContestant::Ours;
+        LossRow {
+            part: "loss",
+            contestant: contestant.name(),
+            work,
+            repeats,
+            seconds,
+            spread: shown.times.spread(),
+            time_ratio: ours.times.median() / seconds,
+            peak_bytes: peak,
+            peak_ratio: our_peak.0 as f64 / peak.0 as f64,
+            loss: shown.loss,
+            gradient_difference: apart,
+            refusals: if is_ours { refusals.clone() } else { Vec::new() },
+        }
+    };
+    Ok(all.iter().zip(apart).map(row).collect())
 }
 
 /// Hidden states, the weight of a head, and which word follows each place.

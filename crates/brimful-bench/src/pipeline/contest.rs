@@ -5,10 +5,10 @@ use brimful::balance::Profile;
 use brimful::plan::PlanChoice;
 use tch::Device;
 
+use super::PipelineOptions;
 use super::alone::{OneThread, ThreadCopies};
 use super::report::PipelineRows;
 use super::runner::Runner;
-use super::{PipelineOptions, picture};
 use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
@@ -25,7 +25,7 @@ pub(super) struct PipelineContest {
     alone: OneThread,
     /// None on an accelerator, and where one stage makes them pointless.
     copies: Option<ThreadCopies>,
-    runners: Vec<Runner>,
+    pub(super) runners: Vec<Runner>,
     /// Those that cannot be built: a model has too few layers for some schedules.
     missing: Vec<(PlanChoice, Error)>,
 }
@@ -40,7 +40,8 @@ impl PipelineContest {
         let (alone, stages) = (OneThread::new(work, devices[0])?, devices.len());
         let is_parallel = devices[0] == Device::Cpu && stages > 1;
         let copies = is_parallel.then(|| ThreadCopies::new(work, stages)).transpose()?;
-        let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
+        let (parameters, mut runners, mut missing) =
+            (alone.store.variables().into_iter().collect::<Vec<_>>(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
                 let micro_batches = work.batch / work.micro_batch;
@@ -95,10 +96,5 @@ impl PipelineContest {
         rows.alone(&alone)?;
         self.runners.iter().try_for_each(|runner| rows.piped(runner, &alone, machine))?;
         self.missing.iter().try_for_each(|(choice, error)| rows.not_built(*choice, error))
-    }
-
-    /// Every schedule as it was simulated and as it was measured.
-    pub(super) fn picture(&self) -> String {
-        picture::draw(&self.runners)
     }
 }

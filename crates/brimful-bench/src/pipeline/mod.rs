@@ -108,7 +108,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
             let devices = device::spread(&options.device, 0..stages)?;
             let mut contest = PipelineContest::new(options, work, &profile, &devices)?;
             contest.run(repeats, &progress, &mut journal)?;
-            picture = options.svg.as_ref().map(|_| contest.picture());
+            picture = options.svg.as_ref().map(|_| picture::draw(&contest.runners));
         }
     }
     if let (Some(path), Some(picture)) = (&options.svg, picture) {
