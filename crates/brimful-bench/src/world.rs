@@ -88,18 +88,18 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     let mut journal = Journal::begin("world", device, &options.output, facts)?;
     let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
     let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
-    let row = |contestant, times: &StepTimes, bytes: Option<(u64, u64)>| WorldRow {
+    let row = |contestant, times: &StepTimes, [least, sent]: [Option<u64>; 2]| WorldRow {
         columns: Columns::new(contestant, &work),
         speed: Speed::new(&work, times),
         micro_batches: work.batch,
         staging: Staging::new(devices, options.schedule, Recompute::Never),
         balance: balance.clone(),
         ratio: near.median() / times.median(),
-        least_bytes: bytes.map(|(least, _)| Bytes(least)),
-        sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
+        least_bytes: least.map(Bytes),
+        sent_bytes: sent.map(Bytes),
     };
-    journal.enter(&row("brimful", &near, None))?;
-    journal.enter(&row("brimful over ranks", &far, Some((least, sent))))?;
+    journal.enter(&row("brimful", &near, [None; 2]))?;
+    journal.enter(&row("brimful over ranks", &far, [least, sent].map(Some)))?;
     journal.end()
 }
 

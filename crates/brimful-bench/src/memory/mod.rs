@@ -120,10 +120,9 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
         fitted |= options.table(&search, &progress, &mut journal)?;
         progress.advance(1);
     }
-    let limit = room.limit;
     ensure!(
         fitted,
-        does_not_fit(format!("no model of any size fits {limit}: raise --memory-limit"))
+        does_not_fit(format!("no model of any size fits {}: raise --memory-limit", room.limit))
     );
     journal.end()
 }

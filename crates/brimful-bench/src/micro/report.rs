@@ -17,7 +17,7 @@ struct SpeedRow {
     #[serde(flatten)]
     columns: Columns,
     #[serde(flatten)]
-    stages: Staging,
+    staging: Staging,
     replay: bool,
     channels_last: bool,
     #[serde(flatten)]
@@ -38,7 +38,7 @@ pub(super) struct MemoryRow {
     #[serde(flatten)]
     pub(super) columns: Columns,
     #[serde(flatten)]
-    pub(super) stages: Staging,
+    pub(super) staging: Staging,
     pub(super) micro_batches: usize,
     pub(super) samples_per_s: f64,
     pub(super) peak_bytes: Bytes,
@@ -63,7 +63,7 @@ pub(super) fn enter(
         let streams = *contestant == MicroContestant::Streaming;
         journal.enter(&SpeedRow {
             columns: Columns::new(contestant.name(), work),
-            stages: IN_ONE_PIECE,
+            staging: IN_ONE_PIECE,
             replay,
             channels_last,
             speed: Speed::new(work, &shown.times),
