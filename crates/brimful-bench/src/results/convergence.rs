@@ -79,8 +79,7 @@ fn runs<'a>(rows: &[&'a ResultRow]) -> Vec<&'a ResultRow> {
 }
 
 fn work(row: &ResultRow) -> String {
-    let [model, data, batch, epochs] =
-        ["model", "data", "batch", "epochs"].map(|key| row.text(key));
+    let [model, data, batch, epochs] = row.texts(["model", "data", "batch", "epochs"]);
     format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs, {}", row.text("device"))
 }
 

@@ -62,13 +62,8 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn work(row: &ResultRow) -> String {
-    format!(
-        "{} on {}, {} micro-batches of {}",
-        row.model(),
-        row.text("device"),
-        row.text("micro_batches"),
-        row.text("micro_batch")
-    )
+    let [device, count, size] = row.texts(["device", "micro_batches", "micro_batch"]);
+    format!("{} on {device}, {count} micro-batches of {size}", row.model())
 }
 
 fn schedule(row: &ResultRow) -> String {
@@ -116,7 +111,7 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
         best(peers().filter(like))
     };
     let line = |row: &&ResultRow| {
-        let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
+        let name = row.texts(["stages", "schedule", "recompute"]).join(", ");
         if let Some(error) = row.error() {
             let cells = vec![name.into(), row.contestant().into()];
             return TableLine { cells, error: Some(error.to_owned()) };
