@@ -42,29 +42,32 @@ pub(crate) struct ArenaOptions {
 
 /// Measures and prints.
 pub(crate) fn run(options: &ArenaOptions) -> Result<()> {
+    let facts = json!({ "optimizer": "sgd", "batch_norm": "tch's" });
+    let mut journal = Journal::begin("arena", Device::Cpu, &options.output, facts)?;
+    journal.enter(&measured(options)?)?;
+    journal.end()
+}
+
+fn measured(options: &ArenaOptions) -> Result<ArenaRow> {
+    let ArenaOptions { batch_size: batch, image, repeats, .. } = *options;
     let store = nn::VarStore::new(Device::Cpu);
     let model = vision::resnet::resnet50(&store.root(), 1000);
     let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
-    let images = Tensor::randn(
-        [options.batch_size, 3, options.image, options.image],
-        (Kind::Float, Device::Cpu),
-    );
-    let labels = Tensor::randint(1000, [options.batch_size], (Kind::Int64, Device::Cpu));
+    let images = Tensor::randn([batch, 3, image, image], (Kind::Float, Device::Cpu));
+    let labels = Tensor::randint(1000, [batch], (Kind::Int64, Device::Cpu));
     let mut step = || {
         let start = Instant::now();
         let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
         optimizer.backward_step(&loss);
         start.elapsed().as_secs_f64()
     };
-    let facts = json!({ "optimizer": "sgd", "batch_norm": "tch's" });
-    let mut journal = Journal::begin("arena", Device::Cpu, &options.output, facts)?;
-    let progress = TurnProgress::new(options.repeats);
+    let progress = TurnProgress::new(repeats);
     progress.row("resnet50");
     step();
     let (mut with, mut without) = (StepTimes::default(), StepTimes::default());
     let (mut peak_bytes, mut allocations) = (0, 0);
-    for turn in 0..options.repeats {
-        progress.turn("resnet50", "without and with an arena", turn, 0, options.repeats);
+    for turn in 0..repeats {
+        progress.turn("resnet50", "without and with an arena", turn, 0, repeats);
         without.push(step());
         let arena = Arena::new("bench");
         let inside = arena.enter();
@@ -74,8 +77,20 @@ pub(crate) fn run(options: &ArenaOptions) -> Result<()> {
         progress.advance(1);
     }
     progress.done();
-    journal.enter(&ArenaRow::new(options, &without, &with, peak_bytes, allocations))?;
-    journal.end()
+    Ok(ArenaRow {
+        model: "resnet50",
+        shape: format!("{image}×{image}"),
+        dtype: "f32",
+        batch,
+        repeats,
+        threads: brimful::libtorch::threads(),
+        seconds_without: without.median(),
+        seconds_with: with.median(),
+        ratio: without.median() / with.median(),
+        samples_per_s: batch as f64 / with.median(),
+        peak_bytes: Bytes(peak_bytes),
+        allocations,
+    })
 }
 
 #[derive(Debug, Serialize)]
@@ -93,31 +108,4 @@ struct ArenaRow {
     samples_per_s: f64,
     peak_bytes: Bytes,
     allocations: u64,
-}
-
-impl ArenaRow {
-    fn new(
-        options: &ArenaOptions,
-        without: &StepTimes,
-        with: &StepTimes,
-        peak: u64,
-        allocations: u64,
-    ) -> Self {
-        let (seconds_without, seconds_with) = (without.median(), with.median());
-        let ArenaOptions { batch_size: batch, image, repeats, .. } = *options;
-        Self {
-            model: "resnet50",
-            shape: format!("{image}×{image}"),
-            dtype: "f32",
-            batch,
-            repeats,
-            threads: brimful::libtorch::threads(),
-            seconds_without,
-            seconds_with,
-            ratio: seconds_without / seconds_with,
-            samples_per_s: batch as f64 / seconds_with,
-            peak_bytes: Bytes(peak),
-            allocations,
-        }
-    }
 }

@@ -1,5 +1,6 @@
 //! Columns that rows of several benchmarks share: what was run, and how fast it was.
 
+use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::NumberType;
 use serde::Serialize;
 
@@ -16,6 +17,17 @@ pub(crate) struct Columns {
     batch: usize,
     pub(crate) micro_batch: usize,
 }
+
+/// In which stages it was run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Staging {
+    stages: usize,
+    schedule: Option<Schedule>,
+    recompute: Option<Recompute>,
+}
+
+/// What is said so of a model that has no stages.
+pub(crate) const IN_ONE_PIECE: Staging = Staging { stages: 1, schedule: None, recompute: None };
 
 /// How fast it was.
 #[derive(Debug, Serialize)]
@@ -36,6 +48,12 @@ impl Columns {
             batch: work.batch,
             micro_batch: work.micro_batch,
         }
+    }
+}
+
+impl Staging {
+    pub(crate) fn new(stages: usize, schedule: Schedule, recompute: Recompute) -> Self {
+        Self { stages, schedule: Some(schedule), recompute: Some(recompute) }
     }
 }
 

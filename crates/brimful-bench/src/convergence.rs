@@ -110,7 +110,7 @@ pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
         for (training, reached) in trainings.iter().zip(&mut accuracies) {
             let epoch = options.train(seed, *training, &progress)?;
             reached.push(epoch.test_accuracy);
-            TrainingRow::new(options, training.0, seed, &epoch).enter(&mut journal)?;
+            options.row(training.0, seed, &epoch).enter(&mut journal)?;
         }
     }
     for (&(contestant, _), reached) in trainings.iter().zip(&accuracies) {
@@ -165,6 +165,24 @@ impl ConvergenceOptions {
         let words = words.chain(["--device", device]);
         BrimfulArgs::training(words)
     }
+
+    fn row(&self, contestant: &'static str, seed: u64, epoch: &Epoch) -> TrainingRow<'_> {
+        let path = self.data.trim_end_matches('/');
+        TrainingRow {
+            contestant,
+            model: self.model,
+            data: path.rsplit('/').next().unwrap_or(path),
+            batch: self.batch_size,
+            micro_batch: epoch.micro_batch_size,
+            seed,
+            epochs: epoch.epoch,
+            loss: epoch.loss,
+            test_loss: epoch.test_loss,
+            test_accuracy: epoch.test_accuracy,
+            samples_per_s: epoch.samples_per_s,
+            peak_bytes: epoch.peak_bytes,
+        }
+    }
 }
 
 /// One contestant's training with one seed.
@@ -184,30 +202,7 @@ struct TrainingRow<'a> {
     peak_bytes: Bytes,
 }
 
-impl<'a> TrainingRow<'a> {
-    fn new(
-        options: &'a ConvergenceOptions,
-        contestant: &'static str,
-        seed: u64,
-        epoch: &Epoch,
-    ) -> Self {
-        let path = options.data.trim_end_matches('/');
-        Self {
-            contestant,
-            model: options.model,
-            data: path.rsplit('/').next().unwrap_or(path),
-            batch: options.batch_size,
-            micro_batch: epoch.micro_batch_size,
-            seed,
-            epochs: epoch.epoch,
-            loss: epoch.loss,
-            test_loss: epoch.test_loss,
-            test_accuracy: epoch.test_accuracy,
-            samples_per_s: epoch.samples_per_s,
-            peak_bytes: epoch.peak_bytes,
-        }
-    }
-
+impl TrainingRow<'_> {
     fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { contestant, model, data, batch, micro_batch, seed, epochs, .. } = self;
         let title = format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs");

@@ -26,6 +26,7 @@ mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;
+mod staged;
 mod steady;
 mod timed;
 mod times;

@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Awaited, BusUse, Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Step};
+use brimful::{Bytes, DeviceSpec, Layers, Pipeline};
 use brimful_cli::home_plan::{HomeQuestion, StageHomes};
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
@@ -16,13 +16,13 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::journal::{Journal, Output};
-use crate::steady::{SteadySteps, StepPart};
+use crate::staged::StagedTraining;
+use crate::steady::{LEARNING_RATE, SteadySteps, SteadyTraining};
 use crate::turns::TurnProgress;
+use crate::work::Samples;
 
 /// What fast kernels take, and what GPT-2's 50,257 words are filled up to.
 const VOCABULARY: i64 = 50_304;
-
-const RATE: f64 = 1e-4;
 
 /// Options of `brimful-bench offload`.
 #[derive(Debug, Args)]
@@ -106,11 +106,10 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
     for &home in &options.homes {
-        let name = home.contestant();
-        progress.row(name);
+        progress.row(home.contestant());
         let mut contestant = Contestant::new(options, device, home)?;
         for &count in &options.counts {
-            journal.enter(&contestant.measure(options, name, count, &progress)?)?;
+            journal.enter(&contestant.measure(count, &progress)?)?;
         }
     }
     progress.done();
@@ -155,7 +154,7 @@ impl OffloadOptions {
                     looks_ahead: !home.follows(),
                     rooms: vec![room],
                     kind: Kind::BFloat16,
-                    method: AdamW::new(RATE).into(),
+                    method: AdamW::new(LEARNING_RATE).into(),
                     batch_size: self.sequences as usize * most,
                     adapts: false,
                     schedule: breadth_first(&self.balance()),
@@ -179,16 +178,17 @@ fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
     rows.cross_entropy_for_logits(&tokens.view([-1]))
 }
 
-struct Contestant {
-    pipeline: Pipeline,
-    optimizer: brimful::pipeline::PipelineOptimizer,
+struct Contestant<'a> {
+    options: &'a OffloadOptions,
+    home: HomeArgument,
+    training: StagedTraining,
     parameters: u64,
     /// Why stages live where they do, of homes that were planned.
     why: Option<String>,
 }
 
-impl Contestant {
-    fn new(options: &OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
+impl<'a> Contestant<'a> {
+    fn new(options: &'a OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
         let layers = options.layers();
         let parameters = layers.parameter_count()?;
         let homes = options.stage_homes(device, home)?;
@@ -208,79 +208,51 @@ impl Contestant {
                 builder.plan(&row)
             }
         };
-        let mut pipeline = builder.build()?;
-        let mut optimizer = pipeline.optimizer(AdamW::new(RATE))?;
-        optimizer.follow_backward(home.follows())?;
-        Ok(Self { pipeline, optimizer, parameters, why })
+        let training = StagedTraining::new(builder, home.follows(), loss)?;
+        Ok(Self { options, home, training, parameters, why })
     }
 
-    fn measure(
-        &mut self,
-        options: &OffloadOptions,
-        name: &'static str,
-        count: usize,
-        progress: &TurnProgress,
-    ) -> Result<OffloadRow> {
-        self.pipeline.set_size(count);
+    fn measure(&mut self, count: usize, progress: &TurnProgress) -> Result<OffloadRow> {
+        let Self { options, home, training, parameters, why } = self;
+        training.pipeline.set_size(count);
         let samples = options.sequences * count as i64;
-        let place = (Kind::Int64, self.pipeline.output_device());
+        let place = (Kind::Int64, training.pipeline.output_device());
         let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);
         let batch = (tokens(), tokens());
-        let mut peak_bytes = None;
-        let steady =
-            SteadySteps::measure(self, options.repeats, (name, progress), |this, part| {
-                match part {
-                    StepPart::Backward => {
-                        peak_bytes = this.backward(&batch)?.peaks.first().copied().flatten();
-                    }
-                    StepPart::Update => this.update()?,
-                    StepPart::LastUpdate => this.optimizer.wait()?,
-                }
-                Ok(())
-            })?;
-        let bus = self.profile(&batch)?;
+        let following = (home.contestant(), progress);
+        let steady = SteadySteps::measure(training, &batch, options.repeats, following)?;
         Ok(OffloadRow {
-            contestant: name,
-            bus,
-            parameters: self.parameters,
+            contestant: home.contestant(),
+            bus: profile(training, &batch)?,
+            parameters: *parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
             heads: options.heads,
-            stages: self.pipeline.balance().sizes().len(),
-            stages_at_home: self.pipeline.stages_at_home()?,
-            plan: self.why.clone(),
+            stages: training.pipeline.balance().sizes().len(),
+            stages_at_home: training.pipeline.stages_at_home()?,
+            plan: why.clone(),
             micro_batches: count,
             sequences: options.sequences,
             repeats: options.repeats,
             tokens_per_s: (samples * options.tokens) as f64 / steady.seconds,
+            peak_bytes: steady.last.peak(),
             steady,
-            peak_bytes,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
     }
+}
 
-    /// What one more step moves, and what it waits for: it is not measured with the others, because the clocks take
-    /// their time. An update goes before it, as before every other.
-    fn profile(&mut self, batch: &(Tensor, Tensor)) -> Result<BusProfile> {
-        self.backward(batch)?;
-        self.update()?;
-        self.pipeline.time_moves(true);
-        let step = self.backward(batch)?;
-        self.pipeline.time_moves(false);
-        self.update()?;
-        self.optimizer.wait()?;
-        let buses = step.timeline.map(|timeline| timeline.buses).unwrap_or_default();
-        Ok(buses.first().map(BusProfile::of).unwrap_or_default())
-    }
-
-    fn update(&mut self) -> Result<()> {
-        self.optimizer.step()?;
-        Ok(self.optimizer.zero_grad()?)
-    }
-
-    /// Forward and backward.
-    fn backward(&mut self, (x, y): &(Tensor, Tensor)) -> Result<Step> {
-        Ok(self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?)
-    }
+/// What one more step moves, and what it waits for: it is not measured with the others, because the clocks take
+/// their time. An update goes before it, as before every other.
+fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<BusProfile> {
+    training.backward(batch)?;
+    training.update()?;
+    training.pipeline.time_moves(true);
+    let step = training.backward(batch)?;
+    training.pipeline.time_moves(false);
+    training.update()?;
+    training.wait()?;
+    let buses = step.timeline.map(|timeline| timeline.buses).unwrap_or_default();
+    Ok(buses.first().map(BusProfile::of).unwrap_or_default())
 }
 
 /// What crossed the bus in a step, and how long compute waited for what.

@@ -4,14 +4,12 @@
 //! differs is how many of these are padding.
 
 use std::fs;
-use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::batch::Sequences;
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_cli::setting::{self, words};
 use brimful_models::{Gpt, gpt};
-use brimful_torch::device as torch_device;
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
@@ -19,6 +17,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::journal::{Journal, Output};
+use crate::timed::timed;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
@@ -81,17 +80,12 @@ enum RaggedCut {
     Tokens,
 }
 
-const CUTS: [RaggedCut; 3] = [RaggedCut::Samples, RaggedCut::Loop, RaggedCut::Tokens];
-
-impl RaggedCut {
-    fn contestant(self) -> &'static str {
-        match self {
-            Self::Samples => "brimful, by samples",
-            Self::Loop => "tch loop",
-            Self::Tokens => "brimful, by tokens",
-        }
-    }
-}
+/// The cuts, and the contestants that make them.
+const CUTS: [(RaggedCut, &str); 3] = [
+    (RaggedCut::Samples, "brimful, by samples"),
+    (RaggedCut::Loop, "tch loop"),
+    (RaggedCut::Tokens, "brimful, by tokens"),
+];
 
 /// Measures and prints.
 pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
@@ -107,8 +101,7 @@ pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
     let mut all = CUTS.map(RaggedFigures::new);
     for turn in 0..WARM_UP + options.repeats {
         for figures in &mut all {
-            let contestant = figures.cut.contestant();
-            progress.turn("ragged", contestant, turn, WARM_UP, options.repeats);
+            progress.turn("ragged", figures.contestant, turn, WARM_UP, options.repeats);
             figures.take_turn(&mut trained, &texts, turn >= WARM_UP)?;
         }
         progress.advance(1);
@@ -123,6 +116,7 @@ pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
 /// What a contestant has shown.
 struct RaggedFigures {
     cut: RaggedCut,
+    contestant: &'static str,
     times: StepTimes,
     /// Seconds that the process's threads have computed: others on the machine do not change them.
     computed: StepTimes,
@@ -130,17 +124,16 @@ struct RaggedFigures {
 }
 
 impl RaggedFigures {
-    fn new(cut: RaggedCut) -> Self {
-        Self { cut, times: StepTimes::default(), computed: StepTimes::default(), micro_batches: 0 }
+    fn new((cut, contestant): (RaggedCut, &'static str)) -> Self {
+        let (times, computed) = (StepTimes::default(), StepTimes::default());
+        Self { cut, contestant, times, computed, micro_batches: 0 }
     }
 
     fn take_turn(&mut self, trained: &mut RaggedModel, texts: &Texts, counts: bool) -> Result<()> {
-        let device = trained.store.device();
-        torch_device::synchronize(device)?;
-        let (start, computed) = (Instant::now(), computed_seconds());
-        self.micro_batches = trained.backward(self.cut, texts)?;
-        torch_device::synchronize(device)?;
-        self.times.push_if(counts, start.elapsed().as_secs_f64());
+        let (device, computed) = (trained.store.device(), computed_seconds());
+        let (micro_batches, seconds) = timed(device, || trained.backward(self.cut, texts))?;
+        self.micro_batches = micro_batches;
+        self.times.push_if(counts, seconds);
         if let (true, Some(before), Some(after)) = (counts, computed, computed_seconds()) {
             self.computed.push(after - before);
         }
@@ -150,7 +143,7 @@ impl RaggedFigures {
     fn row(&self, options: &RaggedOptions, tokens: i64, gradient_difference: f64) -> RaggedRow {
         let seconds = self.times.median();
         RaggedRow {
-            contestant: self.cut.contestant(),
+            contestant: self.contestant,
             shape: format!("{}×{}", options.layers, options.width),
             heads: options.heads,
             batch: options.batch_size,
@@ -182,7 +175,7 @@ fn computed_seconds() -> Option<f64> {
 fn gradient_difference(options: &RaggedOptions, texts: &Texts, device: Device) -> Result<f64> {
     let mut model = RaggedModel::new(options, Kind::Double, device)?;
     let mut gradients = Vec::new();
-    for cut in CUTS {
+    for (cut, _) in CUTS {
         model.backward(cut, texts)?;
         let flat = model.store.trainable_variables();
         let flat: Vec<Tensor> =

@@ -23,8 +23,6 @@ use crate::work::{GptShape, Samples, Workload};
 
 /// Steps of each contestant that do not count.
 const WARM_UP: u32 = 1;
-/// Tokens of the GPT: bytes.
-const VOCABULARY: i64 = 256;
 
 /// Options of `brimful-bench ranks`.
 #[derive(Debug, Args)]
@@ -75,10 +73,14 @@ struct RanksRow {
 
 /// A model, and what runs it: with other ranks or without.
 struct RanksContestant {
+    name: &'static str,
+    ranks: usize,
     store: VarStore,
     model: LossModel,
     micro: MicroBatcher,
     times: StepTimes,
+    /// What each rank sent in the last step.
+    sent: Bytes,
 }
 
 /// Measures one rank and all ranks in turn; the first rank prints.
@@ -97,7 +99,6 @@ pub(crate) fn run(options: &RanksOptions) -> Result<()> {
     let whole = work.samples(work.batch);
     world.broadcast(&[whole.0.shallow_clone(), whole.1.shallow_clone()], 0)?;
     let part = part_of(&whole, &world);
-    let mut sent = 0;
     for turn in 0..WARM_UP + options.repeats {
         let counts = turn >= WARM_UP;
         if world.rank() == 0 {
@@ -108,40 +109,15 @@ pub(crate) fn run(options: &RanksOptions) -> Result<()> {
             world.share("a step's beginning or end", &())?;
             Ok(())
         })?;
-        sent = world.traffic()?.sent.0 - before;
+        all.sent = Bytes(world.traffic()?.sent.0 - before);
     }
-    if world.rank() == 0 {
-        report(options, &work, device, world.size(), [&one.times, &all.times], Bytes(sent))?;
+    if world.rank() > 0 {
+        return Ok(());
     }
-    Ok(())
-}
-
-fn report(
-    options: &RanksOptions,
-    work: &Workload,
-    device: Device,
-    ranks: usize,
-    [one, all]: [&StepTimes; 2],
-    sent: Bytes,
-) -> Result<()> {
-    let facts = json!({
-        "threads_per_rank": 1,
-        "cores": std::thread::available_parallelism().map_or(0, usize::from),
-        "optimizer": "none",
-    });
+    let facts = json!({ "threads_per_rank": 1, "optimizer": "none" });
     let mut journal = Journal::begin("ranks", device, &options.output, facts)?;
-    for (contestant, times, ranks, sent) in
-        [("brimful, one rank", one, 1, Bytes(0)), ("brimful", all, ranks, sent)]
-    {
-        let row = RanksRow {
-            columns: Columns::new(contestant, work),
-            speed: Speed::new(work, times),
-            ranks,
-            ratio: one.median() / times.median(),
-            sent_bytes: sent,
-            peak_bytes: None,
-        };
-        journal.enter(&row)?;
+    for contestant in [&one, &all] {
+        journal.enter(&contestant.row(&work, &one.times))?;
     }
     journal.end()
 }
@@ -150,11 +126,12 @@ impl RanksContestant {
     fn new(work: &Workload, device: Device, world: Option<&World>) -> Result<Self> {
         let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
-        if let Some(world) = world {
-            micro = micro.world(world)?;
-        }
-        Ok(Self { store, model, micro, times: StepTimes::default() })
+        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let (name, ranks, micro) = match world {
+            Some(world) => ("brimful", world.size(), micro.world(world)?),
+            None => ("brimful, one rank", 1, micro),
+        };
+        Ok(Self { name, ranks, store, model, micro, times: StepTimes::default(), sent: Bytes(0) })
     }
 
     /// One step, from a moment when all are ready to one when all are done.
@@ -166,6 +143,17 @@ impl RanksContestant {
         wait()?;
         self.times.push_if(counts, start.elapsed().as_secs_f64());
         Ok(())
+    }
+
+    fn row(&self, work: &Workload, one: &StepTimes) -> RanksRow {
+        RanksRow {
+            columns: Columns::new(self.name, work),
+            speed: Speed::new(work, &self.times),
+            ranks: self.ranks,
+            ratio: one.median() / self.times.median(),
+            sent_bytes: self.sent,
+            peak_bytes: None,
+        }
     }
 }
 
@@ -183,10 +171,8 @@ impl RanksOptions {
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
-            vocabulary: VOCABULARY,
-            tied: false,
             // In f32, whatever the device.
-            ..Workload::default_of(self.model, Device::Cpu)
+            ..Workload::of_bytes(self.model, Device::Cpu)
         }
     }
 }

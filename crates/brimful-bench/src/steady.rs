@@ -3,24 +3,30 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use brimful::Step;
 use serde::Serialize;
 
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
+use crate::work::Samples;
 
 /// The first makes gradients and the optimizer's state; a host may take some more to have memory for what an
 /// optimizer at home computes ahead.
 const WARM_UP: usize = 5;
 
-/// What a step is made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StepPart {
-    /// Forward and backward, until the loss is read.
-    Backward,
+/// Of AdamW, with which such steps are taken.
+pub(crate) const LEARNING_RATE: f64 = 1e-4;
+
+/// Whose steps they are.
+pub(crate) trait SteadyTraining {
+    /// Forward and backward over a mini-batch, until the loss is read.
+    fn backward(&mut self, batch: &Samples) -> Result<Step>;
+
     /// The update, or its beginning.
-    Update,
+    fn update(&mut self) -> Result<()>;
+
     /// The rest of the last update, which has no next step to hide behind.
-    LastUpdate,
+    fn wait(&mut self) -> Result<()>;
 }
 
 /// What such steps took.
@@ -30,31 +36,39 @@ pub(crate) struct SteadySteps {
     pub(crate) seconds: f64,
     pub(crate) seconds_backward: f64,
     pub(crate) seconds_last_update: f64,
+    /// Of the very first step.
+    #[serde(skip)]
+    pub(crate) first_loss: f64,
+    #[serde(skip)]
+    pub(crate) last: Step,
 }
 
 impl SteadySteps {
-    /// Lets a contestant of this name run so many steps, after some to warm up.
-    pub(crate) fn measure<T>(
+    /// Lets a contestant of this name run so many steps over a mini-batch, after some to warm up.
+    pub(crate) fn measure<T: SteadyTraining + ?Sized>(
         contestant: &mut T,
+        batch: &Samples,
         repeats: usize,
         (name, progress): (&str, &TurnProgress),
-        mut run: impl FnMut(&mut T, StepPart) -> Result<()>,
     ) -> Result<Self> {
         let (mut times, mut backwards) = (StepTimes::default(), StepTimes::default());
+        let mut steps = Vec::new();
         for turn in 0..WARM_UP + repeats {
             progress.turn(name, "steps", turn, WARM_UP, repeats);
             let start = Instant::now();
-            run(contestant, StepPart::Backward)?;
+            steps.push(contestant.backward(batch)?);
             backwards.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
-            run(contestant, StepPart::Update)?;
+            contestant.update()?;
             times.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
         }
         let start = Instant::now();
-        run(contestant, StepPart::LastUpdate)?;
+        contestant.wait()?;
         Ok(Self {
             seconds: times.0.iter().sum::<f64>() / times.0.len() as f64,
             seconds_backward: backwards.median(),
             seconds_last_update: start.elapsed().as_secs_f64(),
+            first_loss: steps[0].loss,
+            last: steps.swap_remove(steps.len() - 1),
         })
     }
 }

@@ -51,18 +51,6 @@ pub(crate) struct TurnFigures {
     pub(crate) loss: f64,
 }
 
-impl TurnFigures {
-    pub(crate) fn add(&mut self, turn: MeasuredTurn, counts: bool) {
-        let MeasuredTurn { seconds, loss, peak } = turn;
-        (self.peak, self.loss) = (peak, loss);
-        if counts {
-            self.times.push(seconds);
-        } else {
-            self.warm_up.push(seconds);
-        }
-    }
-}
-
 /// What all contestants show, who come with their names, in turns of a step each.
 pub(crate) fn take_turns<C: Copy>(
     title: &str,
@@ -77,7 +65,10 @@ pub(crate) fn take_turns<C: Copy>(
     for turn in 0..turns(repeats) {
         for (who, name, shown) in &mut all {
             progress.turn(title, name, turn, WARM_UP, repeats);
-            shown.add(step(*who)?, turn >= WARM_UP);
+            let MeasuredTurn { seconds, loss, peak } = step(*who)?;
+            (shown.peak, shown.loss) = (peak, loss);
+            let times = if turn < WARM_UP { &mut shown.warm_up } else { &mut shown.times.0 };
+            times.push(seconds);
         }
         progress.advance(1);
     }
@@ -141,7 +132,11 @@ pub(crate) fn try_kernels(device: Device) -> bool {
 }
 
 /// Contestants that compute different things are not worth comparing.
-pub(crate) fn compute_the_same(losses: &[f64], dtype: NumberType) -> Result<()> {
+pub(crate) fn compute_the_same(
+    losses: impl IntoIterator<Item = f64>,
+    dtype: NumberType,
+) -> Result<()> {
+    let losses: Vec<f64> = losses.into_iter().collect();
     let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
     let first = losses.first().copied().unwrap_or_default();
     let near = |loss: &f64| (loss - first).abs() <= tolerance * first.abs();

@@ -90,6 +90,12 @@ impl Workload {
         Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied, norms }
     }
 
+    /// The same with a GPT whose tokens are bytes, and whose head has a table of its own: a larger table would
+    /// make its head the one large stage.
+    pub(crate) fn of_bytes(model: ModelName, device: Device) -> Self {
+        Self { vocabulary: 256, tied: false, ..Self::default_of(model, device) }
+    }
+
     /// Builds the model in a store, with its number type.
     pub(crate) fn build(&self, store: &mut VarStore) -> Result<LossModel> {
         let model = LossModel::build(&self.layers()?, &store.root())?;

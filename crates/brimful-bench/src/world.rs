@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 use tch::Device;
 
-use crate::columns::{Columns, Speed};
+use crate::columns::{Columns, Speed, Staging};
 use crate::journal::{Journal, Output};
 use crate::timed::pipeline_step;
 use crate::times::StepTimes;
@@ -58,9 +58,8 @@ struct WorldRow {
     #[serde(flatten)]
     speed: Speed,
     micro_batches: usize,
-    stages: usize,
-    schedule: Schedule,
-    recompute: Recompute,
+    #[serde(flatten)]
+    staging: Staging,
     balance: Vec<usize>,
     /// Speed over that in one process.
     ratio: f64,
@@ -81,7 +80,7 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     let (alone, all) = (World::alone(), device::spread(&options.device, 0..devices)?);
     let in_one = || pipeline(&work, options, &alone, &all, Some(balance.clone()));
     let in_one = (world.rank() == 0).then(in_one).transpose()?;
-    let WorldTimes { near, far, sent } = options.measure(&work, &world, over_ranks, in_one)?;
+    let ([near, far], sent) = options.measure(&work, &world, over_ranks, in_one)?;
     if world.rank() > 0 {
         return Ok(());
     }
@@ -89,28 +88,19 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     let mut journal = Journal::begin("world", device, &options.output, facts)?;
     let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
     let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
-    let row = |contestant, times: &StepTimes, bytes: Option<(u64, u64)>| WorldRow {
+    let row = |contestant, times: &StepTimes, [least, sent]: [Option<u64>; 2]| WorldRow {
         columns: Columns::new(contestant, &work),
         speed: Speed::new(&work, times),
         micro_batches: work.batch,
-        stages: devices,
-        schedule: options.schedule,
-        recompute: Recompute::Never,
+        staging: Staging::new(devices, options.schedule, Recompute::Never),
         balance: balance.clone(),
         ratio: near.median() / times.median(),
-        least_bytes: bytes.map(|(least, _)| Bytes(least)),
-        sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
+        least_bytes: least.map(Bytes),
+        sent_bytes: sent.map(Bytes),
     };
-    journal.enter(&row("brimful", &near, None))?;
-    journal.enter(&row("brimful over ranks", &far, Some((least, sent))))?;
+    journal.enter(&row("brimful", &near, [None; 2]))?;
+    journal.enter(&row("brimful over ranks", &far, [least, sent].map(Some)))?;
     journal.end()
-}
-
-/// What the steps took, in one process and over ranks, and what all ranks have sent in one.
-struct WorldTimes {
-    near: StepTimes,
-    far: StepTimes,
-    sent: u64,
 }
 
 impl WorldOptions {
@@ -119,21 +109,20 @@ impl WorldOptions {
             batch: self.micro_batches as usize,
             micro_batch: 1,
             gpt: self.gpt,
-            vocabulary: 256,
-            tied: false,
             // In f32, whatever the device.
-            ..Workload::default_of(ModelName::Gpt, Device::Cpu)
+            ..Workload::of_bytes(ModelName::Gpt, Device::Cpu)
         }
     }
 
-    /// Steps of both in turns; only rank 0 has the one in one process.
+    /// Steps of both in turns; only rank 0 has the one in one process. What they took, in one process and over
+    /// ranks, and what all ranks have sent in one.
     fn measure(
         &self,
         work: &Workload,
         world: &World,
         mut over_ranks: Pipeline,
         mut in_one: Option<Pipeline>,
-    ) -> Result<WorldTimes> {
+    ) -> Result<([StepTimes; 2], u64)> {
         tch::manual_seed(0);
         let batch = work.samples(work.batch);
         let (mut near, mut far, mut sent) = (StepTimes::default(), StepTimes::default(), 0);
@@ -150,7 +139,7 @@ impl WorldOptions {
             far.push_if(counts, seconds);
             ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
         }
-        Ok(WorldTimes { near, far, sent })
+        Ok(([near, far], sent))
     }
 }
 

@@ -32,30 +32,15 @@ fn every_exit_code_of_the_program_is_its_own() {
 }
 
 #[test]
-fn every_command_has_help_with_examples() {
-    let commands = "arena auto compare convergence finetune halves kernels loader memory micro norms \
-                    offload pipeline plot ragged world";
-    let over_ranks = cfg!(feature = "mpi").then_some("ranks");
-    for command in commands.split(' ').chain(over_ranks) {
-        ends(&format!("{command} --help"), 0, "Examples:\n  ");
-    }
-}
-
-#[test]
-fn flags_come_from_a_file_too() {
+fn flags_come_from_a_file_too_and_the_arena_bench_prints_its_row() {
     let path = folder("config").join("run.toml");
     let text = "[arena]\nbatch-size = 1\nimage = 32\nrepeats = 1\n\n[micro]\nrepeats = 3\n";
     fs::write(&path, text).expect("written");
     let (rows, _) = rows(&format!("arena --config {}", path.display()));
-    assert_eq!((&rows[0]["batch"], &rows[0]["repeats"]), (&Value::from(1), &Value::from(1)));
-    fs::write(&path, "[micros]\nrepeats = 3\n").expect("written");
-    ends(&format!("arena --config {}", path.display()), 2, "did you mean 'micro'?");
-}
-
-#[test]
-fn the_arena_bench_prints_its_row() {
-    let (rows, _) = rows("arena --batch-size 2 --image 32 --repeats 1");
     let row = &rows[0];
+    assert_eq!((&row["batch"], &row["repeats"]), (&Value::from(1), &Value::from(1)));
     assert_eq!(row["model"], "resnet50");
     assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
+    fs::write(&path, "[micros]\nrepeats = 3\n").expect("written");
+    ends(&format!("arena --config {}", path.display()), 2, "did you mean 'micro'?");
 }

@@ -3,6 +3,8 @@
 //! `cargo bench -p brimful --bench optimizer -- cpu` (or `cuda:0`)
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
+mod timing;
+
 use std::time::Instant;
 
 use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd};
@@ -14,9 +16,7 @@ use tch::{Device, Kind, Tensor};
 const ROUNDS: usize = 21;
 
 fn main() -> Result<()> {
-    // Cargo adds a `--bench` of its own.
-    let name = std::env::args().skip(1).find(|word| !word.starts_with("--"));
-    let name = name.unwrap_or_else(|| "cpu".into());
+    let name = timing::argument().unwrap_or_else(|| "cpu".into());
     let device = device::find(&name)?;
     let shapes = resnet50();
     let count: i64 = shapes.iter().map(|shape| shape.iter().product::<i64>()).sum();
@@ -41,21 +41,20 @@ fn compare(name: &str, device: Device, ours: Method, theirs: impl OptimizerConfi
     let (a, b) = (store(device)?, store(device)?);
     let mut ours = Optimizer::new(&a, ours)?;
     let mut theirs = theirs.build(&b, 1e-3)?;
-    let (mut our_times, mut their_times) = (Vec::new(), Vec::new());
     let mut their_step = || {
         theirs.step();
         Ok(())
     };
+    let mut our_step = || ours.step();
+    let mut steps: [&mut dyn FnMut() -> Result<()>; 2] = [&mut our_step, &mut their_step];
+    let mut times = [Vec::new(), Vec::new()];
     for round in 0..ROUNDS {
-        if round % 2 == 0 {
-            our_times.push(milliseconds(device, || ours.step())?);
-            their_times.push(milliseconds(device, &mut their_step)?);
-        } else {
-            their_times.push(milliseconds(device, &mut their_step)?);
-            our_times.push(milliseconds(device, || ours.step())?);
+        for who in [round % 2, (round + 1) % 2] {
+            times[who].push(milliseconds(device, &mut steps[who])?);
         }
     }
-    let (ours, theirs) = (median(our_times), median(their_times));
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    let [ours, theirs] = times.map(|times| timing::median(&times));
     println!("{name:<22}{ours:>12.2}{theirs:>12.2}{:>8.2}", theirs / ours);
     Ok(())
 }
@@ -66,11 +65,6 @@ fn milliseconds(device: Device, f: impl FnOnce() -> Result<()>) -> Result<f64> {
     f()?;
     torch_device::synchronize(device)?;
     Ok(start.elapsed().as_secs_f64() * 1e3)
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 /// Variables of these shapes, with gradients.

@@ -1,14 +1,24 @@
 //! How long the pure modules take, and how that grows.
+//!
+//! `cargo bench -p brimful --bench pure` (`-- simulate`: those alone)
 
+#![allow(clippy::print_stdout)] // Printing is what this program is for.
 #![allow(clippy::unwrap_used)]
 
+mod timing;
+
 use std::hint::black_box;
-use std::time::Duration;
 
 use brimful::balance::{self, LayerCost, Load, Profile, Slot};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use timing::report;
+
+fn main() {
+    balancing();
+    simulating();
+    planning();
+}
 
 /// Times that repeat only after a long while, without a random number.
 fn time(layer: usize) -> f64 {
@@ -25,21 +35,19 @@ fn loads(layers: usize) -> Vec<Load> {
     (0..layers).map(load).collect()
 }
 
-fn balancing(c: &mut Criterion) {
-    let mut group = c.benchmark_group("balance");
+fn balancing() {
     for (layers, devices) in [(100, 8), (1_000, 64), (10_000, 1_024)] {
         let loads = loads(layers);
         let like = vec![Slot::default(); devices];
         let unlike: Vec<_> = (0..devices).map(|d| unlike(d, layers / devices)).collect();
         let size = format!("{layers}x{devices}");
-        group.bench_function(BenchmarkId::new("by_time", &size), |b| {
-            b.iter(|| balance::by_time(black_box(&loads), &like).unwrap());
+        report(&format!("balance/by_time/{size}"), 1, || {
+            balance::by_time(black_box(&loads), &like).unwrap()
         });
-        group.bench_function(BenchmarkId::new("by_time_within_unlike", &size), |b| {
-            b.iter(|| balance::by_time_within(black_box(&loads), &unlike).unwrap());
+        report(&format!("balance/by_time_within_unlike/{size}"), 1, || {
+            balance::by_time_within(black_box(&loads), &unlike).unwrap()
         });
     }
-    group.finish();
 }
 
 /// Devices of three speeds, with room for thrice their share.
@@ -48,35 +56,25 @@ fn unlike(device: usize, share: usize) -> Slot {
     Slot { speed: [1.0, 1.5, 0.8][device % 3], memory, held: 4 }
 }
 
-fn simulating(c: &mut Criterion) {
-    let mut group = c.benchmark_group("simulate");
+fn simulating() {
     for (stages, micro_batches) in [(8, 32), (64, 256), (256, 1_024), (1_024, 4_096)] {
         for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
-            let id = BenchmarkId::new(schedule.to_string(), format!("{stages}x{micro_batches}"));
-            group.bench_function(id, |b| {
-                b.iter(|| {
-                    let actions =
-                        schedule.actions(stages, micro_batches, Recompute::Never).unwrap();
-                    simulate(&actions, &Costs::ticks(stages)).unwrap().makespan()
-                });
+            report(&format!("simulate/{schedule}/{stages}x{micro_batches}"), 1, || {
+                let actions = schedule.actions(stages, micro_batches, Recompute::Never).unwrap();
+                simulate(&actions, &Costs::ticks(stages)).unwrap().makespan()
             });
         }
     }
-    group.finish();
 }
 
-fn planning(c: &mut Criterion) {
-    let mut group = c.benchmark_group("plan");
+fn planning() {
     for layers in [25, 50, 100, 200] {
         let profile = Profile { input_bytes: 1 << 10, layers: (0..layers).map(layer).collect() };
         for (name, memory) in [("free", None), ("tight", Some((8 * layers as u64) << 20))] {
             let request = Request::new(&profile, vec![PlanDevice { speed: 1.0, memory }; 8], 64);
-            group.bench_function(BenchmarkId::new(name, format!("{layers}x8")), |b| {
-                b.iter(|| plan(black_box(&request)).unwrap());
-            });
+            report(&format!("plan/{name}/{layers}x8"), 1, || plan(black_box(&request)).unwrap());
         }
     }
-    group.finish();
 }
 
 fn layer(k: usize) -> LayerCost {
@@ -89,10 +87,3 @@ fn layer(k: usize) -> LayerCost {
         ..LayerCost::default()
     }
 }
-
-criterion_group! {
-    name = pure;
-    config = Criterion::default().sample_size(10).measurement_time(Duration::from_secs(2));
-    targets = balancing, simulating, planning
-}
-criterion_main!(pure);

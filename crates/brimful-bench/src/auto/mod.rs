@@ -75,7 +75,8 @@ pub(crate) fn run(options: &AutoOptions) -> Result<()> {
     let mut fitted = false;
     for (work, limit) in rows {
         brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
-        let subject = LimitedWork { work, device, limit, replay: options.replay };
+        let samples = work.samples(work.batch);
+        let subject = LimitedWork { work, samples, device, limit, replay: options.replay };
         let row = AutoRow::measure(&subject, options.steps_only, &progress)?;
         progress.advance(1);
         progress.done();

@@ -11,7 +11,6 @@ use super::trials;
 use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
-use crate::work::Samples;
 
 /// Steps in which a size is to be found.
 const LARGEST_STEPS: usize = 4;
@@ -20,6 +19,12 @@ const FASTEST_STEPS: usize = 10;
 const ORDER_STEPS: usize = 20;
 /// Steps that are measured afterwards.
 const STEADY_STEPS: usize = 5;
+
+/// What stands above the rows.
+const HEADING: &str = concat!(
+    "       limit |  largest  feasible  failed  extra",
+    " |   auto  failed  first s  samples/s  of fixed   best  of best"
+);
 
 /// A row of the table.
 #[derive(Debug, Serialize)]
@@ -112,43 +117,27 @@ impl AutoRow {
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { model, shape, dtype, batch, .. } = self;
         let title = format!("{model} {shape}, {dtype}, mini-batch {batch}");
-        let columns = format!(
-            "  {:>10} | {:>8}{:>10}{:>8}{:>7} | {:>6}{:>8}{:>9}{:>11}{:>10}{:>7}{:>9}",
-            "limit",
-            "largest",
-            "feasible",
-            "failed",
-            "extra",
-            "auto",
-            "failed",
-            "first s",
-            "samples/s",
-            "of fixed",
-            "best",
-            "of best"
-        );
         let outcome = match &self.outcome {
             AutoOutcome::Measured(figures) => figures.text(),
             AutoOutcome::DoesNotFit { error } => error.clone(),
         };
         let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
-        journal.enter_as(&title, &columns, &text, self)
+        journal.enter_as(&title, HEADING, &text, self)
     }
 }
 
 impl AutoFigures {
     fn measure(subject: &LimitedWork, steps_only: bool, progress: &TurnProgress) -> Result<Self> {
-        let samples = subject.samples();
         let title = subject.title();
         let (mut largest, mut best) = (None, None);
         if !steps_only {
-            let feasible = trials::largest(subject, &samples, progress)?;
-            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
+            let feasible = trials::largest(subject, progress)?;
+            best = Some(trials::fastest(subject, feasible, progress)?);
             progress.row(&format!("{title}: largest"));
-            largest = Some(find_largest(subject, feasible, &samples)?);
+            largest = Some(find_largest(subject, feasible)?);
         }
         progress.row(&format!("{title}: auto"));
-        let (fastest, best) = fastest(subject, best, &samples)?;
+        let (fastest, best) = fastest(subject, best)?;
         Ok(Self { largest, fastest, best })
     }
 
@@ -172,12 +161,8 @@ impl AutoFigures {
 }
 
 /// What `auto` does; then its steps in turns with those of the same size, and of the best one.
-fn fastest(
-    subject: &LimitedWork,
-    best: Option<usize>,
-    samples: &Samples,
-) -> Result<(Fastest, Option<Best>)> {
-    let mut built = subject.build(Size::Auto, samples)?;
+fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Option<Best>)> {
+    let mut built = subject.build(Size::Auto)?;
     let (mut failed, first_step_s) = learn(&mut built, subject.replay)?;
     let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
@@ -219,8 +204,8 @@ fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
 }
 
 /// What `largest` finds, and what that takes beside as many first steps of the size, given.
-fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Result<Largest> {
-    let mut built = subject.build(Size::Largest, samples)?;
+fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
+    let mut built = subject.build(Size::Largest)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
     for _ in 0..LARGEST_STEPS {
         let (seconds, step) = built.step()?;
@@ -229,20 +214,12 @@ fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Re
         found = size(&step);
     }
     drop(built);
-    let mut given = subject.build(Size::Fixed(found), samples)?;
+    let mut given = subject.build(Size::Fixed(found))?;
     for _ in 0..LARGEST_STEPS {
         total -= given.step()?.0;
     }
-    let extra_steps = total / median_of(&mut given)?;
+    let extra_steps = total / given.median(STEADY_STEPS)?;
     Ok(Largest { size: found, feasible, failed, extra_steps })
-}
-
-fn median_of(built: &mut Built<'_>) -> Result<f64> {
-    let mut times = StepTimes::default();
-    for _ in 0..STEADY_STEPS {
-        times.push(built.step()?.0);
-    }
-    Ok(times.median())
 }
 
 /// The size that a step ended with.

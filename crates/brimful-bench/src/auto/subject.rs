@@ -9,12 +9,15 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use crate::timed::timed;
+use crate::times::StepTimes;
 use crate::work::{Samples, Workload};
 
 /// What is to be measured, and in how much memory.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct LimitedWork {
     pub(super) work: Workload,
+    /// The mini-batch that all share.
+    pub(super) samples: Samples,
     pub(super) device: Device,
     pub(super) limit: Bytes,
     /// Whether captured micro-batches are replayed, in the fastest layout.
@@ -36,13 +39,8 @@ impl LimitedWork {
         format!("{} {}, {} samples, {limit}", work.model, work.dtype, work.batch)
     }
 
-    /// The mini-batch that all share.
-    pub(super) fn samples(&self) -> Samples {
-        self.work.samples(self.work.batch)
-    }
-
     /// A new model, cut by this size.
-    pub(super) fn build<'a>(&'a self, size: Size, samples: &'a Samples) -> Result<Built<'a>> {
+    pub(super) fn build(&self, size: Size) -> Result<Built<'_>> {
         let memory = self.memory()?;
         let _inside = memory.enter();
         tch::manual_seed(0);
@@ -52,7 +50,7 @@ impl LimitedWork {
         if self.replay {
             micro = micro.replay(true).layout(Layout::Measured);
         }
-        Ok(Built { store, model, memory, micro, samples })
+        Ok(Built { store, model, memory, micro, samples: &self.samples })
     }
 
     /// The device's, as small as asked for.
@@ -71,6 +69,12 @@ impl Built<'_> {
     pub(super) fn step(&mut self) -> Result<(f64, Step)> {
         let Self { store, model, micro, samples, .. } = self;
         step(store, model, micro, samples)
+    }
+
+    /// The median of the seconds of some steps.
+    pub(super) fn median(&mut self, steps: usize) -> Result<f64> {
+        let times = (0..steps).map(|_| Ok(self.step()?.0)).collect::<Result<_>>()?;
+        Ok(StepTimes(times).median())
     }
 
     /// The seconds of a step of a given size.

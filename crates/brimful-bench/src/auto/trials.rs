@@ -1,28 +1,22 @@
 //! What every given size does: which fit, and how fast each is.
 
 use anyhow::{Result, ensure};
-use brimful::{Size, Step};
+use brimful::Size;
 use brimful_cli::exit::{does_not_fit, ran_out};
 
 use super::subject::LimitedWork;
-use crate::times::StepTimes;
 use crate::turns::TurnProgress;
-use crate::work::Samples;
 
 /// Steps of a size after the first, which warms up.
 const REPEATS: usize = 2;
 
 /// The largest size that fits two steps, found by halving what is in doubt.
-pub(super) fn largest(
-    subject: &LimitedWork,
-    samples: &Samples,
-    progress: &TurnProgress,
-) -> Result<usize> {
+pub(super) fn largest(subject: &LimitedWork, progress: &TurnProgress) -> Result<usize> {
     let (mut fits, mut fails) = (0, subject.work.batch + 1);
     while fails - fits > 1 {
         let size = if fails > subject.work.batch { fails - 1 } else { (fits + fails) / 2 };
         progress.row(&format!("{}: does {size} fit?", subject.title()));
-        if rate(subject, size, samples, 1)?.is_some() {
+        if rate(subject, size, 1)?.is_some() {
             fits = size;
         } else {
             fails = size;
@@ -37,7 +31,6 @@ pub(super) fn largest(
 pub(super) fn fastest(
     subject: &LimitedWork,
     largest: usize,
-    samples: &Samples,
     progress: &TurnProgress,
 ) -> Result<usize> {
     let powers = (1..).map(|power| 1 << power).take_while(|&size| size < largest);
@@ -45,7 +38,7 @@ pub(super) fn fastest(
     let mut best = (largest, 0.0);
     for size in sizes {
         progress.row(&format!("{}: how fast is {size}?", subject.title()));
-        if let Some(rate) = rate(subject, size, samples, REPEATS)?
+        if let Some(rate) = rate(subject, size, REPEATS)?
             && rate > best.1
         {
             best = (size, rate);
@@ -55,24 +48,14 @@ pub(super) fn fastest(
 }
 
 /// Samples a second with a given size; `None` where it does not fit.
-pub(super) fn rate(
-    subject: &LimitedWork,
-    size: usize,
-    samples: &Samples,
-    repeats: usize,
-) -> Result<Option<f64>> {
-    let mut built = match subject.build(Size::Fixed(size), samples) {
-        Err(error) if ran_out(&error) => return Ok(None),
-        built => built?,
+fn rate(subject: &LimitedWork, size: usize, repeats: usize) -> Result<Option<f64>> {
+    let measured = || {
+        let mut built = subject.build(Size::Fixed(size))?;
+        built.step()?;
+        built.median(repeats)
     };
-    let mut times = StepTimes::default();
-    for turn in 0..=repeats {
-        match built.step() {
-            Ok((seconds, Step { .. })) if turn > 0 => times.push(seconds),
-            Ok(_) => {}
-            Err(error) if ran_out(&error) => return Ok(None),
-            Err(error) => return Err(error),
-        }
+    match measured() {
+        Err(error) if ran_out(&error) => Ok(None),
+        seconds => Ok(Some(subject.work.batch as f64 / seconds?)),
     }
-    Ok(Some(subject.work.batch as f64 / times.median()))
 }

@@ -20,9 +20,9 @@ use tch::{Device, Kind, Tensor};
 use crate::host_memory;
 use crate::journal::{Journal, Output};
 use crate::offload::HomeArgument;
-use crate::steady::{SteadySteps, StepPart};
+use crate::steady::SteadySteps;
 use crate::turns::TurnProgress;
-use fine_tuned::FineTuned;
+use fine_tuned::{FineTuned, fine_tuned};
 
 /// Options of `brimful-bench finetune`.
 #[derive(Debug, Args)]
@@ -76,12 +76,13 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
         options.tokens
     );
     options.limit_card(device)?;
+    let work = FinetuneWork { options, folder, device };
     let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
     let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
     for &home in &options.homes {
         progress.row(home.contestant());
-        journal.enter(&options.measure(&folder, device, home, &progress)?)?;
+        journal.enter(&work.measure(home, &progress)?)?;
     }
     progress.done();
     journal.end()
@@ -94,64 +95,54 @@ impl FinetuneOptions {
         ensure!(device != Device::Cpu, "--memory-limit is for a card here: give --device cuda");
         Ok(Memory::of(device)?.set_limit(Some(limit.0))?)
     }
+}
 
-    fn layers(&self, folder: &Pretrained) -> Layers {
-        let layers = folder.config().layers();
-        match &self.lora {
+/// What is trained, and where.
+struct FinetuneWork<'a> {
+    options: &'a FinetuneOptions,
+    folder: Pretrained,
+    device: Device,
+}
+
+impl<'a> FinetuneWork<'a> {
+    fn measure(&self, home: HomeArgument, progress: &TurnProgress) -> Result<FinetuneRow<'a>> {
+        let (options, (mut tuned, load)) = (self.options, self.loaded(home)?);
+        let following = (home.contestant(), progress);
+        let steady = SteadySteps::measure(&mut *tuned, &self.batch(), options.repeats, following)?;
+        let tokens = options.batch_size as i64 * options.tokens;
+        Ok(FinetuneRow {
+            contestant: home.contestant(),
+            model: &options.model,
+            parameters: self.folder.config().layers().parameter_count()?,
+            lora: options.lora.as_ref().map(LoraFlag::to_string),
+            dtype: "bf16",
+            sequence: options.tokens,
+            batch: options.batch_size,
+            micro_batch: options.micro_batch,
+            repeats: options.repeats,
+            tokens_per_s: tokens as f64 / steady.seconds,
+            first_loss: steady.first_loss,
+            last_loss: steady.last.loss,
+            replayed: steady.last.replayed,
+            peak_bytes: tuned.peak(&steady.last)?,
+            steady,
+            memory_limit: options.memory_limit.map(|limit| limit.to_string()),
+            load,
+        })
+    }
+
+    fn layers(&self) -> Layers {
+        let layers = self.folder.config().layers();
+        match &self.options.lora {
             Some(LoraFlag(lora)) => layers.lora(lora),
             None => layers,
         }
     }
 
-    fn measure(
-        &self,
-        folder: &Pretrained,
-        device: Device,
-        home: HomeArgument,
-        progress: &TurnProgress,
-    ) -> Result<FinetuneRow<'_>> {
-        let (mut tuned, load) = self.loaded(folder, self.layers(folder), device, home)?;
-        let batch = self.batch(folder.config().vocabulary(), device);
-        let (mut losses, mut peak_bytes) = (Vec::new(), None);
-        let following = (home.contestant(), progress);
-        let steady = SteadySteps::measure(&mut tuned, self.repeats, following, |tuned, part| {
-            match part {
-                StepPart::Backward => losses.push(tuned.backward(&batch)?),
-                StepPart::Update => peak_bytes = tuned.update()?,
-                StepPart::LastUpdate => tuned.wait()?,
-            }
-            Ok(())
-        })?;
-        let tokens = self.batch_size as i64 * self.tokens;
-        Ok(FinetuneRow {
-            contestant: home.contestant(),
-            model: &self.model,
-            parameters: folder.config().layers().parameter_count()?,
-            lora: self.lora.as_ref().map(LoraFlag::to_string),
-            dtype: "bf16",
-            sequence: self.tokens,
-            batch: self.batch_size,
-            micro_batch: self.micro_batch,
-            repeats: self.repeats,
-            tokens_per_s: tokens as f64 / steady.seconds,
-            steady,
-            first_loss: losses[0],
-            last_loss: losses[losses.len() - 1],
-            replayed: tuned.replayed(),
-            peak_bytes,
-            memory_limit: self.memory_limit.map(|limit| limit.to_string()),
-            load,
-        })
-    }
-
     /// The model with the folder's weights, and what it took to get there.
-    fn loaded(
-        &self,
-        folder: &Pretrained,
-        layers: Layers,
-        device: Device,
-        home: HomeArgument,
-    ) -> Result<(FineTuned, LoadFigures)> {
+    fn loaded(&self, home: HomeArgument) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
+        let Self { options, folder, device } = self;
+        let (layers, device) = (self.layers(), *device);
         // What the device's libraries take of the host is not to be counted as the weights'.
         let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
         let _ = first.matmul(&first);
@@ -161,7 +152,7 @@ impl FinetuneOptions {
         let start = Instant::now();
         // All contestants start with the same adapters.
         tch::manual_seed(0);
-        let tuned = FineTuned::new(layers, device, home, self.micro_batch)?;
+        let tuned = fine_tuned(layers, device, home, options.micro_batch)?;
         let seconds_build = start.elapsed().as_secs_f64();
         let start = Instant::now();
         folder.load(&tuned.variables()?)?;
@@ -169,7 +160,7 @@ impl FinetuneOptions {
         let seconds_load = start.elapsed().as_secs_f64();
         let bytes = folder.config().layers().parameter_count()? * 2;
         let taken = host_memory::peak().zip(before).map(|(peak, before)| peak - before.min(peak));
-        let has_weights = !self.from_scratch;
+        let has_weights = !options.from_scratch;
         Ok((
             tuned,
             LoadFigures {
@@ -182,10 +173,11 @@ impl FinetuneOptions {
     }
 
     /// Tokens that the peers make too, so that losses can be compared, each with those that follow.
-    fn batch(&self, vocabulary: i64, device: Device) -> (Tensor, Tensor) {
-        let (samples, tokens) = (self.batch_size as i64, self.tokens);
-        let places = Tensor::arange(samples * (tokens + 1), (Kind::Int64, device));
-        let texts = (places * 48_271).remainder(65_537).remainder(vocabulary);
+    fn batch(&self) -> (Tensor, Tensor) {
+        let (samples, tokens) = (self.options.batch_size as i64, self.options.tokens);
+        let places = Tensor::arange(samples * (tokens + 1), (Kind::Int64, self.device));
+        let texts = (places * 48_271).remainder(65_537);
+        let texts = texts.remainder(self.folder.config().vocabulary());
         let texts = texts.view([samples, tokens + 1]);
         (texts.narrow(1, 0, tokens).contiguous(), texts.narrow(1, 1, tokens).contiguous())
     }

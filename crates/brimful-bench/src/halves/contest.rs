@@ -8,12 +8,10 @@ use tch::Device;
 use super::stage::{HalvesSeconds, MiddleStage, WholeSeconds};
 use crate::columns::Columns;
 use crate::gradients::relative_difference;
+use crate::timed::{WARM_UP, turns};
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Workload;
-
-/// Turns before the first that counts: libraries choose their kernels in them, caches fill.
-const WARM_UP: usize = 2;
 
 /// A backward in halves beside the whole one.
 #[derive(Debug, Serialize)]
@@ -38,11 +36,6 @@ pub(super) struct HalvesRow {
     gradient_difference: f64,
 }
 
-/// How often each backward has its turn.
-pub(super) fn turns(repeats: usize) -> usize {
-    WARM_UP + repeats
-}
-
 /// Lets both take turns.
 pub(super) fn measure(
     work: &Workload,
@@ -53,7 +46,7 @@ pub(super) fn measure(
     let title = format!("{} {} {}", work.model, work.dtype, work.micro_batch);
     progress.row(&title);
     let mut stage = MiddleStage::new(work, device)?;
-    let (mut times, mut difference) = (BackwardTimes::default(), 0.0);
+    let (mut measured, mut difference) = (Vec::new(), 0.0);
     for turn in 0..turns(repeats) {
         progress.turn(&title, "whole", turn, WARM_UP, repeats);
         let (engine, _) = by_engine(|| stage.whole())?;
@@ -63,51 +56,38 @@ pub(super) fn measure(
         if turn < WARM_UP {
             difference = relative_difference(&expected, &found, work.dtype)?;
         } else {
-            times.engine.push(engine.backward);
-            times.push(&whole, &halves);
+            measured.push(BackwardTurn { engine, whole, halves });
         }
         progress.advance(1);
     }
     progress.done();
-    Ok(times.row(work, difference))
+    Ok(row(work, &measured, difference))
 }
 
-/// The seconds of all turns that count.
-#[derive(Debug, Default)]
-struct BackwardTimes {
-    forward: StepTimes,
-    whole: StepTimes,
-    engine: StepTimes,
-    input: StepTimes,
-    weight: StepTimes,
-    halves: StepTimes,
+/// The seconds of a turn that counts.
+struct BackwardTurn {
+    engine: WholeSeconds,
+    whole: WholeSeconds,
+    halves: HalvesSeconds,
 }
 
-impl BackwardTimes {
-    fn push(&mut self, whole: &WholeSeconds, halves: &HalvesSeconds) {
-        self.forward.push(whole.forward);
-        self.forward.push(halves.forward);
-        self.whole.push(whole.backward);
-        self.input.push(halves.input);
-        self.weight.push(halves.weight);
-        self.halves.push(halves.input + halves.weight);
-    }
-
-    fn row(&self, work: &Workload, gradient_difference: f64) -> HalvesRow {
-        let (whole, halves) = (self.whole.median(), self.halves.median());
-        HalvesRow {
-            columns: Columns::new("brimful", work),
-            repeats: self.whole.0.len(),
-            forward_seconds: self.forward.median(),
-            whole_seconds: whole,
-            engine_seconds: self.engine.median(),
-            input_seconds: self.input.median(),
-            weight_seconds: self.weight.median(),
-            halves_seconds: halves,
-            ratio: halves / whole,
-            whole_spread: self.whole.spread(),
-            spread: self.halves.spread(),
-            gradient_difference,
-        }
+fn row(work: &Workload, turns: &[BackwardTurn], gradient_difference: f64) -> HalvesRow {
+    let of = |part: fn(&BackwardTurn) -> f64| StepTimes(turns.iter().map(part).collect());
+    let forwards = turns.iter().flat_map(|turn| [turn.whole.forward, turn.halves.forward]);
+    let whole = of(|turn| turn.whole.backward);
+    let halves = of(|turn| turn.halves.input + turn.halves.weight);
+    HalvesRow {
+        columns: Columns::new("brimful", work),
+        repeats: turns.len(),
+        forward_seconds: StepTimes(forwards.collect()).median(),
+        whole_seconds: whole.median(),
+        engine_seconds: of(|turn| turn.engine.backward).median(),
+        input_seconds: of(|turn| turn.halves.input).median(),
+        weight_seconds: of(|turn| turn.halves.weight).median(),
+        halves_seconds: halves.median(),
+        ratio: halves.median() / whole.median(),
+        whole_spread: whole.spread(),
+        spread: halves.spread(),
+        gradient_difference,
     }
 }

@@ -15,12 +15,10 @@ use serde_json::json;
 use tch::Device;
 
 use crate::journal::{Journal, Output};
-use crate::timed::try_kernels;
+use crate::timed::{try_kernels, turns};
 use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 
-/// Tokens of the GPT, as in pipelines: a larger table's head would be most of the stage.
-const VOCABULARY: i64 = 256;
 /// The GPT of a CPU.
 const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64, llama: false };
 
@@ -65,7 +63,7 @@ pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
     let cuda = try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
     let mut journal = Journal::begin("halves", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.model.len() * contest::turns(options.repeats));
+    let progress = TurnProgress::new(options.model.len() * turns(options.repeats));
     for &model in &options.model {
         let work = options.work(model, device);
         work.dtype.prepare(device)?;
@@ -76,7 +74,7 @@ pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
 
 impl HalvesOptions {
     fn work(&self, model: ModelName, device: Device) -> Workload {
-        let usual = Workload::default_of(model, device);
+        let usual = Workload::of_bytes(model, device);
         let gpt = if device == Device::Cpu { GPT } else { usual.gpt };
         let micro_batch = self.micro_batch.map_or(usual.micro_batch, |samples| samples as usize);
         Workload {
@@ -85,8 +83,6 @@ impl HalvesOptions {
             micro_batch,
             image: self.image.map_or(usual.image, i64::from),
             gpt: self.gpt.unwrap_or(gpt),
-            vocabulary: VOCABULARY,
-            tied: false,
             ..usual
         }
     }

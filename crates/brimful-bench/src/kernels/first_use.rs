@@ -63,8 +63,7 @@ pub(super) fn measure(
     kernels::set_enabled(wanted);
     let ours = steps("kernels of our own", OURS)?;
     progress.done();
-    let losses: Vec<f64> = libtorchs.iter().chain(&ours).map(|turn| turn.loss).collect();
-    compute_the_same(&losses, dtype)?;
+    compute_the_same(libtorchs.iter().chain(&ours).map(|turn| turn.loss), dtype)?;
     let (first, third) = (ours[0].seconds, ours[OURS - 1].seconds);
     Ok(FirstUseRow {
         part: "first use",

@@ -14,8 +14,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::gradients::relative_difference;
-use crate::timed::{WARM_UP, compute_the_same, timed, turns};
-use crate::times::StepTimes;
+use crate::timed::{MeasuredTurn, TurnFigures, compute_the_same, take_turns, timed};
 use crate::turns::TurnProgress;
 
 /// The target of places that do not count; here all do.
@@ -87,15 +86,6 @@ pub(super) struct LossRow {
     refusals: Vec<String>,
 }
 
-/// What a contestant has shown.
-struct LossFigures {
-    contestant: LossContestant,
-    gradient_difference: f64,
-    times: StepTimes,
-    loss: f64,
-    peak: Bytes,
-}
-
 /// Lets all take turns; a row for each.
 pub(super) fn measure(
     work: LossWork,
@@ -106,51 +96,35 @@ pub(super) fn measure(
     let title = format!("loss {} {}×{}×{}", work.dtype, work.places, work.words, work.width);
     progress.row(&title);
     let mut head = MeasuredHead::new(work, device)?;
-    let mut all = head.compared()?;
+    let apart = head.compared()?;
     let refusals = refusals();
-    for turn in 0..turns(repeats) {
-        for shown in &mut all {
-            progress.turn(&title, shown.contestant.name(), turn, WARM_UP, repeats);
-            head.clear()?;
-            let (loss, seconds) = timed(device, || Ok(head.step(shown.contestant)?))?;
-            shown.times.push_if(turn >= WARM_UP, seconds);
-            shown.loss = loss;
-        }
-        progress.advance(1);
-    }
+    let contestants = LossContestant::all(work.dtype).into_iter().map(|who| (who, who.name()));
+    let mut all = take_turns(&title, contestants, repeats, progress, |who| head.turn(who))?;
     progress.done();
-    for shown in &mut all {
-        shown.peak = head.peak(shown.contestant)?;
+    for (who, shown) in &mut all {
+        shown.peak = Some(head.peak(*who)?);
     }
-    compute_the_same(&all.iter().map(|shown| shown.loss).collect::<Vec<_>>(), work.dtype)?;
-    let row = |shown: &LossFigures| shown.row(work, &all[0], &refusals);
-    Ok(all.iter().map(row).collect())
-}
-
-impl LossFigures {
-    fn new(contestant: LossContestant, gradient_difference: f64) -> Self {
-        let (times, loss, peak) = (StepTimes::default(), 0.0, Bytes(0));
-        Self { contestant, gradient_difference, times, loss, peak }
-    }
-
-    fn row(&self, work: LossWork, ours: &Self, refusals: &[String]) -> LossRow {
-        let is_ours = self.contestant == LossContestant::Ours;
-        let seconds = self.times.median();
+    compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
+    let (ours, our_peak) = (&all[0].1, all[0].1.peak.unwrap_or_default());
+    let row = |((contestant, shown), apart): (&(LossContestant, TurnFigures), f64)| {
+        let (seconds, peak) = (shown.times.median(), shown.peak.unwrap_or_default());
+        let is_ours = *contestant == LossContestant::Ours;
         LossRow {
             part: "loss",
-            contestant: self.contestant.name(),
+            contestant: contestant.name(),
             work,
-            repeats: self.times.0.len(),
+            repeats,
             seconds,
-            spread: self.times.spread(),
+            spread: shown.times.spread(),
             time_ratio: ours.times.median() / seconds,
-            peak_bytes: self.peak,
-            peak_ratio: ours.peak.0 as f64 / self.peak.0 as f64,
-            loss: self.loss,
-            gradient_difference: self.gradient_difference,
-            refusals: if is_ours { refusals.to_vec() } else { Vec::new() },
+            peak_bytes: peak,
+            peak_ratio: our_peak.0 as f64 / peak.0 as f64,
+            loss: shown.loss,
+            gradient_difference: apart,
+            refusals: if is_ours { refusals.clone() } else { Vec::new() },
         }
-    }
+    };
+    Ok(all.iter().zip(apart).map(row).collect())
 }
 
 /// Hidden states, the weight of a head, and which word follows each place.
@@ -181,16 +155,12 @@ impl MeasuredHead {
         })
     }
 
-    /// The contestants with how far their gradients are apart. It is also the first use of each.
-    fn compared(&mut self) -> Result<Vec<LossFigures>> {
+    /// How far the contestants' gradients are apart. It is also the first use of each.
+    fn compared(&mut self) -> Result<Vec<f64>> {
         let contestants = LossContestant::all(self.dtype);
         let expected = self.gradients(contestants[1])?;
-        let figures = |contestant| {
-            let found = self.gradients(contestant)?;
-            let difference = relative_difference(&expected, &found, self.dtype)?;
-            Ok(LossFigures::new(contestant, difference))
-        };
-        contestants.into_iter().map(figures).collect()
+        let apart = |who| relative_difference(&expected, &self.gradients(who)?, self.dtype);
+        contestants.into_iter().map(apart).collect()
     }
 
     fn gradients(&mut self, contestant: LossContestant) -> Result<[Tensor; 2]> {
@@ -214,6 +184,13 @@ impl MeasuredHead {
         let before = memory.usage()?.current;
         self.step(contestant)?;
         Ok(Bytes(memory.usage()?.peak.0.saturating_sub(before.0)))
+    }
+
+    /// A turn whose memory is not counted.
+    fn turn(&mut self, contestant: LossContestant) -> Result<MeasuredTurn> {
+        self.clear()?;
+        let (loss, seconds) = timed(self.device, || Ok(self.step(contestant)?))?;
+        Ok(MeasuredTurn { seconds, loss, peak: None })
     }
 
     /// Forward, backward and the reading of the loss.

@@ -39,8 +39,7 @@ impl Family {
         let Ok(number) = number.parse::<usize>() else { return layer.to_owned() };
         let twin = match self {
             Self::Unet if number == size => TYPICAL,
-            Self::Unet => number.min(TYPICAL - 1),
-            Self::Amoebanet => number.min(TYPICAL - 1),
+            Self::Unet | Self::Amoebanet => number.min(TYPICAL - 1),
         };
         format!("{cell}.{twin}")
     }

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use anyhow::{Result, ensure};
-use brimful::{Bytes, device, memory};
+use brimful::{Bytes, device};
 use brimful_cli::exit::does_not_fit;
 use brimful_cli::setting::{ModelName, words};
 use clap::Args;
@@ -27,8 +27,8 @@ use crate::turns::TurnProgress;
 use crate::work::Workload;
 use family::Family;
 use report::{LargestRow, none_fits};
-use search::{FoundModel, LargestSearch, Room};
-use trial::{StepMemory, TrialDevices};
+use search::{FoundModel, LargestSearch};
+use trial::{Room, StepMemory};
 
 /// Options of `brimful-bench memory`.
 #[derive(Debug, Args)]
@@ -103,10 +103,9 @@ impl fmt::Display for Experiment {
 /// Finds and confirms model after model, and prints each as it comes.
 pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let device = device::find(&options.device)?;
-    let trial = TrialDevices::new(options.memory_limit, device, &options.stages)?;
-    let room = Room { limit: trial.limit(), host: options.host(&trial, device)? };
+    let room = Room::new(options, device)?;
     let facts = json!({
-        "memory": trial.limit(),
+        "memory": room.limit,
         "host_memory": room.host,
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
@@ -116,54 +115,40 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let mut fitted = false;
     for &family in &options.family {
         progress.row(&format!("{family}: the layers"));
-        let search = LargestSearch::measure(family, options.work(family, device), device, room)?;
+        let search = LargestSearch::measure(family, options.work(family, device), room)?;
         progress.done();
-        fitted |= options.table(&search, &trial, &progress, &mut journal)?;
+        fitted |= options.table(&search, &progress, &mut journal)?;
         progress.advance(1);
     }
-    let limit = trial.limit();
     ensure!(
         fitted,
-        does_not_fit(format!("no model of any size fits {limit}: raise --memory-limit"))
+        does_not_fit(format!("no model of any size fits {}: raise --memory-limit", room.limit))
     );
     journal.end()
 }
 
 impl MemoryOptions {
-    /// What stages at home may take of the host: beside arenas as much as eight of them have.
-    fn host(&self, trial: &TrialDevices, device: Device) -> Result<Bytes> {
-        Ok(match (self.host_memory, device) {
-            (Some(memory), _) => memory,
-            (None, Device::Cpu) => Bytes(8 * trial.limit().0),
-            _ => memory::host()?.available,
-        })
-    }
-
     /// The rows of one family; whether there was one that fits.
     fn table(
         &self,
         search: &LargestSearch,
-        trial: &TrialDevices,
         progress: &TurnProgress,
         journal: &mut Journal,
     ) -> Result<bool> {
-        let plan = |experiment| Ok((experiment, search.largest(experiment, search.limit())?));
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room.limit)?));
         let mut planned =
-            self.experiments(search.host()).map(plan).collect::<Result<VecDeque<_>>>()?;
+            self.experiments(search.room.host).map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;
         while let Some((experiment, found)) = planned.pop_front() {
             let title = format!("{} {experiment}", search.family);
             progress.row(&title);
             let later = planned.iter().filter_map(|(_, found)| found.as_ref());
-            let later: f64 = later.map(|found| trial.seconds(found)).sum();
+            let later: f64 = later.map(|found| search.room.seconds(found)).sum();
             let watch = |found: &FoundModel| {
-                let left = trial.seconds(found) + later;
+                let left = search.room.seconds(found) + later;
                 progress.step(&title, &found.work.model.to_string(), left);
             };
-            let found = match found {
-                Some(found) => confirmed(search, trial, experiment, found, watch)?,
-                None => None,
-            };
+            let found = confirmed(search, experiment, found, watch)?;
             progress.done();
             let Some((found, outcome)) = found else {
                 journal.enter(&none_fits(search, experiment))?;
@@ -200,22 +185,18 @@ impl MemoryOptions {
 /// The largest model whose steps do run, from the planned one on.
 fn confirmed(
     search: &LargestSearch,
-    trial: &TrialDevices,
     experiment: Experiment,
-    mut found: FoundModel,
+    mut found: Option<FoundModel>,
     watch: impl Fn(&FoundModel),
 ) -> Result<Option<(FoundModel, StepMemory)>> {
-    loop {
-        watch(&found);
-        if let Some(outcome) = trial.run(&found, search.family)? {
-            return Ok(Some((found, outcome)));
+    while let Some(model) = found {
+        watch(&model);
+        if let Some(outcome) = search.room.run(&model, search.family)? {
+            return Ok(Some((model, outcome)));
         }
         // Nor does a plan count what an operation takes for itself while it runs: where that is too
         // much, the next one leaves a fiftieth more free.
-        let less = Bytes(found.row.largest_peak() / 50 * 49);
-        match search.largest(experiment, less)? {
-            Some(smaller) => found = smaller,
-            None => return Ok(None),
-        }
+        found = search.largest(experiment, Bytes(model.row.largest_peak() / 50 * 49))?;
     }
+    Ok(None)
 }

@@ -2,30 +2,26 @@
 
 use anyhow::Result;
 use brimful::Bytes;
-use brimful::schedule::{Recompute, Schedule};
-use brimful_cli::setting::{ModelName, NumberType};
+use brimful::plan::PlanChoice;
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::search::{FoundModel, LargestSearch};
 use super::trial::StepMemory;
 use super::{Experiment, Way};
+use crate::columns::{Columns, Staging};
+use crate::work::Workload;
 
 /// The largest model of one experiment.
 #[derive(Debug, Serialize)]
 pub(super) struct LargestRow {
-    contestant: &'static str,
+    #[serde(flatten)]
+    columns: Columns,
     experiment: String,
-    model: ModelName,
-    shape: String,
-    dtype: NumberType,
-    batch: usize,
-    micro_batch: usize,
     micro_batches: usize,
-    stages: usize,
+    #[serde(flatten)]
+    staging: Staging,
     stages_at_home: usize,
-    schedule: Schedule,
-    recompute: Recompute,
     balance: Vec<usize>,
     parameters: u64,
     /// Parameters over those of the first row.
@@ -59,19 +55,14 @@ impl LargestRow {
         let sum = |bytes: &[Bytes]| bytes.iter().map(|bytes| bytes.0).sum::<u64>();
         let (resident, peak) = (sum(&outcome.resident), sum(&outcome.peaks));
         let is_home = experiment.way == Way::Home;
+        let PlanChoice { schedule, micro_batches, recompute } = row.choice;
+        let run = Workload { micro_batch: work.batch / micro_batches, ..work.clone() };
         Ok(Self {
-            contestant: "brimful",
+            columns: Columns::new("brimful", &run),
             experiment: experiment.to_string(),
-            model: work.model,
-            shape: work.shape(),
-            dtype: work.dtype,
-            batch: work.batch,
-            micro_batch: work.batch / row.choice.micro_batches,
-            micro_batches: row.choice.micro_batches,
-            stages: row.balance.sizes().len(),
+            micro_batches,
+            staging: Staging::new(row.balance.sizes().len(), schedule, recompute),
             stages_at_home: row.at_host(),
-            schedule: row.choice.schedule,
-            recompute: row.choice.recompute,
             balance: row.balance.sizes().to_vec(),
             parameters,
             ratio,
@@ -82,7 +73,7 @@ impl LargestRow {
             peak_bytes: Bytes(peak),
             planned_peaks: row.peak_bytes.clone(),
             peaks: outcome.peaks,
-            limit_bytes: search.limit(),
+            limit_bytes: search.room.limit,
             host_bytes: Bytes(row.host_bytes),
             bound: is_home.then(|| search.bound(found)).transpose()?,
         })
@@ -97,7 +88,7 @@ pub(super) fn none_fits(search: &LargestSearch, experiment: Experiment) -> Value
         "experiment": experiment.to_string(),
         "model": model,
         "devices": experiment.devices,
-        "limit_bytes": search.limit(),
+        "limit_bytes": search.room.limit,
         "error": format!("not even {model} fits"),
     })
 }

@@ -9,9 +9,9 @@ use brimful::plan::{self, PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, sums_apart};
 use brimful_cli::setting::ModelName;
-use tch::Device;
 
 use super::family::{Family, TYPICAL};
+use super::trial::Room;
 use super::{Experiment, Way};
 use crate::work::Workload;
 
@@ -27,17 +27,7 @@ pub(super) struct LargestSearch {
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
-    device: Device,
-    room: Room,
-}
-
-/// The memory that models are to fit.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Room {
-    /// Of each device.
-    pub(super) limit: Bytes,
-    /// Of the host, for stages at home.
-    pub(super) host: Bytes,
+    pub(super) room: Room,
 }
 
 /// A model whose step fits.
@@ -50,35 +40,21 @@ pub(super) struct FoundModel {
 
 impl LargestSearch {
     /// Measures, with one sample: larger micro-batches only cost memory.
-    pub(super) fn measure(
-        family: Family,
-        work: Workload,
-        device: Device,
-        room: Room,
-    ) -> Result<Self> {
+    pub(super) fn measure(family: Family, work: Workload, room: Room) -> Result<Self> {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
         let Profile { input_bytes, layers } =
-            balance::measure(&typical.layers()?, device, &sample)?;
+            balance::measure(&typical.layers()?, room.device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
-        let host = HostSpeed::measure(device, family.method())?;
-        Ok(Self { family, smallest: work, input_bytes, layers, host, device, room })
-    }
-
-    pub(super) fn limit(&self) -> Bytes {
-        self.room.limit
-    }
-
-    /// What stages at home may take of the host.
-    pub(super) fn host(&self) -> Bytes {
-        self.room.host
+        let host = HostSpeed::measure(room.device, family.method())?;
+        Ok(Self { family, smallest: work, input_bytes, layers, host, room })
     }
 
     /// What keeps a larger model than this from stages at home.
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
         let experiment = Experiment { devices: 1, way: Way::Home };
-        let next = found.size + 1;
-        let fits = self.plan_with(experiment, self.limit(), Bytes(u64::MAX), next)?.is_some();
+        let unbounded = Room { host: Bytes(u64::MAX), ..self.room };
+        let fits = self.plan(experiment, unbounded, found.size + 1)?.is_some();
         Ok(if fits { "host" } else { "device" })
     }
 
@@ -87,13 +63,14 @@ impl LargestSearch {
     pub(super) fn largest(
         &self,
         experiment: Experiment,
-        memory: Bytes,
+        limit: Bytes,
     ) -> Result<Option<FoundModel>> {
-        let Some(mut best) = self.first(experiment, memory)? else { return Ok(None) };
+        let room = Room { limit, ..self.room };
+        let Some(mut best) = self.first(experiment, room)? else { return Ok(None) };
         let mut too_large = TOO_LARGE;
         while too_large - best.size > 1 {
             let next = (2 * best.size).min(usize::midpoint(best.size, too_large));
-            match self.plan(experiment, memory, next)? {
+            match self.plan(experiment, room, next)? {
                 Some(found) => best = found,
                 None => too_large = next,
             }
@@ -102,36 +79,21 @@ impl LargestSearch {
     }
 
     /// The smallest one that has a layer for each stage.
-    fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<FoundModel>> {
+    fn first(&self, experiment: Experiment, room: Room) -> Result<Option<FoundModel>> {
         let mut size = 1;
         while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.devices {
             size += 1;
         }
-        self.plan(experiment, memory, size)
+        self.plan(experiment, room, size)
     }
 
     /// The fastest step of the model of this size that fits.
-    fn plan(
-        &self,
-        experiment: Experiment,
-        memory: Bytes,
-        size: usize,
-    ) -> Result<Option<FoundModel>> {
-        self.plan_with(experiment, memory, self.room.host, size)
-    }
-
-    fn plan_with(
-        &self,
-        experiment: Experiment,
-        memory: Bytes,
-        host: Bytes,
-        size: usize,
-    ) -> Result<Option<FoundModel>> {
+    fn plan(&self, experiment: Experiment, room: Room, size: usize) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
-        let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
+        let device = PlanDevice { memory: Some(room.limit.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
-        request.sums_apart = sums_apart(self.device, work.dtype.kind());
+        request.sums_apart = sums_apart(room.device, work.dtype.kind());
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];
@@ -141,7 +103,7 @@ impl LargestSearch {
             }
             Way::Pipeline => {}
             Way::Home => {
-                request.host_memory = Some(host.0);
+                request.host_memory = Some(room.host.0);
                 (request.bus, request.home_update) = (self.host.bus, self.host.update / 4.0);
             }
         }
@@ -173,9 +135,10 @@ fn with_size(work: &Workload, family: Family, size: usize) -> Workload {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     fn room(limit: u64) -> Room {
-        Room { limit: Bytes(limit), host: Bytes(0) }
+        Room { device: Device::Cpu, limit: Bytes(limit), host: Bytes(0) }
     }
 
     #[test]
@@ -183,8 +146,7 @@ mod tests {
         for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
             let model = family.model(1, width);
             let work = Workload { batch: 2, image: 64, ..Workload::default_of(model, Device::Cpu) };
-            let search =
-                LargestSearch::measure(family, work, Device::Cpu, room(1 << 20)).expect("layers");
+            let search = LargestSearch::measure(family, work, room(1 << 20)).expect("layers");
             for size in first..=6 {
                 let work = with_size(&search.smallest, family, size);
                 let profile = search.profile(&work, size).expect("a profile");
@@ -205,12 +167,11 @@ mod tests {
             image: 64,
             ..Workload::default_of(family.model(1, 2), Device::Cpu)
         };
-        let search =
-            LargestSearch::measure(family, work, Device::Cpu, room(limit.0)).expect("layers");
+        let search = LargestSearch::measure(family, work, room(limit.0)).expect("layers");
         for experiment in [1, 3].map(|devices| Experiment { devices, way: Way::Pipeline }) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
             assert!(found.row.largest_peak() <= limit.0);
-            let next = search.plan(experiment, limit, found.size + 1).expect("a plan");
+            let next = search.plan(experiment, search.room, found.size + 1).expect("a plan");
             assert!(next.is_none(), "{next:?}");
         }
         let naive = Experiment { devices: 1, way: Way::Naive };

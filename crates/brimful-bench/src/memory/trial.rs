@@ -1,26 +1,30 @@
-//! Two real steps of a model, in arenas or on cards, and the memory that they took.
+//! Where models are tried: two real steps, in arenas or on cards, and the memory that they took.
 
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::NonFinite;
-use brimful::memory::Memory;
+use brimful::memory::{self, Memory};
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::exit;
 use brimful_cli::setting::{accounts, loss};
 use tch::{Device, Tensor};
 
+use super::MemoryOptions;
 use super::family::Family;
 use super::search::FoundModel;
 
 /// An arena's size on a CPU where nothing else is asked for.
 const ARENA: Bytes = Bytes(80 << 20);
 
-/// Where models are tried.
-#[derive(Debug)]
-pub(super) struct TrialDevices {
-    device: Device,
-    limit: Bytes,
+/// Where models are tried, and the memory that they are to fit.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Room {
+    pub(super) device: Device,
+    /// Of each device.
+    pub(super) limit: Bytes,
+    /// Of the host, for stages at home.
+    pub(super) host: Bytes,
 }
 
 /// What two steps took, in bytes for each device.
@@ -33,26 +37,27 @@ pub(super) struct StepMemory {
     pub(super) seconds: f64,
 }
 
-impl TrialDevices {
-    /// On devices of this size, of which there are as many as the most stages need.
-    pub(super) fn new(memory: Option<Bytes>, device: Device, stages: &[usize]) -> Result<Self> {
-        let limit = match (memory, device) {
+impl Room {
+    /// On devices of the size that is asked for, of which there are as many as the most stages need.
+    pub(super) fn new(options: &MemoryOptions, device: Device) -> Result<Self> {
+        let limit = match (options.memory_limit, device) {
             (Some(memory), _) => memory,
             (None, Device::Cpu) => ARENA,
             (None, card) => Memory::of(card)?.usage()?.available.unwrap_or_default(),
         };
-        let cards =
-            brimful::memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
-        let most = stages.iter().copied().max().unwrap_or(1);
+        let cards = memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let most = options.stages.iter().copied().max().unwrap_or(1);
         ensure!(
             device == Device::Cpu || most <= cards,
             "{most} stages need a card each, but there are {cards}: give --stages fewer"
         );
-        Ok(Self { device, limit })
-    }
-
-    pub(super) fn limit(&self) -> Bytes {
-        self.limit
+        let host = match (options.host_memory, device) {
+            (Some(memory), _) => memory,
+            // Beside arenas as much as eight of them have.
+            (None, Device::Cpu) => Bytes(8 * limit.0),
+            _ => memory::host()?.available,
+        };
+        Ok(Self { device, limit, host })
     }
 
     /// How long the two steps will take, by plan: on a CPU all stages share its cores.
@@ -109,9 +114,6 @@ impl TrialDevices {
     }
 }
 
-fn figures(
-    memories: &[Memory],
-    of: impl Fn(brimful::memory::Usage) -> Bytes,
-) -> Result<Vec<Bytes>> {
+fn figures(memories: &[Memory], of: impl Fn(memory::Usage) -> Bytes) -> Result<Vec<Bytes>> {
     memories.iter().map(|memory| Ok(of(memory.usage()?))).collect()
 }

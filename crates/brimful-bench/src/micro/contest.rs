@@ -1,13 +1,12 @@
 //! The contestants of a row, and their turns.
 
-use anyhow::{Context, Result};
-use brimful::Bytes;
+use anyhow::Result;
 use brimful_torch::transfer;
 use tch::Device;
 
-use super::report::SpeedRow;
+use super::report;
 use crate::journal::Journal;
-use crate::timed::{self, MeasuredTurn, Timed, TurnFigures, share};
+use crate::timed::{self, MeasuredTurn, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -58,9 +57,6 @@ impl MicroContestant {
     }
 }
 
-/// A contestant, and what it has shown.
-pub(super) type ContestantFigures = (MicroContestant, TurnFigures);
-
 /// Measures a row: its contestants take turns.
 pub(super) fn measure(
     work: &Workload,
@@ -71,37 +67,17 @@ pub(super) fn measure(
 ) -> Result<()> {
     progress.row(&work.title());
     let mut contest = Contest::new(work, device)?;
-    let mut all = contest.take_turns(repeats, progress)?;
-    let losses: Vec<f64> = all.iter().map(|(_, shown)| shown.loss).collect();
-    timed::compute_the_same(&losses, work.dtype)?;
+    let all = MicroContestant::all(work, device).into_iter().map(|who| (who, who.name()));
+    let mut all =
+        timed::take_turns(&work.title(), all, repeats, progress, |who| contest.turn(who))?;
+    timed::compute_the_same(all.iter().map(|(_, shown)| shown.loss), work.dtype)?;
     if device == Device::Cpu {
         for (contestant, shown) in &mut all {
-            shown.peak = Some(contest.cpu_peak(*contestant)?);
+            shown.peak = Some(timed::cpu_peak(|| contest.turn(*contestant))?);
         }
     }
     progress.done();
-    enter(work, &all, journal)
-}
-
-/// Enters a row for each contestant, beside those that it is compared with.
-fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> Result<()> {
-    let by_hand = seconds_of(MicroContestant::Loop, all)?;
-    let resident = seconds_of(MicroContestant::Resident, all)?;
-    for figures in all {
-        let seconds = figures.1.times.median();
-        // Only the streaming one copies what another finds in place.
-        let streams = figures.0 == MicroContestant::Streaming;
-        let ratio_to_resident = streams.then_some(resident / seconds);
-        journal.enter(&SpeedRow::new(work, figures, by_hand / seconds, ratio_to_resident))?;
-    }
-    Ok(())
-}
-
-/// The median of a contestant that is always there.
-fn seconds_of(contestant: MicroContestant, all: &[ContestantFigures]) -> Result<f64> {
-    let found = all.iter().find(|(who, _)| *who == contestant);
-    let found = found.context("a contestant that all have is missing")?;
-    Ok(found.1.times.median())
+    report::enter(work, &all, journal)
 }
 
 /// One mini-batch, and all who run it.
@@ -121,18 +97,6 @@ impl<'a> Contest<'a> {
             _ => (transfer::pin(&x)?, transfer::pin(&y)?),
         };
         Ok(Self { work, device, models: Vec::new(), host })
-    }
-
-    /// What every contestant shows in its turns.
-    fn take_turns(
-        &mut self,
-        repeats: usize,
-        progress: &TurnProgress,
-    ) -> Result<Vec<ContestantFigures>> {
-        let title = self.work.title();
-        let all = MicroContestant::all(self.work, self.device).into_iter();
-        let all = all.map(|who| (who, who.name()));
-        timed::take_turns(&title, all, repeats, progress, |who| self.turn(who))
     }
 
     /// The place of the model that is run in this way, made where it is not there. All have the same
@@ -162,12 +126,6 @@ impl<'a> Contest<'a> {
             MicroContestant::Loop => model.by_hand(work, batch),
             _ => model.step(batch),
         })
-    }
-
-    fn cpu_peak(&mut self, contestant: MicroContestant) -> Result<Bytes> {
-        let at = self.tuned(contestant.tuning())?;
-        self.models[at].clear()?;
-        timed::cpu_peak(|| self.turn(contestant))
     }
 }
 

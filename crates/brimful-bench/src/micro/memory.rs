@@ -13,8 +13,8 @@ use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::report::{IN_ONE_PIECE, MemoryRow};
-use crate::columns::Columns;
+use super::report::MemoryRow;
+use crate::columns::{Columns, IN_ONE_PIECE};
 use crate::journal::Journal;
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -58,7 +58,7 @@ pub(super) fn measure(
         let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
         journal.enter(&MemoryRow {
             columns: Columns::new("brimful", &work),
-            stages: IN_ONE_PIECE,
+            staging: IN_ONE_PIECE,
             micro_batches: count,
             samples_per_s: work.batch as f64 / seconds,
             peak_bytes: peak,

@@ -75,7 +75,7 @@ pub(crate) struct MicroOptions {
 /// Measures row after row, and prints each as it comes.
 pub(crate) fn run(options: &MicroOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    let rows = options.rows(device)?;
+    let rows = options.rows(device);
     let cuda = timed::try_kernels(device);
     let facts = json!({
         "cudnn_benchmark": cuda,
@@ -103,22 +103,22 @@ pub(crate) fn run(options: &MicroOptions) -> Result<()> {
 }
 
 impl MicroOptions {
-    fn rows(&self, device: Device) -> Result<Vec<Workload>> {
-        if self.table {
-            let table = work::table(device);
-            return Ok(table.into_iter().map(|row| self.with_shapes(row)).collect());
-        }
+    fn rows(&self, device: Device) -> Vec<Workload> {
         let model = if self.llama.is_some() { ModelName::Gpt } else { self.model };
-        let mut work = self.with_shapes(Workload::default_of(model, device));
-        work.dtype = self.dtype.unwrap_or(work.dtype);
-        work.batch = self.batch_size.map_or(work.batch, |batch| batch as usize);
-        work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
-        Ok(vec![work])
+        let usual = match self.table {
+            true => work::table(device),
+            false => vec![Workload::default_of(model, device)],
+        };
+        usual.into_iter().map(|work| self.asked(work)).collect()
     }
 
-    fn with_shapes(&self, work: Workload) -> Workload {
+    /// A work with what is asked for instead: of a table's rows, shapes alone.
+    fn asked(&self, work: Workload) -> Workload {
         let llama = self.llama.map(|shape| GptShape { llama: true, ..shape });
         Workload {
+            dtype: self.dtype.unwrap_or(work.dtype),
+            batch: self.batch_size.map_or(work.batch, |batch| batch as usize),
+            micro_batch: self.micro_batch.map_or(work.micro_batch, |micro| micro as usize),
             image: self.image.map_or(work.image, i64::from),
             gpt: llama.or(self.gpt).unwrap_or(work.gpt),
             ..work

@@ -1,22 +1,23 @@
 //! The rows of micro-batched training: speeds, and peaks of memory.
 
+use anyhow::Result;
 use brimful::Bytes;
-use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
-use super::contest::ContestantFigures;
-use crate::columns::{Columns, Speed};
+use super::contest::MicroContestant;
+use crate::columns::{Columns, IN_ONE_PIECE, Speed, Staging};
+use crate::journal::Journal;
 use crate::timed::TurnFigures;
 use crate::tuned::Tuning;
 use crate::work::Workload;
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
-pub(super) struct SpeedRow {
+struct SpeedRow {
     #[serde(flatten)]
     columns: Columns,
     #[serde(flatten)]
-    stages: NoStages,
+    staging: Staging,
     replay: bool,
     channels_last: bool,
     #[serde(flatten)]
@@ -37,7 +38,7 @@ pub(super) struct MemoryRow {
     #[serde(flatten)]
     pub(super) columns: Columns,
     #[serde(flatten)]
-    pub(super) stages: NoStages,
+    pub(super) staging: Staging,
     pub(super) micro_batches: usize,
     pub(super) samples_per_s: f64,
     pub(super) peak_bytes: Bytes,
@@ -47,36 +48,31 @@ pub(super) struct MemoryRow {
     pub(super) ratio: Option<f64>,
 }
 
-/// What rows of pipelines say of their stages, said of a model in one piece.
-#[derive(Debug, Serialize)]
-pub(super) struct NoStages {
-    stages: usize,
-    schedule: Option<Schedule>,
-    recompute: Option<Recompute>,
-}
-
-pub(super) const IN_ONE_PIECE: NoStages = NoStages { stages: 1, schedule: None, recompute: None };
-
-impl SpeedRow {
-    pub(super) fn new(
-        work: &Workload,
-        figures: &ContestantFigures,
-        ratio: f64,
-        ratio_to_resident: Option<f64>,
-    ) -> Self {
-        let (contestant, TurnFigures { warm_up, times, peak, loss }) = figures;
+/// Enters a row for each contestant, beside those that it is compared with.
+pub(super) fn enter(
+    work: &Workload,
+    all: &[(MicroContestant, TurnFigures)],
+    journal: &mut Journal,
+) -> Result<()> {
+    // The loop and the resident one, which are always there.
+    let [by_hand, resident] = [0, 2].map(|place| all[place].1.times.median());
+    for (contestant, shown) in all {
+        let seconds = shown.times.median();
         let Tuning { replay, channels_last } = contestant.tuning();
-        Self {
+        // Only the streaming one copies what another finds in place.
+        let streams = *contestant == MicroContestant::Streaming;
+        journal.enter(&SpeedRow {
             columns: Columns::new(contestant.name(), work),
-            stages: IN_ONE_PIECE,
+            staging: IN_ONE_PIECE,
             replay,
             channels_last,
-            speed: Speed::new(work, times),
-            ratio,
-            ratio_to_resident,
-            warm_up_seconds: warm_up.clone(),
-            peak_bytes: *peak,
-            loss: *loss,
-        }
+            speed: Speed::new(work, &shown.times),
+            ratio: by_hand / seconds,
+            ratio_to_resident: streams.then_some(resident / seconds),
+            warm_up_seconds: shown.warm_up.clone(),
+            peak_bytes: shown.peak,
+            loss: shown.loss,
+        })?;
     }
+    Ok(())
 }

@@ -63,7 +63,7 @@ impl<'a> NormContest<'a> {
         let arena = limit.map(|limit| Arena::limited("cpu", limit.0)).transpose()?;
         let mut exact = ExactModel::new(work, device, arena)?;
         if let Some((_, first)) = plain.first() {
-            exact.take_over(first.store.variables().into_iter().collect())?;
+            exact.pipeline.set_variables(first.store.variables().into_iter().collect())?;
         }
         let (x, y) = work.samples(work.batch);
         let x = if channels_last { layout::laid_out(&x, true)? } else { x };
@@ -113,7 +113,7 @@ impl<'a> NormContest<'a> {
         let is_one = self.work.batch <= self.work.micro_batch;
         let compared = |who: NormContestant| is_one || who != NormContestant::Exact;
         let losses = all.iter().filter(|(who, _)| compared(*who)).map(|(_, shown)| shown.loss);
-        timed::compute_the_same(&losses.collect::<Vec<_>>(), self.work.dtype)?;
+        timed::compute_the_same(losses, self.work.dtype)?;
         let finite = |(_, shown): &(NormContestant, TurnFigures)| shown.loss.is_finite();
         ensure!(all.iter().all(finite), "a loss is not finite");
         Ok(())

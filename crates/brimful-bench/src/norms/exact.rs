@@ -12,7 +12,7 @@ use crate::work::{Samples, Workload};
 
 /// A pipeline of one device: its stages are cut where micro-batches meet.
 pub(super) struct ExactModel {
-    pipeline: Pipeline,
+    pub(super) pipeline: Pipeline,
     /// Device memory that it keeps between its turns.
     kept: u64,
 }
@@ -31,14 +31,9 @@ impl ExactModel {
         Ok(Self { pipeline, kept })
     }
 
-    /// Takes the values of these parameters and running statistics over.
-    pub(super) fn take_over(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
-        Ok(self.pipeline.set_variables(values)?)
-    }
-
     pub(super) fn step(&mut self, (x, y): &Samples) -> Result<LossAndPeak> {
         let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
-        Ok((step.loss, step.peaks.first().copied().flatten()))
+        Ok((step.loss, step.peak()))
     }
 
     /// What a step allocates on a CPU, found with a model of its own: counting costs.

@@ -69,7 +69,7 @@ pub(crate) fn run(options: &NormsOptions) -> Result<()> {
     let facts = json!({ "cudnn_benchmark": cuda, "optimizer": "none", "channels_last": cuda });
     let mut journal = Journal::begin("norms", device, &options.output, facts)?;
     let progress = TurnProgress::new(works.len() * timed::turns(options.repeats));
-    let mut rows = NormRows::new(options.memory_limit);
+    let mut rows = NormRows { limit: options.memory_limit, peaks: Vec::new() };
     for work in &works {
         progress.row(&work.title());
         let mut contest = NormContest::new(work, device, options.memory_limit)?;

@@ -31,16 +31,12 @@ struct NormRow {
 
 /// The rows of a run, mini-batch by mini-batch.
 pub(super) struct NormRows {
-    limit: Option<Bytes>,
+    pub(super) limit: Option<Bytes>,
     /// Of the first mini-batch.
-    peaks: Vec<(NormContestant, Bytes)>,
+    pub(super) peaks: Vec<(NormContestant, Bytes)>,
 }
 
 impl NormRows {
-    pub(super) fn new(limit: Option<Bytes>) -> Self {
-        Self { limit, peaks: Vec::new() }
-    }
-
     /// Enters a row for each contestant.
     pub(super) fn enter(
         &mut self,

@@ -8,15 +8,15 @@ use anyhow::Result;
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use brimful_torch::threads;
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
 
 use crate::timed::{share, timed};
 use crate::work::{Samples, Workload};
 
 /// A model, run in the same micro-batches as the pipeline's.
 pub(super) struct OneThread {
-    store: VarStore,
+    pub(super) store: VarStore,
     model: LossModel,
     micro: MicroBatcher,
 }
@@ -27,10 +27,6 @@ impl OneThread {
         let model = work.build(&mut store)?;
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         Ok(Self { store, model, micro })
-    }
-
-    pub(super) fn variables(&self) -> Vec<(String, Tensor)> {
-        self.store.variables().into_iter().collect()
     }
 
     /// One step: its seconds and its loss.

@@ -1,21 +1,21 @@
 //! The contestants for one number of stages, and their turns.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Error, Result, bail, ensure};
 use brimful::balance::Profile;
 use brimful::plan::PlanChoice;
 use tch::Device;
 
+use super::PipelineOptions;
 use super::alone::{OneThread, ThreadCopies};
-use super::report::{AloneRow, NotBuiltRow, PipelineRow};
+use super::report::PipelineRows;
 use super::runner::Runner;
-use super::{PipelineOptions, picture};
 use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
 
 /// Steps of each contestant before the first one that counts.
-const WARM_UP: usize = 1;
+pub(super) const WARM_UP: usize = 1;
 
 /// The model alone, its copies, and the pipelines.
 pub(super) struct PipelineContest {
@@ -25,14 +25,9 @@ pub(super) struct PipelineContest {
     alone: OneThread,
     /// None on an accelerator, and where one stage makes them pointless.
     copies: Option<ThreadCopies>,
-    runners: Vec<Runner>,
+    pub(super) runners: Vec<Runner>,
     /// Those that cannot be built: a model has too few layers for some schedules.
-    missing: Vec<NotBuiltRow>,
-}
-
-/// How often each contestant has its turn.
-pub(super) fn turns(repeats: usize) -> usize {
-    WARM_UP + repeats
+    missing: Vec<(PlanChoice, Error)>,
 }
 
 impl PipelineContest {
@@ -45,19 +40,20 @@ impl PipelineContest {
         let (alone, stages) = (OneThread::new(work, devices[0])?, devices.len());
         let is_parallel = devices[0] == Device::Cpu && stages > 1;
         let copies = is_parallel.then(|| ThreadCopies::new(work, stages)).transpose()?;
-        let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
+        let (parameters, mut runners, mut missing) =
+            (alone.store.variables().into_iter().collect::<Vec<_>>(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
                 let micro_batches = work.batch / work.micro_batch;
                 let choice = PlanChoice { schedule, micro_batches, recompute };
                 match Runner::new(choice, work, profile, devices, &parameters) {
                     Ok(runner) => runners.push(runner),
-                    Err(error) => missing.push(NotBuiltRow::new(work, choice, stages, error)),
+                    Err(error) => missing.push((choice, error)),
                 }
             }
         }
-        if let (true, Some(first)) = (runners.is_empty(), missing.first()) {
-            bail!("{first}");
+        if let (true, Some((choice, error))) = (runners.is_empty(), missing.first()) {
+            bail!("{}: {error:#}", choice.schedule);
         }
         let batch = work.samples(work.batch);
         Ok(Self { work: work.clone(), stages, batch, alone, copies, runners, missing })
@@ -73,7 +69,7 @@ impl PipelineContest {
         let title = format!("{}, {} stages", self.work.title(), self.stages);
         progress.row(&title);
         let (mut alone, mut copies) = (StepTimes::default(), StepTimes::default());
-        for turn in 0..turns(repeats) {
+        for turn in 0..WARM_UP + repeats {
             let counts = turn >= WARM_UP;
             progress.turn(&title, "one thread", turn, WARM_UP, repeats);
             let (seconds, expected) = self.alone.step(&self.batch)?;
@@ -96,15 +92,9 @@ impl PipelineContest {
         }
         progress.done();
         let machine = self.copies.as_ref().map_or(1.0, |_| alone.median() / copies.median());
-        AloneRow::new(&self.work, &alone).enter(journal)?;
-        for runner in &self.runners {
-            PipelineRow::new(&self.work, runner, self.stages, &alone, machine)?.enter(journal)?;
-        }
-        self.missing.iter().try_for_each(|row| row.enter(journal))
-    }
-
-    /// Every schedule as it was simulated and as it was measured.
-    pub(super) fn picture(&self) -> String {
-        picture::draw(&self.runners)
+        let mut rows = PipelineRows { work: &self.work, stages: self.stages, journal };
+        rows.alone(&alone)?;
+        self.runners.iter().try_for_each(|runner| rows.piped(runner, &alone, machine))?;
+        self.missing.iter().try_for_each(|(choice, error)| rows.not_built(*choice, error))
     }
 }

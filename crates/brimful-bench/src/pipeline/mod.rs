@@ -29,10 +29,6 @@ use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 use contest::PipelineContest;
 
-/// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
-/// blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
-const VOCABULARY: i64 = 256;
-
 /// Options of `brimful-bench pipeline`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -70,6 +66,7 @@ pub(crate) struct PipelineOptions {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
     /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    // These 32 equal blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
@@ -99,7 +96,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
     let (models, repeats) = (options.models(), options.repeats as usize);
     let contests = models.len() * options.micro_batches.len() * options.stages.len();
-    let progress = TurnProgress::new(contests * contest::turns(repeats));
+    let progress = TurnProgress::new(contests * (contest::WARM_UP + repeats));
     let mut picture = None;
     for &model in models {
         let works = options.micro_batches.iter().map(|&m| options.work(model, m, device));
@@ -111,7 +108,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
             let devices = device::spread(&options.device, 0..stages)?;
             let mut contest = PipelineContest::new(options, work, &profile, &devices)?;
             contest.run(repeats, &progress, &mut journal)?;
-            picture = options.svg.as_ref().map(|_| contest.picture());
+            picture = options.svg.as_ref().map(|_| picture::draw(&contest.runners));
         }
     }
     if let (Some(path), Some(picture)) = (&options.svg, picture) {
@@ -147,9 +144,7 @@ impl PipelineOptions {
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
-            vocabulary: VOCABULARY,
-            tied: false,
-            ..Workload::default_of(model, device)
+            ..Workload::of_bytes(model, device)
         }
     }
 }

@@ -34,9 +34,8 @@ pub(super) fn tables(
 /// What stands in each of the columns.
 pub(super) fn cells(row: &ResultRow, columns: &[TableColumn], derived: Derived) -> Vec<TableCell> {
     let mut derived: BTreeMap<&str, TableCell> = derived.into_iter().collect();
-    let cell = |(key, _, form): &TableColumn| {
-        derived.remove(key).unwrap_or_else(|| TableCell::own(row, key, *form))
-    };
+    let cell =
+        |(key, _, form): &TableColumn| derived.remove(key).unwrap_or_else(|| form.own(row, key));
     columns.iter().map(cell).collect()
 }
 

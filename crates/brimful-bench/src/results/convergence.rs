@@ -1,11 +1,13 @@
 //! Trainings that should differ by chance alone: accuracies, and whether they do.
 
 use serde::Serialize;
+use serde_json::json;
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
 use super::table::Form::{Count, Percent, Text};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::table::{Table, TableColumn, TableLine};
 
 /// The contestant that the others are compared with.
 const FULL: &str = "full batch";
@@ -77,8 +79,7 @@ fn runs<'a>(rows: &[&'a ResultRow]) -> Vec<&'a ResultRow> {
 }
 
 fn work(row: &ResultRow) -> String {
-    let [model, data, batch, epochs] =
-        ["model", "data", "batch", "epochs"].map(|key| row.text(key));
+    let [model, data, batch, epochs] = row.texts(["model", "data", "batch", "epochs"]);
     format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs, {}", row.text("device"))
 }
 
@@ -91,18 +92,14 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     let reached = accuracies(runs, name);
     let listed: Vec<String> = reached.iter().map(|a| format!("{:.2} %", 100.0 * a)).collect();
     let comparison = Comparison::new(&reached, full);
-    let of = |part: fn(&Comparison) -> f64| TableCell::Figure(comparison.as_ref().map(part));
     let within = comparison.as_ref().map_or("–", |c| if c.within_noise { "yes" } else { "no" });
-    let cells = vec![
-        name.to_owned().into(),
-        listed.join(", ").into(),
-        of(|comparison| comparison.mean_accuracy),
-        of(|comparison| comparison.deviation),
-        of(|comparison| comparison.difference),
-        of(|comparison| comparison.noise),
-        within.to_owned().into(),
-        runs.last().and_then(|row| row.number("micro_batch")).into(),
+    let derived = vec![
+        ("contestant", name.into()),
+        ("accuracies", listed.join(", ").into()),
+        ("within_noise", within.into()),
+        ("micro_batch", runs.last().and_then(|row| row.number("micro_batch")).into()),
     ];
+    let cells = by_work::cells(&ResultRow(json!(comparison)), &COLUMNS, derived);
     TableLine { cells, error: None }
 }
 

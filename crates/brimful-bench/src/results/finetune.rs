@@ -30,14 +30,11 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn name(row: &ResultRow) -> String {
-    let lora = row.text("lora");
+    let [model, lora] = row.texts(["model", "lora"]);
     let how = if lora.is_empty() { "whole".into() } else { format!("LoRA {lora}") };
+    let [batch, sequence, micro_batch] = row.texts(["batch", "sequence", "micro_batch"]);
+    let within = row.within();
     format!(
-        "{}, {how}, {} sequences of {} in micro-batches of {}{}",
-        row.text("model"),
-        row.text("batch"),
-        row.text("sequence"),
-        row.text("micro_batch"),
-        row.within()
+        "{model}, {how}, {batch} sequences of {sequence} in micro-batches of {micro_batch}{within}"
     )
 }

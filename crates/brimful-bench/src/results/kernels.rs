@@ -67,12 +67,7 @@ fn images(row: &ResultRow) -> String {
 }
 
 fn head(row: &ResultRow) -> String {
-    format!(
-        "A head's loss, {} on {}: {} places, {} words, width {}",
-        row.text("dtype"),
-        row.text("device"),
-        row.text("places"),
-        row.text("words"),
-        row.text("width")
-    )
+    let [dtype, device] = row.texts(["dtype", "device"]);
+    let [places, words, width] = row.texts(["places", "words", "width"]);
+    format!("A head's loss, {dtype} on {device}: {places} places, {words} words, width {width}")
 }

@@ -26,10 +26,6 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn name(row: &ResultRow) -> String {
-    format!(
-        "{0}×{0} pixels, mini-batches of {1}, {2} workers",
-        row.text("image"),
-        row.text("batch"),
-        row.text("workers")
-    )
+    let [image, batch, workers] = row.texts(["image", "batch", "workers"]);
+    format!("{image}×{image} pixels, mini-batches of {batch}, {workers} workers")
 }

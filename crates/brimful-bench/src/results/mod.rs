@@ -55,8 +55,8 @@ const BENCHES: [(&str, Views); 15] = [
     ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
     ("ragged", (ragged::tables, ragged::panels)),
-    ("ranks", (ranks::tables, ranks::panels)),
-    ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),
+    ("ranks", (|rows| ranks::DATA.tables(rows), |rows| ranks::DATA.panels(rows))),
+    ("world", (|rows| ranks::PIPELINE.tables(rows), |rows| ranks::PIPELINE.panels(rows))),
     ("memory", (memory::tables, memory::panels)),
     ("convergence", (convergence::tables, convergence::panels)),
 ];

@@ -31,11 +31,6 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn name(row: &ResultRow) -> String {
-    format!(
-        "GPT {}, {} micro-batches of {}{}",
-        row.text("shape"),
-        row.text("micro_batches"),
-        row.text("sequences"),
-        row.within()
-    )
+    let [shape, count, sequences] = row.texts(["shape", "micro_batches", "sequences"]);
+    format!("GPT {shape}, {count} micro-batches of {sequences}{}", row.within())
 }

@@ -4,7 +4,7 @@ use super::by_work;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
 use super::table::Form::{Bytes, Number, Percent, Ratio, Text};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::table::{Table, TableColumn, TableLine};
 
 /// The peers' model on one thread.
 const PEERS_ALONE: &str = "PyTorch, one thread";
@@ -62,13 +62,8 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn work(row: &ResultRow) -> String {
-    format!(
-        "{} on {}, {} micro-batches of {}",
-        row.model(),
-        row.text("device"),
-        row.text("micro_batches"),
-        row.text("micro_batch")
-    )
+    let [device, count, size] = row.texts(["device", "micro_batches", "micro_batch"]);
+    format!("{} on {device}, {count} micro-batches of {size}", row.model())
 }
 
 fn schedule(row: &ResultRow) -> String {
@@ -99,7 +94,7 @@ fn references(group: &[&ResultRow]) -> Vec<TableLine> {
         let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
         speeds.sort_by(f64::total_cmp);
         let median = speeds.get(speeds.len() / 2).copied();
-        let cells = vec!["–".to_owned().into(), name.into(), median.into()];
+        let cells = vec!["–".into(), name.into(), median.into()];
         TableLine { cells, error: None }
     };
     grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
@@ -115,39 +110,30 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
         };
         best(peers().filter(like))
     };
-    let figures = |row: &ResultRow, name: String, peer: Option<f64>| TableLine {
-        cells: figures(row, name, ratio(row, group), peer),
-        error: None,
-    };
     let line = |row: &&ResultRow| {
-        let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
+        let name = row.texts(["stages", "schedule", "recompute"]).join(", ");
         if let Some(error) = row.error() {
             let cells = vec![name.into(), row.contestant().into()];
             return TableLine { cells, error: Some(error.to_owned()) };
         }
-        figures(row, name, same(row).filter(|_| row.side() == Side::Ours))
+        figures(row, name, group, same(row).filter(|_| row.side() == Side::Ours))
     };
     let mut lines: Vec<TableLine> = rows.iter().map(line).collect();
     let ours = rows.iter().filter(|row| row.side() == Side::Ours);
-    let winner = ours.max_by(|a, b| f64::total_cmp(&speed_or_0(a), &speed_or_0(b)));
+    let speed = |row: &ResultRow| row.speed().unwrap_or_default();
+    let winner = ours.max_by(|a, b| f64::total_cmp(&speed(a), &speed(b)));
     if let (Some(winner), Some(peer)) = (winner, best(peers())) {
         let name = format!("{stages}, best of each: {}", schedule(winner));
-        lines.push(figures(winner, name, Some(peer)));
+        lines.push(figures(winner, name, group, Some(peer)));
     }
     lines
 }
 
-fn speed_or_0(row: &ResultRow) -> f64 {
-    row.speed().unwrap_or_default()
-}
-
-/// Speed over that of one thread: ours is in the row, a peer's over its own model's.
-fn ratio(row: &ResultRow, group: &[&ResultRow]) -> Option<f64> {
+/// A line of its own work's group, beside a peer.
+fn figures(row: &ResultRow, name: String, group: &[&ResultRow], peer: Option<f64>) -> TableLine {
+    // Speed over that of one thread: ours is in the row, a peer's over its own model's.
     let alone = || group.iter().find(|row| row.contestant() == PEERS_ALONE);
-    row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()))
-}
-
-fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<TableCell> {
+    let ratio = row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()));
     let derived = vec![
         ("pipeline", name.into()),
         ("ratio", ratio.into()),
@@ -155,7 +141,7 @@ fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>)
         ("of_balance", over(ratio, over_limits(row, "simulated")).into()),
         ("over_peer", over(row.speed(), peer).into()),
     ];
-    by_work::cells(row, &COLUMNS, derived)
+    TableLine { cells: by_work::cells(row, &COLUMNS, derived), error: None }
 }
 
 /// A limit of the ratio, times what the machine gives.

@@ -36,11 +36,6 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
 }
 
 fn name(row: &ResultRow) -> String {
-    format!(
-        "GPT {}, {} texts of {} tokens, micro-batches of up to {}",
-        row.text("shape"),
-        row.text("batch"),
-        row.text("tokens"),
-        row.text("token_budget")
-    )
+    let [shape, batch, tokens, most] = row.texts(["shape", "batch", "tokens", "token_budget"]);
+    format!("GPT {shape}, {batch} texts of {tokens} tokens, micro-batches of up to {most}")
 }

@@ -7,7 +7,7 @@ use super::table::Form::{Bytes, Count, Number, Percent, Ratio, Text};
 use super::table::{Table, TableColumn};
 
 /// What tells the two benchmarks apart.
-struct View {
+pub(super) struct RanksView {
     /// What there are several of.
     of: &'static str,
     /// What ours, and the peer's, are compared with.
@@ -16,24 +16,10 @@ struct View {
     is_base: fn(&ResultRow, &ResultRow) -> bool,
 }
 
-const DATA: View = View { of: "ranks", base: ": one rank", is_base: is_one_rank };
-const PIPELINE: View = View { of: "stages", base: ": one process", is_base: is_one_process };
-
-pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    DATA.tables(rows)
-}
-
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    DATA.panels(rows)
-}
-
-pub(super) fn pipeline_tables(rows: &[&ResultRow]) -> Vec<Table> {
-    PIPELINE.tables(rows)
-}
-
-pub(super) fn pipeline_panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    PIPELINE.panels(rows)
-}
+pub(super) const DATA: RanksView =
+    RanksView { of: "ranks", base: ": one rank", is_base: is_one_rank };
+pub(super) const PIPELINE: RanksView =
+    RanksView { of: "stages", base: ": one process", is_base: is_one_process };
 
 fn is_one_rank(row: &ResultRow, other: &ResultRow) -> bool {
     let is_ours = |row: &ResultRow| row.contestant().starts_with("brimful");
@@ -44,8 +30,8 @@ fn is_one_process(row: &ResultRow, other: &ResultRow) -> bool {
     other.contestant() == "brimful" && other.text("stages") == row.text("stages")
 }
 
-impl View {
-    fn tables(&self, rows: &[&ResultRow]) -> Vec<Table> {
+impl RanksView {
+    pub(super) fn tables(&self, rows: &[&ResultRow]) -> Vec<Table> {
         by_work::tables(rows, work, &self.columns(), |row, group| {
             let base = group.iter().find(|other| (self.is_base)(row, other));
             let is_like = |other: &&ResultRow| other.text(self.of) == row.text(self.of);
@@ -57,7 +43,7 @@ impl View {
         })
     }
 
-    fn panels(&self, rows: &[&ResultRow]) -> Vec<BarPanel> {
+    pub(super) fn panels(&self, rows: &[&ResultRow]) -> Vec<BarPanel> {
         by_work::panels(rows, work, "samples/s", |row| {
             let label = format!("{}, {} {}", row.contestant(), row.text(self.of), self.of);
             [Bar::of_speed(row, label)]

@@ -31,6 +31,11 @@ impl ResultRow {
         }
     }
 
+    /// The texts under these keys.
+    pub(super) fn texts<const N: usize>(&self, keys: [&str; N]) -> [String; N] {
+        keys.map(|key| self.text(key))
+    }
+
     pub(super) fn number(&self, key: &str) -> Option<f64> {
         self.0[key].as_f64()
     }

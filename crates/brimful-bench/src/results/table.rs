@@ -22,54 +22,30 @@ pub(super) enum Form {
     Percent(usize),
 }
 
-/// What stands in one place of a table.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum TableCell {
-    Text(String),
-    Figure(Option<f64>),
-}
+/// What stands in one place of a table: a text, a figure, or null where there is none.
+pub(super) type TableCell = Value;
 
-impl TableCell {
+impl Form {
     /// What a row says under this key.
-    pub(super) fn own(row: &ResultRow, key: &str, form: Form) -> Self {
-        match form {
-            Form::Text => Self::Text(row.text(key)),
-            _ => Self::Figure(row.number(key)),
-        }
-    }
-
-    fn show(&self, form: Form) -> String {
-        let figure = match self {
-            Self::Text(text) => return text.clone(),
-            Self::Figure(None) => return "–".to_owned(),
-            Self::Figure(Some(figure)) => *figure,
-        };
-        match form {
-            Form::Text | Form::Number => number_text(figure),
-            Form::Count => grouped(figure, 0),
-            Form::Ratio(decimals) => format!("{figure:.decimals$}"),
-            Form::Bytes => grouped(figure / f64::from(1 << 20), 1),
-            Form::Percent(decimals) => format!("{:.decimals$} %", 100.0 * figure),
-        }
-    }
-
-    fn json(&self) -> Value {
+    pub(super) fn own(self, row: &ResultRow, key: &str) -> TableCell {
         match self {
-            Self::Text(text) => json!(text),
-            Self::Figure(figure) => json!(figure),
+            Self::Text => row.text(key).into(),
+            _ => row.number(key).into(),
         }
     }
-}
 
-impl From<String> for TableCell {
-    fn from(text: String) -> Self {
-        Self::Text(text)
-    }
-}
-
-impl From<Option<f64>> for TableCell {
-    fn from(figure: Option<f64>) -> Self {
-        Self::Figure(figure)
+    fn show(self, cell: &TableCell) -> String {
+        if let Some(text) = cell.as_str() {
+            return text.to_owned();
+        }
+        let Some(figure) = cell.as_f64() else { return "–".to_owned() };
+        match self {
+            Self::Text | Self::Number => number_text(figure),
+            Self::Count => grouped(figure, 0),
+            Self::Ratio(decimals) => format!("{figure:.decimals$}"),
+            Self::Bytes => grouped(figure / f64::from(1 << 20), 1),
+            Self::Percent(decimals) => format!("{:.decimals$} %", 100.0 * figure),
+        }
     }
 }
 
@@ -83,7 +59,7 @@ pub(super) struct TableLine {
 impl TableLine {
     /// Its cells as they are written, and what follows them on a terminal.
     fn show(&self, columns: &[TableColumn]) -> (Vec<String>, String) {
-        let cells = self.cells.iter().zip(columns).map(|(cell, (.., form))| cell.show(*form));
+        let cells = self.cells.iter().zip(columns).map(|(cell, (.., form))| form.show(cell));
         let error = self.error.as_ref().map(|error| format!("  {error}"));
         (cells.collect(), error.unwrap_or_default())
     }
@@ -171,9 +147,8 @@ impl Table {
 
     /// Whether a column is of ratios to somebody who has no row: a peer, in a run of ours alone.
     fn compares_with_nobody(&self, place: usize) -> bool {
-        let has_figure = |line: &TableLine| {
-            !matches!(line.cells.get(place), None | Some(TableCell::Figure(None)))
-        };
+        let has_figure =
+            |line: &TableLine| line.cells.get(place).is_some_and(|cell| !cell.is_null());
         self.columns[place].0.starts_with("over_") && !self.lines.iter().any(has_figure)
     }
 
@@ -182,7 +157,7 @@ impl Table {
         let row = |line: &TableLine| {
             let mut row = Map::from_iter([("table".to_owned(), json!(self.title))]);
             let keys = self.columns.iter().map(|(key, ..)| (*key).to_owned());
-            row.extend(keys.zip(line.cells.iter().map(TableCell::json)));
+            row.extend(keys.zip(line.cells.iter().cloned()));
             row.extend(line.error.iter().map(|error| ("error".to_owned(), json!(error))));
             Value::Object(row)
         };
@@ -230,8 +205,8 @@ mod tests {
     use super::*;
 
     fn table() -> Table {
-        let ours = vec!["ours".to_owned().into(), Some(1234.5).into(), None.into()];
-        let peer = vec!["peer".to_owned().into()];
+        let ours = vec!["ours".into(), 1234.5.into(), Value::Null];
+        let peer = vec!["peer".into()];
         Table {
             title: "a model".into(),
             columns: vec![
@@ -258,7 +233,7 @@ mod tests {
         let mut grown = table();
         grown.columns.insert(1, ("over_peer", ": peer", Form::Ratio(3)));
         for line in &mut grown.lines {
-            line.cells.insert(1, None.into());
+            line.cells.insert(1, Value::Null);
         }
         let Newest { title, heading, line } = grown.newest();
         assert_eq!(title, "a model");

@@ -10,16 +10,11 @@ use assert_cmd::assert::Assert;
 use predicates::prelude::predicate;
 use serde_json::Value;
 
-/// The program, whatever the caller has exported.
-pub fn bench() -> Command {
+/// What becomes of the program with these words, whatever the caller has exported.
+pub fn run(line: &str) -> Assert {
     let mut command = Command::new(env!("CARGO_BIN_EXE_brimful-bench"));
     command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
-    command
-}
-
-/// What becomes of it with these words.
-pub fn run(line: &str) -> Assert {
-    bench().args(line.split_whitespace()).assert()
+    command.args(line.split_whitespace()).assert()
 }
 
 /// A line that is refused in these words.

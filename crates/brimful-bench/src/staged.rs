@@ -1,0 +1,46 @@
+//! A model in stages with its optimizer, whose steps follow each other.
+
+use anyhow::Result;
+use brimful::optim::AdamW;
+use brimful::pipeline::{Builder, PipelineOptimizer};
+use brimful::{Loss, Pipeline, Step};
+use tch::Tensor;
+
+use crate::steady::{LEARNING_RATE, SteadyTraining};
+use crate::work::Samples;
+
+/// The loss of what a model gives beside what it should give.
+type OutputLoss = fn(&Tensor, &Tensor) -> Tensor;
+
+/// A pipeline, trained by AdamW.
+pub(crate) struct StagedTraining {
+    pub(crate) pipeline: Pipeline,
+    optimizer: PipelineOptimizer,
+    loss: OutputLoss,
+}
+
+impl StagedTraining {
+    /// Updates at home follow the backward if that is asked for.
+    pub(crate) fn new(builder: Builder, follows: bool, loss: OutputLoss) -> Result<Self> {
+        let mut pipeline = builder.build()?;
+        let mut optimizer = pipeline.optimizer(AdamW::new(LEARNING_RATE))?;
+        optimizer.follow_backward(follows)?;
+        Ok(Self { pipeline, optimizer, loss })
+    }
+}
+
+impl SteadyTraining for StagedTraining {
+    fn backward(&mut self, (x, y): &Samples) -> Result<Step> {
+        let loss = self.loss;
+        Ok(self.pipeline.backward(x, y, move |out: Tensor, y| Loss::mean(loss(&out, y)))?)
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.optimizer.step()?;
+        Ok(self.optimizer.zero_grad()?)
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        Ok(self.optimizer.wait()?)
+    }
+}
