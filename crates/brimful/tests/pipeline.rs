@@ -15,10 +15,12 @@ use brimful::pipeline::{BalanceBy, Cause, Homes, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
-    Batch, DeviceSpec, Draws, Error, Layers, Loss, NonFinite, Pipeline, Size, StepError,
-    WorkerError, is_recomputing,
+    Batch, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, StepError, WorkerError,
+    is_recomputing,
 };
-use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, descend, eval, mlp};
+use support::pipeline_cases::{
+    CASES, Cut, GPT, MLP, Plain, U_NET, builder, built, compare_whole, descend, eval, mlp,
+};
 use support::{
     Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, test_device,
 };
@@ -35,57 +37,14 @@ fn mse(out: Tensor, y: &Tensor) -> Loss {
 #[test]
 fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
     let _turn = alone();
-    tch::manual_seed(1);
     for case in &CASES {
         for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
             for recompute in Recompute::ALL {
                 let what = format!("{}, {schedule}, {recompute}", case.name);
-                let layers = (case.layers)();
-                let mut pipe = builder(layers.clone(), 3)
-                    .schedule(schedule)
-                    .recompute(recompute)
-                    .micro_batches(4)
-                    .build()
-                    .expect("a pipeline");
-                let plain = Plain::of(&layers, &pipe);
-                let x = (case.input)(7);
-                let out = pipe.forward(&x).expect("a forward");
-                // A loss that needs all rows at once.
-                let loss = |out: &Tensor| {
-                    let rows = out.flatten(1, -1);
-                    rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
-                };
-                loss(&out).backward();
-                let step =
-                    pipe.backward_from(out).unwrap_or_else(|error| panic!("{what}: {error}"));
-                let parts: Vec<Tensor> = brimful::split::by_count(7, 4)
-                    .expect("cut")
-                    .into_iter()
-                    .enumerate()
-                    .map(|(i, range)| {
-                        let part = x.narrow(0, range.start as i64, range.len() as i64);
-                        let part = part.to_device(test_device());
-                        let draws = Draws::new(step.seed.expect("a seed"), i);
-                        plain.model.forward_drawing(&[part], true, draws).swap_remove(0)
-                    })
-                    .collect();
-                loss(&Tensor::cat(&parts, 0)).backward();
-                let expected = plain.gradients();
-                assert_close(&pipe.gradients().expect("gradients"), &expected, &what);
-                // The same as one step; the GPT's dropout draws other numbers then.
-                let seen = pipe.gradients().expect("gradients");
-                pipe.zero_grad().expect("cleared");
-                if case.name != GPT.name {
-                    let step = pipe.backward_whole(&x, |out| loss(out)).expect("a step");
-                    let outputs = Tensor::cat(&parts, 0);
-                    let expected = loss(&outputs).double_value(&[]);
-                    assert!((step.loss - expected).abs() < 1e-9, "{what}");
-                    assert_eq!(step.terms, [step.loss], "{what}");
-                    assert!(!step.outputs.requires_grad(), "{what}");
-                    assert_eq!(step.outputs.tensors().len(), 1, "{what}");
-                    assert_all_close(&step.outputs, &outputs, &what);
-                    assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
-                }
+                let builder = builder((case.layers)(), 3).schedule(schedule).micro_batches(4);
+                let pipe = built(builder.recompute(recompute), &what);
+                let cut = Cut { samples: 7, replicas: 1, micro_batches: 4 };
+                compare_whole(case, pipe, cut, &what);
             }
         }
     }
@@ -251,31 +210,6 @@ fn several_tensors_flow_through_stages() {
     assert_eq!((classes.size(), out.size()), (vec![7], vec![7, 2]));
     let error = pipe.map(&batch, |(a, _, _): (Tensor, Tensor, Tensor)| a).expect_err("not three");
     assert_eq!(of_closure(error), PipelineError::OutputCount { given: 2, taken: 3 }.into());
-}
-
-#[test]
-fn what_is_drawn_depends_on_neither_balance_nor_schedule() {
-    let _turn = alone();
-    let gradients = |devices: usize, schedule, recompute| {
-        tch::manual_seed(11);
-        let mut pipe = builder((GPT.layers)(), devices)
-            .schedule(schedule)
-            .recompute(recompute)
-            .micro_batches(3)
-            .build()
-            .expect("a pipeline");
-        let (x, y) = ((GPT.input)(7), (GPT.target)(7));
-        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        (step.loss, pipe.gradients().expect("gradients"))
-    };
-    let (loss, expected) = gradients(1, Schedule::GPipe, Recompute::Never);
-    for devices in 2..=4 {
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
-            let (other, found) = gradients(devices, schedule, Recompute::Always);
-            assert!((loss - other).abs() < 1e-12, "{devices}, {schedule}: {loss} {other}");
-            assert_close(&found, &expected, &format!("{devices}, {schedule}"));
-        }
-    }
 }
 
 #[test]
@@ -545,32 +479,6 @@ fn a_group_that_cannot_be_is_made_nowhere() {
     let error = optimizer.group("all", |_| true, Sgd::new(0.2)).expect_err("some are taken");
     assert!(matches!(error, Error::Optim(OptimError::BadGroup { .. })), "{error}");
     optimizer.group("two", of(1), Sgd::new(0.2)).expect("nothing of the others is left");
-}
-
-#[test]
-fn evaluation_has_its_own_cut_and_leaves_nothing() {
-    let _turn = alone();
-    tch::manual_seed(9);
-    let mut pipe = builder(mlp(), 3).micro_batches(3).build().expect("a pipeline");
-    let plain = Plain::of(&mlp(), &pipe);
-    let (x, y) = ((MLP.input)(10), (MLP.target)(10));
-    pipe.set_size(Size::Fixed(4));
-    let step = pipe.evaluate(&x, &y, |out: Tensor, y| {
-        let classes = out.argmax(1, false);
-        ((MLP.loss)(out, y), classes)
-    });
-    let step = step.expect("an evaluation");
-    assert_eq!(step.sizes, [4, 3, 3]);
-    let out = plain.answer(&x);
-    assert_eq!(step.outputs, out.argmax(1, false));
-    let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);
-    assert!((step.loss - expected).abs() < 1e-12);
-    assert!(pipe.gradients().expect("gradients").is_empty());
-    for size in [1, 2, 10, 64] {
-        let found = eval(&mut pipe, &x, size).expect("an evaluation");
-        assert!(!found.requires_grad());
-        assert_all_close(&found, &out, "eval");
-    }
 }
 
 #[test]

@@ -5,51 +5,29 @@ mod support;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Loss, Size};
-use support::pipeline_cases::{CASES, CNN, Case, Cut, GPT, MLP, Plain, builder, compare, mlp};
-use support::{alone, assert_all_close, assert_close, assert_fails, copies, test_device, tests};
-use tch::{Kind, Tensor};
+use support::pipeline_cases::{
+    CASES, Case, Cut, MLP, Plain, Reference, builder, built, compare_whole, mlp,
+};
+use support::{alone, assert_close, assert_fails, tests};
+use tch::Tensor;
 
 const REPLICAS: usize = 2;
 const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 
-/// Near-equal parts, and none where there are too few samples.
-fn shares(samples: usize) -> [usize; REPLICAS] {
-    [samples.div_ceil(REPLICAS), samples / REPLICAS]
-}
-
 fn every_cut(case: &Case) {
     let _turn = alone();
-    tch::manual_seed(31);
+    // Even, ragged, one for a micro-batch, and fewer than replicas.
+    let references = Reference::of_cuts(case, REPLICAS, &[(8, 2), (13, 3), (3, 4), (1, 2)]);
     for (schedule, recompute) in [
         (Schedule::GPipe, Recompute::Never),
         (Schedule::OneFOneB, Recompute::ExceptLast),
         (INTERLEAVED, Recompute::Always),
     ] {
-        // Even, ragged, one for a micro-batch, and fewer than replicas.
-        for (samples, m) in [(8, 2), (13, 3), (3, 4), (1, 2)] {
-            let what = format!("{}, {schedule}, {recompute}, {samples}/{m}", case.name);
-            let pipe = builder((case.layers)(), 2 * REPLICAS)
-                .replicas(REPLICAS)
-                .schedule(schedule)
-                .recompute(recompute)
-                .micro_batches(m)
-                .build()
-                .unwrap_or_else(|error| panic!("{what}: {error}"));
-            let cut = Cut { samples, replicas: REPLICAS, micro_batches: m };
-            for step in compare(case, pipe, cut, &what) {
-                assert_eq!(
-                    (step.samples, &step.shares[..]),
-                    (samples, &shares(samples)[..]),
-                    "{what}"
-                );
-                assert_eq!(step.outputs.size()[0], samples as i64, "{what}");
-                assert_eq!(
-                    step.timeline.expect("a pipeline's").spans.len(),
-                    2 * REPLICAS,
-                    "{what}"
-                );
-            }
-        }
+        let what = format!("{}, {schedule}, {recompute}", case.name);
+        let builder = builder((case.layers)(), 2 * REPLICAS).replicas(REPLICAS);
+        let mut pipe = built(builder.schedule(schedule).recompute(recompute), &what);
+        assert_eq!(pipe.devices().len(), 2 * REPLICAS, "{what}");
+        references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
     }
 }
 
@@ -63,79 +41,14 @@ tests! {
 #[test]
 fn any_loss_on_the_outputs_of_all_replicas() {
     let _turn = alone();
-    tch::manual_seed(32);
-    // Needs all rows at once.
-    let loss = |out: &Tensor| {
-        let rows = out.flatten(1, -1);
-        rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
-    };
     for case in &CASES {
         for samples in [7, 1] {
             let what = format!("{}, {samples} samples", case.name);
-            let mut pipe = builder((case.layers)(), 2 * REPLICAS)
-                .replicas(REPLICAS)
-                .micro_batches(2)
-                .build()
-                .expect("two pipelines");
-            let plain = Plain::of(&(case.layers)(), &pipe);
-            let x = (case.input)(samples as i64);
-            let step = pipe.backward_whole(&x, |out| loss(out)).expect("a step");
-            let here = x.to_device(test_device());
-            let pieces =
-                case.pieces(Cut { samples, replicas: REPLICAS, micro_batches: 2 }, step.seed);
-            let outputs = pieces.iter().map(|piece| {
-                let rows = here.narrow(0, piece.rows.start as i64, piece.rows.len() as i64);
-                plain.model.forward_drawing(&[rows], true, piece.draws).swap_remove(0)
-            });
-            let all = Tensor::cat(&outputs.collect::<Vec<_>>(), 0);
-            let expected = loss(&all);
-            expected.backward();
-            let value = expected.double_value(&[]);
-            assert!((step.loss - value).abs() < 1e-9, "{what}: {} not {value}", step.loss);
-            assert_eq!(step.terms, [step.loss], "{what}");
-            assert_eq!((step.samples, &step.shares[..]), (samples, &shares(samples)[..]), "{what}");
-            assert_all_close(&step.outputs, &all, &what);
-            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-
-            // The same in two calls; the GPT's dropout draws other numbers then.
-            let seen = copies(&pipe.gradients().expect("gradients"));
-            pipe.zero_grad().expect("cleared");
-            if case.name != GPT.name {
-                let out = pipe.forward(&x).expect("a forward");
-                loss(&out).backward();
-                pipe.backward_from(out).expect("a backward");
-                assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
-            }
+            let cut = Cut { samples, replicas: REPLICAS, micro_batches: 2 };
+            let builder = builder((case.layers)(), 2 * REPLICAS).replicas(REPLICAS);
+            compare_whole(case, built(builder.micro_batches(2), &what), cut, &what);
         }
     }
-}
-
-/// A failure in one pipeline undoes the step in all.
-#[test]
-fn a_step_that_fails_in_one_pipeline_leaves_nothing_in_any() {
-    let _turn = alone();
-    tch::manual_seed(33);
-    let build = builder((CNN.layers)(), 2 * REPLICAS).replicas(REPLICAS).micro_batches(2);
-    let mut pipe = build.build().expect("two pipelines");
-    let before = copies(&pipe.variables().expect("variables"));
-    let (x, y) = ((CNN.input)(8), (CNN.target)(8));
-    for failing in 0..4 {
-        let mut calls = 0;
-        let error = pipe.backward(&x, &y, move |out: Tensor, y: &Tensor| {
-            calls += 1;
-            assert!(calls <= failing, "call {calls} gives up");
-            (CNN.loss)(out, y)
-        });
-        assert_fails(error, &["gives up"]);
-        assert!(pipe.gradients().expect("gradients").is_empty(), "call {failing}");
-        assert_close(&pipe.variables().expect("variables"), &before, "as before");
-    }
-    let plain = Plain::of(&(CNN.layers)(), &pipe);
-    let step = pipe.backward(&x, &y, CNN.loss).expect("the next step");
-    let cut = Cut { samples: 8, replicas: REPLICAS, micro_batches: 2 };
-    plain.backward_pieces(&CNN, &x, &y, &CNN.pieces(cut, step.seed));
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the next step");
-    assert_close(&pipe.variables().expect("variables"), &plain.values(), "the next step");
 }
 
 #[test]

@@ -6,34 +6,27 @@ mod support;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss};
-use support::pipeline_cases::{CNN, Case, Cut, GPT, LSTM, MLP, Plain, U_NET, builder, compare};
-use support::{alone, test_device, tests};
+use support::pipeline_cases::{CNN, Case, GPT, LSTM, MLP, Plain, Reference, U_NET, builder, built};
+use support::{alone, assert_same, test_device, tests};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
 fn every_schedule(case: &Case) {
     let _turn = alone();
-    tch::manual_seed(7);
+    // The last one is ragged: 13 samples.
+    let references = Reference::of_cuts(case, 1, &[(8, 1), (9, 3), (8, 8), (13, 4)]);
     for devices in 1..=4 {
         for schedule in Schedule::all(2) {
             if (case.layers)().len() < devices * schedule.stages_per_device() {
                 continue;
             }
             for recompute in Recompute::ALL {
-                // The last one is ragged: 13 samples.
-                for (samples, m) in [(8, 1), (9, 3), (8, 8), (13, 4)] {
-                    let what = format!(
-                        "{}, {devices} devices, {schedule}, {recompute}, {samples}/{m}",
-                        case.name
-                    );
-                    let pipe = builder((case.layers)(), devices)
-                        .schedule(schedule)
-                        .recompute(recompute)
-                        .micro_batches(m)
-                        .build()
-                        .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
-                }
+                let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);
+                let builder = builder((case.layers)(), devices);
+                let mut pipe = built(builder.schedule(schedule).recompute(recompute), &what);
+                let values = pipe.variables().expect("variables");
+                assert_same(&what, &values, &references[0].first);
+                references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
             }
         }
     }
@@ -42,7 +35,7 @@ fn every_schedule(case: &Case) {
 /// Stages that live on the host, some or all of them, in every order that has a worker for them.
 fn at_home(case: &Case) {
     let _turn = alone();
-    tch::manual_seed(9);
+    let references = Reference::of_cuts(case, 1, &[(8, 1), (8, 4), (13, 4)]);
     let of = |devices: usize, stages_per_device: usize, homes: Homes| {
         (devices, Schedule::BreadthFirst { stages_per_device }, homes)
     };
@@ -55,20 +48,11 @@ fn at_home(case: &Case) {
     cases.push((1, Schedule::ZeroBubbleV, Homes::Host));
     for (devices, schedule, homes) in cases {
         for recompute in Recompute::ALL {
-            for (samples, m) in [(8, 1), (8, 4), (13, 4)] {
-                let what = format!(
-                    "{}, {devices} devices, {schedule}, {homes:?}, {recompute}, {samples}/{m}",
-                    case.name
-                );
-                let pipe = builder((case.layers)(), devices)
-                    .schedule(schedule)
-                    .homes(homes.clone())
-                    .recompute(recompute)
-                    .micro_batches(m)
-                    .build()
-                    .unwrap_or_else(|error| panic!("{what}: {error}"));
-                compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
-            }
+            let what =
+                format!("{}, {devices} devices, {schedule}, {homes:?}, {recompute}", case.name);
+            let builder = builder((case.layers)(), devices).schedule(schedule);
+            let mut pipe = built(builder.homes(homes.clone()).recompute(recompute), &what);
+            references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
         }
     }
 }
@@ -157,18 +141,14 @@ tests! {
 #[test]
 fn a_mix_of_devices() {
     let _turn = alone();
-    tch::manual_seed(8);
     for case in [&MLP, &CNN, &U_NET] {
+        let references = Reference::of_cuts(case, 1, &[(9, 4)]);
         for recompute in Recompute::ALL {
             let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
-            let pipe = builder((case.layers)(), 0)
-                .devices(devices.map(|device| DeviceSpec::from(device).threads(1)))
-                .recompute(recompute)
-                .micro_batches(4)
-                .build()
-                .expect("a pipeline");
-            let cut = Cut { samples: 9, replicas: 1, micro_batches: 4 };
-            compare(case, pipe, cut, &format!("{}, {recompute}, a mix", case.name));
+            let what = format!("{}, {recompute}, a mix", case.name);
+            let devices = devices.map(|device| DeviceSpec::from(device).threads(1));
+            let builder = builder((case.layers)(), 0).devices(devices).recompute(recompute);
+            references[0].compare(&mut built(builder, &what), &what);
         }
     }
 }
