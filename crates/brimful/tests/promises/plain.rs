@@ -297,7 +297,7 @@ pub fn joined(window: &[&Samples]) -> Samples {
 }
 
 /// The micro-batches of each part of a mini-batch.
-pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
+fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
         let ranges = match (part.len(), engine.about().size) {
             (0, _) => Ok(Vec::new()),
@@ -309,6 +309,12 @@ pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
         ranges.map(|range| part.start + range.start..part.start + range.end).collect()
     };
     engine.about().dealt(samples).into_iter().map(pieces).collect()
+}
+
+/// Samples of each micro-batch of this process.
+pub fn own_sizes(engine: &dyn Engine, samples: usize) -> Vec<usize> {
+    let own = cut(engine, samples)[engine.about().own.clone()].concat();
+    own.iter().map(ExactSizeIterator::len).collect()
 }
 
 /// An engine with the plain model's first values.

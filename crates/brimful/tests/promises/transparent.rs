@@ -7,8 +7,8 @@ use tch::nn::ModuleT;
 
 use crate::kinds::{Engine, Make};
 use crate::plain::{
-    CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
-    samples, state,
+    CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, own_sizes,
+    reset, samples, state,
 };
 use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
@@ -88,6 +88,7 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     let before = state(engine);
     let step = engine.evaluate(&batch, &SEVERAL.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert_same(&what, &before, &state(engine));
+    assert_eq!(step.sizes, own_sizes(engine, count as usize), "{what}");
     let out = tch::no_grad(|| plain.model.forward_t(&batch.0, false));
     let terms = (SEVERAL.full)(&out, &batch.1);
     let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();
