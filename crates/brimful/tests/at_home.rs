@@ -83,24 +83,6 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
 }
 
 #[test]
-fn gradients_that_were_there_are_added_to_and_windows_are_kept() {
-    let _turn = alone();
-    let (x, y) = batch();
-    let [device, host] = both(mlp).map(|mut pipe| {
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        pipe.backward(&x, &y, MLP.loss).expect("another, on top");
-        let twice = pipe.gradients().expect("gradients");
-        pipe.zero_grad().expect("cleared");
-        pipe.accumulate(&x, &y, MLP.loss).expect("a part");
-        pipe.accumulate(&x, &y, MLP.loss).expect("a part");
-        pipe.commit().expect("a step of both");
-        (twice, pipe.gradients().expect("gradients"))
-    });
-    assert_close(&host.0, &device.0, "twice");
-    assert_close(&host.1, &device.1, "a window");
-}
-
-#[test]
 fn frozen_parameters_stay_and_have_no_gradient() {
     let _turn = alone();
     let (x, y) = batch();

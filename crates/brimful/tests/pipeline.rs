@@ -679,14 +679,17 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
 #[test]
 fn gradients_add_up_until_they_are_cleared() {
     let _turn = alone();
-    tch::manual_seed(12);
-    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
-    let plain = Plain::of(&(GPT.layers)(), &pipe);
-    for _ in 0..2 {
-        let (x, y) = ((GPT.input)(5), (GPT.target)(5));
-        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
+    let breadth_first = Schedule::BreadthFirst { stages_per_device: 4 };
+    let at_home = builder((GPT.layers)(), 1).schedule(breadth_first).homes(Homes::Host);
+    for builder in [builder((GPT.layers)(), 3), at_home] {
+        let mut pipe = built(builder.micro_batches(2), "GPT");
+        let plain = Plain::of(&(GPT.layers)(), &pipe);
+        for _ in 0..2 {
+            let (x, y) = ((GPT.input)(5), (GPT.target)(5));
+            let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
+            plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
+        }
     }
 }
 
