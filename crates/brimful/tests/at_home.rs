@@ -83,19 +83,6 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
 }
 
 #[test]
-fn frozen_parameters_stay_and_have_no_gradient() {
-    let _turn = alone();
-    let (x, y) = batch();
-    let [device, host] = both(mlp).map(|mut pipe| {
-        pipe.freeze(|name| name.starts_with("fc2") || name == "fc4.bias").expect("frozen");
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        pipe.gradients().expect("gradients")
-    });
-    assert_eq!(device.len(), 7);
-    assert_close(&host, &device, "frozen");
-}
-
-#[test]
 fn what_was_saved_at_home_is_a_model_like_others() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");

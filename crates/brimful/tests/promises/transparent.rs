@@ -5,7 +5,7 @@ use brimful::{Error, Size, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use crate::kinds::{Engine, Make};
+use crate::kinds::{About, Engine, Make};
 use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, own_sizes,
     reset, samples, state,
@@ -42,14 +42,13 @@ fn start(engine: &mut dyn Engine, plain: &Plain, net: Net) {
     reset(engine, net);
 }
 
+fn called(engine: &dyn Engine, net: Net, count: i64, call: &str) -> String {
+    let About { name, size, .. } = engine.about();
+    format!("{name}, {}, {call}, {count} in {size:?}", net.name)
+}
+
 fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Case) {
-    let what = format!(
-        "{}, {}, {}, {count} in {:?}",
-        engine.about().name,
-        net.name,
-        case.name,
-        engine.about().size
-    );
+    let what = called(engine, net, count, case.name);
     start(engine, plain, net);
     let batch = samples(count, 10);
     let step = engine.backward(&batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -59,12 +58,7 @@ fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Cas
 }
 
 fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!(
-        "{}, {}, all of {count} in {:?}",
-        engine.about().name,
-        net.name,
-        engine.about().size
-    );
+    let what = called(engine, net, count, "a loss of all");
     start(engine, plain, net);
     let batch = samples(count, 20);
     let step = engine.backward_whole(&batch, OF_ALL);
@@ -82,7 +76,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
 }
 
 fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, evaluated, {count}", engine.about().name, net.name);
+    let what = called(engine, net, count, "evaluated");
     start(engine, plain, net);
     let batch = samples(count, 30);
     let before = state(engine);

@@ -1,6 +1,5 @@
 //! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model beside.
 
-use std::cell::Cell;
 use std::ops::Range;
 
 use brimful::layers::Model;
@@ -302,15 +301,9 @@ impl Plain {
         size: Size,
         seed: Option<u64>,
     ) -> f64 {
-        let mut micro = MicroBatcher::new(&self.store, size);
-        let i = Cell::new(0);
-        let batch = (x.shallow_clone(), y.shallow_clone());
-        let step = micro.backward(&batch, |(x, y)| {
-            let draws = Draws::new(seed.unwrap_or_default(), i.replace(i.get() + 1));
-            let mut out = self.model.forward_drawing(&[x], true, draws);
-            (case.loss)(out.swap_remove(0), &y)
-        });
-        step.expect("a plain step").loss
+        let Size::Count(micro_batches) = size else { panic!("{size:?} is cut as it comes") };
+        let cut = Cut { samples: x.size()[0] as usize, replicas: 1, micro_batches };
+        self.backward_pieces(case, x, y, &case.pieces(cut, seed.or(Some(0))))
     }
 
     /// The loss and gradients of a mini-batch whose pieces are run apart and are counted as one.
