@@ -88,12 +88,10 @@ const CALLS: [Call; 5] = [
 ];
 
 pub fn holds_for_memory(make: Make, world: &World) {
-    for call in &CALLS {
-        if !(call.applies)(&*engine(make, DROPPED, SIZE, world)) {
-            continue;
-        }
+    let one = engine(make, DROPPED, SIZE, world);
+    let memories = one.about().arenas.len();
+    for call in CALLS.iter().filter(|call| (call.applies)(&*one)) {
         let expected = undisturbed(make, world, call);
-        let memories = engine(make, DROPPED, SIZE, world).about().arenas.len();
         for rank in 0..world.size() {
             for memory in 0..memories {
                 every_allocation(make, world, call, (rank, memory), &expected);
@@ -123,11 +121,11 @@ fn every_allocation(
     (call.before)(&mut *engine).expect(call.name);
     let arena = engine.about().arenas[memory].clone();
     let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
+    let before = state(&*engine);
     let mut failures = 0;
     for n in (1..).step_by(stride as usize) {
         let name = engine.about().name;
         let what = format!("{name}, {}, allocation {n} of memory {memory}, rank {rank}", call.name);
-        let before = state(&*engine);
         (call.each)(&mut *engine).expect(call.name);
         if rank == world.rank() {
             arena.fail_nth_allocation(n);

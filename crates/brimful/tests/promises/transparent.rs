@@ -67,6 +67,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
         return;
     }
     let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert_eq!(step.terms, [step.loss], "{what}");
     let terms = plain.backward(engine, &[&batch], step.seed, |out, _| {
         assert_all_close(&step.outputs, out, &what);
         vec![OF_ALL(out)]
