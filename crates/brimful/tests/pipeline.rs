@@ -266,7 +266,8 @@ fn layers_can_tell_a_recompute() {
 fn frozen_layers_get_no_gradient_and_stay() {
     let _turn = alone();
     let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
-    for builder in on_devices.into_iter().chain([at_home(mlp())]) {
+    let others = [at_home(mlp()), builder(mlp(), 4).replicas(2)];
+    for builder in on_devices.into_iter().chain(others) {
         let mut pipe = built(builder.micro_batches(2), "frozen");
         let plain = Plain::of(&mlp(), &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
