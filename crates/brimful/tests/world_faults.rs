@@ -114,6 +114,8 @@ fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
 
 const STEPS: usize = 24;
 const FILE: &str = "saved.safetensors";
+/// What the names of an optimizer's state begin with, which models pass over.
+const STATE: &str = "optimizer.";
 
 /// Trains from what was last saved to the last step, and saves after every second.
 fn train(world: &World, folder: &Path) -> brimful::Result<()> {
@@ -151,12 +153,9 @@ fn store(
     optimizer: &PipelineOptimizer,
     done: usize,
 ) -> brimful::Result<()> {
-    let prefixed = |prefix: &str, list: Named| {
-        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Named>()
-    };
-    let mut all = prefixed("model", pipe.variables()?);
+    let mut all = pipe.variables()?;
     let (state, mut texts) = optimizer.state()?;
-    all.extend(prefixed("state", state));
+    all.extend(state.into_iter().map(|(name, t)| (format!("{STATE}{name}"), t)));
     texts.insert("done".into(), done.to_string());
     let written = if world.rank() == 0 { save::write(file, &all, &texts) } else { Ok(()) };
     world.settle("saved", written, Duration::ZERO).map(drop)
@@ -172,12 +171,10 @@ fn resume(
     }
     let (all, mut texts) = save::read(file)?;
     let done = texts.remove("done").and_then(|text| text.parse().ok()).expect("a number");
-    let of = |prefix: &str| {
-        let own = all.iter().filter_map(|(name, t)| Some((name.strip_prefix(prefix)?, t)));
-        own.map(|(name, t)| (name.to_owned(), t.shallow_clone())).collect::<Vec<_>>()
-    };
-    pipe.set_variables(of("model/"))?;
-    optimizer.load_state(&of("state/"), &texts)?;
+    let state = all.iter().filter_map(|(name, t)| Some((name.strip_prefix(STATE)?, t)));
+    let state = state.map(|(name, t)| (name.to_owned(), t.shallow_clone()));
+    optimizer.load_state(&state.collect::<Named>(), &texts)?;
+    pipe.set_variables(all)?;
     Ok(done)
 }
 
