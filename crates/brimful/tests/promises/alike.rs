@@ -6,6 +6,7 @@ use std::sync::Arc;
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::nn::BatchNormPolicy;
+use brimful::optim::Adam;
 use brimful::{Error, Layers, Loss, Size, Step, World};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
@@ -33,6 +34,7 @@ const MANY: i64 = 1000;
 
 fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn Engine> {
     let setup = Setup::new(heavy, Size::Largest, world);
+    let reserve = reserve.then(|| Adam::new(0.1).into());
     make(&Setup { limit: Some(limit), reserve, ..setup })
 }
 
