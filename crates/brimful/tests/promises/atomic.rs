@@ -24,6 +24,20 @@ fn second() -> Samples {
     samples(7, 20)
 }
 
+/// An engine as every call finds it.
+fn started(make: Make, world: &World) -> Box<dyn Engine> {
+    let mut engine = engine(make, DROPPED, SIZE, world);
+    restart(&mut *engine);
+    engine
+}
+
+/// The first values, and the gradients and statistics of an earlier step.
+fn restart(engine: &mut dyn Engine) {
+    reset(engine, DROPPED);
+    engine.backward(&second(), &SEVERAL.loss()).expect("an earlier step");
+    tch::manual_seed(SEED);
+}
+
 /// A call that may fail at any time.
 struct Call {
     name: &'static str,
@@ -102,7 +116,7 @@ pub fn holds_for_memory(make: Make, world: &World) {
 
 /// What the call leaves when nothing goes wrong.
 fn undisturbed(make: Make, world: &World, call: &Call) -> Named {
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = started(make, world);
     for part in [call.before, call.each, call.run, call.after] {
         part(&mut *engine).expect(call.name);
     }
@@ -117,7 +131,7 @@ fn every_allocation(
     (rank, memory): (usize, usize),
     expected: &Named,
 ) {
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = started(make, world);
     (call.before)(&mut *engine).expect(call.name);
     let arena = engine.about().arenas[memory].clone();
     let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
@@ -173,7 +187,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
         // In each micro-batch of two parts.
         for sample in [0, 4, 5, 9] {
             let what = format!("{}, {fault:?} at sample {sample}", engine.about().name);
-            reset(&mut *engine, DROPPED);
+            restart(&mut *engine);
             let before = state(&*engine);
             let error = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
             let words = if matches!(fault, Fault::NotFinite) { "NaN" } else { "gives up" };
@@ -187,7 +201,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
     let expected = undisturbed(make, world, &CALLS[3]);
     for fault in [Fault::Error, Fault::Panic] {
         let what = format!("{}, {fault:?} in a window", engine.about().name);
-        reset(&mut *engine, DROPPED);
+        restart(&mut *engine);
         engine.accumulate(&first(), &SEVERAL.loss()).expect(&what);
         let before = state(&*engine);
         let batch = second();
