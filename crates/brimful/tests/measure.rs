@@ -10,14 +10,11 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
 use support::alone;
+use support::pipeline_cases::linear;
 use tch::nn::{self, Path};
 use tch::{Device, Kind, Tensor};
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
-
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
-    move |p| nn::linear(p, inputs, outputs, Default::default())
-}
 
 fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
     let _turn = alone();

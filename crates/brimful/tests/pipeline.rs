@@ -19,8 +19,8 @@ use brimful::{
     is_recomputing,
 };
 use support::pipeline_cases::{
-    CASES, Case, Cut, GPT, MLP, Plain, Reference, U_NET, builder, built, compare_whole, descend,
-    eval, mlp,
+    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, Reference, U_NET, builder, built,
+    compare_whole, descend, eval, mlp,
 };
 use support::{
     Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, test_device,
@@ -29,7 +29,6 @@ use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
-const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 
 /// Four stages that live on the host.
 fn at_home(layers: Layers) -> Builder {

@@ -6,13 +6,12 @@ use brimful::Loss;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Recompute, Schedule};
 use support::pipeline_cases::{
-    CASES, Case, Cut, MLP, Reference, builder, built, compare_whole, mlp,
+    CASES, Case, Cut, INTERLEAVED, MLP, Reference, builder, built, compare_whole, mlp,
 };
 use support::{alone, tests};
 use tch::Tensor;
 
 const REPLICAS: usize = 2;
-const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 
 fn every_cut(case: &Case) {
     let _turn = alone();

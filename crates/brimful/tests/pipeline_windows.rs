@@ -10,7 +10,7 @@ use brimful::pipeline::Homes;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
 use support::pipeline_cases::{
-    CASES, CNN, Case, Cut, GPT, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
+    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
 };
 use support::{Update, alone, assert_close, test_device};
 use tch::{Kind, Tensor};
@@ -23,11 +23,7 @@ const WINDOW: [usize; 3] = [7, 2, 4];
 fn accumulate(pipe: &mut Pipeline, case: &Case, first: i64, lengths: &[usize], what: &str) {
     for (number, samples) in (first..).zip(lengths) {
         let (x, y) = case.data(*samples, number);
-        let loss = case.loss;
-        let outputs = pipe.accumulate(&x, &y, move |out: Tensor, y| {
-            let given = out.detach();
-            (loss(out, y), given)
-        });
+        let outputs = pipe.accumulate(&x, &y, case.loss_and_outputs());
         let outputs = outputs.unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(outputs.size()[0], x.size()[0], "{what}: the outputs of the mini-batch");
     }
@@ -93,14 +89,13 @@ fn compare(case: &Case, mut pipe: Pipeline, replicas: usize, lengths: &[usize], 
 #[test]
 fn several_mini_batches_are_one_step() {
     let _turn = alone();
-    let interleaved = Schedule::Interleaved { stages_per_device: 2 };
     let breadth_first = Schedule::BreadthFirst { stages_per_device: 3 };
     for case in &CASES {
         for (devices, schedule, recompute, homes) in [
             (1, Schedule::GPipe, Recompute::Never, Homes::Device),
             (3, Schedule::OneFOneB, Recompute::Never, Homes::Device),
             (2, Schedule::GPipe, Recompute::Always, Homes::Device),
-            (2, interleaved, Recompute::ExceptLast, Homes::Device),
+            (2, INTERLEAVED, Recompute::ExceptLast, Homes::Device),
             (1, breadth_first, Recompute::ExceptLast, Homes::Host),
         ] {
             let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);

@@ -15,7 +15,7 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use support::pipeline_cases::{
-    self, CASES, Case, Cut, GPT, MLP, Plain, U_NET, built, descend, eval, of_all,
+    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, of_all,
 };
 use support::ranks::in_ranks;
 use support::{
@@ -23,8 +23,6 @@ use support::{
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
-
-const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 
 /// A pipeline in f64 over a world, of so many devices in each rank.
 fn builder(case: &Case, world: &World, devices: usize) -> Builder {
@@ -73,9 +71,8 @@ fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
     let (x, y) = case.data(cut.samples, 9);
     let out = eval(&mut pipe, &part(&x), 3).expect("an evaluation");
     pipe.set_size(3);
-    let loss = case.loss;
-    let with_outputs = move |out: Tensor, y: &Tensor| (loss(out.shallow_clone(), y), out);
-    let evaluated = pipe.evaluate(&part(&x), &part(&y), with_outputs).expect("an evaluation");
+    let evaluated = pipe.evaluate(&part(&x), &part(&y), case.loss_and_outputs());
+    let evaluated = evaluated.expect("an evaluation");
     // A replica without a sample has none.
     let has_samples = part(&x).size()[0] > 0;
     assert_eq!((out.defined(), evaluated.outputs.defined()), (has_samples, has_samples), "{what}");

@@ -9,10 +9,11 @@ use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
 use brimful_torch::random::{generator_state, set_generator_state};
-use tch::nn::{self, ModuleT, Path, VarStore};
+use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Target, WholeLoss};
+use crate::support::pipeline_cases::linear;
 use crate::support::{Named, clear, copies, gradients, numbers, variables};
 
 /// What the generator is given before every step that is compared.
@@ -32,10 +33,6 @@ pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
 pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
 /// With BatchNorm and dropout.
 pub const DROPPED: Net = Net { name: "dropped", layers: dropped, shows_cut: true };
-
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
-    move |p| nn::linear(p, inputs, outputs, Default::default())
-}
 
 fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
     move |p| batch_norm1d(p, 6, BatchNormConfig { policy, ..Default::default() })

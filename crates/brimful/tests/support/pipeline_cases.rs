@@ -1,4 +1,5 @@
-//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model beside.
+//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model, which pipelines of
+//! them are compared with.
 
 use std::ops::Range;
 
@@ -6,6 +7,7 @@ use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
+use brimful::schedule::Schedule;
 use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -78,11 +80,13 @@ pub const LSTM: Case = Case {
 
 pub const CASES: [Case; 4] = [MLP, CNN, U_NET, GPT];
 
+pub const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
+
 const VOCABULARY: i64 = 11;
 const SEQUENCE: i64 = 5;
 const WIDTH: i64 = 6;
 
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+pub fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
@@ -254,6 +258,15 @@ impl Case {
         ((self.input)(samples as i64), (self.target)(samples as i64))
     }
 
+    /// The loss as a closure that gives the outputs too.
+    pub fn loss_and_outputs(&self) -> impl Fn(Tensor, &Tensor) -> (Loss, Tensor) + Send + use<> {
+        let loss = self.loss;
+        move |out, y| {
+            let given = out.detach();
+            (loss(out, y), given)
+        }
+    }
+
     /// A mini-batch as replicas run it: one piece where the cut does not show.
     pub fn pieces(&self, cut: Cut, seed: Option<u64>) -> Vec<Piece> {
         let Cut { samples, replicas, micro_batches } = cut;
@@ -403,11 +416,7 @@ impl<'a> Reference<'a> {
         for (number, expected) in (0..).zip(&self.steps) {
             let what = format!("{what}, step {number}");
             let (x, y) = case.data(cut.samples, number);
-            let loss = case.loss;
-            let step = pipe.backward(&x, &y, move |out: Tensor, y| {
-                let given = out.detach();
-                (loss(out, y), given)
-            });
+            let step = pipe.backward(&x, &y, case.loss_and_outputs());
             let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
             assert_eq!(step.seed, Some(expected.seed), "{what}");
             let off = (step.loss - expected.loss).abs();
