@@ -48,8 +48,7 @@ fn both(layers: fn() -> Layers) -> [Pipeline; 2] {
 }
 
 fn batch() -> (Tensor, Tensor) {
-    tch::manual_seed(4);
-    ((MLP.input)(7), (MLP.target)(7))
+    MLP.data(7, 0)
 }
 
 #[test]
@@ -66,8 +65,7 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
                 let mut optimizer = pipe.optimizer(method).expect("an optimizer");
                 let mut norms = Vec::new();
                 for seed in 0..3 {
-                    tch::manual_seed(seed);
-                    let (x, y) = ((layers.input)(7), (layers.target)(7));
+                    let (x, y) = layers.data(7, seed);
                     pipe.backward(&x, &y, layers.loss).expect("a step");
                     norms.push(optimizer.clip_gradient_norm(0.05).expect("a norm"));
                     optimizer.update();
@@ -271,8 +269,7 @@ fn updates_that_follow_the_backward_come_to_the_same() {
             let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
             optimizer.follow_backward(follow).expect("on one device");
             for seed in 0..3 {
-                tch::manual_seed(seed);
-                let (x, y) = ((case.input)(7), (case.target)(7));
+                let (x, y) = case.data(7, seed);
                 pipe.backward(&x, &y, mean).expect("a step");
                 assert_eq!(pipe.gradients().expect("gradients").is_empty(), follow);
                 optimizer.update();
@@ -372,9 +369,9 @@ fn steps_that_were_looked_ahead_of_are_those_of_the_device_whatever_comes_betwee
             let trained = both(case.layers).map(|mut pipe| {
                 let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
                 for seed in 0..4 {
-                    tch::manual_seed(seed);
                     optimizer.set_learning_rate(0.01 / (seed + 1) as f64).expect("a rate");
-                    pipe.backward(&(case.input)(7), &(case.target)(7), case.loss).expect("a step");
+                    let (x, y) = case.data(7, seed);
+                    pipe.backward(&x, &y, case.loss).expect("a step");
                     deed(number, &mut pipe, &mut optimizer, &case);
                     optimizer.update();
                 }

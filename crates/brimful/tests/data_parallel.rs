@@ -18,10 +18,8 @@ use support::full_batch::{
     assert_loss, batch, distance, losses, plain,
 };
 use support::ranks::in_ranks;
-use support::{
-    Named, Update, assert_fails, clear, copies, gradients, numbers_there, test_device, tests,
-    variables,
-};
+use support::state::state;
+use support::{Update, assert_fails, assert_same, clear, numbers_there, test_device, tests};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -160,11 +158,6 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
     });
 }
 
-/// Everything that a step may change.
-fn state(store: &nn::VarStore) -> [Named; 2] {
-    [variables(store), gradients(store)].map(|all| copies(&all))
-}
-
 #[test]
 fn what_fails_on_one_rank_has_failed_on_all() {
     in_ranks(3, |world| {
@@ -173,7 +166,7 @@ fn what_fails_on_one_rank_has_failed_on_all() {
         let own = part(&world, &parts(&world, 20, false), &batch(20));
         micro.backward(&own, |batch| (MEAN.micro)(&model, &batch)).expect("an earlier step");
         let before = state(&store);
-        let unchanged = |what: &str| assert_eq!(before, state(&store), "{what}");
+        let unchanged = |what: &str| assert_same(what, &before, &state(&store));
 
         let is_first = world.rank() == 1;
         let error = micro.backward(&own, |batch| {
@@ -204,15 +197,11 @@ fn what_fails_on_one_rank_has_failed_on_all() {
     });
 }
 
-fn wide(root: &nn::Path) -> nn::Linear {
-    nn::linear(root / "wide", 500, 500, Default::default())
-}
-
 #[test]
 fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
     in_ranks(2, |world| {
         let mut store = nn::VarStore::new(Device::Cpu);
-        let model = wide(&store.root());
+        let model = nn::linear(store.root() / "wide", 500, 500, Default::default());
         store.float();
         let limit = if world.rank() == 0 { 200 << 20 } else { 8 << 20 };
         let arena = Arena::limited("rank", limit).expect("a limit");
@@ -299,7 +288,7 @@ fn ranks_that_train_different_parameters_are_all_told() {
             for error in [micro.commit(), micro.backward(&own, run)] {
                 let error = error.expect_err(what).to_string();
                 assert!(words.iter().all(|word| error.contains(word)), "{what}: {error}");
-                assert_eq!(before, state(&store), "{what}");
+                assert_same(what, &before, &state(&store));
             }
         };
         if world.rank() == 1 {

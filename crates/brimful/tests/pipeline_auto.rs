@@ -9,8 +9,8 @@ use brimful::memory::Arena;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size};
 use support::pipeline_cases::eval;
-use support::{Named, alone, assert_within};
-use tch::{Device, Kind, Tensor, nn};
+use support::{Named, alone, assert_within, numbers};
+use tch::{Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;
 
@@ -38,10 +38,7 @@ fn pipeline(size: impl Into<Size>, arenas: &[Arena; 2]) -> Pipeline {
 }
 
 fn batch() -> (Tensor, Tensor) {
-    let options = (Kind::Double, Device::Cpu);
-    let x = Tensor::arange(SAMPLES * 16, options).sin().view([SAMPLES, 16]);
-    let y = Tensor::arange(SAMPLES * 4, options).cos().view([SAMPLES, 4]);
-    (x, y)
+    (numbers(&[SAMPLES, 16], 100), numbers(&[SAMPLES, 4], 200))
 }
 
 fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {

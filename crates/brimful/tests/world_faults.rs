@@ -133,8 +133,7 @@ fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     fs::write(folder.join(format!("pid{}", world.rank())), process::id().to_string())
         .expect("told");
     for number in first..STEPS {
-        tch::manual_seed(number as i64);
-        let (x, y) = ((GPT.input)(9), (GPT.target)(9));
+        let (x, y) = GPT.data(9, number as i64);
         pipe.backward(&x, &y, GPT.loss)?;
         optimizer.step()?;
         optimizer.zero_grad()?;
