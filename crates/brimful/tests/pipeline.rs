@@ -47,11 +47,15 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
         for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
             for recompute in Recompute::ALL {
                 let what = format!("{}, {schedule}, {recompute}", case.name);
-                let builder = builder((case.layers)(), 3).schedule(schedule).micro_batches(4);
-                let pipe = built(builder.recompute(recompute), &what);
+                let builder = builder((case.layers)(), 3).schedule(schedule).recompute(recompute);
                 let cut = Cut { samples: 7, replicas: 1, micro_batches: 4 };
-                compare_whole(case, pipe, cut, &what);
+                compare_whole(case, builder, cut, &what);
             }
+        }
+        for samples in [7, 1] {
+            let what = format!("{}, {samples} samples in two pipelines", case.name);
+            let cut = Cut { samples, replicas: 2, micro_batches: 2 };
+            compare_whole(case, builder((case.layers)(), 4), cut, &what);
         }
     }
 }
@@ -642,6 +646,18 @@ fn what_cannot_be_built_is_refused_with_numbers() {
     let small = Arena::limited("small", 100).expect("a limit");
     let error = Pipeline::builder(mlp()).devices([small]).build().expect_err("no room");
     assert!(error.out_of_memory().is_some(), "{error}");
+}
+
+#[test]
+fn devices_that_cannot_be_dealt_out_are_refused() {
+    for (devices, replicas) in [(3, 2), (2, 0), (2, 4)] {
+        let error = builder(mlp(), devices).replicas(replicas).build().expect_err("uneven");
+        assert_eq!(error, PipelineError::UnevenReplicas { devices, replicas }.into());
+    }
+    let mut pipe = builder(mlp(), 2).replicas(2).build().expect("two of one stage each");
+    assert_eq!(pipe.balance().sizes(), [8]);
+    let x = (MLP.input)(4);
+    pipe.backward(&x, &(), |out: Tensor, ()| Loss::sum(out.sum(None))).expect("a step");
 }
 
 #[test]

@@ -1,12 +1,15 @@
 //! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three
-//! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches.
+//! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches, in one pipeline
+//! and in two.
 
 mod support;
 
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss};
-use support::pipeline_cases::{CNN, Case, GPT, LSTM, MLP, Plain, Reference, U_NET, builder, built};
+use support::pipeline_cases::{
+    CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, Reference, U_NET, builder, built,
+};
 use support::{alone, assert_same, test_device, tests};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -54,6 +57,26 @@ fn at_home(case: &Case) {
             let mut pipe = built(builder.homes(homes.clone()).recompute(recompute), &what);
             references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
         }
+    }
+}
+
+/// Each with its part of every mini-batch.
+fn two_pipelines(case: &Case) {
+    let _turn = alone();
+    // Even, ragged, one for a micro-batch, and fewer than pipelines.
+    let references = Reference::of_cuts(case, 2, &[(8, 2), (13, 3), (3, 4), (1, 2)]);
+    for (schedule, recompute) in [
+        (Schedule::GPipe, Recompute::Never),
+        (Schedule::OneFOneB, Recompute::ExceptLast),
+        (INTERLEAVED, Recompute::Always),
+    ] {
+        let what = format!("{}, two of {schedule}, {recompute}", case.name);
+        let builder = builder((case.layers)(), 4).replicas(2);
+        let mut pipe = built(builder.schedule(schedule).recompute(recompute), &what);
+        assert_eq!(pipe.devices().len(), 4, "{what}");
+        let stages = pipe.balance().sizes().len();
+        assert_eq!(stages, 2 * schedule.stages_per_device(), "{what}");
+        references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
     }
 }
 
@@ -135,6 +158,10 @@ tests! {
     cnn_at_home_with_deferred_batch_norm => at_home(&CNN),
     u_net_at_home_with_skips_across_stages => at_home(&U_NET),
     gpt_at_home_with_a_shared_table_and_dropout => at_home(&GPT),
+    mlp_in_two_pipelines => two_pipelines(&MLP),
+    cnn_with_deferred_batch_norm_in_two_pipelines => two_pipelines(&CNN),
+    u_net_with_skips_in_two_pipelines => two_pipelines(&U_NET),
+    gpt_with_a_shared_table_and_dropout_in_two_pipelines => two_pipelines(&GPT),
 }
 
 /// Where the device that is tested is no CPU, every boundary and skip changes its device here.

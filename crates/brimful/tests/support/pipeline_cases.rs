@@ -437,7 +437,9 @@ impl<'a> Reference<'a> {
 }
 
 /// A loss on all outputs, of a pipeline in one step and in two calls, and of the plain model.
-pub fn compare_whole(case: &Case, mut pipe: Pipeline, cut: Cut, what: &str) {
+pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
+    let builder = builder.replicas(cut.replicas).micro_batches(cut.micro_batches);
+    let mut pipe = built(builder, what);
     let plain = Plain::of(&(case.layers)(), &pipe);
     let (x, _) = case.data(cut.samples, 0);
     let step = pipe.backward_whole(&x, |out| of_all(out));
