@@ -6,12 +6,11 @@ mod support;
 
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss};
+use brimful::{DeviceSpec, Loss, Size};
 use support::pipeline_cases::{
     CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, Reference, U_NET, builder, built,
 };
-use support::{alone, assert_same, test_device, tests};
-use tch::nn::ModuleT;
+use support::{alone, assert_same, assert_within, test_device, tests};
 use tch::{Device, Kind, Reduction, Tensor};
 
 fn every_schedule(case: &Case) {
@@ -80,69 +79,53 @@ fn two_pipelines(case: &Case) {
     }
 }
 
-/// Kinds of losses, each beside what it is for the whole mini-batch.
-type Losses = [(&'static str, fn(Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor); 4];
-
 fn each(out: &Tensor, y: &Tensor) -> Tensor {
     out.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
 }
 
-fn class_weights(out: &Tensor) -> Tensor {
-    Tensor::from_slice(&[0.5, 1.0, 3.0]).to_kind(out.kind()).to_device(out.device())
+fn over_class_weights(out: Tensor, y: &Tensor) -> Loss {
+    let weights = Tensor::from_slice(&[0.5, 1.0, 3.0]).to_kind(out.kind()).to_device(out.device());
+    let weight = weights.index_select(0, y).sum(None);
+    Loss::mean_over(out.cross_entropy_loss(y, Some(weights), Reduction::Mean, -100, 0.0), weight)
 }
 
-fn weighted(out: &Tensor, y: &Tensor, reduction: Reduction) -> Tensor {
-    out.cross_entropy_loss(y, Some(class_weights(out)), reduction, -100, 0.0)
-}
+/// A kind of loss, by name.
+type NamedLoss = (&'static str, fn(Tensor, &Tensor) -> Loss);
 
-const LOSSES: Losses = [
-    ("mean", |out, y| Loss::mean(each(&out, y).mean(None)), |out, y| each(out, y).mean(None)),
-    ("sum", |out, y| Loss::sum(each(&out, y).sum(None)), |out, y| each(out, y).sum(None)),
-    (
-        "class weights",
-        |out, y| {
-            let weight = class_weights(&out).index_select(0, y).sum(None);
-            Loss::mean_over(weighted(&out, y, Reduction::Mean), weight)
-        },
-        |out, y| weighted(out, y, Reduction::Mean),
-    ),
-    (
-        "two terms",
-        |out, y| {
-            Loss::mean(each(&out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
-        },
-        |out, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
-    ),
+const LOSSES: [NamedLoss; 4] = [
+    ("mean", |out, y| Loss::mean(each(&out, y).mean(None))),
+    ("sum", |out, y| Loss::sum(each(&out, y).sum(None))),
+    ("class weights", over_class_weights),
+    ("two terms", |out, y| {
+        Loss::mean(each(&out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
+    }),
 ];
 
 /// Kinds of losses and of numbers, from one sample on.
 #[test]
 fn every_loss_and_kind_of_number() {
     let _turn = alone();
-    tch::manual_seed(11);
     for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-4)] {
-        for (name, loss, whole) in LOSSES {
+        for (name, loss) in LOSSES {
+            let case = Case { loss, ..MLP };
             let schedules = [Schedule::OneFOneB, Schedule::ZeroBubbleH1];
             let cuts = [(1, 1), (1, 4), (3, 8), (13, 4)];
             for (schedule, (samples, m)) in schedules.into_iter().flat_map(|s| cuts.map(|c| (s, c)))
             {
                 let what = format!("{name}, {schedule}, {kind:?}, {samples}/{m}");
-                let pipe = builder((MLP.layers)(), 3).kind(kind).micro_batches(m);
-                let mut pipe = pipe.schedule(schedule).build().expect("a pipeline");
-                let plain = Plain::of(&(MLP.layers)(), &pipe);
-                let (x, y) = ((MLP.input)(samples).to_kind(kind), (MLP.target)(samples));
-                let step =
-                    pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
-                let (x, y) = (x.to_device(test_device()), y.to_device(test_device()));
-                let expected = whole(&plain.model.forward_t(&x.to_kind(Kind::Double), true), &y);
-                expected.backward();
-                let off = (step.loss - expected.double_value(&[])).abs();
+                let builder = builder((case.layers)(), 3).kind(kind).micro_batches(m);
+                let mut pipe = built(builder.schedule(schedule), &what);
+                let plain = Plain::of(&(case.layers)(), &pipe);
+                let (x, y) = case.data(samples, 0);
+                let x = x.to_kind(kind);
+                let step = pipe.backward(&x, &y, loss);
+                let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+                let x = x.to_kind(Kind::Double);
+                let expected = plain.backward(&case, &x, &y, Size::Count(1), None);
+                let off = (step.loss - expected).abs();
                 assert!(off < tolerance, "{what}: the loss is off by {off}");
-                let got = pipe.gradients().expect("gradients");
-                for ((name, got), (_, expected)) in got.iter().zip(plain.gradients()) {
-                    let off = (got.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
-                    assert!(off < tolerance, "{what}: {name} is off by {off}");
-                }
+                let gradients = pipe.gradients().expect("gradients");
+                assert_within(&gradients, &plain.gradients(), tolerance, &what);
             }
         }
     }
