@@ -19,8 +19,8 @@ use brimful::{
     is_recomputing,
 };
 use support::pipeline_cases::{
-    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, Reference, U_NET, builder, built,
-    compare_whole, descend, eval, mlp,
+    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
+    descend, eval, mlp,
 };
 use support::{
     Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, test_device,
@@ -650,6 +650,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
 
 #[test]
 fn devices_that_cannot_be_dealt_out_are_refused() {
+    let _turn = alone();
     for (devices, replicas) in [(3, 2), (2, 0), (2, 4)] {
         let error = builder(mlp(), devices).replicas(replicas).build().expect_err("uneven");
         assert_eq!(error, PipelineError::UnevenReplicas { devices, replicas }.into());
@@ -845,7 +846,7 @@ fn stages_without_parameters_are_fine() {
             .add_fn("last", |x| x.shallow_clone())
     };
     let case = Case { layers, ..MLP };
-    let references = Reference::of_cuts(&case, 1, &[(7, 3)]);
+    let references = PlainRun::of_cuts(&case, 1, &[(7, 3)]);
     for recompute in Recompute::ALL {
         let what = format!("without parameters, {recompute}");
         let mut pipe = built(builder(layers(), 5).recompute(recompute), &what);

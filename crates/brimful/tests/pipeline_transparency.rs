@@ -8,7 +8,7 @@ use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss, Size};
 use support::pipeline_cases::{
-    CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, Reference, U_NET, builder, built,
+    CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
 };
 use support::{alone, assert_same, assert_within, test_device, tests};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -16,7 +16,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 fn every_schedule(case: &Case) {
     let _turn = alone();
     // The last one is ragged: 13 samples.
-    let references = Reference::of_cuts(case, 1, &[(8, 1), (9, 3), (8, 8), (13, 4)]);
+    let references = PlainRun::of_cuts(case, 1, &[(8, 1), (9, 3), (8, 8), (13, 4)]);
     for devices in 1..=4 {
         for schedule in Schedule::all(2) {
             if (case.layers)().len() < devices * schedule.stages_per_device() {
@@ -37,7 +37,7 @@ fn every_schedule(case: &Case) {
 /// Stages that live on the host, some or all of them, in every order that has a worker for them.
 fn at_home(case: &Case) {
     let _turn = alone();
-    let references = Reference::of_cuts(case, 1, &[(8, 1), (8, 4), (13, 4)]);
+    let references = PlainRun::of_cuts(case, 1, &[(8, 1), (8, 4), (13, 4)]);
     let of = |devices: usize, stages_per_device: usize, homes: Homes| {
         (devices, Schedule::BreadthFirst { stages_per_device }, homes)
     };
@@ -63,7 +63,7 @@ fn at_home(case: &Case) {
 fn two_pipelines(case: &Case) {
     let _turn = alone();
     // Even, ragged, one for a micro-batch, and fewer than pipelines.
-    let references = Reference::of_cuts(case, 2, &[(8, 2), (13, 3), (3, 4), (1, 2)]);
+    let references = PlainRun::of_cuts(case, 2, &[(8, 2), (13, 3), (3, 4), (1, 2)]);
     for (schedule, recompute) in [
         (Schedule::GPipe, Recompute::Never),
         (Schedule::OneFOneB, Recompute::ExceptLast),
@@ -152,7 +152,7 @@ tests! {
 fn a_mix_of_devices() {
     let _turn = alone();
     for case in [&MLP, &CNN, &U_NET] {
-        let references = Reference::of_cuts(case, 1, &[(9, 4)]);
+        let references = PlainRun::of_cuts(case, 1, &[(9, 4)]);
         for recompute in Recompute::ALL {
             let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
             let what = format!("{}, {recompute}, a mix", case.name);

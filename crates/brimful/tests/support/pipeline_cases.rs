@@ -374,7 +374,7 @@ struct PlainStep {
 }
 
 /// Three steps of Adam of the plain model, and an evaluation: what all pipelines of one cut come to.
-pub struct Reference<'a> {
+pub struct PlainRun<'a> {
     case: &'a Case,
     cut: Cut,
     pub first: Named,
@@ -382,7 +382,7 @@ pub struct Reference<'a> {
     answer: Tensor,
 }
 
-impl<'a> Reference<'a> {
+impl<'a> PlainRun<'a> {
     /// Of each of these samples and micro-batches of so many replicas.
     pub fn of_cuts(case: &'a Case, replicas: usize, cuts: &[(usize, usize)]) -> Vec<Self> {
         let cut = |&(samples, micro_batches)| Cut { samples, replicas, micro_batches };
