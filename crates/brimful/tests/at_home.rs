@@ -48,8 +48,7 @@ fn both(layers: fn() -> Layers) -> [Pipeline; 2] {
 }
 
 fn batch() -> (Tensor, Tensor) {
-    tch::manual_seed(4);
-    ((MLP.input)(7), (MLP.target)(7))
+    MLP.data(7, 0)
 }
 
 #[test]
@@ -66,8 +65,7 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
                 let mut optimizer = pipe.optimizer(method).expect("an optimizer");
                 let mut norms = Vec::new();
                 for seed in 0..3 {
-                    tch::manual_seed(seed);
-                    let (x, y) = ((layers.input)(7), (layers.target)(7));
+                    let (x, y) = layers.data(7, seed);
                     pipe.backward(&x, &y, layers.loss).expect("a step");
                     norms.push(optimizer.clip_gradient_norm(0.05).expect("a norm"));
                     optimizer.update();
@@ -80,37 +78,6 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
             assert_close(&host, &device, layers.name);
         }
     }
-}
-
-#[test]
-fn gradients_that_were_there_are_added_to_and_windows_are_kept() {
-    let _turn = alone();
-    let (x, y) = batch();
-    let [device, host] = both(mlp).map(|mut pipe| {
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        pipe.backward(&x, &y, MLP.loss).expect("another, on top");
-        let twice = pipe.gradients().expect("gradients");
-        pipe.zero_grad().expect("cleared");
-        pipe.accumulate(&x, &y, MLP.loss).expect("a part");
-        pipe.accumulate(&x, &y, MLP.loss).expect("a part");
-        pipe.commit().expect("a step of both");
-        (twice, pipe.gradients().expect("gradients"))
-    });
-    assert_close(&host.0, &device.0, "twice");
-    assert_close(&host.1, &device.1, "a window");
-}
-
-#[test]
-fn frozen_parameters_stay_and_have_no_gradient() {
-    let _turn = alone();
-    let (x, y) = batch();
-    let [device, host] = both(mlp).map(|mut pipe| {
-        pipe.freeze(|name| name.starts_with("fc2") || name == "fc4.bias").expect("frozen");
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        pipe.gradients().expect("gradients")
-    });
-    assert_eq!(device.len(), 7);
-    assert_close(&host, &device, "frozen");
 }
 
 #[test]
@@ -302,8 +269,7 @@ fn updates_that_follow_the_backward_come_to_the_same() {
             let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
             optimizer.follow_backward(follow).expect("on one device");
             for seed in 0..3 {
-                tch::manual_seed(seed);
-                let (x, y) = ((case.input)(7), (case.target)(7));
+                let (x, y) = case.data(7, seed);
                 pipe.backward(&x, &y, mean).expect("a step");
                 assert_eq!(pipe.gradients().expect("gradients").is_empty(), follow);
                 optimizer.update();
@@ -403,9 +369,9 @@ fn steps_that_were_looked_ahead_of_are_those_of_the_device_whatever_comes_betwee
             let trained = both(case.layers).map(|mut pipe| {
                 let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
                 for seed in 0..4 {
-                    tch::manual_seed(seed);
                     optimizer.set_learning_rate(0.01 / (seed + 1) as f64).expect("a rate");
-                    pipe.backward(&(case.input)(7), &(case.target)(7), case.loss).expect("a step");
+                    let (x, y) = case.data(7, seed);
+                    pipe.backward(&x, &y, case.loss).expect("a step");
                     deed(number, &mut pipe, &mut optimizer, &case);
                     optimizer.update();
                 }

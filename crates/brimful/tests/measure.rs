@@ -10,14 +10,11 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
 use support::alone;
+use support::pipeline_cases::linear;
 use tch::nn::{self, Path};
 use tch::{Device, Kind, Tensor};
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
-
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
-    move |p| nn::linear(p, inputs, outputs, Default::default())
-}
 
 fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
     let _turn = alone();
@@ -37,12 +34,17 @@ fn perceptron() -> Layers {
 }
 
 #[test]
-fn sizes_are_exact() {
+fn sizes_are_exact_and_shown_layer_by_layer() {
     let batch = Tensor::ones([8, 256], CPU);
-    let profile = profile(&perceptron(), &batch).expect("a profile");
+    let mut seen = Vec::new();
+    let watch = |layer: &LayerCost| seen.push(layer.name.clone());
+    let _turn = alone();
+    let profile = balance::measure_watched(&perceptron(), Device::Cpu, &batch, watch);
+    let profile = profile.expect("a profile");
     assert_eq!(profile.input_bytes, 1024);
     let names: Vec<_> = profile.layers.iter().map(|layer| layer.name.as_str()).collect();
     assert_eq!(names, ["small", "relu", "large"]);
+    assert_eq!(seen, names, "each is shown as it is measured");
     let sizes =
         |layer: &LayerCost| (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes);
     let sizes: Vec<_> = profile.layers.iter().map(sizes).collect();
@@ -52,29 +54,19 @@ fn sizes_are_exact() {
 
 #[test]
 fn what_is_kept_beyond_the_output_counts() {
-    let layers = Layers::new().add_fn("twice", |x| x.exp().exp());
-    let batch = Tensor::ones([4, 100], CPU);
-    let layers = Layers::new().add("first", linear(100, 100)).add_layers("then", layers);
-    assert_eq!(measure(&layers, &batch)[1].activation_bytes, 800);
+    let layers = Layers::new().add("first", linear(100, 100)).add_fn("twice", |x| x.exp().exp());
+    assert_eq!(measure(&layers, &Tensor::ones([4, 100], CPU))[1].activation_bytes, 800);
 }
 
 #[test]
-fn times_are_there_and_a_larger_layer_takes_longer() {
-    let layers = perceptron();
-    let measured = measure(&layers, &Tensor::ones([64, 256], CPU));
+fn times_and_both_halves_of_a_backward_are_there_and_a_larger_layer_takes_longer() {
+    let measured = measure(&perceptron(), &Tensor::ones([64, 256], CPU));
     let step = |layer: &LayerCost| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
     assert!(measured.iter().all(|layer| step(layer) > 0.0), "{measured:?}");
     assert!(step(&measured[2]) > step(&measured[1]), "{measured:?}");
     let (input, weight) = measured[0].halves();
     assert_eq!(input, 0.0, "nobody waits for the gradient of the batch");
     assert!(weight > 0.0 || measured[0].overhead > 0.0, "{measured:?}");
-    let profile = Profile { layers: measured, ..Profile::default() };
-    profile.check().expect("every time is one");
-}
-
-#[test]
-fn both_halves_of_a_backward_are_measured() {
-    let measured = measure(&perceptron(), &Tensor::ones([64, 256], CPU));
     let halves = |layer: &LayerCost| {
         (layer.input_gradient.expect("measured"), layer.weight_gradient.expect("measured"))
     };
@@ -83,6 +75,8 @@ fn both_halves_of_a_backward_are_measured() {
     let (input, weight) = halves(&measured[2]);
     assert!(input > 0.0 && weight > 0.0, "{measured:?}");
     assert!(measured.iter().all(LayerCost::halves_add_up), "{measured:?}");
+    let profile = Profile { layers: measured, ..Profile::default() };
+    profile.check().expect("every time is one");
 }
 
 #[test]
@@ -155,16 +149,6 @@ fn doubles_are_measured_as_doubles() {
 }
 
 #[test]
-fn each_layer_is_shown_as_it_is_measured() {
-    let mut seen = Vec::new();
-    let batch = Tensor::ones([2, 256], CPU);
-    let watch = |layer: &LayerCost| seen.push(layer.name.clone());
-    let _turn = alone();
-    balance::measure_watched(&perceptron(), Device::Cpu, &batch, watch).expect("a profile");
-    assert_eq!(seen, ["small", "relu", "large"]);
-}
-
-#[test]
 fn errors_name_the_layer() {
     let refused = |layers: &Layers, batch: &Tensor| {
         profile(layers, batch).expect_err("no profile").to_string()
@@ -188,12 +172,11 @@ fn errors_name_the_layer() {
 fn skips_and_several_tensors_are_measured_too() {
     let layers = Layers::new()
         .stash("skip")
-        .add("fc", |p| nn::linear(p, 4, 4, Default::default()))
+        .add("fc", linear(4, 4))
         .add_many("pair", |_| |x, _| vec![x[0].shallow_clone(), x[0].relu()])
         .add_many("sum", |_| |x, _| vec![&x[0] + &x[1]])
         .pop("join", "skip", |x, skip| Tensor::cat(&[x, skip], 1));
-    let batch = Tensor::ones([16, 4], (Kind::Float, Device::Cpu));
-    let profile = balance::measure(&layers, Device::Cpu, &batch).expect("measured");
-    let bytes: Vec<u64> = profile.layers.iter().map(|layer| layer.output_bytes).collect();
+    let measured = measure(&layers, &Tensor::ones([16, 4], CPU));
+    let bytes: Vec<u64> = measured.iter().map(|layer| layer.output_bytes).collect();
     assert_eq!(bytes, [16, 16, 32, 16, 32]);
 }

@@ -5,10 +5,8 @@ mod support;
 
 use std::panic;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use brimful::loss::LossError;
 use brimful::memory::Arena;
@@ -18,7 +16,7 @@ use brimful::pipeline::{Cause, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, is_recomputing};
 use support::pipeline_cases::eval;
-use support::{Named, alone, assert_close, assert_threads, copies, threads};
+use support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -127,17 +125,6 @@ fn values(pipe: &Pipeline) -> Named {
     copies(&pipe.variables().expect("variables"))
 }
 
-/// Fails if `f` takes longer than ten seconds.
-fn watched<T: Send + 'static>(what: &str, f: impl FnOnce() -> T + Send + 'static) -> T {
-    let (done, waited) = channel();
-    let thread = thread::spawn(move || done.send(f()));
-    match waited.recv_timeout(Duration::from_secs(10)) {
-        Ok(result) => result,
-        Err(_) if thread.is_finished() => panic!("{what}: failed"),
-        Err(_) => panic!("{what}: nobody came to an end"),
-    }
-}
-
 /// A pipeline, and what a step of it is when nothing goes wrong.
 struct Trial {
     pipe: Pipeline,
@@ -153,25 +140,24 @@ impl Trial {
         Self { pipe, initial, expected }
     }
 
-    /// Runs one step that may fail, then one that must not.
-    fn run(mut self, what: String) -> (Self, Option<Error>) {
-        watched(&what.clone(), move || {
-            self.pipe.zero_grad().expect("cleared");
-            self.pipe.set_variables(copies(&self.initial)).expect("the same variables");
-            tch::manual_seed(3);
-            let mut outcome = step(&mut self.pipe);
-            let error = outcome.as_ref().err().cloned();
-            if error.is_some() {
-                assert!(self.pipe.gradients().expect("gradients").is_empty(), "{what}: gradients");
-                assert_close(&values(&self.pipe), &self.initial, &format!("{what}: left behind"));
-                outcome = step(&mut self.pipe);
-            }
-            let (loss, gradients, variables) = outcome.expect("an undisturbed step");
-            assert_eq!(loss, self.expected.0, "{what}");
-            assert_close(&gradients, &self.expected.1, &what);
-            assert_close(&variables, &self.expected.2, &what);
-            (self, error)
-        })
+    /// Runs one step that may fail, then one that must not; gives what the first failed with.
+    fn run(&mut self, what: &str) -> Option<Error> {
+        let _watchdog = Watchdog::new(what.to_owned());
+        self.pipe.zero_grad().expect("cleared");
+        self.pipe.set_variables(copies(&self.initial)).expect("the same variables");
+        tch::manual_seed(3);
+        let mut outcome = step(&mut self.pipe);
+        let error = outcome.as_ref().err().cloned();
+        if error.is_some() {
+            assert!(self.pipe.gradients().expect("gradients").is_empty(), "{what}: gradients");
+            assert_close(&values(&self.pipe), &self.initial, &format!("{what}: left behind"));
+            outcome = step(&mut self.pipe);
+        }
+        let (loss, gradients, variables) = outcome.expect("an undisturbed step");
+        assert_eq!(loss, self.expected.0, "{what}");
+        assert_close(&gradients, &self.expected.1, what);
+        assert_close(&variables, &self.expected.2, what);
+        error
     }
 }
 
@@ -204,8 +190,7 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
                         let what =
                             format!("{schedule}, {recompute}, {stage} {again} {call} {fault:?}");
                         plan_fault(Some((stage, again, call, fault)));
-                        let (next, error) = trial.run(what.clone());
-                        trial = next;
+                        let error = trial.run(&what);
                         let met = FAULT.lock().unwrap_or_else(PoisonError::into_inner).is_none();
                         if !met {
                             // The stage is not run again so often.
@@ -240,8 +225,7 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
                 let what = format!("{schedule}, {recompute}, {stage} {call}");
                 let again = again && stage + 1 < STAGES;
                 plan_fault(Some((stage, again, call, Fault::RefusedInBackward)));
-                let (next, error) = trial.run(what.clone());
-                trial = next;
+                let error = trial.run(&what);
                 let error = stage_error(error, &what);
                 let expected = match stage {
                     _ if !schedule.splits_backward() => ActionKind::Backward,
@@ -334,16 +318,14 @@ fn memory_may_run_out_at_any_allocation_of_any_stage() {
 /// At every allocation; among the actions that fail are these parts of a stage's backward.
 fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
     let arenas = arenas();
-    let pipe = pipeline(schedule, Recompute::ExceptLast, &arenas);
-    let mut trial = Trial::new(pipe);
+    let mut trial = Trial::new(pipeline(schedule, Recompute::ExceptLast, &arenas));
     for (stage, arena) in arenas.iter().enumerate() {
         let mut kinds = Vec::new();
         for n in 1.. {
             let what = format!("{schedule}, stage {stage}, allocation {n}");
             // The restoring of the variables before the step allocates nothing.
             arena.fail_nth_allocation(n);
-            let (next, error) = trial.run(what.clone());
-            trial = next;
+            let error = trial.run(&what);
             arena.fail_nth_allocation(0);
             let Some(error) = error else { break };
             let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error:?}"));

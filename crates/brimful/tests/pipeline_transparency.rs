@@ -1,39 +1,34 @@
 //! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three
-//! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches.
+//! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches, in one pipeline
+//! and in two.
 
 mod support;
 
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss};
-use support::pipeline_cases::{CNN, Case, Cut, GPT, LSTM, MLP, Plain, U_NET, builder, compare};
-use support::{alone, test_device, tests};
-use tch::nn::ModuleT;
+use brimful::{DeviceSpec, Loss, Size};
+use support::pipeline_cases::{
+    CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
+};
+use support::{alone, assert_same, assert_within, test_device, tests};
 use tch::{Device, Kind, Reduction, Tensor};
 
 fn every_schedule(case: &Case) {
     let _turn = alone();
-    tch::manual_seed(7);
+    // The last one is ragged: 13 samples.
+    let references = PlainRun::of_cuts(case, 1, &[(8, 1), (9, 3), (8, 8), (13, 4)]);
     for devices in 1..=4 {
         for schedule in Schedule::all(2) {
             if (case.layers)().len() < devices * schedule.stages_per_device() {
                 continue;
             }
             for recompute in Recompute::ALL {
-                // The last one is ragged: 13 samples.
-                for (samples, m) in [(8, 1), (9, 3), (8, 8), (13, 4)] {
-                    let what = format!(
-                        "{}, {devices} devices, {schedule}, {recompute}, {samples}/{m}",
-                        case.name
-                    );
-                    let pipe = builder((case.layers)(), devices)
-                        .schedule(schedule)
-                        .recompute(recompute)
-                        .micro_batches(m)
-                        .build()
-                        .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
-                }
+                let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);
+                let builder = builder((case.layers)(), devices);
+                let mut pipe = built(builder.schedule(schedule).recompute(recompute), &what);
+                let values = pipe.variables().expect("variables");
+                assert_same(&what, &values, &references[0].first);
+                references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
             }
         }
     }
@@ -42,7 +37,7 @@ fn every_schedule(case: &Case) {
 /// Stages that live on the host, some or all of them, in every order that has a worker for them.
 fn at_home(case: &Case) {
     let _turn = alone();
-    tch::manual_seed(9);
+    let references = PlainRun::of_cuts(case, 1, &[(8, 1), (8, 4), (13, 4)]);
     let of = |devices: usize, stages_per_device: usize, homes: Homes| {
         (devices, Schedule::BreadthFirst { stages_per_device }, homes)
     };
@@ -55,87 +50,82 @@ fn at_home(case: &Case) {
     cases.push((1, Schedule::ZeroBubbleV, Homes::Host));
     for (devices, schedule, homes) in cases {
         for recompute in Recompute::ALL {
-            for (samples, m) in [(8, 1), (8, 4), (13, 4)] {
-                let what = format!(
-                    "{}, {devices} devices, {schedule}, {homes:?}, {recompute}, {samples}/{m}",
-                    case.name
-                );
-                let pipe = builder((case.layers)(), devices)
-                    .schedule(schedule)
-                    .homes(homes.clone())
-                    .recompute(recompute)
-                    .micro_batches(m)
-                    .build()
-                    .unwrap_or_else(|error| panic!("{what}: {error}"));
-                compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
-            }
+            let what =
+                format!("{}, {devices} devices, {schedule}, {homes:?}, {recompute}", case.name);
+            let builder = builder((case.layers)(), devices).schedule(schedule);
+            let mut pipe = built(builder.homes(homes.clone()).recompute(recompute), &what);
+            references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
         }
     }
 }
 
-/// Kinds of losses, each beside what it is for the whole mini-batch.
-type Losses = [(&'static str, fn(Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor); 4];
+/// Each with its part of every mini-batch.
+fn two_pipelines(case: &Case) {
+    let _turn = alone();
+    // Even, ragged, one for a micro-batch, and fewer than pipelines.
+    let references = PlainRun::of_cuts(case, 2, &[(8, 2), (13, 3), (3, 4), (1, 2)]);
+    for (schedule, recompute) in [
+        (Schedule::GPipe, Recompute::Never),
+        (Schedule::OneFOneB, Recompute::ExceptLast),
+        (INTERLEAVED, Recompute::Always),
+    ] {
+        let what = format!("{}, two of {schedule}, {recompute}", case.name);
+        let builder = builder((case.layers)(), 4).replicas(2);
+        let mut pipe = built(builder.schedule(schedule).recompute(recompute), &what);
+        assert_eq!(pipe.devices().len(), 4, "{what}");
+        let stages = pipe.balance().sizes().len();
+        assert_eq!(stages, 2 * schedule.stages_per_device(), "{what}");
+        references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
+    }
+}
 
 fn each(out: &Tensor, y: &Tensor) -> Tensor {
     out.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
 }
 
-fn class_weights(out: &Tensor) -> Tensor {
-    Tensor::from_slice(&[0.5, 1.0, 3.0]).to_kind(out.kind()).to_device(out.device())
+fn over_class_weights(out: Tensor, y: &Tensor) -> Loss {
+    let weights = Tensor::from_slice(&[0.5, 1.0, 3.0]).to_kind(out.kind()).to_device(out.device());
+    let weight = weights.index_select(0, y).sum(None);
+    Loss::mean_over(out.cross_entropy_loss(y, Some(weights), Reduction::Mean, -100, 0.0), weight)
 }
 
-fn weighted(out: &Tensor, y: &Tensor, reduction: Reduction) -> Tensor {
-    out.cross_entropy_loss(y, Some(class_weights(out)), reduction, -100, 0.0)
-}
+/// A kind of loss, by name.
+type NamedLoss = (&'static str, fn(Tensor, &Tensor) -> Loss);
 
-const LOSSES: Losses = [
-    ("mean", |out, y| Loss::mean(each(&out, y).mean(None)), |out, y| each(out, y).mean(None)),
-    ("sum", |out, y| Loss::sum(each(&out, y).sum(None)), |out, y| each(out, y).sum(None)),
-    (
-        "class weights",
-        |out, y| {
-            let weight = class_weights(&out).index_select(0, y).sum(None);
-            Loss::mean_over(weighted(&out, y, Reduction::Mean), weight)
-        },
-        |out, y| weighted(out, y, Reduction::Mean),
-    ),
-    (
-        "two terms",
-        |out, y| {
-            Loss::mean(each(&out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
-        },
-        |out, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
-    ),
+const LOSSES: [NamedLoss; 4] = [
+    ("mean", |out, y| Loss::mean(each(&out, y).mean(None))),
+    ("sum", |out, y| Loss::sum(each(&out, y).sum(None))),
+    ("class weights", over_class_weights),
+    ("two terms", |out, y| {
+        Loss::mean(each(&out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
+    }),
 ];
 
 /// Kinds of losses and of numbers, from one sample on.
 #[test]
 fn every_loss_and_kind_of_number() {
     let _turn = alone();
-    tch::manual_seed(11);
     for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-4)] {
-        for (name, loss, whole) in LOSSES {
+        for (name, loss) in LOSSES {
+            let case = Case { loss, ..MLP };
             let schedules = [Schedule::OneFOneB, Schedule::ZeroBubbleH1];
             let cuts = [(1, 1), (1, 4), (3, 8), (13, 4)];
             for (schedule, (samples, m)) in schedules.into_iter().flat_map(|s| cuts.map(|c| (s, c)))
             {
                 let what = format!("{name}, {schedule}, {kind:?}, {samples}/{m}");
-                let pipe = builder((MLP.layers)(), 3).kind(kind).micro_batches(m);
-                let mut pipe = pipe.schedule(schedule).build().expect("a pipeline");
-                let plain = Plain::of(&(MLP.layers)(), &pipe);
-                let (x, y) = ((MLP.input)(samples).to_kind(kind), (MLP.target)(samples));
-                let step =
-                    pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
-                let (x, y) = (x.to_device(test_device()), y.to_device(test_device()));
-                let expected = whole(&plain.model.forward_t(&x.to_kind(Kind::Double), true), &y);
-                expected.backward();
-                let off = (step.loss - expected.double_value(&[])).abs();
+                let builder = builder((case.layers)(), 3).kind(kind).micro_batches(m);
+                let mut pipe = built(builder.schedule(schedule), &what);
+                let plain = Plain::of(&(case.layers)(), &pipe);
+                let (x, y) = case.data(samples, 0);
+                let x = x.to_kind(kind);
+                let step = pipe.backward(&x, &y, loss);
+                let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+                let x = x.to_kind(Kind::Double);
+                let expected = plain.backward(&case, &x, &y, Size::Count(1), None);
+                let off = (step.loss - expected).abs();
                 assert!(off < tolerance, "{what}: the loss is off by {off}");
-                let got = pipe.gradients().expect("gradients");
-                for ((name, got), (_, expected)) in got.iter().zip(plain.gradients()) {
-                    let off = (got.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
-                    assert!(off < tolerance, "{what}: {name} is off by {off}");
-                }
+                let gradients = pipe.gradients().expect("gradients");
+                assert_within(&gradients, &plain.gradients(), tolerance, &what);
             }
         }
     }
@@ -151,24 +141,24 @@ tests! {
     cnn_at_home_with_deferred_batch_norm => at_home(&CNN),
     u_net_at_home_with_skips_across_stages => at_home(&U_NET),
     gpt_at_home_with_a_shared_table_and_dropout => at_home(&GPT),
+    mlp_in_two_pipelines => two_pipelines(&MLP),
+    cnn_with_deferred_batch_norm_in_two_pipelines => two_pipelines(&CNN),
+    u_net_with_skips_in_two_pipelines => two_pipelines(&U_NET),
+    gpt_with_a_shared_table_and_dropout_in_two_pipelines => two_pipelines(&GPT),
 }
 
 /// Where the device that is tested is no CPU, every boundary and skip changes its device here.
 #[test]
 fn a_mix_of_devices() {
     let _turn = alone();
-    tch::manual_seed(8);
     for case in [&MLP, &CNN, &U_NET] {
+        let references = PlainRun::of_cuts(case, 1, &[(9, 4)]);
         for recompute in Recompute::ALL {
             let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
-            let pipe = builder((case.layers)(), 0)
-                .devices(devices.map(|device| DeviceSpec::from(device).threads(1)))
-                .recompute(recompute)
-                .micro_batches(4)
-                .build()
-                .expect("a pipeline");
-            let cut = Cut { samples: 9, replicas: 1, micro_batches: 4 };
-            compare(case, pipe, cut, &format!("{}, {recompute}, a mix", case.name));
+            let what = format!("{}, {recompute}, a mix", case.name);
+            let devices = devices.map(|device| DeviceSpec::from(device).threads(1));
+            let builder = builder((case.layers)(), 0).devices(devices).recompute(recompute);
+            references[0].compare(&mut built(builder, &what), &what);
         }
     }
 }

@@ -6,90 +6,78 @@ mod support;
 use brimful::StepError;
 use brimful::batch::BatchError;
 use brimful::optim::Adam;
+use brimful::pipeline::Homes;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
-use support::pipeline_cases::{CASES, CNN, Case, Cut, GPT, MLP, Piece, Plain, builder, mlp};
-use support::{Update, alone, assert_close, copies, test_device};
+use support::pipeline_cases::{
+    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
+};
+use support::{Update, alone, assert_close, test_device};
 use tch::{Kind, Tensor};
 
-const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 const MICRO_BATCHES: usize = 3;
 /// Samples of each mini-batch of a step: ragged, and fewer than micro-batches.
-const WINDOW: [i64; 3] = [7, 2, 4];
+const WINDOW: [usize; 3] = [7, 2, 4];
 
-/// A mini-batch, with the seed that the step draws for it.
-struct Drawn {
-    x: Tensor,
-    y: Tensor,
-    seed: u64,
-}
-
-/// The mini-batches of a window; what is drawn for each is what a pipeline of one stage tells.
-fn window(case: &Case, number: i64, lengths: &[i64]) -> Vec<Drawn> {
-    let mut teller = builder((case.layers)(), 1).build().expect("a pipeline");
-    let drawn = (10 * number..).zip(lengths).map(|(seed, &samples)| {
-        let (x, y) = ((case.input)(samples), (case.target)(samples));
-        tch::manual_seed(seed);
-        let told = teller.backward(&x, &y, case.loss).expect("a step").seed;
-        Drawn { x, y, seed: told.expect("a seed") }
-    });
-    drawn.collect()
-}
-
-/// Accumulates a window as it was drawn.
-fn accumulate(pipe: &mut Pipeline, case: &Case, number: i64, window: &[Drawn], what: &str) {
-    for (seed, Drawn { x, y, .. }) in (10 * number..).zip(window) {
-        tch::manual_seed(seed);
-        let loss = case.loss;
-        let outputs = pipe.accumulate(x, y, move |out: Tensor, y| {
-            let given = out.detach();
-            (loss(out, y), given)
-        });
+/// Accumulates the mini-batches of these numbers and samples.
+fn accumulate(pipe: &mut Pipeline, case: &Case, first: i64, lengths: &[usize], what: &str) {
+    for (number, samples) in (first..).zip(lengths) {
+        let (x, y) = case.data(*samples, number);
+        let outputs = pipe.accumulate(&x, &y, case.loss_and_outputs());
         let outputs = outputs.unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(outputs.size()[0], x.size()[0], "{what}: the outputs of the mini-batch");
     }
 }
 
-/// What the plain model takes at once, and in which pieces that so many replicas run it.
-fn whole(case: &Case, window: &[Drawn], replicas: usize) -> (Tensor, Tensor, Vec<Piece>) {
-    let join =
-        |of: fn(&Drawn) -> &Tensor| Tensor::cat(&window.iter().map(of).collect::<Vec<_>>(), 0);
-    let (x, y) = (join(|drawn| &drawn.x), join(|drawn| &drawn.y));
-    let samples = x.size()[0] as usize;
-    if !case.shows_cut {
-        return (x, y, case.pieces(Cut { samples, replicas: 1, micro_batches: 1 }, Some(0)));
-    }
+/// The loss and gradients of the plain model, which takes a window at once; gives the loss, and the seed of the
+/// first mini-batch.
+fn whole(
+    plain: &Plain,
+    case: &Case,
+    first: i64,
+    lengths: &[usize],
+    replicas: usize,
+) -> (f64, Option<u64>) {
+    let (mut inputs, mut targets, mut pieces, mut seeds) = (vec![], vec![], vec![], vec![]);
     let mut start = 0;
-    let mut all = Vec::new();
-    for Drawn { x, seed, .. } in window {
-        let samples = x.size()[0] as usize;
+    for (number, &samples) in (first..).zip(lengths) {
+        let (x, y) = case.data(samples, number);
+        let seed = drawn_seed();
         let cut = Cut { samples, replicas, micro_batches: MICRO_BATCHES };
-        let pieces = case.pieces(cut, Some(*seed)).into_iter();
-        all.extend(pieces.map(|Piece { rows, draws }| Piece {
+        let own = case.pieces(cut, Some(seed)).into_iter();
+        pieces.extend(own.map(|Piece { rows, draws }| Piece {
             rows: start + rows.start..start + rows.end,
             draws,
         }));
         start += samples;
+        inputs.push(x);
+        targets.push(y);
+        seeds.push(seed);
     }
-    (x, y, all)
+    let (x, y) = (Tensor::cat(&inputs, 0), Tensor::cat(&targets, 0));
+    (plain.backward_pieces(case, &x, &y, &pieces), seeds.first().copied())
 }
 
-fn compare(case: &Case, mut pipe: Pipeline, what: &str) {
+/// Two steps over windows of these lengths.
+fn compare(case: &Case, mut pipe: Pipeline, replicas: usize, lengths: &[usize], what: &str) {
     let mut plain = Plain::of(&(case.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    for number in 0..2 {
-        let what = format!("{what}, step {number}");
-        let window = window(case, number, &WINDOW);
-        accumulate(&mut pipe, case, number, &window, &what);
+    for first in [0, 10] {
+        let what = format!("{what}, from mini-batch {first}");
+        accumulate(&mut pipe, case, first, lengths, &what);
         assert!(pipe.gradients().expect("gradients").is_empty(), "{what}: not before the commit");
         let step = pipe.commit().unwrap_or_else(|error| panic!("{what}: {error}"));
-        let (x, y, pieces) = whole(case, &window, 1);
-        let expected = plain.backward_pieces(case, &x, &y, &pieces);
+        let (expected, seed) = whole(&plain, case, first, lengths, replicas);
         assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
         assert!((step.terms.iter().sum::<f64>() - expected).abs() < 1e-10, "{what}: its terms");
-        assert_eq!(step.samples, 13, "{what}");
-        assert_eq!(step.sizes, [3, 2, 2, 1, 1, 2, 1, 1], "{what}");
-        assert_eq!(step.seed, Some(window[0].seed), "{what}: the first one's");
+        assert_eq!(step.samples, lengths.iter().sum::<usize>(), "{what}");
+        assert_eq!(step.seed, seed, "{what}: the first one's");
+        if replicas == 1 {
+            assert_eq!(step.sizes, [3, 2, 2, 1, 1, 2, 1, 1], "{what}");
+        } else {
+            let shares = [1, 0].map(|more| lengths.iter().map(|n| (n + more) / 2).sum::<usize>());
+            assert_eq!(step.shares, shares, "{what}");
+        }
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
         optimizer.update();
         plain.optimizer.update();
@@ -101,22 +89,19 @@ fn compare(case: &Case, mut pipe: Pipeline, what: &str) {
 #[test]
 fn several_mini_batches_are_one_step() {
     let _turn = alone();
-    tch::manual_seed(21);
+    let breadth_first = Schedule::BreadthFirst { stages_per_device: 3 };
     for case in &CASES {
-        for (devices, schedule, recompute) in [
-            (1, Schedule::GPipe, Recompute::Never),
-            (3, Schedule::OneFOneB, Recompute::Never),
-            (2, Schedule::GPipe, Recompute::Always),
-            (2, INTERLEAVED, Recompute::ExceptLast),
+        for (devices, schedule, recompute, homes) in [
+            (1, Schedule::GPipe, Recompute::Never, Homes::Device),
+            (3, Schedule::OneFOneB, Recompute::Never, Homes::Device),
+            (2, Schedule::GPipe, Recompute::Always, Homes::Device),
+            (2, INTERLEAVED, Recompute::ExceptLast, Homes::Device),
+            (1, breadth_first, Recompute::ExceptLast, Homes::Host),
         ] {
             let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);
-            let pipe = builder((case.layers)(), devices)
-                .schedule(schedule)
-                .recompute(recompute)
-                .micro_batches(MICRO_BATCHES)
-                .build()
-                .unwrap_or_else(|error| panic!("{what}: {error}"));
-            compare(case, pipe, &what);
+            let builder = builder((case.layers)(), devices).schedule(schedule).homes(homes);
+            let pipe = built(builder.recompute(recompute).micro_batches(MICRO_BATCHES), &what);
+            compare(case, pipe, 1, &WINDOW, &what);
         }
     }
 }
@@ -125,27 +110,11 @@ fn several_mini_batches_are_one_step() {
 #[test]
 fn replicas_of_one_process_accumulate_too() {
     let _turn = alone();
-    tch::manual_seed(22);
     for case in &CASES {
-        for lengths in [[7, 2, 4], [1, 7, 4], [4, 7, 1], [1, 1, 1]] {
+        for lengths in [WINDOW, [1, 7, 4], [4, 7, 1], [1, 1, 1]] {
             let what = format!("{}, {lengths:?}", case.name);
-            let mut pipe = builder((case.layers)(), 4)
-                .replicas(2)
-                .micro_batches(MICRO_BATCHES)
-                .build()
-                .expect("two pipelines");
-            let plain = Plain::of(&(case.layers)(), &pipe);
-            let window = window(case, 0, &lengths);
-            accumulate(&mut pipe, case, 0, &window, &what);
-            let step = pipe.commit().unwrap_or_else(|error| panic!("{what}: {error}"));
-            let (x, y, pieces) = whole(case, &window, 2);
-            let expected = plain.backward_pieces(case, &x, &y, &pieces);
-            assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
-            let shares = |of: fn(usize) -> usize| lengths.map(|n| of(n as usize)).iter().sum();
-            let shares: [usize; 2] = [shares(|n| n.div_ceil(2)), shares(|n| n / 2)];
-            assert_eq!(step.shares, shares, "{what}");
-            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-            assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
+            let builder = builder((case.layers)(), 4).replicas(2).micro_batches(MICRO_BATCHES);
+            compare(case, built(builder, &what), 2, &lengths, &what);
         }
     }
 }
@@ -155,15 +124,15 @@ fn replicas_of_one_process_accumulate_too() {
 fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
     let _turn = alone();
     for case in [&MLP, &CNN, &GPT] {
-        tch::manual_seed(23);
-        let build = || builder((case.layers)(), 3).micro_batches(MICRO_BATCHES).build();
-        let (mut pipe, mut calm) = (build().expect("a pipeline"), build().expect("a pipeline"));
-        calm.set_variables(copies(&pipe.variables().expect("variables"))).expect("the same");
-        let window = window(case, 0, &WINDOW);
-        accumulate(&mut calm, case, 0, &window, case.name);
+        let build = || {
+            let builder = builder((case.layers)(), 3).micro_batches(MICRO_BATCHES);
+            built(builder, case.name)
+        };
+        let (mut pipe, mut calm) = (build(), build());
+        accumulate(&mut calm, case, 0, &WINDOW, case.name);
         let expected = calm.commit().expect("a step");
 
-        let Drawn { x, y, .. } = &window[0];
+        let (x, y) = &case.data(WINDOW[0], 0);
         let fail = |pipe: &mut Pipeline| {
             let error = pipe.accumulate(x, y, |_: Tensor, _| Err::<Loss, _>(std::fmt::Error));
             assert!(error.is_err(), "{}", case.name);
@@ -183,11 +152,8 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
             );
         };
         fail(&mut pipe);
-        accumulate(&mut pipe, case, 0, &window[..1], case.name);
-        fail(&mut pipe);
-        for (seed, Drawn { x, y, .. }) in (0..).zip(&window).skip(1) {
-            tch::manual_seed(seed);
-            pipe.accumulate(x, y, case.loss).expect("a mini-batch");
+        for (number, samples) in (0..).zip(WINDOW) {
+            accumulate(&mut pipe, case, number, &[samples], case.name);
             fail(&mut pipe);
         }
         let found = pipe.commit().expect("a step");

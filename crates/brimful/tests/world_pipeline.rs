@@ -14,7 +14,9 @@ use brimful::pipeline::{BalanceBy, Builder, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
-use support::pipeline_cases::{CASES, Case, Cut, GPT, MLP, Plain, U_NET, descend, eval};
+use support::pipeline_cases::{
+    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, of_all,
+};
 use support::ranks::in_ranks;
 use support::{
     Update, assert_all_close, assert_close, assert_fails, clear, copies, test_device, tests,
@@ -22,20 +24,9 @@ use support::{
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
-
 /// A pipeline in f64 over a world, of so many devices in each rank.
 fn builder(case: &Case, world: &World, devices: usize) -> Builder {
-    Pipeline::builder((case.layers)())
-        .devices((0..devices).map(|_| DeviceSpec::from(test_device()).threads(1)))
-        .kind(Kind::Double)
-        .world(world)
-}
-
-/// The same data on every rank, whatever each has drawn before.
-fn data(case: &Case, samples: i64, number: i64) -> (Tensor, Tensor) {
-    tch::manual_seed(100 + number);
-    ((case.input)(samples), (case.target)(samples))
+    pipeline_cases::builder((case.layers)(), devices).world(world)
 }
 
 /// What this rank's replica, of so many, brings of a mini-batch: nothing where there are too few
@@ -49,19 +40,21 @@ fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
 }
 
 /// Two steps of both and an evaluation, compared on rank 0.
-fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str) {
+fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
+    let mut pipe = built(builder.replicas(cut.replicas).micro_batches(cut.micro_batches), what);
+    let lists = pipe.actions(cut.micro_batches).expect("lists").to_string();
+    world.agree("the lists", &lists).expect(what);
     let part = |all: &Tensor| part(world, cut.replicas, all);
-    let samples = cut.samples as i64;
     let values = pipe.variables().expect("variables");
     let is_first = world.rank() == 0;
     let mut plain = is_first.then(|| Plain::with(&(case.layers)(), values));
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     for number in 0..2 {
         let what = format!("{what}, step {number}");
-        let (x, y) = data(case, samples, number);
+        let (x, y) = case.data(cut.samples, number);
         let step = pipe.backward(&part(&x), &part(&y), case.loss);
         let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-        assert_eq!(step.samples as i64, samples, "{what}: those of all replicas");
+        assert_eq!(step.samples, cut.samples, "{what}: those of all replicas");
         assert_eq!(step.shares.iter().sum::<usize>() as i64, part(&x).size()[0], "{what}");
         let gradients = pipe.gradients().expect("gradients");
         optimizer.update();
@@ -75,19 +68,18 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str)
             assert_close(&values, &plain.values(), &what);
         }
     }
-    let (x, y) = data(case, samples, 9);
+    let (x, y) = case.data(cut.samples, 9);
     let out = eval(&mut pipe, &part(&x), 3).expect("an evaluation");
     pipe.set_size(3);
-    let loss = case.loss;
-    let with_outputs = move |out: Tensor, y: &Tensor| (loss(out.shallow_clone(), y), out);
-    let evaluated = pipe.evaluate(&part(&x), &part(&y), with_outputs).expect("an evaluation");
+    let evaluated = pipe.evaluate(&part(&x), &part(&y), case.loss_and_outputs());
+    let evaluated = evaluated.expect("an evaluation");
     // A replica without a sample has none.
     let has_samples = part(&x).size()[0] > 0;
     assert_eq!((out.defined(), evaluated.outputs.defined()), (has_samples, has_samples), "{what}");
     if has_samples {
         assert_eq!(evaluated.outputs, out, "every rank has the outputs of its replica");
     }
-    assert_eq!(evaluated.samples as i64, samples, "{what}: those of all replicas");
+    assert_eq!(evaluated.samples, cut.samples, "{what}: those of all replicas");
     let evaluated = world.share("the loss", &evaluated.loss).expect("shared");
     assert!(evaluated.iter().all(|loss| *loss == evaluated[0]), "{what}: {evaluated:?}");
     if let Some(plain) = &plain {
@@ -118,14 +110,9 @@ fn every_schedule(ranks: usize, devices: usize) {
                 // The last mini-batch is ragged.
                 for (samples, m) in [(8, 8), (13, 4)] {
                     let what = format!("{}, {ranks} ranks, {schedule}, {samples}/{m}", case.name);
-                    let pipe = builder(case, &world, devices)
-                        .schedule(schedule)
-                        .recompute(recompute)
-                        .micro_batches(m)
-                        .build()
-                        .unwrap_or_else(|error| panic!("{what}: {error}"));
+                    let builder = builder(case, &world, devices).schedule(schedule);
                     let cut = Cut { samples, replicas: 1, micro_batches: m };
-                    compare(case, &world, pipe, cut, &what);
+                    compare(case, &world, builder.recompute(recompute), cut, &what);
                 }
             }
         }
@@ -147,17 +134,10 @@ fn automatic_lists_over_ranks() {
         for schedule in [Schedule::Auto, interleaved, Schedule::AutoV] {
             for (case, sample) in [(&MLP, (MLP.input)(4)), (&GPT, (GPT.input)(4))] {
                 let what = format!("{}, {schedule} over two ranks", case.name);
-                let mut pipe = builder(case, &world, 1)
-                    .schedule(schedule)
-                    .balance(BalanceBy::by_time(&sample))
-                    .micro_batches(4)
-                    .build()
-                    .unwrap_or_else(|error| panic!("{what}: {error}"));
-                let lists = pipe.actions(4).expect("lists").to_string();
-                let all = world.share("the lists", &lists).expect("shared");
-                assert!(all.iter().all(|other| *other == lists), "{what}: {all:?}");
+                let builder = builder(case, &world, 1).schedule(schedule);
+                let builder = builder.balance(BalanceBy::by_time(&sample));
                 let cut = Cut { samples: 13, replicas: 1, micro_batches: 4 };
-                compare(case, &world, pipe, cut, &what);
+                compare(case, &world, builder, cut, &what);
             }
         }
     });
@@ -172,7 +152,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
         let plain = (world.rank() == 0).then(|| Plain::with(&(GPT.layers)(), values));
         for number in 0..3 {
             let what = format!("step {number}");
-            let (x, y) = data(&GPT, 8, number);
+            let (x, y) = GPT.data(8, number);
             let (own_x, own_y) = (part(&world, replicas, &x), part(&world, replicas, &y));
             let step = pipe.backward(&own_x, &own_y, GPT.loss).expect(&what);
             let gradients = pipe.gradients().expect("gradients");
@@ -186,7 +166,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
             descend(pipe.variables().expect("variables"));
             pipe.zero_grad().expect("cleared");
         }
-        let (x, _) = data(&GPT, 8, 9);
+        let (x, _) = GPT.data(8, 9);
         let x = part(&world, replicas, &x);
         let out = eval(&mut pipe, &x, 3).expect("an evaluation");
         if let Some(plain) = &plain {
@@ -217,9 +197,8 @@ fn a_variable_that_is_shared_within_one_rank_is_no_other_ones_matter() {
         };
         let case = Case { layers, ..MLP };
         let devices = 2 - world.rank();
-        let pipe = builder(&case, &world, devices).micro_batches(2).build().expect("a pipeline");
         let cut = Cut { samples: 6, replicas: 1, micro_batches: 2 };
-        compare(&case, &world, pipe, cut, "shared within a rank");
+        compare(&case, &world, builder(&case, &world, devices), cut, "shared within a rank");
     });
 }
 
@@ -238,14 +217,8 @@ fn replicas(ranks: usize, replicas: usize) {
                 if (case.layers)().len() < stages {
                     continue;
                 }
-                let pipe = builder(case, &world, 1)
-                    .replicas(replicas)
-                    .schedule(schedule)
-                    .micro_batches(m)
-                    .build()
-                    .unwrap_or_else(|error| panic!("{what}: {error}"));
                 let cut = Cut { samples, replicas, micro_batches: m };
-                compare(case, &world, pipe, cut, &what);
+                compare(case, &world, builder(case, &world, 1).schedule(schedule), cut, &what);
             }
         }
     });
@@ -268,32 +241,28 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 .expect("a pipeline");
             let values = pipe.variables().expect("variables");
             let mut expected = None;
-            let (x, _) = data(case, 7, 0);
+            let (x, _) = case.data(7, 0);
             let own = part(&world, replicas, &x);
             let out = pipe.forward(&own).expect("a forward");
             assert_eq!(out.size()[0], 7, "the outputs of all replicas");
-            let loss = |out: &Tensor| {
-                let rows = out.flatten(1, -1);
-                rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
-            };
-            loss(&out).backward();
+            of_all(&out).backward();
             pipe.backward_from(out).expect("a backward");
             let gradients = pipe.gradients().expect("gradients");
             if world.rank() == 0 {
                 let plain = Plain::with(&(case.layers)(), values);
                 let all = plain.model.forward_t(&x.to_device(test_device()), true);
-                loss(&all).backward();
+                of_all(&all).backward();
                 assert_close(&gradients, &plain.gradients(), case.name);
-                expected = Some((all.detach(), loss(&all).double_value(&[])));
+                expected = Some((all.detach(), of_all(&all).double_value(&[])));
             }
 
             // As one step, and where the loss fails on one of the ranks.
             pipe.zero_grad().expect("cleared");
             let rank = world.rank() as f64;
-            let failed = pipe.backward_whole(&own, |out| loss(out) / (1.0 - rank));
+            let failed = pipe.backward_whole(&own, |out| of_all(out) / (1.0 - rank));
             failed.expect_err("it is not finite on the second");
             assert!(pipe.gradients().expect("gradients").is_empty());
-            let step = pipe.backward_whole(&own, |out| loss(out)).expect("a step");
+            let step = pipe.backward_whole(&own, |out| of_all(out)).expect("a step");
             assert_close(&pipe.gradients().expect("gradients"), &gradients, case.name);
             assert_eq!((step.samples, &step.terms[..]), (7, &[step.loss][..]));
             if let Some((outputs, value)) = expected {
@@ -307,7 +276,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 /// Some steps of training with clipping and one group of its own.
 fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops::Range<i64>) {
     for number in steps {
-        let (x, y) = data(&GPT, 9, number);
+        let (x, y) = GPT.data(9, number);
         pipe.backward(&x, &y, GPT.loss).expect("a step");
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         assert!(norm > 0.05, "it has something to clip");
@@ -373,7 +342,7 @@ fn frozen_layers_and_what_no_rank_has() {
         let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
         assert_fails(pipe.freeze(|name| name == "nothing"), &["of 10 is 'fc1.bias'"]);
         pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
-        let (x, y) = data(&MLP, 4, 0);
+        let (x, y) = MLP.data(4, 0);
         pipe.backward(&x, &y, MLP.loss).expect("a step");
         let gradients = pipe.gradients().expect("gradients");
         assert!(gradients.iter().all(|(name, _)| !name.starts_with("fc1")));
@@ -451,10 +420,10 @@ fn what_differs_is_told_to_every_rank() {
         assert_eq!(error, WorldError::TooManyRanks { ranks: 2, workers: 1 }.into());
 
         let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
-        let (x, y) = data(&MLP, 4, world.rank() as i64);
+        let (x, y) = MLP.data(4, world.rank() as i64);
         let error = pipe.backward(&x, &y, MLP.loss).expect_err("other samples");
         assert!(error.to_string().starts_with("the mini-batch must be the same"), "{error}");
-        let (x, y) = data(&MLP, 4, 0);
+        let (x, y) = MLP.data(4, 0);
         pipe.backward(&x, &y, MLP.loss).expect("the same samples");
     });
 }
@@ -464,7 +433,7 @@ fn pipelines_that_train_different_parameters_are_all_told() {
     in_ranks(2, |world| {
         let pipe = builder(&MLP, &world, 1).replicas(2).micro_batches(2).build();
         let mut pipe = pipe.expect("two pipelines");
-        let (x, y) = data(&MLP, 8, 0);
+        let (x, y) = MLP.data(8, 0);
         let (x, y) = (part(&world, 2, &x), part(&world, 2, &y));
         let freeze = |pipe: &Pipeline, frozen: bool| {
             let variables = pipe.variables().expect("variables").into_iter();

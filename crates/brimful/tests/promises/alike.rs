@@ -6,12 +6,13 @@ use std::sync::Arc;
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::nn::BatchNormPolicy;
+use brimful::optim::Adam;
 use brimful::{Error, Layers, Loss, Size, Step, World};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
 use crate::kinds::{Engine, LossFn, Make, Setup};
-use crate::plain::{MEAN, NORMED, OF_ALL, engine, engine_of, samples, state};
+use crate::plain::{MEAN, NORMED, engine, engine_of, samples, state};
 use crate::support::{assert_same, logged};
 
 /// With parameters that weigh something: about 100 KB, and twice as much for Adam's state.
@@ -33,6 +34,7 @@ const MANY: i64 = 1000;
 
 fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn Engine> {
     let setup = Setup::new(heavy, Size::Largest, world);
+    let reserve = reserve.then(|| Adam::new(0.1).into());
     make(&Setup { limit: Some(limit), reserve, ..setup })
 }
 
@@ -149,15 +151,6 @@ pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
     let warned = log.matches("let it pass out-of-memory on").count();
     assert_eq!(warned, usize::from(sees), "{}: {log}", engine.about().name);
     assert!(sees || world.size() > 1, "{}", engine.about().name);
-}
-
-pub fn losses_of_all_outputs_have_terms(make: Make, world: &World) {
-    let mut engine = engine(make, NORMED, Size::Fixed(3), world);
-    if engine.about().has_whole {
-        let step = engine.backward_whole(&samples(7, 10), OF_ALL).expect("a step");
-        assert_eq!(step.terms, [step.loss], "{}", engine.about().name);
-        assert!(step.loss.is_finite(), "{}", engine.about().name);
-    }
 }
 
 /// Of the first rank's first micro-batch, in windows too, in which ranks have other numbers of

@@ -4,6 +4,7 @@
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
+use brimful::oom::Place;
 use brimful::{Result, Size, World};
 use tch::Tensor;
 
@@ -21,6 +22,20 @@ fn first() -> Samples {
 
 fn second() -> Samples {
     samples(7, 20)
+}
+
+/// An engine as every call finds it.
+fn started(make: Make, world: &World) -> Box<dyn Engine> {
+    let mut engine = engine(make, DROPPED, SIZE, world);
+    restart(&mut *engine);
+    engine
+}
+
+/// The first values, and the gradients and statistics of an earlier step.
+fn restart(engine: &mut dyn Engine) {
+    reset(engine, DROPPED);
+    engine.backward(&second(), &SEVERAL.loss()).expect("an earlier step");
+    tch::manual_seed(SEED);
 }
 
 /// A call that may fail at any time.
@@ -87,12 +102,10 @@ const CALLS: [Call; 5] = [
 ];
 
 pub fn holds_for_memory(make: Make, world: &World) {
-    for call in &CALLS {
-        if !(call.applies)(&*engine(make, DROPPED, SIZE, world)) {
-            continue;
-        }
+    let one = engine(make, DROPPED, SIZE, world);
+    let memories = one.about().arenas.len();
+    for call in CALLS.iter().filter(|call| (call.applies)(&*one)) {
         let expected = undisturbed(make, world, call);
-        let memories = engine(make, DROPPED, SIZE, world).about().arenas.len();
         for rank in 0..world.size() {
             for memory in 0..memories {
                 every_allocation(make, world, call, (rank, memory), &expected);
@@ -103,7 +116,7 @@ pub fn holds_for_memory(make: Make, world: &World) {
 
 /// What the call leaves when nothing goes wrong.
 fn undisturbed(make: Make, world: &World, call: &Call) -> Named {
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = started(make, world);
     for part in [call.before, call.each, call.run, call.after] {
         part(&mut *engine).expect(call.name);
     }
@@ -118,15 +131,15 @@ fn every_allocation(
     (rank, memory): (usize, usize),
     expected: &Named,
 ) {
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = started(make, world);
     (call.before)(&mut *engine).expect(call.name);
     let arena = engine.about().arenas[memory].clone();
     let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
+    let before = state(&*engine);
     let mut failures = 0;
     for n in (1..).step_by(stride as usize) {
         let name = engine.about().name;
         let what = format!("{name}, {}, allocation {n} of memory {memory}, rank {rank}", call.name);
-        let before = state(&*engine);
         (call.each)(&mut *engine).expect(call.name);
         if rank == world.rank() {
             arena.fail_nth_allocation(n);
@@ -134,7 +147,8 @@ fn every_allocation(
         let ended = (call.run)(&mut *engine);
         arena.fail_nth_allocation(0);
         let Err(error) = ended else { break };
-        assert!(error.out_of_memory().is_some(), "{what}: {error}");
+        let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error}"));
+        assert_eq!(oom.place, Place::Arena(format!("memory {memory}")), "{what}");
         assert_same(&what, &before, &state(&*engine));
         failures += 1;
     }
@@ -170,9 +184,10 @@ pub fn holds_for_closures(make: Make, world: &World) {
     let expected = undisturbed(make, world, &BACKWARD);
     let mut engine = engine(make, DROPPED, SIZE, world);
     for fault in [Fault::Error, Fault::Panic, Fault::NotFinite] {
-        for sample in [0, 9] {
+        // In each micro-batch of two parts.
+        for sample in [0, 4, 5, 9] {
             let what = format!("{}, {fault:?} at sample {sample}", engine.about().name);
-            reset(&mut *engine, DROPPED);
+            restart(&mut *engine);
             let before = state(&*engine);
             let error = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
             let words = if matches!(fault, Fault::NotFinite) { "NaN" } else { "gives up" };
@@ -186,7 +201,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
     let expected = undisturbed(make, world, &CALLS[3]);
     for fault in [Fault::Error, Fault::Panic] {
         let what = format!("{}, {fault:?} in a window", engine.about().name);
-        reset(&mut *engine, DROPPED);
+        restart(&mut *engine);
         engine.accumulate(&first(), &SEVERAL.loss()).expect(&what);
         let before = state(&*engine);
         let batch = second();

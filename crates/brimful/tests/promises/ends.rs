@@ -2,18 +2,12 @@
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
-use std::thread;
-use std::time::Duration;
 
 use brimful::{Size, World};
 
 use crate::kinds::{LossFn, Make};
 use crate::plain::{DROPPED, MEAN, engine, samples};
-use crate::support::{assert_threads, threads};
-
-/// No call of these takes a tenth of it.
-const LIMIT: Duration = Duration::from_secs(30);
+use crate::support::{Watchdog, assert_threads, threads};
 
 pub fn holds(make: Make, world: &World) {
     let before = threads();
@@ -41,30 +35,5 @@ pub fn holds(make: Make, world: &World) {
         drop(engine);
         assert_threads(before);
         drop(watchdog);
-    }
-}
-
-/// Ends the process, with a word why, unless it is dropped in time.
-struct Watchdog(Option<(Sender<()>, thread::JoinHandle<()>)>);
-
-impl Watchdog {
-    #[allow(clippy::print_stderr, reason = "nobody else is left to say it")]
-    fn new(what: String) -> Self {
-        let (dropped, waiting) = channel::<()>();
-        let thread = thread::spawn(move || {
-            if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                eprintln!("{what}: nobody came to an end within {LIMIT:?}");
-                std::process::abort();
-            }
-        });
-        Self(Some((dropped, thread)))
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        let (dropped, thread) = self.0.take().expect("dropped once");
-        drop(dropped);
-        thread.join().expect("it only waits");
     }
 }

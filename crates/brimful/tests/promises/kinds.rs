@@ -8,7 +8,7 @@ use std::sync::Arc;
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::BatchNormPolicy;
-use brimful::optim::Adam;
+use brimful::optim::Method;
 use brimful::pipeline::{Builder, Homes};
 use brimful::schedule::Schedule;
 use brimful::{
@@ -65,8 +65,8 @@ pub struct Setup {
     pub size: Size,
     /// Bytes of each memory beside what the model takes.
     pub limit: Option<u64>,
-    /// Whether memory is kept for Adam's state.
-    pub reserve: bool,
+    /// Whose state memory is kept for.
+    pub reserve: Option<Method>,
     pub remember: Option<PathBuf>,
     pub world: World,
 }
@@ -74,7 +74,7 @@ pub struct Setup {
 impl Setup {
     pub fn new(layers: MakeLayers, size: Size, world: &World) -> Self {
         let world = world.clone();
-        Self { layers, size, limit: None, reserve: false, remember: None, world }
+        Self { layers, size, limit: None, reserve: None, remember: None, world }
     }
 
     /// The layers as every kind but one takes them.
@@ -215,13 +215,9 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
     };
     about.limit(setup);
     let memory = Memory::Arena(about.arenas[0].clone());
-    let mut micro = MicroBatcher::new(&store, setup.size).memory(memory);
-    if setup.reserve {
-        micro = micro.reserve(Adam::new(0.1));
-    }
-    if let Some(path) = &setup.remember {
-        micro = micro.remember(path);
-    }
+    let micro = MicroBatcher::new(&store, setup.size).memory(memory);
+    let micro = setup.reserve.into_iter().fold(micro, MicroBatcher::reserve);
+    let micro = setup.remember.iter().fold(micro, MicroBatcher::remember);
     let micro = micro.world(&setup.world).expect("one model");
     Box::new(OneDevice { store, model, micro, about })
 }
@@ -303,12 +299,8 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     // What is measured would cut mini-batches otherwise each time.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
-    if setup.reserve {
-        replicas = replicas.reserve(Adam::new(0.1));
-    }
-    if let Some(path) = &setup.remember {
-        replicas = replicas.remember(path);
-    }
+    let replicas = setup.reserve.into_iter().fold(replicas, Replicas::reserve);
+    let mut replicas = setup.remember.iter().fold(replicas, Replicas::remember);
     // The second takes over the first one's numbers, and their kind, before it runs.
     let x = Tensor::zeros([2, 4], (Kind::Double, Device::Cpu));
     let _outputs =
@@ -414,13 +406,9 @@ fn about_piped(name: &'static str, devices: usize, setup: &Setup) -> About {
 
 fn piped(setup: &Setup, builder: Builder, about: About) -> Box<dyn Engine> {
     let builder = builder.devices(about.devices()).replicas(about.parts).world(&setup.world);
-    let mut builder = builder.micro_batches(setup.size).kind(Kind::Double);
-    if setup.reserve {
-        builder = builder.reserve(Adam::new(0.1));
-    }
-    if let Some(path) = &setup.remember {
-        builder = builder.remember(path);
-    }
+    let builder = builder.micro_batches(setup.size).kind(Kind::Double);
+    let builder = setup.reserve.into_iter().fold(builder, Builder::reserve);
+    let builder = setup.remember.iter().fold(builder, Builder::remember);
     let pipe = builder.build().expect("a pipeline");
     about.limit(setup);
     Box::new(Piped { pipe, about })

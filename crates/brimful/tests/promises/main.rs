@@ -62,6 +62,5 @@ promises! {
     what_cannot_fit_is_refused: crate::alike::what_cannot_fit_is_refused,
     few_samples_for_batch_norm_are_warned_of: crate::alike::few_samples_for_batch_norm_are_warned_of,
     hidden_out_of_memory_is_warned_of: crate::alike::hidden_out_of_memory_is_warned_of,
-    losses_of_all_outputs_have_terms: crate::alike::losses_of_all_outputs_have_terms,
     what_counts_once_counts_once: crate::alike::what_counts_once_counts_once,
 }

@@ -9,10 +9,11 @@ use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
 use brimful_torch::random::{generator_state, set_generator_state};
-use tch::nn::{self, ModuleT, Path, VarStore};
+use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Target, WholeLoss};
+use crate::support::pipeline_cases::linear;
 use crate::support::{Named, clear, copies, gradients, numbers, variables};
 
 /// What the generator is given before every step that is compared.
@@ -32,10 +33,6 @@ pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
 pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
 /// With BatchNorm and dropout.
 pub const DROPPED: Net = Net { name: "dropped", layers: dropped, shows_cut: true };
-
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
-    move |p| nn::linear(p, inputs, outputs, Default::default())
-}
 
 fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
     move |p| batch_norm1d(p, 6, BatchNormConfig { policy, ..Default::default() })
@@ -297,7 +294,7 @@ pub fn joined(window: &[&Samples]) -> Samples {
 }
 
 /// The micro-batches of each part of a mini-batch.
-pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
+fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
         let ranges = match (part.len(), engine.about().size) {
             (0, _) => Ok(Vec::new()),
@@ -309,6 +306,12 @@ pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
         ranges.map(|range| part.start + range.start..part.start + range.end).collect()
     };
     engine.about().dealt(samples).into_iter().map(pieces).collect()
+}
+
+/// Samples of each micro-batch of this process.
+pub fn own_sizes(engine: &dyn Engine, samples: usize) -> Vec<usize> {
+    let own = cut(engine, samples)[engine.about().own.clone()].concat();
+    own.iter().map(ExactSizeIterator::len).collect()
 }
 
 /// An engine with the plain model's first values.

@@ -3,7 +3,7 @@
 use brimful::{Size, Step, World};
 
 use crate::kinds::{Drawing, Engine, Make};
-use crate::plain::{NORMED, SEVERAL, cut, engine, reset, samples};
+use crate::plain::{NORMED, SEVERAL, engine, own_sizes, reset, samples};
 
 const SAMPLES: usize = 11;
 
@@ -14,8 +14,7 @@ pub fn holds(make: Make, world: &World) {
         let what = format!("{}, {size:?}", engine.about().name);
         let step = engine.backward(&batch, &SEVERAL.loss()).expect(&what);
         consistent(&*engine, &step, world, &what);
-        let own = cut(&*engine, SAMPLES)[engine.about().own.clone()].concat();
-        assert_eq!(step.sizes, own.iter().map(|piece| piece.len()).collect::<Vec<_>>(), "{what}");
+        assert_eq!(step.sizes, own_sizes(&*engine, SAMPLES), "{what}");
         assert!(step.decisions.is_empty() && step.retries == 0, "{what}: {step:?}");
     }
     for size in [Size::Auto, Size::Largest] {

@@ -5,10 +5,10 @@ use brimful::{Error, Size, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use crate::kinds::{Engine, Make};
+use crate::kinds::{About, Engine, Make};
 use crate::plain::{
-    CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
-    samples, state,
+    CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, own_sizes,
+    reset, samples, state,
 };
 use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
@@ -42,14 +42,13 @@ fn start(engine: &mut dyn Engine, plain: &Plain, net: Net) {
     reset(engine, net);
 }
 
+fn called(engine: &dyn Engine, net: Net, count: i64, call: &str) -> String {
+    let About { name, size, .. } = engine.about();
+    format!("{name}, {}, {call}, {count} in {size:?}", net.name)
+}
+
 fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Case) {
-    let what = format!(
-        "{}, {}, {}, {count} in {:?}",
-        engine.about().name,
-        net.name,
-        case.name,
-        engine.about().size
-    );
+    let what = called(engine, net, count, case.name);
     start(engine, plain, net);
     let batch = samples(count, 10);
     let step = engine.backward(&batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -59,12 +58,7 @@ fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Cas
 }
 
 fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!(
-        "{}, {}, all of {count} in {:?}",
-        engine.about().name,
-        net.name,
-        engine.about().size
-    );
+    let what = called(engine, net, count, "a loss of all");
     start(engine, plain, net);
     let batch = samples(count, 20);
     let step = engine.backward_whole(&batch, OF_ALL);
@@ -73,6 +67,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
         return;
     }
     let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert_eq!(step.terms, [step.loss], "{what}");
     let terms = plain.backward(engine, &[&batch], step.seed, |out, _| {
         assert_all_close(&step.outputs, out, &what);
         vec![OF_ALL(out)]
@@ -82,12 +77,13 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
 }
 
 fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, evaluated, {count}", engine.about().name, net.name);
+    let what = called(engine, net, count, "evaluated");
     start(engine, plain, net);
     let batch = samples(count, 30);
     let before = state(engine);
     let step = engine.evaluate(&batch, &SEVERAL.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert_same(&what, &before, &state(engine));
+    assert_eq!(step.sizes, own_sizes(engine, count as usize), "{what}");
     let out = tch::no_grad(|| plain.model.forward_t(&batch.0, false));
     let terms = (SEVERAL.full)(&out, &batch.1);
     let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();

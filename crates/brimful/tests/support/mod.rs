@@ -25,7 +25,7 @@ pub use close::{
     TOLERANCE, assert_all_close, assert_all_within, assert_close, assert_same, assert_within, near,
 };
 pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
-pub use threads::{assert_threads, threads};
+pub use threads::{Watchdog, assert_threads, threads};
 
 /// A test of each name, which runs what stands behind it.
 macro_rules! tests {

@@ -1,18 +1,20 @@
-//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model beside.
+//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model, which pipelines of
+//! them are compared with.
 
-use std::cell::Cell;
 use std::ops::Range;
 
 use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
-use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, Step, split};
+use brimful::schedule::Schedule;
+use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    Named, Update, assert_all_close, assert_close, gradients, set_values, test_device, variables,
+    Named, Update, assert_all_close, assert_close, copies, gradients, set_values, test_device,
+    variables,
 };
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
@@ -78,11 +80,13 @@ pub const LSTM: Case = Case {
 
 pub const CASES: [Case; 4] = [MLP, CNN, U_NET, GPT];
 
+pub const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
+
 const VOCABULARY: i64 = 11;
 const SEQUENCE: i64 = 5;
 const WIDTH: i64 = 6;
 
-fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+pub fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
@@ -232,7 +236,37 @@ pub struct Piece {
     pub draws: Draws,
 }
 
+impl Cut {
+    /// Samples of each replica: near-equal parts, and none where there are too few.
+    fn shares(self) -> Vec<usize> {
+        let shares = split::by_count(self.samples, self.replicas).expect("samples").into_iter();
+        let mut shares: Vec<usize> = shares.map(|share| share.len()).collect();
+        shares.resize(self.replicas, 0);
+        shares
+    }
+}
+
+/// The seed that a step would draw.
+pub fn drawn_seed() -> u64 {
+    Tensor::randint(i64::MAX, [1], (Kind::Int64, Device::Cpu)).int64_value(&[0]).unsigned_abs()
+}
+
 impl Case {
+    /// The mini-batch of a number, the same each time; so is the seed of a step that comes next.
+    pub fn data(&self, samples: usize, number: i64) -> (Tensor, Tensor) {
+        tch::manual_seed(100 + number);
+        ((self.input)(samples as i64), (self.target)(samples as i64))
+    }
+
+    /// The loss as a closure that gives the outputs too.
+    pub fn loss_and_outputs(&self) -> impl Fn(Tensor, &Tensor) -> (Loss, Tensor) + Send + use<> {
+        let loss = self.loss;
+        move |out, y| {
+            let given = out.detach();
+            (loss(out, y), given)
+        }
+    }
+
     /// A mini-batch as replicas run it: one piece where the cut does not show.
     pub fn pieces(&self, cut: Cut, seed: Option<u64>) -> Vec<Piece> {
         let Cut { samples, replicas, micro_batches } = cut;
@@ -280,15 +314,9 @@ impl Plain {
         size: Size,
         seed: Option<u64>,
     ) -> f64 {
-        let mut micro = MicroBatcher::new(&self.store, size);
-        let i = Cell::new(0);
-        let batch = (x.shallow_clone(), y.shallow_clone());
-        let step = micro.backward(&batch, |(x, y)| {
-            let draws = Draws::new(seed.unwrap_or_default(), i.replace(i.get() + 1));
-            let mut out = self.model.forward_drawing(&[x], true, draws);
-            (case.loss)(out.swap_remove(0), &y)
-        });
-        step.expect("a plain step").loss
+        let Size::Count(micro_batches) = size else { panic!("{size:?} is cut as it comes") };
+        let cut = Cut { samples: x.size()[0] as usize, replicas: 1, micro_batches };
+        self.backward_pieces(case, x, y, &case.pieces(cut, seed.or(Some(0))))
     }
 
     /// The loss and gradients of a mini-batch whose pieces are run apart and are counted as one.
@@ -298,15 +326,17 @@ impl Plain {
     pub fn backward_pieces(&self, case: &Case, x: &Tensor, y: &Tensor, pieces: &[Piece]) -> f64 {
         let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
         let batch = (x.shallow_clone(), y.shallow_clone());
-        let step = micro.backward(&batch, |(x, y)| {
-            let run = |piece: &Piece| {
-                let x = x.narrow(0, piece.rows.start as i64, piece.rows.len() as i64);
-                self.model.forward_drawing(&[x], true, piece.draws).swap_remove(0)
-            };
-            let outputs: Vec<Tensor> = pieces.iter().map(run).collect();
-            (case.loss)(Tensor::cat(&outputs, 0), &y)
-        });
+        let step = micro.backward(&batch, |(x, y)| (case.loss)(self.outputs(&x, pieces), &y));
         step.expect("a plain step").loss
+    }
+
+    /// The outputs of a mini-batch whose pieces are run apart.
+    fn outputs(&self, x: &Tensor, pieces: &[Piece]) -> Tensor {
+        let run = |Piece { rows, draws }: &Piece| {
+            let x = x.narrow(0, rows.start as i64, rows.len() as i64);
+            self.model.forward_drawing(&[x], true, *draws).swap_remove(0)
+        };
+        Tensor::cat(&pieces.iter().map(run).collect::<Vec<_>>(), 0)
     }
 
     pub fn values(&self) -> Named {
@@ -323,34 +353,117 @@ impl Plain {
     }
 }
 
-/// Three steps of Adam, of a pipeline and of the plain model, and an evaluation, compared at every turn; gives the
-/// pipeline's steps, with their outputs.
-pub fn compare(case: &Case, mut pipe: Pipeline, cut: Cut, what: &str) -> Vec<Step<Tensor>> {
-    let mut plain = Plain::of(&(case.layers)(), &pipe);
-    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    let samples = cut.samples as i64;
-    let mut steps = Vec::new();
-    for number in 0..3 {
-        let what = format!("{what}, step {number}");
-        let (x, y) = ((case.input)(samples), (case.target)(samples));
-        let loss = case.loss;
-        let step = pipe.backward(&x, &y, move |out: Tensor, y| {
-            let given = out.detach();
-            (loss(out, y), given)
-        });
-        let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-        let expected = plain.backward_pieces(case, &x, &y, &case.pieces(cut, step.seed));
-        assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        optimizer.update();
-        plain.optimizer.update();
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-        steps.push(step);
+/// A loss that needs all rows at once.
+pub fn of_all(out: &Tensor) -> Tensor {
+    let rows = out.flatten(1, -1);
+    rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
+}
+
+/// Builds a pipeline with the first values of all that are built so.
+pub fn built(builder: Builder, what: &str) -> Pipeline {
+    tch::manual_seed(7);
+    builder.build().unwrap_or_else(|error| panic!("{what}: {error}"))
+}
+
+/// A step of the plain model, and what it left.
+struct PlainStep {
+    seed: u64,
+    loss: f64,
+    gradients: Named,
+    values: Named,
+}
+
+/// Three steps of Adam of the plain model, and an evaluation: what all pipelines of one cut come to.
+pub struct PlainRun<'a> {
+    case: &'a Case,
+    cut: Cut,
+    pub first: Named,
+    steps: Vec<PlainStep>,
+    answer: Tensor,
+}
+
+impl<'a> PlainRun<'a> {
+    /// Of each of these samples and micro-batches of so many replicas.
+    pub fn of_cuts(case: &'a Case, replicas: usize, cuts: &[(usize, usize)]) -> Vec<Self> {
+        let cut = |&(samples, micro_batches)| Cut { samples, replicas, micro_batches };
+        cuts.iter().map(|sizes| Self::new(case, cut(sizes))).collect()
     }
-    let x = (case.input)(samples);
-    let out = eval(&mut pipe, &x, cut.micro_batches + 1).expect("an evaluation");
-    assert_all_close(&out, &plain.answer(&x), what);
-    steps
+
+    fn new(case: &'a Case, cut: Cut) -> Self {
+        let layers = (case.layers)();
+        let mut plain = Plain::of(&layers, &built(builder(layers.clone(), 1), case.name));
+        let first = copies(&plain.values());
+        let steps = (0..3).map(|number| {
+            let (x, y) = case.data(cut.samples, number);
+            let seed = drawn_seed();
+            let loss = plain.backward_pieces(case, &x, &y, &case.pieces(cut, Some(seed)));
+            let gradients = copies(&plain.gradients());
+            plain.optimizer.update();
+            PlainStep { seed, loss, gradients, values: copies(&plain.values()) }
+        });
+        let steps = steps.collect();
+        let answer = plain.answer(&case.data(cut.samples, 3).0);
+        Self { case, cut, first, steps, answer }
+    }
+
+    /// The same of a pipeline, compared at every turn.
+    pub fn compare(&self, pipe: &mut Pipeline, what: &str) {
+        let Self { case, cut, .. } = self;
+        let what = format!("{what}, {}/{}", cut.samples, cut.micro_batches);
+        pipe.set_variables(copies(&self.first)).expect("the same variables");
+        pipe.set_size(cut.micro_batches);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for (number, expected) in (0..).zip(&self.steps) {
+            let what = format!("{what}, step {number}");
+            let (x, y) = case.data(cut.samples, number);
+            let step = pipe.backward(&x, &y, case.loss_and_outputs());
+            let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert_eq!(step.seed, Some(expected.seed), "{what}");
+            let off = (step.loss - expected.loss).abs();
+            assert!(off < 1e-10, "{what}: {} not {}", step.loss, expected.loss);
+            assert_eq!((step.samples, &step.shares), (cut.samples, &cut.shares()), "{what}");
+            assert_eq!(step.outputs.size()[0], cut.samples as i64, "{what}");
+            let spans = step.timeline.expect("a pipeline's").spans;
+            assert_eq!(spans.len(), pipe.devices().len(), "{what}");
+            assert_close(&pipe.gradients().expect("gradients"), &expected.gradients, &what);
+            optimizer.update();
+            assert_close(&pipe.variables().expect("variables"), &expected.values, &what);
+        }
+        let (x, _) = case.data(cut.samples, 3);
+        let out = eval(pipe, &x, cut.micro_batches + 1).expect("an evaluation");
+        assert!(!out.requires_grad(), "{what}");
+        assert_all_close(&out, &self.answer, &what);
+    }
+}
+
+/// A loss on all outputs, of a pipeline in one step and in two calls, and of the plain model.
+pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
+    let builder = builder.replicas(cut.replicas).micro_batches(cut.micro_batches);
+    let mut pipe = built(builder, what);
+    let plain = Plain::of(&(case.layers)(), &pipe);
+    let (x, _) = case.data(cut.samples, 0);
+    let step = pipe.backward_whole(&x, |out| of_all(out));
+    let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+    let here = x.to_device(test_device());
+    let outputs = plain.outputs(&here, &case.pieces(cut, step.seed));
+    let expected = of_all(&outputs);
+    expected.backward();
+    let value = expected.double_value(&[]);
+    assert!((step.loss - value).abs() < 1e-9, "{what}: {} not {value}", step.loss);
+    assert_eq!(step.terms, [step.loss], "{what}");
+    assert_eq!((step.samples, &step.shares), (cut.samples, &cut.shares()), "{what}");
+    assert!(!step.outputs.requires_grad(), "{what}");
+    assert_eq!(step.outputs.tensors().len(), 1, "{what}");
+    assert_all_close(&step.outputs, &outputs, what);
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
+
+    pipe.zero_grad().expect("cleared");
+    let (x, _) = case.data(cut.samples, 0);
+    let out = pipe.forward(&x).expect("a forward");
+    of_all(&out).backward();
+    let again = pipe.backward_from(out).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_eq!(again.seed, step.seed, "{what}");
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
 }
 
 /// One step of a user's own making: moves those that have a gradient by it.

@@ -1,10 +1,13 @@
-//! The threads that engines have started.
+//! The threads that engines have started, and one that sees to it that a call ends.
 
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long a thread that was joined may still be listed.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// No call that is watched takes a tenth of it.
+const LIMIT: Duration = Duration::from_secs(30);
 
 /// How many threads of this process belong to engines.
 pub fn threads() -> usize {
@@ -21,5 +24,30 @@ pub fn assert_threads(expected: usize) {
     while threads() != expected {
         assert!(Instant::now() < deadline, "{} threads, not {expected}", threads());
         thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Ends the process, with a word why, unless it is dropped in time.
+pub struct Watchdog(Option<(Sender<()>, thread::JoinHandle<()>)>);
+
+impl Watchdog {
+    #[allow(clippy::print_stderr, reason = "nobody else is left to say it")]
+    pub fn new(what: String) -> Self {
+        let (dropped, waiting) = channel::<()>();
+        let thread = thread::spawn(move || {
+            if waiting.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{what}: nobody came to an end within {LIMIT:?}");
+                std::process::abort();
+            }
+        });
+        Self(Some((dropped, thread)))
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        let (dropped, thread) = self.0.take().expect("dropped once");
+        drop(dropped);
+        thread.join().expect("it only waits");
     }
 }
