@@ -116,7 +116,21 @@ impl TrainOptions {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)
     }
 
-    /// The same for so many places in each rank, each device ready for the number type.
+    /// Samples in the largest micro-batch of so many, where that is given.
+    pub(super) fn given_micro_batch(&self, batch_size: usize) -> Option<usize> {
+        match self.size() {
+            Size::Fixed(size) => Some(size.min(batch_size)),
+            Size::Count(count) => Some(batch_size.div_ceil(count)),
+            _ => None,
+        }
+    }
+
+    /// The same; of an automatic size a guess, to measure layers with.
+    pub(super) fn guessed_micro_batch(&self, batch_size: usize) -> usize {
+        self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
+    }
+
+    /// The same device for so many places in each rank, each ready for the number type.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());

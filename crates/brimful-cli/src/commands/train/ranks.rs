@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use brimful::World;
+use brimful::save::Metadata;
 use clap::Args;
 
 use super::stages::Stages;
@@ -114,7 +115,8 @@ fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
     let differing = all.iter().enumerate().find_map(|(rank, told)| {
         let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;
-        Some((rank, [told, &all[0]].map(|told| saved::shown(flag, told.get(flag)))))
+        let shown = |told: &Metadata| saved::shown(flag, told.get(flag).map(String::as_str));
+        Some((rank, [told, &all[0]].map(shown)))
     });
     match differing {
         Some((rank, [there, first])) => Err(wrong_use(format!(

@@ -92,21 +92,6 @@ impl Recipe {
     pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
         self.learning_rate_decay.applied(RateCurve::new(rate).warmup(self.warmup), steps)
     }
-
-    /// What was said beyond the defaults, and must be the same for a run to go on as it began.
-    pub(super) fn told(&self) -> Vec<(&'static str, String)> {
-        let number = |number: Option<f64>| number.map(|number| number.to_string());
-        let count = |count: usize, default| (count != default).then(|| count.to_string());
-        let told = [
-            ("warmup", count(self.warmup, 0)),
-            ("weight-decay", number(self.weight_decay)),
-            ("momentum", number(self.momentum)),
-            ("clip-norm", number(self.clip_norm)),
-            ("ema", number(self.ema)),
-            ("accumulate", count(self.accumulate, 1)),
-        ];
-        told.into_iter().filter_map(|(flag, text)| Some((flag, text?))).collect()
-    }
 }
 
 /// What updates the parameters.

@@ -5,7 +5,7 @@ use brimful::report::{Device, Ended, Recorder};
 use brimful::{Size, libtorch, save};
 
 use super::engine::TrainingEngine;
-use super::{BatchSize, TrainOptions};
+use super::{BatchSize, TrainOptions, Trainer};
 use crate::data::Dataset;
 use crate::{calendar, page, shell};
 
@@ -85,7 +85,7 @@ pub(super) fn are_wanted(options: &TrainOptions) -> bool {
 }
 
 /// Writes the files that were asked for, as far as the run went.
-pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -> Result<()> {
+pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, ran.trace().as_bytes())?;
     }

@@ -3,11 +3,11 @@
 use std::env;
 use std::path::Path;
 
-use super::{TrainOptions, Trainer};
+use super::Trainer;
 use crate::shell::quoted;
 
 /// Where the run stopped, and the command that goes on from there.
-pub(super) fn story(trainer: &Trainer, options: &TrainOptions) -> String {
+pub(super) fn story(trainer: &Trainer) -> String {
     let (epochs, steps) = (trainer.epoch, trainer.running.steps);
     let stopped = match steps {
         0 => format!("interrupted after epoch {epochs}"),
@@ -15,14 +15,14 @@ pub(super) fn story(trainer: &Trainer, options: &TrainOptions) -> String {
             format!("interrupted after step {steps} of {} in epoch {}", trainer.steps(), epochs + 1)
         }
     };
-    if let Some(folder) = options.saved_folder() {
+    if let Some(folder) = trainer.options.saved_folder() {
         let shown = folder.display();
         return format!(
             "{stopped}, and its model saved to {shown}: that is a model, not a run, so the next training begins \
              anew with it; --save FILE.safetensors lets a run go on"
         );
     }
-    match options.files.save.as_deref() {
+    match trainer.options.files.save.as_deref() {
         None => format!("{stopped}; nothing was saved: --save FILE lets the next run go on"),
         Some(file) => {
             let words = env::args_os().map(|word| word.to_string_lossy().into_owned());
