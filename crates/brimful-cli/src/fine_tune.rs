@@ -15,7 +15,7 @@ use brimful_models::pretrained::{
 use clap::Args;
 
 use crate::data::{self, Dataset, Sample, Synthetic};
-use crate::exit::{ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
@@ -65,13 +65,8 @@ impl fmt::Display for LoraFlag {
 impl FineTuneOptions {
     /// Those of a model that is no folder's: there are none.
     pub(crate) fn check_absent(&self) -> Result<()> {
-        let said = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
-        match said.into_iter().find(|(_, is_said)| *is_said) {
-            Some((flag, _)) => {
-                Err(wrong_use(format!("--{flag} is for a model of a folder: give --model FOLDER")))
-            }
-            None => Ok(()),
-        }
+        let flags = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
+        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")
     }
 }
 

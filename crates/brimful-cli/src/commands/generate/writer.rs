@@ -13,7 +13,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::GenerateOptions;
-use crate::exit::{ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::fine_tune::{checked_tokenizer, unopened};
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource};
@@ -82,12 +82,8 @@ impl Writer {
     }
 
     fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
-        let said = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
-        if let Some((flag, _)) = said.into_iter().find(|(_, is_said)| *is_said) {
-            return Err(wrong_use(format!(
-                "--{flag} is for a folder's model: give --model FOLDER"
-            )));
-        }
+        let flags = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
+        ensure_unsaid(&flags, "a folder's model: give --model FOLDER")?;
         let asked = match options.model {
             Some(ModelSource::Named(name)) => Some(name),
             _ => None,
