@@ -26,14 +26,6 @@ impl StageLine {
         stage.collect()
     }
 
-    fn name(&self) -> String {
-        match self.layers.as_slice() {
-            [] => String::new(),
-            [only] => only.clone(),
-            [first, .., last] => format!("{first} to {last}"),
-        }
-    }
-
     fn weights(&self) -> &'static str {
         match self.planned.weights {
             Home::Device => "device",
@@ -87,13 +79,11 @@ pub(super) fn table(stages: &[StageLine]) -> String {
             1 => format!("stage {first}"),
             _ => format!("stages {first} to {last}"),
         };
-        let layers = match alike {
-            [only] => only.name(),
-            [a, .., b] => match (a.layers.first(), b.layers.last()) {
-                (Some(first), Some(last)) => format!("{first} to {last}"),
-                _ => String::new(),
-            },
+        let layers: Vec<&String> = alike.iter().flat_map(|stage| &stage.layers).collect();
+        let layers = match layers[..] {
             [] => String::new(),
+            [only] => only.clone(),
+            [first, .., last] => format!("{first} to {last}"),
         };
         let stage = &alike[0];
         text += &format!(
