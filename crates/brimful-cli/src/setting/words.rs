@@ -6,6 +6,8 @@ use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
 use std::thread;
 
+use brimful::Size;
+
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
 pub const ANY_DEVICE: &str =
@@ -55,6 +57,15 @@ pub fn count(text: &str) -> Result<usize, String> {
 /// The same with what is `wanted` where it is none.
 pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
     whole_number(text, 1..=MOST, wanted).map(|count| count as usize)
+}
+
+/// Reads how many samples a micro-batch has.
+pub(crate) fn micro_batch(text: &str) -> Result<Size, String> {
+    match text {
+        "auto" => Ok(Size::Auto),
+        "largest" => Ok(Size::Largest),
+        _ => counted(text, "give a number from 1 on, auto or largest").map(Size::Fixed),
+    }
 }
 
 /// Reads a number of things, of which there may be none.
