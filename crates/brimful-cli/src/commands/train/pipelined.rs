@@ -63,15 +63,15 @@ impl Pipelined {
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
         let home = homes.to_string();
-        let cut = homes.cut(&layers, each, options, inputs)?;
-        let builder = Pipeline::builder(layers)
+        let builder = homes
+            .builder(layers, each, options, inputs)?
             .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
             .replicas(replicas)
             .kind(kind)
             .layout(layout(devices[0]))
-            .reserve(options.recipe.method());
-        let builder = cut.described_to(builder).micro_batches(size);
+            .reserve(options.recipe.method())
+            .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
         let mut pipeline = builder.build().context("the pipeline was not built")?;
         pipeline.time_moves(records::are_wanted(options));
