@@ -7,7 +7,7 @@ use std::path::Path;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{folder, json_lines, lines, run, stderr};
+use program::{folder, json_lines, lines, refused, refused_in_a_line, run, stderr};
 
 /// Images of a class: warm or cold, with a grain of their own each.
 fn fill(class: &Path, count: u32, warm: bool) {
@@ -17,12 +17,6 @@ fn fill(class: &Path, count: u32, warm: bool) {
         let path = class.join(format!("{number:03}.{ending}"));
         program::picture(40, 30 + number, warm, number).save(path).expect("written");
     }
-}
-
-fn refused(line: &str, code: i32, complaint: &str) {
-    let told = stderr(&run(line).code(code));
-    assert!(told.starts_with("brimful: ") && told.lines().count() == 1, "{told}");
-    assert!(told.contains(complaint), "{told}");
 }
 
 #[test]
@@ -71,7 +65,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     assert_eq!(indices, [0, 2, 3, 4, 5].map(Some));
     fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");
     fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
-    refused(
+    refused_in_a_line(
         &format!("predict --device cpu --weights {saved} --data {data} --image 16"),
         2,
         "the model knows the classes cold, warm, but the data have cold, hot",
@@ -95,7 +89,7 @@ fn halves_of_their_own_are_trained_and_tested_on() {
     );
     fs::remove_dir_all(folder.join("val/cold")).expect("removed");
     fill(&folder.join("val/windy"), 3, false);
-    refused(&line, 1, "val lacks the class cold: give both halves the same classes");
+    refused_in_a_line(&line, 1, "val lacks the class cold: give both halves the same classes");
 }
 
 #[test]
@@ -103,20 +97,36 @@ fn folders_without_classes_or_images_are_told_in_a_line() {
     let folder = folder("no-images");
     let data = folder.display().to_string();
     let train = format!("train --device cpu --model resnet18 --data {data}");
-    refused(&train, 1, "nor a subfolder");
+    refused_in_a_line(&train, 1, "nor a subfolder");
     fill(&folder.join("warm"), 3, true);
-    refused(&train, 1, "has 1 subfolders with images, but 2 are needed");
+    refused_in_a_line(&train, 1, "has 1 subfolders with images, but 2 are needed");
     fs::create_dir(folder.join("cold")).expect("a folder");
-    refused(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
+    refused_in_a_line(
+        &train,
+        1,
+        "cold has no image: put .jpg, .jpeg or .png files into it, or remove it",
+    );
     for class in ["one/warm", "one/cold"] {
         fill(&folder.join(class), 1, class == "one/warm");
     }
-    refused(&format!("{train}/one"), 1, "has one image in each class, so that none is left");
+    refused_in_a_line(
+        &format!("{train}/one"),
+        1,
+        "has one image in each class, so that none is left",
+    );
     fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
-    run(&train).code(1).stderr(predicate::str::contains("no image of the class cold can be read"));
-    refused("train --image 32", 2, "--image is for a folder of images, but --data digits is none");
+    refused(&train, 1, "no image of the class cold can be read");
+    refused_in_a_line(
+        "train --image 32",
+        2,
+        "--image is for a folder of images, but --data digits is none",
+    );
     let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
     let train = format!("train --model {tiny} --from-scratch --data {data}");
-    refused(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");
+    refused_in_a_line(
+        &train,
+        2,
+        "a folder's model needs text: give --data a text file, or synthetic",
+    );
 }

@@ -9,7 +9,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use brimful::save;
-use program::{folder, names, text};
+use program::{folder, names, process, text};
 
 /// A training of a model with dropout, in a folder of its own.
 struct Training {
@@ -26,14 +26,13 @@ impl Training {
 
     fn start(&self, file: &str, resume: bool) -> Child {
         let path = self.folder.join(file);
-        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+        let mut process = process();
         process.args(["train", "--model", "gpt", "--device", "cpu", "--data", &self.data]);
         process.args(["--batch-size", "10", "--epochs", "4", "--save"]).arg(&path).args(self.more);
         if resume {
             process.arg("--resume").arg(&path);
         }
-        process.stdout(Stdio::null()).stderr(Stdio::piped()).env_remove("LD_LIBRARY_PATH");
-        process.spawn().expect("a run")
+        process.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a run")
     }
 
     fn finish(&self, file: &str, resume: bool) {

@@ -6,13 +6,13 @@ mod program;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command as Process, Stdio};
+use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{folder, names, train_in as train};
+use program::{folder, names, process, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
 
@@ -147,14 +147,9 @@ struct LongRun {
 }
 
 impl LongRun {
-    fn new(name: &str, place: &'static str) -> Self {
-        Self { folder: folder(name), place }
-    }
-
-    fn start(&self, resume: bool) -> std::process::Child {
-        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-        process.current_dir(&self.folder).env_remove("LD_LIBRARY_PATH");
-        process.args(["train", "--device", "cpu", "--threads", "1"]);
+    fn start(&self, resume: bool) -> Child {
+        let mut process = process();
+        process.current_dir(&self.folder).args(["train", "--device", "cpu", "--threads", "1"]);
         process.args(LONG.split_whitespace()).args(["--save", "m.safetensors"]);
         process.args(self.place.split_whitespace());
         process.args(["--log", "log.csv", "--events", "events"]);
@@ -178,17 +173,17 @@ impl LongRun {
 
 #[test]
 fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
-    let whole = LongRun::new("long-whole", ON_THE_DEVICE);
-    check_killed(&whole, &LongRun::new("long-killed", ON_THE_DEVICE));
+    check_killed("long", ON_THE_DEVICE);
 }
 
 #[test]
 fn so_does_one_whose_optimizer_was_at_work_at_home() {
-    let whole = LongRun::new("home-whole", AT_HOME);
-    check_killed(&whole, &LongRun::new("home-killed", AT_HOME));
+    check_killed("home", AT_HOME);
 }
 
-fn check_killed(whole: &LongRun, killed: &LongRun) {
+fn check_killed(name: &str, place: &'static str) {
+    let [whole, killed] = ["whole", "killed"]
+        .map(|which| LongRun { folder: folder(&format!("{name}-{which}")), place });
     assert!(whole.start(false).wait().expect("an end").success());
     let file = killed.folder.join("m.safetensors");
     for kill in 0..3 {
@@ -220,7 +215,7 @@ fn check_killed(whole: &LongRun, killed: &LongRun) {
     assert_eq!(left, expected);
     for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {
         let read = |run: &LongRun| save::read(run.folder.join(name)).expect("a saved run");
-        assert_eq!(read(whole), read(killed), "{name}");
+        assert_eq!(read(&whole), read(&killed), "{name}");
     }
     assert_eq!(whole.log(), killed.log());
 }

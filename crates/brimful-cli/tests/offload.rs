@@ -6,7 +6,7 @@ use std::fs;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{folder, lines, run, stderr, text};
+use program::{folder, lines, refused, run, stderr, text};
 use serde_json::Value;
 
 /// Weights, gradients and AdamW's moments of the mlp take more.
@@ -198,6 +198,6 @@ fn what_cannot_be_is_one_clear_line() {
         ),
         ("--trace trace.json", "--trace is for a model in stages"),
     ] {
-        run(&format!("train {flags}")).code(2).stderr(predicate::str::contains(expected));
+        refused(&format!("train {flags}"), 2, expected);
     }
 }

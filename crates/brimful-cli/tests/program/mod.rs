@@ -4,22 +4,40 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command as Process;
 
 use assert_cmd::Command;
 use assert_cmd::assert::Assert;
 use image::{Rgb, RgbImage};
+use predicates::prelude::*;
 use serde_json::Value;
 
-/// The program, whatever the caller has exported.
+/// The program as a process of its own, whatever the caller has exported.
+pub fn process() -> Process {
+    let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+    process.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
+    process
+}
+
+/// The same, to be looked at when it has ended.
 pub fn brimful() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
-    command
+    process().into()
 }
 
 /// What becomes of it with these words.
 pub fn run(line: &str) -> Assert {
     brimful().args(line.split_whitespace()).assert()
+}
+
+/// With these words it ends with this code, and says why on standard error.
+pub fn refused(line: &str, code: i32, why: &str) -> Assert {
+    run(line).code(code).stderr(predicate::str::contains(why))
+}
+
+/// The same in one line.
+pub fn refused_in_a_line(line: &str, code: i32, why: &str) -> Assert {
+    let is_one_line = predicate::function(|text: &str| text.lines().count() == 1);
+    refused(line, code, why).stderr(predicate::str::starts_with("brimful: ").and(is_one_line))
 }
 
 /// What becomes of a training on a CPU, in a folder.
