@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use predicates::prelude::*;
-use program::{folder, lines, refused_in_a_line, run};
+use program::{complains, folder, lines, run};
 use serde_json::Value;
 
 /// A file of this text in a folder of its own.
@@ -109,6 +109,6 @@ fn what_cannot_be_is_refused_with_file_and_line() {
     for (text, expected) in cases {
         let path = config("config-refused", text);
         let expected = expected.replace("RUN", &path.display().to_string());
-        refused_in_a_line(&format!("train --config {}", path.display()), 2, &expected);
+        complains(&format!("train --config {}", path.display()), 2, &expected);
     }
 }

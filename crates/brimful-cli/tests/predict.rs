@@ -6,7 +6,7 @@ use std::fs;
 use std::sync::LazyLock;
 
 use brimful::save;
-use program::{folder, lines, refused, refused_in_a_line, run};
+use program::{complains, folder, lines, refused, run};
 
 /// The file of an mlp that was trained for two epochs, and the accuracy of its last test.
 static TRAINED: LazyLock<(String, f64)> = LazyLock::new(|| {
@@ -45,7 +45,7 @@ fn weights_that_do_not_go_with_the_model_or_the_data_are_wrong_use() {
         ("--output /no/such/folder/file", "there is no folder /no/such/folder"),
     ] {
         let predict = format!("predict --device cpu --weights {weights} {arguments}");
-        refused_in_a_line(&predict, 2, complaint).stdout("");
+        complains(&predict, 2, complaint).stdout("");
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 
 use brimful::report::{Ended, Run};
 use predicates::prelude::*;
-use program::{names, refused_in_a_line, run};
+use program::{complains, names, run};
 use serde_json::{Value, json};
 
 /// A folder of this test's own.
@@ -83,7 +83,7 @@ fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     let (path, page) = (folder.join("run.json"), folder.join("run.html"));
     let arguments = "train --micro-batch 128 --memory-limit 3MiB --offload none --device cpu";
     let files = format!("--record {} --report {}", path.display(), page.display());
-    refused_in_a_line(&format!("{arguments} {files}"), 3, "out of memory in arena 'cpu'");
+    complains(&format!("{arguments} {files}"), 3, "out of memory in arena 'cpu'");
     let run = Run::read(&path).expect("a run");
     let Ended::Failed(why) = &run.ended else { panic!("it {:?}", run.ended) };
     assert!(why.starts_with("out of memory") && why.contains("the state of adamw"), "{why}");
@@ -150,15 +150,11 @@ fn files_that_are_no_run_files_are_refused_in_one_line() {
     for (text, words) in cases {
         let path = folder.join("bad.json");
         fs::write(&path, text).expect("written");
-        let refused = refused_in_a_line(&report(&path, &page), 1, words);
+        let refused = complains(&report(&path, &page), 1, words);
         refused.stderr(predicate::str::contains("bad.json"));
         assert!(!page.exists(), "{words}");
     }
-    refused_in_a_line(
-        "report /no/such/run.json",
-        1,
-        "cannot read '/no/such/run.json': No such file",
-    );
+    complains("report /no/such/run.json", 1, "cannot read '/no/such/run.json': No such file");
 }
 
 #[test]
@@ -173,7 +169,7 @@ fn a_page_that_cannot_be_written_leaves_nothing_behind() {
         ("/no/such/folder/page.html", 2, "there is no folder /no/such/folder"),
         (folder.to_str().expect("a path"), 2, "it is a folder: name a file"),
     ] {
-        refused_in_a_line(&report(&RECORDED, Path::new(place)), code, words);
+        complains(&report(&RECORDED, Path::new(place)), code, words);
     }
     assert!(fs::metadata("/dev/full").is_ok_and(|found| !found.is_file()), "it is as it was");
 

@@ -6,7 +6,7 @@ use std::fs;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{folder, lines, refused, refused_in_a_line, run};
+use program::{complains, folder, lines, refused, run};
 use serde_json::Value;
 
 #[test]
@@ -175,7 +175,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
         ("/tmp", "it is a folder: name a file in it"),
         ("/proc/version", "/proc/version"),
     ] {
-        refused_in_a_line(&format!("train --resume {resume}"), 1, expected);
+        complains(&format!("train --resume {resume}"), 1, expected);
     }
 }
 

@@ -34,8 +34,8 @@ pub fn refused(line: &str, code: i32, why: &str) -> Assert {
     run(line).code(code).stderr(predicate::str::contains(why))
 }
 
-/// The same in one line.
-pub fn refused_in_a_line(line: &str, code: i32, why: &str) -> Assert {
+/// The same in one line of its own.
+pub fn complains(line: &str, code: i32, why: &str) -> Assert {
     let is_one_line = predicate::function(|text: &str| text.lines().count() == 1);
     refused(line, code, why).stderr(predicate::str::starts_with("brimful: ").and(is_one_line))
 }
