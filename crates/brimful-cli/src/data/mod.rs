@@ -28,7 +28,6 @@ pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
-use streamed::{SampleSource, StreamedSamples};
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 
 /// The target of a place that does not count, as the losses of libtorch know it.
@@ -132,21 +131,8 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Samples in memory.
-    fn held(train: Examples, test: Examples, sample: Sample, description: String) -> Self {
-        let [train, test] = [train, test].map(SampleSet::Held);
-        Self { train, test, sample, description, class_names: Vec::new() }
-    }
-
-    /// Samples that are made when they are asked for.
-    fn streamed(
-        train: impl SampleSource,
-        test: impl SampleSource,
-        sample: Sample,
-        description: String,
-    ) -> Self {
-        let train = SampleSet::Streamed(StreamedSamples::new(train));
-        let test = SampleSet::Streamed(StreamedSamples::new(test));
+    /// Those to train on, and those to test on, whose classes have no names.
+    fn of([train, test]: [SampleSet; 2], sample: Sample, description: String) -> Self {
         Self { train, test, sample, description, class_names: Vec::new() }
     }
 }
@@ -200,9 +186,8 @@ fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Resul
         let inputs = (half.inputs - &mean) / &deviation;
         Examples { inputs, ..half }
     };
-    Ok(Dataset::held(
-        normalise(train),
-        normalise(test),
+    Ok(Dataset::of(
+        [train, test].map(|half| SampleSet::Held(normalise(half))),
         Sample::Image { shape: [channels, height, width], classes },
         format!("{name}, {height}×{width} pixels, {classes} classes"),
     ))

@@ -4,7 +4,7 @@ use anyhow::Result;
 use tch::Tensor;
 
 use super::Examples;
-use super::streamed::StreamedSamples;
+use super::streamed::{SampleSource, StreamedSamples};
 use crate::setting::MeanOver;
 
 /// Samples that can be asked for.
@@ -31,6 +31,11 @@ impl SampleRequest {
 }
 
 impl SampleSet {
+    /// Samples that are made when they are asked for.
+    pub(super) fn streamed(source: impl SampleSource) -> Self {
+        Self::Streamed(StreamedSamples::new(source))
+    }
+
     /// How many samples there are.
     pub(crate) fn len(&self) -> usize {
         match self {
