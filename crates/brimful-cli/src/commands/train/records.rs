@@ -49,13 +49,9 @@ fn settings(
         ("epochs", options.length.epochs.to_string()),
         ("seed", options.seed.to_string()),
     ];
-    if let Some(limit) = options.memory_limit {
-        settings.push(("memory limit", limit.to_string()));
-    }
     let stages = &options.stages;
-    if let Some(count) = stages.stages {
-        settings.push(("stages", count.to_string()));
-    }
+    settings.extend(options.memory_limit.map(|limit| ("memory limit", limit.to_string())));
+    settings.extend(stages.stages.map(|count| ("stages", count.to_string())));
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
         settings.push(("recompute", stages.recompute.unwrap_or_default().to_string()));

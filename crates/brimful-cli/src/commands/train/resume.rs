@@ -52,19 +52,13 @@ mod tests {
 
     #[test]
     fn the_command_goes_on_from_the_new_file_alone() {
-        let told = |line: &str| {
-            let words = line.split(' ').map(str::to_owned);
-            command(words, Path::new("b c.safetensors"))
-        };
-        let expected = "brimful train --save 'b c.safetensors' --resume 'b c.safetensors'";
-        assert_eq!(
-            told("brimful train --epochs 3"),
-            "brimful train --epochs 3 --resume 'b c.safetensors'"
-        );
-        for given in ["--resume a --save", "--resume=a --save"] {
-            let words = ["brimful", "train"].into_iter().chain(given.split(' '));
-            let words = words.map(str::to_owned).chain(["b c.safetensors".to_owned()]);
-            assert_eq!(command(words, Path::new("b c.safetensors")), expected);
+        for (words, expected) in [
+            ("brimful|train|--epochs|3", "brimful train --epochs 3 --resume 'b c'"),
+            ("brimful|train|--resume|a|--save|b c", "brimful train --save 'b c' --resume 'b c'"),
+            ("brimful|train|--resume=a|--save|b c", "brimful train --save 'b c' --resume 'b c'"),
+        ] {
+            let words = words.split('|').map(str::to_owned);
+            assert_eq!(command(words, Path::new("b c")), expected);
         }
     }
 }
