@@ -241,24 +241,16 @@ fn numbers_that_nothing_can_have_are_refused_before_anything_is_made() {
 
 #[test]
 fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
-    let train = "train --device cpu --epochs 1 --memory-limit 500kB";
-    let host = "or let it live on the host by --offload all";
-    refused(train, 3, &format!("raise --memory-limit, cut the model by --stages, {host}"));
-    refused(
-        &format!("{train} -s 2"),
-        3,
-        &format!("raise --memory-limit, give more --stages, {host}"),
-    );
-    refused(
-        "train --device cpu --epochs 1 --memory-limit 100kB --offload all",
-        3,
-        "limit 100000: raise --memory-limit",
-    );
-    refused(
-        "train --device cpu --epochs 1 --memory-limit 1000kB -s 2",
-        3,
-        "raise --memory-limit, compute activations again by --recompute always, give more --stages",
-    );
+    for (flags, says) in [
+        ("500kB", "cut the model by --stages, or let it live on the host by --offload all"),
+        ("500kB -s 2", "give more --stages, or let it live on the host by --offload all"),
+        ("1000kB -s 2", "compute activations again by --recompute always, give more --stages"),
+    ] {
+        let train = format!("train --device cpu --epochs 1 --memory-limit {flags}");
+        refused(&train, 3, &format!("raise --memory-limit, {says}"));
+    }
+    let at_home = "train --device cpu --epochs 1 --memory-limit 100kB --offload all";
+    refused(at_home, 3, "limit 100000: raise --memory-limit");
 }
 
 #[test]

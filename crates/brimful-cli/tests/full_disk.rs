@@ -6,7 +6,6 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::process::Command as Process;
 
-use brimful::save;
 use predicates::prelude::*;
 use program::{folder, names, run, stderr};
 
@@ -81,7 +80,7 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     let words = "step 2: this step was not taken; lower --learning-rate";
     broken.stderr(predicate::str::contains(words));
     assert_eq!(names(&folder), ["run.safetensors"]);
-    let (_, told) = save::read(&file).expect("a whole file");
+    let (_, told) = program::saved(&file);
     assert_eq!((told["epoch"].as_str(), told["step"].as_str()), ("0", "1"));
 }
 

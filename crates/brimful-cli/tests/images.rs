@@ -5,7 +5,6 @@ mod program;
 use std::fs;
 use std::path::Path;
 
-use brimful::save;
 use predicates::prelude::*;
 use program::{complains, folder, json_lines, lines, refused, run, stderr};
 
@@ -47,7 +46,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     let last = json_lines(&trained).pop().expect("a line");
     assert_eq!(last["test_accuracy"], 1.0);
 
-    let (tensors, metadata) = save::read(&saved).expect("a saved run");
+    let (tensors, metadata) = program::saved(&saved);
     assert_eq!((&*metadata["classes"], &*metadata["image"]), ("[\"cold\",\"warm\"]", "16"));
     let head = tensors.iter().find(|(name, _)| name == "fc.weight").expect("torchvision's name");
     assert_eq!(head.1.size(), [2, 512]);

@@ -8,8 +8,7 @@ use std::process::{Child, Command as Process, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
-use program::{folder, names, process, text};
+use program::{folder, names, process, saved, text};
 
 /// A training of a model with dropout, in a folder of its own.
 struct Training {
@@ -52,8 +51,7 @@ impl Training {
 
     /// Dropout, Adam's moments and the order of the samples have all come back.
     fn compare(&self, file: &str, other: &str) {
-        let read = |file: &str| save::read(self.folder.join(file)).expect("a saved run");
-        assert_eq!(read(file), read(other));
+        assert_eq!(saved(self.folder.join(file)), saved(self.folder.join(other)));
     }
 }
 

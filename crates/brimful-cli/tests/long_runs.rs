@@ -10,9 +10,8 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, names, process, train_in as train};
+use program::{folder, names, process, saved, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
 
@@ -22,7 +21,7 @@ fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
 
 /// The model of a saved run.
 fn model(path: &Path) -> BTreeMap<String, Tensor> {
-    let (tensors, _) = save::read(path).expect("a saved run");
+    let (tensors, _) = saved(path);
     tensors.into_iter().filter(|(name, _)| !name.starts_with("optimizer.")).collect()
 }
 
@@ -114,8 +113,8 @@ fn the_best_and_the_newest_files_are_kept() {
         "n.step-40.safetensors",
     ];
     assert_eq!(names(&folder), expected);
-    let (_, last) = save::read(folder.join("b.safetensors")).expect("a saved run");
-    let (_, best) = save::read(folder.join("b.best.safetensors")).expect("a saved run");
+    let [last, best] =
+        ["b", "b.best"].map(|name| saved(folder.join(format!("{name}.safetensors"))).1);
     assert_eq!(last["best-step"], best["best-step"]);
     train(&folder, "--keep best").code(2).stderr(predicate::str::contains("--save"));
 }
@@ -214,8 +213,8 @@ fn check_killed(name: &str, place: &'static str) {
         .collect();
     assert_eq!(left, expected);
     for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {
-        let read = |run: &LongRun| save::read(run.folder.join(name)).expect("a saved run");
-        assert_eq!(read(&whole), read(&killed), "{name}");
+        let [whole, killed] = [&whole, &killed].map(|run| saved(run.folder.join(name)));
+        assert_eq!(whole, killed, "{name}");
     }
     assert_eq!(whole.log(), killed.log());
 }

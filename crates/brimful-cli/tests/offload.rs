@@ -4,9 +4,8 @@ mod program;
 
 use std::fs;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, lines, refused, run, stderr, text};
+use program::{assert_alike, folder, lines, refused, run, stderr, text, train_in};
 use serde_json::Value;
 
 /// Weights, gradients and AdamW's moments of the mlp take more.
@@ -36,24 +35,13 @@ fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_roo
 #[test]
 fn a_run_goes_on_at_home_and_back_on_the_device() {
     let folder = folder("offload-resume");
-    let path = |name: &str| folder.join(name).display().to_string();
-    let train = |epochs: usize, from: Option<&str>, to: &str, more: &str| {
-        let resume = from.map(|from| format!("--resume {}", path(from))).unwrap_or_default();
-        let train = format!("train --device cpu --dtype f64 --ema 0.9 --epochs {epochs} {resume}");
-        run(&format!("{train} --save {} {more}", path(to))).success();
-    };
+    let train = |line: &str| train_in(&folder, &format!("--dtype f64 --ema 0.9 {line}")).success();
     let at_home = format!("{AT_HOME} --memory-limit 5200kB");
-    train(1, None, "one", &at_home);
-    train(2, Some("one"), "home", &at_home);
-    train(2, Some("one"), "device", "--micro-batches 4");
-    let (home, device) = (save::read(path("home")), save::read(path("device")));
-    let (home, device) = (home.expect("home").0, device.expect("device").0);
-    assert_eq!(home.len(), device.len());
-    for ((name, expected), (name_too, got)) in device.iter().zip(&home) {
-        assert_eq!(name, name_too);
-        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
-    }
-    train(3, Some("home"), "back", "");
+    train(&format!("--epochs 1 --save one {at_home}"));
+    train(&format!("--epochs 2 --resume one --save home {at_home}"));
+    train("--epochs 2 --resume one --save device --micro-batches 4");
+    assert_alike(folder.join("device"), folder.join("home"));
+    train("--epochs 3 --resume home --save back");
 }
 
 /// The mlp's first layer has most of its parameters: within the limit, one of the others stays.

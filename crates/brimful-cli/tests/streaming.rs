@@ -10,8 +10,7 @@ use std::process::Stdio;
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
-use program::{folder, process, train_in};
+use program::{folder, process, saved, train_in};
 
 /// A model so small that a test of megabytes takes seconds.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 8,
@@ -29,10 +28,8 @@ fn check_resumed(folder: &Path, line: &str) {
     ] {
         train_in(folder, &format!("{line} {steps}")).success();
     }
-    let [(whole, told), (rest, told_again)] = ["whole", "rest"].map(|name| {
-        let path = folder.join(name).with_extension("safetensors");
-        save::read(&path).expect("a saved run")
-    });
+    let [(whole, told), (rest, told_again)] =
+        ["whole.safetensors", "rest.safetensors"].map(|name| saved(folder.join(name)));
     // The epochs have five steps.
     assert_eq!((&*told["epoch"], &*told["step"]), ("1", "2"));
     assert_eq!(told, told_again);

@@ -4,9 +4,8 @@ mod program;
 
 use std::fs;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{complains, folder, lines, refused, run};
+use program::{assert_alike, complains, folder, lines, refused, run, run_in, saved, train_in};
 use serde_json::Value;
 
 #[test]
@@ -66,14 +65,11 @@ fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
     let folder = folder("first-weights");
     let text = program::text(&folder);
     let begun = |model: &str, seed: &str, more: &str| {
-        let file = folder.join("model.safetensors");
-        let save = file.display();
-        let still =
-            "--device cpu --optimizer sgd --learning-rate 0 --max-steps 1 --micro-batches 2";
+        let still = "--optimizer sgd --learning-rate 0 --max-steps 1 --micro-batches 2 --save run";
         let data = if model == "gpt" { &text } else { "digits" };
         let of = format!("--model {model} --data {data} --seed {seed}");
-        run(&format!("train {of} {still} {more} --save {save}")).success();
-        let (mut tensors, _) = save::read(&file).expect("a run");
+        train_in(&folder, &format!("{of} {still} {more}")).success();
+        let (mut tensors, _) = saved(folder.join("run"));
         tensors.retain(|(name, _)| !name.starts_with("optimizer.") && !name.contains("running_"));
         tensors
     };
@@ -113,49 +109,38 @@ fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
 #[test]
 fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     let folder = folder("both");
-    let path = |name: &str| folder.join(name).display().to_string();
-    let train = |epochs: usize, from: Option<&str>, to: &str, more: &str| {
-        let resume = from.map(|from| format!("--resume {}", path(from))).unwrap_or_default();
-        let save = path(to);
-        run(&format!("train --dtype f64 --epochs {epochs} --save {save} {resume} {more}"))
-            .success();
-    };
-    train(1, None, "one", "");
-    train(2, Some("one"), "plain", "");
-    train(2, Some("one"), "staged", STAGES);
-    train(2, Some("one"), "replicated", "--replicas 3 --micro-batch 20");
-    let (plain, told) = save::read(path("plain")).expect("plain");
+    let train = |line: &str| run_in(&folder, &format!("train --dtype f64 {line}")).success();
+    train("--epochs 1 --save one");
+    train("--epochs 2 --resume one --save plain");
+    train(&format!("--epochs 2 --resume one --save staged {STAGES}"));
+    train("--epochs 2 --resume one --save replicated --replicas 3 --micro-batch 20");
+    let (_, told) = saved(folder.join("plain"));
     for other in ["staged", "replicated"] {
-        let (values, mut told_too) = save::read(path(other)).expect(other);
+        let (_, mut told_too) = saved(folder.join(other));
         let loss = told_too.insert("best-test-loss".into(), told["best-test-loss"].clone());
         assert_eq!(told, told_too);
         let losses = [Some(told["best-test-loss"].clone()), loss]
             .map(|text| text.expect("a loss").parse::<f64>().expect("a number"));
         assert!((losses[0] - losses[1]).abs() < 1e-9, "{losses:?}");
-        for ((name, expected), (name_too, got)) in plain.iter().zip(&values) {
-            assert_eq!(name, name_too);
-            assert!(got.allclose(expected, 1e-9, 1e-9, false), "{other}: {name} differs");
-        }
-        train(3, Some(other), "back", "");
+        assert_alike(folder.join("plain"), folder.join(other));
+        train(&format!("--epochs 3 --resume {other} --save back"));
     }
 }
 
 #[test]
 fn a_run_goes_on_with_its_learning_rate_or_another() {
     let folder = folder("rate");
-    let path = |name: &str| folder.join(name).display().to_string();
-    let train = |epochs: usize, to: &str, more: &str| {
-        run(&format!("train --epochs {epochs} --save {} {more}", path(to))).success();
-        let (mut tensors, _) = save::read(path(to)).expect(to);
+    let train = |to: &str, line: &str| {
+        run_in(&folder, &format!("train {line} --save {to}")).success();
+        let (mut tensors, _) = saved(folder.join(to));
         tensors.retain(|(name, _)| !name.starts_with("optimizer."));
         tensors
     };
-    let resumed = |from: &str| format!("--resume {}", path(from));
-    let still = train(1, "still", "--learning-rate 0");
-    assert_eq!(train(2, "still-too", &resumed("still")), still);
-    let moved = train(2, "moved", &(resumed("still") + " --learning-rate 0.01"));
+    let still = train("still", "--epochs 1 --learning-rate 0");
+    assert_eq!(train("still-too", "--epochs 2 --resume still"), still);
+    let moved = train("moved", "--epochs 2 --resume still --learning-rate 0.01");
     assert_ne!(moved, still);
-    assert_eq!(train(3, "halted", &(resumed("moved") + " --learning-rate 0")), moved);
+    assert_eq!(train("halted", "--epochs 3 --resume moved --learning-rate 0"), moved);
 }
 
 #[test]

@@ -8,9 +8,11 @@ use std::process::Command as Process;
 
 use assert_cmd::Command;
 use assert_cmd::assert::Assert;
+use brimful::save::{self, Metadata};
 use image::{Rgb, RgbImage};
 use predicates::prelude::*;
 use serde_json::Value;
+use tch::Tensor;
 
 /// The program as a process of its own, whatever the caller has exported.
 pub fn process() -> Process {
@@ -40,11 +42,14 @@ pub fn complains(line: &str, code: i32, why: &str) -> Assert {
     refused(line, code, why).stderr(predicate::str::starts_with("brimful: ").and(is_one_line))
 }
 
+/// What becomes of it in a folder.
+pub fn run_in(folder: &Path, line: &str) -> Assert {
+    brimful().current_dir(folder).args(line.split_whitespace()).assert()
+}
+
 /// What becomes of a training on a CPU, in a folder.
 pub fn train_in(folder: &Path, line: &str) -> Assert {
-    let mut command = brimful();
-    command.current_dir(folder).args(["train", "--device", "cpu"]);
-    command.args(line.split_whitespace()).assert()
+    run_in(folder, &format!("train --device cpu {line}"))
 }
 
 /// The lines of JSON that it prints.
@@ -63,6 +68,21 @@ pub fn stdout(run: &Assert) -> String {
 
 pub fn stderr(run: &Assert) -> String {
     String::from_utf8(run.get_output().stderr.clone()).expect("text")
+}
+
+/// The tensors of a saved run, and what it says.
+pub fn saved(path: impl AsRef<Path>) -> (Vec<(String, Tensor)>, Metadata) {
+    save::read(path).expect("a saved run")
+}
+
+/// Two saved runs have the same tensors, but for rounding.
+pub fn assert_alike(one: impl AsRef<Path>, other: impl AsRef<Path>) {
+    let (one, other) = (saved(one).0, saved(other).0);
+    assert_eq!(one.len(), other.len());
+    for ((name, expected), (name_too, got)) in one.iter().zip(&other) {
+        assert_eq!(name, name_too);
+        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
+    }
 }
 
 /// A folder of this test's own.
