@@ -72,7 +72,6 @@ fn every_command_has_help_with_examples() {
 fn what_breaks_off_ends_with_1() {
     ends("train --resume /no/such/file", 1, "brimful: cannot go on from /no/such/file");
     ends("plan --profile /no/such/file --batch-size 8 -s 2", 1, "cannot read /no/such/file");
-    ends("report /no/such/file", 1, "/no/such/file");
     ends("plan --config /no/such/file", 1, "brimful: cannot read /no/such/file");
 }
 

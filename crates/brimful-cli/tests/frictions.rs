@@ -122,8 +122,6 @@ fn data_that_a_model_does_not_take_is_told_with_all_that_it_does() {
         refused(&train("unet:2x4"), 2, "images with masks, which --data synthetic alone has");
         refused(&train("amoebanet:3x8"), 2, "colour images: give --data synthetic, or a folder");
     }
-    refused("train --model unet", 2, "as in unet:5x64, with --data synthetic");
-    refused("train --model amoebanet:axb", 2, "as in amoebanet:18x256, with --data synthetic");
     refused(&format!("train --data {text}"), 2, "mlp needs images: give --data digits, synthetic");
     refused("train --model gpt", 2, "a gpt needs text: give --data a text file, or synthetic");
     let short = shown(&folder("short").join("text"));
@@ -133,22 +131,6 @@ fn data_that_a_model_does_not_take_is_told_with_all_that_it_does() {
         1,
         "9 tokens, but at least 650 are needed",
     );
-}
-
-#[test]
-fn a_line_of_json_that_is_none_is_told_with_its_place_before_the_start() {
-    let folder = folder("frictions-json");
-    let data = folder.join("data.jsonl");
-    let saved = folder.join("saved.safetensors");
-    for (line, complaint) in [
-        ("{\"text\": ", "data.jsonl, line 3: no JSON object with text or messages"),
-        ("{\"title\": \"a\"}", "data.jsonl, line 3: it has neither \"text\" nor"),
-    ] {
-        fs::write(&data, format!("{{\"text\": \"a\"}}\n\n{line}\n")).expect("written");
-        let run = format!("train --model gpt --data {} --save {}", shown(&data), shown(&saved));
-        refused(&run, 1, complaint);
-        assert!(!saved.exists());
-    }
 }
 
 #[test]
@@ -204,7 +186,6 @@ fn units_of_bytes_are_listed_and_short_ones_are_taken() {
 #[test]
 fn what_cannot_be_asked_for_ends_with_2() {
     refused("train --dtype tf32 --device cpu", 2, "use --dtype f32 on the CPU");
-    refused("train --model unet:1x4 --data synthetic", 2, "give it 2 or more");
     let limit = "--memory-limit 1.00 MiB has nothing to be compared with";
     refused("plan -s 4 -m 4 --memory-limit 1MiB", 2, limit);
 }

@@ -123,7 +123,7 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let model = layers.build(&store.root())?;
     let kind = options.dtype.kind();
     store.set_kind(kind);
-    weights.put_into(&store, name)?;
+    weights.put_into(store.variables().into_iter().collect(), name)?;
     let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
     let samples = dataset.test.len();
     let at_once = dataset.test.at_once(AT_ONCE);

@@ -11,7 +11,6 @@ mod offload;
 mod options;
 mod pipelined;
 mod ranks;
-mod rate;
 mod recipe;
 mod records;
 mod resume;
@@ -29,16 +28,15 @@ use anyhow::{Context, Result};
 use brimful::report::Ended;
 
 use crate::exit::{Exit, ensure_use};
-use crate::interrupt::Interrupt;
 use crate::log_files::{LogFiles, StepFigures};
 use crate::setting::NormStatistics;
-use crate::{output, progress};
+use crate::{interrupt, output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
 use options::BatchSize;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
-pub use rate::Decay;
+pub use recipe::Decay;
 use run_files::RunFiles;
 pub use trainer::{Epoch, Trainer};
 
@@ -79,7 +77,7 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
 
 /// The steps that are still to come, until somebody interrupts.
 fn train(trainer: &mut Trainer) -> Result<Exit> {
-    let interrupt = Interrupt::listen()?;
+    interrupt::listen()?;
     let mut display = Display::new(trainer)?;
     let mut checkpoints = Checkpoints::new(trainer);
     let mut logs = open_logs(trainer)?;
@@ -95,7 +93,7 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
         let (number, epoch) = (trainer.steps_done(), trainer.epoch + 1);
         logs.step(&StepFigures { step: number, epoch, learning_rate, record: &step });
         trainer.recorder.step(step);
-        if let Some(exit) = ranks::asked(&trainer.world, &interrupt)? {
+        if let Some(exit) = ranks::asked(&trainer.world)? {
             checkpoints.save(trainer)?;
             checkpoints.finish(trainer)?;
             drop(display);

@@ -11,7 +11,7 @@ use clap::Args;
 use super::stages::Stages;
 use super::{TrainOptions, Trainer, saved};
 use crate::exit::{Exit, ensure_use, wrong_use};
-use crate::interrupt::Interrupt;
+use crate::interrupt;
 use crate::setting::{NormStatistics, words};
 
 /// What launchers set for the processes that they start.
@@ -146,8 +146,8 @@ impl Trainer {
 }
 
 /// How the program is to end, where somebody has asked any of the ranks.
-pub(super) fn asked(world: &World, interrupt: &Interrupt) -> brimful::Result<Option<Exit>> {
-    let here = interrupt.asked();
+pub(super) fn asked(world: &World) -> brimful::Result<Option<Exit>> {
+    let here = interrupt::asked();
     if world.size() == 1 {
         return Ok(here);
     }

@@ -4,7 +4,6 @@ use anyhow::Result;
 use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
 use clap::{Args, ValueEnum};
 
-use super::rate::Decay;
 use crate::exit::ensure_use;
 use crate::setting::{shown_as_given, words};
 
@@ -90,7 +89,12 @@ impl Recipe {
 
     /// The learning rate of every step of so many, from its full height.
     pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
-        self.learning_rate_decay.applied(RateCurve::new(rate).warmup(self.warmup), steps)
+        let curve = RateCurve::new(rate).warmup(self.warmup);
+        match self.learning_rate_decay {
+            Decay::None => curve,
+            Decay::Linear => curve.linear(steps),
+            Decay::Cosine => curve.cosine(steps),
+        }
     }
 }
 
@@ -104,3 +108,16 @@ pub(crate) enum OptimizerName {
 }
 
 shown_as_given!(OptimizerName);
+
+/// How the learning rate falls to 0 over the whole training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Decay {
+    /// Not at all
+    None,
+    /// In a straight line
+    Linear,
+    /// By half a cosine: slowly at first and at last
+    Cosine,
+}
+
+shown_as_given!(Decay);

@@ -92,7 +92,6 @@ impl Runner {
         world: &World,
         options: &TrainOptions,
     ) -> Result<Self> {
-        options.dtype.prepare(device)?;
         let _inside = memory.enter();
         let mut store = VarStore::new(device);
         let built = LossModel::build_drawing(layers, &store.root(), Draws::of_first_values()?);
