@@ -99,10 +99,8 @@ impl Diagnosis {
 impl Cuda {
     fn of_this_machine() -> Self {
         let driver = libtorch::cuda_driver().ok();
-        match libtorch::load_cuda() {
-            Ok(()) => Self { driver, loaded: true, error: None },
-            Err(error) => Self { driver, loaded: false, error: Some(error.to_string()) },
-        }
+        let error = libtorch::load_cuda().err().map(|error| error.to_string());
+        Self { driver, loaded: error.is_none(), error }
     }
 }
 

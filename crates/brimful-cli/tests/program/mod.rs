@@ -11,6 +11,7 @@ use assert_cmd::assert::Assert;
 use brimful::save::{self, Metadata};
 use image::{Rgb, RgbImage};
 use predicates::prelude::*;
+use predicates::str::RegexPredicate;
 use serde_json::Value;
 use tch::Tensor;
 
@@ -29,6 +30,11 @@ pub fn brimful() -> Command {
 /// What becomes of it with these words.
 pub fn run(line: &str) -> Assert {
     brimful().args(line.split_whitespace()).assert()
+}
+
+/// A text that is like this pattern.
+pub fn like(pattern: &str) -> RegexPredicate {
+    predicate::str::is_match(pattern).expect("a pattern")
 }
 
 /// With these words it ends with this code, and says why on standard error.

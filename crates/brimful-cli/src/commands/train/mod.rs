@@ -33,6 +33,7 @@ use crate::setting::NormStatistics;
 use crate::{interrupt, output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
+use length::is_due;
 use options::BatchSize;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
@@ -143,8 +144,8 @@ fn look(
         }
     }
     let steps = trainer.steps_done();
-    let due = ends_epoch || trainer.options.files.saves_after(steps) || trainer.is_over();
-    if due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
+    let is_due = ends_epoch || is_due(trainer.options.files.save_every, steps) || trainer.is_over();
+    if is_due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
 }
 
 /// Exact BatchNorms see the samples of one device.

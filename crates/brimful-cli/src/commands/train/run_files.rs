@@ -71,11 +71,6 @@ impl RunFiles {
             Err(wrong_use(format!("--events {shown}: it is a file: name a folder")))
         })
     }
-
-    /// Whether the run is saved after so many steps, in the midst of an epoch.
-    pub(super) fn saves_after(&self, steps: usize) -> bool {
-        self.save_every.is_some_and(|every| steps.is_multiple_of(every))
-    }
 }
 
 /// What is kept beside the file of the last save.

@@ -14,13 +14,13 @@ use tch::{Kind, Tensor};
 
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
-use super::length::Length;
+use super::length::{Length, is_due};
 use super::offload::MeasuredInputs;
 use super::running::Running;
 use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, advice, ranks, records, save_place};
+use super::{TrainOptions, advice, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -84,8 +84,9 @@ impl Trainer {
         ranks::check(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
-        let to_save = ToSave { layers: &layers, folder: folder.as_deref(), in_epoch: cut.steps() };
-        let place = save_place::claim(&to_save, &world, options)?;
+        let (saved_to, in_epoch) = (folder.as_deref(), cut.steps());
+        let to_save = ToSave { options, layers: &layers, folder: saved_to, in_epoch };
+        let place = to_save.claim(&world)?;
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = options.guessed_micro_batch(batch_size);
@@ -180,8 +181,8 @@ impl Trainer {
     /// Whether a test is due in the midst of an epoch: after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
-        let due = self.options.length.tests_after(steps) || steps == self.all_steps();
-        due && steps > 0 && self.tests.last != Some(steps)
+        let is_due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
+        is_due && steps > 0 && self.tests.last != Some(steps)
     }
 
     /// That of the next step.
