@@ -42,13 +42,11 @@ impl FromStr for LoraFlag {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (rank, alpha) = match text.split_once(':') {
-            Some((rank, alpha)) => (rank, Some(alpha)),
-            None => (text, None),
-        };
+        let mut numbers = text.splitn(2, ':');
+        let rank = numbers.next().unwrap_or_default();
         let rank = words::counted(rank, "give a rank from 1 on, as in 8 or 8:16")?;
         let lora = Lora::new(rank as i64);
-        let Some(alpha) = alpha else { return Ok(Self(lora)) };
+        let Some(alpha) = numbers.next() else { return Ok(Self(lora)) };
         let alpha = alpha.parse().ok().filter(|alpha: &f64| alpha.is_finite() && *alpha > 0.0);
         let alpha = alpha.ok_or("give an alpha above 0 after the colon, as in 8:16")?;
         Ok(Self(Lora { alpha, ..lora }))
@@ -139,13 +137,10 @@ impl FineTune {
 
     /// Refuses a place for the folder of `--save` that would lose something.
     pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
-        let is_same = |other: &Path| match (folder.canonicalize(), other.canonicalize()) {
-            (Ok(one), Ok(other)) => one == other,
-            _ => false,
-        };
+        let [there, read] = [folder, self.pretrained.folder()].map(|path| path.canonicalize().ok());
         let shown = folder.display();
         ensure_use!(
-            !is_same(self.pretrained.folder()),
+            there.is_none() || there != read,
             "--save {shown} would overwrite what --model reads: name another folder"
         );
         let place = match self.writes_adapter() {

@@ -4,34 +4,29 @@ mod program;
 
 use std::io::Read;
 use std::path::PathBuf;
-use std::process::{Child, Command as Process, Stdio};
+use std::process::{Child, Command as Process};
 use std::thread::sleep;
 use std::time::Duration;
 
-use program::{folder, names, process, saved, text};
+use program::{folder, names, saved, start_in, text};
 
 /// A training of a model with dropout, in a folder of its own.
 struct Training {
     folder: PathBuf,
-    data: String,
-    more: &'static [&'static str],
+    more: &'static str,
 }
 
 impl Training {
-    fn new(name: &str, more: &'static [&'static str]) -> Self {
+    fn new(name: &str, more: &'static str) -> Self {
         let folder = folder(name);
-        Self { data: text(&folder), folder, more }
+        text(&folder);
+        Self { folder, more }
     }
 
     fn start(&self, file: &str, resume: bool) -> Child {
-        let path = self.folder.join(file);
-        let mut process = process();
-        process.args(["train", "--model", "gpt", "--device", "cpu", "--data", &self.data]);
-        process.args(["--batch-size", "10", "--epochs", "4", "--save"]).arg(&path).args(self.more);
-        if resume {
-            process.arg("--resume").arg(&path);
-        }
-        process.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a run")
+        let resume = if resume { format!("--resume {file}") } else { String::new() };
+        let train = "train --model gpt --device cpu --data text --batch-size 10 --epochs 4";
+        start_in(&self.folder, &format!("{train} --save {file} {} {resume}", self.more))
     }
 
     fn finish(&self, file: &str, resume: bool) {
@@ -57,8 +52,7 @@ impl Training {
 
 #[test]
 fn a_killed_run_goes_on_to_the_same_parameters() {
-    let training =
-        Training::new("killed", &["--micro-batch", "4", "--learning-rate-decay", "cosine"]);
+    let training = Training::new("killed", "--micro-batch 4 --learning-rate-decay cosine");
     training.finish("whole", false);
     let mut run = training.begun("killed");
     run.kill().expect("killed");
@@ -73,11 +67,8 @@ fn a_killed_run_goes_on_to_the_same_parameters() {
 #[test]
 fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
     for (name, more) in [
-        ("stopped", &["--micro-batch", "4"] as &[&str]),
-        (
-            "stopped-stages",
-            &["--stages", "2", "--micro-batches", "3", "--learning-rate-decay", "linear"],
-        ),
+        ("stopped", "--micro-batch 4"),
+        ("stopped-stages", "--stages 2 --micro-batches 3 --learning-rate-decay linear"),
     ] {
         let training = Training::new(name, more);
         training.finish("whole", false);

@@ -6,12 +6,12 @@ mod program;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::thread::sleep;
 use std::time::Duration;
 
 use predicates::prelude::*;
-use program::{folder, names, process, saved, train_in as train};
+use program::{folder, names, saved, start_in, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
 
@@ -147,15 +147,10 @@ struct LongRun {
 
 impl LongRun {
     fn start(&self, resume: bool) -> Child {
-        let mut process = process();
-        process.current_dir(&self.folder).args(["train", "--device", "cpu", "--threads", "1"]);
-        process.args(LONG.split_whitespace()).args(["--save", "m.safetensors"]);
-        process.args(self.place.split_whitespace());
-        process.args(["--log", "log.csv", "--events", "events"]);
-        if resume {
-            process.args(["--resume", "m.safetensors"]);
-        }
-        process.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a run")
+        let resume = if resume { "--resume m.safetensors" } else { "" };
+        let files = "--save m.safetensors --log log.csv --events events";
+        let train = format!("train --device cpu --threads 1 {LONG} {files} {resume}");
+        start_in(&self.folder, &format!("{train} {}", self.place))
     }
 
     /// The log without what depends on time.

@@ -122,10 +122,9 @@ fn read_up_to(file: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::super::Sample;
+    use super::super::tests::gz;
     use super::*;
-    use flate2::write::GzEncoder;
     use std::fs;
-    use std::io::Write;
     use tempfile::TempDir;
 
     /// A folder with three images of 2×2 to train on and two to test on.
@@ -154,12 +153,6 @@ mod tests {
         bytes.extend(shape.iter().flat_map(|size| size.to_be_bytes()));
         bytes.extend(numbers);
         bytes
-    }
-
-    fn gz(bytes: &[u8]) -> Vec<u8> {
-        let mut encoder = GzEncoder::new(vec![], Default::default());
-        encoder.write_all(bytes).expect("in memory");
-        encoder.finish().expect("in memory")
     }
 
     #[test]

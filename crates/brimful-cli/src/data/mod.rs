@@ -195,7 +195,17 @@ fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use flate2::write::GzEncoder;
+
     use super::*;
+
+    pub(super) fn gz(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(vec![], Default::default());
+        encoder.write_all(bytes).expect("in memory");
+        encoder.finish().expect("in memory")
+    }
 
     #[test]
     fn a_path_without_data_is_an_error_that_names_it() {

@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command as Process;
+use std::process::{Child, Command as Process, Stdio};
 
 use assert_cmd::Command;
 use assert_cmd::assert::Assert;
@@ -56,6 +56,13 @@ pub fn run_in(folder: &Path, line: &str) -> Assert {
 /// What becomes of a training on a CPU, in a folder.
 pub fn train_in(folder: &Path, line: &str) -> Assert {
     run_in(folder, &format!("train --device cpu {line}"))
+}
+
+/// Starts it in a folder, to be waited for, asked or killed.
+pub fn start_in(folder: &Path, line: &str) -> Child {
+    let mut process = process();
+    process.current_dir(folder).args(line.split_whitespace());
+    process.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a run")
 }
 
 /// The lines of JSON that it prints.
