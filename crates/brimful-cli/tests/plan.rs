@@ -4,19 +4,11 @@
 
 mod program;
 
-use std::process::Output;
-
-use program::brimful;
+use program::{run, stderr, stdout};
 use serde_json::Value;
 
-fn plan(arguments: &str) -> Output {
-    brimful().arg("plan").args(arguments.split(' ')).output().unwrap()
-}
-
 fn answer(arguments: &str) -> String {
-    let output = plan(arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    stdout(&run(&format!("plan {arguments}")).success())
 }
 
 fn rows(arguments: &str) -> Value {
@@ -25,9 +17,7 @@ fn rows(arguments: &str) -> Value {
 }
 
 fn refusal(arguments: &str) -> String {
-    let output = plan(arguments);
-    assert!(!output.status.success());
-    String::from_utf8(output.stderr).unwrap()
+    stderr(&run(&format!("plan {arguments}")).failure())
 }
 
 #[test]
@@ -62,7 +52,8 @@ fn plans_a_profile() {
 fn what_does_not_fit_on_the_card_lives_on_the_host() {
     let card = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
                 --micro-batches 8 --memory-limit 300MiB";
-    assert!(!plan(card).status.success(), "without a host nothing fits");
+    // Without a host nothing fits.
+    refusal(card);
     let hosted = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
     let shown = answer(&hosted);
     assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");

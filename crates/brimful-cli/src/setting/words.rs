@@ -7,6 +7,9 @@ use std::ops::RangeInclusive;
 use std::thread;
 
 use brimful::Size;
+use brimful::schedule::{Recompute, Schedule};
+
+use crate::nearest::did_you_mean;
 
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
@@ -81,6 +84,19 @@ pub fn seed(text: &str) -> Result<u64, String> {
 /// Reads a time to wait.
 pub fn seconds(text: &str) -> Result<u64, String> {
     whole_number(text, 1..=MOST, "give whole seconds from 1 on")
+}
+
+/// Reads a schedule; a slip is told the name that was meant.
+pub fn schedule(text: &str) -> Result<Schedule, String> {
+    let names = Schedule::all(2).map(|schedule| schedule.to_string());
+    text.parse()
+        .map_err(|error| format!("{error}{}", did_you_mean(text, names.iter().map(String::as_str))))
+}
+
+/// Reads when activations are computed again.
+pub fn recompute(text: &str) -> Result<Recompute, String> {
+    let names = Recompute::ALL.map(Recompute::name);
+    text.parse().map_err(|error| format!("{error}{}", did_you_mean(text, names)))
 }
 
 /// Reads a number of threads, not many more than the machine has cores for.
