@@ -44,14 +44,6 @@ fn the_same_choice_makes_the_same_text() {
     }
 }
 
-#[test]
-fn weights_of_something_else_are_wrong_use() {
-    let weights = folder("generate-wrong").join("mlp.safetensors").display().to_string();
-    run(&format!("train --device cpu --epochs 1 --save {weights}")).success();
-    let generate = format!("generate --device cpu --weights {weights}");
-    refused(&generate, 2, "has no weights of a gpt: generate needs some\n");
-}
-
 /// A folder with a config.json alone, of the tiny Llama that comes with the repository.
 fn tiny_llama(folder: &Path) -> String {
     let tiny = folder.join("tiny");

@@ -36,7 +36,7 @@ fn the_answers_are_as_right_as_the_training_said() {
 }
 
 #[test]
-fn weights_that_do_not_go_with_the_model_or_the_data_are_wrong_use() {
+fn weights_that_do_not_go_with_the_model_the_data_or_the_command_are_wrong_use() {
     let (weights, _) = &*TRAINED;
     let text = program::text(&folder("predict-wrong"));
     for (arguments, complaint) in [
@@ -47,6 +47,8 @@ fn weights_that_do_not_go_with_the_model_or_the_data_are_wrong_use() {
         let predict = format!("predict --device cpu --weights {weights} {arguments}");
         complains(&predict, 2, complaint).stdout("");
     }
+    let generate = format!("generate --device cpu --weights {weights}");
+    complains(&generate, 2, "has no weights of a gpt: generate needs some\n");
 }
 
 #[test]

@@ -183,11 +183,7 @@ impl Prediction {
 }
 
 fn json_lines(predictions: &[Prediction]) -> Result<String> {
-    let mut text = String::new();
-    for prediction in predictions {
-        text.extend([serde_json::to_string(prediction)?.as_str(), "\n"]);
-    }
-    Ok(text)
+    predictions.iter().map(|one| Ok(serde_json::to_string(one)? + "\n")).collect()
 }
 
 fn summary(predictions: &[Prediction]) -> String {

@@ -186,9 +186,9 @@ impl FromStr for BatchSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "all" {
-            return Ok(Self::All);
+        match text {
+            "all" => Ok(Self::All),
+            _ => words::counted(text, "give a number from 1 on, or all").map(Self::Samples),
         }
-        words::counted(text, "give a number from 1 on, or all").map(Self::Samples)
     }
 }
