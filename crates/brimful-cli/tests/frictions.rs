@@ -176,13 +176,6 @@ fn negative_numbers_are_values_that_cannot_be() {
 }
 
 #[test]
-fn units_of_bytes_are_listed_and_short_ones_are_taken() {
-    refused("train --memory-limit 8X", 2, "KiB, MiB, GiB, TiB or in short K, M, G, T");
-    let plan = |limit| said(&format!("plan -s 2 -m 4 --activations 1MiB --memory-limit {limit}"));
-    assert_eq!(plan("8M"), plan("8MiB"));
-}
-
-#[test]
 fn what_cannot_be_asked_for_ends_with_2() {
     refused("train --dtype tf32 --device cpu", 2, "use --dtype f32 on the CPU");
     let limit = "--memory-limit 1.00 MiB has nothing to be compared with";

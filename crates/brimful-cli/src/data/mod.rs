@@ -48,12 +48,6 @@ impl Examples {
         Self { inputs, targets, lacking: Vec::new() }
     }
 
-    /// The samples of these numbers.
-    fn choose(&self, numbers: &Tensor) -> Self {
-        let chosen = |tensor: &Tensor| tensor.index_select(0, numbers);
-        Self::whole(chosen(&self.inputs), chosen(&self.targets))
-    }
-
     /// How many samples there are.
     pub(crate) fn len(&self) -> usize {
         usize::try_from(self.inputs.size()[0]).unwrap_or(0)
@@ -104,16 +98,6 @@ impl Sample {
                 NUMBER.saturating_mul(product(&[channels + 1, *height, *width]))
             }
             Self::Sequence { length, .. } => TOKEN.saturating_mul(product(&[2, *length])),
-        }
-    }
-
-    /// The same with sequences of this length, where it is one and a length is given.
-    pub(crate) fn with_length(self, length: Option<i64>) -> Self {
-        match (self, length) {
-            (Self::Sequence { vocabulary, .. }, Some(length)) => {
-                Self::Sequence { length, vocabulary }
-            }
-            (other, _) => other,
         }
     }
 }

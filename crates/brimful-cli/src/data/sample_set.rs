@@ -70,7 +70,9 @@ impl SampleSet {
         match self {
             Self::Held(examples) => {
                 let numbers: Vec<i64> = request.numbers.iter().map(|n| *n as i64).collect();
-                Ok(examples.choose(&Tensor::from_slice(&numbers)))
+                let numbers = Tensor::from_slice(&numbers);
+                let chosen = |tensor: &Tensor| tensor.index_select(0, &numbers);
+                Ok(Examples::whole(chosen(&examples.inputs), chosen(&examples.targets)))
             }
             Self::Streamed(streamed) => streamed.bring(request),
         }

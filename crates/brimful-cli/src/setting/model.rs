@@ -201,7 +201,10 @@ impl ModelName {
         match name {
             "digits" => data::digits(),
             "synthetic" => {
-                let sample = self.synthetic_sample().with_length(sequence);
+                let mut sample = self.synthetic_sample();
+                if let (Sample::Sequence { length, .. }, Some(tokens)) = (&mut sample, sequence) {
+                    *length = tokens;
+                }
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
             path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), sizes.image),
