@@ -108,11 +108,8 @@ fn folders_without_classes_or_images_are_told_in_a_line() {
     fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
     refused(&train, 1, "no image of the class cold can be read");
-    complains(
-        "train --image 32",
-        2,
-        "--image is for a folder of images, but --data digits is none",
-    );
+    let none = "--image is for a folder of images, but --data digits is none";
+    complains("train --image 32", 2, none);
     let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
     let train = format!("train --model {tiny} --from-scratch --data {data}");
     complains(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");

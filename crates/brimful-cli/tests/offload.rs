@@ -57,13 +57,10 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     within("32MB").stdout(predicate::str::contains("at home").not());
 }
 
-/// What a line says of where stages live.
-const AT_HOME_ON_THE_HOST: &str = "stages at home on the host";
-
 #[test]
 fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
     let said = |more: &str| run(&format!("{TRAIN} {more}")).success();
-    let at_home = || predicate::str::contains(AT_HOME_ON_THE_HOST);
+    let at_home = || predicate::str::contains("stages at home on the host");
     said(&format!("--memory-limit {LIMIT}")).stdout(at_home());
     said("--memory-limit 2300kB --stages 2").stdout(at_home());
     // Where there is room for it, or nothing is said of room, nothing is measured and all is as it was.

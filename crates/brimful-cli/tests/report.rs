@@ -160,12 +160,9 @@ fn files_that_are_no_run_files_are_refused_in_one_line() {
 #[test]
 fn a_page_that_cannot_be_written_leaves_nothing_behind() {
     let folder = folder("full");
+    let full = "cannot write '/dev/full': No space left on device (os error 28): make room";
     for (place, code, words) in [
-        (
-            "/dev/full",
-            1,
-            "cannot write '/dev/full': No space left on device (os error 28): make room",
-        ),
+        ("/dev/full", 1, full),
         ("/no/such/folder/page.html", 2, "there is no folder /no/such/folder"),
         (folder.to_str().expect("a path"), 2, "it is a folder: name a file"),
     ] {
