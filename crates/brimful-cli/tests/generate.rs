@@ -8,14 +8,6 @@ use std::sync::LazyLock;
 
 use program::{brimful, folder, refused, run, stdout};
 
-fn trained(folder: &Path) -> String {
-    let weights = folder.join("gpt.safetensors").display().to_string();
-    let text = program::text(folder);
-    let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8";
-    run(&format!("{train} --data {text} --save {weights}")).success();
-    weights
-}
-
 fn generated(weights: &str, arguments: &str) -> String {
     let mut generate = brimful();
     generate.args(["generate", "--device", "cpu", "--weights", weights, "--prompt", "A stage "]);
@@ -24,7 +16,11 @@ fn generated(weights: &str, arguments: &str) -> String {
 
 #[test]
 fn the_same_choice_makes_the_same_text() {
-    let weights = trained(&folder("generate"));
+    let folder = folder("generate");
+    let weights = folder.join("gpt.safetensors").display().to_string();
+    let text = program::text(&folder);
+    let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8";
+    run(&format!("{train} --data {text} --save {weights}")).success();
     // Longer than the model's context of 64.
     let greedy = generated(&weights, "--tokens 80 --temperature 0");
     assert!(greedy.starts_with("A stage ") && greedy.ends_with('\n'), "{greedy}");

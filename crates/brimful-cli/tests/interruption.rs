@@ -73,7 +73,8 @@ fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
         let training = Training::new(name, more);
         training.finish("whole", false);
         let mut run = training.begun("stopped");
-        signal(&run, "TERM");
+        let kill = format!("kill -TERM {}", run.id());
+        assert!(Process::new("sh").args(["-c", &kill]).status().expect("a shell").success());
         let mut told = String::new();
         run.stderr.take().expect("a pipe").read_to_string(&mut told).expect("text");
         assert_eq!(run.wait().expect("an end").code(), Some(143), "{told}");
@@ -83,9 +84,4 @@ fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
         training.compare("whole", "stopped");
         assert_eq!(names(&training.folder), ["stopped", "text", "whole"]);
     }
-}
-
-fn signal(run: &Child, name: &str) {
-    let line = format!("kill -{name} {}", run.id());
-    assert!(Process::new("sh").args(["-c", &line]).status().expect("a shell").success());
 }

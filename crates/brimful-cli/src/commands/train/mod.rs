@@ -144,8 +144,8 @@ fn look(
         }
     }
     let steps = trainer.steps_done();
-    let is_due = ends_epoch || is_due(trainer.options.files.save_every, steps) || trainer.is_over();
-    if is_due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
+    let due = ends_epoch || is_due(trainer.options.files.save_every, steps) || trainer.is_over();
+    if due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
 }
 
 /// Exact BatchNorms see the samples of one device.

@@ -84,8 +84,8 @@ impl Trainer {
         ranks::check(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
-        let (saved_to, in_epoch) = (folder.as_deref(), cut.steps());
-        let to_save = ToSave { options, layers: &layers, folder: saved_to, in_epoch };
+        let in_epoch = cut.steps();
+        let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
         let place = to_save.claim(&world)?;
         let over = dataset.train.mean_over();
         let inputs = || {
@@ -181,8 +181,8 @@ impl Trainer {
     /// Whether a test is due in the midst of an epoch: after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
-        let is_due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
-        is_due && steps > 0 && self.tests.last != Some(steps)
+        let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
+        due && steps > 0 && self.tests.last != Some(steps)
     }
 
     /// That of the next step.
