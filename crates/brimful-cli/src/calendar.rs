@@ -13,29 +13,22 @@ pub(crate) fn now() -> String {
 /// So many seconds after the beginning of 1970.
 fn written(seconds: u64) -> String {
     let (mut days, time) = (seconds / SECONDS_OF_A_DAY, seconds % SECONDS_OF_A_DAY);
-    let mut year = 1970;
-    while days >= days_of(year) {
-        days -= days_of(year);
-        year += 1;
-    }
     let mut month = 0;
-    while days >= days_of_month(year, month) {
-        days -= days_of_month(year, month);
+    while days >= days_of_month(month) {
+        days -= days_of_month(month);
         month += 1;
     }
+    let (year, month) = (1970 + month / 12, month % 12 + 1);
     let (hour, minute) = (time / 3600, time / 60 % 60);
-    format!("{year}-{:02}-{:02} {hour:02}:{minute:02} UTC", month + 1, days + 1)
+    format!("{year}-{month:02}-{:02} {hour:02}:{minute:02} UTC", days + 1)
 }
 
-fn days_of(year: u64) -> u64 {
-    (0..12).map(|month| days_of_month(year, month)).sum()
-}
-
-/// The month is counted from 0.
-fn days_of_month(year: u64, month: usize) -> u64 {
+/// Of the month that is so many after the first of 1970.
+fn days_of_month(month: usize) -> u64 {
+    let year = 1970 + month / 12;
     let is_leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let february = if is_leap { 29 } else { 28 };
-    [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31][month]
+    [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31][month % 12]
 }
 
 #[cfg(test)]

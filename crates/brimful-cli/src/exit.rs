@@ -111,6 +111,14 @@ macro_rules! ensure_use {
 }
 pub(crate) use ensure_use;
 
+/// Refuses the first of these flags that was said: it is for something else.
+pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Result<()> {
+    match flags.iter().find(|(_, is_said)| *is_said) {
+        Some((flag, _)) => Err(wrong_use(format!("--{flag} is for {purpose}"))),
+        None => Ok(()),
+    }
+}
+
 /// Something that is too large for the memory that there is.
 pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()

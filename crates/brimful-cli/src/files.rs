@@ -115,6 +115,11 @@ fn place(path: &Path) -> Option<PathBuf> {
     }
 }
 
+/// What stands in a file.
+pub(crate) fn text_of(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
 /// The folder that a file is in.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());

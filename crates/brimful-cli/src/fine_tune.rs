@@ -15,7 +15,7 @@ use brimful_models::pretrained::{
 use clap::Args;
 
 use crate::data::{self, Dataset, Sample, Synthetic};
-use crate::exit::{ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
@@ -42,13 +42,11 @@ impl FromStr for LoraFlag {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (rank, alpha) = match text.split_once(':') {
-            Some((rank, alpha)) => (rank, Some(alpha)),
-            None => (text, None),
-        };
+        let mut numbers = text.splitn(2, ':');
+        let rank = numbers.next().unwrap_or_default();
         let rank = words::counted(rank, "give a rank from 1 on, as in 8 or 8:16")?;
         let lora = Lora::new(rank as i64);
-        let Some(alpha) = alpha else { return Ok(Self(lora)) };
+        let Some(alpha) = numbers.next() else { return Ok(Self(lora)) };
         let alpha = alpha.parse().ok().filter(|alpha: &f64| alpha.is_finite() && *alpha > 0.0);
         let alpha = alpha.ok_or("give an alpha above 0 after the colon, as in 8:16")?;
         Ok(Self(Lora { alpha, ..lora }))
@@ -65,13 +63,8 @@ impl fmt::Display for LoraFlag {
 impl FineTuneOptions {
     /// Those of a model that is no folder's: there are none.
     pub(crate) fn check_absent(&self) -> Result<()> {
-        let said = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
-        match said.into_iter().find(|(_, is_said)| *is_said) {
-            Some((flag, _)) => {
-                Err(wrong_use(format!("--{flag} is for a model of a folder: give --model FOLDER")))
-            }
-            None => Ok(()),
-        }
+        let flags = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
+        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")
     }
 }
 
@@ -144,13 +137,10 @@ impl FineTune {
 
     /// Refuses a place for the folder of `--save` that would lose something.
     pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
-        let is_same = |other: &Path| match (folder.canonicalize(), other.canonicalize()) {
-            (Ok(one), Ok(other)) => one == other,
-            _ => false,
-        };
+        let [there, read] = [folder, self.pretrained.folder()].map(|path| path.canonicalize().ok());
         let shown = folder.display();
         ensure_use!(
-            !is_same(self.pretrained.folder()),
+            there.is_none() || there != read,
             "--save {shown} would overwrite what --model reads: name another folder"
         );
         let place = match self.writes_adapter() {

@@ -1,13 +1,13 @@
 //! How a folder writes conversations: its template, and the tokens that this one knows by name.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, anyhow};
 use serde_json::Value;
 
+use crate::files::text_of;
 use crate::jinja_template::JinjaTemplate;
 
 /// The file that says it.
@@ -59,10 +59,6 @@ impl FolderTemplate {
     }
 }
 
-fn text_of(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
-}
-
 /// A token stands there as text, or with how it is found in texts.
 fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
@@ -77,6 +73,8 @@ fn usual_template(told: &Value) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn read(files: &[(&str, &str)]) -> Result<Option<FolderTemplate>> {

@@ -64,10 +64,13 @@ impl StageHomes {
     /// Measures the layers with this micro-batch's inputs and targets, and plans: what fits stays on its device.
     pub fn plan(
         layers: &Layers,
-        micro_batch: (&Tensor, &Tensor),
+        (inputs, targets): (&Tensor, &Tensor),
         question: HomeQuestion,
     ) -> Result<Self> {
-        HomePlan::new(layers, micro_batch, question)?.settle()
+        let inputs = typed(inputs, question.kind);
+        let profile = measured_with_loss(layers, (&inputs, targets), &question)?;
+        let micro_batches = question.batch_size.div_ceil(batch::len(&inputs)?.max(1));
+        HomePlan { question, profile, micro_batches }.settle()
     }
 }
 
@@ -111,18 +114,6 @@ struct HomePlan {
 }
 
 impl HomePlan {
-    /// Measures the layers.
-    fn new(
-        layers: &Layers,
-        (inputs, targets): (&Tensor, &Tensor),
-        question: HomeQuestion,
-    ) -> Result<Self> {
-        let inputs = typed(inputs, question.kind);
-        let profile = measured_with_loss(layers, (&inputs, targets), &question)?;
-        let micro_batches = question.batch_size.div_ceil(batch::len(&inputs)?.max(1));
-        Ok(Self { question, profile, micro_batches })
-    }
-
     fn settle(&self) -> Result<StageHomes> {
         let HomeQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
         let mut request = self.request();

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use brimful::save::{self, Metadata};
 use tch::Tensor;
-use tch::nn::VarStore;
 
 use crate::exit::wrong_use;
 use crate::named::{self, Comparison, Named};
@@ -95,8 +94,7 @@ impl SavedWeights {
     }
 
     /// Gives every variable the tensor of its name. Nothing is changed if they do not go together.
-    pub(crate) fn put_into(self, store: &VarStore, model: ModelName) -> Result<()> {
-        let variables: Named = store.variables().into_iter().collect();
+    pub(crate) fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
             let path = self.path.display();

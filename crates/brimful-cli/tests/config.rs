@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use predicates::prelude::*;
-use program::{folder, lines, run};
+use program::{complains, folder, lines, run};
 use serde_json::Value;
 
 /// A file of this text in a folder of its own.
@@ -109,10 +109,6 @@ fn what_cannot_be_is_refused_with_file_and_line() {
     for (text, expected) in cases {
         let path = config("config-refused", text);
         let expected = expected.replace("RUN", &path.display().to_string());
-        run(&format!("train --config {}", path.display())).code(2).stderr(
-            predicate::str::starts_with("brimful: ")
-                .and(predicate::str::contains(&*expected))
-                .and(predicate::function(|text: &str| text.lines().count() == 1)),
-        );
+        complains(&format!("train --config {}", path.display()), 2, &expected);
     }
 }

@@ -6,9 +6,8 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::process::Command as Process;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, names, run, stderr};
+use program::{folder, like, names, refused, run};
 
 #[test]
 fn a_device_is_written_to_and_stays_one() {
@@ -17,12 +16,8 @@ fn a_device_is_written_to_and_stays_one() {
         ("plan -s 2 -m 4", "--trace"),
         ("train --epochs 1 --device cpu", "--save"),
     ] {
-        run(&format!("{arguments} {flag} /dev/full")).code(1).stderr(
-            predicate::str::is_match(
-                "^brimful: cannot write '/dev/full': No space left on device.*\n$",
-            )
-            .expect("a pattern"),
-        );
+        let says = like("^brimful: cannot write '/dev/full': No space left on device.*\n$");
+        run(&format!("{arguments} {flag} /dev/full")).code(1).stderr(says);
         let device = fs::metadata("/dev/full").expect("still there");
         assert!(device.file_type().is_char_device());
     }
@@ -68,7 +63,7 @@ fn a_folder_that_cannot_be_written_is_refused_before_the_first_step() {
                  --save /no/such/folder";
     let says = "^brimful: --save /no/such/folder: nothing can be written beside it; make its folder first, or \
                 name another: No such file.*\n$";
-    run(train).code(1).stderr(predicate::str::is_match(says).expect("a pattern"));
+    run(train).code(1).stderr(like(says));
 }
 
 /// What is written while the next step runs is written to its end, even where that step fails.
@@ -77,11 +72,10 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     let folder = folder("broken-off");
     let file = folder.join("run.safetensors");
     let train = "train --device cpu --optimizer sgd --learning-rate 1e30 --save-every 1 --save";
-    let broken = run(&format!("{train} {}", file.display())).code(1);
     let words = "step 2: this step was not taken; lower --learning-rate";
-    broken.stderr(predicate::str::contains(words));
+    refused(&format!("{train} {}", file.display()), 1, words);
     assert_eq!(names(&folder), ["run.safetensors"]);
-    let (_, told) = save::read(&file).expect("a whole file");
+    let (_, told) = program::saved(&file);
     assert_eq!((told["epoch"].as_str(), told["step"].as_str()), ("0", "1"));
 }
 
@@ -99,21 +93,6 @@ fn a_disk_without_room_is_refused_before_the_first_step() {
     fs::write(model.join("config.json"), config).expect("written");
     let text = program::text(&folder);
     let train = format!("train --from-scratch --device cpu --data {text} --sequence 8");
-    let refused = |save: &str, more: &str| {
-        let (model, save) = (model.display(), folder.join(save));
-        let save = save.display();
-        let said = stderr(&run(&format!("{train} --model {model} {more} --save {save}")).code(1));
-        assert_eq!(names(&folder), ["model", "text"]);
-        said
-    };
-    let said = |save: &str, needs: &str| {
-        let path = folder.join(save);
-        format!(
-            "^brimful: --save {}: it needs {needs}, but its disk has [0-9.]+ .i?B free: make room there, or \
-                 save elsewhere\n$",
-            path.display()
-        )
-    };
     let bytes = "[0-9.]+ TiB";
     for (save, more, needs) in [
         ("run.safetensors", "--max-steps 1", bytes.to_owned()),
@@ -121,9 +100,13 @@ fn a_disk_without_room_is_refused_before_the_first_step() {
         ("run.safetensors", "--epochs 5 --keep 3", format!(r"{bytes} \(4 files of {bytes}: .*\)")),
         ("tuned", "--max-steps 1", bytes.to_owned()),
     ] {
-        let (found, expected) = (refused(save, more), said(save, &needs));
-        let pattern = predicate::str::is_match(&expected).expect("a pattern");
-        assert!(pattern.eval(&found), "{expected}\n{found}");
+        let (model, save) = (model.display(), folder.join(save).display().to_string());
+        let refused = run(&format!("{train} --model {model} {more} --save {save}")).code(1);
+        assert_eq!(names(&folder), ["model", "text"]);
+        refused.stderr(like(&format!(
+            "^brimful: --save {save}: it needs {needs}, but its disk has [0-9.]+ .i?B free: make room there, or \
+             save elsewhere\n$"
+        )));
     }
 }
 

@@ -5,9 +5,8 @@ mod program;
 use std::fs;
 use std::path::Path;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, json_lines, lines, run, stderr};
+use program::{complains, folder, json_lines, lines, refused, run, stderr};
 
 /// Images of a class: warm or cold, with a grain of their own each.
 fn fill(class: &Path, count: u32, warm: bool) {
@@ -17,12 +16,6 @@ fn fill(class: &Path, count: u32, warm: bool) {
         let path = class.join(format!("{number:03}.{ending}"));
         program::picture(40, 30 + number, warm, number).save(path).expect("written");
     }
-}
-
-fn refused(line: &str, code: i32, complaint: &str) {
-    let told = stderr(&run(line).code(code));
-    assert!(told.starts_with("brimful: ") && told.lines().count() == 1, "{told}");
-    assert!(told.contains(complaint), "{told}");
 }
 
 #[test]
@@ -53,7 +46,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     let last = json_lines(&trained).pop().expect("a line");
     assert_eq!(last["test_accuracy"], 1.0);
 
-    let (tensors, metadata) = save::read(&saved).expect("a saved run");
+    let (tensors, metadata) = program::saved(&saved);
     assert_eq!((&*metadata["classes"], &*metadata["image"]), ("[\"cold\",\"warm\"]", "16"));
     let head = tensors.iter().find(|(name, _)| name == "fc.weight").expect("torchvision's name");
     assert_eq!(head.1.size(), [2, 512]);
@@ -71,7 +64,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     assert_eq!(indices, [0, 2, 3, 4, 5].map(Some));
     fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");
     fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
-    refused(
+    complains(
         &format!("predict --device cpu --weights {saved} --data {data} --image 16"),
         2,
         "the model knows the classes cold, warm, but the data have cold, hot",
@@ -95,7 +88,7 @@ fn halves_of_their_own_are_trained_and_tested_on() {
     );
     fs::remove_dir_all(folder.join("val/cold")).expect("removed");
     fill(&folder.join("val/windy"), 3, false);
-    refused(&line, 1, "val lacks the class cold: give both halves the same classes");
+    complains(&line, 1, "val lacks the class cold: give both halves the same classes");
 }
 
 #[test]
@@ -103,20 +96,21 @@ fn folders_without_classes_or_images_are_told_in_a_line() {
     let folder = folder("no-images");
     let data = folder.display().to_string();
     let train = format!("train --device cpu --model resnet18 --data {data}");
-    refused(&train, 1, "nor a subfolder");
+    complains(&train, 1, "nor a subfolder");
     fill(&folder.join("warm"), 3, true);
-    refused(&train, 1, "has 1 subfolders with images, but 2 are needed");
+    complains(&train, 1, "has 1 subfolders with images, but 2 are needed");
     fs::create_dir(folder.join("cold")).expect("a folder");
-    refused(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
+    complains(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
     for class in ["one/warm", "one/cold"] {
         fill(&folder.join(class), 1, class == "one/warm");
     }
-    refused(&format!("{train}/one"), 1, "has one image in each class, so that none is left");
+    complains(&format!("{train}/one"), 1, "has one image in each class, so that none is left");
     fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
-    run(&train).code(1).stderr(predicate::str::contains("no image of the class cold can be read"));
-    refused("train --image 32", 2, "--image is for a folder of images, but --data digits is none");
+    refused(&train, 1, "no image of the class cold can be read");
+    let none = "--image is for a folder of images, but --data digits is none";
+    complains("train --image 32", 2, none);
     let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
     let train = format!("train --model {tiny} --from-scratch --data {data}");
-    refused(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");
+    complains(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");
 }

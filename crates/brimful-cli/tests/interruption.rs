@@ -4,36 +4,29 @@ mod program;
 
 use std::io::Read;
 use std::path::PathBuf;
-use std::process::{Child, Command as Process, Stdio};
+use std::process::{Child, Command as Process};
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
-use program::{folder, names, text};
+use program::{folder, names, saved, start_in, text};
 
 /// A training of a model with dropout, in a folder of its own.
 struct Training {
     folder: PathBuf,
-    data: String,
-    more: &'static [&'static str],
+    more: &'static str,
 }
 
 impl Training {
-    fn new(name: &str, more: &'static [&'static str]) -> Self {
+    fn new(name: &str, more: &'static str) -> Self {
         let folder = folder(name);
-        Self { data: text(&folder), folder, more }
+        text(&folder);
+        Self { folder, more }
     }
 
     fn start(&self, file: &str, resume: bool) -> Child {
-        let path = self.folder.join(file);
-        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-        process.args(["train", "--model", "gpt", "--device", "cpu", "--data", &self.data]);
-        process.args(["--batch-size", "10", "--epochs", "4", "--save"]).arg(&path).args(self.more);
-        if resume {
-            process.arg("--resume").arg(&path);
-        }
-        process.stdout(Stdio::null()).stderr(Stdio::piped()).env_remove("LD_LIBRARY_PATH");
-        process.spawn().expect("a run")
+        let resume = if resume { format!("--resume {file}") } else { String::new() };
+        let train = "train --model gpt --device cpu --data text --batch-size 10 --epochs 4";
+        start_in(&self.folder, &format!("{train} --save {file} {} {resume}", self.more))
     }
 
     fn finish(&self, file: &str, resume: bool) {
@@ -53,15 +46,13 @@ impl Training {
 
     /// Dropout, Adam's moments and the order of the samples have all come back.
     fn compare(&self, file: &str, other: &str) {
-        let read = |file: &str| save::read(self.folder.join(file)).expect("a saved run");
-        assert_eq!(read(file), read(other));
+        assert_eq!(saved(self.folder.join(file)), saved(self.folder.join(other)));
     }
 }
 
 #[test]
 fn a_killed_run_goes_on_to_the_same_parameters() {
-    let training =
-        Training::new("killed", &["--micro-batch", "4", "--learning-rate-decay", "cosine"]);
+    let training = Training::new("killed", "--micro-batch 4 --learning-rate-decay cosine");
     training.finish("whole", false);
     let mut run = training.begun("killed");
     run.kill().expect("killed");
@@ -76,16 +67,14 @@ fn a_killed_run_goes_on_to_the_same_parameters() {
 #[test]
 fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
     for (name, more) in [
-        ("stopped", &["--micro-batch", "4"] as &[&str]),
-        (
-            "stopped-stages",
-            &["--stages", "2", "--micro-batches", "3", "--learning-rate-decay", "linear"],
-        ),
+        ("stopped", "--micro-batch 4"),
+        ("stopped-stages", "--stages 2 --micro-batches 3 --learning-rate-decay linear"),
     ] {
         let training = Training::new(name, more);
         training.finish("whole", false);
         let mut run = training.begun("stopped");
-        signal(&run, "TERM");
+        let kill = format!("kill -TERM {}", run.id());
+        assert!(Process::new("sh").args(["-c", &kill]).status().expect("a shell").success());
         let mut told = String::new();
         run.stderr.take().expect("a pipe").read_to_string(&mut told).expect("text");
         assert_eq!(run.wait().expect("an end").code(), Some(143), "{told}");
@@ -95,9 +84,4 @@ fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
         training.compare("whole", "stopped");
         assert_eq!(names(&training.folder), ["stopped", "text", "whole"]);
     }
-}
-
-fn signal(run: &Child, name: &str) {
-    let line = format!("kill -{name} {}", run.id());
-    assert!(Process::new("sh").args(["-c", &line]).status().expect("a shell").success());
 }

@@ -6,13 +6,12 @@ mod program;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command as Process, Stdio};
+use std::process::Child;
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, names, train_in as train};
+use program::{folder, names, saved, start_in, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
 
@@ -22,7 +21,7 @@ fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
 
 /// The model of a saved run.
 fn model(path: &Path) -> BTreeMap<String, Tensor> {
-    let (tensors, _) = save::read(path).expect("a saved run");
+    let (tensors, _) = saved(path);
     tensors.into_iter().filter(|(name, _)| !name.starts_with("optimizer.")).collect()
 }
 
@@ -114,8 +113,8 @@ fn the_best_and_the_newest_files_are_kept() {
         "n.step-40.safetensors",
     ];
     assert_eq!(names(&folder), expected);
-    let (_, last) = save::read(folder.join("b.safetensors")).expect("a saved run");
-    let (_, best) = save::read(folder.join("b.best.safetensors")).expect("a saved run");
+    let [last, best] =
+        ["b", "b.best"].map(|name| saved(folder.join(format!("{name}.safetensors"))).1);
     assert_eq!(last["best-step"], best["best-step"]);
     train(&folder, "--keep best").code(2).stderr(predicate::str::contains("--save"));
 }
@@ -147,21 +146,11 @@ struct LongRun {
 }
 
 impl LongRun {
-    fn new(name: &str, place: &'static str) -> Self {
-        Self { folder: folder(name), place }
-    }
-
-    fn start(&self, resume: bool) -> std::process::Child {
-        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-        process.current_dir(&self.folder).env_remove("LD_LIBRARY_PATH");
-        process.args(["train", "--device", "cpu", "--threads", "1"]);
-        process.args(LONG.split_whitespace()).args(["--save", "m.safetensors"]);
-        process.args(self.place.split_whitespace());
-        process.args(["--log", "log.csv", "--events", "events"]);
-        if resume {
-            process.args(["--resume", "m.safetensors"]);
-        }
-        process.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a run")
+    fn start(&self, resume: bool) -> Child {
+        let resume = if resume { "--resume m.safetensors" } else { "" };
+        let files = "--save m.safetensors --log log.csv --events events";
+        let train = format!("train --device cpu --threads 1 {LONG} {files} {resume}");
+        start_in(&self.folder, &format!("{train} {}", self.place))
     }
 
     /// The log without what depends on time.
@@ -178,17 +167,17 @@ impl LongRun {
 
 #[test]
 fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
-    let whole = LongRun::new("long-whole", ON_THE_DEVICE);
-    check_killed(&whole, &LongRun::new("long-killed", ON_THE_DEVICE));
+    check_killed("long", ON_THE_DEVICE);
 }
 
 #[test]
 fn so_does_one_whose_optimizer_was_at_work_at_home() {
-    let whole = LongRun::new("home-whole", AT_HOME);
-    check_killed(&whole, &LongRun::new("home-killed", AT_HOME));
+    check_killed("home", AT_HOME);
 }
 
-fn check_killed(whole: &LongRun, killed: &LongRun) {
+fn check_killed(name: &str, place: &'static str) {
+    let [whole, killed] = ["whole", "killed"]
+        .map(|which| LongRun { folder: folder(&format!("{name}-{which}")), place });
     assert!(whole.start(false).wait().expect("an end").success());
     let file = killed.folder.join("m.safetensors");
     for kill in 0..3 {
@@ -219,8 +208,8 @@ fn check_killed(whole: &LongRun, killed: &LongRun) {
         .collect();
     assert_eq!(left, expected);
     for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {
-        let read = |run: &LongRun| save::read(run.folder.join(name)).expect("a saved run");
-        assert_eq!(read(whole), read(killed), "{name}");
+        let [whole, killed] = [&whole, &killed].map(|run| saved(run.folder.join(name)));
+        assert_eq!(whole, killed, "{name}");
     }
     assert_eq!(whole.log(), killed.log());
 }

@@ -4,9 +4,8 @@ mod program;
 
 use std::fs;
 
-use brimful::save;
 use predicates::prelude::*;
-use program::{folder, lines, run, stderr, text};
+use program::{assert_alike, folder, like, lines, refused, run, stderr, text, train_in};
 use serde_json::Value;
 
 /// Weights, gradients and AdamW's moments of the mlp take more.
@@ -36,24 +35,13 @@ fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_roo
 #[test]
 fn a_run_goes_on_at_home_and_back_on_the_device() {
     let folder = folder("offload-resume");
-    let path = |name: &str| folder.join(name).display().to_string();
-    let train = |epochs: usize, from: Option<&str>, to: &str, more: &str| {
-        let resume = from.map(|from| format!("--resume {}", path(from))).unwrap_or_default();
-        let train = format!("train --device cpu --dtype f64 --ema 0.9 --epochs {epochs} {resume}");
-        run(&format!("{train} --save {} {more}", path(to))).success();
-    };
+    let train = |line: &str| train_in(&folder, &format!("--dtype f64 --ema 0.9 {line}")).success();
     let at_home = format!("{AT_HOME} --memory-limit 5200kB");
-    train(1, None, "one", &at_home);
-    train(2, Some("one"), "home", &at_home);
-    train(2, Some("one"), "device", "--micro-batches 4");
-    let (home, device) = (save::read(path("home")), save::read(path("device")));
-    let (home, device) = (home.expect("home").0, device.expect("device").0);
-    assert_eq!(home.len(), device.len());
-    for ((name, expected), (name_too, got)) in device.iter().zip(&home) {
-        assert_eq!(name, name_too);
-        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
-    }
-    train(3, Some("home"), "back", "");
+    train(&format!("--epochs 1 --save one {at_home}"));
+    train(&format!("--epochs 2 --resume one --save home {at_home}"));
+    train("--epochs 2 --resume one --save device --micro-batches 4");
+    assert_alike(folder.join("device"), folder.join("home"));
+    train("--epochs 3 --resume home --save back");
 }
 
 /// The mlp's first layer has most of its parameters: within the limit, one of the others stays.
@@ -61,21 +49,18 @@ fn a_run_goes_on_at_home_and_back_on_the_device() {
 fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let within = |limit| run(&format!("{TRAIN} --offload auto --memory-limit {limit}")).success();
     let stages = "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, ";
-    let why = predicate::str::is_match(
+    let why = like(
         "breadth-first-3, [12] of 3 stages at home on the host \\(.*\\), [1-3] computed again: all on the device \
          would take .* of its 2.48 MiB",
     );
-    within(LIMIT).stdout(predicate::str::contains(stages).and(why.expect("a pattern")));
+    within(LIMIT).stdout(predicate::str::contains(stages).and(why));
     within("32MB").stdout(predicate::str::contains("at home").not());
 }
-
-/// What a line says of where stages live.
-const AT_HOME_ON_THE_HOST: &str = "stages at home on the host";
 
 #[test]
 fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
     let said = |more: &str| run(&format!("{TRAIN} {more}")).success();
-    let at_home = || predicate::str::contains(AT_HOME_ON_THE_HOST);
+    let at_home = || predicate::str::contains("stages at home on the host");
     said(&format!("--memory-limit {LIMIT}")).stdout(at_home());
     said("--memory-limit 2300kB --stages 2").stdout(at_home());
     // Where there is room for it, or nothing is said of room, nothing is measured and all is as it was.
@@ -198,6 +183,6 @@ fn what_cannot_be_is_one_clear_line() {
         ),
         ("--trace trace.json", "--trace is for a model in stages"),
     ] {
-        run(&format!("train {flags}")).code(2).stderr(predicate::str::contains(expected));
+        refused(&format!("train {flags}"), 2, expected);
     }
 }

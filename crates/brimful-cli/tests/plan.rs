@@ -4,24 +4,20 @@
 
 mod program;
 
-use std::process::Output;
-
-use program::brimful;
-
-fn plan(arguments: &str) -> Output {
-    brimful().arg("plan").args(arguments.split(' ')).output().unwrap()
-}
+use program::{run, stderr, stdout};
+use serde_json::Value;
 
 fn answer(arguments: &str) -> String {
-    let output = plan(arguments);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    stdout(&run(&format!("plan {arguments}")).success())
+}
+
+fn rows(arguments: &str) -> Value {
+    let answer: Value = serde_json::from_str(&answer(&format!("{arguments} --json"))).unwrap();
+    answer["rows"].clone()
 }
 
 fn refusal(arguments: &str) -> String {
-    let output = plan(arguments);
-    assert!(!output.status.success());
-    String::from_utf8(output.stderr).unwrap()
+    stderr(&run(&format!("plan {arguments}")).failure())
 }
 
 #[test]
@@ -46,11 +42,9 @@ fn plans_a_profile() {
     let arguments =
         "--profile tests/data/model.toml --batch-size 64 --stages 4 --memory-limit 600MiB";
     insta::assert_snapshot!(answer(arguments));
-    let json: serde_json::Value =
-        serde_json::from_str(&answer(&format!("{arguments} --json"))).unwrap();
-    let rows = json["rows"].as_array().unwrap();
+    let rows = rows(arguments);
     assert_eq!(rows[0]["fits"], true);
-    assert!(rows.len() > 90, "every alternative is there");
+    assert!(rows.as_array().unwrap().len() > 90, "every alternative is there");
 }
 
 /// Weights with Adam's state take more than the card has: what each stage keeps is said, in words and JSON.
@@ -58,13 +52,12 @@ fn plans_a_profile() {
 fn what_does_not_fit_on_the_card_lives_on_the_host() {
     let card = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
                 --micro-batches 8 --memory-limit 300MiB";
-    assert!(!plan(card).status.success(), "without a host nothing fits");
+    // Without a host nothing fits.
+    refusal(card);
     let hosted = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
     let shown = answer(&hosted);
     assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
-    let json: serde_json::Value =
-        serde_json::from_str(&answer(&format!("{hosted} --json"))).unwrap();
-    let best = &json["rows"][0];
+    let best = &rows(&hosted)[0];
     assert_eq!(best["fits"], true);
     assert!(best["host_bytes"].as_u64() > Some(0), "{best}");
     let stages = best["stages"].as_array().unwrap();
@@ -82,12 +75,10 @@ fn what_does_not_fit_on_the_card_lives_on_the_host() {
 #[test]
 fn plans_a_model_that_it_measures() {
     for (model, layers) in [("mlp", 6), ("gpt", 9)] {
-        let arguments =
-            format!("--model {model} --batch-size 32 --stages 2 --memory-limit 1GiB --json");
-        let json: serde_json::Value = serde_json::from_str(&answer(&arguments)).unwrap();
-        let best = &json["rows"][0];
+        let best =
+            &rows(&format!("--model {model} --batch-size 32 --stages 2 --memory-limit 1GiB"))[0];
         let balance = best["balance"].as_array().unwrap();
-        let sum: u64 = balance.iter().filter_map(serde_json::Value::as_u64).sum();
+        let sum: u64 = balance.iter().filter_map(Value::as_u64).sum();
         assert_eq!((sum, &best["fits"]), (layers, &true.into()), "{best}");
         assert!(best["makespan"].as_f64() > Some(0.0), "{best}");
         let peaks = best["peak_bytes"].as_array().unwrap();

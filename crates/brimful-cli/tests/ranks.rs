@@ -36,12 +36,20 @@ fn losses(output: &Output) -> Vec<f64> {
     lines.map(|line| loss(line).expect("a loss")).collect()
 }
 
-/// All ranks end with this code, and each of them says these words.
-fn assert_all_say(ranks: usize, flags: &[&str], code: i32, words: &str) {
-    let output = train(Some(ranks), flags);
+/// All ranks end with this code, and each of them says all of these words.
+fn assert_all_say(output: &Output, ranks: usize, code: i32, all: &[&str]) {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{flags:?}: {said}");
-    assert_eq!(said.matches(words).count(), ranks, "every rank says it: {flags:?}: {said}");
+    assert_eq!(output.status.code(), Some(code), "{said}");
+    for words in all {
+        assert_eq!(said.matches(words).count(), ranks, "every rank says {words}: {said}");
+    }
+}
+
+/// A file that is not there yet.
+fn new_file(name: &str) -> String {
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_file(&file);
+    file.display().to_string()
 }
 
 fn assert_alike(a: &[f64], b: &[f64]) {
@@ -51,9 +59,7 @@ fn assert_alike(a: &[f64], b: &[f64]) {
 
 #[test]
 fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
-    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("ranks.safetensors");
-    let _ = fs::remove_file(&file);
-    let file = file.to_str().expect("text");
+    let file = &new_file("ranks.safetensors");
     let alone = losses(&train(None, &["--stages", "2", "--epochs", "3"]));
     let flags = ["--stages", "2", "--epochs", "2", "--save", file];
     assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
@@ -67,9 +73,7 @@ fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
 
 #[test]
 fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
-    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("replicas.safetensors");
-    let _ = fs::remove_file(&file);
-    let file = file.to_str().expect("text");
+    let file = &new_file("replicas.safetensors");
     let alone = losses(&train(None, &["--epochs", "3"]));
     assert_alike(&losses(&train(Some(2), &["--replicas", "2", "--epochs", "2"])), &alone[..2]);
     // Two in each rank.
@@ -86,11 +90,8 @@ fn ranks_that_were_told_different_things_are_refused_before_they_train() {
     let program = env!("CARGO_BIN_EXE_brimful");
     let other = [":", "-n", "1", program, "train", "--device", "cpu", "--replicas", "2"];
     let flags = [&["--replicas", "2", "--batch-size", "64"], &other[..]].concat();
-    let output = train(Some(1), &flags);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{said}");
     let words = "rank 1 has --batch-size 128, but rank 0 has --batch-size 64: say the same to all";
-    assert_eq!(said.matches(words).count(), 2, "every rank says it: {said}");
+    assert_all_say(&train(Some(1), &flags), 2, 2, &[words]);
 }
 
 #[test]
@@ -106,7 +107,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
             "3 ranks cannot be divided into 2 replicas of as many ranks each: start a multiple of 2, as in mpirun -n 2",
         ),
     ] {
-        assert_all_say(3, flags, 2, words);
+        assert_all_say(&train(Some(3), flags), 3, 2, &[words]);
     }
 }
 
@@ -114,13 +115,9 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
 fn a_loss_that_is_no_number_is_told_by_every_rank_in_the_words_of_the_program() {
     for way in ["--replicas", "--stages"] {
         let flags = [way, "2", "--optimizer", "sgd", "--learning-rate", "1e30", "--epochs", "1"];
-        let output = train(Some(2), &flags);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{said}");
         let words = "in epoch 1, step 2: this step was not taken; lower --learning-rate (it is 1e30), or look at \
                      the data\n";
-        assert_eq!(said.matches(words).count(), 2, "{way}: {said}");
-        assert_eq!(said.matches("brimful: the loss is ").count(), 2, "{way}: {said}");
+        assert_all_say(&train(Some(2), &flags), 2, 1, &["brimful: the loss is ", words]);
     }
 }
 
@@ -132,5 +129,5 @@ fn a_place_that_another_run_saves_to_is_refused_by_every_rank() {
     let file = folder.path().join("model.safetensors");
     let flags = ["--replicas", "2", "--epochs", "1", "--save", file.to_str().expect("text")];
     let words = "model.safetensors: another program writes it now: name another file\n";
-    assert_all_say(2, &flags, 1, words);
+    assert_all_say(&train(Some(2), &flags), 2, 1, &[words]);
 }

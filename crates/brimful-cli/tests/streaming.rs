@@ -6,12 +6,11 @@ mod program;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
-use std::process::{Command as Process, Stdio};
+use std::process::Stdio;
 use std::thread::sleep;
 use std::time::Duration;
 
-use brimful::save;
-use program::{folder, train_in};
+use program::{folder, process, saved, train_in};
 
 /// A model so small that a test of megabytes takes seconds.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 8,
@@ -29,10 +28,8 @@ fn check_resumed(folder: &Path, line: &str) {
     ] {
         train_in(folder, &format!("{line} {steps}")).success();
     }
-    let [(whole, told), (rest, told_again)] = ["whole", "rest"].map(|name| {
-        let path = folder.join(name).with_extension("safetensors");
-        save::read(&path).expect("a saved run")
-    });
+    let [(whole, told), (rest, told_again)] =
+        ["whole.safetensors", "rest.safetensors"].map(|name| saved(folder.join(name)));
     // The epochs have five steps.
     assert_eq!((&*told["epoch"], &*told["step"]), ("1", "2"));
     assert_eq!(told, told_again);
@@ -49,34 +46,24 @@ fn lines(count: usize, line: impl Fn(usize) -> String) -> String {
 }
 
 #[test]
-fn a_run_on_text_goes_on_within_an_epoch() {
-    let folder = folder("streamed-text");
+fn a_run_on_text_documents_or_conversations_goes_on_within_an_epoch() {
     // 40 sequences of 8 to train on.
-    fs::write(folder.join("book.txt"), lines(52, |number| format!("{number:06}")))
-        .expect("written");
-    check_resumed(&folder, "--model gpt --data book.txt --sequence 8");
-}
-
-#[test]
-fn a_run_on_documents_goes_on_within_an_epoch() {
-    let folder = folder("streamed-documents");
-    let document = |number| format!("{{\"text\": \"{number:06}\"}}");
-    fs::write(folder.join("book.jsonl"), lines(52, document)).expect("written");
-    check_resumed(&folder, "--model gpt --data book.jsonl --sequence 8");
-}
-
-#[test]
-fn a_run_on_conversations_goes_on_within_an_epoch() {
-    let folder = folder("streamed-conversations");
-    let conversation = |number| {
+    let text = lines(52, |number| format!("{number:06}"));
+    let documents = lines(52, |number| format!("{{\"text\": \"{number:06}\"}}"));
+    let conversations = lines(44, |number| {
         format!(
             "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{number}?\"}}, {{\"role\": \"assistant\", \
              \"content\": \"{}\"}}]}}",
             "!".repeat(number % 9)
         )
-    };
-    fs::write(folder.join("chat.jsonl"), lines(44, conversation)).expect("written");
-    check_resumed(&folder, "--model gpt --data chat.jsonl --sequence 64");
+    });
+    for (name, data, length) in
+        [("book.txt", text, 8), ("book.jsonl", documents, 8), ("chat.jsonl", conversations, 64)]
+    {
+        let folder = folder(&format!("streamed-{name}"));
+        fs::write(folder.join(name), data).expect("written");
+        check_resumed(&folder, &format!("--model gpt --data {name} --sequence {length}"));
+    }
 }
 
 #[test]
@@ -98,16 +85,13 @@ fn a_run_on_images_goes_on_within_an_epoch() {
 fn peak_of_training(folder: &Path, data: &str) -> u64 {
     let log = folder.join("steps.csv");
     let _ = fs::remove_file(&log);
-    let mut training = Process::new(env!("CARGO_BIN_EXE_brimful"));
-    training
-        .current_dir(folder)
-        .env("OMP_NUM_THREADS", "1")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
+    let mut training = process();
+    training.current_dir(folder).env("OMP_NUM_THREADS", "1");
     let line = "train --device cpu --model tiny --from-scratch --sequence 500 --batch-size 64 --micro-batch 64 \
                 --log steps.csv --data";
     training.args(line.split_whitespace()).arg(data);
-    let mut training = training.spawn().expect("it starts");
+    let training = training.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut training = training.expect("it starts");
     let status = format!("/proc/{}/status", training.id());
     // A heading and five steps.
     while fs::read_to_string(&log).unwrap_or_default().lines().count() < 6 {

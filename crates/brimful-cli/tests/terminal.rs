@@ -5,8 +5,7 @@ mod program;
 use std::path::Path;
 use std::process::Command as Process;
 
-use brimful::save;
-use program::{folder, text};
+use program::{folder, saved, text};
 use rexpect::process::WaitStatus;
 use rexpect::session::{PtySession, spawn_command};
 
@@ -115,7 +114,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     session.exp_string("finishing the step; once more ends at once").expect("a notice");
     session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
     let rest = ends(session, 130);
-    let (_, told) = save::read(&stopped).expect("saved");
+    let (_, told) = saved(&stopped);
     assert_ne!((told["epoch"].as_str(), told["step"].as_str()), ("0", "0"));
     assert_ne!(told["epoch"], "3");
 
@@ -124,7 +123,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
         rest.lines().find_map(|line| line.split_once("brimful train")).expect("a command").1;
     assert!(command.contains("--resume"), "{command}");
     ends(on_a_terminal(&format!("train{command}")), 0);
-    assert_eq!(save::read(&stopped).expect("stopped"), save::read(&whole).expect("whole"));
+    assert_eq!(saved(&stopped), saved(&whole));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use proc_macro2::TokenStream;
 use quote::quote;
-use syn::{Attribute, Data, DeriveInput, Error, Generics, Member, Result, parse_quote};
+use syn::{Attribute, Data, DeriveInput, Error, Field, Generics, Member, Result, parse_quote};
 
 const NOT_AN_ENUM: &str = "`Batch` cannot be derived for an enum: make it a struct with `Option` \
     fields, or implement `brimful::Batch` by hand (its documentation shows how)";
@@ -23,106 +23,58 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
     if let Some(attribute) = batch_attributes(&input.attrs).next() {
         return Err(Error::new_spanned(attribute, "`#[batch(shared)]` goes above a field"));
     }
-    let fields = read_fields(input)?;
+    let (members, functions) = read_fields(input)?;
     let name = &input.ident;
     let generics = with_bounds(input.generics.clone());
     let (parameters, arguments, conditions) = generics.split_for_impl();
-    let leaves = leaf_methods(&fields);
-    let forms = form_methods(&fields);
     Ok(quote! {
         #[automatically_derived]
         impl #parameters ::brimful::batch::Batch for #name #arguments #conditions {
-            #leaves
-            #forms
+            fn visit<'__leaf>(
+                &'__leaf self,
+                __f: &mut dyn ::core::ops::FnMut(::brimful::batch::Leaf<'__leaf>),
+            ) {
+                #(::brimful::batch::Batch::visit(&self.#members, #functions);)*
+            }
+
+            fn map(
+                &self,
+                __f: &mut dyn ::core::ops::FnMut(
+                    ::brimful::batch::Leaf<'_>,
+                ) -> ::brimful::Result<::brimful::tch::Tensor>,
+            ) -> ::brimful::Result<Self> {
+                ::core::result::Result::Ok(Self {
+                    #(#members: ::brimful::batch::Batch::map(&self.#members, #functions)?,)*
+                })
+            }
+
+            fn outline(&self, __f: &mut dyn ::core::ops::FnMut(&dyn ::core::fmt::Display)) {
+                #(::brimful::batch::Batch::outline(&self.#members, __f);)*
+            }
+
+            fn blank() -> ::core::option::Option<Self> {
+                ::core::option::Option::Some(Self {
+                    #(#members: ::brimful::batch::Batch::blank()?,)*
+                })
+            }
         }
     })
 }
 
-/// The methods that go through the tensors.
-fn leaf_methods(fields: &[Field]) -> TokenStream {
-    let visit = fields.iter().map(Field::visit);
-    let map = fields.iter().map(Field::map);
-    quote! {
-        fn visit<'__leaf>(
-            &'__leaf self,
-            __f: &mut dyn ::core::ops::FnMut(::brimful::batch::Leaf<'__leaf>),
-        ) {
-            #(#visit)*
-        }
-
-        fn map(
-            &self,
-            __f: &mut dyn ::core::ops::FnMut(
-                ::brimful::batch::Leaf<'_>,
-            ) -> ::brimful::Result<::brimful::tch::Tensor>,
-        ) -> ::brimful::Result<Self> {
-            ::core::result::Result::Ok(Self { #(#map)* })
-        }
-    }
-}
-
-/// The methods that need no tensor.
-fn form_methods(fields: &[Field]) -> TokenStream {
-    let outline = fields.iter().map(Field::outline);
-    let blank = fields.iter().map(Field::blank);
-    quote! {
-        fn outline(
-            &self,
-            __f: &mut dyn ::core::ops::FnMut(&dyn ::core::fmt::Display),
-        ) {
-            #(#outline)*
-        }
-
-        fn blank() -> ::core::option::Option<Self> {
-            ::core::option::Option::Some(Self { #(#blank)* })
-        }
-    }
-}
-
-struct Field {
-    member: Member,
-    shared: bool,
-}
-
-impl Field {
-    fn visit(&self) -> TokenStream {
-        let member = &self.member;
-        let f = self.function();
-        quote!(::brimful::batch::Batch::visit(&self.#member, #f);)
-    }
-
-    fn map(&self) -> TokenStream {
-        let member = &self.member;
-        let f = self.function();
-        quote!(#member: ::brimful::batch::Batch::map(&self.#member, #f)?,)
-    }
-
-    fn blank(&self) -> TokenStream {
-        let member = &self.member;
-        quote!(#member: ::brimful::batch::Batch::blank()?,)
-    }
-
-    fn outline(&self) -> TokenStream {
-        let member = &self.member;
-        quote!(::brimful::batch::Batch::outline(&self.#member, __f);)
-    }
-
-    /// What the field's leaves are given to.
-    fn function(&self) -> TokenStream {
-        if self.shared { quote!(&mut |leaf| __f(leaf.shared())) } else { quote!(__f) }
-    }
-}
-
-fn read_fields(input: &DeriveInput) -> Result<Vec<Field>> {
+/// The fields by their names, and what the leaves of each are given to.
+fn read_fields(input: &DeriveInput) -> Result<(Vec<Member>, Vec<TokenStream>)> {
     let fields = match &input.data {
         Data::Struct(data) => &data.fields,
         Data::Enum(data) => return Err(Error::new_spanned(data.enum_token, NOT_AN_ENUM)),
         Data::Union(data) => return Err(Error::new_spanned(data.union_token, NOT_A_UNION)),
     };
-    fields.members().zip(fields).map(read_field).collect()
+    let functions = fields.iter().map(|field| {
+        Ok(if is_shared(field)? { quote!(&mut |leaf| __f(leaf.shared())) } else { quote!(__f) })
+    });
+    Ok((fields.members().collect(), functions.collect::<Result<_>>()?))
 }
 
-fn read_field((member, field): (Member, &syn::Field)) -> Result<Field> {
+fn is_shared(field: &Field) -> Result<bool> {
     let mut shared = false;
     for attribute in batch_attributes(&field.attrs) {
         attribute.parse_nested_meta(|word| {
@@ -130,7 +82,7 @@ fn read_field((member, field): (Member, &syn::Field)) -> Result<Field> {
             if shared { Ok(()) } else { Err(word.error("unknown: write `#[batch(shared)]`")) }
         })?;
     }
-    Ok(Field { member, shared })
+    Ok(shared)
 }
 
 fn batch_attributes(attributes: &[Attribute]) -> impl Iterator<Item = &Attribute> {

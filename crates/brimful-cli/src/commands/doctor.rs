@@ -99,10 +99,8 @@ impl Diagnosis {
 impl Cuda {
     fn of_this_machine() -> Self {
         let driver = libtorch::cuda_driver().ok();
-        match libtorch::load_cuda() {
-            Ok(()) => Self { driver, loaded: true, error: None },
-            Err(error) => Self { driver, loaded: false, error: Some(error.to_string()) },
-        }
+        let error = libtorch::load_cuda().err().map(|error| error.to_string());
+        Self { driver, loaded: error.is_none(), error }
     }
 }
 
@@ -237,20 +235,12 @@ mod tests {
 
     #[test]
     fn each_fault_has_its_remedy() {
-        let cases = [
-            (diagnose("2.9.1", &cuda(None, false), 0), "built for 2.11.0", "scripts/libtorch"),
-            (
-                diagnose("2.11.0", &cuda(Some("13.0"), false), 0),
-                "libcudnn.so.9",
-                "scripts/libtorch",
-            ),
-            (
-                diagnose("2.11.0", &cuda(Some("12.2"), true), 0),
-                "no usable GPU",
-                "CUDA 13.0 or newer",
-            ),
-        ];
-        for (problems, what, remedy) in cases {
+        for (libtorch, cuda, what, remedy) in [
+            ("2.9.1", cuda(None, false), "built for 2.11.0", "scripts/libtorch"),
+            ("2.11.0", cuda(Some("13.0"), false), "libcudnn.so.9", "scripts/libtorch"),
+            ("2.11.0", cuda(Some("12.2"), true), "no usable GPU", "CUDA 13.0 or newer"),
+        ] {
+            let problems = diagnose(libtorch, &cuda, 0);
             assert_eq!(problems.len(), 1, "{problems:?}");
             assert!(problems[0].what.contains(what), "{problems:?}");
             assert!(problems[0].remedy.contains(remedy), "{problems:?}");

@@ -20,10 +20,10 @@ use crate::files::FlagFile;
 /// The files that a command reads and writes.
 pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile<'_>> {
     match command {
-        BrimfulCommand::Train(options) => train::outputs::files(options),
+        BrimfulCommand::Train(options) => options.files(),
         BrimfulCommand::Predict(options) => options.files(),
         BrimfulCommand::Plan(options) => options.files(),
-        BrimfulCommand::Report(options) => report::files(options),
+        BrimfulCommand::Report(options) => options.files(),
         _ => Vec::new(),
     }
 }

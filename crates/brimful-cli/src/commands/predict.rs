@@ -5,13 +5,12 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use brimful::memory::Memory;
-use brimful::{Bytes, MicroBatcher, split};
+use brimful::{Bytes, MicroBatcher, Size, split};
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::commands::train::MicroBatch;
 use crate::data::{Dataset, Examples, Sample, SampleRequest, SampleSizes};
 use crate::exit::{Exit, ensure_use, wrong_use};
 use crate::files::{self, FlagFile};
@@ -45,7 +44,8 @@ pub struct PredictOptions {
     image: Option<usize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    micro_batch: MicroBatch,
+    #[arg(value_parser = words::micro_batch)]
+    micro_batch: Size,
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
     memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
@@ -123,8 +123,8 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let model = layers.build(&store.root())?;
     let kind = options.dtype.kind();
     store.set_kind(kind);
-    weights.put_into(&store, name)?;
-    let mut micro = MicroBatcher::new(&store, options.micro_batch.0).memory(memory.clone());
+    weights.put_into(store.variables().into_iter().collect(), name)?;
+    let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
     let samples = dataset.test.len();
     let at_once = dataset.test.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);
@@ -183,11 +183,7 @@ impl Prediction {
 }
 
 fn json_lines(predictions: &[Prediction]) -> Result<String> {
-    let mut text = String::new();
-    for prediction in predictions {
-        text.extend([serde_json::to_string(prediction)?.as_str(), "\n"]);
-    }
-    Ok(text)
+    predictions.iter().map(|one| Ok(serde_json::to_string(one)? + "\n")).collect()
 }
 
 fn summary(predictions: &[Prediction]) -> String {

@@ -27,11 +27,12 @@ pub struct ReportOptions {
     output: PathBuf,
 }
 
-/// The files that it reads and writes.
-pub(crate) fn files(options: &ReportOptions) -> Vec<FlagFile<'_>> {
-    let files =
-        [files::read("RUN", Some(&options.run)), files::written("-o", Some(&options.output))];
-    files.into_iter().flatten().collect()
+impl ReportOptions {
+    /// The files that it reads and writes.
+    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+        let files = [files::read("RUN", Some(&self.run)), files::written("-o", Some(&self.output))];
+        files.into_iter().flatten().collect()
+    }
 }
 
 /// Reads, checks, and writes the page.

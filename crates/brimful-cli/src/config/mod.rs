@@ -17,17 +17,17 @@
 mod value;
 
 use std::ffi::OsString;
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, Error};
 use toml::de::{DeTable, DeValue};
 
 use crate::exit::wrong_use;
+use crate::files::text_of;
 use crate::nearest::nearest;
 
 /// The flags that no file gives.
@@ -42,8 +42,7 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
     let Some(path) = looked.get_one::<PathBuf>("config") else {
         return Ok(command.try_get_matches_from(words)?);
     };
-    let text = fs::read_to_string(path);
-    let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+    let text = text_of(path)?;
     command.build();
     let program = command.get_name().to_owned();
     let file = ConfigFile { program: &program, path, text: &text };

@@ -4,6 +4,7 @@ use anyhow::Result;
 
 pub(super) use crate::chat_message::ChatMessage;
 use crate::folder_template::FolderTemplate;
+use crate::jinja_template::TextPart;
 use crate::tokenizer::Tokenizer;
 
 /// The tokens that begin and end a message in ChatML.
@@ -27,14 +28,6 @@ pub(super) enum ChatTemplate<'a> {
     ChatMl,
 }
 
-/// A message in writing.
-struct Written {
-    before: String,
-    /// What a model has to say where the message is an answer: also that it is over.
-    said: String,
-    after: &'static str,
-}
-
 impl<'a> ChatTemplate<'a> {
     pub(super) fn of(tokenizer: &'a Tokenizer) -> Self {
         match tokenizer.template() {
@@ -52,37 +45,31 @@ impl<'a> ChatTemplate<'a> {
         messages: &[ChatMessage],
         tokenizer: &Tokenizer,
     ) -> Result<MarkedTokens> {
-        let mut marked = MarkedTokens::default();
-        let (write, end): (fn(&ChatMessage) -> Written, _) = match self {
-            Self::Own(template) => {
-                for (part, is_answer) in template.understood()?.write(messages)? {
-                    marked.add(tokenizer.encode(&part)?, is_answer);
-                }
-                return Ok(marked);
-            }
-            Self::Plain => (plainly, tokenizer.end()),
-            Self::ChatMl => (in_chat_ml, None),
+        let (parts, end) = match self {
+            Self::Own(template) => (template.understood()?.write(messages)?, None),
+            Self::Plain => (messages.iter().flat_map(plainly).collect(), tokenizer.end()),
+            Self::ChatMl => (messages.iter().flat_map(in_chat_ml).collect(), None),
         };
-        for message in messages {
-            let is_answer = message.is_answer();
-            let Written { before, said, after } = write(message);
+        let mut marked = MarkedTokens::default();
+        for (part, is_answer) in parts {
             // Each part by itself, so that no token is half an answer's.
-            marked.add(tokenizer.encode(&before)?, false);
-            marked.add(tokenizer.encode(&said)?, is_answer);
+            marked.add(tokenizer.encode(&part)?, is_answer);
             marked.add(end.filter(|_| is_answer).into_iter().collect(), true);
-            marked.add(tokenizer.encode(after)?, false);
         }
         Ok(marked)
     }
 }
 
-fn plainly(ChatMessage { role, content }: &ChatMessage) -> Written {
-    Written { before: format!("<|{role}|>\n"), said: format!("{content}\n"), after: "" }
+fn plainly(message: &ChatMessage) -> [TextPart; 2] {
+    let ChatMessage { role, content } = message;
+    [(format!("<|{role}|>\n"), false), (format!("{content}\n"), message.is_answer())]
 }
 
-fn in_chat_ml(ChatMessage { role, content }: &ChatMessage) -> Written {
-    let [start, end] = CHAT_ML;
-    Written { before: format!("{start}{role}\n"), said: format!("{content}{end}"), after: "\n" }
+/// What a model has to say where the message is an answer is also that it is over.
+fn in_chat_ml(message: &ChatMessage) -> [TextPart; 3] {
+    let (ChatMessage { role, content }, [start, end]) = (message, CHAT_ML);
+    let said = (format!("{content}{end}"), message.is_answer());
+    [(format!("{start}{role}\n"), false), said, ("\n".to_owned(), false)]
 }
 
 impl MarkedTokens {

@@ -11,7 +11,7 @@ use super::chat_template::MarkedTokens;
 use super::number_file::{NumberFile, NumberWriter};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
-use super::{Dataset, Examples, IGNORED, Sample};
+use super::{Dataset, Examples, IGNORED, Sample, SampleSet};
 use crate::setting::MeanOver;
 
 /// What stands after a conversation's end: any token does, since no answer sees what follows it.
@@ -75,9 +75,8 @@ impl Conversations {
             width: longest,
         };
         let first_test = count - (count / 10).max(1);
-        Ok(Dataset::streamed(
-            rows(0..first_test),
-            rows(first_test..count),
+        Ok(Dataset::of(
+            [rows(0..first_test), rows(first_test..count)].map(SampleSet::streamed),
             Sample::Sequence { length, vocabulary },
             format!("{path}, conversations of up to {length} tokens{others}"),
         ))

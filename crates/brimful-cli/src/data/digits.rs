@@ -50,8 +50,8 @@ fn read(compressed: &[u8]) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::super::Sample;
+    use super::super::tests::gz;
     use super::*;
-    use std::io::Write;
     use tch::nn::{self, ModuleT, OptimizerConfig};
 
     fn loaded() -> (Sample, [Examples; 2]) {
@@ -95,13 +95,8 @@ mod tests {
 
     #[test]
     fn a_damaged_table_is_refused_with_its_line() {
-        let gz = |text: &str| {
-            let mut encoder = flate2::write::GzEncoder::new(vec![], Default::default());
-            encoder.write_all(text.as_bytes()).expect("in memory");
-            encoder.finish().expect("in memory")
-        };
         for (text, expected) in [("1,2,3", "line 1 has 3 fields"), ("1,x", "line 1: 'x'")] {
-            let error = read(&gz(text)).expect_err(text);
+            let error = read(&gz(text.as_bytes())).expect_err(text);
             assert!(format!("{error:#}").starts_with(expected), "{error:#}");
         }
         assert!(read(&FILE[..1000]).is_err());

@@ -122,45 +122,30 @@ fn read_up_to(file: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::super::Sample;
+    use super::super::tests::gz;
     use super::*;
-    use flate2::write::GzEncoder;
     use std::fs;
-    use std::io::Write;
     use tempfile::TempDir;
 
-    /// A folder of a test's own.
-    struct Folder(TempDir);
-
-    impl Folder {
-        fn new() -> Self {
-            Self(tempfile::tempdir().expect("a folder"))
+    /// A folder with three images of 2×2 to train on and two to test on.
+    fn filled() -> TempDir {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (half, samples) in [("train", 3), ("t10k", 2)] {
+            let pixels: Vec<u8> = (0..samples * 4).collect();
+            let labels: Vec<u8> = (0..samples).collect();
+            let images = idx(&[samples.into(), 2, 2], &pixels);
+            write(&folder, &format!("{half}-images-idx3-ubyte"), &images);
+            write(&folder, &format!("{half}-labels-idx1-ubyte"), &idx(&[samples.into()], &labels));
         }
+        folder
+    }
 
-        /// Three images of 2×2 to train on and two to test on.
-        fn filled() -> Self {
-            let folder = Self::new();
-            for (half, samples) in [("train", 3), ("t10k", 2)] {
-                let pixels: Vec<u8> = (0..samples * 4).collect();
-                let labels: Vec<u8> = (0..samples).collect();
-                let images = idx(&[samples.into(), 2, 2], &pixels);
-                folder.write(&format!("{half}-images-idx3-ubyte"), &images);
-                folder
-                    .write(&format!("{half}-labels-idx1-ubyte"), &idx(&[samples.into()], &labels));
-            }
-            folder
-        }
+    fn write(folder: &TempDir, name: &str, bytes: &[u8]) {
+        fs::write(folder.path().join(name), bytes).expect("written");
+    }
 
-        fn path(&self, name: &str) -> PathBuf {
-            self.0.path().join(name)
-        }
-
-        fn write(&self, name: &str, bytes: &[u8]) {
-            fs::write(self.path(name), bytes).expect("written");
-        }
-
-        fn error(&self) -> String {
-            format!("{:#}", load(self.0.path()).expect_err("it is wrong"))
-        }
+    fn refusal(folder: &TempDir) -> String {
+        format!("{:#}", load(folder.path()).expect_err("it is wrong"))
     }
 
     fn idx(shape: &[u32], numbers: &[u8]) -> Vec<u8> {
@@ -170,15 +155,9 @@ mod tests {
         bytes
     }
 
-    fn gz(bytes: &[u8]) -> Vec<u8> {
-        let mut encoder = GzEncoder::new(vec![], Default::default());
-        encoder.write_all(bytes).expect("in memory");
-        encoder.finish().expect("in memory")
-    }
-
     #[test]
     fn reads_both_halves_and_normalises_by_the_first() {
-        let mut data = load(Folder::filled().0.path()).expect("data");
+        let mut data = load(filled().path()).expect("data");
         let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         assert_eq!(data.sample, Sample::Image { shape: [1, 2, 2], classes: 3 });
         assert_eq!((data.train.len(), data.test.len()), (3, 2));
@@ -190,23 +169,23 @@ mod tests {
 
     #[test]
     fn gzipped_files_are_read_under_either_name() {
-        let folder = Folder::filled();
-        let inputs = || load(folder.0.path()).expect("data").train.all().expect("samples").inputs;
+        let folder = filled();
+        let inputs = || load(folder.path()).expect("data").train.all().expect("samples").inputs;
         let plain = inputs();
         for (from, to) in [
             ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"),
             ("t10k-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"),
         ] {
-            let bytes = fs::read(folder.path(from)).expect("plain");
-            fs::remove_file(folder.path(from)).expect("removed");
-            folder.write(to, &gz(&bytes));
+            let bytes = fs::read(folder.path().join(from)).expect("plain");
+            fs::remove_file(folder.path().join(from)).expect("removed");
+            write(&folder, to, &gz(&bytes));
         }
         assert_eq!(inputs(), plain);
     }
 
     #[test]
     fn a_missing_file_is_named() {
-        let error = Folder::new().error();
+        let error = refusal(&tempfile::tempdir().expect("a folder"));
         assert!(error.contains("has neither train-images-idx3-ubyte nor"), "{error}");
     }
 
@@ -227,10 +206,10 @@ mod tests {
             (&idx(&[3, 4, 1], &[0; 12]), "have [4, 1] pixels for training and [2, 2]"),
             (&gzipped[..gzipped.len() - 9], "cannot read"),
         ];
-        let folder = Folder::filled();
+        let folder = filled();
         for (bytes, expected) in cases {
-            folder.write("train-images-idx3-ubyte", bytes);
-            let error = folder.error();
+            write(&folder, "train-images-idx3-ubyte", bytes);
+            let error = refusal(&folder);
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -238,11 +217,11 @@ mod tests {
     /// Some kilobytes that would become 32 MiB: no more than the header tells of is unpacked.
     #[test]
     fn what_follows_beyond_the_header_is_refused_unread() {
-        let folder = Folder::filled();
+        let folder = filled();
         let bomb = idx(&[3, 2, 2], &vec![0; 32 << 20]);
         for bytes in [gz(&bomb), bomb] {
-            folder.write("train-images-idx3-ubyte", &bytes);
-            let error = folder.error();
+            write(&folder, "train-images-idx3-ubyte", &bytes);
+            let error = refusal(&folder);
             assert!(error.contains("says [3, 2, 2], 12 bytes, but more follow"), "{error}");
         }
     }

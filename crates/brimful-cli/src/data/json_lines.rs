@@ -167,21 +167,21 @@ mod tests {
     #[test]
     fn a_line_that_does_not_do_is_named() {
         for (line, complaint) in [
-            ("{\"text\": \"ab\"", "data.jsonl, line 2: no JSON object with text or messages: EOF"),
+            ("{\"text\": \"ab\"", "data.jsonl, line 3: no JSON object with text or messages: EOF"),
             ("{\"text\": \"ab\"", " while parsing an object at column 13$"),
-            ("[\"ab\"]", "data.jsonl, line 2: no JSON object with text or messages$"),
+            ("[\"ab\"]", "data.jsonl, line 3: no JSON object with text or messages$"),
             (
                 "{\"text\": 7}",
-                "data.jsonl, line 2: no JSON object with text or messages: invalid type",
+                "data.jsonl, line 3: no JSON object with text or messages: invalid type",
             ),
             (
                 "{\"messages\": [{\"role\": \"user\"}]}",
-                "line 2: no JSON object with text or messages: missing",
+                "line 3: no JSON object with text or messages: missing",
             ),
-            ("{\"messages\": []}", "line 2: text and messages do not go together"),
-            ("{\"words\": \"ab\"}", "data.jsonl, line 2: it has neither \"text\" nor"),
+            ("{\"messages\": []}", "line 3: text and messages do not go together"),
+            ("{\"words\": \"ab\"}", "data.jsonl, line 3: it has neither \"text\" nor"),
         ] {
-            let lines = format!("{{\"text\": \"ab\"}}\n{line}\n");
+            let lines = format!("{{\"text\": \"ab\"}}\n\n{line}\n");
             let error = load_lines(&lines, 1, &Tokenizer::bytes()).expect_err(line);
             assert!(format!("{error:#}$").contains(complaint), "{error:#}");
         }

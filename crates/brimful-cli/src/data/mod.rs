@@ -28,7 +28,6 @@ pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
-use streamed::{SampleSource, StreamedSamples};
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 
 /// The target of a place that does not count, as the losses of libtorch know it.
@@ -47,12 +46,6 @@ impl Examples {
     /// All that were asked for.
     fn whole(inputs: Tensor, targets: Tensor) -> Self {
         Self { inputs, targets, lacking: Vec::new() }
-    }
-
-    /// The samples of these numbers.
-    fn choose(&self, numbers: &Tensor) -> Self {
-        let chosen = |tensor: &Tensor| tensor.index_select(0, numbers);
-        Self::whole(chosen(&self.inputs), chosen(&self.targets))
     }
 
     /// How many samples there are.
@@ -107,16 +100,6 @@ impl Sample {
             Self::Sequence { length, .. } => TOKEN.saturating_mul(product(&[2, *length])),
         }
     }
-
-    /// The same with sequences of this length, where it is one and a length is given.
-    pub(crate) fn with_length(self, length: Option<i64>) -> Self {
-        match (self, length) {
-            (Self::Sequence { vocabulary, .. }, Some(length)) => {
-                Self::Sequence { length, vocabulary }
-            }
-            (other, _) => other,
-        }
-    }
 }
 
 /// Examples to train on, others to test on, and what they are.
@@ -132,21 +115,8 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Samples in memory.
-    fn held(train: Examples, test: Examples, sample: Sample, description: String) -> Self {
-        let [train, test] = [train, test].map(SampleSet::Held);
-        Self { train, test, sample, description, class_names: Vec::new() }
-    }
-
-    /// Samples that are made when they are asked for.
-    fn streamed(
-        train: impl SampleSource,
-        test: impl SampleSource,
-        sample: Sample,
-        description: String,
-    ) -> Self {
-        let train = SampleSet::Streamed(StreamedSamples::new(train));
-        let test = SampleSet::Streamed(StreamedSamples::new(test));
+    /// Those to train on, and those to test on, whose classes have no names.
+    fn of([train, test]: [SampleSet; 2], sample: Sample, description: String) -> Self {
         Self { train, test, sample, description, class_names: Vec::new() }
     }
 }
@@ -200,9 +170,8 @@ fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Resul
         let inputs = (half.inputs - &mean) / &deviation;
         Examples { inputs, ..half }
     };
-    Ok(Dataset::held(
-        normalise(train),
-        normalise(test),
+    Ok(Dataset::of(
+        [train, test].map(|half| SampleSet::Held(normalise(half))),
         Sample::Image { shape: [channels, height, width], classes },
         format!("{name}, {height}×{width} pixels, {classes} classes"),
     ))
@@ -210,7 +179,17 @@ fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use flate2::write::GzEncoder;
+
     use super::*;
+
+    pub(super) fn gz(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(vec![], Default::default());
+        encoder.write_all(bytes).expect("in memory");
+        encoder.finish().expect("in memory")
+    }
 
     #[test]
     fn a_path_without_data_is_an_error_that_names_it() {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use tch::Tensor;
 
 use super::Examples;
-use super::streamed::StreamedSamples;
+use super::streamed::{SampleSource, StreamedSamples};
 use crate::setting::MeanOver;
 
 /// Samples that can be asked for.
@@ -31,6 +31,11 @@ impl SampleRequest {
 }
 
 impl SampleSet {
+    /// Samples that are made when they are asked for.
+    pub(super) fn streamed(source: impl SampleSource) -> Self {
+        Self::Streamed(StreamedSamples::new(source))
+    }
+
     /// How many samples there are.
     pub(crate) fn len(&self) -> usize {
         match self {
@@ -65,7 +70,9 @@ impl SampleSet {
         match self {
             Self::Held(examples) => {
                 let numbers: Vec<i64> = request.numbers.iter().map(|n| *n as i64).collect();
-                Ok(examples.choose(&Tensor::from_slice(&numbers)))
+                let numbers = Tensor::from_slice(&numbers);
+                let chosen = |tensor: &Tensor| tensor.index_select(0, &numbers);
+                Ok(Examples::whole(chosen(&examples.inputs), chosen(&examples.targets)))
             }
             Self::Streamed(streamed) => streamed.bring(request),
         }

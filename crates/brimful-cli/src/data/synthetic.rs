@@ -5,7 +5,7 @@ use tch::kind::Element;
 use tch::{Kind, Tensor};
 
 use super::number_stream::{NumberStream, scaled};
-use super::{Dataset, Examples, Sample};
+use super::{Dataset, Examples, Sample, SampleSet};
 
 /// What to make up.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,9 +32,10 @@ pub(crate) fn generate(config: &Synthetic) -> Result<Dataset> {
     );
     sample.check_room(train.saturating_add(*test))?;
     let mut numbers = NumberStream::new(*seed);
-    let [train, test] = [*train, *test].map(|count| examples(sample, count, &mut numbers));
+    let halves =
+        [*train, *test].map(|count| SampleSet::Held(examples(sample, count, &mut numbers)));
     let description = format!("made-up {}, seed {seed}", describe(sample));
-    Ok(Dataset::held(train, test, sample.clone(), description))
+    Ok(Dataset::of(halves, sample.clone(), description))
 }
 
 fn describe(sample: &Sample) -> String {

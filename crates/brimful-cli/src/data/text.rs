@@ -10,7 +10,7 @@ use super::number_file::{NumberFile, NumberWriter};
 use super::portions::{self, TextCut};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
-use super::{Dataset, Examples, Sample};
+use super::{Dataset, Examples, Sample, SampleSet};
 use crate::tokenizer::Tokenizer;
 
 /// The whole text, cut into sequences.
@@ -38,17 +38,16 @@ pub(super) fn of_tokens(
     length: i64,
     tokenizer: &Tokenizer,
 ) -> Result<Dataset> {
-    let (train, test) =
+    let halves =
         split(tokens, length).with_context(|| format!("{} does not do", path.display()))?;
-    Ok(Dataset::streamed(
-        train,
-        test,
+    Ok(Dataset::of(
+        halves.map(SampleSet::streamed),
         Sample::Sequence { length, vocabulary: tokenizer.vocabulary() },
         format!("{}, sequences of {length} tokens", path.display()),
     ))
 }
 
-fn split(tokens: NumberFile, length: i64) -> Result<(TokenWindows, TokenWindows)> {
+fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
     let length = length as u64;
@@ -69,7 +68,7 @@ fn split(tokens: NumberFile, length: i64) -> Result<(TokenWindows, TokenWindows)
         count: (end - first - 1) / length,
         length,
     };
-    Ok((windows(0, all - test), windows(all - test, all)))
+    Ok([windows(0, all - test), windows(all - test, all)])
 }
 
 /// Sequences that follow on each other; a rest that is too short is left out.

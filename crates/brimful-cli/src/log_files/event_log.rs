@@ -49,15 +49,16 @@ impl EventLog {
     }
 
     /// Adds a step.
-    pub(crate) fn step(&mut self, figures: &StepFigures) {
+    pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
+        let record = figures.record;
         let values = [
-            ("train/loss", figures.loss),
+            ("train/loss", record.loss),
             ("train/learning_rate", figures.learning_rate),
             ("train/epoch", figures.epoch as f64),
-            ("speed/samples_per_s", figures.samples_per_s),
-            ("memory/peak_bytes", figures.peak_bytes.0 as f64),
-            ("memory/micro_batch_size", figures.micro_batch_size as f64),
-            ("memory/retries", figures.retries as f64),
+            ("speed/samples_per_s", figures.samples_per_s()),
+            ("memory/peak_bytes", record.peak().0 as f64),
+            ("memory/micro_batch_size", record.micro_batch as f64),
+            ("memory/retries", record.retries as f64),
         ];
         self.file.append(&tensorboard::scalars(now(), figures.step, &values));
     }

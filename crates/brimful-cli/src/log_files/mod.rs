@@ -14,43 +14,47 @@ mod tensorboard;
 use std::path::Path;
 
 use anyhow::Result;
-use brimful::Bytes;
+use brimful::report::Record;
+use serde::Serialize;
 
 use event_log::EventLog;
 use step_log::StepLog;
 
 /// What one step came to.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct StepFigures {
+#[derive(Debug)]
+pub(crate) struct StepFigures<'a> {
     /// Its number, from 1 on, over all epochs.
     pub(crate) step: usize,
     /// Its epoch, from 1 on.
     pub(crate) epoch: usize,
-    /// The mini-batch's loss.
-    pub(crate) loss: f64,
     /// How far it went.
     pub(crate) learning_rate: f64,
+    pub(crate) record: &'a Record,
+}
+
+impl StepFigures<'_> {
     /// How fast it was.
-    pub(crate) samples_per_s: f64,
-    /// The most memory in use on any device.
-    pub(crate) peak_bytes: Bytes,
-    /// The most samples in a micro-batch.
-    pub(crate) micro_batch_size: usize,
-    /// How often it was run again because memory had run out.
-    pub(crate) retries: usize,
+    fn samples_per_s(&self) -> f64 {
+        self.record.samples as f64 / self.record.time.as_secs_f64()
+    }
 }
 
 /// What a test came to.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Serialize)]
 pub(crate) struct TestFigures {
     /// The step after which it was made.
     pub(crate) step: usize,
     /// The epoch of that step.
+    #[serde(skip)]
     pub(crate) epoch: usize,
     /// The mean loss of the test samples.
+    #[serde(rename = "test_loss")]
     pub(crate) loss: f64,
     /// The share of right answers, from 0 to 1.
+    #[serde(rename = "test_accuracy")]
     pub(crate) accuracy: f64,
+    /// Whether no test before had so low a loss.
+    pub(crate) best: bool,
 }
 
 /// The logs that were asked for.
@@ -75,7 +79,7 @@ impl LogFiles {
     }
 
     /// A step is done.
-    pub(crate) fn step(&mut self, figures: &StepFigures) {
+    pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
         self.table.iter_mut().for_each(|table| table.step(figures));
         self.events.iter_mut().for_each(|events| events.step(figures));
     }
@@ -90,24 +94,27 @@ impl LogFiles {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use brimful::Bytes;
+
     use super::*;
 
     /// A step with figures of its own.
-    pub(super) fn step(step: usize) -> StepFigures {
-        StepFigures {
-            step,
-            epoch: 1 + step / 4,
+    pub(super) fn step(step: usize) -> StepFigures<'static> {
+        let record = Box::leak(Box::new(Record {
             loss: 1.0 / step as f64,
-            learning_rate: 1e-3,
-            samples_per_s: 1234.56,
-            peak_bytes: Bytes(1 << 20),
-            micro_batch_size: 16,
-            retries: 0,
-        }
+            samples: 123_456,
+            time: Duration::from_secs(100),
+            peaks: vec![Some(Bytes(1 << 20))],
+            micro_batch: 16,
+            ..Record::default()
+        }));
+        StepFigures { step, epoch: 1 + step / 4, learning_rate: 1e-3, record }
     }
 
     /// The test after a step.
     pub(super) fn test(step: usize) -> TestFigures {
-        TestFigures { step, epoch: 1 + step / 4, loss: 0.5, accuracy: 0.75 }
+        TestFigures { step, epoch: 1 + step / 4, loss: 0.5, accuracy: 0.75, best: false }
     }
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use brimful::report::Record;
 
 use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures};
@@ -50,21 +51,21 @@ impl StepLog {
     }
 
     /// Adds a step.
-    pub(crate) fn step(&mut self, figures: &StepFigures) {
-        let StepFigures { step, epoch, loss, learning_rate, samples_per_s, .. } = figures;
-        let StepFigures { peak_bytes, micro_batch_size, retries, .. } = figures;
+    pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
+        let StepFigures { step, epoch, learning_rate, record } = figures;
+        let Record { loss, micro_batch, retries, .. } = record;
+        let (samples_per_s, peak) = (figures.samples_per_s(), record.peak().0);
         // Numbers that a resumed run has to come to again are written to the last digit.
         let line = format!(
-            "{step},{epoch},{loss:?},{learning_rate:?},{samples_per_s:.1},{},{micro_batch_size},\
-             {retries},,\n",
-            peak_bytes.0
+            "{step},{epoch},{loss:?},{learning_rate:?},{samples_per_s:.1},{peak},{micro_batch},\
+             {retries},,\n"
         );
         self.file.append(line.as_bytes());
     }
 
     /// Adds a test, if it is not there yet.
     pub(crate) fn test(&mut self, figures: &TestFigures) {
-        let TestFigures { step, epoch, loss, accuracy } = figures;
+        let TestFigures { step, epoch, loss, accuracy, .. } = figures;
         if self.tested.replace(*step) == Some(*step) {
             return;
         }

@@ -15,26 +15,20 @@ const FOUR_BYTES: u8 = 5;
 
 /// The record that a file begins with.
 pub(super) fn first_record(wall_time: f64) -> Vec<u8> {
-    let mut event = Vec::new();
-    put_field(&mut event, 1, EIGHT_BYTES, &wall_time.to_le_bytes());
-    put_text(&mut event, 3, FILE_VERSION.as_bytes());
-    record(&event)
+    let time = field(1, EIGHT_BYTES, &wall_time.to_le_bytes());
+    record(&[time, text(3, FILE_VERSION.as_bytes())].concat())
 }
 
 /// The record of one step's scalars under their names.
 pub(super) fn scalars(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Vec<u8> {
-    let mut summary = Vec::new();
-    for (tag, value) in values {
-        let mut scalar = Vec::new();
-        put_text(&mut scalar, 1, tag.as_bytes());
-        put_field(&mut scalar, 2, FOUR_BYTES, &(*value as f32).to_le_bytes());
-        put_text(&mut summary, 1, &scalar);
-    }
-    let mut event = Vec::new();
-    put_field(&mut event, 1, EIGHT_BYTES, &wall_time.to_le_bytes());
-    put_field(&mut event, 2, VARINT, &varint(step as u64));
-    put_text(&mut event, 5, &summary);
-    record(&event)
+    let scalar = |(tag, value): &(&str, f64)| {
+        let value = field(2, FOUR_BYTES, &(*value as f32).to_le_bytes());
+        text(1, &[text(1, tag.as_bytes()), value].concat())
+    };
+    let summary: Vec<u8> = values.iter().flat_map(scalar).collect();
+    let time = field(1, EIGHT_BYTES, &wall_time.to_le_bytes());
+    let step = field(2, VARINT, &varint(step as u64));
+    record(&[time, step, text(5, &summary)].concat())
 }
 
 /// The first record and those after it, each as a whole; what is broken ends them.
@@ -90,15 +84,13 @@ fn name_of(field: u8, kind: u8) -> u8 {
     field << 3 | kind
 }
 
-fn put_field(message: &mut Vec<u8>, field: u8, kind: u8, value: &[u8]) {
-    message.push(name_of(field, kind));
-    message.extend(value);
+fn field(number: u8, kind: u8, value: &[u8]) -> Vec<u8> {
+    [&[name_of(number, kind)], value].concat()
 }
 
 /// A text, or a message inside another.
-fn put_text(message: &mut Vec<u8>, field: u8, text: &[u8]) {
-    put_field(message, field, LENGTH_DELIMITED, &varint(text.len() as u64));
-    message.extend(text);
+fn text(number: u8, text: &[u8]) -> Vec<u8> {
+    field(number, LENGTH_DELIMITED, &[&varint(text.len() as u64), text].concat())
 }
 
 /// Seven bits a byte, the lowest first; all but the last byte have the eighth set.

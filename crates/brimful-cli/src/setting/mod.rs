@@ -7,7 +7,6 @@ mod model;
 mod model_source;
 mod norm_statistics;
 mod number_type;
-mod order;
 pub mod words;
 
 use anyhow::{Result, ensure};
@@ -24,7 +23,7 @@ pub use model::{MODELS, ModelName};
 pub use model_source::ModelSource;
 pub use norm_statistics::NormStatistics;
 pub use number_type::NumberType;
-pub use order::{recompute, schedule};
+pub use words::{recompute, schedule};
 
 /// Shows a choice as it is given on the command line.
 macro_rules! shown_as_given {

@@ -96,7 +96,13 @@ impl ModelName {
     pub fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
         match sample {
             Sample::Image { shape, classes } => self.for_images(shape, *classes),
-            Sample::Mask { shape: [channels, _, _] } => self.for_masks(*channels, dropout),
+            Sample::Mask { shape: [in_channels, _, _] } => match self {
+                Self::UNet { blocks, channels } => {
+                    let network = UNet::new(blocks, channels);
+                    Ok(UNet { in_channels: *in_channels, dropout, ..network }.layers()?)
+                }
+                _ => Err(self.other_data()),
+            },
             Sample::Sequence { length, vocabulary } => {
                 Ok(gpt(&self.text_shape(*length, *vocabulary, dropout)?))
             }
@@ -158,29 +164,17 @@ impl ModelName {
         })
     }
 
-    fn for_masks(self, in_channels: i64, dropout: f64) -> Result<Layers> {
-        match self {
-            Self::UNet { blocks, channels } => {
-                Ok(UNet { in_channels, dropout, ..UNet::new(blocks, channels) }.layers()?)
-            }
-            other => Err(other.other_data()),
-        }
-    }
-
     /// The shape of a GPT for sequences of up to so many tokens, of so many different ones.
     pub(crate) fn text_shape(self, context: i64, vocabulary: i64, dropout: f64) -> Result<Gpt> {
-        Ok(Gpt { context, vocabulary, dropout, ..self.for_text()? })
-    }
-
-    fn for_text(self) -> Result<Gpt> {
-        Ok(match self {
+        let network = match self {
             Self::Gpt => Gpt { layers: 4, width: 128, heads: 4, ..Gpt::gpt2_small() },
             Self::Gpt2 => Gpt::gpt2_small(),
             Self::Gpt2Medium => Gpt::gpt2_medium(),
             Self::Gpt2Large => Gpt::gpt2_large(),
             Self::Gpt2Xl => Gpt::gpt2_xl(),
             _ => return Err(self.other_data()),
-        })
+        };
+        Ok(Gpt { context, vocabulary, dropout, ..network })
     }
 
     /// The error of data that the model does not take: names all that it does, so that nobody is sent
@@ -207,7 +201,10 @@ impl ModelName {
         match name {
             "digits" => data::digits(),
             "synthetic" => {
-                let sample = self.synthetic_sample().with_length(sequence);
+                let mut sample = self.synthetic_sample();
+                if let (Sample::Sequence { length, .. }, Some(tokens)) = (&mut sample, sequence) {
+                    *length = tokens;
+                }
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
             path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), sizes.image),

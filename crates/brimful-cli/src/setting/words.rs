@@ -6,6 +6,11 @@ use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
 use std::thread;
 
+use brimful::Size;
+use brimful::schedule::{Recompute, Schedule};
+
+use crate::nearest::did_you_mean;
+
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
 pub const ANY_DEVICE: &str =
@@ -57,6 +62,15 @@ pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
     whole_number(text, 1..=MOST, wanted).map(|count| count as usize)
 }
 
+/// Reads how many samples a micro-batch has.
+pub(crate) fn micro_batch(text: &str) -> Result<Size, String> {
+    match text {
+        "auto" => Ok(Size::Auto),
+        "largest" => Ok(Size::Largest),
+        _ => counted(text, "give a number from 1 on, auto or largest").map(Size::Fixed),
+    }
+}
+
 /// Reads a number of things, of which there may be none.
 pub fn count_or_none(text: &str) -> Result<usize, String> {
     whole_number(text, 0..=MOST, "give a whole number from 0 on").map(|count| count as usize)
@@ -70,6 +84,19 @@ pub fn seed(text: &str) -> Result<u64, String> {
 /// Reads a time to wait.
 pub fn seconds(text: &str) -> Result<u64, String> {
     whole_number(text, 1..=MOST, "give whole seconds from 1 on")
+}
+
+/// Reads a schedule; a slip is told the name that was meant.
+pub fn schedule(text: &str) -> Result<Schedule, String> {
+    let names = Schedule::all(2).map(|schedule| schedule.to_string());
+    text.parse()
+        .map_err(|error| format!("{error}{}", did_you_mean(text, names.iter().map(String::as_str))))
+}
+
+/// Reads when activations are computed again.
+pub fn recompute(text: &str) -> Result<Recompute, String> {
+    let names = Recompute::ALL.map(Recompute::name);
+    text.parse().map_err(|error| format!("{error}{}", did_you_mean(text, names)))
 }
 
 /// Reads a number of threads, not many more than the machine has cores for.

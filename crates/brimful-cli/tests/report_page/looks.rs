@@ -12,12 +12,14 @@ use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
 use serde_json::{Value, json};
 
 use super::chromium::{Browser, Look};
-use super::{PHONE, WIDE, assert_calm, file, plan, point, run, tooltip, trained};
+use super::{PHONE, WIDE, assert_calm, assert_within, file, plan, point, run, tooltip, trained};
 
 #[test]
 fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
     let Some(mut browser) = Browser::start("real") else { return };
-    let page = trained("real.html");
+    // In four stages on two devices.
+    let stages = "--epochs 2 --stages 2 --schedule interleaved-2 --recompute always";
+    let page = trained("real.html", &format!("{stages} --batch-size 400 --memory-limit 16MiB"));
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
         browser.open(&page, look);
         let visible = browser.evaluate(
@@ -29,8 +31,7 @@ fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
         assert_eq!(browser.evaluate("document.querySelectorAll('#idle-table tbody tr').length"), 2);
         assert_eq!(browser.evaluate("document.querySelectorAll('#memory-panels svg').length"), 2);
         assert!(browser.text("document.getElementById('ended').innerText").starts_with("Finished"));
-        let width = browser.evaluate("document.documentElement.scrollWidth");
-        assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+        assert_within(&mut browser, look);
         let light = browser.text("getComputedStyle(document.body).backgroundColor");
         assert_eq!(light == "rgb(11, 17, 32)", look.dark, "{light}");
         assert_eq!(overlapping_texts(&mut browser), json!([]));
@@ -44,10 +45,7 @@ fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
 #[test]
 fn a_run_of_one_step_shows_its_loss_and_its_rate() {
     let Some(mut browser) = Browser::start("one-step") else { return };
-    let page = file("one-step.html");
-    let train = "train --device cpu --max-steps 1 --micro-batch 64 --report";
-    run(&format!("{train} {}", page.display())).success();
-    browser.open(&page, WIDE);
+    browser.open(&trained("one-step.html", "--max-steps 1 --micro-batch 64"), WIDE);
     let dots = browser.evaluate("document.querySelectorAll('#progress circle.dot').length");
     assert_eq!(dots, 3, "loss, test loss and rate");
     assert_calm(&browser);
@@ -88,10 +86,8 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
 #[test]
 fn a_run_at_home_shows_its_bus_as_a_plan_does() {
     let Some(mut browser) = Browser::start("home") else { return };
-    let page = file("home.html");
-    let arguments =
-        "train --epochs 1 --offload all --micro-batches 4 --batch-size 400 --device cpu";
-    run(&format!("{arguments} --report {}", page.display())).success();
+    let at_home = "--epochs 1 --offload all --micro-batches 4 --batch-size 400";
+    let page = trained("home.html", at_home);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
         browser.open(&page, look);
@@ -106,8 +102,7 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
         }
         let table = browser.text("document.getElementById('bus-table').innerText");
         assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
-        let width = browser.evaluate("document.documentElement.scrollWidth");
-        assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+        assert_within(&mut browser, look);
     }
     assert_calm(&browser);
 }
@@ -216,8 +211,7 @@ fn odd_runs_are_shown_as_well_as_they_can_be() {
                 browser.text("document.getElementById('ended').innerText").ends_with("memory</i>")
             );
             assert_eq!(overlapping_texts(&mut browser), json!([]), "{steps} steps");
-            let width = browser.evaluate("document.documentElement.scrollWidth");
-            assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+            assert_within(&mut browser, look);
         }
     }
     for nothing in ["-s 1 -m 1", "-s 3 -m 2 --forward 0 --backward 0"] {

@@ -25,13 +25,17 @@ fn plan(name: &str, arguments: &str) -> PathBuf {
     page
 }
 
-/// A page of a run in four stages on two devices.
-fn trained(name: &str) -> PathBuf {
+/// A page of a training on a CPU.
+fn trained(name: &str, arguments: &str) -> PathBuf {
     let page = file(name);
-    let arguments = "train --epochs 2 --stages 2 --schedule interleaved-2 --recompute always \
-                     --batch-size 400 --memory-limit 16MiB --device cpu";
-    run(&format!("{arguments} --report {}", page.display())).success();
+    run(&format!("train --device cpu {arguments} --report {}", page.display())).success();
     page
+}
+
+/// All of the page is as wide as the window.
+fn assert_within(browser: &mut Browser, look: Look) {
+    let width = browser.evaluate("document.documentElement.scrollWidth");
+    assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
 }
 
 fn assert_calm(browser: &Browser) {

@@ -13,8 +13,9 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::GenerateOptions;
-use crate::exit::{ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::fine_tune::{checked_tokenizer, unopened};
+use crate::named::Named;
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource};
 use crate::tokenizer::Tokenizer;
@@ -70,9 +71,7 @@ impl Writer {
             Some(adapter) => layers.lora(adapter.lora()),
             None => layers,
         };
-        let device = setting::device(options.device.as_deref())?;
-        options.dtype.prepare(device)?;
-        let runner = TextRunner::build(layers, device, options)?;
+        let (runner, device) = TextRunner::build(layers, options)?;
         let variables = runner.variables()?;
         pretrained.load(&variables)?;
         if let Some(adapter) = &adapter {
@@ -82,12 +81,8 @@ impl Writer {
     }
 
     fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
-        let said = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
-        if let Some((flag, _)) = said.into_iter().find(|(_, is_said)| *is_said) {
-            return Err(wrong_use(format!(
-                "--{flag} is for a folder's model: give --model FOLDER"
-            )));
-        }
+        let flags = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
+        ensure_unsaid(&flags, "a folder's model: give --model FOLDER")?;
         let asked = match options.model {
             Some(ModelSource::Named(name)) => Some(name),
             _ => None,
@@ -108,13 +103,8 @@ impl Writer {
         let cache = cache(context, &prompt, options);
         let shape = name.text_shape(context, vocabulary, 0.0);
         let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
-        let device = setting::device(options.device.as_deref())?;
-        options.dtype.prepare(device)?;
-        let layers = gpt_with_cache(&shape, &cache);
-        let runner = TextRunner::build(layers, device, options)?;
-        if let TextRunner::Whole { store, .. } = &runner {
-            weights.put_into(store, name)?;
-        }
+        let (runner, device) = TextRunner::build(gpt_with_cache(&shape, &cache), options)?;
+        weights.put_into(runner.variables()?, name)?;
         Ok(Self { runner, cache, device, tokenizer, prompt, ends: Vec::new() })
     }
 
@@ -144,13 +134,16 @@ fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCac
 }
 
 impl TextRunner {
-    fn build(layers: Layers, device: Device, options: &GenerateOptions) -> Result<Self> {
+    /// The model on the device that was asked for, or with its layers brought to that.
+    fn build(layers: Layers, options: &GenerateOptions) -> Result<(Self, Device)> {
+        let device = setting::device(options.device.as_deref())?;
+        options.dtype.prepare(device)?;
         let kind = options.dtype.kind();
         if !options.from_host {
             let mut store = VarStore::new(device);
             let model = layers.build(&store.root()).context("the model was not built")?;
             store.set_kind(kind);
-            return Ok(Self::Whole { model, store });
+            return Ok((Self::Whole { model, store }, device));
         }
         let stages_per_device = layers.len();
         let pipeline = Pipeline::builder(layers)
@@ -161,10 +154,10 @@ impl TextRunner {
             .kind(kind)
             .build()
             .context("the model was not built")?;
-        Ok(Self::Streamed(Box::new(pipeline)))
+        Ok((Self::Streamed(Box::new(pipeline)), device))
     }
 
-    fn variables(&self) -> Result<Vec<(String, Tensor)>> {
+    fn variables(&self) -> Result<Named> {
         Ok(match self {
             Self::Whole { store, .. } => store.variables().into_iter().collect(),
             Self::Streamed(pipeline) => pipeline.variables()?,

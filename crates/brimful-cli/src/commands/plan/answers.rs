@@ -1,7 +1,6 @@
 //! From the options to simulated steps, the best first.
 
 use std::cmp::Ordering;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -20,6 +19,7 @@ use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use super::stage_table::StageLine;
 use crate::config;
 use crate::exit::{ensure_use, wrong_use};
+use crate::files::text_of;
 use crate::progress::Progress;
 
 /// Time of a device's whole backward where none is given: twice that of a forward.
@@ -173,7 +173,7 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
 }
 
 fn read_profile(path: &Path) -> Result<Profile> {
-    let text = read(path)?;
+    let text = text_of(path)?;
     let is_json = path.extension().is_some_and(|extension| extension == "json");
     let profile = if is_json {
         serde_json::from_str(&text).map_err(anyhow::Error::from)
@@ -183,12 +183,8 @@ fn read_profile(path: &Path) -> Result<Profile> {
     profile.with_context(|| format!("{} is not a profile", path.display()))
 }
 
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
-}
-
 fn from_file(options: &PlanOptions, path: &Path) -> Result<PlanAnswer> {
-    let actions = read(path)?.parse::<Actions>();
+    let actions = text_of(path)?.parse::<Actions>();
     let actions = actions.with_context(|| format!("{} cannot be run", path.display()))?;
     simulated(options, path.display().to_string(), None, actions)
 }

@@ -40,21 +40,16 @@ impl MeasuredModel {
 mod tests {
     use clap::Parser;
 
-    use super::super::PlanOptions;
-
-    #[derive(Debug, Parser)]
-    struct Words {
-        #[command(flatten)]
-        plan: PlanOptions,
-    }
+    use crate::args::{BrimfulArgs, BrimfulCommand};
 
     #[test]
     fn sums_of_a_model_on_a_cpu_are_its_gradients_and_those_of_a_profile_may_be_apart() {
         let sums_apart = |words: &str| {
-            let words = Words::try_parse_from(words.split(' ')).expect("flags of a plan");
-            words.plan.measured.sums_apart().expect("a device that is here")
+            let words = BrimfulArgs::try_parse_from(words.split(' ')).expect("flags of a plan");
+            let BrimfulCommand::Plan(plan) = words.command else { panic!("no plan: {words:?}") };
+            plan.measured.sums_apart().expect("a device that is here")
         };
-        assert!(!sums_apart("plan --model mlp --batch-size 8 --stages 2"));
-        assert!(sums_apart("plan --profile model.toml --batch-size 8 --stages 2"));
+        assert!(!sums_apart("brimful plan --model mlp --batch-size 8 --stages 2"));
+        assert!(sums_apart("brimful plan --profile model.toml --batch-size 8 --stages 2"));
     }
 }

@@ -42,7 +42,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         output::line(&serde_json::json!({ "rows": lines }).to_string())?;
     } else {
         let table = table::table(&shown, in_seconds);
-        let stages = stages_of(&shown[0]);
+        let stages = stage_table::table(&shown[0].line.stages);
         output::prose(&[table, left_out(&refused), stages].concat())?;
         output::line(&grid(&shown[0])?)?;
     }
@@ -57,12 +57,6 @@ fn left_out(refused: &[String]) -> String {
         [only] => format!("\nLeft out: {only}\n"),
         [first, rest @ ..] => format!("\nLeft out: {first} (and {} more)\n", rest.len()),
     }
-}
-
-/// What each stage of the best one does, where they are unlike each other.
-fn stages_of(best: &PlanAnswer) -> String {
-    let stages = &best.line.stages;
-    if stage_table::differ(stages) { stage_table::table(stages) } else { String::new() }
 }
 
 fn grid(best: &PlanAnswer) -> Result<String> {

@@ -6,6 +6,8 @@ use brimful::plan::{PlanRow, PlannedStage};
 use brimful::schedule::{Home, Recompute};
 use serde::Serialize;
 
+use super::answers::PlanLine;
+
 /// A stage of a line; its fields are keys of `--json`.
 #[derive(Clone, Serialize)]
 pub(super) struct StageLine {
@@ -26,14 +28,6 @@ impl StageLine {
         stage.collect()
     }
 
-    fn name(&self) -> String {
-        match self.layers.as_slice() {
-            [] => String::new(),
-            [only] => only.clone(),
-            [first, .., last] => format!("{first} to {last}"),
-        }
-    }
-
     fn weights(&self) -> &'static str {
         match self.planned.weights {
             Home::Device => "device",
@@ -51,7 +45,8 @@ impl StageLine {
 }
 
 /// What the stages compute again, in a word: a mode, or how many of them do.
-pub(super) fn recomputed(stages: &[StageLine], mode: Recompute) -> String {
+pub(super) fn recomputed(line: &PlanLine) -> String {
+    let (Some(mode), stages) = (line.recompute, &line.stages) else { return "-".to_owned() };
     let again = stages.iter().filter(|stage| stage.planned.recompute != Recompute::Never).count();
     match again {
         // Plain numbers have no stages of their own.
@@ -62,23 +57,26 @@ pub(super) fn recomputed(stages: &[StageLine], mode: Recompute) -> String {
 }
 
 /// How many stages live on the host, and what they take there.
-pub(super) fn at_home(stages: &[StageLine], host_bytes: u64) -> String {
+pub(super) fn at_home(PlanLine { stages, host_bytes, .. }: &PlanLine) -> String {
     let at_home = stages.iter().filter(|stage| stage.planned.weights == Home::Host).count();
     match at_home {
         0 => "-".to_owned(),
-        at_home => format!("{at_home} of {}, {}", stages.len(), Bytes(host_bytes)),
+        at_home => format!("{at_home} of {}, {}", stages.len(), Bytes(*host_bytes)),
     }
 }
 
 /// Whether any of the stages lives elsewhere or keeps something else than the first.
-pub(super) fn differ(stages: &[StageLine]) -> bool {
+fn differ(stages: &[StageLine]) -> bool {
     let lives_away = |stage: &StageLine| stage.planned.weights == Home::Host;
     stages.iter().any(lives_away)
         || stages.windows(2).any(|pair| pair[0].planned != pair[1].planned)
 }
 
-/// A line for each run of stages that are alike.
+/// A line for each run of stages that are alike, where they are not all alike.
 pub(super) fn table(stages: &[StageLine]) -> String {
+    if !differ(stages) {
+        return String::new();
+    }
     let mut text = String::from("\n");
     let mut first = 0;
     for alike in stages.chunk_by(|a, b| a.planned == b.planned) {
@@ -87,13 +85,11 @@ pub(super) fn table(stages: &[StageLine]) -> String {
             1 => format!("stage {first}"),
             _ => format!("stages {first} to {last}"),
         };
-        let layers = match alike {
-            [only] => only.name(),
-            [a, .., b] => match (a.layers.first(), b.layers.last()) {
-                (Some(first), Some(last)) => format!("{first} to {last}"),
-                _ => String::new(),
-            },
+        let layers: Vec<&String> = alike.iter().flat_map(|stage| &stage.layers).collect();
+        let layers = match layers[..] {
             [] => String::new(),
+            [only] => only.clone(),
+            [first, .., last] => format!("{first} to {last}"),
         };
         let stage = &alike[0];
         text += &format!(

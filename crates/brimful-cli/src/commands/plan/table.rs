@@ -3,7 +3,7 @@
 use brimful::Bytes;
 
 use super::answers::{PlanAnswer, PlanLine};
-use super::stage_table;
+use super::stage_table::{at_home, recomputed};
 
 /// A column: whether it is shown, its heading, and what an answer says in it.
 type Column<'a> = (bool, &'static str, &'a dyn Fn(&PlanAnswer) -> String);
@@ -36,16 +36,8 @@ pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
     rows.iter().map(|row| line(row, &widths)).collect()
 }
 
-fn recomputed(line: &PlanLine) -> String {
-    line.recompute.map_or("-".to_owned(), |mode| stage_table::recomputed(&line.stages, mode))
-}
-
 fn peak(line: &PlanLine) -> Bytes {
     Bytes(line.peak_bytes.iter().copied().max().unwrap_or(0))
-}
-
-fn at_home(line: &PlanLine) -> String {
-    stage_table::at_home(&line.stages, line.host_bytes)
 }
 
 /// Whether any stage has more than a layer.

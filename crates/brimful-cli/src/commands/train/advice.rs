@@ -1,6 +1,5 @@
 //! What helps where a step failed, in the words of the command line.
 
-use std::error::Error as StdError;
 use std::fmt;
 
 use brimful::auto::DoesNotFit;
@@ -11,24 +10,10 @@ use brimful::{Bytes, Error, Size};
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::TrainOptions;
 use super::offload::Offload;
+use super::{TrainOptions, Trainer};
 use crate::exit::{does_not_fit, ran_out};
 use crate::output;
-
-/// A step as it was tried.
-#[derive(Debug)]
-pub(super) struct FailedStep {
-    /// Counted from 1.
-    pub(super) epoch: usize,
-    /// Within the epoch, counted from 1.
-    pub(super) step: usize,
-    pub(super) size: Size,
-    pub(super) batch_size: usize,
-    pub(super) learning_rate: f64,
-    /// What a step needs whatever its size; not known of a model in stages.
-    pub(super) fixed: Option<FixedBytes>,
-}
 
 /// Bytes that a step needs whatever the size of its micro-batches.
 #[derive(Debug, Clone, Copy)]
@@ -94,19 +79,20 @@ pub(super) fn of_building(error: anyhow::Error, options: &TrainOptions) -> anyho
     does_not_fit(format!("{}: {more}{finer}", output::causes(&error)))
 }
 
-/// The error of a test, with what mends it where the loss is no number.
-pub(super) fn of_test(cause: Error, steps: usize, learning_rate: f64) -> anyhow::Error {
-    match cause.non_finite() {
-        Some(value) => anyhow::anyhow!(
-            "{value} in the test after step {steps}: the weights are no numbers that can be gone on from; lower \
-             --learning-rate (it is {learning_rate:?}), or look at the data"
-        ),
-        None => cause.into(),
+impl Trainer {
+    /// The error of a test, with what mends it where the loss is no number.
+    pub(super) fn advise_after_test(&self, cause: Error) -> anyhow::Error {
+        let (steps, learning_rate) = (self.steps_done(), self.rate);
+        match cause.non_finite() {
+            Some(value) => anyhow::anyhow!(
+                "{value} in the test after step {steps}: the weights are no numbers that can be gone on from; \
+                 lower --learning-rate (it is {learning_rate:?}), or look at the data"
+            ),
+            None => cause.into(),
+        }
     }
-}
 
-impl FailedStep {
-    /// The library's error, with what mends it where that is known.
+    /// The library's error of a step, with what mends it where that is known.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
         if let Some(value) = cause.non_finite() {
             return self.of_numbers(value);
@@ -117,9 +103,11 @@ impl FailedStep {
                 None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
             };
         }
-        let remedy = cause.out_of_memory().and_then(|oom| self.remedy(oom));
-        match remedy {
-            Some(remedy) => Advised { cause, remedy }.into(),
+        match cause.out_of_memory().and_then(|oom| self.remedy(oom)) {
+            Some(remedy) => {
+                let told = format!("{cause}; {remedy}");
+                anyhow::Error::from(cause).context(told)
+            }
             None => cause.into(),
         }
     }
@@ -127,7 +115,7 @@ impl FailedStep {
     /// What is said where a single sample does not fit, and it is not known what else a step needs.
     fn smaller(&self, end: &DoesNotFit) -> String {
         let needed = end.needed.map(|needed| format!(", about {needed},")).unwrap_or_default();
-        let cut = match self.fixed {
+        let cut = match self.engine.fixed_bytes() {
             Some(_) => "cut the model by --stages, let it live on the host by --offload all",
             None => "compute activations again by --recompute always, give more --stages",
         };
@@ -138,7 +126,8 @@ impl FailedStep {
     }
 
     fn of_numbers(&self, value: NonFiniteValue) -> anyhow::Error {
-        let Self { epoch, step, learning_rate, .. } = self;
+        let (epoch, step) = (self.epoch + 1, self.running.steps + 1);
+        let learning_rate = self.learning_rate();
         anyhow::anyhow!(
             "{value} in epoch {epoch}, step {step}: this step was not taken; lower --learning-rate (it \
              is {learning_rate:?}), or look at the data"
@@ -147,12 +136,11 @@ impl FailedStep {
 
     fn remedy(&self, oom: &OutOfMemory) -> Option<String> {
         self.fixed_remedy(oom).or_else(|| {
-            let size = self.micro_batch().filter(|size| *size > 1)?;
+            let batch_size = self.cut.largest();
+            let size = self.options.given_micro_batch(batch_size).filter(|size| *size > 1)?;
             let smaller = self.most_that_fits(oom).unwrap_or(size).min(size.div_ceil(2));
-            Some(match self.size {
-                Size::Count(_) => {
-                    format!("try --micro-batches {}", self.batch_size.div_ceil(smaller))
-                }
+            Some(match self.options.size() {
+                Size::Count(_) => format!("try --micro-batches {}", batch_size.div_ceil(smaller)),
                 _ => format!("try --micro-batch {smaller}"),
             })
         })
@@ -160,7 +148,7 @@ impl FailedStep {
 
     /// What is said where not even a single sample would fit.
     fn fixed_remedy(&self, oom: &OutOfMemory) -> Option<String> {
-        let (fixed, limit) = (self.fixed?, oom.limit?);
+        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
             let smaller = match fixed.state {
@@ -177,40 +165,14 @@ impl FailedStep {
     /// The most samples in a micro-batch by what the one that failed needed; the same or fewer may
     /// fail all the same, because it might have needed more later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
-        let (fixed, limit, size) = (self.fixed?, oom.limit?, self.micro_batch()?);
+        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
+        let size = self.options.given_micro_batch(self.cut.largest())?;
         let needed = oom.in_use?.0 + oom.asked?.0;
         // The optimizer's state is made by its first step.
-        let is_first = (self.epoch, self.step) == (1, 1);
+        let is_first = self.steps_done() == 0;
         let there = fixed.total() - if is_first { fixed.state } else { 0 };
         let each = needed.saturating_sub(there).div_ceil(size as u64);
         let left = limit.0.saturating_sub(fixed.total());
         left.checked_div(each).map(|most| most as usize)
-    }
-
-    /// Samples in a micro-batch, where that was given.
-    fn micro_batch(&self) -> Option<usize> {
-        match self.size {
-            Size::Fixed(size) => Some(size.min(self.batch_size)),
-            Size::Count(count) => Some(self.batch_size.div_ceil(count)),
-            _ => None,
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Advised {
-    cause: Error,
-    remedy: String,
-}
-
-impl fmt::Display for Advised {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.cause, self.remedy)
-    }
-}
-
-impl StdError for Advised {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        Some(&self.cause)
     }
 }

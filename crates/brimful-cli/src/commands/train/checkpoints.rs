@@ -10,45 +10,43 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
-use brimful::World;
 
+use super::Trainer;
 use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
-use super::{TrainOptions, Trainer};
 use crate::{files, progress};
 
 /// The saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
-    files: RunFiles,
-    world: World,
     writer: Option<JoinHandle<brimful::Result<()>>>,
     /// After how many steps the last one was; none before the first.
     last: Option<usize>,
 }
 
 impl Checkpoints {
-    pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Self {
+    pub(super) fn new(trainer: &Trainer) -> Self {
         // What it goes on from is there already, unless another place was named.
-        let RunFiles { save, resume, .. } = &options.files;
+        let RunFiles { save, resume, .. } = &trainer.options.files;
         let is_there = |from: &&PathBuf| save.as_ref().is_none_or(|to| files::is_same(from, to));
         let last = resume.as_ref().filter(is_there).map(|_| trainer.steps_done());
-        Self { files: options.files.clone(), world: trainer.world.clone(), writer: None, last }
+        Self { writer: None, last }
     }
 
     /// Saves the run as it is after its step, if that was not done.
-    pub(super) fn save(&mut self, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
+    pub(super) fn save(&mut self, trainer: &Trainer) -> Result<()> {
         let steps = trainer.steps_done();
         if self.last == Some(steps) {
             return Ok(());
         }
         self.last = Some(steps);
-        let Some(path) = self.files.save.clone() else { return Ok(()) };
-        let numbered = match self.files.keep {
+        let files = &trainer.options.files;
+        let Some(path) = files.save.clone() else { return Ok(()) };
+        let numbered = match files.keep {
             Keep::Newest(count) => Some((beside(&path, &step_mark(steps)), count)),
             Keep::Last | Keep::Best => None,
         };
-        self.write(trainer, options, move |run| match numbered {
+        self.write(trainer, move |run| match numbered {
             // The numbered one first: a run that is killed in between goes on from before it, and
             // writes the same once more.
             Some((file, count)) => {
@@ -62,23 +60,24 @@ impl Checkpoints {
     }
 
     /// Saves the run as the best so far, where those are kept.
-    pub(super) fn save_best(&mut self, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
-        match &self.files.save {
-            Some(path) if self.files.keep == Keep::Best => {
+    pub(super) fn save_best(&mut self, trainer: &Trainer) -> Result<()> {
+        let files = &trainer.options.files;
+        match &files.save {
+            Some(path) if files.keep == Keep::Best => {
                 let best = beside(path, "best");
-                self.write(trainer, options, move |run| run.write(&best))
+                self.write(trainer, move |run| run.write(&best))
             }
             _ => Ok(()),
         }
     }
 
     /// Waits until everything is written. Of several ranks, all take part.
-    pub(super) fn finish(&mut self) -> Result<()> {
+    pub(super) fn finish(&mut self, trainer: &Trainer) -> Result<()> {
         let written = match self.writer.take() {
             Some(writer) => writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
             None => Ok(()),
         };
-        self.world.settle("save", written, Duration::ZERO)?;
+        trainer.world.settle("save", written, Duration::ZERO)?;
         Ok(())
     }
 
@@ -86,11 +85,10 @@ impl Checkpoints {
     fn write(
         &mut self,
         trainer: &Trainer,
-        options: &TrainOptions,
         write: impl FnOnce(&SavedRun) -> brimful::Result<()> + Send + 'static,
     ) -> Result<()> {
-        self.finish()?;
-        let run = SavedRun::of(trainer, options)?;
+        self.finish(trainer)?;
+        let run = SavedRun::of(trainer)?;
         if trainer.is_first() {
             self.writer = Some(thread::spawn(move || write(&run)));
         }

@@ -1,7 +1,6 @@
 //! What people and programs see while a model trains.
 
-use std::cell::Cell;
-use std::fmt;
+use std::{fmt, mem};
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -9,8 +8,8 @@ use brimful::auto::{Decision, Why};
 use brimful::report::Record;
 use serde::Serialize;
 
-use super::trainer::Test;
-use super::{Epoch, TrainOptions, Trainer};
+use super::{Epoch, Trainer};
+use crate::log_files::TestFigures;
 use crate::output;
 use crate::progress::{self, Progress, Ticker};
 
@@ -18,16 +17,10 @@ use crate::progress::{self, Progress, Ticker};
 #[derive(Debug)]
 pub(super) struct Display {
     progress: Progress,
-    /// Whether this is the rank that prints.
-    speaks: bool,
-    json: bool,
-    epochs: usize,
-    /// The epoch that runs, counted from 1.
-    epoch: Cell<usize>,
     /// Where a device's memory ends, if it does.
     limit: Option<Bytes>,
     /// The automatic size that was last told of; 0 at first.
-    said: Cell<usize>,
+    said: usize,
 }
 
 #[derive(Serialize)]
@@ -39,10 +32,10 @@ struct JsonLine<'a, T> {
 
 impl Display {
     /// Says what is going to be trained.
-    pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Result<Self> {
+    pub(super) fn new(trainer: &Trainer) -> Result<Self> {
         // All ranks have a part in what is known of the model.
-        let introduction = introduce(options, trainer)?;
-        if !options.json && trainer.is_first() {
+        let introduction = introduce(trainer)?;
+        if !trainer.options.json && trainer.is_first() {
             output::prose(&introduction)?;
         }
         if trainer.is_first() && trainer.is_over() {
@@ -51,12 +44,8 @@ impl Display {
         let samples = trainer.samples_to_do();
         Ok(Self {
             progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
-            speaks: trainer.is_first(),
-            json: options.json,
-            epochs: options.length.epochs,
-            epoch: Cell::new(trainer.epoch + 1),
             limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
-            said: Cell::new(0),
+            said: 0,
         })
     }
 
@@ -66,63 +55,61 @@ impl Display {
     }
 
     /// A step is done.
-    pub(super) fn step(&self, step: &Record, samples_done: usize) {
+    pub(super) fn step(&self, step: &Record, trainer: &Trainer) {
         let Record { loss, micro_batch, .. } = step;
-        let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
+        let (epoch, epochs) = (trainer.epoch + 1, trainer.options.length.epochs);
+        let peak = step.peak();
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
         // Steps that were run again have counted some samples twice.
-        self.progress.reach(samples_done);
+        self.progress.reach(trainer.samples_done());
     }
 
     /// An epoch is done.
-    pub(super) fn finished(&self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
-        self.epoch.set(epoch.epoch + 1);
-        if self.speaks && !self.json {
+    pub(super) fn finished(&mut self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
+        if trainer.is_first() && !trainer.options.json {
             self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
         }
-        self.tell(epoch, trainer)
-    }
-
-    /// Tells what an epoch came to, or a test in the midst of one.
-    pub(super) fn tell(
-        &self,
-        told: &(impl Serialize + fmt::Display),
-        trainer: &Trainer,
-    ) -> Result<()> {
-        match (self.speaks, self.json) {
-            (false, _) => Ok(()),
-            (true, true) => {
-                let done = trainer.is_over();
-                output::line(&serde_json::to_string(&JsonLine { told, done })?)
-            }
-            (true, false) => output::prose(&told.to_string()),
-        }
+        tell(epoch, trainer)
     }
 
     /// What an automatic size did: what was tried at first, what failed, and what was taken, where
     /// that is new.
-    fn sizing(&self, decisions: &[Decision]) -> Vec<String> {
+    fn sizing(&mut self, decisions: &[Decision]) -> Vec<String> {
         let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
         let mut lines = Vec::new();
-        if self.said.get() == 0 {
+        if self.said == 0 {
             lines.extend(tried(decisions.iter().filter(is_try).collect()));
         }
         let failed = decisions.iter().filter(|decision| decision.failed);
         lines.extend(failed.map(|decision| format!("  memory ran out: {decision}")));
         let taken = decisions.iter().rfind(|decision| !is_try(decision));
         match (taken, decisions.last()) {
-            (Some(Decision { size, why, .. }), _) if self.said.replace(*size) != *size => {
+            (Some(Decision { size, why, .. }), _)
+                if mem::replace(&mut self.said, *size) != *size =>
+            {
                 lines.push(format!("  took micro-batches of {size}: {why}"));
             }
-            (None, Some(Decision { size, .. })) if self.said.get() == 0 => {
+            (None, Some(Decision { size, .. })) if self.said == 0 => {
                 lines.push(format!("  took {size} for now: too few steps to compare them all"));
             }
             _ => {}
         }
         lines
+    }
+}
+
+/// Tells what an epoch came to, or a test in the midst of one.
+pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) -> Result<()> {
+    match (trainer.is_first(), trainer.options.json) {
+        (false, _) => Ok(()),
+        (true, true) => {
+            let done = trainer.is_over();
+            output::line(&serde_json::to_string(&JsonLine { told, done })?)
+        }
+        (true, false) => output::prose(&told.to_string()),
     }
 }
 
@@ -140,13 +127,13 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
     ))
 }
 
-fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
+fn introduce(trainer: &Trainer) -> Result<String> {
     let variables = trainer.engine.variables()?;
     let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = &trainer.dataset;
     Ok(format!(
         "{}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
-        options.model,
+        trainer.options.model,
         parameters.map(|(_, parameter)| parameter.numel()).sum::<usize>(),
         trainer.engine.place(),
         dataset.train.len(),
@@ -155,12 +142,12 @@ fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
     ))
 }
 
-impl fmt::Display for Test {
+impl fmt::Display for TestFigures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, test_loss, test_accuracy, best, .. } = self;
-        let accuracy = test_accuracy * 100.0;
+        let Self { step, loss, accuracy, best, .. } = self;
+        let accuracy = accuracy * 100.0;
         let best = if *best { "  the best so far" } else { "" };
-        write!(f, "  step {step}  test {test_loss:.4}  {accuracy:5.1} % right{best}")
+        write!(f, "  step {step}  test {loss:.4}  {accuracy:5.1} % right{best}")
     }
 }
 

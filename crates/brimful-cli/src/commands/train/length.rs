@@ -28,9 +28,9 @@ impl Length {
         let all = self.epochs.saturating_mul(in_epoch);
         self.max_steps.map_or(all, |most| most.min(all))
     }
+}
 
-    /// Whether there is a test after so many steps, in the midst of an epoch.
-    pub(super) fn tests_after(&self, steps: usize) -> bool {
-        self.eval_every.is_some_and(|every| steps.is_multiple_of(every))
-    }
+/// Whether so many steps are a multiple of these, where they are given.
+pub(super) fn is_due(every: Option<usize>, steps: usize) -> bool {
+    every.is_some_and(|every| steps.is_multiple_of(every))
 }

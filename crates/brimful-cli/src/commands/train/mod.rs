@@ -7,13 +7,10 @@ mod engine;
 mod epoch_cut;
 mod init;
 mod length;
-mod logs;
 mod offload;
 mod options;
-pub(crate) mod outputs;
 mod pipelined;
 mod ranks;
-mod rate;
 mod recipe;
 mod records;
 mod resume;
@@ -31,17 +28,17 @@ use anyhow::{Context, Result};
 use brimful::report::Ended;
 
 use crate::exit::{Exit, ensure_use};
-use crate::interrupt::Interrupt;
-use crate::log_files::LogFiles;
+use crate::log_files::{LogFiles, StepFigures};
 use crate::setting::NormStatistics;
-use crate::{output, progress};
+use crate::{interrupt, output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
+use length::is_due;
 use options::BatchSize;
-pub(crate) use options::MicroBatch;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
-pub use rate::Decay;
+pub use recipe::Decay;
+use run_files::RunFiles;
 pub use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.
@@ -52,14 +49,14 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     }
     let mut trainer = Trainer::new(options)?;
     begin(&mut trainer, options)?;
-    let trained = train(&mut trainer, options);
+    let trained = train(&mut trainer);
     let ended = match &trained {
         Ok(Exit::Done) => Ended::Finished,
         Ok(_) => Ended::Stopped,
         Err(error) => Ended::Failed(output::causes(error)),
     };
     let written = match trainer.is_first() {
-        true => records::write(&trainer.recorder, ended, options),
+        true => records::write(&trainer, ended),
         false => Ok(()),
     };
     trained.and_then(|exit| written.map(|()| exit))
@@ -68,7 +65,7 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
 /// Takes over the weights, or the whole run, that it is to begin with.
 fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     if let Some(path) = &options.files.resume {
-        saved::load(path, trainer, options)
+        saved::load(path, trainer)
             .with_context(|| format!("cannot go on from {}", path.display()))?;
     } else if let Some(folder) = &trainer.folder {
         folder.load(&trainer.engine.variables()?)?;
@@ -80,44 +77,54 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
 }
 
 /// The steps that are still to come, until somebody interrupts.
-fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
-    let interrupt = Interrupt::listen()?;
-    let display = Display::new(options, trainer)?;
-    let mut checkpoints = Checkpoints::new(options, trainer);
-    let mut logs = logs::open(trainer, options)?;
+fn train(trainer: &mut Trainer) -> Result<Exit> {
+    interrupt::listen()?;
+    let mut display = Display::new(trainer)?;
+    let mut checkpoints = Checkpoints::new(trainer);
+    let mut logs = open_logs(trainer)?;
     loop {
         // First what an interrupted run may have left undone after its last step.
-        look(trainer, &display, &mut checkpoints, &mut logs, options)?;
+        look(trainer, &mut display, &mut checkpoints, &mut logs)?;
         if trainer.is_over() {
             break;
         }
         let learning_rate = trainer.learning_rate();
         let step = trainer.step(Some(display.ticker()))?;
-        display.step(&step, trainer.samples_done());
-        logs.step(&logs::figures(&step, learning_rate, trainer));
+        display.step(&step, trainer);
+        let (number, epoch) = (trainer.steps_done(), trainer.epoch + 1);
+        logs.step(&StepFigures { step: number, epoch, learning_rate, record: &step });
         trainer.recorder.step(step);
-        if let Some(exit) = ranks::asked(&trainer.world, &interrupt)? {
-            checkpoints.save(trainer, options)?;
-            checkpoints.finish()?;
+        if let Some(exit) = ranks::asked(&trainer.world)? {
+            checkpoints.save(trainer)?;
+            checkpoints.finish(trainer)?;
             drop(display);
             if trainer.is_first() {
-                let story = resume::story(trainer, options);
-                progress::say(&format!("brimful: {story}"));
+                progress::say(&format!("brimful: {}", resume::story(trainer)));
             }
             return Ok(exit);
         }
     }
-    checkpoints.finish()?;
+    checkpoints.finish(trainer)?;
     Ok(Exit::Done)
+}
+
+/// The logs that were asked for, from the step on that the run goes on from. Of several ranks, the
+/// first has them.
+fn open_logs(trainer: &Trainer) -> Result<LogFiles> {
+    let RunFiles { log, events, resume, .. } = &trainer.options.files;
+    if !trainer.is_first() {
+        return Ok(LogFiles::default());
+    }
+    let resumed = resume.as_ref().map(|_| trainer.steps_done());
+    LogFiles::open(log.as_deref(), events.as_deref(), resumed)
 }
 
 /// Tests and saves, where that is due after the last step.
 fn look(
     trainer: &mut Trainer,
-    display: &Display,
+    display: &mut Display,
     checkpoints: &mut Checkpoints,
     logs: &mut LogFiles,
-    options: &TrainOptions,
 ) -> Result<()> {
     let ends_epoch = trainer.is_epoch_over();
     let mut test = None;
@@ -127,18 +134,18 @@ fn look(
         test = Some(tested);
     } else if trainer.is_test_due() {
         let tested = trainer.test()?;
-        display.tell(&tested, trainer)?;
+        display::tell(&tested, trainer)?;
         test = Some(tested);
     }
     if let Some(test) = test {
-        logs.test(&test.figures());
+        logs.test(&test);
         if test.best {
-            checkpoints.save_best(trainer, options)?;
+            checkpoints.save_best(trainer)?;
         }
     }
     let steps = trainer.steps_done();
-    let due = ends_epoch || options.files.saves_after(steps) || trainer.is_over();
-    if due && steps > 0 { checkpoints.save(trainer, options) } else { Ok(()) }
+    let due = ends_epoch || is_due(trainer.options.files.save_every, steps) || trainer.is_over();
+    if due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
 }
 
 /// Exact BatchNorms see the samples of one device.

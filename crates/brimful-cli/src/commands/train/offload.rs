@@ -4,9 +4,8 @@
 use anyhow::Result;
 use brimful::balance;
 use brimful::pipeline::{BalanceBy, Builder, Homes};
-use brimful::plan::PlanRow;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, Size, World, gradient_factor};
+use brimful::{Bytes, Layers, Pipeline, Size, World, gradient_factor};
 use clap::ValueEnum;
 use tch::{Device, Tensor};
 
@@ -92,19 +91,20 @@ impl StageHomes {
         }
     }
 
-    /// How a model on so many devices is cut for it.
-    pub(super) fn cut(
+    /// A pipeline of the model on so many devices, as it is cut for them and lives there.
+    pub(super) fn builder(
         self,
-        layers: &Layers,
+        layers: Layers,
         devices: usize,
         options: &TrainOptions,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
-    ) -> Result<StageCut> {
-        match self {
-            Self::Device => StageCut::resident(layers, devices, options, &inputs()?),
-            Self::Host => StageCut::at_home(layers, devices, options.stages.schedule),
-            Self::Planned { row, .. } => Ok(StageCut::Planned(row)),
-        }
+    ) -> Result<Builder> {
+        let ((balance, schedule), homes) = match self {
+            Self::Device => (resident(&layers, devices, options, &inputs()?)?, Homes::Device),
+            Self::Host => (at_home(&layers, devices, options.stages.schedule)?, Homes::Host),
+            Self::Planned { row, .. } => return Ok(Pipeline::builder(layers).plan(&row)),
+        };
+        Ok(Pipeline::builder(layers).balance(balance).schedule(schedule).homes(homes))
     }
 }
 
@@ -158,65 +158,45 @@ fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
     Ok((weights as f64 * each) as u64)
 }
 
-/// How a model is cut into stages, in which order they run, and where they live.
-#[derive(Debug)]
-pub(super) enum StageCut {
-    Given { balance: BalanceBy, schedule: Schedule, homes: Homes },
-    Planned(Box<PlanRow>),
+/// How a model is cut into stages, and in which order they run.
+type StageCut = (BalanceBy, Schedule);
+
+/// By the time that layers take for these inputs, all on their devices.
+fn resident(
+    layers: &Layers,
+    devices: usize,
+    options: &TrainOptions,
+    inputs: &MeasuredInputs,
+) -> Result<StageCut> {
+    let schedule = options.stages.schedule.unwrap_or(Schedule::OneFOneB);
+    let count = devices * schedule.stages_per_device();
+    let fewer = match (options.stages.stages, schedule.stages_per_device()) {
+        (None, _) => "start fewer ranks",
+        (Some(_), 1) => "lower --stages",
+        (Some(_), _) => "lower --stages, or take a --schedule with fewer on each device",
+    };
+    check_stages(count, layers.len(), "", fewer)?;
+    if count == 1 {
+        // It has every layer, whatever they cost.
+        return Ok(([layers.len()].into(), schedule));
+    }
+    let sample = typed(&inputs.micro_batch, options.dtype.kind());
+    Ok((BalanceBy::by_time(&sample).optimizer(options.recipe.method()), schedule))
 }
 
-impl StageCut {
-    pub(super) fn described_to(self, builder: Builder) -> Builder {
-        match self {
-            Self::Given { balance, schedule, homes } => {
-                builder.balance(balance).schedule(schedule).homes(homes)
-            }
-            Self::Planned(row) => builder.plan(&row),
-        }
-    }
-
-    /// By the time that layers take for these inputs, all on their devices.
-    fn resident(
-        layers: &Layers,
-        devices: usize,
-        options: &TrainOptions,
-        inputs: &MeasuredInputs,
-    ) -> Result<Self> {
-        let schedule = options.stages.schedule.unwrap_or(Schedule::OneFOneB);
-        let count = devices * schedule.stages_per_device();
-        let fewer = match (options.stages.stages, schedule.stages_per_device()) {
-            (None, _) => "start fewer ranks",
-            (Some(_), 1) => "lower --stages",
-            (Some(_), _) => "lower --stages, or take a --schedule with fewer on each device",
-        };
-        check_stages(count, layers.len(), "", fewer)?;
-        if count == 1 {
-            // It has every layer, whatever they cost.
-            let balance = [layers.len()].into();
-            return Ok(Self::Given { balance, schedule, homes: Homes::Device });
-        }
-        let sample = typed(&inputs.micro_batch, options.dtype.kind());
-        let balance = BalanceBy::by_time(&sample).optimizer(options.recipe.method());
-        Ok(Self::Given { balance, schedule, homes: Homes::Device })
-    }
-
-    /// As fine as it can be, unless the schedule says how many stages there are: slots on the device are
-    /// as large as the largest stage.
-    fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<Self> {
-        let counts = parameters_used(layers)?;
-        let finest = balance::finest(&counts, counts.len())?.sizes().len();
-        let stages_per_device = match schedule {
-            Some(schedule) => schedule.stages_per_device(),
-            None => (finest / devices).max(1),
-        };
-        let stages = devices * stages_per_device;
-        check_stages(stages, finest, " with parameters", "lower --stages")?;
-        Ok(Self::Given {
-            balance: balance::finest(&counts, stages)?.into(),
-            schedule: schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device }),
-            homes: Homes::Host,
-        })
-    }
+/// As fine as it can be, unless the schedule says how many stages there are: slots on the device are
+/// as large as the largest stage.
+fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<StageCut> {
+    let counts = parameters_used(layers)?;
+    let finest = balance::finest(&counts, counts.len())?.sizes().len();
+    let stages_per_device = match schedule {
+        Some(schedule) => schedule.stages_per_device(),
+        None => (finest / devices).max(1),
+    };
+    let stages = devices * stages_per_device;
+    check_stages(stages, finest, " with parameters", "lower --stages")?;
+    let balance = balance::finest(&counts, stages)?.into();
+    Ok((balance, schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device })))
 }
 
 /// Every stage needs a layer.

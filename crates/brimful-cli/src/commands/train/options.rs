@@ -14,6 +14,7 @@ use super::ranks::RankOptions;
 use super::recipe::Recipe;
 use super::run_files::RunFiles;
 use super::stages::Stages;
+use crate::files::{self, FileUse, FlagFile};
 use crate::fine_tune::{FineTuneOptions, is_folder};
 use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
 
@@ -64,7 +65,8 @@ pub struct TrainOptions {
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
     /// gradient does not depend on it
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    pub(crate) micro_batch: MicroBatch,
+    #[arg(value_parser = words::micro_batch)]
+    pub(crate) micro_batch: Size,
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
@@ -105,6 +107,20 @@ pub struct TrainOptions {
 }
 
 impl TrainOptions {
+    /// The files that it reads and writes, as far as they were given, each with its flag.
+    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+        let mut files = self.files.flag_files();
+        // A folder is no file, and is looked at when its model is known.
+        files.retain(|file| Some(file.path) != self.saved_folder());
+        files.extend(files::written("--trace", self.stages.trace.as_ref()));
+        // A name of shipped or made-up data is no file, and so is in nobody's way.
+        let data = Path::new(&self.data);
+        if data.is_file() {
+            files.push(FlagFile { flag: "--data", path: data, purpose: FileUse::Reads });
+        }
+        files
+    }
+
     /// The folder that a folder's model is saved to: what is called as a file is a file of the run.
     pub(super) fn saved_folder(&self) -> Option<&Path> {
         let is_folders = matches!(self.model, ModelSource::Folder(_));
@@ -113,10 +129,24 @@ impl TrainOptions {
 
     /// How a mini-batch is cut.
     pub(super) fn size(&self) -> Size {
-        self.micro_batches.map_or(self.micro_batch.0, Size::Count)
+        self.micro_batches.map_or(self.micro_batch, Size::Count)
     }
 
-    /// The same for so many places in each rank, each device ready for the number type.
+    /// Samples in the largest micro-batch of so many, where that is given.
+    pub(super) fn given_micro_batch(&self, batch_size: usize) -> Option<usize> {
+        match self.size() {
+            Size::Fixed(size) => Some(size.min(batch_size)),
+            Size::Count(count) => Some(batch_size.div_ceil(count)),
+            _ => None,
+        }
+    }
+
+    /// The same; of an automatic size a guess, to measure layers with.
+    pub(super) fn guessed_micro_batch(&self, batch_size: usize) -> usize {
+        self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
+    }
+
+    /// The same device for so many places in each rank, each ready for the number type.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
@@ -156,28 +186,9 @@ impl FromStr for BatchSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "all" {
-            return Ok(Self::All);
+        match text {
+            "all" => Ok(Self::All),
+            _ => words::counted(text, "give a number from 1 on, or all").map(Self::Samples),
         }
-        words::counted(text, "give a number from 1 on, or all").map(Self::Samples)
-    }
-}
-
-/// How many samples a micro-batch has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct MicroBatch(pub(crate) Size);
-
-impl FromStr for MicroBatch {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Ok(Self(match text {
-            "auto" => Size::Auto,
-            "largest" => Size::Largest,
-            _ => {
-                let wanted = "give a number from 1 on, auto or largest";
-                Size::Fixed(words::counted(text, wanted)?)
-            }
-        }))
     }
 }

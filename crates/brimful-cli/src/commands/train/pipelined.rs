@@ -37,7 +37,6 @@ pub(super) struct Pipelined {
 /// Where the model is.
 #[derive(Debug)]
 struct StagePlaces {
-    schedule: Schedule,
     /// Where its stages live, in words.
     home: String,
     /// Of this rank.
@@ -63,15 +62,15 @@ impl Pipelined {
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
         let home = homes.to_string();
-        let cut = homes.cut(&layers, each, options, inputs)?;
-        let builder = Pipeline::builder(layers)
+        let builder = homes
+            .builder(layers, each, options, inputs)?
             .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
             .replicas(replicas)
             .kind(kind)
             .layout(layout(devices[0]))
-            .reserve(options.recipe.method());
-        let builder = cut.described_to(builder).micro_batches(size);
+            .reserve(options.recipe.method())
+            .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
         let mut pipeline = builder.build().context("the pipeline was not built")?;
         pipeline.time_moves(records::are_wanted(options));
@@ -86,8 +85,7 @@ impl Pipelined {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        let schedule = pipeline.schedule();
-        let place = StagePlaces { schedule, home, devices, ranks: world.size(), replicas };
+        let place = StagePlaces { home, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
@@ -175,12 +173,13 @@ impl TrainingEngine for Pipelined {
     }
 
     fn schedule(&self) -> Option<Schedule> {
-        Some(self.place.schedule)
+        Some(self.pipeline.schedule())
     }
 
     fn place(&self) -> String {
-        let StagePlaces { schedule, home, devices, ranks, replicas } = &self.place;
-        let (sizes, names) = (self.pipeline.balance().sizes(), names(devices));
+        let StagePlaces { home, devices, ranks, replicas } = &self.place;
+        let (schedule, names) = (self.pipeline.schedule(), names(devices));
+        let sizes = self.pipeline.balance().sizes();
         let stages =
             format!("in {} stages of {sizes:?} layers on {names}, {schedule}{home}", sizes.len());
         match ranks {

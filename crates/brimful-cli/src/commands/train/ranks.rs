@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use anyhow::Result;
 use brimful::World;
+use brimful::save::Metadata;
 use clap::Args;
 
 use super::stages::Stages;
 use super::{TrainOptions, Trainer, saved};
 use crate::exit::{Exit, ensure_use, wrong_use};
-use crate::interrupt::Interrupt;
+use crate::interrupt;
 use crate::setting::{NormStatistics, words};
 
 /// What launchers set for the processes that they start.
@@ -114,7 +115,8 @@ fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
     let differing = all.iter().enumerate().find_map(|(rank, told)| {
         let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;
-        Some((rank, [told, &all[0]].map(|told| saved::shown(flag, told.get(flag)))))
+        let shown = |told: &Metadata| saved::shown(flag, told.get(flag).map(String::as_str));
+        Some((rank, [told, &all[0]].map(shown)))
     });
     match differing {
         Some((rank, [there, first])) => Err(wrong_use(format!(
@@ -144,8 +146,8 @@ impl Trainer {
 }
 
 /// How the program is to end, where somebody has asked any of the ranks.
-pub(super) fn asked(world: &World, interrupt: &Interrupt) -> brimful::Result<Option<Exit>> {
-    let here = interrupt.asked();
+pub(super) fn asked(world: &World) -> brimful::Result<Option<Exit>> {
+    let here = interrupt::asked();
     if world.size() == 1 {
         return Ok(here);
     }

@@ -4,7 +4,6 @@ use anyhow::Result;
 use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
 use clap::{Args, ValueEnum};
 
-use super::rate::Decay;
 use crate::exit::ensure_use;
 use crate::setting::{shown_as_given, words};
 
@@ -90,22 +89,12 @@ impl Recipe {
 
     /// The learning rate of every step of so many, from its full height.
     pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
-        self.learning_rate_decay.applied(RateCurve::new(rate).warmup(self.warmup), steps)
-    }
-
-    /// What was said beyond the defaults, and must be the same for a run to go on as it began.
-    pub(super) fn told(&self) -> Vec<(&'static str, String)> {
-        let number = |number: Option<f64>| number.map(|number| number.to_string());
-        let count = |count: usize, default| (count != default).then(|| count.to_string());
-        let told = [
-            ("warmup", count(self.warmup, 0)),
-            ("weight-decay", number(self.weight_decay)),
-            ("momentum", number(self.momentum)),
-            ("clip-norm", number(self.clip_norm)),
-            ("ema", number(self.ema)),
-            ("accumulate", count(self.accumulate, 1)),
-        ];
-        told.into_iter().filter_map(|(flag, text)| Some((flag, text?))).collect()
+        let curve = RateCurve::new(rate).warmup(self.warmup);
+        match self.learning_rate_decay {
+            Decay::None => curve,
+            Decay::Linear => curve.linear(steps),
+            Decay::Cosine => curve.cosine(steps),
+        }
     }
 }
 
@@ -119,3 +108,16 @@ pub(crate) enum OptimizerName {
 }
 
 shown_as_given!(OptimizerName);
+
+/// How the learning rate falls to 0 over the whole training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Decay {
+    /// Not at all
+    None,
+    /// In a straight line
+    Linear,
+    /// By half a cosine: slowly at first and at last
+    Cosine,
+}
+
+shown_as_given!(Decay);

@@ -5,7 +5,7 @@ use brimful::report::{Device, Ended, Recorder};
 use brimful::{Size, libtorch, save};
 
 use super::engine::TrainingEngine;
-use super::{BatchSize, TrainOptions};
+use super::{BatchSize, TrainOptions, Trainer};
 use crate::data::Dataset;
 use crate::{calendar, page, shell};
 
@@ -49,13 +49,9 @@ fn settings(
         ("epochs", options.length.epochs.to_string()),
         ("seed", options.seed.to_string()),
     ];
-    if let Some(limit) = options.memory_limit {
-        settings.push(("memory limit", limit.to_string()));
-    }
     let stages = &options.stages;
-    if let Some(count) = stages.stages {
-        settings.push(("stages", count.to_string()));
-    }
+    settings.extend(options.memory_limit.map(|limit| ("memory limit", limit.to_string())));
+    settings.extend(stages.stages.map(|count| ("stages", count.to_string())));
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
         settings.push(("recompute", stages.recompute.unwrap_or_default().to_string()));
@@ -85,7 +81,7 @@ pub(super) fn are_wanted(options: &TrainOptions) -> bool {
 }
 
 /// Writes the files that were asked for, as far as the run went.
-pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -> Result<()> {
+pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, ran.trace().as_bytes())?;
     }

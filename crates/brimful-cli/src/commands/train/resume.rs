@@ -3,11 +3,11 @@
 use std::env;
 use std::path::Path;
 
-use super::{TrainOptions, Trainer};
+use super::Trainer;
 use crate::shell::quoted;
 
 /// Where the run stopped, and the command that goes on from there.
-pub(super) fn story(trainer: &Trainer, options: &TrainOptions) -> String {
+pub(super) fn story(trainer: &Trainer) -> String {
     let (epochs, steps) = (trainer.epoch, trainer.running.steps);
     let stopped = match steps {
         0 => format!("interrupted after epoch {epochs}"),
@@ -15,14 +15,14 @@ pub(super) fn story(trainer: &Trainer, options: &TrainOptions) -> String {
             format!("interrupted after step {steps} of {} in epoch {}", trainer.steps(), epochs + 1)
         }
     };
-    if let Some(folder) = options.saved_folder() {
+    if let Some(folder) = trainer.options.saved_folder() {
         let shown = folder.display();
         return format!(
             "{stopped}, and its model saved to {shown}: that is a model, not a run, so the next training begins \
              anew with it; --save FILE.safetensors lets a run go on"
         );
     }
-    match options.files.save.as_deref() {
+    match trainer.options.files.save.as_deref() {
         None => format!("{stopped}; nothing was saved: --save FILE lets the next run go on"),
         Some(file) => {
             let words = env::args_os().map(|word| word.to_string_lossy().into_owned());
@@ -52,19 +52,13 @@ mod tests {
 
     #[test]
     fn the_command_goes_on_from_the_new_file_alone() {
-        let told = |line: &str| {
-            let words = line.split(' ').map(str::to_owned);
-            command(words, Path::new("b c.safetensors"))
-        };
-        let expected = "brimful train --save 'b c.safetensors' --resume 'b c.safetensors'";
-        assert_eq!(
-            told("brimful train --epochs 3"),
-            "brimful train --epochs 3 --resume 'b c.safetensors'"
-        );
-        for given in ["--resume a --save", "--resume=a --save"] {
-            let words = ["brimful", "train"].into_iter().chain(given.split(' '));
-            let words = words.map(str::to_owned).chain(["b c.safetensors".to_owned()]);
-            assert_eq!(command(words, Path::new("b c.safetensors")), expected);
+        for (words, expected) in [
+            ("brimful|train|--epochs|3", "brimful train --epochs 3 --resume 'b c'"),
+            ("brimful|train|--resume|a|--save|b c", "brimful train --save 'b c' --resume 'b c'"),
+            ("brimful|train|--resume=a|--save|b c", "brimful train --save 'b c' --resume 'b c'"),
+        ] {
+            let words = words.split('|').map(str::to_owned);
+            assert_eq!(command(words, Path::new("b c")), expected);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use anyhow::Result;
 use clap::Args;
 
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 use crate::files::{self, FlagFile};
 use crate::setting::words;
 
@@ -65,16 +65,11 @@ impl RunFiles {
 
     /// Refuses a folder of events that is none.
     pub(super) fn check(&self) -> Result<()> {
-        let file = self.events.as_ref().filter(|path| path.exists() && !path.is_dir());
-        file.map_or(Ok(()), |path| {
-            let shown = path.display();
-            Err(wrong_use(format!("--events {shown}: it is a file: name a folder")))
-        })
-    }
-
-    /// Whether the run is saved after so many steps, in the midst of an epoch.
-    pub(super) fn saves_after(&self, steps: usize) -> bool {
-        self.save_every.is_some_and(|every| steps.is_multiple_of(every))
+        if let Some(path) = &self.events {
+            let (shown, is_file) = (path.display(), path.exists() && !path.is_dir());
+            ensure_use!(!is_file, "--events {shown}: it is a file: name a folder");
+        }
+        Ok(())
     }
 }
 
@@ -90,13 +85,10 @@ impl FromStr for Keep {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Ok(match text {
-            "last" => Self::Last,
-            "best" => Self::Best,
-            _ => {
-                let wanted = "give last, best, or a number from 1 on";
-                Self::Newest(words::counted(text, wanted)?)
-            }
-        })
+        match text {
+            "last" => Ok(Self::Last),
+            "best" => Ok(Self::Best),
+            _ => words::counted(text, "give last, best, or a number from 1 on").map(Self::Newest),
+        }
     }
 }

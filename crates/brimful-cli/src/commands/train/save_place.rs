@@ -20,6 +20,7 @@ use crate::output;
 /// What a run will save, and how often.
 #[derive(Debug)]
 pub(super) struct ToSave<'a> {
+    pub(super) options: &'a TrainOptions,
     pub(super) layers: &'a Layers,
     /// The model's folder, where it is from one.
     pub(super) folder: Option<&'a FineTune>,
@@ -27,35 +28,29 @@ pub(super) struct ToSave<'a> {
     pub(super) in_epoch: usize,
 }
 
-/// Claims the place, if there is one, until what it gives is dropped. Of several ranks the first does so, and
-/// all are told.
-pub(super) fn claim(
-    to_save: &ToSave<'_>,
-    world: &World,
-    options: &TrainOptions,
-) -> Result<Option<ClaimedPlace>> {
-    let path = options.files.save.as_deref().filter(|path| world.rank() == 0 && !is_device(path));
-    let claimed = path.map(|path| to_save.claim(path, options)).transpose();
-    let told = world.share("save", &claimed.as_ref().err().map(output::causes))?;
-    match told.into_iter().flatten().next() {
-        Some(reason) => bail!(reason),
-        None => claimed,
-    }
-}
-
 impl ToSave<'_> {
-    fn claim(&self, path: &Path, options: &TrainOptions) -> Result<ClaimedPlace> {
-        let claimed = ClaimedPlace::of(path).and_then(|claimed| {
-            self.check_room(path, options)?;
-            Ok(claimed)
+    /// Claims the place, if there is one, until what it gives is dropped. Of several ranks the first does so, and
+    /// all are told.
+    pub(super) fn claim(&self, world: &World) -> Result<Option<ClaimedPlace>> {
+        let path = self.options.files.save.as_deref();
+        let path = path.filter(|path| world.rank() == 0 && !is_device(path));
+        let claimed = path.map(|path| {
+            let claimed = ClaimedPlace::of(path);
+            let claimed = claimed.and_then(|claimed| self.check_room(path).map(|()| claimed));
+            claimed.with_context(|| format!("--save {}", path.display()))
         });
-        claimed.with_context(|| format!("--save {}", path.display()))
+        let claimed = claimed.transpose();
+        let told = world.share("save", &claimed.as_ref().err().map(output::causes))?;
+        match told.into_iter().flatten().next() {
+            Some(reason) => bail!(reason),
+            None => claimed,
+        }
     }
 
     /// Refuses a disk that would be full in the midst of the run.
-    fn check_room(&self, path: &Path, options: &TrainOptions) -> Result<()> {
+    fn check_room(&self, path: &Path) -> Result<()> {
         let Some(free) = free_bytes(path) else { return Ok(()) };
-        let (each, files) = (self.bytes(options)?, self.files(path, options));
+        let (each, files) = (self.bytes()?, self.files(path));
         let needed = Bytes(each.0.saturating_mul(files));
         let kept = match files {
             1 => String::new(),
@@ -72,7 +67,8 @@ impl ToSave<'_> {
 
     /// The bytes of one file: the model, what its optimizer keeps, and averages of weights; of a folder, the
     /// model alone.
-    fn bytes(&self, options: &TrainOptions) -> Result<Bytes> {
+    fn bytes(&self) -> Result<Bytes> {
+        let options = self.options;
         let _shapes_alone = meta::enter();
         let store = VarStore::new(Device::Cpu);
         self.layers.build(&store.root())?;
@@ -95,9 +91,9 @@ impl ToSave<'_> {
 
     /// How many files more than now there will be at one time: those that are kept, and the one that is
     /// being written.
-    fn files(&self, path: &Path, options: &TrainOptions) -> u64 {
-        let files = &options.files;
-        let before_last = options.length.steps(self.in_epoch).saturating_sub(1);
+    fn files(&self, path: &Path) -> u64 {
+        let files = &self.options.files;
+        let before_last = self.options.length.steps(self.in_epoch).saturating_sub(1);
         let between = files.save_every.map_or(0, |every| before_last / every);
         let saves = before_last / self.in_epoch.max(1) + between + 1;
         let (kept, there) = checkpoints::kept_and_there(path, files.keep);

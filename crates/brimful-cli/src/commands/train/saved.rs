@@ -1,7 +1,7 @@
 //! A training run in one safetensors file: the model under its own names, the optimizer's state
 //! beside it, and what the run was told.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -38,10 +38,10 @@ pub(super) struct SavedRun {
 
 impl SavedRun {
     /// The run after its last finished step. Of several ranks, all take part.
-    pub(super) fn of(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
-        match (&trainer.folder, options.saved_folder()) {
+    pub(super) fn of(trainer: &Trainer) -> Result<Self> {
+        match (&trainer.folder, trainer.options.saved_folder()) {
             (Some(folder), Some(_)) => Self::of_model(trainer, folder),
-            _ => Self::of_run(trainer, options),
+            _ => Self::of_run(trainer),
         }
     }
 
@@ -49,7 +49,7 @@ impl SavedRun {
     fn of_model(trainer: &Trainer, folder: &Arc<FineTune>) -> Result<Self> {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
-        if trainer.recipe.ema.is_some() {
+        if trainer.options.recipe.ema.is_some() {
             let averages = trainer.engine.kept()?.averages.map(|(averages, _)| averages);
             let mut averages: HashMap<_, _> = averages.unwrap_or_default().into_iter().collect();
             for (name, tensor) in &mut tensors {
@@ -60,10 +60,10 @@ impl SavedRun {
         Ok(Self { tensors: all_copied(tensors)?, metadata: Metadata::new(), folder })
     }
 
-    fn of_run(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
+    fn of_run(trainer: &Trainer) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
-        let mut metadata = told(options);
+        let mut metadata = told(&trainer.options);
         let kept = [(OPTIMIZER, Some(optimizer)), (AVERAGES, averages)];
         for (prefix, (state, texts)) in kept.into_iter().filter_map(|(p, kept)| Some((p, kept?))) {
             tensors.extend(state.into_iter().map(|(name, t)| (format!("{prefix}{name}"), t)));
@@ -102,12 +102,12 @@ fn copied(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// Takes a run over from its file. Nothing is changed if it does not fit.
-pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
+pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let (tensors, metadata) = save::read(path)?;
-    check_told(&metadata, options)?;
+    check_told(&metadata, &trainer.options)?;
     let epoch = number(&metadata, EPOCH)?;
-    let given = options.recipe.learning_rate;
-    let rate = given.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
+    let recipe = &trainer.options.recipe;
+    let rate = recipe.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
     let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
     ensure!(
         running.steps <= trainer.steps(),
@@ -131,7 +131,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         classes.as_deref().unwrap_or("without names"),
     );
     let tests = TestsSoFar::read(&metadata);
-    let averages = options.recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
+    let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
     let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
     trainer.engine.load(model_alone(tensors), &beside)?;
     (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
@@ -155,14 +155,12 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
 
 /// A run goes on as it began: with the same words.
 fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
-    let now = told(options);
-    let flags = FLAGS.iter().copied().chain(now.keys().map(String::as_str));
-    for flag in flags.collect::<BTreeSet<_>>() {
-        // As a mini-batch's size was once written.
-        let plain =
-            |text: &String| text.trim_start_matches("samples(").trim_end_matches(')').into();
-        let then: Option<String> = metadata.get(flag).map(plain);
-        let (then, now) = (then.as_ref(), now.get(flag));
+    for (flag, now) in flags(options) {
+        let then = metadata.get(flag).map(|text| {
+            // As a mini-batch's size was once written.
+            text.trim_start_matches("samples(").trim_end_matches(')')
+        });
+        let now = now.as_deref();
         ensure!(
             then == now,
             "it was made with {}, but this run has {}: say the same",
@@ -174,7 +172,7 @@ fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
 }
 
 /// A flag as it was told, or that it was not.
-pub(super) fn shown(flag: &str, text: Option<&String>) -> String {
+pub(super) fn shown(flag: &str, text: Option<&str>) -> String {
     match text {
         Some(text) => format!("--{flag} {text}"),
         None => format!("no --{flag}"),
@@ -186,34 +184,34 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
     number.with_context(|| format!("it does not say its {key}: is it a file of --save?"))
 }
 
-/// The flags that a run may have been given or not, and that must be the same for it to go on.
-const FLAGS: [&str; 9] = [
-    "warmup",
-    "weight-decay",
-    "momentum",
-    "clip-norm",
-    "ema",
-    "accumulate",
-    "sequence",
-    "image",
-    "lora",
-];
-
-/// What must be the same for a run to go on as it began.
+/// What must be the same for a run to go on as it began, of what it was told.
 pub(super) fn told(options: &TrainOptions) -> Metadata {
+    let told = flags(options).into_iter();
+    told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
+}
+
+/// All such flags, in the order in which they are compared; none of what was left to its default.
+fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 16] {
+    fn said(value: Option<impl ToString>) -> Option<String> {
+        value.map(|value| value.to_string())
+    }
     let recipe = &options.recipe;
-    let always = [
-        ("model", options.model.to_string()),
-        ("data", options.data.clone()),
-        ("optimizer", recipe.optimizer.to_string()),
-        ("learning-rate-decay", recipe.learning_rate_decay.to_string()),
-        ("batch-size", options.batch_size.to_string()),
-        ("dtype", options.dtype.to_string()),
-        ("seed", options.seed.to_string()),
-    ];
-    let sequence = options.sequence.map(|tokens| ("sequence", tokens.to_string()));
-    let image = options.image.map(|pixels| ("image", pixels.to_string()));
-    let lora = options.fine_tune.lora.as_ref().map(|lora| ("lora", lora.to_string()));
-    let told = always.into_iter().chain(recipe.told()).chain(sequence).chain(image).chain(lora);
-    told.map(|(flag, text)| (flag.to_owned(), text)).collect()
+    [
+        ("accumulate", said((recipe.accumulate != 1).then_some(recipe.accumulate))),
+        ("batch-size", said(Some(options.batch_size))),
+        ("clip-norm", said(recipe.clip_norm)),
+        ("data", said(Some(&options.data))),
+        ("dtype", said(Some(options.dtype))),
+        ("ema", said(recipe.ema)),
+        ("image", said(options.image)),
+        ("learning-rate-decay", said(Some(recipe.learning_rate_decay))),
+        ("lora", said(options.fine_tune.lora.as_ref())),
+        ("model", said(Some(&options.model))),
+        ("momentum", said(recipe.momentum)),
+        ("optimizer", said(Some(recipe.optimizer))),
+        ("seed", said(Some(options.seed))),
+        ("sequence", said(options.sequence)),
+        ("warmup", said((recipe.warmup != 0).then_some(recipe.warmup))),
+        ("weight-decay", said(recipe.weight_decay)),
+    ]
 }

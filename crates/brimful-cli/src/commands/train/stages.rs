@@ -7,7 +7,7 @@ use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
 use super::offload::Offload;
-use crate::exit::{ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use};
 use crate::setting::{self, words};
 
 /// How the model is cut over devices.
@@ -37,8 +37,19 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
+    /// Refuses what cannot be; what is said of stages needs some.
     pub(super) fn check(&self) -> Result<()> {
-        self.check_is_cut()?;
+        let is_cut = self.stages.is_some() || self.offload == Some(Offload::All);
+        if !is_cut {
+            let flags = [
+                ("schedule", self.schedule.is_some()),
+                ("recompute", self.recompute.is_some()),
+                ("trace", self.trace.is_some()),
+                ("follow-backward", self.follow_backward),
+            ];
+            let purpose = "a model in stages: give --stages <S> or --offload all too";
+            ensure_unsaid(&flags, purpose)?;
+        }
         let Some(schedule) = self.schedule else { return Ok(()) };
         ensure_use!(
             schedule.stages_per_device() > 0,
@@ -51,22 +62,5 @@ impl Stages {
                  the most: choose breadth-first, or leave --offload all out"
         );
         Ok(())
-    }
-
-    /// What is said of stages needs some.
-    fn check_is_cut(&self) -> Result<()> {
-        let said = [
-            ("schedule", self.schedule.is_some()),
-            ("recompute", self.recompute.is_some()),
-            ("trace", self.trace.is_some()),
-            ("follow-backward", self.follow_backward),
-        ];
-        let is_cut = self.stages.is_some() || self.offload == Some(Offload::All);
-        match said.into_iter().find(|(_, is_said)| *is_said && !is_cut) {
-            Some((flag, _)) => Err(wrong_use(format!(
-                "--{flag} is for a model in stages: give --stages <S> or --offload all too"
-            ))),
-            None => Ok(()),
-        }
     }
 }

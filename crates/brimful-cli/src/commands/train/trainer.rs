@@ -8,21 +8,19 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
-use brimful::{Bytes, Size, World, split};
+use brimful::{Bytes, World, split};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::advice::{self, FailedStep};
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
-use super::length::Length;
+use super::length::{Length, is_due};
 use super::offload::MeasuredInputs;
-use super::recipe::Recipe;
 use super::running::Running;
 use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, ranks, records, save_place};
+use super::{TrainOptions, advice, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -33,6 +31,7 @@ use crate::setting::counted;
 /// A model in training.
 #[derive(Debug)]
 pub struct Trainer {
+    pub(super) options: TrainOptions,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// What it is trained from, where that is a folder.
@@ -40,13 +39,9 @@ pub struct Trainer {
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
     pub(super) dataset: Dataset,
-    cut: EpochCut,
-    size: Size,
-    seed: u64,
+    pub(super) cut: EpochCut,
     /// The learning rate at its full height.
     pub(super) rate: f64,
-    pub(super) recipe: Recipe,
-    length: Length,
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     /// Epochs that are done.
@@ -76,28 +71,6 @@ pub struct Epoch {
     pub samples_per_s: f64,
 }
 
-/// What a test came to.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct Test {
-    /// How many steps were before it.
-    pub(super) step: usize,
-    /// The epoch that they belong to, counted from 1.
-    #[serde(skip)]
-    epoch: usize,
-    pub(super) test_loss: f64,
-    pub(super) test_accuracy: f64,
-    /// Whether no test before had so low a loss.
-    pub(super) best: bool,
-}
-
-impl Test {
-    /// As a log tells of it.
-    pub(super) fn figures(&self) -> TestFigures {
-        let Self { step, epoch, test_loss, test_accuracy, .. } = *self;
-        TestFigures { step, epoch, loss: test_loss, accuracy: test_accuracy }
-    }
-}
-
 impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
@@ -111,11 +84,12 @@ impl Trainer {
         ranks::check(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
-        let to_save = ToSave { layers: &layers, folder: folder.as_deref(), in_epoch: cut.steps() };
-        let place = save_place::claim(&to_save, &world, options)?;
+        let in_epoch = cut.steps();
+        let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
+        let place = to_save.claim(&world)?;
         let over = dataset.train.mean_over();
         let inputs = || {
-            let samples = micro_batch_size(options.size(), batch_size);
+            let samples = options.guessed_micro_batch(batch_size);
             let Examples { inputs, targets, .. } =
                 dataset.train.bring(&SampleRequest::plain(0..samples))?;
             Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
@@ -124,17 +98,14 @@ impl Trainer {
             .map_err(|error| advice::of_building(error, options))?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
         Ok(Self {
+            options: options.clone(),
             engine,
             parts: options.ranks.parts(&world),
             world,
             folder,
             cut,
             dataset,
-            size: options.size(),
-            seed: options.seed,
             rate: options.recipe.method().learning_rate(),
-            recipe: options.recipe.clone(),
-            length: options.length.clone(),
             found: None,
             epoch: 0,
             running: Running::default(),
@@ -154,6 +125,11 @@ impl Trainer {
         self.epoch * self.steps() + self.running.steps
     }
 
+    /// All steps that there are, if the tests do not end the run before.
+    fn all_steps(&self) -> usize {
+        self.options.length.steps(self.steps())
+    }
+
     /// Samples that were trained on, all epochs together.
     pub(super) fn samples_done(&self) -> usize {
         self.epoch * self.dataset.train.len() + self.cut.samples_of(self.running.steps)
@@ -161,7 +137,7 @@ impl Trainer {
 
     /// Samples that there are to train on, in all epochs together.
     pub(super) fn samples_to_do(&self) -> usize {
-        let all = self.length.steps(self.steps());
+        let all = self.all_steps();
         all / self.steps() * self.dataset.train.len() + self.cut.samples_of(all % self.steps())
     }
 
@@ -172,12 +148,12 @@ impl Trainer {
 
     /// Whether nothing is left to train.
     pub(super) fn is_over(&self) -> bool {
-        self.steps_done() >= self.length.steps(self.steps()) || self.has_stopped_improving()
+        self.steps_done() >= self.all_steps() || self.has_stopped_improving()
     }
 
     /// Why nothing is left, and what would leave something.
     pub(super) fn why_over(&self) -> String {
-        let Length { epochs, max_steps, .. } = self.length;
+        let Length { epochs, max_steps, .. } = self.options.length;
         let steps = self.steps_done();
         match (self.has_stopped_improving(), max_steps) {
             (true, _) => {
@@ -199,20 +175,19 @@ impl Trainer {
 
     /// Whether the tests have ended the run before its time.
     fn has_stopped_improving(&self) -> bool {
-        self.tests.stopped_improving(self.length.stop_after)
+        self.tests.stopped_improving(self.options.length.stop_after)
     }
 
     /// Whether a test is due in the midst of an epoch: after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
-        let due = self.length.tests_after(steps) || steps == self.length.steps(self.steps());
+        let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
         due && steps > 0 && self.tests.last != Some(steps)
     }
 
     /// That of the next step.
     pub(super) fn learning_rate(&self) -> f64 {
-        let curve = self.recipe.curve(self.rate, self.length.steps(self.steps()));
-        curve.at(self.steps_done())
+        self.options.recipe.curve(self.rate, self.all_steps()).at(self.steps_done())
     }
 
     /// Trains on every sample once, and tests; or goes on where an epoch was broken off.
@@ -231,13 +206,12 @@ impl Trainer {
     /// that what is run again or broken off and gone on with is the same.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
-        tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
+        tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
         self.engine.set_learning_rate(self.learning_rate())?;
         let batches = self.bring()?;
         // One rank's samples are not the step's.
         let ticker = ticker.filter(|_| self.parts == 1);
-        let step =
-            self.engine.step(batches, ticker).map_err(|error| self.failed_step().advise(error))?;
+        let step = self.engine.step(batches, ticker).map_err(|error| self.advise(error))?;
         self.note(&step, start.elapsed());
         Ok(step)
     }
@@ -251,7 +225,7 @@ impl Trainer {
             Ok((inputs, targets))
         });
         let brought = brought.collect::<Result<Vec<_>>>()?;
-        let is_last = self.steps_done() + 1 >= self.length.steps(self.steps());
+        let is_last = self.steps_done() + 1 >= self.all_steps();
         if self.dataset.train.is_streamed() && !is_last {
             let next = if step + 1 < self.steps() { (epoch, step + 1) } else { (epoch + 1, 0) };
             let requests = self.requests(next.0, next.1)?;
@@ -263,24 +237,13 @@ impl Trainer {
     /// What this rank brings to a step of an epoch: samples in the order of the epoch, which depends on its
     /// number alone.
     fn requests(&self, epoch: usize, step: usize) -> Result<Vec<SampleRequest>> {
-        let seed = seed_of(self.seed, epoch + 1, 0).cast_unsigned();
+        let seed = seed_of(self.options.seed, epoch + 1, 0).cast_unsigned();
         let order = Shuffle::new(self.dataset.train.len(), seed);
         let request = |places| {
             let numbers = self.own_part(places)?.map(|place| order.at(place)).collect();
             Ok(SampleRequest { numbers, seed: Some(seed) })
         };
         self.cut.step(step).map(request).collect()
-    }
-
-    fn failed_step(&self) -> FailedStep {
-        FailedStep {
-            epoch: self.epoch + 1,
-            step: self.running.steps + 1,
-            size: self.size,
-            batch_size: self.cut.largest(),
-            learning_rate: self.learning_rate(),
-            fixed: self.engine.fixed_bytes(),
-        }
     }
 
     fn note(&mut self, step: &Record, time: Duration) {
@@ -293,19 +256,18 @@ impl Trainer {
     }
 
     /// Tests, and tells what the epoch came to, whose steps are all done.
-    pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, Test)> {
+    pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, TestFigures)> {
         let test = self.test()?;
-        let Test { test_loss, test_accuracy, .. } = test;
         let samples_per_s = self.running.samples_per_s();
         let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
         let epoch = Epoch {
             epoch: self.epoch,
             loss,
-            test_loss,
-            test_accuracy,
+            test_loss: test.loss,
+            test_accuracy: test.accuracy,
             micro_batch_size: (self.found)
-                .unwrap_or_else(|| micro_batch_size(self.size, self.cut.largest())),
+                .unwrap_or_else(|| self.options.guessed_micro_batch(self.cut.largest())),
             retries,
             decisions,
             peak_bytes: peak,
@@ -315,12 +277,12 @@ impl Trainer {
     }
 
     /// Tests the model as it is now.
-    pub(super) fn test(&mut self) -> Result<Test> {
-        let (test_loss, test_accuracy) = self.judge()?;
-        self.recorder.test(test_loss, Some(test_accuracy));
+    pub(super) fn test(&mut self) -> Result<TestFigures> {
+        let (loss, accuracy) = self.judge()?;
+        self.recorder.test(loss, Some(accuracy));
         let step = self.steps_done();
-        let best = self.tests.add(test_loss, step);
-        Ok(Test { step, epoch: self.epoch + 1, test_loss, test_accuracy, best })
+        let best = self.tests.add(loss, step);
+        Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })
     }
 
     /// This rank's part of a mini-batch, of whose places all ranks know.
@@ -336,7 +298,6 @@ impl Trainer {
     fn judge(&mut self) -> Result<(f64, f64)> {
         let at_once = self.dataset.test.at_once(self.cut.largest());
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
-        let (steps, rate) = (self.steps_done(), self.rate);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
         let request = |trainer: &Self, part| {
             let mut places = cut.step(part).map(|places| trainer.own_part(places));
@@ -351,7 +312,7 @@ impl Trainer {
             }
             counts.push(counted(&targets).double_value(&[]));
             let tested = self.engine.test((inputs, targets));
-            let (loss, right) = tested.map_err(|error| advice::of_test(error, steps, rate))?;
+            let (loss, right) = tested.map_err(|error| self.advise_after_test(error))?;
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);
         }
@@ -371,15 +332,6 @@ fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
         let all = before + weight;
         (mean + (value - mean) * (weight / all), all)
     })
-}
-
-/// Samples in the largest micro-batch; of an automatic size a guess, to measure layers with.
-fn micro_batch_size(size: Size, batch_size: usize) -> usize {
-    match size {
-        Size::Fixed(size) => size.min(batch_size),
-        Size::Count(count) => batch_size.div_ceil(count),
-        _ => batch_size.div_ceil(8),
-    }
 }
 
 /// A seed for each step of each epoch, for the epoch's order (step 0), and for what comes before

@@ -92,7 +92,6 @@ impl Runner {
         world: &World,
         options: &TrainOptions,
     ) -> Result<Self> {
-        options.dtype.prepare(device)?;
         let _inside = memory.enter();
         let mut store = VarStore::new(device);
         let built = LossModel::build_drawing(layers, &store.root(), Draws::of_first_values()?);
@@ -214,14 +213,12 @@ impl TrainingEngine for WholeModel {
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
-        let Some(averages) = &mut self.averages else {
-            let step = self.runner.evaluate(&batch, self.kind)?;
-            return Ok((step.loss, step.outputs));
-        };
-        guard(&self.memory, || averages.swap_in())?;
+        if let Some(averages) = &mut self.averages {
+            guard(&self.memory, || averages.swap_in())?;
+        }
         let tested = self.runner.evaluate(&batch, self.kind);
         // Whether it failed or not: training goes on with the weights themselves.
-        averages.swap_out()?;
+        self.averages.as_mut().map_or(Ok(()), Ema::swap_out)?;
         tested.map(|step| (step.loss, step.outputs))
     }
 

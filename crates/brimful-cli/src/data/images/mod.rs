@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::side_by_side;
-use super::streamed::StreamedSamples;
 use super::{Dataset, Sample, SampleSet};
 use crate::progress::{self, Progress};
 pub use loader::ImageLoader;
@@ -73,7 +72,7 @@ fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
         images.into_iter().map(move |path| ImageFile { path, class })
     };
     let files = (0..).zip(classes.into_values()).flat_map(of_class).collect();
-    SampleSet::Streamed(StreamedSamples::new(ImageSamples::new(files, side, threads)))
+    SampleSet::streamed(ImageSamples::new(files, side, threads))
 }
 
 /// The classes to train on, and those to test on where they have a folder of their own.
