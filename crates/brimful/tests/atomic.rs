@@ -201,22 +201,6 @@ fn bad_batches_and_sizes_are_refused() {
 }
 
 #[test]
-fn a_dropout_mask_is_the_same_in_both_passes_of_a_whole_loss() {
-    let _alone = alone();
-    let net = Net::with_dropout();
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-    let mut seen = Vec::new();
-    let forward = |x: Tensor| {
-        let out = net.layers.forward_t(&x, true);
-        seen.push(out.detach().copy());
-        out
-    };
-    micro.backward_whole(&batch(), forward, |z| z.square().mean(Kind::Double)).expect("a step");
-    let (first, second) = seen.split_at(3);
-    assert_eq!(first, second);
-}
-
-#[test]
 fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
     let _alone = alone();
     let build = |root: &nn::Path| [root.ones("a", &[3]), root.ones("b", &[3])];

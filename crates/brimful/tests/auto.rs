@@ -406,23 +406,6 @@ fn a_new_shape_is_predicted_from_the_known_ones() {
 }
 
 #[test]
-fn what_an_optimizer_will_take_is_left_free_for_it() {
-    let _alone = alone();
-    let run = |reserve: bool| {
-        let wide = Wide::new();
-        let mut micro =
-            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("tight", 600 << 10));
-        if reserve {
-            micro = micro.reserve(Adam::new(0.1));
-        }
-        let step = wide.step(&mut micro, 4000).expect("a step");
-        step.decisions.last().expect("a size").size
-    };
-    let (with, without) = (run(true), run(false));
-    assert!(with < without, "{with} and {without}");
-}
-
-#[test]
 fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
     let _alone = alone();
     let wide = Wide::new();
