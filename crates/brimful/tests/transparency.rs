@@ -20,7 +20,7 @@ const SAMPLES: [i64; 4] = [1, 5, 64, 65];
 /// A network with a parameter that nothing uses and one that already has a gradient, and its store.
 fn net(kind: Kind) -> (nn::VarStore, Classifier) {
     let mut store = nn::VarStore::new(test_device());
-    let net = Classifier::after(nn::seq_t(), &store.root());
+    let net = Classifier::new(&store.root());
     store.set_kind(kind);
     fill(&store);
     let mut touched = store.variables()["one.weight"].shallow_clone();

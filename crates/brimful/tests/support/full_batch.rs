@@ -1,7 +1,7 @@
 //! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
 //! loss and gradients.
 
-use brimful::Loss;
+use brimful::{DeviceSpec, Loss, Replicas, Size};
 use tch::nn::{self, ModuleT};
 use tch::{Kind, Reduction, Tensor};
 
@@ -37,6 +37,11 @@ pub struct Classifier {
 }
 
 impl Classifier {
+    /// Nothing before its two linear layers.
+    pub fn new(root: &nn::Path) -> Self {
+        Self::after(nn::seq_t(), root)
+    }
+
     /// Two linear layers after these, and a parameter that is never used.
     pub fn after(first: nn::SequentialT, root: &nn::Path) -> Self {
         let layers = first
@@ -60,6 +65,21 @@ pub fn plain(net: impl FnOnce(&nn::Path) -> Classifier) -> (nn::VarStore, Classi
     let net = net(&store.root());
     store.double();
     (store, net)
+}
+
+/// The device that is tested, and CPUs beside it: no accelerator can be named twice.
+pub fn devices(replicas: usize) -> Vec<DeviceSpec> {
+    let mut devices = vec![DeviceSpec::cpu().threads(1); replicas];
+    devices[0] = DeviceSpec::from(test_device()).threads(1);
+    devices
+}
+
+/// The plain model with nothing before its linear layers, in replicas.
+pub fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
+    tch::manual_seed(1);
+    let mut replicas = Replicas::new(devices(replicas), size, Classifier::new).expect("replicas");
+    replicas.store_mut().double();
+    replicas
 }
 
 pub fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
