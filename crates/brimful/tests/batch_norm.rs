@@ -8,7 +8,6 @@ mod exact_cases;
 mod exact_waiting;
 mod support;
 
-use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, Size};
 use support::{alone, assert_within, logged, numbers};
@@ -116,11 +115,6 @@ fn the_other_policies_do_what_they_say() {
     assert_eq!(statistics(&plain), statistics(&at_once));
 }
 
-/// How many warnings `f` is worth.
-fn warnings(f: impl FnOnce()) -> usize {
-    logged(f).matches("WARN").count()
-}
-
 #[test]
 fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
     let _turn = alone();
@@ -129,13 +123,14 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::batch_norm1d(store.root(), 3, Default::default());
         store.set_kind(Kind::Double);
-        warnings(|| {
+        let log = logged(|| {
             let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
             for _ in 0..3 {
                 let loss = |x: Tensor| Loss::mean(layer.forward_t(&x, true).mean(Kind::Double));
                 micro.backward(&x, loss).expect("a step");
             }
-        })
+        });
+        log.matches("WARN").count()
     };
     assert_eq!((warned(4), warned(12)), (1, 0));
 }
@@ -159,27 +154,6 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
         micro.backward(&x, |x| Loss::mean(loss(x, true))).expect("a step");
         assert_ne!(layer.running_mean, before);
     }
-}
-
-#[test]
-fn very_few_samples_at_a_time_are_warned_of_once() {
-    let _turn = alone();
-    let x = batch(&[64, 3]);
-    let warned = |limit: u64| {
-        let split = layer(BatchNormPolicy::Deferred, 2);
-        let memory = Memory::Arena(Arena::limited("small", limit).expect("a limit"));
-        warnings(|| {
-            let mut micro = MicroBatcher::new(&split.store, Size::Largest).memory(memory);
-            for _ in 0..4 {
-                let step = micro.backward(&x, |x| {
-                    let _held = Tensor::empty([x.size()[0] << 20], (Kind::Uint8, Device::Cpu));
-                    Loss::mean(split.layer.forward_t(&x, true).mean(Kind::Double))
-                });
-                assert_eq!(step.expect("a step").retries, 0);
-            }
-        })
-    };
-    assert_eq!([5 << 20, 32 << 20].map(warned), [1, 0]);
 }
 
 #[test]
