@@ -11,7 +11,7 @@ use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
-use support::state::{Net, state};
+use support::state::{Net, samples, state};
 use support::{alone, assert_same};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -26,12 +26,7 @@ fn net_with_a_gradient() -> Net {
 }
 
 fn batch() -> Tensor {
-    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
-}
-
-fn loss(net: &Net, x: &Tensor) -> Loss {
-    let out = net.layers.forward_t(x, true);
-    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
+    samples(12)
 }
 
 #[test]
@@ -41,7 +36,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let expected = {
         let net = net_with_a_gradient();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-        micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
+        micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
         state(&net.store)
     };
     let mut n = 0;
@@ -52,14 +47,14 @@ fn the_n_th_allocation_fails_for_every_n() {
             MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
         let (batch, before) = (batch(), state(&net.store));
         arena.fail_nth_allocation(n);
-        match micro.backward(&batch, |x| loss(&net, &x)) {
+        match micro.backward(&batch, |x| net.loss(&x)) {
             Err(Error::OutOfMemory(_)) => {
                 assert_same(&format!("allocation {n}"), &before, &state(&net.store))
             }
             Err(other) => panic!("allocation {n}: {other}"),
             Ok(_) => break,
         }
-        micro.backward(&batch, |x| loss(&net, &x)).expect("it fails once");
+        micro.backward(&batch, |x| net.loss(&x)).expect("it fails once");
         assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
     arena.fail_nth_allocation(0);
@@ -72,16 +67,16 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
     let run = |fault: bool| {
         let net = Net::with_dropout();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-        micro.accumulate(&batch(), |x| loss(&net, &x)).expect("the first");
+        micro.accumulate(&batch(), |x| net.loss(&x)).expect("the first");
         if fault {
             let mut calls = 0;
             let result = micro.accumulate(&batch(), |x| {
                 calls += 1;
-                if calls == 3 { Err("no more") } else { Ok(loss(&net, &x)) }
+                if calls == 3 { Err("no more") } else { Ok(net.loss(&x)) }
             });
             assert_eq!(result.expect_err("the closure's error").to_string(), "no more");
         }
-        micro.accumulate(&(batch() + 1.0), |x| loss(&net, &x)).expect("the second");
+        micro.accumulate(&(batch() + 1.0), |x| net.loss(&x)).expect("the second");
         let step = micro.commit().expect("both");
         (step.loss, state(&net.store))
     };
@@ -101,13 +96,13 @@ fn a_panic_goes_on_after_everything_was_put_back() {
         micro.backward(&batch(), |x| {
             calls += 1;
             assert!(calls < 3, "the third micro-batch");
-            loss(&net, &x)
+            net.loss(&x)
         })
     }));
     let payload = result.expect_err("the closure's panic");
     assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
     assert_same("a panic", &before, &state(&net.store));
-    micro.backward(&batch(), |x| loss(&net, &x)).expect("the next step");
+    micro.backward(&batch(), |x| net.loss(&x)).expect("the next step");
 }
 
 /// Runs a step that must fail, and checks that nothing has changed.
@@ -178,24 +173,24 @@ fn bad_batches_and_sizes_are_refused() {
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let error =
         |result: Result<_, Error>| result.map(|_: brimful::Step| ()).expect_err("bad").to_string();
-    let empty = error(micro.backward(&zeros(0), |x| loss(&net, &x)));
+    let empty = error(micro.backward(&zeros(0), |x| net.loss(&x)));
     assert!(empty.contains("empty"), "{empty}");
-    let uneven = error(micro.backward(&(zeros(3), zeros(2)), |(x, _)| loss(&net, &x)));
+    let uneven = error(micro.backward(&(zeros(3), zeros(2)), |(x, _)| net.loss(&x)));
     assert!(uneven.contains("3 and 2 long"), "{uneven}");
     assert!(micro.commit().expect_err("nothing").to_string().contains("call `accumulate` first"));
-    micro.accumulate(&batch(), |x| loss(&net, &x)).expect("a part");
-    let open = error(micro.backward(&batch(), |x| loss(&net, &x)));
+    micro.accumulate(&batch(), |x| net.loss(&x)).expect("a part");
+    let open = error(micro.backward(&batch(), |x| net.loss(&x)));
     assert!(open.contains("12 samples have been accumulated"), "{open}");
     for size in [Size::Fixed(0), Size::Count(0)] {
         let mut micro = MicroBatcher::new(&net.store, size);
-        let zero = error(micro.backward(&batch(), |x| loss(&net, &x)));
+        let zero = error(micro.backward(&batch(), |x| net.loss(&x)));
         assert!(zero.contains('0'), "{zero}");
     }
     let mut calls = 0;
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let differ = error(micro.backward(&batch(), |x| {
         calls += 1;
-        if calls == 1 { loss(&net, &x) } else { Loss::sum(x.sum(Kind::Double)) + loss(&net, &x) }
+        if calls == 1 { net.loss(&x) } else { Loss::sum(x.sum(Kind::Double)) + net.loss(&x) }
     }));
     assert!(differ.contains("no gradient") || differ.contains("terms"), "{differ}");
 }

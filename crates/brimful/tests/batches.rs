@@ -389,11 +389,12 @@ mod sequences {
     use brimful::batch::Sequences;
     use brimful::layers::Model;
     use brimful::memory::{Arena, Memory};
-    use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+    use brimful::{Layers, Loss, MicroBatcher, Replicas, Size};
     use proptest::prelude::*;
     use tch::nn::{self, ModuleT};
     use tch::{Device, Kind, Tensor};
 
+    use super::support::pipeline_cases::builder;
     use super::support::{
         Named, assert_close, assert_fails, copies, gradients, micro_batcher, numbers, test_device,
         variables,
@@ -551,12 +552,8 @@ mod sequences {
         let (expected, mean, words) = plain(&LENGTHS);
         let (from, _) = store();
         for size in [Size::Tokens(32), Size::Count(3), Size::Auto] {
-            let builder = Pipeline::builder(layers()).kind(Kind::Double).micro_batches(size);
-            let mut pipe = builder
-                .devices([test_device(), test_device()])
-                .balance([2, 2])
-                .build()
-                .expect("stages");
+            let pipe = builder(layers(), 2).balance([2, 2]).micro_batches(size).build();
+            let mut pipe = pipe.expect("stages");
             let named = from.variables().into_iter().collect();
             pipe.set_variables(named).expect("the same names");
             let (x, y) = batch(&LENGTHS);

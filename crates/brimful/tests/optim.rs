@@ -9,6 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
+use brimful_torch::layout::laid_out;
 use support::{Named, Update, assert_same, copies, numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
@@ -166,20 +167,20 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     let value = values(&shape, 0, Kind::Double);
     let plain = value.copy();
     let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
-    let channels_last = value.to_memory_format();
+    let channels_last = laid_out(&value, true).expect("channels last");
     let turned = value.copy().permute([3, 1, 0, 2]).contiguous().permute([2, 1, 3, 0]);
-    let laid_out = [plain, with_gaps, channels_last, turned];
-    assert!(laid_out[1..].iter().all(|tensor| !tensor.is_contiguous()));
+    let layouts = [plain, with_gaps, channels_last, turned];
+    assert!(layouts[1..].iter().all(|tensor| !tensor.is_contiguous()));
     for config in [Method::from(AdamW::new(0.1)), Sgd::new(0.1).momentum(0.9).into()] {
-        for gradient_layout in 0..laid_out.len() {
+        for gradient_layout in 0..layouts.len() {
             let mut results = Vec::new();
-            for layout in &laid_out {
-                let mut tensor = layout.empty_like_strided().set_requires_grad(true);
+            for layout in &layouts {
+                let mut tensor = strided_like(layout).set_requires_grad(true);
                 tch::no_grad(|| tensor.copy_(&value));
                 let named = vec![("w".to_owned(), tensor.shallow_clone())];
                 let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
                 for step in 0..3 {
-                    let mut gradient = laid_out[gradient_layout].empty_like_strided();
+                    let mut gradient = strided_like(&layouts[gradient_layout]);
                     gradient.copy_(&values(&shape, step, Kind::Double));
                     brimful_torch::autograd::set_gradient(&mut tensor, Some(&gradient))
                         .expect("a gradient");
@@ -194,21 +195,9 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     }
 }
 
-/// Layouts that tch has no short word for.
-trait Layouts {
-    fn to_memory_format(&self) -> Tensor;
-    fn empty_like_strided(&self) -> Tensor;
-}
-
-impl Layouts for Tensor {
-    fn to_memory_format(&self) -> Tensor {
-        self.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
-    }
-
-    /// A new tensor of the same shape and strides, gaps included.
-    fn empty_like_strided(&self) -> Tensor {
-        Tensor::empty_strided(self.size(), self.stride(), (self.kind(), self.device()))
-    }
+/// A new tensor of the same shape and strides, gaps included.
+fn strided_like(tensor: &Tensor) -> Tensor {
+    Tensor::empty_strided(tensor.size(), tensor.stride(), (tensor.kind(), tensor.device()))
 }
 
 #[test]

@@ -7,8 +7,9 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::schedule::Schedule;
-use brimful::{Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{Error, Layers, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
+use support::pipeline_cases::builder;
 use support::{
     Named, alone, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
     test_device,
@@ -234,9 +235,8 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
         .add("one", |p| nn::linear(p, 4, 4, Default::default()))
         .add("two", |p| nn::linear(p, 4, 3, Default::default()));
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
-        let builder = Pipeline::builder(layers.clone()).devices([test_device(), test_device()]);
-        let builder = builder.kind(Kind::Double).schedule(schedule).micro_batches(3);
-        let mut pipe = builder.build().expect("a pipeline");
+        let pipe = builder(layers.clone(), 2).schedule(schedule).micro_batches(3).build();
+        let mut pipe = pipe.expect("a pipeline");
         let x = Case::new().x.detach();
         let scale = numbers_there(&[3], 2).set_requires_grad(true);
         let used = scale.shallow_clone();

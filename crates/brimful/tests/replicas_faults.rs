@@ -12,21 +12,17 @@ use std::time::Duration;
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
-use support::state::{dropout_layers, state};
+use support::state::{dropout_layers, loss_of, samples, state};
 use support::{alone, assert_fails, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 fn batch() -> Tensor {
-    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
+    samples(12)
 }
 
 fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
     loss_of(&net.forward_t(x, true))
-}
-
-fn loss_of(out: &Tensor) -> Loss {
-    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
 }
 
 /// Replicas in these arenas, whose parameters have gradients already.
