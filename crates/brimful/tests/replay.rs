@@ -11,11 +11,10 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
+use support::full_batch::{Batch, CLASSES, batch_from, losses, there};
 use support::{alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
-use tch::{Device, Kind, Reduction, Tensor};
-
-const CLASSES: i64 = 4;
+use tch::{Device, Kind, Tensor};
 
 struct NormedNet {
     store: nn::VarStore,
@@ -50,7 +49,7 @@ impl NormedNet {
     /// A mean over samples, one over tokens and a penalty.
     fn loss(&self, x: &Tensor, y: &Tensor, tokens: &Tensor) -> Loss {
         let logits = self.logits(x);
-        let each = logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0);
+        let each = losses(&logits, y);
         let count = tokens.sum(tokens.kind());
         let over_tokens = (&each * tokens).sum(each.kind()) / &count;
         let weight = &self.store.variables()["two.weight"];
@@ -67,15 +66,6 @@ impl NormedNet {
         };
         variables(&self.store).into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
     }
-}
-
-type Samples = (Tensor, Tensor, Tensor);
-
-fn batch(samples: i64, kind: Kind, seed: i64) -> Samples {
-    let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
-    let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
-    let tokens = (numbers(&[samples], 300 + seed) * 1e4).remainder(8.0).floor() + 1.0;
-    (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
 fn assert_near(kind: Kind, got: &NormedNet, expected: &NormedNet, what: &str) {
@@ -110,10 +100,10 @@ fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i6
     let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::new(kind, policy, dropout));
     let mut count = 0;
     for (step, &length) in lengths.iter().enumerate() {
-        let samples = batch(length, kind, step as i64);
+        let samples = batch_from(length, kind, step as i64);
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             tch::manual_seed(step as i64);
-            let closure = |(x, y, tokens): Samples| (net.loss(&x, &y, &tokens), net.logits(&x));
+            let closure = |(x, y, tokens): Batch| (net.loss(&x, &y, &tokens), net.logits(&x));
             micro.backward(&samples, closure).expect("a step")
         };
         let (one, two) = (run(&mut one, &eager), run(&mut two, &replayed));
@@ -162,8 +152,8 @@ fn windows_of_several_mini_batches_come_to_the_same() {
     for window in 0..3 {
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             for part in 0..3 {
-                let samples = batch(20 + part, kind, window * 10 + part);
-                let closure = |(x, y, tokens): Samples| net.loss(&x, &y, &tokens);
+                let samples = batch_from(20 + part, kind, window * 10 + part);
+                let closure = |(x, y, tokens): Batch| net.loss(&x, &y, &tokens);
                 micro.accumulate(&samples, closure).expect("a part");
             }
             micro.commit().expect("a step")
@@ -186,8 +176,8 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
             clear(&net.store);
             let weight = net.store.variables()["one.weight"].shallow_clone();
             let _ = weight.set_requires_grad(!frozen);
-            let samples = batch(24, kind, step);
-            micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step")
+            let samples = batch_from(24, kind, step);
+            micro.backward(&samples, |(x, y, t): Batch| net.loss(&x, &y, &t)).expect("a step")
         };
         let (_, b) = (run(&mut one, &eager), run(&mut two, &replayed));
         assert_near(kind, &replayed, &eager, &format!("step {step}"));
@@ -211,7 +201,7 @@ impl Outside {
 }
 
 /// A closure that cannot be replayed: its name, and a word of the cause.
-type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Samples, &mut Outside) -> Loss);
+type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Batch, &mut Outside) -> Loss);
 
 const UNCAPTURABLE: [Uncapturable; 7] = [
     ("reads a value", "captur", |net, (x, y, tokens), _| {
@@ -261,16 +251,12 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
-            let (x, y, tokens) = batch(24, kind, step);
-            let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
-            let samples: Samples = samples.into();
+            let samples = there(&batch_from(24, kind, step));
             tch::manual_seed(step);
-            let a =
-                one.backward(&samples, |s: Samples| run(&eager, s, &mut first)).expect("a step");
+            let a = one.backward(&samples, |s: Batch| run(&eager, s, &mut first)).expect("a step");
             tch::manual_seed(step);
-            let b = two
-                .backward(&samples, |s: Samples| run(&replayed, s, &mut second))
-                .expect("a step");
+            let b =
+                two.backward(&samples, |s: Batch| run(&replayed, s, &mut second)).expect("a step");
             assert_eq!(b.replayed, 0, "{name}");
             if compared {
                 assert!((a.loss - b.loss).abs() < 1e-11, "{name}: {} {}", a.loss, b.loss);
@@ -284,7 +270,8 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // The device goes on: another micro-batcher replays.
         let net = NormedNet::plain(kind);
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
-        let step = micro.backward(&batch(24, kind, 0), |(x, y, t): Samples| net.loss(&x, &y, &t));
+        let step =
+            micro.backward(&batch_from(24, kind, 0), |(x, y, t): Batch| net.loss(&x, &y, &t));
         assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
     }
 }
@@ -297,12 +284,12 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
         let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
         let mut two = two.non_finite(policy);
         for step in 0..4 {
-            let samples = batch(24, kind, step);
+            let samples = batch_from(24, kind, step);
             if step % 2 == 1 {
                 let before = replayed.state();
-                let (x, y, tokens) = batch(24, kind, step);
+                let (x, y, tokens) = batch_from(24, kind, step);
                 let _ = x.narrow(0, 14, 1).fill_(f64::NAN);
-                let closure = |(x, y, t): Samples| replayed.loss(&x, &y, &t);
+                let closure = |(x, y, t): Batch| replayed.loss(&x, &y, &t);
                 let error = two.backward(&(x, y, tokens), closure).expect_err("not a number");
                 assert!(
                     matches!(error, Error::Loss(LossError::NonFinite { micro_batch: 3, .. })),
@@ -310,8 +297,8 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
                 );
                 assert_eq!(before, replayed.state());
             }
-            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
-            let step = two.backward(&samples, |(x, y, t): Samples| replayed.loss(&x, &y, &t));
+            one.backward(&samples, |(x, y, t): Batch| eager.loss(&x, &y, &t)).expect("a step");
+            let step = two.backward(&samples, |(x, y, t): Batch| replayed.loss(&x, &y, &t));
             let count = step.expect("a step").replayed;
             assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
             assert_near(kind, &replayed, &eager, "after a refusal");
@@ -324,7 +311,7 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
     let ([eager, replayed], mut one, mut two) = pair(8, || NormedNet::plain(kind));
-    let closure = |net: &NormedNet, (x, y, tokens): Samples| {
+    let closure = |net: &NormedNet, (x, y, tokens): Batch| {
         // Only micro-batches of 5 ask for 16 TiB.
         if x.size()[0] == 5 {
             let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
@@ -332,14 +319,14 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
         net.loss(&x, &y, &tokens)
     };
     for step in 0..4 {
-        let samples = batch(40, kind, step);
-        one.backward(&samples, |s: Samples| closure(&eager, s)).expect("a step");
-        let b = two.backward(&samples, |s: Samples| closure(&replayed, s)).expect("a step");
+        let samples = batch_from(40, kind, step);
+        one.backward(&samples, |s: Batch| closure(&eager, s)).expect("a step");
+        let b = two.backward(&samples, |s: Batch| closure(&replayed, s)).expect("a step");
         assert_eq!(b.replayed > 0, replays(), "{:?}", two.eager_cause());
         assert_near(kind, &replayed, &eager, &format!("step {step}"));
         if step == 1 {
-            let ragged = batch(5, kind, 9);
-            let error = two.backward(&ragged, |s: Samples| closure(&replayed, s));
+            let ragged = batch_from(5, kind, 9);
+            let error = two.backward(&ragged, |s: Batch| closure(&replayed, s));
             assert!(matches!(error, Err(Error::OutOfMemory(_))), "{error:?}");
         }
     }
@@ -357,9 +344,9 @@ fn an_automatic_size_backs_off_and_is_replayed() {
         let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
         let (mut retries, mut count) = (0, 0);
         for step in 0..6 {
-            let samples = batch(60, kind, step);
-            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
-            let closure = |(x, y, tokens): Samples| {
+            let samples = batch_from(60, kind, step);
+            one.backward(&samples, |(x, y, t): Batch| eager.loss(&x, &y, &t)).expect("a step");
+            let closure = |(x, y, tokens): Batch| {
                 // More than 7 samples ask for 16 TiB.
                 if x.size()[0] > 7 {
                     let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
@@ -384,8 +371,8 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
     let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
     for step in 0..steps {
-        let samples = batch(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
-        micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step");
+        let samples = batch_from(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
+        micro.backward(&samples, |(x, y, t): Batch| net.loss(&x, &y, &t)).expect("a step");
         clear(&net.store);
         if replays() && (step == 100 || step == steps - 1) {
             let now = brimful_torch::memory::device_memory(device).expect("figures");

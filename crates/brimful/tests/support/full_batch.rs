@@ -18,9 +18,15 @@ pub fn batch(samples: i64) -> Batch {
 
 /// The same of this kind, in host memory.
 pub fn batch_of(samples: i64, kind: Kind) -> Batch {
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64);
-    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
-    (numbers(&[samples, 6], 100).to_kind(kind), y.to_kind(Kind::Int64), tokens.to_kind(kind))
+    batch_from(samples, kind, 0)
+}
+
+/// Others for each seed.
+pub fn batch_from(samples: i64, kind: Kind, seed: i64) -> Batch {
+    let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
+    let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
+    let tokens = (numbers(&[samples], 300 + seed) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
 /// A batch on the device that is tested.
