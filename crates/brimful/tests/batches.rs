@@ -396,7 +396,7 @@ mod sequences {
 
     use super::support::pipeline_cases::builder;
     use super::support::{
-        Named, assert_close, assert_fails, copies, gradients, micro_batcher, numbers, test_device,
+        Named, assert_close, assert_fails, copies, fill, gradients, micro_batcher, test_device,
         variables,
     };
 
@@ -448,11 +448,7 @@ mod sequences {
         let mut store = nn::VarStore::new(test_device());
         let model = model(&store.root());
         store.double();
-        tch::no_grad(|| {
-            for (seed, (_, mut variable)) in (0..).zip(variables(&store)) {
-                variable.copy_(&numbers(&variable.size(), seed));
-            }
-        });
+        fill(&store);
         (store, model)
     }
 

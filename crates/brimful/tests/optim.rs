@@ -9,6 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
+use brimful_torch::autograd::set_gradient;
 use brimful_torch::layout::laid_out;
 use support::{Named, Update, assert_fails, assert_same, copies, numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
@@ -182,8 +183,7 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
                 for step in 0..3 {
                     let mut gradient = strided_like(&layouts[gradient_layout]);
                     gradient.copy_(&values(&shape, step, Kind::Double));
-                    brimful_torch::autograd::set_gradient(&mut tensor, Some(&gradient))
-                        .expect("a gradient");
+                    set_gradient(&mut tensor, Some(&gradient)).expect("a gradient");
                     opt.step().expect("a step");
                 }
                 results.push(tensor.detach().contiguous());
@@ -296,15 +296,15 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
         for config in configs() {
             for model_first in [true, false] {
-                let undisturbed = store(kind);
-                let mut opt = new_optimizer(&undisturbed, config);
-                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&undisturbed, &mut opt, 0..6);
-
-                let first = store(kind);
-                let mut opt = new_optimizer(&first, config);
-                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&first, &mut opt, 0..3);
+                let trained = |steps| {
+                    let vs = store(kind);
+                    let mut opt = new_optimizer(&vs, config);
+                    opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
+                    train(&vs, &mut opt, 0..steps);
+                    (vs, opt)
+                };
+                let (undisturbed, _) = trained(6);
+                let (first, opt) = trained(3);
                 opt.save(&path).expect("saved");
 
                 let second = store(kind);
@@ -424,22 +424,19 @@ fn a_step_that_runs_out_of_memory_anywhere_changes_nothing() {
 }
 
 fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
-    let (vs, undisturbed) = (store(kind), store(kind));
-    let (mut opt, mut other) = (new_optimizer(&vs, config), new_optimizer(&undisturbed, config));
-    // A gradient in another order than its parameter, so that it is copied.
-    let turn = |vs: &nn::VarStore| {
+    let stores = [store(kind), store(kind)];
+    let mut optimizers = stores.each_ref().map(|vs| new_optimizer(vs, config));
+    for (vs, opt) in stores.iter().zip(&mut optimizers) {
+        train(vs, opt, 0..steps_before);
+        backward(vs, 5);
+        // A gradient in another order than its parameter, so that it is copied.
         let mut weight = get(vs, "head_weight");
         let turned = weight.grad().tr().contiguous().tr();
-        brimful_torch::autograd::set_gradient(&mut weight, Some(&turned)).expect("a gradient");
-    };
-    train(&vs, &mut opt, 0..steps_before);
-    train(&undisturbed, &mut other, 0..steps_before);
-    backward(&vs, 5);
-    backward(&undisturbed, 5);
-    turn(&vs);
-    turn(&undisturbed);
+        set_gradient(&mut weight, Some(&turned)).expect("a gradient");
+    }
+    let ([vs, undisturbed], [opt, other]) = (&stores, &mut optimizers);
 
-    let before = everything(&vs, &opt);
+    let before = everything(vs, opt);
     let arena = Arena::new("optimizer");
     let mut failures = 0;
     loop {
@@ -455,17 +452,17 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
         assert!(matches!(result, Err(Error::OutOfMemory(_))), "{result:?}");
         failures += 1;
         let what = format!("{config:?}: after failure {failures}");
-        assert_same(&what, &before, &everything(&vs, &opt));
+        assert_same(&what, &before, &everything(vs, opt));
     }
     // The turned gradient takes scratch space, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");
-    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}");
-    for (vs, opt) in [(&vs, &mut opt), (&undisturbed, &mut other)] {
+    assert_eq!(difference(vs, undisturbed), 0.0, "{config:?}");
+    for (vs, opt) in [(vs, opt), (undisturbed, other)] {
         opt.zero_grad().expect("zeroed");
         train(vs, opt, 6..8);
     }
-    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}, two steps later");
+    assert_eq!(difference(vs, undisturbed), 0.0, "{config:?}, two steps later");
 }
 
 #[test]
