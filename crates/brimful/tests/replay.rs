@@ -12,7 +12,7 @@ use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
 use support::full_batch::{Batch, CLASSES, batch_from, losses, there};
-use support::{alone, clear, fill, numbers, test_device, variables};
+use support::{Named, alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -59,12 +59,12 @@ impl NormedNet {
     }
 
     /// Every gradient and every variable that is not trained, by name.
-    fn state(&self) -> Vec<(String, Option<Tensor>)> {
-        let value = |t: Tensor| match (t.requires_grad(), t.grad()) {
-            (false, _) => Some(t.copy()),
-            (true, gradient) => gradient.defined().then(|| gradient.copy()),
+    fn state(&self) -> Named {
+        let value = |(name, t): (String, Tensor)| {
+            let value = if t.requires_grad() { t.grad() } else { t };
+            value.defined().then(|| (name, value.copy()))
         };
-        variables(&self.store).into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
+        variables(&self.store).into_iter().filter_map(value).collect()
     }
 }
 
@@ -74,14 +74,7 @@ fn assert_near(kind: Kind, got: &NormedNet, expected: &NormedNet, what: &str) {
         Kind::Float => 1e-5,
         _ => 2e-2,
     };
-    for ((name, got), (_, expected)) in got.state().into_iter().zip(expected.state()) {
-        assert_eq!(got.is_some(), expected.is_some(), "{what}: {name}");
-        let (Some(got), Some(expected)) = (got, expected) else { continue };
-        let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
-        let error = (&got - &expected).abs().max().double_value(&[]);
-        let scale = expected.abs().max().double_value(&[]).max(0.1);
-        assert!(error <= tolerance * scale, "{what}: {name} off by {error:e} of {scale:e}");
-    }
+    support::assert_near(what, &got.state(), &expected.state(), tolerance, 0.1);
 }
 
 fn replays() -> bool {
