@@ -11,6 +11,7 @@ use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_nor
 use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::layout::laid_out;
+use support::state::fail_every_allocation;
 use support::{Named, Update, assert_fails, assert_same, copies, numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
@@ -436,24 +437,12 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
     }
     let ([vs, undisturbed], [opt, other]) = (&stores, &mut optimizers);
 
-    let before = everything(vs, opt);
-    let arena = Arena::new("optimizer");
-    let mut failures = 0;
-    loop {
-        let result = {
-            let _inside = arena.enter();
-            arena.fail_nth_allocation(failures + 1);
-            opt.step()
-        };
-        arena.fail_nth_allocation(0);
-        if result.is_ok() {
-            break;
-        }
-        assert!(matches!(result, Err(Error::OutOfMemory(_))), "{result:?}");
-        failures += 1;
-        let what = format!("{config:?}: after failure {failures}");
-        assert_same(&what, &before, &everything(vs, opt));
-    }
+    let (arena, what) = (Arena::new("optimizer"), format!("{config:?}"));
+    let step = |opt: &mut Optimizer| {
+        let _inside = arena.enter();
+        opt.step()
+    };
+    let failures = fail_every_allocation(&what, &arena, opt, |opt| everything(vs, opt), step);
     // The turned gradient takes scratch space, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");

@@ -12,7 +12,7 @@ use std::time::Duration;
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
-use support::state::{dropout_layers, loss_of, samples, state};
+use support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
 use support::{alone, assert_fails, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -54,7 +54,7 @@ fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()
     replicas.backward_whole(&batch(), forward, of_all).map(drop)
 }
 
-fn fail_every_allocation(run: Run) {
+fn fail_on_each_replica(run: Run) {
     let arenas = arenas(2);
     let expected = {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
@@ -63,22 +63,9 @@ fn fail_every_allocation(run: Run) {
     };
     for (number, arena) in arenas.iter().enumerate() {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
-        let before = state(replicas.store());
-        let mut n = 0;
-        loop {
-            n += 1;
-            let what = format!("allocation {n} of replica {number}");
-            arena.fail_nth_allocation(n);
-            match run(&mut replicas) {
-                Err(Error::OutOfMemory(_)) => {
-                    assert_same(&what, &before, &state(replicas.store()));
-                }
-                Err(other) => panic!("{what}: {other}"),
-                Ok(_) => break,
-            }
-        }
-        arena.fail_nth_allocation(0);
-        assert!(n > 50, "only {n} allocations on replica {number}");
+        let (what, now) = (format!("replica {number}"), |all: &Replicas<_>| state(all.store()));
+        let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
+        assert!(failures >= 50, "only {failures} allocations on {what}");
         assert_same("after all failures", &expected, &state(replicas.store()));
     }
 }
@@ -86,13 +73,13 @@ fn fail_every_allocation(run: Run) {
 #[test]
 fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
     let _alone = alone();
-    fail_every_allocation(in_one_pass);
+    fail_on_each_replica(in_one_pass);
 }
 
 #[test]
 fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
     let _alone = alone();
-    fail_every_allocation(in_two_passes);
+    fail_on_each_replica(in_two_passes);
 }
 
 #[test]

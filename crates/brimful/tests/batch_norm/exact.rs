@@ -12,9 +12,9 @@ use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::support::pipeline_cases::{Plain, builder};
+use crate::support::state::fail_every_allocation;
 use crate::support::{
-    Named, Update, alone, assert_fails, assert_same, assert_within, copies, numbers, numbers_there,
-    test_device,
+    Named, Update, alone, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
 };
 
 pub const EXACT: BatchNormConfig = BatchNormConfig {
@@ -297,17 +297,14 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
         let before = copies(&pipe.variables().expect("variables"));
-        let mut failures = 0;
-        loop {
-            arena.fail_nth_allocation(failures + 1);
-            let step = pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
-            let Err(error) = step else { break };
-            assert!(error.out_of_memory().is_some(), "{error}");
-            failures += 1;
-            let what = format!("{homes:?}, {limit:?}, allocation {failures}");
-            assert_same(&what, &before, &pipe.variables().expect("variables"));
-            assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
-        }
+        let left = |pipe: &Pipeline| {
+            let values = copies(&pipe.variables().expect("variables"));
+            values.into_iter().chain(pipe.gradients().expect("gradients")).collect()
+        };
+        let step =
+            |pipe: &mut Pipeline| pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
+        let what = format!("{homes:?}, {limit:?}");
+        let failures = fail_every_allocation(&what, &arena, &mut pipe, left, step);
         assert!(failures > 100, "{failures} allocations were tried");
         let plain = Plain::on((Kind::Double, Device::Cpu), &layers(DEFERRED), before);
         let whole = MicroBatcher::new(&plain.store, Size::Fixed(3))
