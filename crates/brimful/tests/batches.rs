@@ -313,36 +313,28 @@ fn samples_that_are_not_there_are_refused() {
     assert!(batch::slice(&batch, 0..usize::MAX).is_err());
 }
 
+/// Joins two parts, of which the second has something else where the first has this.
+#[track_caller]
+fn refuse_to_join<B: Batch>(parts: [B; 2], first: &str, other: &str) {
+    let (first, other) = (first.into(), other.into());
+    let differ = Error::Batch(BatchError::PartsDiffer { part: 1, first, other });
+    assert_eq!(batch::join(parts.into()).err(), Some(differ));
+}
+
 #[test]
 fn parts_that_are_not_cuts_of_one_batch_are_refused() {
     assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::Batch(BatchError::NothingToJoin)));
     let x = || counted(&[2, 3]);
-    let differing = |first: &str, other: &str| {
-        Some(Error::Batch(BatchError::PartsDiffer {
-            part: 1,
-            first: first.into(),
-            other: other.into(),
-        }))
-    };
-    let error = batch::join(vec![vec![x(), x()], vec![x()]]).err();
-    assert_eq!(error, differing("a Vec of 2", "a Vec of 1"));
+    refuse_to_join([vec![x(), x()], vec![x()]], "a Vec of 2", "a Vec of 1");
     // As many leaves in both, but not in the same places.
-    let error = batch::join(vec![(Some(x()), None), (None, Some(x()))]).err();
-    assert_eq!(error, differing("Some", "None"));
+    refuse_to_join([(Some(x()), None), (None, Some(x()))], "Some", "None");
     let map = |key: &str| BTreeMap::from([(key.to_owned(), x())]);
-    assert_eq!(batch::join(vec![map("a"), map("b")]).err(), differing("the key a", "the key b"));
-    let error = batch::join(vec![x(), counted(&[2, 4])]).err();
-    assert_eq!(
-        error,
-        differing("a Float tensor of shape [_, 3]", "a Float tensor of shape [_, 4]")
-    );
-    let error = batch::join(vec![x(), x().to_kind(Kind::Double)]).err();
-    assert_eq!(
-        error,
-        differing("a Float tensor of shape [_, 3]", "a Double tensor of shape [_, 3]")
-    );
-    let error = batch::join(vec![counted(&[2]), counted(&[])]).err();
-    assert_eq!(error, differing("a Float tensor of shape [_]", "a Float tensor of shape []"));
+    refuse_to_join([map("a"), map("b")], "the key a", "the key b");
+    let of = |kind: &str, shape: &str| format!("a {kind} tensor of shape {shape}");
+    let first = of("Float", "[_, 3]");
+    refuse_to_join([x(), counted(&[2, 4])], &first, &of("Float", "[_, 4]"));
+    refuse_to_join([x(), x().to_kind(Kind::Double)], &first, &of("Double", "[_, 3]"));
+    refuse_to_join([counted(&[2]), counted(&[])], &of("Float", "[_]"), &of("Float", "[]"));
 }
 
 #[test]

@@ -589,42 +589,37 @@ fn options_that_make_no_sense_are_refused_with_the_numbers() {
 fn groups_and_parameters_that_make_no_sense_are_refused() {
     let vs = store(Kind::Double);
     let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
-    let refused = |opt: &mut Optimizer, name: &str, end: &'static str| {
-        opt.group(name, |n| n.ends_with(end), Sgd::new(0.1)).expect_err(name).to_string()
+    let refused = |opt: &mut Optimizer, name: &str, end: &'static str, words: &str| {
+        assert_fails(opt.group(name, |n| n.ends_with(end), Sgd::new(0.1)), &[words]);
     };
-    let empty = refused(&mut opt, "none", "embedding");
-    assert!(
-        empty.starts_with(
-            "group 'none' matches none of the 5 parameters (the first is 'conv_bias')"
-        )
-    );
+    let empty = "group 'none' matches none of the 5 parameters (the first is 'conv_bias')";
+    refused(&mut opt, "none", "embedding", empty);
     opt.group("bias", |name| name.ends_with("bias"), Sgd::new(0.1)).expect("a group");
-    assert!(refused(&mut opt, "bias", "weight").contains("there is one of that name"));
-    let twice = refused(&mut opt, "head", "head_bias");
-    assert!(twice.contains("'head_bias' is in group 'bias'"), "{twice}");
+    refused(&mut opt, "bias", "weight", "there is one of that name");
+    refused(&mut opt, "head", "head_bias", "'head_bias' is in group 'bias'");
     let unknown = opt.set_group_learning_rate("head", 0.1).expect_err("no group").to_string();
     assert_eq!(unknown, "there is no group 'head'; there is default, bias");
     backward(&vs, 0);
     opt.step().expect("a step");
-    assert!(refused(&mut opt, "weight", "weight").contains("a step was taken already"));
+    refused(&mut opt, "weight", "weight", "a step was taken already");
 
     let undefined = || vec![("a".to_owned(), Tensor::new())];
-    let errors = [
-        Optimizer::for_named(undefined(), Sgd::new(0.1)).expect_err("an undefined tensor"),
-        Ema::for_named(undefined(), 0.5).expect_err("an undefined tensor"),
-    ];
-    assert!(errors.iter().all(|error| error.to_string().contains("undefined")), "{errors:?}");
+    assert_fails(Optimizer::for_named(undefined(), Sgd::new(0.1)), &["undefined"]);
+    assert_fails(Ema::for_named(undefined(), 0.5), &["undefined"]);
     let leaf = || Tensor::ones([2], (Kind::Float, test_device())).set_requires_grad(true);
     let tied = leaf();
-    let bad = |named: Vec<(&str, Tensor)>| {
-        let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
-        Optimizer::for_named(named, Sgd::new(0.1)).expect_err("refused").to_string()
-    };
-    assert!(bad(vec![("a", leaf()), ("a", leaf())]).contains("two have that name"));
-    let same = bad(vec![("a", tied.shallow_clone()), ("b", tied)]);
-    assert!(same.contains("'b' cannot be optimized: it is the same tensor as 'a'"), "{same}");
-    assert!(bad(vec![("a", leaf() * 2.0)]).contains("it was computed from others"));
-    assert!(bad(vec![("a", leaf().detach().to_kind(Kind::Int))]).contains("of kind Int"));
     let expanded = leaf().detach().reshape([2, 1]).expand([2, 3], false);
-    assert!(bad(vec![("a", expanded)]).contains("its elements share memory"));
+    for (named, words) in [
+        (vec![("a", leaf()), ("a", leaf())], "two have that name"),
+        (
+            vec![("a", tied.shallow_clone()), ("b", tied)],
+            "'b' cannot be optimized: it is the same tensor as 'a'",
+        ),
+        (vec![("a", leaf() * 2.0)], "it was computed from others"),
+        (vec![("a", leaf().detach().to_kind(Kind::Int))], "of kind Int"),
+        (vec![("a", expanded)], "its elements share memory"),
+    ] {
+        let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
+        assert_fails(Optimizer::for_named(named, Sgd::new(0.1)), &[words]);
+    }
 }
