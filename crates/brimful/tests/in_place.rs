@@ -134,12 +134,13 @@ fn replicas_refuse_before_the_mini_batch_has_changed() {
     }
 }
 
+fn linear(inputs: i64, outputs: i64) -> impl Fn(&nn::Path) -> nn::Linear + Send + Sync {
+    move |p| nn::linear(p, inputs, outputs, Default::default())
+}
+
 fn layers(in_place: bool) -> Layers {
     let first = move |x: &Tensor| if in_place { halved(x) } else { x / 2.0 };
-    Layers::new()
-        .add_fn("halved", first)
-        .add("hidden", |p| nn::linear(p, 4, 4, Default::default()))
-        .add("output", |p| nn::linear(p, 4, 2, Default::default()))
+    Layers::new().add_fn("halved", first).add("hidden", linear(4, 4)).add("output", linear(4, 2))
 }
 
 #[test]
@@ -175,32 +176,18 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
 #[test]
 fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
     let _alone = alone();
-    let layers = || {
-        Layers::new()
-            .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
-            .stash("skip")
-            .add_fn("relu", |x| x.shallow_clone().relu_())
-            .pop("join", "skip", |x, skip| skip.shallow_clone().g_add_(x))
-    };
     let helps = "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let \
                  it make a tensor of its own (`relu` for `relu_`), or be one layer with what comes before it";
     // The input itself, a view of it, and a skip that comes from another stage.
-    let view = || {
-        let narrowed = |x: &Tensor| x.narrow(1, 0, 1).relu_();
-        Layers::new()
-            .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
-            .add_fn("view", narrowed)
-            .add("output", |p| nn::linear(p, 1, 2, Default::default()))
-    };
-    let plain = Layers::new()
-        .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
-        .stash("skip")
-        .add("inner", |p| nn::linear(p, 2, 2, Default::default()))
-        .pop("join", "skip", |x, skip| skip.shallow_clone().g_add_(x));
+    let hidden = Layers::new().add("hidden", linear(4, 2));
+    let added = |x: &Tensor, skip: &Tensor| skip.shallow_clone().g_add_(x);
+    let stashed = hidden.clone().stash("skip");
+    let relu = stashed.clone().add_fn("relu", |x| x.shallow_clone().relu_());
+    let view = hidden.add_fn("view", |x| x.narrow(1, 0, 1).relu_()).add("output", linear(1, 2));
     for (layers, balance, stage, layer) in [
-        (layers(), vec![1, 3], 1, "relu"),
-        (view(), vec![1, 2], 1, "view"),
-        (plain, vec![2, 1, 1], 2, "join"),
+        (relu.pop("join", "skip", added), vec![1, 3], 1, "relu"),
+        (view, vec![1, 2], 1, "view"),
+        (stashed.add("inner", linear(2, 2)).pop("join", "skip", added), vec![2, 1, 1], 2, "join"),
     ] {
         let mut pipe = Pipeline::builder(layers)
             .devices(vec![test_device(); balance.len()])

@@ -6,7 +6,7 @@
 mod support;
 
 use brimful::memory::Memory;
-use brimful::{Loss, MicroBatcher, Replicas, Result, Size, Step};
+use brimful::{Loss, MicroBatcher, Replicas, Result, Size, Step, World};
 use support::{alone, test_device};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
@@ -79,15 +79,21 @@ fn holds(kind: &str, mut step: impl FnMut() -> Result<Step>) {
     }
 }
 
-#[test]
-fn one_device() {
-    let _turn = alone();
+/// One device, alone or in each rank.
+fn micro_batcher_holds(kind: &str, world: &World) {
     let store = VarStore::new(test_device());
     let model = wide(&store.root());
     let _limited = Limited::new();
-    let mut micro = MicroBatcher::new(&store, Size::Auto).replay(true);
+    let micro = MicroBatcher::new(&store, Size::Auto).replay(true);
+    let mut micro = micro.world(world).expect("one model");
     let x = samples();
-    holds("one device", || micro.backward(&x, |x: Tensor| loss(&model, &x)));
+    holds(kind, || micro.backward(&x, |x: Tensor| loss(&model, &x)));
+}
+
+#[test]
+fn one_device() {
+    let _turn = alone();
+    micro_batcher_holds("one device", &World::alone());
 }
 
 #[test]
@@ -103,13 +109,5 @@ fn replicas() {
 #[cfg(feature = "mpi")]
 #[test]
 fn ranks() {
-    support::ranks::in_ranks(2, |world| {
-        let store = VarStore::new(test_device());
-        let model = wide(&store.root());
-        let _limited = Limited::new();
-        let micro = MicroBatcher::new(&store, Size::Auto).replay(true);
-        let mut micro = micro.world(&world).expect("one model");
-        let x = samples();
-        holds("ranks", || micro.backward(&x, |x: Tensor| loss(&model, &x)));
-    });
+    support::ranks::in_ranks(2, |world| micro_batcher_holds("ranks", &world));
 }
