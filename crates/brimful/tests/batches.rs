@@ -33,17 +33,21 @@ fn cut<B: Batch>(batch: &B, ranges: &[Range<usize>]) -> Vec<B> {
     ranges.iter().map(|range| batch::slice(batch, range.clone()).expect("a slice")).collect()
 }
 
-/// Cuts into micro-batches of each size, checks that these are views, and joins them again.
+/// Cuts into micro-batches of each size and joins them again.
 fn round_trip<B: Batch>(batch: &B) {
     let samples = batch::len(batch).expect("a length");
     for size in 1..=samples + 1 {
-        let ranges = split::by_size(samples, size).expect("a split");
-        let parts = cut(batch, &ranges);
-        for (part, range) in parts.iter().zip(&ranges) {
-            check_views(batch, part, range);
-        }
-        check_equal(&batch::join(parts).expect("a batch"), batch);
+        cut_and_join(batch, &split::by_size(samples, size).expect("a split"));
     }
+}
+
+/// Cuts into micro-batches, checks that these are views, and joins them again.
+fn cut_and_join<B: Batch>(batch: &B, ranges: &[Range<usize>]) {
+    let parts = cut(batch, ranges);
+    for (part, range) in parts.iter().zip(ranges) {
+        check_views(batch, part, range);
+    }
+    check_equal(&batch::join(parts).expect("a batch"), batch);
 }
 
 fn check_views<B: Batch>(whole: &B, part: &B, range: &Range<usize>) {
@@ -367,12 +371,7 @@ proptest! {
     #[test]
     fn any_batch_survives_cutting_and_joining(batch in any_batch(), count in 1..50_usize) {
         let samples = batch::len(&batch).expect("a length");
-        let ranges = split::by_count(samples, count).expect("a split");
-        let parts = cut(&batch, &ranges);
-        for (part, range) in parts.iter().zip(&ranges) {
-            check_views(&batch, part, range);
-        }
-        check_equal(&batch::join(parts).expect("a batch"), &batch);
+        cut_and_join(&batch, &split::by_count(samples, count).expect("a split"));
     }
 }
 
