@@ -219,8 +219,7 @@ const UNCAPTURABLE: [Uncapturable; 7] = [
         let inside = other.enter().expect("entered");
         let two = &outside.one * 2.0;
         drop(inside);
-        let mut done = Event::new(device).expect("an event");
-        done.record(other).expect("recorded");
+        let done = Event::after(other).expect("an event");
         Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
         net.loss(&(x * two), &y, &tokens)
     }),
