@@ -12,26 +12,24 @@ use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::layout::laid_out;
 use support::state::fail_every_allocation;
-use support::{Named, Update, assert_fails, assert_same, copies, numbers, test_device};
+use support::{
+    Named, Update, assert_fails, assert_same, copies, numbers_there, set_values, test_device,
+    variables,
+};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
-
-/// Numbers of this kind on the device that is tested.
-fn values(shape: &[i64], salt: i64, kind: Kind) -> Tensor {
-    numbers(shape, salt).to_kind(kind).to_device(test_device())
-}
 
 /// A few trainable variables of different shapes, one buffer, and a scalar.
 fn store(kind: Kind) -> nn::VarStore {
     let mut vs = nn::VarStore::new(test_device());
     let root = vs.root();
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        let _ = root.var_copy(name, &values(shape, i as i64, Kind::Double));
+        let _ = root.var_copy(name, &numbers_there(shape, i as i64));
     }
     let _ = root.zeros_no_train("running_mean", &[3]);
     vs.set_kind(kind);
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        set(&vs, name, &values(shape, i as i64, Kind::Double));
+        set(&vs, name, &numbers_there(shape, i as i64));
     }
     vs
 }
@@ -61,7 +59,7 @@ fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
     let mut loss = Tensor::zeros([0_i64; 0], (Kind::Double, test_device()));
     for (i, name) in names.iter().enumerate() {
         let parameter = get(vs, name).to_kind(Kind::Double);
-        let direction = values(&parameter.size(), 7 * step + i as i64, Kind::Double);
+        let direction = numbers_there(&parameter.size(), 7 * step + i as i64);
         loss += (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
     }
     loss.backward();
@@ -166,7 +164,7 @@ fn every_step_counts_as_a_change_of_the_parameters() {
 #[test]
 fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     let shape = [6, 4, 3, 3];
-    let value = values(&shape, 0, Kind::Double);
+    let value = numbers_there(&shape, 0);
     let plain = value.copy();
     let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
     let channels_last = laid_out(&value, true).expect("channels last");
@@ -183,7 +181,7 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
                 let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
                 for step in 0..3 {
                     let mut gradient = strided_like(&layouts[gradient_layout]);
-                    gradient.copy_(&values(&shape, step, Kind::Double));
+                    gradient.copy_(&numbers_there(&shape, step));
                     set_gradient(&mut tensor, Some(&gradient)).expect("a gradient");
                     opt.step().expect("a step");
                 }
@@ -313,9 +311,7 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
                 if !model_first {
                     opt.load(&path).expect("loaded");
                 }
-                for (name, _) in SHAPES {
-                    set(&second, name, &get(&first, name));
-                }
+                set_values(&second, &variables(&first));
                 if model_first {
                     opt.load(&path).expect("loaded");
                 }
