@@ -80,16 +80,14 @@ fn mean(out: &Tensor) -> Tensor {
     out.sin().mean(Kind::Double)
 }
 
-fn sizes() -> [Size; 4] {
-    [Size::Fixed(1), Size::Fixed(4), Size::Fixed(100), Size::Auto]
-}
+const SIZES: [Size; 4] = [Size::Fixed(1), Size::Fixed(4), Size::Fixed(100), Size::Auto];
 
 #[test]
 fn they_get_the_full_batchs_gradient() {
     let _alone = alone();
     let plain = Case::new();
     plain.full();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut micro = micro_batcher(&case.store, size);
         micro.backward(&case.x, |x| case.loss(&x)).expect("a step");
@@ -126,7 +124,7 @@ fn a_loss_on_all_outputs_reaches_them_too() {
     };
     let plain = Case::new();
     loss(&plain.out(&plain.x), &plain.factor).backward();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut micro = micro_batcher(&case.store, size);
         let all = |out: &Tensor| loss(out, &case.factor);
@@ -138,7 +136,7 @@ fn a_loss_on_all_outputs_reaches_them_too() {
 #[test]
 fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
     let _alone = alone();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut made: Option<nn::Linear> = None;
         let step = micro_batcher(&case.store, size).backward(&case.x.detach(), |x| {
