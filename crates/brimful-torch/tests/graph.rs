@@ -5,7 +5,7 @@
 
 mod test_device;
 
-use brimful_torch::graph::{Capture, Graph, Pool, available};
+use brimful_torch::graph::{Capture, Graph, Pool, available, record};
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::{ErrorKind, TorchError, autograd, memory, random};
 use tch::{Device, Kind, Tensor};
@@ -31,14 +31,7 @@ fn capture_on<T>(
     pool: &mut Pool,
     f: impl FnOnce() -> Result<T, TorchError>,
 ) -> Result<(Graph, T), TorchError> {
-    let device = aside.device();
-    let mut ready = Event::new(device)?;
-    ready.record(Stream::current(device)?)?;
-    aside.wait(&ready)?;
-    let _inside = aside.enter()?;
-    let capture = Capture::begin(device, pool)?;
-    let value = f()?;
-    Ok((capture.end(pool)?, value))
+    record(aside, pool, f)
 }
 
 fn torch(error: tch::TchError) -> TorchError {
@@ -126,9 +119,8 @@ fn a_capture_that_fails_leaves_stream_memory_and_generator_as_they_were() {
     let copy = || host.f_to_device(device).map(drop).map_err(torch);
     let other = || {
         // Work on a second stream that is forked from the first and never joined.
-        let (second, mut forked) = (Stream::new(device)?, Event::new(device)?);
-        forked.record(Stream::current(device)?)?;
-        second.wait(&forked)?;
+        let second = Stream::new(device)?;
+        second.wait(&Event::after(Stream::current(device)?)?)?;
         let _inside = second.enter()?;
         x.f_exp().map(drop).map_err(torch)
     };

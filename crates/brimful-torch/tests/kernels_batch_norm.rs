@@ -288,52 +288,56 @@ fn kinds() -> &'static [Kind] {
     if test_device().is_cuda() { &KINDS } else { &KINDS[..1] }
 }
 
-#[test]
-fn training_is_as_in_f64() {
-    for_every_shape(true);
-}
+const BESIDE: [Beside; 3] = [Beside::Nothing, Beside::Tensor, Beside::Normed];
 
-#[test]
-fn evaluation_is_as_in_f64() {
-    for_every_shape(false);
-}
-
-fn for_every_shape(training: bool) {
-    for &kind in kinds() {
-        for shape in SHAPES {
-            for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
-                check(&Case { training, ..Case::new(shape, kind, beside) });
+/// Each kind with each shape and each addend, changed.
+fn check_all(
+    kinds: &[Kind],
+    shapes: &[[i64; 4]],
+    beside: &[Beside],
+    change: impl Fn(Case) -> Case,
+) {
+    for &kind in kinds {
+        for &shape in shapes {
+            for &beside in beside {
+                check(&change(Case::new(shape, kind, beside)));
             }
         }
     }
 }
 
 #[test]
+fn training_is_as_in_f64() {
+    check_all(kinds(), &SHAPES, &BESIDE, |case| case);
+}
+
+#[test]
+fn evaluation_is_as_in_f64() {
+    check_all(kinds(), &SHAPES, &BESIDE, |case| Case { training: false, ..case });
+}
+
+#[test]
 fn without_a_relu_too() {
-    for &kind in kinds() {
-        for shape in [[2, 64, 5, 7], [5, 3, 4, 4]] {
-            check(&Case { relu: false, ..Case::new(shape, kind, Beside::Nothing) });
-        }
-    }
+    let shapes = [[2, 64, 5, 7], [5, 3, 4, 4]];
+    check_all(kinds(), &shapes, &[Beside::Nothing], |case| Case { relu: false, ..case });
 }
 
 #[test]
 fn two_gradients_of_one_output_are_added() {
-    for &kind in kinds() {
-        for shape in [[2, 64, 5, 7], [5, 3, 4, 4], [16, 256, 14, 14]] {
-            check(&Case::new(shape, kind, Beside::TensorAndSecondUse));
-        }
-    }
+    let shapes = [[2, 64, 5, 7], [5, 3, 4, 4], [16, 256, 14, 14]];
+    check_all(kinds(), &shapes, &[Beside::TensorAndSecondUse], |case| case);
 }
 
 #[test]
 fn a_pooling_is_as_in_f64() {
-    // In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
-    for shape in POOLED {
-        for training in [true, false] {
-            check(&Case { training, ..Case::new(shape, Kind::Float, Beside::Pooled) });
-        }
+    for training in [true, false] {
+        check_pooled(|case| Case { training, ..case });
     }
+}
+
+/// In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
+fn check_pooled(change: impl Fn(Case) -> Case) {
+    check_all(&[Kind::Float], &POOLED, &[Beside::Pooled], change);
 }
 
 /// Even and odd sides, one pixel, and more rows than a block has at once.
@@ -416,20 +420,16 @@ fn weights_may_be_as_narrow_as_the_input() {
     if !test_device().is_cuda() {
         return;
     }
-    for kind in [Kind::BFloat16, Kind::Half] {
-        for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
-            check(&Case { weights: kind, ..Case::new([2, 64, 5, 7], kind, beside) });
-        }
-    }
+    let narrow = |case: Case| Case { weights: case.kind, ..case };
+    check_all(&[Kind::BFloat16, Kind::Half], &[[2, 64, 5, 7]], &BESIDE, narrow);
 }
 
 #[test]
 fn means_far_from_zero_do_not_cancel() {
     // Over 12,544 rows libtorch's own mean in f32 on a CPU is off by more than the bend allows.
-    let many: &[_] = if test_device().is_cuda() { &[[16, 64, 28, 28]] } else { &[] };
-    for &shape in [[2, 64, 5, 7], [5, 3, 4, 4]].iter().chain(many) {
-        check(&Case { mean: 1e4, ..Case::new(shape, Kind::Float, Beside::Nothing) });
-    }
+    let shapes = [[2, 64, 5, 7], [5, 3, 4, 4], [16, 64, 28, 28]];
+    let shapes = if test_device().is_cuda() { &shapes[..] } else { &shapes[..2] };
+    check_all(&[Kind::Float], shapes, &[Beside::Nothing], |case| Case { mean: 1e4, ..case });
 }
 
 #[test]
@@ -439,16 +439,9 @@ fn small_cards_give_the_same() {
     }
     for (multiprocessors, shared) in [(8, 48 << 10), (20, 100 << 10), (1, 48 << 10)] {
         kernels::pretend(multiprocessors, shared).expect("CUDA");
-        for kind in KINDS {
-            for shape in [[2, 64, 5, 7], [2, 1000, 2, 3], [16, 64, 28, 28], [5, 3, 4, 4]] {
-                for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
-                    check(&Case::new(shape, kind, beside));
-                }
-            }
-        }
-        for shape in POOLED {
-            check(&Case::new(shape, Kind::Float, Beside::Pooled));
-        }
+        let shapes = [[2, 64, 5, 7], [2, 1000, 2, 3], [16, 64, 28, 28], [5, 3, 4, 4]];
+        check_all(&KINDS, &shapes, &BESIDE, |case| case);
+        check_pooled(|case| case);
     }
     kernels::pretend(0, 0).expect("CUDA");
 }

@@ -6,6 +6,7 @@ mod test_device;
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::{collect, offering};
+use brimful_torch::layout::laid_out;
 use brimful_torch::optim::{
     AdamNumbers, AdamOptions, AdamState, LearningRate, SgdOptions, adam, adam_beside,
 };
@@ -111,9 +112,7 @@ fn halves_are_added_to_sums_in_f32() {
                 let gradient = numbers(i, f64::from(round));
                 // The last round's of four dimensions have their channels last.
                 let gradient = match gradient.dim() {
-                    4 if round == 2 => {
-                        gradient.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
-                    }
+                    4 if round == 2 => laid_out(&gradient, true).expect("memory"),
                     _ => gradient,
                 };
                 set_gradient(parameter, Some(&gradient)).expect("a gradient");

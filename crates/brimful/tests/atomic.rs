@@ -11,8 +11,8 @@ use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
-use support::state::{Net, state};
-use support::{alone, assert_same};
+use support::state::{Net, samples, state};
+use support::{alone, assert_fails, assert_same};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -26,12 +26,7 @@ fn net_with_a_gradient() -> Net {
 }
 
 fn batch() -> Tensor {
-    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
-}
-
-fn loss(net: &Net, x: &Tensor) -> Loss {
-    let out = net.layers.forward_t(x, true);
-    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
+    samples(12)
 }
 
 #[test]
@@ -41,7 +36,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let expected = {
         let net = net_with_a_gradient();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-        micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
+        micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
         state(&net.store)
     };
     let mut n = 0;
@@ -52,14 +47,14 @@ fn the_n_th_allocation_fails_for_every_n() {
             MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
         let (batch, before) = (batch(), state(&net.store));
         arena.fail_nth_allocation(n);
-        match micro.backward(&batch, |x| loss(&net, &x)) {
+        match micro.backward(&batch, |x| net.loss(&x)) {
             Err(Error::OutOfMemory(_)) => {
                 assert_same(&format!("allocation {n}"), &before, &state(&net.store))
             }
             Err(other) => panic!("allocation {n}: {other}"),
             Ok(_) => break,
         }
-        micro.backward(&batch, |x| loss(&net, &x)).expect("it fails once");
+        micro.backward(&batch, |x| net.loss(&x)).expect("it fails once");
         assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
     arena.fail_nth_allocation(0);
@@ -72,16 +67,16 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
     let run = |fault: bool| {
         let net = Net::with_dropout();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-        micro.accumulate(&batch(), |x| loss(&net, &x)).expect("the first");
+        micro.accumulate(&batch(), |x| net.loss(&x)).expect("the first");
         if fault {
             let mut calls = 0;
             let result = micro.accumulate(&batch(), |x| {
                 calls += 1;
-                if calls == 3 { Err("no more") } else { Ok(loss(&net, &x)) }
+                if calls == 3 { Err("no more") } else { Ok(net.loss(&x)) }
             });
             assert_eq!(result.expect_err("the closure's error").to_string(), "no more");
         }
-        micro.accumulate(&(batch() + 1.0), |x| loss(&net, &x)).expect("the second");
+        micro.accumulate(&(batch() + 1.0), |x| net.loss(&x)).expect("the second");
         let step = micro.commit().expect("both");
         (step.loss, state(&net.store))
     };
@@ -101,24 +96,24 @@ fn a_panic_goes_on_after_everything_was_put_back() {
         micro.backward(&batch(), |x| {
             calls += 1;
             assert!(calls < 3, "the third micro-batch");
-            loss(&net, &x)
+            net.loss(&x)
         })
     }));
     let payload = result.expect_err("the closure's panic");
     assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
     assert_same("a panic", &before, &state(&net.store));
-    micro.backward(&batch(), |x| loss(&net, &x)).expect("the next step");
+    micro.backward(&batch(), |x| net.loss(&x)).expect("the next step");
 }
 
-/// Runs a step that must fail, and checks that nothing has changed.
-fn refused(what: &str, f: impl Fn(&Net, &Tensor) -> Loss) -> String {
+/// Runs a step that must fail with these words, and checks that nothing has changed.
+#[track_caller]
+fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro =
         MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
-    let error = micro.backward(&batch(), |x| f(&net, &x)).expect_err(what);
-    assert_same(what, &before, &state(&net.store));
-    error.to_string()
+    assert_fails(micro.backward(&batch(), |x| loss(&net, &x)), &[words]);
+    assert_same(words, &before, &state(&net.store));
 }
 
 #[test]
@@ -126,48 +121,28 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
     let _alone = alone();
     let out = |net: &Net, x: &Tensor| net.layers.forward_t(x, true);
     let mean = |net: &Net, x: &Tensor| out(net, x).mean(Kind::Double);
-    let cases = [
-        (refused("not a scalar", |net, x| Loss::mean(out(net, x))), "has the shape [4, 3]"),
-        (refused("no gradient", |_, x| Loss::mean(x.mean(Kind::Double))), "has no gradient"),
-        (refused("weight", |net, x| Loss::mean_over(mean(net, x), x)), "shape [4, 4]: sum it"),
-        (refused("nothing", |net, x| Loss::mean_over(mean(net, x), 0.0)), "sum to 0"),
-        (
-            refused("a tensor", |net, x| {
-                Loss::ratio(mean(net, x), Tensor::zeros([1], (Kind::Double, Device::Cpu)))
-            }),
-            "sum to 0",
-        ),
-        (
-            refused("NaN", |net, x| Loss::mean(mean(net, x) * f64::NAN)),
-            "is NaN (weight 4) in micro-batch 0",
-        ),
-        (
-            refused("infinite", |net, x| {
-                let third = x.double_value(&[0, 0]) == batch().double_value(&[8, 0]);
-                Loss::sum(mean(net, x) * if third { f64::INFINITY } else { 1.0 })
-            }),
-            "in micro-batch 2",
-        ),
-        (
-            refused("a gradient", |net, x| {
-                // The root of 0 is fine; its slope is not.
-                let zero = mean(net, x) * 0.0;
-                Loss::mean(zero.sqrt())
-            }),
-            "a gradient is not finite from micro-batch 0 on",
-        ),
-        (
-            refused("run already", |net, x| {
-                let loss = mean(net, x);
-                loss.backward();
-                Loss::mean(loss)
-            }),
-            "backward through the graph a second time",
-        ),
-    ];
-    for (message, expected) in cases {
-        assert!(message.contains(expected), "{message}");
-    }
+    refused("has the shape [4, 3]", |net, x| Loss::mean(out(net, x)));
+    refused("has no gradient", |_, x| Loss::mean(x.mean(Kind::Double)));
+    refused("shape [4, 4]: sum it", |net, x| Loss::mean_over(mean(net, x), x));
+    refused("sum to 0", |net, x| Loss::mean_over(mean(net, x), 0.0));
+    refused("sum to 0", |net, x| {
+        Loss::ratio(mean(net, x), Tensor::zeros([1], (Kind::Double, Device::Cpu)))
+    });
+    refused("is NaN (weight 4) in micro-batch 0", |net, x| Loss::mean(mean(net, x) * f64::NAN));
+    refused("in micro-batch 2", |net, x| {
+        let third = x.double_value(&[0, 0]) == batch().double_value(&[8, 0]);
+        Loss::sum(mean(net, x) * if third { f64::INFINITY } else { 1.0 })
+    });
+    refused("a gradient is not finite from micro-batch 0 on", |net, x| {
+        // The root of 0 is fine; its slope is not.
+        let zero = mean(net, x) * 0.0;
+        Loss::mean(zero.sqrt())
+    });
+    refused("backward through the graph a second time", |net, x| {
+        let loss = mean(net, x);
+        loss.backward();
+        Loss::mean(loss)
+    });
 }
 
 #[test]
@@ -176,44 +151,25 @@ fn bad_batches_and_sizes_are_refused() {
     let net = Net::with_dropout();
     let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-    let error =
-        |result: Result<_, Error>| result.map(|_: brimful::Step| ()).expect_err("bad").to_string();
-    let empty = error(micro.backward(&zeros(0), |x| loss(&net, &x)));
-    assert!(empty.contains("empty"), "{empty}");
-    let uneven = error(micro.backward(&(zeros(3), zeros(2)), |(x, _)| loss(&net, &x)));
-    assert!(uneven.contains("3 and 2 long"), "{uneven}");
-    assert!(micro.commit().expect_err("nothing").to_string().contains("call `accumulate` first"));
-    micro.accumulate(&batch(), |x| loss(&net, &x)).expect("a part");
-    let open = error(micro.backward(&batch(), |x| loss(&net, &x)));
-    assert!(open.contains("12 samples have been accumulated"), "{open}");
+    assert_fails(micro.backward(&zeros(0), |x| net.loss(&x)), &["empty"]);
+    let uneven = micro.backward(&(zeros(3), zeros(2)), |(x, _)| net.loss(&x));
+    assert_fails(uneven, &["3 and 2 long"]);
+    assert_fails(micro.commit(), &["call `accumulate` first"]);
+    micro.accumulate(&batch(), |x| net.loss(&x)).expect("a part");
+    let open = micro.backward(&batch(), |x| net.loss(&x));
+    assert_fails(open, &["12 samples have been accumulated"]);
     for size in [Size::Fixed(0), Size::Count(0)] {
         let mut micro = MicroBatcher::new(&net.store, size);
-        let zero = error(micro.backward(&batch(), |x| loss(&net, &x)));
-        assert!(zero.contains('0'), "{zero}");
+        assert_fails(micro.backward(&batch(), |x| net.loss(&x)), &["0"]);
     }
     let mut calls = 0;
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-    let differ = error(micro.backward(&batch(), |x| {
+    let differ = micro.backward(&batch(), |x| {
         calls += 1;
-        if calls == 1 { loss(&net, &x) } else { Loss::sum(x.sum(Kind::Double)) + loss(&net, &x) }
-    }));
+        if calls == 1 { net.loss(&x) } else { Loss::sum(x.sum(Kind::Double)) + net.loss(&x) }
+    });
+    let differ = differ.expect_err("another loss").to_string();
     assert!(differ.contains("no gradient") || differ.contains("terms"), "{differ}");
-}
-
-#[test]
-fn a_dropout_mask_is_the_same_in_both_passes_of_a_whole_loss() {
-    let _alone = alone();
-    let net = Net::with_dropout();
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
-    let mut seen = Vec::new();
-    let forward = |x: Tensor| {
-        let out = net.layers.forward_t(&x, true);
-        seen.push(out.detach().copy());
-        out
-    };
-    micro.backward_whole(&batch(), forward, |z| z.square().mean(Kind::Double)).expect("a step");
-    let (first, second) = seen.split_at(3);
-    assert_eq!(first, second);
 }
 
 #[test]

@@ -33,17 +33,21 @@ fn cut<B: Batch>(batch: &B, ranges: &[Range<usize>]) -> Vec<B> {
     ranges.iter().map(|range| batch::slice(batch, range.clone()).expect("a slice")).collect()
 }
 
-/// Cuts into micro-batches of each size, checks that these are views, and joins them again.
+/// Cuts into micro-batches of each size and joins them again.
 fn round_trip<B: Batch>(batch: &B) {
     let samples = batch::len(batch).expect("a length");
     for size in 1..=samples + 1 {
-        let ranges = split::by_size(samples, size).expect("a split");
-        let parts = cut(batch, &ranges);
-        for (part, range) in parts.iter().zip(&ranges) {
-            check_views(batch, part, range);
-        }
-        check_equal(&batch::join(parts).expect("a batch"), batch);
+        cut_and_join(batch, &split::by_size(samples, size).expect("a split"));
     }
+}
+
+/// Cuts into micro-batches, checks that these are views, and joins them again.
+fn cut_and_join<B: Batch>(batch: &B, ranges: &[Range<usize>]) {
+    let parts = cut(batch, ranges);
+    for (part, range) in parts.iter().zip(ranges) {
+        check_views(batch, part, range);
+    }
+    check_equal(&batch::join(parts).expect("a batch"), batch);
 }
 
 fn check_views<B: Batch>(whole: &B, part: &B, range: &Range<usize>) {
@@ -313,36 +317,28 @@ fn samples_that_are_not_there_are_refused() {
     assert!(batch::slice(&batch, 0..usize::MAX).is_err());
 }
 
+/// Joins two parts, of which the second has something else where the first has this.
+#[track_caller]
+fn refuse_to_join<B: Batch>(parts: [B; 2], first: &str, other: &str) {
+    let (first, other) = (first.into(), other.into());
+    let differ = Error::Batch(BatchError::PartsDiffer { part: 1, first, other });
+    assert_eq!(batch::join(parts.into()).err(), Some(differ));
+}
+
 #[test]
 fn parts_that_are_not_cuts_of_one_batch_are_refused() {
     assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::Batch(BatchError::NothingToJoin)));
     let x = || counted(&[2, 3]);
-    let differing = |first: &str, other: &str| {
-        Some(Error::Batch(BatchError::PartsDiffer {
-            part: 1,
-            first: first.into(),
-            other: other.into(),
-        }))
-    };
-    let error = batch::join(vec![vec![x(), x()], vec![x()]]).err();
-    assert_eq!(error, differing("a Vec of 2", "a Vec of 1"));
+    refuse_to_join([vec![x(), x()], vec![x()]], "a Vec of 2", "a Vec of 1");
     // As many leaves in both, but not in the same places.
-    let error = batch::join(vec![(Some(x()), None), (None, Some(x()))]).err();
-    assert_eq!(error, differing("Some", "None"));
+    refuse_to_join([(Some(x()), None), (None, Some(x()))], "Some", "None");
     let map = |key: &str| BTreeMap::from([(key.to_owned(), x())]);
-    assert_eq!(batch::join(vec![map("a"), map("b")]).err(), differing("the key a", "the key b"));
-    let error = batch::join(vec![x(), counted(&[2, 4])]).err();
-    assert_eq!(
-        error,
-        differing("a Float tensor of shape [_, 3]", "a Float tensor of shape [_, 4]")
-    );
-    let error = batch::join(vec![x(), x().to_kind(Kind::Double)]).err();
-    assert_eq!(
-        error,
-        differing("a Float tensor of shape [_, 3]", "a Double tensor of shape [_, 3]")
-    );
-    let error = batch::join(vec![counted(&[2]), counted(&[])]).err();
-    assert_eq!(error, differing("a Float tensor of shape [_]", "a Float tensor of shape []"));
+    refuse_to_join([map("a"), map("b")], "the key a", "the key b");
+    let of = |kind: &str, shape: &str| format!("a {kind} tensor of shape {shape}");
+    let first = of("Float", "[_, 3]");
+    refuse_to_join([x(), counted(&[2, 4])], &first, &of("Float", "[_, 4]"));
+    refuse_to_join([x(), x().to_kind(Kind::Double)], &first, &of("Double", "[_, 3]"));
+    refuse_to_join([counted(&[2]), counted(&[])], &of("Float", "[_]"), &of("Float", "[]"));
 }
 
 #[test]
@@ -375,12 +371,7 @@ proptest! {
     #[test]
     fn any_batch_survives_cutting_and_joining(batch in any_batch(), count in 1..50_usize) {
         let samples = batch::len(&batch).expect("a length");
-        let ranges = split::by_count(samples, count).expect("a split");
-        let parts = cut(&batch, &ranges);
-        for (part, range) in parts.iter().zip(&ranges) {
-            check_views(&batch, part, range);
-        }
-        check_equal(&batch::join(parts).expect("a batch"), &batch);
+        cut_and_join(&batch, &split::by_count(samples, count).expect("a split"));
     }
 }
 
@@ -389,13 +380,14 @@ mod sequences {
     use brimful::batch::Sequences;
     use brimful::layers::Model;
     use brimful::memory::{Arena, Memory};
-    use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+    use brimful::{Layers, Loss, MicroBatcher, Replicas, Size};
     use proptest::prelude::*;
     use tch::nn::{self, ModuleT};
     use tch::{Device, Kind, Tensor};
 
+    use super::support::pipeline_cases::builder;
     use super::support::{
-        Named, assert_close, assert_fails, copies, gradients, micro_batcher, numbers, test_device,
+        Named, assert_close, assert_fails, copies, fill, gradients, micro_batcher, test_device,
         variables,
     };
 
@@ -447,11 +439,7 @@ mod sequences {
         let mut store = nn::VarStore::new(test_device());
         let model = model(&store.root());
         store.double();
-        tch::no_grad(|| {
-            for (seed, (_, mut variable)) in (0..).zip(variables(&store)) {
-                variable.copy_(&numbers(&variable.size(), seed));
-            }
-        });
+        fill(&store);
         (store, model)
     }
 
@@ -551,12 +539,8 @@ mod sequences {
         let (expected, mean, words) = plain(&LENGTHS);
         let (from, _) = store();
         for size in [Size::Tokens(32), Size::Count(3), Size::Auto] {
-            let builder = Pipeline::builder(layers()).kind(Kind::Double).micro_batches(size);
-            let mut pipe = builder
-                .devices([test_device(), test_device()])
-                .balance([2, 2])
-                .build()
-                .expect("stages");
+            let pipe = builder(layers(), 2).balance([2, 2]).micro_batches(size).build();
+            let mut pipe = pipe.expect("stages");
             let named = from.variables().into_iter().collect();
             pipe.set_variables(named).expect("the same names");
             let (x, y) = batch(&LENGTHS);

@@ -5,7 +5,8 @@ mod support;
 
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
-use brimful::{Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{Loss, MicroBatcher, Replicas, Size};
+use support::pipeline_cases::builder;
 use support::{
     Named, alone, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
 };
@@ -133,14 +134,8 @@ fn a_layer_s_guard_ends_with_its_action() {
     for (forgets, recompute) in
         [(false, Recompute::Never), (true, Recompute::Never), (true, Recompute::Always)]
     {
-        let mut pipe = Pipeline::builder(layers(forgets))
-            .devices([test_device(), test_device()])
-            .kind(Kind::Double)
-            .balance([2, 1])
-            .micro_batches(3)
-            .recompute(recompute)
-            .build()
-            .expect("a pipeline");
+        let pipe = builder(layers(forgets), 2).balance([2, 1]).micro_batches(3);
+        let mut pipe = pipe.recompute(recompute).build().expect("a pipeline");
         let mut values = pipe.variables().expect("variables");
         for (name, value) in &mut values {
             *value = numbers(&value.size(), name.len() as i64);

@@ -9,26 +9,27 @@ use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
-use support::{Named, Update, assert_same, copies, numbers, test_device};
+use brimful_torch::autograd::set_gradient;
+use brimful_torch::layout::laid_out;
+use support::state::fail_every_allocation;
+use support::{
+    Named, Update, assert_fails, assert_same, copies, numbers_there, set_values, test_device,
+    variables,
+};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
-
-/// Numbers of this kind on the device that is tested.
-fn values(shape: &[i64], salt: i64, kind: Kind) -> Tensor {
-    numbers(shape, salt).to_kind(kind).to_device(test_device())
-}
 
 /// A few trainable variables of different shapes, one buffer, and a scalar.
 fn store(kind: Kind) -> nn::VarStore {
     let mut vs = nn::VarStore::new(test_device());
     let root = vs.root();
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        let _ = root.var_copy(name, &values(shape, i as i64, Kind::Double));
+        let _ = root.var_copy(name, &numbers_there(shape, i as i64));
     }
     let _ = root.zeros_no_train("running_mean", &[3]);
     vs.set_kind(kind);
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        set(&vs, name, &values(shape, i as i64, Kind::Double));
+        set(&vs, name, &numbers_there(shape, i as i64));
     }
     vs
 }
@@ -58,7 +59,7 @@ fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
     let mut loss = Tensor::zeros([0_i64; 0], (Kind::Double, test_device()));
     for (i, name) in names.iter().enumerate() {
         let parameter = get(vs, name).to_kind(Kind::Double);
-        let direction = values(&parameter.size(), 7 * step + i as i64, Kind::Double);
+        let direction = numbers_there(&parameter.size(), 7 * step + i as i64);
         loss += (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
     }
     loss.backward();
@@ -163,26 +164,25 @@ fn every_step_counts_as_a_change_of_the_parameters() {
 #[test]
 fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     let shape = [6, 4, 3, 3];
-    let value = values(&shape, 0, Kind::Double);
+    let value = numbers_there(&shape, 0);
     let plain = value.copy();
     let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
-    let channels_last = value.to_memory_format();
+    let channels_last = laid_out(&value, true).expect("channels last");
     let turned = value.copy().permute([3, 1, 0, 2]).contiguous().permute([2, 1, 3, 0]);
-    let laid_out = [plain, with_gaps, channels_last, turned];
-    assert!(laid_out[1..].iter().all(|tensor| !tensor.is_contiguous()));
+    let layouts = [plain, with_gaps, channels_last, turned];
+    assert!(layouts[1..].iter().all(|tensor| !tensor.is_contiguous()));
     for config in [Method::from(AdamW::new(0.1)), Sgd::new(0.1).momentum(0.9).into()] {
-        for gradient_layout in 0..laid_out.len() {
+        for gradient_layout in 0..layouts.len() {
             let mut results = Vec::new();
-            for layout in &laid_out {
-                let mut tensor = layout.empty_like_strided().set_requires_grad(true);
+            for layout in &layouts {
+                let mut tensor = strided_like(layout).set_requires_grad(true);
                 tch::no_grad(|| tensor.copy_(&value));
                 let named = vec![("w".to_owned(), tensor.shallow_clone())];
                 let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
                 for step in 0..3 {
-                    let mut gradient = laid_out[gradient_layout].empty_like_strided();
-                    gradient.copy_(&values(&shape, step, Kind::Double));
-                    brimful_torch::autograd::set_gradient(&mut tensor, Some(&gradient))
-                        .expect("a gradient");
+                    let mut gradient = strided_like(&layouts[gradient_layout]);
+                    gradient.copy_(&numbers_there(&shape, step));
+                    set_gradient(&mut tensor, Some(&gradient)).expect("a gradient");
                     opt.step().expect("a step");
                 }
                 results.push(tensor.detach().contiguous());
@@ -194,21 +194,9 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     }
 }
 
-/// Layouts that tch has no short word for.
-trait Layouts {
-    fn to_memory_format(&self) -> Tensor;
-    fn empty_like_strided(&self) -> Tensor;
-}
-
-impl Layouts for Tensor {
-    fn to_memory_format(&self) -> Tensor {
-        self.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
-    }
-
-    /// A new tensor of the same shape and strides, gaps included.
-    fn empty_like_strided(&self) -> Tensor {
-        Tensor::empty_strided(self.size(), self.stride(), (self.kind(), self.device()))
-    }
+/// A new tensor of the same shape and strides, gaps included.
+fn strided_like(tensor: &Tensor) -> Tensor {
+    Tensor::empty_strided(tensor.size(), tensor.stride(), (tensor.kind(), tensor.device()))
 }
 
 #[test]
@@ -307,15 +295,15 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
         for config in configs() {
             for model_first in [true, false] {
-                let undisturbed = store(kind);
-                let mut opt = new_optimizer(&undisturbed, config);
-                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&undisturbed, &mut opt, 0..6);
-
-                let first = store(kind);
-                let mut opt = new_optimizer(&first, config);
-                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&first, &mut opt, 0..3);
+                let trained = |steps| {
+                    let vs = store(kind);
+                    let mut opt = new_optimizer(&vs, config);
+                    opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
+                    train(&vs, &mut opt, 0..steps);
+                    (vs, opt)
+                };
+                let (undisturbed, _) = trained(6);
+                let (first, opt) = trained(3);
                 opt.save(&path).expect("saved");
 
                 let second = store(kind);
@@ -323,9 +311,7 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
                 if !model_first {
                     opt.load(&path).expect("loaded");
                 }
-                for (name, _) in SHAPES {
-                    set(&second, name, &get(&first, name));
-                }
+                set_values(&second, &variables(&first));
                 if model_first {
                     opt.load(&path).expect("loaded");
                 }
@@ -407,9 +393,8 @@ fn a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() {
         (&good, sgd, "'default' is sgd in it, but adamw here"),
         (&good, Metadata::new(), "'format' is 'nothing' in it"),
     ] {
-        let error = opt.load_state(tensors, &metadata).expect_err(words).to_string();
-        assert!(error.contains(words), "{error}");
-        assert_same(&error, &before, &opt.state().0);
+        assert_fails(opt.load_state(tensors, &metadata), &[words]);
+        assert_same(words, &before, &opt.state().0);
     }
     opt.load_state(&good, &metadata).expect("its own state");
 }
@@ -436,48 +421,33 @@ fn a_step_that_runs_out_of_memory_anywhere_changes_nothing() {
 }
 
 fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
-    let (vs, undisturbed) = (store(kind), store(kind));
-    let (mut opt, mut other) = (new_optimizer(&vs, config), new_optimizer(&undisturbed, config));
-    // A gradient in another order than its parameter, so that it is copied.
-    let turn = |vs: &nn::VarStore| {
+    let stores = [store(kind), store(kind)];
+    let mut optimizers = stores.each_ref().map(|vs| new_optimizer(vs, config));
+    for (vs, opt) in stores.iter().zip(&mut optimizers) {
+        train(vs, opt, 0..steps_before);
+        backward(vs, 5);
+        // A gradient in another order than its parameter, so that it is copied.
         let mut weight = get(vs, "head_weight");
         let turned = weight.grad().tr().contiguous().tr();
-        brimful_torch::autograd::set_gradient(&mut weight, Some(&turned)).expect("a gradient");
-    };
-    train(&vs, &mut opt, 0..steps_before);
-    train(&undisturbed, &mut other, 0..steps_before);
-    backward(&vs, 5);
-    backward(&undisturbed, 5);
-    turn(&vs);
-    turn(&undisturbed);
-
-    let before = everything(&vs, &opt);
-    let arena = Arena::new("optimizer");
-    let mut failures = 0;
-    loop {
-        let result = {
-            let _inside = arena.enter();
-            arena.fail_nth_allocation(failures + 1);
-            opt.step()
-        };
-        arena.fail_nth_allocation(0);
-        if result.is_ok() {
-            break;
-        }
-        assert!(matches!(result, Err(Error::OutOfMemory(_))), "{result:?}");
-        failures += 1;
-        let what = format!("{config:?}: after failure {failures}");
-        assert_same(&what, &before, &everything(&vs, &opt));
+        set_gradient(&mut weight, Some(&turned)).expect("a gradient");
     }
+    let ([vs, undisturbed], [opt, other]) = (&stores, &mut optimizers);
+
+    let (arena, what) = (Arena::new("optimizer"), format!("{config:?}"));
+    let step = |opt: &mut Optimizer| {
+        let _inside = arena.enter();
+        opt.step()
+    };
+    let failures = fail_every_allocation(&what, &arena, opt, |opt| everything(vs, opt), step);
     // The turned gradient takes scratch space, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");
-    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}");
-    for (vs, opt) in [(&vs, &mut opt), (&undisturbed, &mut other)] {
+    assert_eq!(difference(vs, undisturbed), 0.0, "{config:?}");
+    for (vs, opt) in [(vs, opt), (undisturbed, other)] {
         opt.zero_grad().expect("zeroed");
         train(vs, opt, 6..8);
     }
-    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}, two steps later");
+    assert_eq!(difference(vs, undisturbed), 0.0, "{config:?}, two steps later");
 }
 
 #[test]
@@ -615,42 +585,37 @@ fn options_that_make_no_sense_are_refused_with_the_numbers() {
 fn groups_and_parameters_that_make_no_sense_are_refused() {
     let vs = store(Kind::Double);
     let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
-    let refused = |opt: &mut Optimizer, name: &str, end: &'static str| {
-        opt.group(name, |n| n.ends_with(end), Sgd::new(0.1)).expect_err(name).to_string()
+    let refused = |opt: &mut Optimizer, name: &str, end: &'static str, words: &str| {
+        assert_fails(opt.group(name, |n| n.ends_with(end), Sgd::new(0.1)), &[words]);
     };
-    let empty = refused(&mut opt, "none", "embedding");
-    assert!(
-        empty.starts_with(
-            "group 'none' matches none of the 5 parameters (the first is 'conv_bias')"
-        )
-    );
+    let empty = "group 'none' matches none of the 5 parameters (the first is 'conv_bias')";
+    refused(&mut opt, "none", "embedding", empty);
     opt.group("bias", |name| name.ends_with("bias"), Sgd::new(0.1)).expect("a group");
-    assert!(refused(&mut opt, "bias", "weight").contains("there is one of that name"));
-    let twice = refused(&mut opt, "head", "head_bias");
-    assert!(twice.contains("'head_bias' is in group 'bias'"), "{twice}");
+    refused(&mut opt, "bias", "weight", "there is one of that name");
+    refused(&mut opt, "head", "head_bias", "'head_bias' is in group 'bias'");
     let unknown = opt.set_group_learning_rate("head", 0.1).expect_err("no group").to_string();
     assert_eq!(unknown, "there is no group 'head'; there is default, bias");
     backward(&vs, 0);
     opt.step().expect("a step");
-    assert!(refused(&mut opt, "weight", "weight").contains("a step was taken already"));
+    refused(&mut opt, "weight", "weight", "a step was taken already");
 
     let undefined = || vec![("a".to_owned(), Tensor::new())];
-    let errors = [
-        Optimizer::for_named(undefined(), Sgd::new(0.1)).expect_err("an undefined tensor"),
-        Ema::for_named(undefined(), 0.5).expect_err("an undefined tensor"),
-    ];
-    assert!(errors.iter().all(|error| error.to_string().contains("undefined")), "{errors:?}");
+    assert_fails(Optimizer::for_named(undefined(), Sgd::new(0.1)), &["undefined"]);
+    assert_fails(Ema::for_named(undefined(), 0.5), &["undefined"]);
     let leaf = || Tensor::ones([2], (Kind::Float, test_device())).set_requires_grad(true);
     let tied = leaf();
-    let bad = |named: Vec<(&str, Tensor)>| {
-        let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
-        Optimizer::for_named(named, Sgd::new(0.1)).expect_err("refused").to_string()
-    };
-    assert!(bad(vec![("a", leaf()), ("a", leaf())]).contains("two have that name"));
-    let same = bad(vec![("a", tied.shallow_clone()), ("b", tied)]);
-    assert!(same.contains("'b' cannot be optimized: it is the same tensor as 'a'"), "{same}");
-    assert!(bad(vec![("a", leaf() * 2.0)]).contains("it was computed from others"));
-    assert!(bad(vec![("a", leaf().detach().to_kind(Kind::Int))]).contains("of kind Int"));
     let expanded = leaf().detach().reshape([2, 1]).expand([2, 3], false);
-    assert!(bad(vec![("a", expanded)]).contains("its elements share memory"));
+    for (named, words) in [
+        (vec![("a", leaf()), ("a", leaf())], "two have that name"),
+        (
+            vec![("a", tied.shallow_clone()), ("b", tied)],
+            "'b' cannot be optimized: it is the same tensor as 'a'",
+        ),
+        (vec![("a", leaf() * 2.0)], "it was computed from others"),
+        (vec![("a", leaf().detach().to_kind(Kind::Int))], "of kind Int"),
+        (vec![("a", expanded)], "its elements share memory"),
+    ] {
+        let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
+        assert_fails(Optimizer::for_named(named, Sgd::new(0.1)), &[words]);
+    }
 }

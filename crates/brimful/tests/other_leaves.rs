@@ -7,11 +7,12 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::schedule::Schedule;
-use brimful::{Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{Layers, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
+use support::pipeline_cases::builder;
+use support::state::fail_every_allocation;
 use support::{
-    Named, alone, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
-    test_device,
+    Named, alone, assert_all_close, assert_close, clear, micro_batcher, numbers_there, test_device,
 };
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
@@ -79,16 +80,14 @@ fn mean(out: &Tensor) -> Tensor {
     out.sin().mean(Kind::Double)
 }
 
-fn sizes() -> [Size; 4] {
-    [Size::Fixed(1), Size::Fixed(4), Size::Fixed(100), Size::Auto]
-}
+const SIZES: [Size; 4] = [Size::Fixed(1), Size::Fixed(4), Size::Fixed(100), Size::Auto];
 
 #[test]
 fn they_get_the_full_batchs_gradient() {
     let _alone = alone();
     let plain = Case::new();
     plain.full();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut micro = micro_batcher(&case.store, size);
         micro.backward(&case.x, |x| case.loss(&x)).expect("a step");
@@ -125,7 +124,7 @@ fn a_loss_on_all_outputs_reaches_them_too() {
     };
     let plain = Case::new();
     loss(&plain.out(&plain.x), &plain.factor).backward();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut micro = micro_batcher(&case.store, size);
         let all = |out: &Tensor| loss(out, &case.factor);
@@ -137,7 +136,7 @@ fn a_loss_on_all_outputs_reaches_them_too() {
 #[test]
 fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
     let _alone = alone();
-    for size in sizes() {
+    for size in SIZES {
         let case = Case::new();
         let mut made: Option<nn::Linear> = None;
         let step = micro_batcher(&case.store, size).backward(&case.x.detach(), |x| {
@@ -160,25 +159,12 @@ fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
 #[test]
 fn the_n_th_allocation_fails_for_every_n() {
     let _alone = alone();
-    let arena = Arena::new("faulty");
-    let mut n = 0;
-    loop {
-        n += 1;
-        let case = Case::new();
-        let memory = Memory::Arena(arena.clone());
-        let mut micro = MicroBatcher::new(&case.store, Size::Fixed(4)).memory(memory);
-        let before = case.gradients();
-        arena.fail_nth_allocation(n);
-        match micro.backward(&case.x, |x| case.loss(&x)) {
-            Err(Error::OutOfMemory(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &case.gradients());
-            }
-            Err(other) => panic!("allocation {n}: {other}"),
-            Ok(_) => break,
-        }
-    }
-    arena.fail_nth_allocation(0);
-    assert!(n > 50 || test_device().is_cuda(), "only {n} allocations in three micro-batches");
+    let (arena, case) = (Arena::new("faulty"), Case::new());
+    let memory = Memory::Arena(arena.clone());
+    let mut micro = MicroBatcher::new(&case.store, Size::Fixed(4)).memory(memory);
+    let step = |micro: &mut MicroBatcher| micro.backward(&case.x, |x| case.loss(&x));
+    let failures = fail_every_allocation("leaves", &arena, &mut micro, |_| case.gradients(), step);
+    assert!(failures >= 50 || test_device().is_cuda(), "only {failures} in three micro-batches");
 }
 
 /// bf16 has 8 bits: 256 and 1 are 256.
@@ -234,9 +220,8 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
         .add("one", |p| nn::linear(p, 4, 4, Default::default()))
         .add("two", |p| nn::linear(p, 4, 3, Default::default()));
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
-        let builder = Pipeline::builder(layers.clone()).devices([test_device(), test_device()]);
-        let builder = builder.kind(Kind::Double).schedule(schedule).micro_batches(3);
-        let mut pipe = builder.build().expect("a pipeline");
+        let pipe = builder(layers.clone(), 2).schedule(schedule).micro_batches(3).build();
+        let mut pipe = pipe.expect("a pipeline");
         let x = Case::new().x.detach();
         let scale = numbers_there(&[3], 2).set_requires_grad(true);
         let used = scale.shallow_clone();

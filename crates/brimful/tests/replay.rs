@@ -11,11 +11,10 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
-use support::{alone, clear, fill, numbers, test_device, variables};
+use support::full_batch::{Batch, CLASSES, batch_from, losses, there};
+use support::{Named, alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
-use tch::{Device, Kind, Reduction, Tensor};
-
-const CLASSES: i64 = 4;
+use tch::{Device, Kind, Tensor};
 
 struct NormedNet {
     store: nn::VarStore,
@@ -50,7 +49,7 @@ impl NormedNet {
     /// A mean over samples, one over tokens and a penalty.
     fn loss(&self, x: &Tensor, y: &Tensor, tokens: &Tensor) -> Loss {
         let logits = self.logits(x);
-        let each = logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0);
+        let each = losses(&logits, y);
         let count = tokens.sum(tokens.kind());
         let over_tokens = (&each * tokens).sum(each.kind()) / &count;
         let weight = &self.store.variables()["two.weight"];
@@ -60,22 +59,13 @@ impl NormedNet {
     }
 
     /// Every gradient and every variable that is not trained, by name.
-    fn state(&self) -> Vec<(String, Option<Tensor>)> {
-        let value = |t: Tensor| match (t.requires_grad(), t.grad()) {
-            (false, _) => Some(t.copy()),
-            (true, gradient) => gradient.defined().then(|| gradient.copy()),
+    fn state(&self) -> Named {
+        let value = |(name, t): (String, Tensor)| {
+            let value = if t.requires_grad() { t.grad() } else { t };
+            value.defined().then(|| (name, value.copy()))
         };
-        variables(&self.store).into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
+        variables(&self.store).into_iter().filter_map(value).collect()
     }
-}
-
-type Samples = (Tensor, Tensor, Tensor);
-
-fn batch(samples: i64, kind: Kind, seed: i64) -> Samples {
-    let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
-    let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
-    let tokens = (numbers(&[samples], 300 + seed) * 1e4).remainder(8.0).floor() + 1.0;
-    (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
 fn assert_near(kind: Kind, got: &NormedNet, expected: &NormedNet, what: &str) {
@@ -84,14 +74,7 @@ fn assert_near(kind: Kind, got: &NormedNet, expected: &NormedNet, what: &str) {
         Kind::Float => 1e-5,
         _ => 2e-2,
     };
-    for ((name, got), (_, expected)) in got.state().into_iter().zip(expected.state()) {
-        assert_eq!(got.is_some(), expected.is_some(), "{what}: {name}");
-        let (Some(got), Some(expected)) = (got, expected) else { continue };
-        let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
-        let error = (&got - &expected).abs().max().double_value(&[]);
-        let scale = expected.abs().max().double_value(&[]).max(0.1);
-        assert!(error <= tolerance * scale, "{what}: {name} off by {error:e} of {scale:e}");
-    }
+    support::assert_near(what, &got.state(), &expected.state(), tolerance, 0.1);
 }
 
 fn replays() -> bool {
@@ -110,10 +93,10 @@ fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i6
     let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::new(kind, policy, dropout));
     let mut count = 0;
     for (step, &length) in lengths.iter().enumerate() {
-        let samples = batch(length, kind, step as i64);
+        let samples = batch_from(length, kind, step as i64);
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             tch::manual_seed(step as i64);
-            let closure = |(x, y, tokens): Samples| (net.loss(&x, &y, &tokens), net.logits(&x));
+            let closure = |(x, y, tokens): Batch| (net.loss(&x, &y, &tokens), net.logits(&x));
             micro.backward(&samples, closure).expect("a step")
         };
         let (one, two) = (run(&mut one, &eager), run(&mut two, &replayed));
@@ -162,8 +145,8 @@ fn windows_of_several_mini_batches_come_to_the_same() {
     for window in 0..3 {
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             for part in 0..3 {
-                let samples = batch(20 + part, kind, window * 10 + part);
-                let closure = |(x, y, tokens): Samples| net.loss(&x, &y, &tokens);
+                let samples = batch_from(20 + part, kind, window * 10 + part);
+                let closure = |(x, y, tokens): Batch| net.loss(&x, &y, &tokens);
                 micro.accumulate(&samples, closure).expect("a part");
             }
             micro.commit().expect("a step")
@@ -186,8 +169,8 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
             clear(&net.store);
             let weight = net.store.variables()["one.weight"].shallow_clone();
             let _ = weight.set_requires_grad(!frozen);
-            let samples = batch(24, kind, step);
-            micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step")
+            let samples = batch_from(24, kind, step);
+            micro.backward(&samples, |(x, y, t): Batch| net.loss(&x, &y, &t)).expect("a step")
         };
         let (_, b) = (run(&mut one, &eager), run(&mut two, &replayed));
         assert_near(kind, &replayed, &eager, &format!("step {step}"));
@@ -211,7 +194,7 @@ impl Outside {
 }
 
 /// A closure that cannot be replayed: its name, and a word of the cause.
-type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Samples, &mut Outside) -> Loss);
+type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Batch, &mut Outside) -> Loss);
 
 const UNCAPTURABLE: [Uncapturable; 7] = [
     ("reads a value", "captur", |net, (x, y, tokens), _| {
@@ -236,8 +219,7 @@ const UNCAPTURABLE: [Uncapturable; 7] = [
         let inside = other.enter().expect("entered");
         let two = &outside.one * 2.0;
         drop(inside);
-        let mut done = Event::new(device).expect("an event");
-        done.record(other).expect("recorded");
+        let done = Event::after(other).expect("an event");
         Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
         net.loss(&(x * two), &y, &tokens)
     }),
@@ -261,16 +243,12 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
-            let (x, y, tokens) = batch(24, kind, step);
-            let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
-            let samples: Samples = samples.into();
+            let samples = there(&batch_from(24, kind, step));
             tch::manual_seed(step);
-            let a =
-                one.backward(&samples, |s: Samples| run(&eager, s, &mut first)).expect("a step");
+            let a = one.backward(&samples, |s: Batch| run(&eager, s, &mut first)).expect("a step");
             tch::manual_seed(step);
-            let b = two
-                .backward(&samples, |s: Samples| run(&replayed, s, &mut second))
-                .expect("a step");
+            let b =
+                two.backward(&samples, |s: Batch| run(&replayed, s, &mut second)).expect("a step");
             assert_eq!(b.replayed, 0, "{name}");
             if compared {
                 assert!((a.loss - b.loss).abs() < 1e-11, "{name}: {} {}", a.loss, b.loss);
@@ -284,7 +262,8 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // The device goes on: another micro-batcher replays.
         let net = NormedNet::plain(kind);
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
-        let step = micro.backward(&batch(24, kind, 0), |(x, y, t): Samples| net.loss(&x, &y, &t));
+        let step =
+            micro.backward(&batch_from(24, kind, 0), |(x, y, t): Batch| net.loss(&x, &y, &t));
         assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
     }
 }
@@ -297,21 +276,21 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
         let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
         let mut two = two.non_finite(policy);
         for step in 0..4 {
-            let samples = batch(24, kind, step);
+            let samples = batch_from(24, kind, step);
             if step % 2 == 1 {
                 let before = replayed.state();
-                let (x, y, tokens) = batch(24, kind, step);
+                let (x, y, tokens) = batch_from(24, kind, step);
                 let _ = x.narrow(0, 14, 1).fill_(f64::NAN);
-                let closure = |(x, y, t): Samples| replayed.loss(&x, &y, &t);
+                let closure = |(x, y, t): Batch| replayed.loss(&x, &y, &t);
                 let error = two.backward(&(x, y, tokens), closure).expect_err("not a number");
                 assert!(
                     matches!(error, Error::Loss(LossError::NonFinite { micro_batch: 3, .. })),
                     "{error}"
                 );
-                assert_eq!(format!("{before:?}"), format!("{:?}", replayed.state()));
+                assert_eq!(before, replayed.state());
             }
-            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
-            let step = two.backward(&samples, |(x, y, t): Samples| replayed.loss(&x, &y, &t));
+            one.backward(&samples, |(x, y, t): Batch| eager.loss(&x, &y, &t)).expect("a step");
+            let step = two.backward(&samples, |(x, y, t): Batch| replayed.loss(&x, &y, &t));
             let count = step.expect("a step").replayed;
             assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
             assert_near(kind, &replayed, &eager, "after a refusal");
@@ -324,7 +303,7 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
     let ([eager, replayed], mut one, mut two) = pair(8, || NormedNet::plain(kind));
-    let closure = |net: &NormedNet, (x, y, tokens): Samples| {
+    let closure = |net: &NormedNet, (x, y, tokens): Batch| {
         // Only micro-batches of 5 ask for 16 TiB.
         if x.size()[0] == 5 {
             let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
@@ -332,14 +311,14 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
         net.loss(&x, &y, &tokens)
     };
     for step in 0..4 {
-        let samples = batch(40, kind, step);
-        one.backward(&samples, |s: Samples| closure(&eager, s)).expect("a step");
-        let b = two.backward(&samples, |s: Samples| closure(&replayed, s)).expect("a step");
+        let samples = batch_from(40, kind, step);
+        one.backward(&samples, |s: Batch| closure(&eager, s)).expect("a step");
+        let b = two.backward(&samples, |s: Batch| closure(&replayed, s)).expect("a step");
         assert_eq!(b.replayed > 0, replays(), "{:?}", two.eager_cause());
         assert_near(kind, &replayed, &eager, &format!("step {step}"));
         if step == 1 {
-            let ragged = batch(5, kind, 9);
-            let error = two.backward(&ragged, |s: Samples| closure(&replayed, s));
+            let ragged = batch_from(5, kind, 9);
+            let error = two.backward(&ragged, |s: Batch| closure(&replayed, s));
             assert!(matches!(error, Err(Error::OutOfMemory(_))), "{error:?}");
         }
     }
@@ -357,9 +336,9 @@ fn an_automatic_size_backs_off_and_is_replayed() {
         let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
         let (mut retries, mut count) = (0, 0);
         for step in 0..6 {
-            let samples = batch(60, kind, step);
-            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
-            let closure = |(x, y, tokens): Samples| {
+            let samples = batch_from(60, kind, step);
+            one.backward(&samples, |(x, y, t): Batch| eager.loss(&x, &y, &t)).expect("a step");
+            let closure = |(x, y, tokens): Batch| {
                 // More than 7 samples ask for 16 TiB.
                 if x.size()[0] > 7 {
                     let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
@@ -384,8 +363,8 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
     let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
     for step in 0..steps {
-        let samples = batch(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
-        micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step");
+        let samples = batch_from(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
+        micro.backward(&samples, |(x, y, t): Batch| net.loss(&x, &y, &t)).expect("a step");
         clear(&net.store);
         if replays() && (step == 100 || step == steps - 1) {
             let now = brimful_torch::memory::device_memory(device).expect("figures");

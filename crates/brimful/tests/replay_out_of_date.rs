@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
-use support::{alone, fill, numbers_there, test_device, variables};
+use support::{Named, alone, assert_within, fill, numbers_there, test_device, variables};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -47,7 +47,7 @@ impl TwoLayers {
         Loss::mean(self.outputs(x).sin().mean(x.kind()))
     }
 
-    fn gradients(&self) -> Vec<Tensor> {
+    fn gradients(&self) -> Named {
         gradients(&self.store)
     }
 }
@@ -58,25 +58,20 @@ fn layers(root: &nn::Path) -> (nn::Linear, nn::Linear) {
 }
 
 /// All gradients by name, which are then cleared.
-fn gradients(store: &nn::VarStore) -> Vec<Tensor> {
+fn gradients(store: &nn::VarStore) -> Named {
     let mut all = variables(store);
     all.retain(|(_, variable)| variable.requires_grad());
-    let take = |(_, mut variable): (String, Tensor)| {
+    let take = |(name, mut variable): (String, Tensor)| {
         let gradient = variable.grad();
         set_gradient(&mut variable, None).expect("none");
-        if gradient.defined() { gradient.copy() } else { variable.zeros_like() }
+        (name, if gradient.defined() { gradient.copy() } else { variable.zeros_like() })
     };
     all.into_iter().map(take).collect()
 }
 
-fn assert_alike(got: &[Tensor], expected: &[Tensor], what: &str) {
-    assert_eq!(got.len(), expected.len());
-    for (got, expected) in got.iter().zip(expected) {
-        let error = (got.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
-        let scale = expected.abs().max().double_value(&[]).max(1e-3);
-        let tolerance = if got.kind() == Kind::Double { 1e-11 } else { 1e-5 };
-        assert!(error <= tolerance * scale, "{what}: off by {error:e} of {scale:e}");
-    }
+fn assert_alike(got: &Named, expected: &Named, what: &str) {
+    let part = if got[0].1.kind() == Kind::Double { 1e-11 } else { 1e-5 };
+    assert_within(got, expected, part, what);
 }
 
 fn micro(net: &TwoLayers, replay: bool) -> MicroBatcher {
@@ -265,8 +260,8 @@ fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
         run(&mut one, &eager);
         let count = run(&mut two, &replayed);
         let (got, expected) = (replayed.gradients(), eager.gradients());
-        let off = |(a, b): (&Tensor, &Tensor)| (a - b).abs().max().double_value(&[]) > 1e-9;
-        if got.iter().zip(&expected).any(off) {
+        let off = |a: &Tensor, b: &Tensor| (a - b).abs().max().double_value(&[]) > 1e-9;
+        if got.iter().zip(&expected).any(|((_, a), (_, b))| off(a, b)) {
             wrong.push(step);
         }
         replayed_after += if step >= 500 { count } else { 0 };

@@ -7,7 +7,10 @@ mod support;
 
 use brimful::optim::{Optimizer, Sgd};
 use brimful::{Error, Loss, MicroBatcher, Size};
-use support::{Named, Update, numbers_there, set_values, test_device, variables};
+use support::state::state;
+use support::{
+    Update, assert_same, assert_within, numbers_there, set_values, test_device, variables,
+};
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
 
@@ -62,26 +65,10 @@ impl Side {
             Loss::mean(mean) + Loss::once(net.two.ws.square().sum(Kind::Double) * 0.01)
         })
     }
-
-    /// All variables and gradients, by name.
-    fn state(&self) -> Named {
-        let with_gradient = |(name, variable): (String, Tensor)| {
-            let gradient = variable.grad();
-            let gradient = gradient.defined().then_some((format!("{name}'s gradient"), gradient));
-            [Some((name, variable.detach())), gradient]
-        };
-        variables(&self.store).into_iter().flat_map(with_gradient).flatten().collect()
-    }
 }
 
 fn assert_alike(a: &Side, b: &Side, step: i64) {
-    let (a, b) = (a.state(), b.state());
-    assert_eq!(a.len(), b.len(), "step {step}");
-    for ((name, a), (_, b)) in a.iter().zip(&b) {
-        let (error, scale) = ((a - b).abs().max(), a.abs().max().clamp_min(1e-3));
-        let off = (error / scale).double_value(&[]);
-        assert!(off <= TOLERANCE, "step {step}: {name} is off by {off:e}");
-    }
+    assert_within(&state(&a.store), &state(&b.store), TOLERANCE, &format!("step {step}"));
 }
 
 /// Samples of one of three shapes; a ragged last micro-batch now and then.
@@ -111,10 +98,10 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
                 side.optimizer.set_learning_rate(rate).expect("a rate");
             }
             if step % 50 == 49 {
-                let before = side.state();
+                let before = state(&side.store);
                 let error = side.backward(&samples(step).narrow(0, 0, 1), step % 2 == 0);
                 assert!(matches!(error, Err(Error::OutOfMemory(_))), "{error:?}");
-                assert_eq!(format!("{before:?}"), format!("{:?}", side.state()));
+                assert_same("out of memory", &before, &state(&side.store));
                 failures += 1;
             }
         }

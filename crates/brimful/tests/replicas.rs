@@ -8,41 +8,19 @@ use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::replicas::ReplicasError;
-use brimful::{DeviceSpec, Draws, Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
 use support::full_batch::{
-    Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
-    assert_loss, batch, distance, losses, plain,
+    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
+    assert_loss, batch, devices, distance, losses, plain, replicated,
 };
 use support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-fn net(root: &nn::Path) -> Classifier {
-    Classifier::after(nn::seq_t(), root)
-}
-
-fn cpus(replicas: usize) -> Vec<DeviceSpec> {
-    (0..replicas).map(|_| DeviceSpec::cpu().threads(1)).collect()
-}
-
-/// The device that is tested, and CPUs beside it: no accelerator can be named twice.
-fn devices(replicas: usize) -> Vec<DeviceSpec> {
-    let mut devices = cpus(replicas);
-    devices[0] = DeviceSpec::from(test_device()).threads(1);
-    devices
-}
-
-fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
-    tch::manual_seed(1);
-    let mut replicas = Replicas::new(devices(replicas), size, net).expect("replicas");
-    replicas.store_mut().double();
-    replicas
-}
-
 #[test]
 fn gradients_and_loss_are_the_full_batchs() {
     let _alone = alone();
-    let (store, model) = plain(net);
+    let (store, model) = plain(Classifier::new);
     for count in [2, 3] {
         for size in [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(1000)] {
             let mut replicas = replicated(count, size);
@@ -71,21 +49,9 @@ fn gradients_and_loss_are_the_full_batchs() {
 }
 
 #[test]
-fn gradients_that_were_there_are_added_to() {
-    let _alone = alone();
-    let ((store, model), mut replicas) = (plain(net), replicated(2, Size::Fixed(3)));
-    let batch = batch(9);
-    for _ in 0..2 {
-        (MEAN.full)(&model, &batch).backward();
-        replicas.backward(&batch, |net, batch| (MEAN.micro)(net, &batch)).expect("a step");
-    }
-    assert_gradients("two", &store, replicas.store());
-}
-
-#[test]
 fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
     let _alone = alone();
-    let ((_, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(2)));
+    let ((_, model), mut replicas) = (plain(Classifier::new), replicated(3, Size::Fixed(2)));
     let batch = batch(11);
     let expected = tch::no_grad(|| model.logits(&batch.0));
     let step = replicas.backward(&batch, |net, (x, y, _)| {
@@ -123,15 +89,17 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
         for method in
             [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
         {
-            let ((store, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(3)));
+            let ((store, model), mut replicas) =
+                (plain(Classifier::new), replicated(3, Size::Fixed(3)));
             let mut plain = Optimizer::new(&store, method).expect("an optimizer");
             let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
+            let mut seeds = Vec::new();
             for step in 0..3 {
                 let batch = batch(13 + step);
                 (SEVERAL_TERMS.full)(&model, &batch).backward();
-                replicas
-                    .backward(&batch, |net, batch| (SEVERAL_TERMS.micro)(net, &batch))
-                    .expect("a step");
+                let done =
+                    replicas.backward(&batch, |net, batch| (SEVERAL_TERMS.micro)(net, &batch));
+                seeds.push(done.expect("a step").seed);
                 if let Some(norm) = clip {
                     plain.clip_gradient_norm(norm).expect("clipped");
                     other.clip_gradient_norm(norm).expect("clipped");
@@ -147,6 +115,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
                     assert!(off <= rounding, "replica {row} after step {step}: {off}");
                 }
             }
+            assert!(seeds.windows(2).all(|two| two[0] != two[1]), "a seed a step: {seeds:?}");
             let others = replicas.store().variables();
             for (name, variable) in store.variables() {
                 let off = distance(&variable, &others[&name]);
@@ -161,7 +130,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(2)));
+    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(3, Size::Fixed(2)));
     let (x, y, _) = batch(12);
     let flags = Tensor::arange(12, (Kind::Double, Device::Cpu)).ge(6.0);
     let loss = |net: &Classifier, (x, y, flags): (Tensor, Tensor, Tensor)| {
@@ -189,7 +158,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
 fn an_optimizer_of_tch_will_do() {
     use tch::nn::OptimizerConfig;
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(net), replicated(2, Size::Fixed(4)));
+    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(2, Size::Fixed(4)));
     let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
     let mut other = nn::Sgd::default().build(replicas.store(), 0.1).expect("an optimizer");
     for _ in 0..2 {
@@ -207,7 +176,7 @@ fn an_optimizer_of_tch_will_do() {
 #[test]
 fn a_frozen_and_loaded_first_replica_is_everyones() {
     let _alone = alone();
-    let (mut store, model) = plain(net);
+    let (mut store, model) = plain(Classifier::new);
     tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("model.safetensors");
@@ -230,53 +199,6 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
     (OVER_TOKENS.full)(&model, &batch).backward();
     replicas.backward(&batch, |net, batch| (OVER_TOKENS.micro)(net, &batch)).expect("a step");
     assert_gradients("unfrozen", &store, replicas.store());
-}
-
-#[test]
-fn dropout_belongs_to_step_replica_and_micro_batch() {
-    let _alone = alone();
-    let layers = |root: &nn::Path| {
-        nn::seq_t()
-            .add(nn::linear(root / "one", 6, 8, Default::default()))
-            .add_fn_t(|x, train| x.dropout(0.5, train))
-            .add(nn::linear(root / "two", 8, CLASSES, Default::default()))
-    };
-    tch::manual_seed(1);
-    let mut store = nn::VarStore::new(Device::Cpu);
-    let model = layers(&store.root());
-    store.double();
-    tch::manual_seed(1);
-    let mut replicas = Replicas::new(cpus(3), Size::Fixed(2), layers).expect("replicas");
-    replicas.store_mut().double();
-    let (x, y, _) = batch(14);
-    let (x, y) = (x.to_device(Device::Cpu), y.to_device(Device::Cpu));
-    let mut seeds = Vec::new();
-    for _ in 0..2 {
-        clear(&store);
-        clear(replicas.store());
-        let step = replicas.backward(&(x.shallow_clone(), y.shallow_clone()), |net, (x, y)| {
-            Loss::mean(losses(&net.forward_t(&x, true), &y).mean(Kind::Double))
-        });
-        let step = step.expect("a step");
-        let mut sizes = step.sizes.iter();
-        let (mut start, mut sum) = (0, Tensor::zeros([], (Kind::Double, Device::Cpu)));
-        for (replica, &share) in step.shares.iter().enumerate() {
-            let (mut left, mut i) = (share, 0);
-            while left > 0 {
-                let size = *sizes.next().expect("a micro-batch");
-                let part = |t: &Tensor| t.narrow(0, start as i64, size as i64);
-                tch::manual_seed(Draws::new(step.seed.expect("of its own"), i).seed(replica) as i64);
-                sum += losses(&model.forward_t(&part(&x), true), &part(&y)).sum(Kind::Double);
-                (start, left, i) = (start + size, left - size, i + 1);
-            }
-        }
-        let loss = sum / 14.0;
-        loss.backward();
-        assert!((loss.double_value(&[]) - step.loss).abs() < TOLERANCE);
-        assert_gradients("dropout", &store, replicas.store());
-        seeds.push(step.seed);
-    }
-    assert_ne!(seeds[0], seeds[1]);
 }
 
 #[test]
@@ -319,24 +241,22 @@ fn deferred_statistics_are_those_of_all_samples() {
 fn bad_replicas_are_refused_with_what_would_help() {
     let _alone = alone();
     let none: [Device; 0] = [];
-    let error = Replicas::new(none, Size::Fixed(1), net).expect_err("no device");
+    let error = Replicas::new(none, Size::Fixed(1), Classifier::new).expect_err("no device");
     assert_eq!(error, Error::Replicas(ReplicasError::NoDevices));
     let calls = std::sync::atomic::AtomicI64::new(3);
     let unlike = move |root: &nn::Path| {
         let rows = calls.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         nn::linear(root / "one", rows, 2, Default::default())
     };
-    let error = Replicas::new(cpus(2), Size::Fixed(1), unlike).expect_err("two models").to_string();
-    assert!(error.contains("replica 1") && error.contains("'one.weight'"), "{error}");
-    assert!(error.contains("[2, 3]") && error.contains("[2, 4]"), "{error}");
-    assert_fails(Replicas::new(cpus(2), Size::Fixed(0), net), &["0 samples"]);
+    let cpus = || vec![DeviceSpec::cpu().threads(1); 2];
+    let two_models = Replicas::new(cpus(), Size::Fixed(1), unlike);
+    assert_fails(two_models, &["replica 1", "'one.weight'", "[2, 3]", "[2, 4]"]);
+    assert_fails(Replicas::new(cpus(), Size::Fixed(0), Classifier::new), &["0 samples"]);
     assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0]), &["1 speeds", "2 replicas"]);
     assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]), &["replica 1 cannot be 0"]);
     let mut replicas = replicated(2, Size::Fixed(2));
-    let empty = replicas
-        .backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch))
-        .expect_err("no sample");
-    assert_eq!(empty, Error::Batch(BatchError::Empty));
+    let empty = replicas.backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch));
+    assert_eq!(empty.expect_err("no sample"), Error::Batch(BatchError::Empty));
     let differ = replicas.backward(&batch(4), |net, (x, ..)| {
         let mean = net.logits(&x).mean(Kind::Double);
         let first = x.double_value(&[0, 0]) == numbers_there(&[4, 6], 100).double_value(&[0, 0]);

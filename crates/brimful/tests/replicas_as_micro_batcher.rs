@@ -1,5 +1,5 @@
 //! Replicas do and are told what a `MicroBatcher` does and is told: windows, losses on all outputs,
-//! replay, the order in memory, what to reserve and remember.
+//! replay, the order in memory, what to reserve.
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
@@ -12,32 +12,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use brimful::StepError;
 use brimful::memory::Arena;
 use brimful::micro::Layout;
-use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
-use brimful::{DeviceSpec, Error, Loss, Replicas, Size, auto::Why};
+use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
 use support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, assert_loss, batch,
-    distance, plain,
+    Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
+    plain, replicated,
 };
-use support::{TOLERANCE, alone, assert_fails, clear, test_device};
+use support::{TOLERANCE, alone, clear, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
-
-fn net(root: &nn::Path) -> Classifier {
-    Classifier::after(nn::seq_t(), root)
-}
-
-/// The device that is tested, and a CPU beside it.
-fn devices() -> [DeviceSpec; 2] {
-    [test_device(), Device::Cpu].map(|device| DeviceSpec::from(device).threads(1))
-}
-
-fn replicated(size: Size) -> Replicas<Classifier> {
-    tch::manual_seed(1);
-    let mut replicas = Replicas::new(devices(), size, net).expect("replicas");
-    replicas.store_mut().double();
-    replicas
-}
 
 fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
     let rows = |t: &Tensor| t.narrow(0, start, end - start);
@@ -47,7 +30,7 @@ fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
 #[test]
 fn a_window_of_mini_batches_is_one_step() {
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(net), replicated(Size::Fixed(2)));
+    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(2, Size::Fixed(2)));
     let whole = batch(16);
     for Case { name, full, micro } in &CASES {
         clear(&store);
@@ -80,24 +63,6 @@ fn a_window_of_mini_batches_is_one_step() {
     );
 }
 
-#[test]
-fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
-    let _alone = alone();
-    let ((store, model), mut replicas) = (plain(net), replicated(Size::Fixed(2)));
-    let whole = batch(9);
-    (OVER_TOKENS.full)(&model, &whole).backward();
-    let run = |net: &Classifier, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
-    replicas.accumulate(&rows(&whole, 0, 5), run).expect("a part");
-    let failing = |net: &Classifier, batch: Batch| match batch.0.size()[0] {
-        1 => Err("no more"),
-        _ => Ok((OVER_TOKENS.micro)(net, &batch)),
-    };
-    replicas.accumulate(&rows(&whole, 5, 9), failing).expect("two samples each");
-    assert_fails(replicas.accumulate(&rows(&whole, 0, 3), failing), &["no more"]);
-    replicas.commit().expect("the two before");
-    assert_gradients("after a failure", &store, replicas.store());
-}
-
 /// Each sample against all others, and a temperature that the loss alone has.
 fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
     let similar = z.matmul(&z.tr()) * net.scale.select(0, 1);
@@ -107,9 +72,9 @@ fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
 #[test]
 fn a_loss_on_the_outputs_of_all_samples() {
     let _alone = alone();
-    let (store, model) = plain(net);
+    let (store, model) = plain(Classifier::new);
     for size in [Size::Fixed(3), Size::Count(1), Size::Fixed(1)] {
-        let mut replicas = replicated(size);
+        let mut replicas = replicated(2, size);
         for samples in [1, 2, 13] {
             let what = format!("{samples} samples, {size:?}");
             let (x, ..) = batch(samples);
@@ -131,49 +96,10 @@ fn a_loss_on_the_outputs_of_all_samples() {
     }
 }
 
-fn noisy(root: &nn::Path) -> nn::SequentialT {
-    nn::seq_t()
-        .add(nn::linear(root / "one", 6, 8, Default::default()))
-        .add(batch_norm1d(root / "norm", 8, Default::default()))
-        .add_fn_t(|x, train| x.dropout(0.5, train))
-        .add(nn::linear(root / "two", 8, 4, Default::default()))
-}
-
-/// Forwards are run twice, but statistics count once and masks are the same.
-#[test]
-fn a_loss_on_all_outputs_counts_statistics_once_and_draws_the_same_twice() {
-    let _alone = alone();
-    tch::manual_seed(3);
-    let cpus = (0..2).map(|_| DeviceSpec::cpu().threads(1));
-    let mut replicas = Replicas::new(cpus, Size::Fixed(4), noisy).expect("replicas");
-    replicas.store_mut().double();
-    let x = batch(16).0.to_device(Device::Cpu);
-    let names = |name: &str| name.ends_with("running_mean");
-    let before: Vec<_> =
-        replicas.store().variables().into_iter().filter(|(n, _)| names(n)).collect();
-    let before = before[0].1.copy();
-    let square = |_: &nn::SequentialT, z: &Tensor| z.square().mean(Kind::Double);
-    let step =
-        replicas.backward_whole(&x, |net, x| net.forward_t(&x, true), square).expect("a step");
-    // The gradient of this loss at these very outputs.
-    assert_eq!(step.loss, step.outputs.square().mean(Kind::Double).double_value(&[]));
-    let variables = replicas.store().variables();
-    let bias = variables["two.bias"].grad();
-    let expected =
-        (&step.outputs * (2.0 / 64.0)).sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);
-    assert!(distance(&bias, &expected) < TOLERANCE, "other masks in the second pass");
-    let moved = (&variables["norm.running_mean"] - &before).abs().max().double_value(&[]);
-    let hidden =
-        variables["one.weight"].matmul(&x.tr()).mean_dim([1_i64].as_slice(), false, Kind::Double)
-            + &variables["one.bias"];
-    let once = (hidden * 0.1).abs().max().double_value(&[]);
-    assert!((moved - once).abs() < TOLERANCE, "moved by {moved}, not {once}");
-}
-
 #[test]
 fn what_fails_in_any_pass_leaves_nothing() {
     let _alone = alone();
-    let mut replicas = replicated(Size::Fixed(2));
+    let mut replicas = replicated(2, Size::Fixed(2));
     let (x, ..) = batch(8);
     let calls = Arc::new(AtomicUsize::new(0));
     // Two replicas with two micro-batches each: the rehearsal, the loss, and back.
@@ -205,8 +131,8 @@ fn what_fails_in_any_pass_leaves_nothing() {
 #[test]
 fn replayed_replicas_leave_the_full_batchs_gradient() {
     let _alone = alone();
-    let (store, model) = plain(net);
-    let mut replicas = replicated(Size::Fixed(4)).replay(true);
+    let (store, model) = plain(Classifier::new);
+    let mut replicas = replicated(2, Size::Fixed(4)).replay(true);
     let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
     assert!(cause.contains("CUDA"), "{cause}");
     let mut replayed = 0;
@@ -244,7 +170,7 @@ fn the_order_in_memory_changes_no_gradient() {
         store.double();
         model.forward_t(&x, true).square().mean(Kind::Double).backward();
         tch::manual_seed(1);
-        let replicas = Replicas::new(devices(), Size::Fixed(2), convolutions).expect("replicas");
+        let replicas = Replicas::new(devices(2), Size::Fixed(2), convolutions).expect("replicas");
         let mut replicas = replicas.layout(layout);
         replicas.store_mut().double();
         for step in 0..8 {
@@ -258,56 +184,28 @@ fn the_order_in_memory_changes_no_gradient() {
     }
 }
 
-fn wide(root: &nn::Path) -> nn::Linear {
-    nn::linear(root / "wide", 300, 300, Default::default())
-}
-
-/// Replicas of which one has so much memory.
-fn tight(limit: u64) -> Replicas<nn::Linear> {
-    let arena = Arena::limited("first", limit).expect("a limit");
-    let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
-    let replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
-    replicas.speeds(&[1.0, 1.0]).expect("one each")
-}
-
-fn step(replicas: &mut Replicas<nn::Linear>) -> brimful::Step {
-    replicas.backward(&ones(), squares).expect("it fits in parts")
-}
-
-fn ones() -> Tensor {
-    Tensor::ones([4000, 300], (Kind::Float, Device::Cpu))
-}
-
-fn squares(net: &nn::Linear, x: Tensor) -> Loss {
-    Loss::mean(net.forward(&x).square().mean(Kind::Float))
-}
-
 #[test]
 fn an_optimizers_memory_is_kept_free_on_the_first_device() {
     let _alone = alone();
-    // Until the first step is over, of as many mini-batches as it may have.
-    let size = |mut replicas: Replicas<nn::Linear>| {
+    let wide = |root: &nn::Path| nn::linear(root / "wide", 300, 300, Default::default());
+    let ones = Tensor::ones([4000, 300], (Kind::Float, Device::Cpu));
+    let squares =
+        |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
+    let size = |reserves: bool| {
+        let arena = Arena::limited("first", 3 << 20).expect("a limit");
+        let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
+        let replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
+        let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("one each");
+        if reserves {
+            replicas = replicas.reserve(Adam::new(0.1));
+        }
+        // Until the first step is over, of as many mini-batches as it may have.
         for _ in 0..4 {
-            replicas.accumulate(&ones(), squares).expect("it fits in parts");
+            replicas.accumulate(&ones, squares).expect("it fits in parts");
         }
         let step = replicas.commit().expect("a step");
         step.decisions.last().expect("a size").size
     };
-    let (with, without) = (size(tight(3 << 20).reserve(Adam::new(0.1))), size(tight(3 << 20)));
+    let (with, without) = (size(true), size(false));
     assert!(with < without, "{with} and {without}");
-}
-
-#[test]
-fn sizes_are_remembered_for_the_same_model_and_devices() {
-    let _alone = alone();
-    let folder = tempfile::tempdir().expect("a folder");
-    let start = |limit: u64| tight(limit).remember(folder.path().join("sizes"));
-    let mut replicas = start(3 << 20);
-    let found = (0..8).map(|_| step(&mut replicas).sizes[0]).last().expect("a size");
-    let first = |limit: u64| {
-        let step = step(&mut start(limit));
-        (step.decisions[0].why, step.sizes[0])
-    };
-    assert_eq!(first(3 << 20), (Why::Remembered, found));
-    assert_ne!(first(4 << 20).0, Why::Remembered);
 }

@@ -12,18 +12,17 @@ use std::time::Duration;
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
-use support::state::{dropout_layers, state};
+use support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
 use support::{alone, assert_fails, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 fn batch() -> Tensor {
-    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
+    samples(12)
 }
 
 fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
-    let out = net.forward_t(x, true);
-    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
+    loss_of(&net.forward_t(x, true))
 }
 
 /// Replicas in these arenas, whose parameters have gradients already.
@@ -55,7 +54,7 @@ fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()
     replicas.backward_whole(&batch(), forward, of_all).map(drop)
 }
 
-fn fail_every_allocation(run: Run) {
+fn fail_on_each_replica(run: Run) {
     let arenas = arenas(2);
     let expected = {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
@@ -64,22 +63,9 @@ fn fail_every_allocation(run: Run) {
     };
     for (number, arena) in arenas.iter().enumerate() {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
-        let before = state(replicas.store());
-        let mut n = 0;
-        loop {
-            n += 1;
-            let what = format!("allocation {n} of replica {number}");
-            arena.fail_nth_allocation(n);
-            match run(&mut replicas) {
-                Err(Error::OutOfMemory(_)) => {
-                    assert_same(&what, &before, &state(replicas.store()));
-                }
-                Err(other) => panic!("{what}: {other}"),
-                Ok(_) => break,
-            }
-        }
-        arena.fail_nth_allocation(0);
-        assert!(n > 50, "only {n} allocations on replica {number}");
+        let (what, now) = (format!("replica {number}"), |all: &Replicas<_>| state(all.store()));
+        let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
+        assert!(failures >= 50, "only {failures} allocations on {what}");
         assert_same("after all failures", &expected, &state(replicas.store()));
     }
 }
@@ -87,13 +73,13 @@ fn fail_every_allocation(run: Run) {
 #[test]
 fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
     let _alone = alone();
-    fail_every_allocation(in_one_pass);
+    fail_on_each_replica(in_one_pass);
 }
 
 #[test]
 fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
     let _alone = alone();
-    fail_every_allocation(in_two_passes);
+    fail_on_each_replica(in_two_passes);
 }
 
 #[test]
@@ -151,36 +137,34 @@ fn the_smallest_memory_decides_for_all() {
     replicas.backward(&x, run).expect("now it fits");
 }
 
-/// Runs a step on two replicas in which the micro-batch of the last sample does as told.
-fn last_micro_batch(
-    f: impl Fn() -> Result<(), &'static str> + Send + Sync + 'static,
-) -> Result<(), Error> {
-    let mut replicas = replicas(&arenas(2), Size::Fixed(3));
+/// The error or the panic of a step on two replicas in which this becomes of the last micro-batch's outputs.
+/// All is as before, and the next step works.
+fn ended_by_the_last(
+    policy: NonFinite,
+    f: fn(Tensor) -> Result<Tensor, &'static str>,
+) -> thread::Result<Error> {
+    let mut replicas = replicas(&arenas(2), Size::Fixed(3)).non_finite(policy);
     let before = state(replicas.store());
     let last = batch().double_value(&[11, 3]);
-    let result = panic::catch_unwind(AssertUnwindSafe(|| {
+    let ended = panic::catch_unwind(AssertUnwindSafe(|| {
         replicas.backward(&batch(), move |net, x| {
+            let out = net.forward_t(&x, true);
             let is_last = x.double_value(&[-1, 3]) == last;
-            if is_last {
-                f()?
-            }
-            Ok::<_, &'static str>(loss(net, &x))
+            Ok::<_, &'static str>(loss_of(&if is_last { f(out)? } else { out }))
         })
     }));
     assert_same("a failure", &before, &state(replicas.store()));
     replicas.backward(&batch(), |net, x| loss(net, &x)).expect("the next step");
-    match result {
-        Ok(ended) => ended.map(drop),
-        Err(payload) => panic::resume_unwind(payload),
-    }
+    ended.map(|step| step.expect_err("it fails"))
 }
 
 #[test]
 fn errors_and_panics_come_as_they_are_after_all_was_undone() {
     let _alone = alone();
-    let error = last_micro_batch(|| Err("no more")).expect_err("the closure's error");
+    let policy = NonFinite::default();
+    let error = ended_by_the_last(policy, |_| Err("no more")).expect("the closure's error");
     assert_eq!(error.to_string(), "no more");
-    let thrown = panic::catch_unwind(|| last_micro_batch(|| panic!("the last micro-batch")));
+    let thrown = ended_by_the_last(policy, |_| panic!("the last micro-batch"));
     let payload = thrown.expect_err("the closure's panic");
     assert_eq!(payload.downcast_ref::<&str>(), Some(&"the last micro-batch"));
 }
@@ -188,32 +172,17 @@ fn errors_and_panics_come_as_they_are_after_all_was_undone() {
 #[test]
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
     let _alone = alone();
-    for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
-        let mut replicas = replicas(&arenas(2), Size::Fixed(3)).non_finite(policy);
-        let before = state(replicas.store());
-        let last = batch().double_value(&[11, 3]);
-        let error = replicas.backward(&batch(), move |net, x| {
-            let is_last = x.double_value(&[-1, 3]) == last;
-            let out = net.forward_t(&x, true).mean(Kind::Double);
-            Loss::mean(match (is_last, policy) {
-                (false, _) => out,
-                (true, NonFinite::RefuseLoss) => out * f64::NAN,
-                // The root of 0 is fine; its slope is not.
-                (true, _) => (out * 0.0).sqrt(),
-            })
-        });
-        assert_fails(error, &["micro-batch 3"]);
-        assert_same("not finite", &before, &state(replicas.store()));
+    let loss = ended_by_the_last(NonFinite::RefuseLoss, |out| Ok(out * f64::NAN));
+    // The root of 0 is fine; its slope is not.
+    let slope = ended_by_the_last(NonFinite::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
+    for ended in [loss, slope] {
+        assert_fails(Err::<(), _>(ended.expect("no panic")), &["micro-batch 3"]);
     }
 }
 
 #[test]
-fn threads_end_with_their_replicas() {
+fn threads_end_where_a_model_cannot_be_built() {
     let _alone = alone();
-    assert_threads(0);
-    let built = replicas(&arenas(3), Size::Fixed(3));
-    assert_threads(3);
-    drop(built);
     assert_threads(0);
     let builds = AtomicUsize::new(0);
     let broken = move |root: &nn::Path| {

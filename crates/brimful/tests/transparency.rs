@@ -9,7 +9,7 @@ use brimful_torch::autograd::set_gradient;
 use support::full_batch::{CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there};
 use support::{
     Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
-    numbers, test_device,
+    numbers, numbers_there, test_device,
 };
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -20,7 +20,7 @@ const SAMPLES: [i64; 4] = [1, 5, 64, 65];
 /// A network with a parameter that nothing uses and one that already has a gradient, and its store.
 fn net(kind: Kind) -> (nn::VarStore, Classifier) {
     let mut store = nn::VarStore::new(test_device());
-    let net = Classifier::after(nn::seq_t(), &store.root());
+    let net = Classifier::new(&store.root());
     store.set_kind(kind);
     fill(&store);
     let mut touched = store.variables()["one.weight"].shallow_clone();
@@ -300,7 +300,7 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
     let layer = nn::linear(&root / "layer", 6, 3, Default::default());
     let frozen = root.ones("frozen", &[3]).set_requires_grad(false);
     store.set_kind(Kind::Double);
-    let x = numbers(&[5, 6], 3).to_device(test_device());
+    let x = numbers_there(&[5, 6], 3);
     let penalty = || frozen.square().sum(Kind::Double);
     let fit = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     let full = fit(&x) + penalty() * 0.5 + penalty() / 15.0;
@@ -322,7 +322,7 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
 fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     let mut store = nn::VarStore::new(test_device());
     let layer = nn::linear(store.root(), 6, 3, Default::default());
-    let x = numbers(&[5, 6], 3).to_device(test_device());
+    let x = numbers_there(&[5, 6], 3);
     let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     loss(&x.to_kind(Kind::Float)).backward();
     let in_f64 = |named: Named| -> Named {

@@ -44,12 +44,14 @@ fn names_of(vs: &VarStore) -> Vec<String> {
     names
 }
 
-fn error_of(layers: &Layers) -> String {
+/// A list that is refused in words that begin like this.
+#[track_caller]
+fn assert_refused(layers: &Layers, start: &str) {
     let vs = VarStore::new(Device::Cpu);
     let error = layers.build(&vs.root()).expect_err("it is wrong");
     assert_eq!(layers.check(), Err(error.clone()));
     assert!(vs.is_empty(), "nothing is built of a list that is wrong");
-    error.to_string()
+    assert!(error.to_string().starts_with(start), "{error}");
 }
 
 #[test]
@@ -154,21 +156,17 @@ fn a_layer_that_cannot_be_built_is_named() {
 #[test]
 fn names_that_are_missing_or_broken_are_refused() {
     for name in ["", ".a", "a.", "a..b"] {
-        let error = error_of(&nested().add_fn(name, Tensor::relu));
-        assert!(error.starts_with(&format!("layer 7 cannot be named '{name}'")), "{error}");
+        let layers = nested().add_fn(name, Tensor::relu);
+        assert_refused(&layers, &format!("layer 7 cannot be named '{name}'"));
     }
 }
 
 #[test]
-fn a_name_given_twice_is_refused_with_both_places() {
-    let error = error_of(&nested().add_fn("blocks.0.fc", Tensor::relu));
-    assert_eq!(error, "layers 1 and 7 are both named 'blocks.0.fc': rename one of them");
-}
-
-#[test]
-fn a_name_inside_another_is_refused_with_both_places() {
-    let error = error_of(&nested().add_fn("blocks", Tensor::relu));
-    assert!(error.starts_with("layer 1, 'blocks.0.fc', lies inside layer 7, 'blocks'"), "{error}");
+fn a_name_given_twice_or_inside_another_is_refused_with_both_places() {
+    let twice = "layers 1 and 7 are both named 'blocks.0.fc': rename one of them";
+    assert_refused(&nested().add_fn("blocks.0.fc", Tensor::relu), twice);
+    let inside = "layer 1, 'blocks.0.fc', lies inside layer 7, 'blocks'";
+    assert_refused(&nested().add_fn("blocks", Tensor::relu), inside);
 }
 
 #[test]
@@ -176,8 +174,7 @@ fn sharing_with_a_layer_that_is_not_there_before_is_refused() {
     for owner in ["nobody", "late", "self"] {
         let user = |_: &Path, _: &Path| nn::func(Tensor::relu);
         let layers = Layers::new().add_sharing("self", owner, user).add_fn("late", Tensor::relu);
-        let error = error_of(&layers);
-        assert!(error.starts_with("layer 0, 'self', shares the variables of "), "{error}");
+        assert_refused(&layers, "layer 0, 'self', shares the variables of ");
     }
 }
 
@@ -268,18 +265,17 @@ fn a_normalisation_may_pop_and_is_a_layer_like_others() {
 #[test]
 fn skips_without_a_partner_are_refused_with_their_layers() {
     let pop = |layers: Layers| layers.pop("join", "skip", |x, skip| x + skip);
-    let error = error_of(&pop(Layers::new().add_fn("first", Tensor::relu)));
-    assert!(error.starts_with("layer 1, 'join', pops 'skip', which is stashed neither"), "{error}");
-    let error = error_of(&pop(Layers::new()).stash("skip"));
-    let expected = "layer 0, 'join', pops 'skip', which is stashed only later, by layer 1";
-    assert!(error.starts_with(expected), "{error}");
-    let error = error_of(&Layers::new().stash("skip"));
-    assert_eq!(error, "layer 0 stashes 'skip', which no layer pops: pop it, or remove it");
-    let error = error_of(&pop(Layers::new().stash("skip").stash("skip")));
-    assert_eq!(error, "layers 0 and 1 are both named 'skip': rename one of them");
+    let neither = "layer 1, 'join', pops 'skip', which is stashed neither";
+    assert_refused(&pop(Layers::new().add_fn("first", Tensor::relu)), neither);
+    let later = "layer 0, 'join', pops 'skip', which is stashed only later, by layer 1";
+    assert_refused(&pop(Layers::new()).stash("skip"), later);
+    let unused = "layer 0 stashes 'skip', which no layer pops: pop it, or remove it";
+    assert_refused(&Layers::new().stash("skip"), unused);
+    let twice = "layers 0 and 1 are both named 'skip': rename one of them";
+    assert_refused(&pop(Layers::new().stash("skip").stash("skip")), twice);
     // What an inner list stashes is its own.
-    let error = error_of(&pop(Layers::new().add_layers("inner", Layers::new().stash("skip"))));
-    assert!(error.contains("pops 'skip', which is stashed neither"), "{error}");
+    let inner = Layers::new().add_layers("inner", Layers::new().stash("skip"));
+    assert_refused(&pop(inner), neither);
 }
 
 #[test]

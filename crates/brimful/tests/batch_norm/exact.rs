@@ -11,10 +11,10 @@ use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::support::pipeline_cases::builder;
+use crate::support::pipeline_cases::{Plain, builder};
+use crate::support::state::fail_every_allocation;
 use crate::support::{
-    Named, Update, alone, assert_fails, assert_same, assert_within, copies, gradients, numbers,
-    numbers_there, set_values, test_device, variables,
+    Named, Update, alone, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
 };
 
 pub const EXACT: BatchNormConfig = BatchNormConfig {
@@ -23,6 +23,10 @@ pub const EXACT: BatchNormConfig = BatchNormConfig {
     momentum: Some(0.1),
     affine: true,
 };
+
+/// The same for the plain model, in which one that is deferred is an ordinary one.
+pub const DEFERRED: BatchNormConfig =
+    BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
 
 pub fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
     let make = [batch_norm1d, batch_norm1d, batch_norm2d, batch_norm3d][dimensions];
@@ -51,6 +55,15 @@ pub fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
         .add_fn("square", |x| x.square() + x)
 }
 
+/// Four BatchNorms of images, one after the other.
+pub fn four_norms() -> Layers {
+    (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
+        layers
+            .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
+            .add_fn(format!("tanh{number}"), |x| x.tanh())
+    })
+}
+
 pub fn input(samples: i64, dimensions: usize) -> Tensor {
     let shape = [vec![samples, 3], vec![3; dimensions]].concat();
     numbers_there(&shape, 7) * 2.0 + 0.5
@@ -64,59 +77,30 @@ pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
     Loss::ratio((each * &weights).sum(Kind::Double), weights.sum(Kind::Double)) + Loss::mean(mean)
 }
 
-/// The plain model, in which a deferred BatchNorm outside a step is an ordinary one.
-pub struct Plain {
-    pub store: VarStore,
-    pub model: brimful::layers::Model,
+/// The loss and gradients of the plain model on the whole mini-batch.
+pub fn backward_whole(plain: &Plain, x: &Tensor) -> f64 {
+    let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(x.size()[0] as usize));
+    let step = whole.backward(x, |x| loss(&plain.model.forward_t(&x, true), &x));
+    step.expect("the whole mini-batch").loss
 }
 
-impl Plain {
-    pub fn of(layers: &Layers, values: &Named) -> Self {
-        Self::on(test_device(), layers, values)
-    }
-
-    fn on(device: Device, layers: &Layers, values: &Named) -> Self {
-        let mut store = VarStore::new(device);
-        let model = layers.build(&store.root()).expect("a model");
-        store.set_kind(values[0].1.kind());
-        set_values(&store, values);
-        Self { store, model }
-    }
-
-    pub fn backward(&self, x: &Tensor) -> f64 {
-        let mut whole = MicroBatcher::new(&self.store, Size::Fixed(x.size()[0] as usize));
-        let step = whole.backward(x, |x| loss(&self.model.forward_t(&x, true), &x));
-        step.expect("the whole mini-batch").loss
-    }
-
-    pub fn zero_grad(&self) {
-        let mut trained = self.store.trainable_variables();
-        trained.iter_mut().for_each(Tensor::zero_grad);
-    }
-
-    pub fn variables(&self) -> Named {
-        variables(&self.store)
-    }
-
-    pub fn gradients(&self) -> Named {
-        let found = gradients(&self.store);
-        let trained = self.variables().iter().filter(|(_, value)| value.requires_grad()).count();
-        assert_eq!(found.len(), trained, "all that is trained has a gradient");
-        found
-    }
+/// The plain model's gradients: all that is trained has one.
+pub fn gradients_of(plain: &Plain) -> Named {
+    let trained = plain.values().iter().filter(|(_, value)| value.requires_grad()).count();
+    assert_eq!(plain.gradients().len(), trained);
+    plain.gradients()
 }
 
 /// Both models, with the same variables.
 pub fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline, Plain) {
     let plain = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..config };
-    let values = pipe.variables().expect("variables");
-    let plain = Plain::of(&layers(dimensions, plain), &values);
+    let plain = Plain::of(&layers(dimensions, plain), &pipe);
     (pipe, plain)
 }
 
 /// One step of both, compared.
 pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
-    let expected = plain.backward(x);
+    let expected = backward_whole(plain, x);
     let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
     assert!((step.loss - expected).abs() <= part * expected.abs().max(1.0), "{what}: the loss");
     assert_left(pipe, plain, part, what);
@@ -126,11 +110,11 @@ pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, w
 fn assert_left(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
     assert_gradients(pipe, plain, part, &format!("{what}: gradients"));
     let variables = pipe.variables().expect("variables");
-    assert_within(&variables, &plain.variables(), part, &format!("{what}: variables"));
+    assert_within(&variables, &plain.values(), part, &format!("{what}: variables"));
 }
 
 pub fn assert_gradients(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
-    assert_within(&pipe.gradients().expect("gradients"), &plain.gradients(), part, what);
+    assert_within(&pipe.gradients().expect("gradients"), &gradients_of(plain), part, what);
 }
 
 #[test]
@@ -180,7 +164,7 @@ fn three_steps_of_sgd_stay_together() {
         ours.update();
         theirs.update();
     }
-    assert_within(&pipe.variables().expect("variables"), &plain.variables(), 1e-9, "after");
+    assert_within(&pipe.variables().expect("variables"), &plain.values(), 1e-9, "after");
 }
 
 #[test]
@@ -214,44 +198,17 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
     for (mean, part) in [(0.0, 1e-4), (1e4, 5e-3)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::Float);
         let mut pipe = pipe.micro_batches(Size::Fixed(2)).build().expect("a pipeline");
-        let values = pipe.variables().expect("variables").into_iter();
-        let values = values.map(|(name, value)| (name, value.to_kind(Kind::Double))).collect();
-        let deferred = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
-        let plain = Plain::of(&layers_of_inputs(deferred), &values);
+        let plain = Plain::of(&layers_of_inputs(DEFERRED), &pipe);
         let x = (input(33, 2) + mean).to_kind(Kind::Float);
-        plain.backward(&x.to_kind(Kind::Double));
+        backward_whole(&plain, &x.to_kind(Kind::Double));
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
         assert_gradients(&pipe, &plain, part, &format!("around {mean}"));
         let is_first = |(name, _): &(String, Tensor)| name.starts_with("norm.running");
         let running = |all: Named| all.into_iter().filter(is_first).collect::<Named>();
         let ours = running(pipe.variables().expect("variables"));
         // Each micro-batch's mean is an f32, which around 10,000 is off by up to 0.0005.
-        assert_within(&ours, &running(plain.variables()), 1e-4, &format!("around {mean}"));
+        assert_within(&ours, &running(plain.values()), 1e-4, &format!("around {mean}"));
     }
-}
-
-#[test]
-fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
-    let _turn = alone();
-    let made = || builder(layers(1, EXACT), 1).micro_batches(Size::Fixed(2)).build();
-    let x = input(7, 1);
-    let (mut pipe, plain) = both(1, EXACT, made().expect("a pipeline"));
-    let root = |out: &Tensor| out.square().sum(Kind::Double).sqrt();
-    pipe.backward_whole(&x, |out| root(&out.tensors()[0])).expect("a step");
-    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
-    let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
-    whole.expect("the whole mini-batch");
-    assert_gradients(&pipe, &plain, 1e-10, "a loss of all outputs");
-
-    let (mut pipe, plain) = both(1, EXACT, made().expect("a pipeline"));
-    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
-    for x in [&x, &(&x * 3.0)] {
-        pipe.accumulate(x, x, |out: Tensor, x| loss(&out, x)).expect("a mini-batch");
-        micro.accumulate(x, |x| loss(&plain.model.forward_t(&x, true), &x)).expect("a mini-batch");
-    }
-    pipe.commit().expect("all");
-    micro.commit().expect("all");
-    assert_left(&pipe, &plain, 1e-10, "a window");
 }
 
 #[test]
@@ -261,11 +218,11 @@ fn frozen_layers_before_it_need_nothing_of_it() {
     let (mut pipe, plain) = both(2, EXACT, pipe.expect("a pipeline"));
     let frozen = |name: &str| name.starts_with("first") || name.starts_with("norm1");
     pipe.freeze(frozen).expect("frozen");
-    for (name, value) in plain.variables() {
+    for (name, value) in plain.values() {
         let _itself = value.set_requires_grad(value.requires_grad() && !frozen(&name));
     }
     let x = input(5, 2);
-    let expected = plain.backward(&x);
+    let expected = backward_whole(&plain, &x);
     let step = pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
     assert!((step.loss - expected).abs() <= 1e-10 * expected.abs());
     assert_gradients(&pipe, &plain, 1e-10, "what is trained");
@@ -277,8 +234,7 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
     let x = input(4, 0);
     assert_fails(builder(layers(0, EXACT), 2).build(), &["2 devices", "Deferred"]);
     let first = Layers::new().add_norm("norm", |p| norm(p, 0, EXACT));
-    let first = builder(first, 1).build().expect_err("nothing before it").to_string();
-    assert!(first.contains("'norm'") && first.contains("put one before it"), "{first}");
+    assert_fails(builder(first, 1).build(), &["'norm'", "put one before it"]);
 
     let store = VarStore::new(test_device());
     let layer = batch_norm1d(store.root(), 3, EXACT);
@@ -341,20 +297,16 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
         let before = copies(&pipe.variables().expect("variables"));
-        let deferred = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
-        let mut failures = 0;
-        loop {
-            arena.fail_nth_allocation(failures + 1);
-            let step = pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
-            let Err(error) = step else { break };
-            assert!(error.out_of_memory().is_some(), "{error}");
-            failures += 1;
-            let what = format!("{homes:?}, {limit:?}, allocation {failures}");
-            assert_same(&what, &before, &pipe.variables().expect("variables"));
-            assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
-        }
+        let left = |pipe: &Pipeline| {
+            let values = copies(&pipe.variables().expect("variables"));
+            values.into_iter().chain(pipe.gradients().expect("gradients")).collect()
+        };
+        let step =
+            |pipe: &mut Pipeline| pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
+        let what = format!("{homes:?}, {limit:?}");
+        let failures = fail_every_allocation(&what, &arena, &mut pipe, left, step);
         assert!(failures > 100, "{failures} allocations were tried");
-        let plain = Plain::on(Device::Cpu, &layers(deferred), &before);
+        let plain = Plain::on((Kind::Double, Device::Cpu), &layers(DEFERRED), before);
         let whole = MicroBatcher::new(&plain.store, Size::Fixed(3))
             .backward(&x, |x| plain_loss(&plain.model.forward_t(&x, true)));
         whole.expect("the whole mini-batch");
@@ -367,12 +319,7 @@ fn with_stages_at_home_on_the_host_memory_does_not_grow_with_the_mini_batch() {
     let _turn = alone();
     let peak = |samples: i64| {
         let arena = Arena::new("device");
-        let wide = (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
-            layers
-                .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
-                .add_fn(format!("tanh{number}"), |x| x.tanh())
-        });
-        let pipe = streamed(wide, &arena).micro_batches(Size::Fixed(4));
+        let pipe = streamed(four_norms(), &arena).micro_batches(Size::Fixed(4));
         let mut pipe = pipe.recompute(Recompute::Always).build().expect("a pipeline");
         let x = numbers(&[samples, 3, 32, 32], 7);
         for _ in 0..2 {

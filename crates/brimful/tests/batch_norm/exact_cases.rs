@@ -1,18 +1,17 @@
 //! What else a plain BatchNorm has, an exact one has too: averages of all batches, gradients of what
 //! enters the model, half precision.
 
-use brimful::nn::{BatchNormConfig, BatchNormPolicy};
+use brimful::nn::BatchNormConfig;
 use brimful::{Layers, MicroBatcher, Size};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Kind, Tensor};
 
 use super::exact::{
-    EXACT, Plain, assert_exact, assert_gradients, both, input, layers, layers_of_inputs, loss,
+    DEFERRED, EXACT, assert_exact, assert_gradients, backward_whole, both, gradients_of, input,
+    layers, layers_of_inputs, loss,
 };
-use crate::support::pipeline_cases::builder;
-use crate::support::{Named, alone, assert_within, test_device};
-
-const DEFERRED: BatchNormConfig = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
+use crate::support::pipeline_cases::{Plain, builder};
+use crate::support::{Named, alone, assert_within, clear, test_device};
 
 #[test]
 fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
@@ -20,14 +19,14 @@ fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
     let config = BatchNormConfig { momentum: None, ..EXACT };
     let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(2)).build();
     let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
-    let first = plain.variables().into_iter().find(|(name, _)| name == "first.weight");
+    let first = plain.values().into_iter().find(|(name, _)| name == "first.weight");
     let (_, weight) = first.expect("the first layer");
     let (mut means, mut variances) = (Vec::new(), Vec::new());
     for number in 0..3 {
         let x = input(7, 2) * f64::from(number + 1);
         assert_exact(&mut pipe, &plain, &x, 1e-10, &format!("batch {number}"));
         pipe.zero_grad().expect("no gradients");
-        plain.zero_grad();
+        clear(&plain.store);
         let values = x.transpose(1, -1).matmul(&weight).flatten(0, 2).detach();
         means.push(values.mean_dim(0, false, Kind::Double));
         variances.push(values.var_dim(0_i64, true, false));
@@ -61,8 +60,7 @@ fn gradients_of_what_enters_are_the_full_batchs() {
     for size in [1, 2, 7, 11] {
         let pipe = builder(layers_of_samples(EXACT), 1).micro_batches(Size::Fixed(size)).build();
         let mut pipe = pipe.expect("a pipeline");
-        let values = pipe.variables().expect("variables");
-        let plain = Plain::of(&layers_of_samples(DEFERRED), &values);
+        let plain = Plain::of(&layers_of_samples(DEFERRED), &pipe);
         let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(11));
         let batch = (numbers.shallow_clone(), weights.shallow_clone());
         let expected = whole.backward(&batch, |(x, weights): (Tensor, Tensor)| {
@@ -95,16 +93,16 @@ fn bf16_loses_no_more_than_in_the_plain_layer() {
     for (mean, spread) in [(0.0, 1.0), (1e4, 64.0), (1e4, 1.0)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::BFloat16);
         let mut pipe = pipe.micro_batches(Size::Fixed(4)).build().expect("a pipeline");
+        let reference = Plain::of(&layers_of_inputs(DEFERRED), &pipe);
         let values = pipe.variables().expect("variables");
-        let wide = values.iter().map(|(name, value)| (name.clone(), value.to_kind(Kind::Double)));
-        let reference = Plain::of(&layers_of_inputs(DEFERRED), &wide.collect());
-        let plain = Plain::of(&layers_of_inputs(DEFERRED), &values);
+        let narrow = (Kind::BFloat16, test_device());
+        let plain = Plain::on(narrow, &layers_of_inputs(DEFERRED), values);
         let x = (input(32, 2) * spread + mean).to_kind(Kind::BFloat16);
-        reference.backward(&x.to_kind(Kind::Double));
-        plain.backward(&x);
+        backward_whole(&reference, &x.to_kind(Kind::Double));
+        backward_whole(&plain, &x);
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
-        let theirs = distance(&plain.gradients(), &reference.gradients());
-        let ours = distance(&pipe.gradients().expect("gradients"), &reference.gradients());
+        let theirs = distance(&gradients_of(&plain), &gradients_of(&reference));
+        let ours = distance(&pipe.gradients().expect("gradients"), &gradients_of(&reference));
         let least = 1e-6;
         assert!(
             ours <= 1.1 * theirs.max(least),

@@ -5,7 +5,7 @@ use brimful::schedule::{MoveKind, MoveSpan, Recompute};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
 use tch::{Kind, Tensor};
 
-use super::exact::{EXACT, mix, norm};
+use super::exact::{EXACT, four_norms, mix, norm};
 use crate::support::{Named, alone, assert_within, copies, numbers};
 
 const SIZE: usize = 4;
@@ -19,12 +19,7 @@ struct Site {
 
 impl Site {
     fn new(recompute: Recompute) -> Self {
-        let layers = (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
-            layers
-                .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
-                .add_fn(format!("tanh{number}"), |x| x.tanh())
-        });
-        Self::of(layers, recompute)
+        Self::of(four_norms(), recompute)
     }
 
     fn of(layers: Layers, recompute: Recompute) -> Self {

@@ -30,34 +30,41 @@ pub fn assert_all_within(a: &Tensor, b: &Tensor, part: f64, what: &str) {
 /// The same names, and values that differ by at most this part of their size.
 #[track_caller]
 pub fn assert_within(a: &[(String, Tensor)], b: &[(String, Tensor)], part: f64, what: &str) {
-    assert_eq!(names(a), names(b), "{what}");
-    for ((name, a), (_, b)) in a.iter().zip(b) {
-        assert_eq!(a.size(), b.size(), "{what}: {name}");
-        if a.numel() > 0 {
-            let there = |t: &Tensor| t.detach().to_device(Device::Cpu).to_kind(Kind::Double);
-            let (a, b) = (there(a), there(b));
-            let scale = b.abs().max().double_value(&[]).max(SMALL);
-            let error = (a - b).abs().max().double_value(&[]) / scale;
-            // Not the other way round: a NaN is close to nothing.
-            assert!(error <= part, "{what}: {name} is off by {error:e}");
-        }
-    }
+    assert_near(what, a, b, part, SMALL);
 }
 
-/// Values that differ by at most this part of their size; says of which number that is not so.
+/// The same, where what is smaller than a hundredth counts as if it were as large.
 #[track_caller]
 pub fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
+    assert_near(what, found, expected, part, 1e-2);
+}
+
+/// The same names, and values that differ by at most this part of their size, where what is smaller than
+/// `small` counts as if it were as large; says of which number that is not so.
+#[track_caller]
+pub fn assert_near(
+    what: &str,
+    found: &[(String, Tensor)],
+    expected: &[(String, Tensor)],
+    part: f64,
+    small: f64,
+) {
     assert_eq!(names(found), names(expected), "{what}");
     for ((name, found), (_, expected)) in found.iter().zip(expected) {
         assert_eq!(found.size(), expected.size(), "{what}: {name}");
-        let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
-        let scale = expected.abs().max().double_value(&[]).max(1e-2);
+        if found.numel() == 0 {
+            continue;
+        }
+        let there = |t: &Tensor| t.detach().to_device(Device::Cpu).to_kind(Kind::Double);
+        let [found, expected] = [found, expected].map(|t| there(t).reshape([-1]));
+        let scale = expected.abs().max().double_value(&[]).max(small);
         let off = (&found - &expected).abs() / scale;
         let at = off.argmax(0, false).int64_value(&[]);
         let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
+        // Not the other way round: a NaN is close to nothing.
         assert!(
             off <= part,
-            "{what}: element {at} of the {name} is {found:e}, not {expected:e}: off by {off:e}"
+            "{what}: element {at} of {name} is {found:e}, not {expected:e}: off by {off:e}"
         );
     }
 }

@@ -1,7 +1,7 @@
 //! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
 //! loss and gradients.
 
-use brimful::Loss;
+use brimful::{DeviceSpec, Loss, Replicas, Size};
 use tch::nn::{self, ModuleT};
 use tch::{Kind, Reduction, Tensor};
 
@@ -18,9 +18,15 @@ pub fn batch(samples: i64) -> Batch {
 
 /// The same of this kind, in host memory.
 pub fn batch_of(samples: i64, kind: Kind) -> Batch {
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64);
-    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
-    (numbers(&[samples, 6], 100).to_kind(kind), y.to_kind(Kind::Int64), tokens.to_kind(kind))
+    batch_from(samples, kind, 0)
+}
+
+/// Others for each seed.
+pub fn batch_from(samples: i64, kind: Kind, seed: i64) -> Batch {
+    let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
+    let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
+    let tokens = (numbers(&[samples], 300 + seed) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
 /// A batch on the device that is tested.
@@ -37,6 +43,11 @@ pub struct Classifier {
 }
 
 impl Classifier {
+    /// Nothing before its two linear layers.
+    pub fn new(root: &nn::Path) -> Self {
+        Self::after(nn::seq_t(), root)
+    }
+
     /// Two linear layers after these, and a parameter that is never used.
     pub fn after(first: nn::SequentialT, root: &nn::Path) -> Self {
         let layers = first
@@ -60,6 +71,21 @@ pub fn plain(net: impl FnOnce(&nn::Path) -> Classifier) -> (nn::VarStore, Classi
     let net = net(&store.root());
     store.double();
     (store, net)
+}
+
+/// The device that is tested, and CPUs beside it: no accelerator can be named twice.
+pub fn devices(replicas: usize) -> Vec<DeviceSpec> {
+    let mut devices = vec![DeviceSpec::cpu().threads(1); replicas];
+    devices[0] = DeviceSpec::from(test_device()).threads(1);
+    devices
+}
+
+/// The plain model with nothing before its linear layers, in replicas.
+pub fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
+    tch::manual_seed(1);
+    let mut replicas = Replicas::new(devices(replicas), size, Classifier::new).expect("replicas");
+    replicas.store_mut().double();
+    replicas
 }
 
 pub fn losses(logits: &Tensor, y: &Tensor) -> Tensor {

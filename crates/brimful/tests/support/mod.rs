@@ -22,7 +22,8 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 pub use close::{
-    TOLERANCE, assert_all_close, assert_all_within, assert_close, assert_same, assert_within, near,
+    TOLERANCE, assert_all_close, assert_all_within, assert_close, assert_near, assert_same,
+    assert_within, near,
 };
 pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{Watchdog, assert_threads, threads};

@@ -297,9 +297,13 @@ impl Plain {
     }
 
     pub fn with(layers: &Layers, values: Named) -> Self {
-        let mut store = VarStore::new(test_device());
+        Self::on((Kind::Double, test_device()), layers, values)
+    }
+
+    pub fn on((kind, device): (Kind, Device), layers: &Layers, values: Named) -> Self {
+        let mut store = VarStore::new(device);
         let model = layers.build(&store.root()).expect("built");
-        store.set_kind(Kind::Double);
+        store.set_kind(kind);
         set_values(&store, &values);
         let optimizer = Optimizer::new(&store, Adam::new(0.01)).expect("an optimizer");
         Self { store, model, optimizer }

@@ -51,11 +51,17 @@ mod tests {
     use super::*;
     use crate::{Layers, Loss, Size};
 
-    #[test]
-    fn a_list_for_another_pipeline_is_refused_and_nothing_changes() {
+    /// Two layers on two devices, which get so many micro-batches.
+    fn pipeline(micro_batches: usize) -> Pipeline {
         let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
         let layers = Layers::new().add("a", linear).add("b", linear);
-        let mut pipe = Pipeline::builder(layers).devices([Device::Cpu; 2]).build().expect("one");
+        let builder = Pipeline::builder(layers).devices([Device::Cpu; 2]);
+        builder.micro_batches(micro_batches).build().expect("a pipeline")
+    }
+
+    #[test]
+    fn a_list_for_another_pipeline_is_refused_and_nothing_changes() {
+        let mut pipe = pipeline(1);
         let mut refusal = |text: &str| {
             let actions = text.parse().expect("a valid list");
             pipe.set_actions(actions).expect_err("refused").to_string()
@@ -67,22 +73,16 @@ mod tests {
 
     #[test]
     fn a_list_may_have_whole_and_split_backwards() {
-        let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
-        let layers = || Layers::new().add("a", linear).add("b", linear);
         let x = Tensor::arange(8, (Kind::Float, Device::Cpu)).view([4, 2]);
-        let built = || {
-            let builder = Pipeline::builder(layers()).devices([Device::Cpu; 2]);
-            builder.micro_batches(2).build().expect("a pipeline")
-        };
         let gradients = |mut pipe: Pipeline| {
             let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
             pipe.backward(&x, &x, loss).expect("a step");
             pipe.gradients().expect("gradients")
         };
-        let mut listed = built();
+        let mut listed = pipeline(2);
         let actions = "0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0".parse().expect("a valid list");
         listed.set_actions(actions).expect("taken");
-        let mut plain = built();
+        let mut plain = pipeline(2);
         plain.set_variables(listed.variables().expect("variables")).expect("the same values");
         let mixed = gradients(listed);
         let expected = gradients(plain);
