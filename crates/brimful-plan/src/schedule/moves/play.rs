@@ -16,7 +16,7 @@ use super::super::{
 use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
 use super::make::{waiting, waits_on_host};
-use super::{Home, MicroBatchId, Move, MoveKind, Moves};
+use super::{Home, MicroBatchId, Move, MoveKind, Moved, Moves};
 
 /// Simulates one step whose weights or boundaries live on the host, with a lane for each device's bus.
 ///
@@ -88,24 +88,6 @@ struct DevicePlay {
     /// What is not on the device, or not yet: stages that live on the host and boundaries.
     away: BTreeSet<Moved>,
     held: HeldBytes,
-}
-
-/// What a move brings or takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Moved {
-    Weights(StageId),
-    Boundary(StageId, MicroBatchId),
-    Gradient(StageId, MicroBatchId),
-}
-
-impl Moved {
-    fn of(one: Move) -> Self {
-        match (one.kind, one.micro_batch) {
-            (MoveKind::GradientOut | MoveKind::GradientIn, Some(i)) => Self::Gradient(one.stage, i),
-            (_, Some(i)) => Self::Boundary(one.stage, i),
-            (_, None) => Self::Weights(one.stage),
-        }
-    }
 }
 
 impl<'a> Player<'a> {
