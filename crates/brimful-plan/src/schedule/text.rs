@@ -78,12 +78,8 @@ fn read_cell(line: usize, cell: usize, text: &str) -> Result<Action, ScheduleErr
 impl fmt::Display for Actions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for list in self.lists() {
-            let mut separator = "";
-            for action in list {
-                write!(f, "{separator}{action}")?;
-                separator = ",";
-            }
-            writeln!(f)?;
+            let cells: Vec<_> = list.iter().map(Action::to_string).collect();
+            writeln!(f, "{}", cells.join(","))?;
         }
         Ok(())
     }

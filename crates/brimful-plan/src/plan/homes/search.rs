@@ -115,10 +115,7 @@ impl<'a> Search<'a> {
                 best = Some(tried);
             }
         }
-        match best {
-            Some(best) => Ok(best),
-            None => self.simulated(leanest.ways.clone(), slots),
-        }
+        Ok(best.unwrap_or_else(|| leanest.clone()))
     }
 
     /// The best that changes lead to from either end: from what the knapsack has found, and from the leanest.

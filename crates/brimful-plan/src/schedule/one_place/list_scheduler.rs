@@ -56,8 +56,8 @@ enum NextMove {
 
 /// Whether an output will find room.
 enum OutputRoom {
-    Free,
-    Promised(Promise),
+    /// It will, perhaps because of a neighbour's promise.
+    Free(Option<Promise>),
     /// The neighbour who could make room has not decided yet.
     Undecided,
     Taken,
@@ -157,10 +157,7 @@ impl ListScheduler {
                 continue;
             }
             best = match self.room(id, action, patient) {
-                OutputRoom::Free => (Some(rank), NextMove::Start(queue, None)),
-                OutputRoom::Promised(promise) => {
-                    (Some(rank), NextMove::Start(queue, Some(promise)))
-                }
+                OutputRoom::Free(promise) => (Some(rank), NextMove::Start(queue, promise)),
                 OutputRoom::Undecided => (Some(rank), NextMove::Wait),
                 // Without a rank, so that any other action may still be run instead of this one.
                 OutputRoom::Taken if best.0.is_none() => (None, NextMove::Wait),
@@ -182,13 +179,11 @@ impl ListScheduler {
     }
 
     fn room(&self, from: DeviceId, action: Action, patient: bool) -> OutputRoom {
-        let Some(target) = action.target(self.last) else {
-            return OutputRoom::Free;
-        };
+        let Some(target) = action.target(self.last) else { return OutputRoom::Free(None) };
         let by = self.device_of[target.index()];
         let ChannelLoad { waiting, coming } = self.channels[target.index()][action.channel()];
         if by == from || waiting + coming == 0 {
-            return OutputRoom::Free;
+            return OutputRoom::Free(None);
         }
         let neighbour = &self.devices[by.index()];
         if patient && neighbour.running.is_none() {
@@ -202,7 +197,7 @@ impl ListScheduler {
         }
         match neighbour.queue(target, action.kind) {
             Some(queue) if self.can_promise(by, queue) => {
-                OutputRoom::Promised(Promise { by, queue })
+                OutputRoom::Free(Some(Promise { by, queue }))
             }
             _ => OutputRoom::Taken,
         }
@@ -219,7 +214,7 @@ impl ListScheduler {
         let allowed = action.kind != ActionKind::Forward || held < self.limit;
         // Only room that is there now counts: a promise must not rest on another one, which nobody
         // has given yet.
-        allowed && matches!(self.room(by, action, true), OutputRoom::Free)
+        allowed && matches!(self.room(by, action, true), OutputRoom::Free(None))
     }
 
     fn start(&mut self, id: DeviceId, queue: usize, promise: Option<Promise>) {
