@@ -266,15 +266,6 @@ impl WorkerRun {
         }
     }
 
-    /// Whether parameters had gradients when the step began.
-    pub(crate) fn finds_gradients(&self) -> bool {
-        self.accumulator.as_ref().is_some_and(Accumulator::has_aside)
-    }
-
-    pub(crate) fn micro_batches(&self) -> usize {
-        self.job.actions.micro_batches()
-    }
-
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
         if let Some(homes) = &mut site.homes {
@@ -287,8 +278,7 @@ impl WorkerRun {
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
-            ActionKind::Backward => self.backward(site, at, action),
-            ActionKind::InputGradient => self.input_gradient(site, at, action),
+            ActionKind::Backward | ActionKind::InputGradient => self.backward(site, at, action),
             ActionKind::WeightGradient => Ok(self.weight_gradient(site, at, action)?),
         }
     }
@@ -340,7 +330,7 @@ impl WorkerRun {
     /// Whether what the forward computes is kept for its backward.
     fn keeps_activations(&self, site: &Site, action: Action) -> bool {
         !self.job.actions.is_recomputed(action.stage, action.micro_batch)
-            || site.keeps_activations()
+            || site.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
     }
 
     /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
@@ -411,7 +401,8 @@ impl WorkerRun {
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         // Seeding and drawing are one: stages on one accelerator share its generator.
         let _turn = site.turn();
-        site.generator.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
+        site.generator
+            .seed(Draws::new(self.job.seed, self.job.first + i).seed(site.layout.layers.len()));
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
         let terms = loss.into_terms(self.job.mode.trains())?;
         self.tally.count(&terms, &self.job.weights[i])?;

@@ -156,7 +156,8 @@ impl Worker {
             HandsOver::Following => self.begin_following(run),
             HandsOver::Ahead | HandsOver::AtTheStep => {
                 // A gradient that was there before is added to: the step's is another.
-                if is_alone && !run.finds_gradients() && homes.wants_ahead() {
+                let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
+                if is_alone && !adds && homes.wants_ahead() {
                     homes.begin_ahead(self.optimizer.take());
                 }
                 Ok(())
@@ -251,7 +252,8 @@ impl Worker {
             }
         };
         if run.job.mode.trains() {
-            self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
+            let micro_batches = run.job.actions.micro_batches();
+            self.unmanaged.judge(&undo.statistics, &undo.unmanaged, micro_batches);
         }
         // The run's graphs and inputs end in here, before what follows needs memory.
         let (mut tried, outputs) = match oom::catch(|| self.keep_run(run)) {

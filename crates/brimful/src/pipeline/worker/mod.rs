@@ -72,9 +72,7 @@ pub(crate) struct Site {
     pub(crate) generator: Generator,
     /// The position of the layer that is running.
     pub(crate) layer: Cell<Option<usize>>,
-    /// How many layers the whole model has.
-    pub(crate) model_length: usize,
-    layout: Arc<StageLayout>,
+    pub(crate) layout: Arc<StageLayout>,
     turn: Option<Arc<Mutex<()>>>,
     /// Whether a parameter of this worker is trained.
     pub(crate) trains: bool,
@@ -174,7 +172,6 @@ impl Blueprint {
             generator,
             turn: self.turn.clone(),
             layer: Cell::new(None),
-            model_length: self.layout.layers.len(),
             layout: Arc::clone(&self.layout),
             trains: true,
             refuses_gradients: self.build.non_finite == NonFinite::RefuseGradients,
@@ -305,17 +302,13 @@ impl Site {
     /// Where what enters a stage waits, if that is on the host: as it was planned, or for want of room.
     fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
         let home = self.stage_homes.get(stage.index())?;
-        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || self.is_full())
+        let is_full = self.waiting.as_ref().is_some_and(WaitingRoom::is_full);
+        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || is_full)
     }
 
     /// Whether the device has room for what has entered stages, until their backward.
     pub(crate) fn keeps_inputs(&self) -> bool {
         self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
-    }
-
-    /// Whether the device has no room even for what goes from stage to stage.
-    pub(crate) fn is_full(&self) -> bool {
-        self.waiting.as_ref().is_some_and(WaitingRoom::is_full)
     }
 
     /// Lets a parcel that enters a stage, or comes back from it, wait on the host where it is to, brought there
@@ -378,11 +371,6 @@ impl Site {
     pub(crate) fn look_for_room(&mut self, clock: &mut MoveClock) -> Result<()> {
         let leaving = self.leaving.get_mut();
         self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
-    }
-
-    /// Whether there is room for activations that would be computed again.
-    pub(crate) fn keeps_activations(&self) -> bool {
-        self.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
     }
 
     /// Tells once of a stage that has functions of somebody's own in its graph, which run whole.
