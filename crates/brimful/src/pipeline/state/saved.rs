@@ -39,9 +39,9 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut all = owned(&self.workers(), |variable| variable.tensor.grad())?;
-        all.retain(|(_, gradient)| gradient.defined());
-        self.ranks.gather(all)
+        let mut own = owned(&self.workers(), |variable| variable.tensor.grad())?;
+        own.iter_mut().for_each(|own| own.retain(|(_, gradient)| gradient.defined()));
+        self.ranks.gather(own)
     }
 
     /// Leaves every parameter without a gradient, as the optimizer's call does.
@@ -99,7 +99,7 @@ impl Pipeline {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
         let here = owned(&workers, |variable| variable.tensor.shallow_clone())?;
-        let here = here.into_iter().map(form).collect();
+        let here = here.into_iter().flatten().map(form).collect();
         check(self.ranks.of_workers("variables", here)?, &values)?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
         let set = workers.each_or_error(jobs, |worker, values| {
@@ -138,16 +138,16 @@ pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
     cleared.map(drop)
 }
 
-/// Something of every variable that is no copy, in the order of the names.
-fn owned(workers: &Workers<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
-    let parts = workers.all(move |worker| {
+/// Something of every variable that is no copy, by worker.
+fn owned(
+    workers: &Workers<Worker>,
+    of: fn(&Variable) -> Tensor,
+) -> Result<Vec<Vec<(String, Tensor)>>> {
+    workers.all(move |worker| {
         worker.settle()?;
         let owned = worker.variables.owned();
-        Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())
-    })?;
-    let mut all: Vec<_> = parts.into_iter().flatten().collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    Ok(all)
+        Ok(owned.map(|v| (v.name.clone(), of(v))).collect())
+    })
 }
 
 /// What the program's own files hold beside the model, by how the names begin.
