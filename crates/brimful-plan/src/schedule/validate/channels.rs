@@ -8,6 +8,7 @@
 use super::super::{Action, ActionKind, BlockedDevice, DeviceId, MicroBatchId, Rule, StageId};
 use super::order::Order;
 use super::violation::{MarkedCell, Violation};
+use crate::bisect::count_while;
 
 /// The smallest capacity of the channels with which every device comes to its end.
 pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
@@ -17,20 +18,12 @@ pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Viola
         return Ok(1);
     }
     // A channel carries every micro-batch once: a capacity of m never makes a sender wait.
-    let mut too_small = 1;
-    let mut enough = order.micro_batches;
+    let enough = order.micro_batches;
     check_with(lists, order, enough)?;
     // More places never bring a network to a halt that came to its end with fewer, so the smallest
     // capacity can be bisected.
-    while enough - too_small > 1 {
-        let middle = too_small.midpoint(enough);
-        if check_with(lists, order, middle).is_ok() {
-            enough = middle;
-        } else {
-            too_small = middle;
-        }
-    }
-    Ok(enough)
+    let is_too_small = |more: usize| check_with(lists, order, 2 + more).is_err();
+    Ok(2 + count_while(enough - 2, is_too_small))
 }
 
 /// Whether every device comes to its end with channels of this capacity.
