@@ -80,17 +80,17 @@ impl<'a> Search<'a> {
         let leanest = self.simulated(leanest, slots)?;
         match self.device_over(&leanest.choice) {
             Some(error) => Err(error),
-            None => self.beyond_leanest(&leanest, slots),
+            None => self.beyond_leanest(&leanest),
         }
     }
 
-    /// The best that fits with so many slots; the leanest ways do, on the devices.
-    fn beyond_leanest(&self, leanest: &Tried, slots: usize) -> Result<Tried, HomeError> {
+    /// The best that fits with as many slots as the leanest ways, which do on the devices.
+    fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, HomeError> {
         let mut least_over = None;
         for price in HOST_PRICES {
-            let best = self.knapsacks(leanest, slots, price)?;
+            let best = self.knapsacks(leanest, price)?;
             match self.over(&best.choice) {
-                None => return self.changed_from([best, leanest.clone()], slots),
+                None => return self.changed_from([best, leanest.clone()]),
                 Some(error) => least_over = Some(error),
             }
         }
@@ -100,12 +100,12 @@ impl<'a> Search<'a> {
 
     /// The best of several knapsacks that fits on the devices. The first room is what the leanest ways
     /// leave; then it is corrected by what was over or left.
-    fn knapsacks(&self, leanest: &Tried, slots: usize, price: f64) -> Result<Tried, HomeError> {
+    fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, HomeError> {
         let mut rooms = self.rooms(leanest);
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
             let Some(ways) = self.picked(&rooms, price) else { break };
-            let tried = self.simulated(ways, slots)?;
+            let tried = self.simulated(ways, leanest.choice.moves.slots())?;
             for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
                 *room = room.saturating_add_signed(used);
             }
@@ -119,8 +119,8 @@ impl<'a> Search<'a> {
     }
 
     /// The best that changes lead to from either end: from what the knapsack has found, and from the leanest.
-    fn changed_from(&self, starts: [Tried; 2], slots: usize) -> Result<Tried, HomeError> {
-        let [found, leanest] = starts.map(|start| self.changed(start, slots));
+    fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, HomeError> {
+        let [found, leanest] = starts.map(|start| self.changed(start));
         let (found, leanest) = (found?, leanest?);
         let fits = self.over(&leanest.choice).is_none();
         let is_shorter = self.rank(&leanest, 0.0) < self.rank(&found, 0.0);
@@ -129,24 +129,19 @@ impl<'a> Search<'a> {
 
     /// Changes single stages, then pairs of them, those first that promise most, as long as the simulated
     /// step gets shorter.
-    fn changed(&self, mut best: Tried, slots: usize) -> Result<Tried, HomeError> {
+    fn changed(&self, mut best: Tried) -> Result<Tried, HomeError> {
         let mut left = CHANGES;
-        while let Some(better) = self.better(&best, slots, &mut left)? {
+        while let Some(better) = self.better(&best, &mut left)? {
             best = better;
         }
         Ok(best)
     }
 
     /// The first change that makes the simulated step shorter and fits.
-    fn better(
-        &self,
-        best: &Tried,
-        slots: usize,
-        left: &mut usize,
-    ) -> Result<Option<Tried>, HomeError> {
+    fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, HomeError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
-            let tried = self.simulated(ways, slots)?;
+            let tried = self.simulated(ways, best.choice.moves.slots())?;
             let is_shorter = self.rank(&tried, 0.0) < self.rank(best, 0.0) * ROUNDING;
             if is_shorter && self.over(&tried.choice).is_none() {
                 return Ok(Some(tried));

@@ -90,37 +90,13 @@ struct Outlook {
 impl<'a> GreedyRun<'a> {
     fn new(work: Work<'a>, policy: Policy) -> Self {
         let ids = || (0..work.memory.len()).map(DeviceId::at);
-        let mut player = Self {
+        Self {
             work,
             policy,
-            devices: Vec::new(),
+            devices: ids().map(|device| GreedyDevice::new(work, device)).collect(),
             stages: work.placement.iter().map(|_| StageProgress::default()).collect(),
             ways: Ways::new(work.memory.len(), work.costs.link),
             looks: ids().map(|device| Reverse((Moment(0.0), device))).collect(),
-        };
-        player.devices = ids().map(|device| player.device(device)).collect();
-        player
-    }
-
-    fn device(&self, id: DeviceId) -> GreedyDevice {
-        let at = |stage: &StageId| self.work.placement[stage.index()] == id;
-        let stages: Vec<_> = (0..self.stages.len()).map(StageId::at).filter(at).collect();
-        let gradient = |stage: &StageId| {
-            let hold = self.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
-            hold.takes + hold.passing
-        };
-        // As if every stage had begun its backwards.
-        let resident = |stage: &StageId| {
-            let cost = &self.work.costs.stages[stage.index()];
-            cost.lasting_bytes() + u128::from(cost.gradient_bytes)
-        };
-        GreedyDevice {
-            list: Vec::new(),
-            free: 0.0,
-            bytes: stages.iter().map(resident).sum(),
-            limit: self.work.memory[id.index()].map_or(u128::MAX, u128::from),
-            reserve: stages.iter().map(gradient).max().unwrap_or(0),
-            stages,
         }
     }
 
@@ -164,7 +140,7 @@ impl<'a> GreedyRun<'a> {
             Outlook { next: f64::INFINITY, next_gradient: f64::INFINITY, ..Outlook::default() };
         for &stage in &device.stages {
             if let Some((action, at)) = self.next_gradient(stage, now) {
-                let hold = self.hold(action);
+                let hold = self.work.hold(action);
                 if device.bytes + hold.takes + hold.passing > device.limit {
                     outlook.is_full = true;
                 } else if at <= now {
@@ -191,7 +167,7 @@ impl<'a> GreedyRun<'a> {
     fn has_room(&self, device: &GreedyDevice, forward: Action) -> bool {
         let progress = &self.stages[forward.stage.index()];
         let held = progress.forwards - progress.released;
-        let bytes = device.bytes + self.hold(forward).takes + device.reserve;
+        let bytes = device.bytes + self.work.hold(forward).takes + device.reserve;
         held < self.policy.depth.of(forward.stage.index(), self.stages.len())
             && bytes <= device.limit
     }
@@ -250,7 +226,7 @@ impl<'a> GreedyRun<'a> {
     }
 
     fn begin(&mut self, id: DeviceId, action: Action, now: f64) {
-        let hold = self.hold(action);
+        let hold = self.work.hold(action);
         let arrived =
             self.stages[action.stage.index()].gradients_in.get(action.micro_batch.index());
         let input = arrived.copied().filter(|_| action.kind.passes_gradient()).unwrap_or(now);
@@ -284,28 +260,53 @@ impl<'a> GreedyRun<'a> {
 
     /// The time of the recompute before a gradient.
     fn recompute_time(&self, action: Action) -> f64 {
-        let device = self.work.placement[action.stage.index()];
-        let list = self.devices.get(device.index()).map_or(&[][..], |device| &device.list);
+        let device = &self.devices[self.work.placement[action.stage.index()].index()];
         let mode = self.work.recompute[action.stage.index()];
-        let is_woven = action.kind.passes_gradient() && mode.applies(list.last(), action);
+        let is_woven = action.kind.passes_gradient() && mode.applies(device.list.last(), action);
         if is_woven { self.work.costs.stages[action.stage.index()].recompute } else { 0.0 }
-    }
-
-    /// What an action holds; a gradient's recompute counts as its own.
-    fn hold(&self, action: Action) -> Hold {
-        let is_recomputed = self.work.recompute[action.stage.index()] != Recompute::Never;
-        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
-        let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
-        let hold = Hold::new(self.work.costs, action, held);
-        if !(is_recomputed && action.kind.passes_gradient()) {
-            return hold;
-        }
-        let again = Action { kind: ActionKind::Recompute, ..action };
-        Hold { takes: hold.takes + Hold::new(self.work.costs, again, held).takes, ..hold }
     }
 
     fn last(&self) -> StageId {
         StageId::at(self.stages.len() - 1)
+    }
+}
+
+impl Work<'_> {
+    /// What an action holds; a gradient's recompute counts as its own.
+    fn hold(self, action: Action) -> Hold {
+        let is_recomputed = self.recompute[action.stage.index()] != Recompute::Never;
+        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
+        let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
+        let hold = Hold::new(self.costs, action, held);
+        if !(is_recomputed && action.kind.passes_gradient()) {
+            return hold;
+        }
+        let again = Action { kind: ActionKind::Recompute, ..action };
+        Hold { takes: hold.takes + Hold::new(self.costs, again, held).takes, ..hold }
+    }
+}
+
+impl GreedyDevice {
+    fn new(work: Work<'_>, id: DeviceId) -> Self {
+        let at = |stage: &StageId| work.placement[stage.index()] == id;
+        let stages: Vec<_> = (0..work.placement.len()).map(StageId::at).filter(at).collect();
+        let gradient = |stage: &StageId| {
+            let hold = work.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
+            hold.takes + hold.passing
+        };
+        // As if every stage had begun its backwards.
+        let resident = |stage: &StageId| {
+            let cost = &work.costs.stages[stage.index()];
+            cost.lasting_bytes() + u128::from(cost.gradient_bytes)
+        };
+        Self {
+            list: Vec::new(),
+            free: 0.0,
+            bytes: stages.iter().map(resident).sum(),
+            limit: work.memory[id.index()].map_or(u128::MAX, u128::from),
+            reserve: stages.iter().map(gradient).max().unwrap_or(0),
+            stages,
+        }
     }
 }
 
