@@ -231,8 +231,8 @@ fn a_measured_step_is_told_as_a_simulated_one() {
     let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
     let timeline: Vec<Vec<_>> =
         simulated.timeline().iter().map(|spans| spans.iter().map(late).collect()).collect();
-    assert_eq!(Simulation::measured(&actions, &timeline, &[]), simulated);
-    let counted = Simulation::measured(&actions, &timeline, &[None, Some(Bytes(9))]);
+    assert_eq!(Simulation::measured(&actions, &timeline, &[], &[]), simulated);
+    let counted = Simulation::measured(&actions, &timeline, &[], &[None, Some(Bytes(9))]);
     let peaks: Vec<_> = counted.devices().iter().map(|device| device.peak_bytes).collect();
     assert_eq!(peaks, [0, 9, 0]);
     // What its actions took simulates it again.
