@@ -50,7 +50,7 @@ fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
             *nth += 1;
             if arrives != action.micro_batch {
                 let rule = Rule::OutOfOrder { action, arrives };
-                return Err(Violation::at(rule, MarkedCell::cell(DeviceId::at(device), position)));
+                return Err(Violation::at(rule, DeviceId::at(device), position));
             }
         }
     }
@@ -120,8 +120,9 @@ impl<'a> Network<'a> {
         if waits.is_empty() {
             return None;
         }
-        let mark = |wait: &BlockedDevice| {
-            MarkedCell::cell(wait.device, self.workers[wait.device.index()].position)
+        let mark = |&BlockedDevice { device, .. }: &BlockedDevice| {
+            let position = self.workers[device.index()].position;
+            MarkedCell { device, position }
         };
         let marks = waits.iter().map(mark).collect();
         Some(Violation { rule: Rule::Deadlock(waits), marks })
