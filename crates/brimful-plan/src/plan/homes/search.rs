@@ -1,7 +1,8 @@
 //! Looks for the best ways of all stages: knapsacks, each simulated, then single changes.
 
 use crate::schedule::{
-    Actions, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId, simulate_moves,
+    Actions, CostError, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId,
+    simulate_moves,
 };
 
 use super::super::knapsack::{self, Offer};
@@ -52,7 +53,7 @@ impl<'a> Search<'a> {
         let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
         request.costs.check(actions.stages())?;
         let all_at_host = vec![StageHome::HOST; actions.stages()];
-        let moves = Moves::new(&actions, &all_at_host, SLOTS[0])?;
+        let moves = Moves::new(&actions, &all_at_host, SLOTS[0]).map_err(CostError::from)?;
         let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
         Ok(Self { request, placement: actions.placement().to_vec(), offers })
     }
@@ -263,7 +264,7 @@ impl<'a> Search<'a> {
         let homes: Vec<_> = (0..ways.len()).map(home).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
-        let moves = Moves::new(&actions, &homes, slots)?;
+        let moves = Moves::new(&actions, &homes, slots).map_err(CostError::from)?;
         let simulation = simulate_moves(&actions, &moves, costs)?;
         let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
         let host_bytes = host.fold(0, u64::saturating_add);
