@@ -1,5 +1,7 @@
 //! What lists are made from where stages are unlike each other: their costs, and the devices' memory.
 
+use serde::{Deserialize, Serialize};
+
 use super::automatic::{self, Work};
 use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 
@@ -18,7 +20,7 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 /// assert_eq!(simulate(&actions, &costs)?.makespan(), 1.0 + 8.0 * 6.0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleRecipe {
     /// It says where the stages are.
     schedule: Schedule,
@@ -54,18 +56,6 @@ impl ScheduleRecipe {
     #[must_use]
     pub fn is_of(&self, schedule: Schedule, devices: usize) -> bool {
         self.schedule == schedule && self.memory.len() == devices
-    }
-
-    /// What a micro-batch costs on each stage.
-    #[must_use]
-    pub fn costs(&self) -> &Costs {
-        &self.costs
-    }
-
-    /// How many bytes each device has; `None` is no limit.
-    #[must_use]
-    pub fn memory(&self) -> &[Option<u64>] {
-        &self.memory
     }
 
     /// The list of actions of each device, for any number of micro-batches from 1: never longer, by

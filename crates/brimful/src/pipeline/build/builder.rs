@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
 use super::exact::cut_at_norms;
-use super::homes::{Homes, HostNeed, bring_together, check_halves_at_home, stage_homes};
+use super::homes::{Homes, bring_together, check_halves_at_home, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
@@ -32,26 +32,26 @@ use crate::{Layers, Result, World};
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
-    layers: Layers,
+    pub(super) layers: Layers,
     devices: Vec<DeviceSpec>,
-    balance: BalanceBy,
+    pub(super) balance: BalanceBy,
     size: Size,
-    schedule: Schedule,
+    pub(super) schedule: Schedule,
     /// Of a plan.
-    recipe: Option<ScheduleRecipe>,
-    recompute: Recompute,
+    pub(super) recipe: Option<ScheduleRecipe>,
+    pub(super) recompute: Recompute,
     /// The same of each stage, where a plan says it.
     recompute_each: Vec<Recompute>,
-    kind: Kind,
+    pub(super) kind: Kind,
     homes: Homes,
     /// Where what enters each stage waits, where a plan says it.
     boundaries: Vec<Home>,
     slots: usize,
-    host: Option<Arena>,
+    pub(super) host: Option<Arena>,
     non_finite: NonFinite,
     world: World,
     replicas: usize,
-    reserved: Option<Method>,
+    pub(super) reserved: Option<Method>,
     remembered: Option<PathBuf>,
     layout: Layout,
 }
@@ -266,17 +266,9 @@ impl Builder {
 
     /// The balance that all ranks take.
     fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<SettledBalance> {
-        let question = Question {
-            layers: &self.layers,
-            first,
-            kind: self.kind,
-            limits: &roster.limits,
-            schedule: self.schedule,
-            recompute: self.recompute,
-            micro_batches: self.usual_micro_batches(roster.limits.len()),
-            recipe: self.recipe.as_ref(),
-        };
-        roster.settle_balance(&question, &self.balance)
+        let limits = &roster.limits;
+        let micro_batches = self.usual_micro_batches(limits.len());
+        roster.settle_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
     /// Where each stage lives, which there is room for.
@@ -284,15 +276,7 @@ impl Builder {
         let mut homes = self.homes.of(balance.sizes().len())?;
         bring_together(&mut homes, &self.layers, balance, actions.placement())?;
         check_halves_at_home(actions, &homes, self.slots)?;
-        let need = HostNeed {
-            layers: &self.layers,
-            sizes: balance.sizes(),
-            homes: &homes,
-            kind: self.kind,
-            method: self.reserved,
-            arena: self.host.as_ref(),
-        };
-        need.check()?;
+        self.check_host(balance.sizes(), &homes)?;
         Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
     }
 
