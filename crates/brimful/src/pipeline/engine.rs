@@ -216,6 +216,7 @@ impl Attempted<Pipeline> for PipelineTried {
 }
 
 /// What one try is to do, as a pipeline's calls know it.
+#[derive(Debug)]
 pub(crate) struct TryPlan {
     pub(crate) portions: Vec<Portion>,
     pub(crate) mode: Mode,

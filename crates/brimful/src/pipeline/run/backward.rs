@@ -10,7 +10,7 @@ use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::worker::Site;
 use crate::schedule::Action;
-use crate::step::{TermGroup, as_wide_as, roots};
+use crate::step::{NonFinite, TermGroup, as_wide_as, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 type Roots = Vec<Vec<(Tensor, Tensor)>>;
@@ -162,7 +162,7 @@ impl WorkerRun {
 
     /// Takes the norm of the gradients so far, where one that is not finite is refused.
     fn note_norm(&mut self, site: &Site, i: usize) -> Result<()> {
-        if !site.refuses_gradients {
+        if site.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }
         let norm = self.accumulator().norm()?;

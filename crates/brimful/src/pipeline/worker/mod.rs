@@ -76,8 +76,8 @@ pub(crate) struct Site {
     turn: Option<Arc<Mutex<()>>>,
     /// Whether a parameter of this worker is trained.
     pub(crate) trains: bool,
-    /// Whether gradients that are not finite are refused.
-    pub(crate) refuses_gradients: bool,
+    /// What is refused because it is not finite.
+    pub(crate) non_finite: NonFinite,
     /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
@@ -103,13 +103,11 @@ pub(crate) struct Site {
 pub(crate) struct Worker {
     /// In its pipeline.
     pub(crate) number: usize,
-    pub(crate) has_first_stage: bool,
     pub(crate) site: Site,
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) ema: Option<Ema>,
-    pub(crate) non_finite: NonFinite,
     /// BatchNorm layers that do not know of steps, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
     pub(crate) store: VarStore,
@@ -174,7 +172,7 @@ impl Blueprint {
             layer: Cell::new(None),
             layout: Arc::clone(&self.layout),
             trains: true,
-            refuses_gradients: self.build.non_finite == NonFinite::RefuseGradients,
+            non_finite: self.build.non_finite,
             unmanaged: Vec::new(),
             resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
             leaving: RefCell::default(),
@@ -421,13 +419,11 @@ impl Worker {
         }
         Ok(Self {
             number: *number,
-            has_first_stage: *number == layout.first_worker(),
             site,
             variables: Variables::of(&store, layout, *number, *replica),
             memory: device.memory(),
             optimizer: None,
             ema: None,
-            non_finite: build.non_finite,
             unmanaged: UnmanagedStatistics::default(),
             store,
             open: None,
