@@ -260,8 +260,7 @@ impl<'a> Search<'a> {
         };
         let chosen = |j: usize| StageWay::ALL[ways[j]];
         let recompute: Vec<_> = (0..ways.len()).map(|j| mode(chosen(j))).collect();
-        let home = |j: usize| chosen(j).home(is_trained(self.request, j));
-        let homes: Vec<_> = (0..ways.len()).map(home).collect();
+        let homes: Vec<_> = (0..ways.len()).map(|j| chosen(j).home()).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
         let moves = Moves::new(&actions, &homes, slots).map_err(CostError::from)?;
@@ -306,14 +305,9 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
         costs: request.costs,
         actions,
         stage: StageId::at(j),
-        trained: is_trained(request, j),
         fetches: moves.lists().iter().flatten().filter(is_fetch).count(),
     };
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
-}
-
-fn is_trained(request: &HomeRequest<'_>, stage: usize) -> bool {
-    request.trained.get(stage).copied().unwrap_or(true)
 }
