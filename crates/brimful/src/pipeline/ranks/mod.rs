@@ -5,7 +5,7 @@ mod ties;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-pub(crate) use ties::{Leaving, Tie, gather, have_changed, names, shared, spread};
+pub(crate) use ties::{Leaving, Tie, gather, have_changed, shared, spread};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;

@@ -169,6 +169,8 @@ impl WorkerRun {
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
+        // Losses are counted after those of mini-batches that wait.
+        let tally = worker.window.as_ref().map(|window| window.tally.following());
         Ok(Self {
             kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
             arrived: job.ports.iter().map(|_| row_of_none(m)).collect(),
@@ -178,7 +180,7 @@ impl WorkerRun {
             meetings: meeting::before(&worker.site.stages, m),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
-            tally: worker.tally(),
+            tally: tally.unwrap_or_default(),
             norms: row_of_none(m),
             intake,
             next: 0,

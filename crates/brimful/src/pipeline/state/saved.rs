@@ -12,7 +12,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::ranks::{names, shared};
+use crate::pipeline::ranks::shared;
 use crate::pipeline::worker::{Variable, Worker};
 use crate::save::{self, Metadata};
 use crate::workers::Workers;
@@ -111,7 +111,8 @@ impl Pipeline {
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
         let workers = self.workers();
-        let names = workers.all(|worker| Ok(names(worker.variables.all())))?;
+        let names = workers
+            .all(|worker| Ok(worker.variables.all().map(|v| v.name.clone()).collect::<Vec<_>>()))?;
         let names = self.ranks.of_workers("freeze", names)?;
         let Some(chosen) = self.ranks.chosen(&names, which) else {
             // Each once: copies in other stages and replicas have their owner's name.

@@ -28,7 +28,7 @@ use crate::pipeline::run::{
 };
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
-use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
+use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
 /// What a worker is made from.
@@ -478,11 +478,6 @@ impl Worker {
             homes.update(optimizer, home);
         }
         Ok(())
-    }
-
-    /// What a mini-batch's losses are counted in, after those that wait.
-    pub(crate) fn tally(&self) -> Tally {
-        self.window.as_ref().map_or_else(Tally::default, |window| window.tally.following())
     }
 }
 
