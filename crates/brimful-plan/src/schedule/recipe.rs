@@ -23,9 +23,10 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleRecipe {
     /// It says where the stages are.
-    schedule: Schedule,
-    costs: Costs,
-    memory: Vec<Option<u64>>,
+    pub(super) schedule: Schedule,
+    pub(super) costs: Costs,
+    /// How many bytes each device has; `None` is no limit.
+    pub(super) memory: Vec<Option<u64>>,
 }
 
 impl ScheduleRecipe {
@@ -84,19 +85,11 @@ impl ScheduleRecipe {
         self.schedule.check(devices, micro_batches)?;
         let placement = self.schedule.placement(devices);
         let modes: Vec<_> = (0..placement.len()).map(|j| recompute(StageId::at(j))).collect();
-        let named = self.schedule.alike();
-        let work = Work {
-            costs: &self.costs,
-            placement: &placement,
-            named: &named,
-            memory: &self.memory,
-            micro_batches,
-            recompute: &modes,
-        };
+        let work = Work { recipe: self, placement: &placement, micro_batches, recompute: &modes };
         match automatic::best(work) {
             Ok(Some(best)) => Ok(best.actions),
             // Times whose sum is no number are nothing to go by.
-            _ => named[0].actions_by_stage(devices, micro_batches, recompute),
+            _ => self.schedule.alike()[0].actions_by_stage(devices, micro_batches, recompute),
         }
     }
 }

@@ -89,13 +89,13 @@ struct Outlook {
 
 impl<'a> GreedyRun<'a> {
     fn new(work: Work<'a>, policy: Policy) -> Self {
-        let ids = || (0..work.memory.len()).map(DeviceId::at);
+        let ids = || (0..work.recipe.memory.len()).map(DeviceId::at);
         Self {
             work,
             policy,
             devices: ids().map(|device| GreedyDevice::new(work, device)).collect(),
             stages: work.placement.iter().map(|_| StageProgress::default()).collect(),
-            ways: Ways::new(work.memory.len(), work.costs.link),
+            ways: Ways::new(work.recipe.memory.len(), work.recipe.costs.link),
             looks: ids().map(|device| Reverse((Moment(0.0), device))).collect(),
         }
     }
@@ -123,7 +123,7 @@ impl<'a> GreedyRun<'a> {
         let &Outlook { gradient, forward, next_gradient, next, is_full } = outlook;
         let Policy { forward_first, forward_delay, weight_delay, .. } = self.policy;
         let in_time = |action: &Action, next: f64, delay: f64| {
-            now + self.work.costs.time(*action) * (1.0 - delay) <= next
+            now + self.work.recipe.costs.time(*action) * (1.0 - delay) <= next
         };
         let forward = forward
             .filter(|forward| gradient.is_some() || in_time(forward, next_gradient, forward_delay));
@@ -203,8 +203,8 @@ impl<'a> GreedyRun<'a> {
     fn soonest(&self, action: Action, now: f64) -> f64 {
         let Some(source) = action.source(self.last()) else { return 0.0 };
         let sender = &self.devices[self.work.placement[source.index()].index()];
-        let time = self.work.costs.time(Action { stage: source, ..action });
-        f64::max(now, sender.free) + time + self.work.costs.link.latency
+        let time = self.work.recipe.costs.time(Action { stage: source, ..action });
+        f64::max(now, sender.free) + time + self.work.recipe.costs.link.latency
     }
 
     fn known_arrivals(&self, stage: StageId) -> impl Iterator<Item = f64> {
@@ -231,7 +231,7 @@ impl<'a> GreedyRun<'a> {
             self.stages[action.stage.index()].gradients_in.get(action.micro_batch.index());
         let input = arrived.copied().filter(|_| action.kind.passes_gradient()).unwrap_or(now);
         let begin = f64::max(now + self.recompute_time(action), input);
-        let end = begin + self.work.costs.time(action);
+        let end = begin + self.work.recipe.costs.time(action);
         let device = &mut self.devices[id.index()];
         device.bytes = device.bytes + hold.takes - hold.gives;
         device.free = end;
@@ -245,7 +245,7 @@ impl<'a> GreedyRun<'a> {
         let Some(target) = action.target(self.last()) else { return };
         let to = self.work.placement[target.index()];
         let boundary = action.stage.min(target);
-        let bytes = self.work.costs.stages[boundary.index()].output_bytes;
+        let bytes = self.work.recipe.costs.stages[boundary.index()].output_bytes;
         let arrival = self.ways.transfer(from, to, bytes, end);
         let progress = &mut self.stages[target.index()];
         match action.kind {
@@ -263,7 +263,7 @@ impl<'a> GreedyRun<'a> {
         let device = &self.devices[self.work.placement[action.stage.index()].index()];
         let mode = self.work.recompute[action.stage.index()];
         let is_woven = action.kind.passes_gradient() && mode.applies(device.list.last(), action);
-        if is_woven { self.work.costs.stages[action.stage.index()].recompute } else { 0.0 }
+        if is_woven { self.work.recipe.costs.stages[action.stage.index()].recompute } else { 0.0 }
     }
 
     fn last(&self) -> StageId {
@@ -277,12 +277,12 @@ impl Work<'_> {
         let is_recomputed = self.recompute[action.stage.index()] != Recompute::Never;
         // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
         let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
-        let hold = Hold::new(self.costs, action, held);
+        let hold = Hold::new(&self.recipe.costs, action, held);
         if !(is_recomputed && action.kind.passes_gradient()) {
             return hold;
         }
         let again = Action { kind: ActionKind::Recompute, ..action };
-        Hold { takes: hold.takes + Hold::new(self.costs, again, held).takes, ..hold }
+        Hold { takes: hold.takes + Hold::new(&self.recipe.costs, again, held).takes, ..hold }
     }
 }
 
@@ -296,14 +296,14 @@ impl GreedyDevice {
         };
         // As if every stage had begun its backwards.
         let resident = |stage: &StageId| {
-            let cost = &work.costs.stages[stage.index()];
+            let cost = &work.recipe.costs.stages[stage.index()];
             cost.lasting_bytes() + u128::from(cost.gradient_bytes)
         };
         Self {
             list: Vec::new(),
             free: 0.0,
             bytes: stages.iter().map(resident).sum(),
-            limit: work.memory[id.index()].map_or(u128::MAX, u128::from),
+            limit: work.recipe.memory[id.index()].map_or(u128::MAX, u128::from),
             reserve: stages.iter().map(gradient).max().unwrap_or(0),
             stages,
         }
