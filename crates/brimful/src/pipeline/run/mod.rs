@@ -29,7 +29,7 @@ pub(crate) use job::{End, Job, LossFn, Mode};
 pub(crate) use move_clock::MoveClock;
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
-pub(crate) use stage::{Boundary, Stage, StagePass};
+pub(crate) use stage::{Boundary, Stage};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
@@ -337,13 +337,14 @@ impl WorkerRun {
 
     /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
     fn run_lent(&self, site: &Site, at: usize, i: usize, input: Boundary) -> Result<Boundary> {
+        let trains = self.job.mode.trains();
         if !self.is_lent(at) {
-            return Ok(site.run(at, input, self.pass(i, site)));
+            return Ok(site.run(at, input, self.draws(i), trains));
         }
         // A layer that writes into its input would change the user's mini-batch, for every retry too.
         let lent = input.share();
         let before = Versions::of(lent.all());
-        let output = site.run(at, input, self.pass(i, site));
+        let output = site.run(at, input, self.draws(i), trains);
         before.check(lent.all())?;
         site.inputs.borrowers.trust::<Intake>();
         Ok(output)
@@ -381,30 +382,24 @@ impl WorkerRun {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(site.run_again(at, input, self.pass(i, site))?)
+            Output::Boundary(site.run_again(at, input, self.draws(i))?)
         };
         let input = HeldInput::Here(held);
         self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
         self.timeline.end(action)
     }
 
-    fn pass<'a>(&self, i: usize, site: &'a Site) -> StagePass<'a> {
-        let draws = Draws::new(self.job.seed, self.job.first + i);
-        StagePass {
-            generator: &site.generator,
-            draws,
-            train: self.job.mode.trains(),
-            layer: &site.layer,
-        }
+    fn draws(&self, i: usize) -> Draws {
+        Draws::new(self.job.seed, self.job.first + i)
     }
 
     /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
     pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
+        let seed = self.draws(i).seed(site.layout.layers.len());
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         // Seeding and drawing are one: stages on one accelerator share its generator.
         let _turn = site.turn();
-        site.generator
-            .seed(Draws::new(self.job.seed, self.job.first + i).seed(site.layout.layers.len()));
+        site.generator.seed(seed);
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
         let terms = loss.into_terms(self.job.mode.trains())?;
         self.tally.count(&terms, &self.job.weights[i])?;

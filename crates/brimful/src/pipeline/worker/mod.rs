@@ -24,7 +24,7 @@ use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::{
     Boundary, HeldInput, HostLead, Leaving, MoveClock, RestingPlace, Stage, StageOutlet,
-    StageParcel, StagePass, WaitingRoom, WorkerRun, run_again,
+    StageParcel, WaitingRoom, WorkerRun, run_again,
 };
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
@@ -237,24 +237,24 @@ impl Blueprint {
 }
 
 impl Site {
-    /// Runs one of the stages.
-    pub(crate) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
+    /// Runs one of the stages, with what its layers draw.
+    pub(crate) fn run(&self, at: usize, input: Boundary, draws: Draws, train: bool) -> Boundary {
         // Held until all is launched, not computed: a kernel gets its random state at its launch.
         let _turn = self.turn();
-        self.stages[at].run(input, pass)
+        let output = self.stages[at].run(input, train, |position| {
+            self.layer.set(Some(position));
+            self.generator.seed(draws.seed(position));
+        });
+        self.layer.set(None);
+        output
     }
 
     /// Runs it a second time for the same micro-batch, which no running statistic sees.
-    pub(crate) fn run_again(
-        &self,
-        at: usize,
-        input: Boundary,
-        pass: StagePass<'_>,
-    ) -> Result<Boundary> {
+    pub(crate) fn run_again(&self, at: usize, input: Boundary, draws: Draws) -> Result<Boundary> {
         // Layers that do not know of steps would move their statistics at the second run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = run_again(|| self.run(at, input, pass));
+        let output = run_again(|| self.run(at, input, draws, true));
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
