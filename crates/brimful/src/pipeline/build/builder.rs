@@ -8,7 +8,6 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
-use super::exact::cut_at_norms;
 use super::homes::{Homes, bring_together, check_halves_at_home, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
@@ -33,7 +32,7 @@ use crate::{Layers, Result, World};
 #[must_use]
 pub struct Builder {
     pub(super) layers: Layers,
-    devices: Vec<DeviceSpec>,
+    pub(super) devices: Vec<DeviceSpec>,
     pub(super) balance: BalanceBy,
     size: Size,
     pub(super) schedule: Schedule,
@@ -49,8 +48,8 @@ pub struct Builder {
     slots: usize,
     pub(super) host: Option<Arena>,
     non_finite: NonFinite,
-    world: World,
-    replicas: usize,
+    pub(super) world: World,
+    pub(super) replicas: usize,
     pub(super) reserved: Option<Method>,
     remembered: Option<PathBuf>,
     layout: Layout,
@@ -312,18 +311,6 @@ impl Builder {
         self.size.check()
     }
 
-    /// The balance and the schedule with exact BatchNorms, and whether there are some.
-    fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
-        let Some((cut, breadth_first)) = cut_at_norms(&self.layers, &balance)? else {
-            return Ok((balance, self.schedule, false));
-        };
-        let (devices, replicas, ranks) = (self.devices.len(), self.replicas, self.world.size());
-        match devices.max(replicas).max(ranks) {
-            1 => Ok((cut, breadth_first, true)),
-            _ => Err(PipelineError::ExactOnSeveral { devices, replicas, ranks }.into()),
-        }
-    }
-
     /// The number of micro-batches, where it does not depend on the mini-batch; else one a stage.
     fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
@@ -345,11 +332,6 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// The account of the host beside a device that is a CPU too: what lives there is not the device's.
-fn host_of(device: &DeviceSpec) -> Option<Arena> {
-    device.arena.as_ref().map(|_| Arena::new("host"))
-}
-
 /// Starts this rank's workers, and lets each build its stages.
 fn spawn(
     layout: &Arc<StageLayout>,
@@ -361,6 +343,8 @@ fn spawn(
     with_step_seed(seeded, |seed| {
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
+        // The account of the host beside a device that is a CPU too: what lives there is not the device's.
+        let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
         let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
             number: here.start + at % here.len(),
