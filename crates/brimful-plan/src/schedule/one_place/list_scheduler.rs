@@ -96,9 +96,7 @@ impl ListScheduler {
     fn run(mut self) -> Option<Vec<Vec<Action>>> {
         loop {
             self.decide();
-            let Some(&Reverse((now, _))) = self.ends.peek() else {
-                break;
-            };
+            let Some(&Reverse((now, _))) = self.ends.peek() else { break };
             self.now = now;
             // All that ends in this tick ends before anyone decides: a device that decided between
             // two ends would not see the place that the second one frees.
@@ -150,9 +148,7 @@ impl ListScheduler {
         }
         let mut best = (None, NextMove::Rest);
         for queue in 0..device.queues.len() {
-            let Some((rank, action)) = self.ready(device, queue) else {
-                continue;
-            };
+            let Some((rank, action)) = self.ready(device, queue) else { continue };
             if best.0.is_some_and(|best| best <= rank) {
                 continue;
             }
@@ -206,9 +202,7 @@ impl ListScheduler {
     /// Nothing will hinder the queue's next action once the device is free.
     fn can_promise(&self, by: DeviceId, queue: usize) -> bool {
         let device = &self.devices[by.index()];
-        let Some(&(_, action)) = device.queues[queue].pending.front() else {
-            return false;
-        };
+        let Some(&(_, action)) = device.queues[queue].pending.front() else { return false };
         let released = device.running.is_some_and(|(running, _)| running.kind.releases());
         let held = device.held - usize::from(released);
         let allowed = action.kind != ActionKind::Forward || held < self.limit;
@@ -223,9 +217,7 @@ impl ListScheduler {
         }
         let device = &mut self.devices[id.index()];
         device.promised = None;
-        let Some((_, action)) = device.queues[queue].pending.pop_front() else {
-            return;
-        };
+        let Some((_, action)) = device.queues[queue].pending.pop_front() else { return };
         let end = self.now + ticks(action.kind);
         device.running = Some((action, end));
         device.held += usize::from(action.kind == ActionKind::Forward);
@@ -242,9 +234,7 @@ impl ListScheduler {
 
     fn finish(&mut self, id: DeviceId) {
         let device = &mut self.devices[id.index()];
-        let Some((action, _)) = device.running.take() else {
-            return;
-        };
+        let Some((action, _)) = device.running.take() else { return };
         device.held -= usize::from(action.kind.releases());
         self.wake(id);
         if let Some(target) = action.target(self.last) {

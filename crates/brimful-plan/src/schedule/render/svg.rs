@@ -69,10 +69,6 @@ impl Panel<'_> {
         let held = used.peak_held as f64 / per_device;
         (held, format!("{} A", trim(held)))
     }
-
-    fn has_bytes(&self) -> bool {
-        self.simulation.devices().iter().any(|device| device.peak_bytes > 0)
-    }
 }
 
 fn open(out: &mut String, height: f64) {
@@ -214,7 +210,8 @@ fn heading(out: &mut String, panel: &Panel<'_>, top: f64) {
         100.0 * panel.simulation.bubble(),
     );
     let x = WIDTH - MARGIN - MEMORY + 20.0;
-    let what = if panel.has_bytes() { "peak memory" } else { "activations held" };
+    let has_bytes = panel.simulation.devices().iter().any(|device| device.peak_bytes > 0);
+    let what = if has_bytes { "peak memory" } else { "activations held" };
     text(out, x, y, 13.0, "#64748b", "start", what);
 }
 

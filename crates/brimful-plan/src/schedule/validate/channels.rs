@@ -131,9 +131,7 @@ impl<'a> Network<'a> {
     /// Does a device's current action, or as much of it as can be done.
     fn advance(&mut self, device: DeviceId) -> bool {
         let worker = self.workers[device.index()];
-        let Some(&action) = self.lists[device.index()].get(worker.position) else {
-            return false;
-        };
+        let Some(&action) = self.lists[device.index()].get(worker.position) else { return false };
         if !worker.has_input && !self.take(action) {
             return false;
         }
@@ -148,9 +146,7 @@ impl<'a> Network<'a> {
     }
 
     fn take(&mut self, action: Action) -> bool {
-        let Some(source) = action.source(self.last) else {
-            return true;
-        };
+        let Some(source) = action.source(self.last) else { return true };
         let waiting = &mut self.waiting[action.stage.index()][action.channel()];
         if *waiting == 0 {
             return false;
@@ -165,9 +161,7 @@ impl<'a> Network<'a> {
     }
 
     fn send(&mut self, action: Action, device: DeviceId) -> bool {
-        let Some(target) = action.target(self.last) else {
-            return true;
-        };
+        let Some(target) = action.target(self.last) else { return true };
         // On one device there is no channel, and nothing to wait for.
         let is_local = self.device_of[target.index()] == device;
         let waiting = &mut self.waiting[target.index()][action.channel()];
