@@ -206,17 +206,11 @@ impl HostedStages {
         Ok(())
     }
 
-    /// Lets the updates of a step that begins follow its backward.
-    pub(crate) fn begin_following(&mut self, optimizer: Optimizer) {
-        self.start_update(optimizer, None, HandsOver::Following);
-        self.handing = Some(Handing::default());
-    }
-
-    /// Lets the optimizer look ahead while a step that begins goes backward: the one that is here, or the one
-    /// whose last update is under way.
-    pub(crate) fn begin_ahead(&mut self, here: Option<Optimizer>) {
+    /// Lets the optimizer follow a step that begins, or look ahead while it goes backward: the one that is here, or
+    /// the one whose last update is under way.
+    pub(crate) fn begin_handing(&mut self, here: Option<Optimizer>) {
         if let Some(optimizer) = here {
-            self.start_update(optimizer, None, HandsOver::Ahead);
+            self.start_update(optimizer, None, self.hands_over);
         }
         self.handing = Some(Handing::default());
     }

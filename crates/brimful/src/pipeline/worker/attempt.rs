@@ -151,7 +151,7 @@ impl Worker {
                 // A gradient that was there before is added to: the step's is another.
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
                 if is_alone && !adds && homes.wants_ahead() {
-                    homes.begin_ahead(self.optimizer.take());
+                    homes.begin_handing(self.optimizer.take());
                 }
                 Ok(())
             }
@@ -162,7 +162,7 @@ impl Worker {
         self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
         if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
-            homes.begin_following(optimizer);
+            homes.begin_handing(Some(optimizer));
         }
         Ok(())
     }
