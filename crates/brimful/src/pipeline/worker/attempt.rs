@@ -94,15 +94,11 @@ impl Worker {
         Ok(self.done(Vec::new(), tells)?)
     }
 
-    fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
+    fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         // Parameters are about to move, which the optimizer at home must not look at then.
         self.stop_looking_ahead()?;
         // A forward that nobody came back to holds its graphs: they would count in this run's peak.
         self.undo()?;
-        Ok(self.prepared_run(job)?)
-    }
-
-    fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         self.lay_out(job.channels_last)?;
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
@@ -202,7 +198,7 @@ impl Worker {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
 
-    /// Runs on while the layers' statistics are collected.
+    /// Runs on while the layers' statistics are collected; undoes it where that fails.
     fn collecting(
         &mut self,
         run: WorkerRun,
