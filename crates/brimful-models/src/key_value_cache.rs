@@ -38,14 +38,8 @@ struct SeenTokens {
     count: i64,
     /// The most tokens that it holds.
     room: i64,
-    /// Each block's, samples × heads × room × width.
-    blocks: HashMap<usize, KeysAndValues>,
-}
-
-#[derive(Debug)]
-struct KeysAndValues {
-    keys: Tensor,
-    values: Tensor,
+    /// Each block's keys and values, samples × heads × room × width.
+    blocks: HashMap<usize, [Tensor; 2]>,
 }
 
 impl KeyValueCache {
@@ -90,11 +84,9 @@ impl KeyValueCache {
             "{new} tokens after {count} are more than the {room} that there is room for: clear the cache, \
              or make it larger"
         );
-        let kept = seen.blocks.entry(block).or_insert_with(|| KeysAndValues {
-            keys: empty(keys, room),
-            values: empty(values, room),
-        });
-        [(&kept.keys, keys), (&kept.values, values)].map(|(kept, new)| {
+        let kept = seen.blocks.entry(block);
+        let kept = kept.or_insert_with(|| [keys, values].map(|like| empty(like, room)));
+        [(&kept[0], keys), (&kept[1], values)].map(|(kept, new)| {
             kept.narrow(2, count, new.size()[2]).copy_(&new.detach());
             kept.narrow(2, 0, count + new.size()[2])
         })

@@ -151,9 +151,8 @@ impl ModuleT for LlamaBlock {
 /// Each place looks at those before it, and at itself; heads of queries share keys and values.
 #[derive(Debug)]
 struct LlamaAttention {
-    queries: Projection,
-    keys: Projection,
-    values: Projection,
+    /// To queries, keys and values.
+    split: [Projection; 3],
     join: Projection,
     head_width: i64,
     dropout: f64,
@@ -170,15 +169,11 @@ impl LlamaAttention {
     ) -> Self {
         let Llama { width, head_width, biases, dropout, .. } = *shape;
         let [all, grouped] = [shape.heads, shape.key_value_heads].map(|heads| heads * head_width);
-        let split = |name, outputs| {
-            let config = shape.projection(biases.queries_keys_values);
-            Projection::new(&(path / name), width, outputs, config)
-        };
+        let config = shape.projection(biases.queries_keys_values);
+        let split = [("q_proj", all), ("k_proj", grouped), ("v_proj", grouped)];
         let join = shape.projection(biases.output);
         Self {
-            queries: split("q_proj", all),
-            keys: split("k_proj", grouped),
-            values: split("v_proj", grouped),
+            split: split.map(|(name, out)| Projection::new(&(path / name), width, out, config)),
             join: Projection::new(&(path / "o_proj"), all, width, join),
             head_width,
             dropout,
@@ -191,8 +186,7 @@ impl LlamaAttention {
 impl ModuleT for LlamaAttention {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let (samples, sequence, _) = x.size3().expect("samples × sequence × width");
-        let split = [&self.queries, &self.keys, &self.values];
-        let heads = Projection::forward_all(split, x);
+        let heads = Projection::forward_all(self.split.each_ref(), x);
         let [queries, keys, values] =
             heads.map(|all| all.view([samples, sequence, -1, self.head_width]));
         let first = BlockCache::first_place(self.cache.as_ref());

@@ -126,10 +126,7 @@ impl ResNet {
         (0..self.blocks[group]).fold(Layers::new(), |layers, number| {
             let stride = if group > 0 && number == 0 { 2 } else { 1 };
             let channels = if number == 0 { before } else { out };
-            let shape = match self.bottleneck {
-                true => ResidualShape::bottleneck(channels, width, out, stride),
-                false => ResidualShape::basic(channels, width, out, stride),
-            };
+            let shape = ResidualShape::new([channels, width, out], stride, self.bottleneck);
             let (name, policy) = (number.to_string(), self.batch_norm);
             match policy {
                 BatchNormPolicy::Exact => layers.add_layers(name, shape.cut_at_norms()),
@@ -152,23 +149,21 @@ struct ResidualShape {
 }
 
 impl ResidualShape {
-    fn basic(channels: i64, width: i64, out: i64, stride: i64) -> Self {
-        let first = ConvShape::square(channels, width, 3, stride);
-        Self::of(vec![first, ConvShape::square(width, out, 3, 1)], stride)
-    }
-
-    fn bottleneck(channels: i64, width: i64, out: i64, stride: i64) -> Self {
-        let narrow = ConvShape::square(channels, width, 1, 1);
-        let middle = ConvShape::square(width, width, 3, stride);
-        let wide = ConvShape::square(width, out, 1, 1);
-        Self::of(vec![narrow, middle, wide], stride)
-    }
-
-    fn of(convolutions: Vec<ConvShape>, stride: i64) -> Self {
-        let from = convolutions[0].from;
-        let to = convolutions[convolutions.len() - 1].to;
-        let differs = stride != 1 || from != to;
-        let downsample = differs.then(|| ConvShape::square(from, to, 1, stride));
+    /// With these channels at the entry, in the middle and at the exit.
+    fn new([entry, middle, exit]: [i64; 3], stride: i64, bottleneck: bool) -> Self {
+        let convolutions = match bottleneck {
+            true => vec![
+                ConvShape::square(entry, middle, 1, 1),
+                ConvShape::square(middle, middle, 3, stride),
+                ConvShape::square(middle, exit, 1, 1),
+            ],
+            false => vec![
+                ConvShape::square(entry, middle, 3, stride),
+                ConvShape::square(middle, exit, 3, 1),
+            ],
+        };
+        let differs = stride != 1 || entry != exit;
+        let downsample = differs.then(|| ConvShape::square(entry, exit, 1, stride));
         Self { convolutions, downsample }
     }
 

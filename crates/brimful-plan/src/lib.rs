@@ -17,6 +17,7 @@
 //! A module uses those above it in this table, and none below.
 
 pub mod balance;
+mod bisect;
 pub mod bytes;
 pub mod plan;
 pub mod schedule;

@@ -19,6 +19,8 @@ use std::ops::Range;
 
 use thiserror::Error;
 
+use crate::bisect::count_while;
+
 /// Samples that cannot be cut as asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -102,20 +104,14 @@ pub fn by_count_of_tokens(
     lengths: &[usize],
     count: usize,
 ) -> Result<Vec<Range<usize>>, SplitError> {
-    let mut least = longest(lengths)?;
+    let least = longest(lengths)?;
     if count == 0 {
         return Err(SplitError::CountOfZero { samples: lengths.len() });
     }
     // So many always suffice: all sequences in one.
-    let mut most = least.saturating_mul(lengths.len());
-    while least < most {
-        let middle = least + (most - least) / 2;
-        match filled(lengths, middle).len() <= count {
-            true => most = middle,
-            false => least = middle + 1,
-        }
-    }
-    let mut ranges = filled(lengths, least);
+    let most = least.saturating_mul(lengths.len());
+    let are_too_few = |more: usize| filled(lengths, least + more).len() > count;
+    let mut ranges = filled(lengths, least + count_while(most - least, are_too_few));
     while ranges.len() < count.min(lengths.len()) {
         halve_the_longest(&mut ranges);
     }

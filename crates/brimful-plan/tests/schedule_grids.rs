@@ -54,7 +54,7 @@ fn the_sources_show_their_grids() {
     let interleaved = Schedule::Interleaved { stages_per_device: 2 };
     let breadth_first = Schedule::BreadthFirst { stages_per_device: 2 };
     let drawn = [
-        (include_str!("../src/schedule/gpipe.rs"), Schedule::GPipe, 4, 4),
+        (include_str!("../src/schedule/breadth_first.rs"), Schedule::GPipe, 4, 4),
         (include_str!("../src/schedule/one_f_one_b.rs"), Schedule::OneFOneB, 4, 4),
         (include_str!("../src/schedule/interleaved.rs"), interleaved, 2, 2),
         (include_str!("../src/schedule/breadth_first.rs"), breadth_first, 2, 2),

@@ -28,5 +28,5 @@ pub(super) fn draw(runners: &[Runner]) -> String {
 fn measured(runner: &Runner) -> Option<Simulation> {
     let step = runner.typical()?;
     let timeline = step.timeline.as_ref()?;
-    Some(Simulation::measured(&timeline.actions, &timeline.spans, &runner.peaks))
+    Some(Simulation::measured(&timeline.actions, &timeline.spans, &[], &runner.peaks))
 }

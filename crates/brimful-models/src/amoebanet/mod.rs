@@ -94,7 +94,7 @@ impl AmoebaNet {
         let (layers, CellInputs { current: features, .. }) = cells;
         Ok(layers.add_many("head", move |p| {
             let fc = linear(p, features, classes);
-            move |x, _| vec![classify(&fc, &x[0])]
+            move |x, _| vec![fc.forward(&x[0].adaptive_avg_pool2d([1, 1]).flatten(1, -1))]
         }))
     }
 
@@ -119,8 +119,4 @@ impl AmoebaNet {
         };
         iter::once(reduction(1)).chain((1..=GROUPS).flat_map(group))
     }
-}
-
-fn classify(fc: &nn::Linear, x: &Tensor) -> Tensor {
-    fc.forward(&x.adaptive_avg_pool2d([1, 1]).flatten(1, -1))
 }

@@ -47,13 +47,11 @@ impl CellState {
 
 /// An operation in its place.
 #[derive(Debug)]
-pub(super) enum Operation {
-    Plain {
-        kind: OperationKind,
-        stride: i64,
-    },
-    /// Each with a ReLU before it.
-    Convolve(Vec<ConvNorm>),
+pub(super) struct Operation {
+    kind: OperationKind,
+    stride: i64,
+    /// Its convolutions, each with a ReLU before it.
+    steps: Vec<ConvNorm>,
 }
 
 impl OperationKind {
@@ -95,24 +93,18 @@ impl Operation {
         stride: i64,
         policy: BatchNormPolicy,
     ) -> Self {
-        let steps = kind.steps(filters, stride);
-        if steps.is_empty() {
-            return Self::Plain { kind, stride };
-        }
+        let steps = kind.steps(filters, stride).into_iter().enumerate();
         let step = |(number, step)| ConvNorm::new(&(path / number), step, policy);
-        Self::Convolve(steps.into_iter().enumerate().map(step).collect())
+        Self { kind, stride, steps: steps.map(step).collect() }
     }
 
     pub(super) fn apply(&self, state: &CellState, train: bool) -> Tensor {
-        match self {
-            Self::Plain { kind, stride } => kind.plain(&state.value, *stride),
-            Self::Convolve(steps) => {
-                let (last, others) = steps.split_last().expect("a convolution has a step");
-                let x = state.rectified().shallow_clone();
-                let x = others.iter().fold(x, |x, step| step.forward_relu(&x, train));
-                last.forward(&x, train)
-            }
-        }
+        let Some((last, others)) = self.steps.split_last() else {
+            return self.kind.plain(&state.value, self.stride);
+        };
+        let x = state.rectified().shallow_clone();
+        let x = others.iter().fold(x, |x, step| step.forward_relu(&x, train));
+        last.forward(&x, train)
     }
 }
 

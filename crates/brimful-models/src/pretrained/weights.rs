@@ -59,7 +59,8 @@ impl Weights {
         let missing = wanted.keys().filter(|name| !self.places.contains_key(*name));
         let missing = missing.map(|name| format!("{name} is missing"));
         let misshapen = wanted.iter().filter_map(|(name, wanted)| {
-            let found = self.shape(self.places.get(name)?);
+            let place = self.places.get(name)?;
+            let found = self.files[place.file].shape(&place.name).unwrap_or_default();
             (found != *wanted).then(|| format!("{name} is {found:?}, not {wanted:?}"))
         });
         let left_over = self.places.keys().filter(|name| {
@@ -71,10 +72,6 @@ impl Weights {
             true => Ok(()),
             false => Err(PretrainedError::Tensors { folder: self.folder.clone(), differences }),
         }
-    }
-
-    fn shape(&self, place: &WeightPlace) -> Vec<i64> {
-        self.files[place.file].shape(&place.name).unwrap_or_default()
     }
 
     /// Copies a weight into the variable of its name, if there is one.

@@ -3,6 +3,7 @@
 use std::ops::RangeInclusive;
 
 use super::problem::PartitionProblem;
+use crate::bisect::count_while;
 
 /// Between which layers each stage can end at all.
 pub(super) fn bands(
@@ -43,18 +44,4 @@ fn earliest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
         ends[j - 1] = end - taken;
     }
     ends
-}
-
-/// How many of 0, 1, 2, … below `count` pass, if those that pass come first.
-fn count_while(count: usize, passes: impl Fn(usize) -> bool) -> usize {
-    let (mut passed, mut failed) = (0, count);
-    while passed < failed {
-        let middle = passed.midpoint(failed);
-        if passes(middle) {
-            passed = middle + 1;
-        } else {
-            failed = middle;
-        }
-    }
-    passed
 }

@@ -105,12 +105,9 @@ impl<'a> PartitionProblem<'a> {
 
     /// Whether stage `j` may have the layers, at no more than `most`.
     pub(super) fn allows(&self, j: usize, start: usize, end: usize, most: f64) -> bool {
-        self.cost(j, start, end) <= most && self.fits(j, start, end)
-    }
-
-    fn fits(&self, j: usize, start: usize, end: usize) -> bool {
         let limit = self.stages[j].memory.filter(|_| self.goal == BalanceGoal::TimeWithin);
-        limit.is_none_or(|limit| self.bytes(j, start, end) <= u128::from(limit))
+        self.cost(j, start, end) <= most
+            && limit.is_none_or(|limit| self.bytes(j, start, end) <= u128::from(limit))
     }
 
     fn bytes(&self, j: usize, start: usize, end: usize) -> u128 {

@@ -111,9 +111,7 @@ impl StartWindow {
     fn open_to(&mut self, end: usize, before: &StageEnds) {
         for start in self.next..end.min(before.end()) {
             self.next = start + 1;
-            let Some(way) = before.ways[start - before.first] else {
-                continue;
-            };
+            let Some(way) = before.ways[start - before.first] else { continue };
             // Later starts stay possible longer, so one that sends less makes those before it that
             // send more useless for good.
             while self.queue.back().is_some_and(|(_, last)| last.sent > way.sent) {

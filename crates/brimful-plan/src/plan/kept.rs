@@ -6,10 +6,10 @@
 //! tells: the room is corrected by what was over or left. In the end stages are tried one by one.
 
 use crate::balance::Balance;
-use crate::schedule::{Action, ActionKind, Recompute, StageId};
+use crate::schedule::{Action, ActionKind, Actions, Recompute, StageId};
 
 use super::knapsack::{self, Offer};
-use super::search::{BalanceTrial, listed, row_of_mode};
+use super::search::BalanceTrial;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
 /// How often the room is corrected: each time by all that was over or left, which is enough after a few.
@@ -26,14 +26,14 @@ const COMPUTES_AGAIN: usize = 1;
 /// else what is least over.
 pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
     let keeping = PlanChoice { recompute: Recompute::Never, ..choice };
-    let fastest = BalanceTrial::new(request, keeping)?.fastest()?;
-    let all = row_of_mode(request, keeping)?;
+    let keeping = BalanceTrial::new(request, keeping)?;
+    let (fastest, all) = (keeping.fastest()?, keeping.best()?);
     // With another balance, which the memory forces upon it, computing again can be the lesser evil.
     if all.fits && all.balance == fastest {
         return Ok(all);
     }
-    let choice = PlanChoice { recompute: LEAN, ..choice };
-    let lean = row_of_mode(request, choice)?;
+    let trial = BalanceTrial::new(request, PlanChoice { recompute: LEAN, ..choice })?;
+    let lean = trial.best()?;
     let mut balances = vec![lean.balance.clone(), all.balance.clone(), fastest];
     balances.dedup();
     let is_better = |row: &PlanRow, best: &PlanRow| {
@@ -42,7 +42,7 @@ pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<Plan
     };
     let mut best = if is_better(&lean, &all) { lean } else { all };
     for balance in balances {
-        let mixed = KeptStages::new(request, choice, balance)?.best()?;
+        let mixed = KeptStages::new(&trial, &keeping.actions, balance).best()?;
         if let Some(mixed) = mixed.filter(|mixed| mixed.fits && is_better(mixed, &best)) {
             best = mixed;
         }
@@ -52,22 +52,16 @@ pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<Plan
 
 /// The stages of one balance, of which some keep their activations.
 struct KeptStages<'a> {
-    request: &'a Request<'a>,
-    trial: BalanceTrial<'a>,
+    /// With a choice by which nothing is kept.
+    trial: &'a BalanceTrial<'a>,
     balance: Balance,
     /// Of each stage: what it would take to keep, and what to compute again.
     offers: Vec<[Offer; 2]>,
 }
 
 impl<'a> KeptStages<'a> {
-    /// Of a choice with which nothing is kept.
-    fn new(
-        request: &'a Request<'a>,
-        choice: PlanChoice,
-        balance: Balance,
-    ) -> Result<Self, PlanError> {
-        let trial = BalanceTrial::new(request, choice)?;
-        let kept = listed(request, PlanChoice { recompute: Recompute::Never, ..choice })?;
+    /// `kept` are the actions of the same choice by which all is.
+    fn new(trial: &'a BalanceTrial<'a>, kept: &Actions, balance: Balance) -> Self {
         let costs = trial.costs(&balance);
         let offers = (0..costs.stages.len()).map(|j| {
             let (stage, cost) = (StageId::at(j), &costs.stages[j]);
@@ -81,8 +75,7 @@ impl<'a> KeptStages<'a> {
             let keeps = Offer { way: KEEPS, bytes, seconds: 0.0 };
             [keeps, Offer { way: COMPUTES_AGAIN, bytes: 0, seconds }]
         });
-        let offers = offers.collect();
-        Ok(Self { request, trial, balance, offers })
+        Self { trial, balance, offers: offers.collect() }
     }
 
     /// The shortest that fits; none where not even the leanest does.
@@ -153,6 +146,6 @@ impl<'a> KeptStages<'a> {
         let left = |(device, peak): (&super::PlanDevice, &u64)| {
             device.memory.map_or(all, |memory| i128::from(memory) - i128::from(*peak))
         };
-        self.request.devices.iter().zip(&row.peak_bytes).map(left).collect()
+        self.trial.request.devices.iter().zip(&row.peak_bytes).map(left).collect()
     }
 }

@@ -18,22 +18,9 @@ pub(super) fn best_row(
         return Ok(Err(Refusal { choice, reason }));
     }
     match request.recompute {
-        Some(_) => row_of_mode(request, choice).map(Ok),
+        Some(_) => BalanceTrial::new(request, choice)?.best().map(Ok),
         None => kept::best_row(request, choice).map(Ok),
     }
-}
-
-/// The best way with this choice for every stage: the fastest balance if it fits, else the fastest that
-/// the memory allows, else the one that is least over.
-pub(super) fn row_of_mode(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
-    let trial = BalanceTrial::new(request, choice)?;
-    let fastest = trial.row(trial.fastest()?)?;
-    if fastest.fits {
-        return Ok(fastest);
-    }
-    // Where two lack as much, the earlier one stays, which is the faster.
-    let others = trial.within_memory()?.into_iter();
-    Ok(others.fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
 }
 
 fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
@@ -46,17 +33,12 @@ fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
     (micro_batches > samples).then_some(Reason::TooFewSamples { samples, micro_batches })
 }
 
-/// The list of a choice. An automatic one is made for a balance; before there is one, the leanest alike
-/// stands for it.
-pub(super) fn listed(request: &Request<'_>, choice: PlanChoice) -> Result<Actions, PlanError> {
-    let PlanChoice { schedule, micro_batches, recompute } = choice;
-    Ok(schedule.alike()[0].actions(request.devices.len(), micro_batches, recompute)?)
-}
-
 /// The balances that one choice is tried with.
 pub(super) struct BalanceTrial<'a> {
-    request: &'a Request<'a>,
+    pub(super) request: &'a Request<'a>,
     choice: PlanChoice,
+    /// The list of the choice. An automatic one is made for a balance; before there is one, the leanest alike
+    /// stands for it.
     pub(super) actions: Actions,
     costs: StepCosts<'a>,
     loads: Vec<Load>,
@@ -65,12 +47,14 @@ pub(super) struct BalanceTrial<'a> {
 
 impl<'a> BalanceTrial<'a> {
     pub(super) fn new(request: &'a Request<'a>, choice: PlanChoice) -> Result<Self, PlanError> {
-        let actions = listed(request, choice)?;
-        let costs = StepCosts::new(request, choice.micro_batches);
-        let loads = costs.loads(choice.recompute);
+        let PlanChoice { schedule, micro_batches, recompute } = choice;
+        let alike = schedule.alike()[0];
+        let actions = alike.actions(request.devices.len(), micro_batches, recompute)?;
+        let costs = StepCosts::new(request, micro_batches);
+        let loads = costs.loads(recompute);
         // A device's memory, in equal parts for its stages: the balancer knows stages alone, and the
         // stages of one device are like each other under every schedule here.
-        let parts = choice.schedule.stages_per_device() as u64;
+        let parts = schedule.stages_per_device() as u64;
         let slot = |(j, device): (usize, &DeviceId)| {
             let device = request.devices[device.index()];
             let held = actions.held(StageId::at(j)) as u64;
@@ -78,6 +62,18 @@ impl<'a> BalanceTrial<'a> {
         };
         let slots = actions.placement().iter().enumerate().map(slot).collect();
         Ok(Self { request, choice, actions, costs, loads, slots })
+    }
+
+    /// The best way with this choice for every stage: the fastest balance if it fits, else the fastest that
+    /// the memory allows, else the one that is least over.
+    pub(super) fn best(&self) -> Result<PlanRow, PlanError> {
+        let fastest = self.row(self.fastest()?)?;
+        if fastest.fits {
+            return Ok(fastest);
+        }
+        // Where two lack as much, the earlier one stays, which is the faster.
+        let others = self.within_memory()?.into_iter();
+        Ok(others.fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
     }
 
     /// The balance whose slowest stage is as fast as can be, whatever it takes.

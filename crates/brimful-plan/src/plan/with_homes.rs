@@ -54,7 +54,6 @@ fn row(
         Err(HomeError::DeviceTooSmall { .. } | HomeError::HostTooSmall { .. }) => return Ok(None),
         Err(HomeError::Schedule(error)) => return Err(error.into()),
         Err(HomeError::Cost(error)) => return Err(error.into()),
-        Err(HomeError::Moves(error)) => return Err(PlanError::Cost(error.into())),
     };
     let HomeChoice { actions, moves, host_bytes, .. } = &chosen;
     let ahead_bytes = request.ahead_bytes(&costs, moves.homes(), *host_bytes);

@@ -114,10 +114,6 @@ impl ActionKind {
             kind => kind == Self::Recompute,
         }
     }
-
-    pub(super) fn from_letter(letter: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.letter() == letter as char)
-    }
 }
 
 /// One piece of work: a stage does something with a micro-batch.

@@ -10,11 +10,25 @@
 //! A stage runs all its forwards in one piece and all its backwards in another, so weights that live
 //! in host memory cross the bus once for each, however many micro-batches there are (see
 //! [`Moves`](super::Moves)). The price is that every boundary waits for the whole mini-batch. The
-//! backwards run in reverse, as GPipe's do: what was left last is used first.
+//! backwards run in reverse: what was left last is used first.
+//!
+//! With one stage on each device it is GPipe: every forward, then every backward, the last micro-batch
+//! first.
+//!
+//! ```text
+//! stage 0  F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  ·  ·  ·  B3─── B2─── B1─── B0───
+//! stage 1  ·  F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  B3─── B2─── B1─── B0─── ·  ·
+//! stage 2  ·  ·  F0 F1 F2 F3 ·  ·  ·  B3─── B2─── B1─── B0─── ·  ·  ·  ·
+//! stage 3  ·  ·  ·  F0 F1 F2 F3 B3─── B2─── B1─── B0─── ·  ·  ·  ·  ·  ·
+//! ```
+//!
+//! The simplest schedule, and the one that holds the most: all m micro-batches on every stage. The
+//! backwards run in reverse, so that the last micro-batch's activations are used while they are
+//! still there, and need no recompute.
 
 use super::{Action, ActionKind, MicroBatchId, StageId};
 
-/// The lists of `p` devices with `v` stages each, for `m` micro-batches.
+/// The lists of `p` devices with `v` stages each, for `m` micro-batches; GPipe is v = 1.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     (0..p).map(|device| list(p, v, m, device)).collect()
 }

@@ -101,15 +101,11 @@ impl BusUse {
 
     /// What crossed the bus, and the waits, with times from this moment on.
     pub(super) fn crossed_since(&self, moment: f64) -> Self {
-        let crossed = self.moves.iter().filter(|span| span.moved.kind != MoveKind::Release);
-        let moved = |span: &MoveSpan| {
-            let (start, end) = (span.start - moment, span.end - moment);
-            MoveSpan { start, end, ..*span }
-        };
-        let waited = |span: &WaitSpan| {
-            let (start, end) = (span.start - moment, span.end - moment);
-            WaitSpan { start, end, ..*span }
-        };
-        Self { moves: crossed.map(moved).collect(), waits: self.waits.iter().map(waited).collect() }
+        let Self { mut moves, mut waits } = self.clone();
+        moves.retain(|span| span.moved.kind != MoveKind::Release);
+        let of_moves = moves.iter_mut().map(|span| [&mut span.start, &mut span.end]);
+        let of_waits = waits.iter_mut().map(|span| [&mut span.start, &mut span.end]);
+        of_moves.chain(of_waits).flatten().for_each(|time| *time -= moment);
+        Self { moves, waits }
     }
 }

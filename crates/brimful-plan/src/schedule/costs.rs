@@ -140,7 +140,7 @@ impl BusCost {
 }
 
 /// The costs of every stage.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
     /// One for each stage.
     pub stages: Vec<StageCost>,
@@ -156,12 +156,7 @@ impl Costs {
     /// The same times on every stage, no bytes, and transfers that take no time.
     #[must_use]
     pub fn equal(stages: usize, cost: StageCost) -> Self {
-        Self {
-            stages: vec![cost; stages],
-            input_bytes: 0,
-            link: LinkCost::default(),
-            bus: BusCost::default(),
-        }
+        Self { stages: vec![cost; stages], ..Self::default() }
     }
 
     /// One tick for each action, two for a whole backward: what the text grid is drawn with.

@@ -29,25 +29,18 @@ impl Costs {
             recompute: mean(stage, ActionKind::Recompute),
             ..StageCost::default()
         };
-        let costs = Self::equal(actions.stages(), StageCost::default());
-        Self { stages: sums.iter().map(cost).collect(), ..costs }
+        Self { stages: sums.iter().map(cost).collect(), ..Self::default() }
     }
 }
 
 impl Simulation {
     /// What a device really did: its actions with their times, in any one unit and from any moment
-    /// on, and the most bytes that it held, where they were counted.
+    /// on, the use of its bus in that unit and from the same moment on, where it was timed, and the most
+    /// bytes that it held, where they were counted.
     ///
-    /// `timeline` and `peaks` have a part for each device; what is missing of `peaks` is 0.
+    /// `timeline`, `buses` and `peaks` have a part for each device; what is missing of `peaks` is 0.
     #[must_use]
-    pub fn measured(actions: &Actions, timeline: &[Vec<Span>], peaks: &[Option<Bytes>]) -> Self {
-        Self::measured_with_buses(actions, timeline, &[], peaks)
-    }
-
-    /// The same with the use of each device's bus, in the unit of the actions' times and from the same
-    /// moment on.
-    #[must_use]
-    pub fn measured_with_buses(
+    pub fn measured(
         actions: &Actions,
         timeline: &[Vec<Span>],
         buses: &[BusUse],
@@ -70,9 +63,8 @@ impl Simulation {
                 peak_held: memory::most_held(actions, spans),
             }
         };
-        let buses = buses.iter().map(|bus| bus.crossed_since(start));
-        let (moves, waits) = buses.map(|bus| (bus.moves, bus.waits)).unzip();
+        let buses = buses.iter().map(|bus| bus.crossed_since(start)).collect();
         let devices = timeline.iter().enumerate().map(device).collect();
-        Self { devices, timeline, makespan, moves, waits, levels: Vec::new() }
+        Self { devices, timeline, makespan, buses, levels: Vec::new() }
     }
 }

@@ -23,7 +23,6 @@ mod breadth_first;
 mod bus_use;
 mod costs;
 mod error;
-mod gpipe;
 mod interleaved;
 mod measured;
 mod memory;

@@ -6,9 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{Action, Actions, DeviceId, Recompute, ScheduleError, ScheduleRecipe, StageId};
-use super::{
-    breadth_first, gpipe, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v,
-};
+use super::{breadth_first, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v};
 
 /// A named way of ordering the actions.
 ///
@@ -146,16 +144,12 @@ impl Schedule {
 
     /// The same schedule with `v` stages on each device, where that is free to choose.
     #[must_use]
-    pub const fn with_stages_per_device(self, v: usize) -> Self {
-        match self {
-            Self::Interleaved { .. } => Self::Interleaved { stages_per_device: v },
-            Self::BreadthFirst { .. } => Self::BreadthFirst { stages_per_device: v },
-            Self::InterleavedZeroBubble { .. } => {
-                Self::InterleavedZeroBubble { stages_per_device: v }
-            }
-            Self::AutoInterleaved { .. } => Self::AutoInterleaved { stages_per_device: v },
-            fixed => fixed,
-        }
+    pub fn with_stages_per_device(self, v: usize) -> Self {
+        Self::named(self.name(), v).unwrap_or(self)
+    }
+
+    fn named(name: &str, v: usize) -> Option<Self> {
+        Self::all(v).into_iter().find(|schedule| schedule.name() == name)
     }
 
     /// The list of actions of each device, for any number of devices and micro-batches from 1.
@@ -192,7 +186,7 @@ impl Schedule {
     /// The lists without recomputes; those of an automatic one are made from a recipe, and here alike.
     pub(super) fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
         match self {
-            Self::GPipe => gpipe::lists(p, m),
+            Self::GPipe => breadth_first::lists(p, 1, m),
             Self::OneFOneB | Self::Auto => one_f_one_b::lists(p, m),
             Self::Interleaved { stages_per_device: v } => interleaved::lists(p, v, m),
             Self::BreadthFirst { stages_per_device: v } => breadth_first::lists(p, v, m),
@@ -258,14 +252,13 @@ impl FromStr for Schedule {
 
     /// Reads what `Display` writes; `interleaved` without a number has 2 stages on each device.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = |name: &str, v| Self::all(v).into_iter().find(|s| s.name() == name);
         let numbered = || {
             let (name, v) = text.rsplit_once('-')?;
-            let schedule = named(name, v.parse().ok()?)?;
+            let schedule = Self::named(name, v.parse().ok()?)?;
             // Written back, so that `gpipe-2` and `interleaved-02` are refused.
             (schedule.to_string() == text).then_some(schedule)
         };
-        let schedule = named(text, 2).or_else(numbered);
+        let schedule = Self::named(text, 2).or_else(numbered);
         schedule.ok_or_else(|| ScheduleError::UnknownName { name: text.to_owned() })
     }
 }

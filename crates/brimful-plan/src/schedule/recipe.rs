@@ -1,5 +1,7 @@
 //! What lists are made from where stages are unlike each other: their costs, and the devices' memory.
 
+use serde::{Deserialize, Serialize};
+
 use super::automatic::{self, Work};
 use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 
@@ -18,12 +20,13 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 /// assert_eq!(simulate(&actions, &costs)?.makespan(), 1.0 + 8.0 * 6.0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ScheduleRecipe {
     /// It says where the stages are.
-    schedule: Schedule,
-    costs: Costs,
-    memory: Vec<Option<u64>>,
+    pub(super) schedule: Schedule,
+    pub(super) costs: Costs,
+    /// How many bytes each device has; `None` is no limit.
+    pub(super) memory: Vec<Option<u64>>,
 }
 
 impl ScheduleRecipe {
@@ -56,18 +59,6 @@ impl ScheduleRecipe {
         self.schedule == schedule && self.memory.len() == devices
     }
 
-    /// What a micro-batch costs on each stage.
-    #[must_use]
-    pub fn costs(&self) -> &Costs {
-        &self.costs
-    }
-
-    /// How many bytes each device has; `None` is no limit.
-    #[must_use]
-    pub fn memory(&self) -> &[Option<u64>] {
-        &self.memory
-    }
-
     /// The list of actions of each device, for any number of micro-batches from 1: never longer, by
     /// simulation, than the shortest named schedule of the same placement that fits.
     ///
@@ -94,19 +85,11 @@ impl ScheduleRecipe {
         self.schedule.check(devices, micro_batches)?;
         let placement = self.schedule.placement(devices);
         let modes: Vec<_> = (0..placement.len()).map(|j| recompute(StageId::at(j))).collect();
-        let named = self.schedule.alike();
-        let work = Work {
-            costs: &self.costs,
-            placement: &placement,
-            named: &named,
-            memory: &self.memory,
-            micro_batches,
-            recompute: &modes,
-        };
+        let work = Work { recipe: self, placement: &placement, micro_batches, recompute: &modes };
         match automatic::best(work) {
             Ok(Some(best)) => Ok(best.actions),
             // Times whose sum is no number are nothing to go by.
-            _ => named[0].actions_by_stage(devices, micro_batches, recompute),
+            _ => self.schedule.alike()[0].actions_by_stage(devices, micro_batches, recompute),
         }
     }
 }

@@ -27,8 +27,7 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
         DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes, peak_held }
     };
     let devices = timeline.iter_mut().map(device).collect();
-    let (moves, waits, levels) = Default::default();
-    Ok(Simulation { timeline, devices, makespan, moves, waits, levels })
+    Ok(Simulation { timeline, devices, makespan, ..Simulation::default() })
 }
 
 /// The state of the run: every device as far as its inputs let it go.

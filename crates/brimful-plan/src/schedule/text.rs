@@ -27,7 +27,8 @@ fn parse(text: &str) -> Option<Action> {
     // The first byte that is no digit is the letter, or the text is no action: bytes beyond ASCII are
     // never a letter, so the slices below begin and end between characters.
     let at = text.find(|c: char| !c.is_ascii_digit())?;
-    let kind = ActionKind::from_letter(text.as_bytes()[at])?;
+    let letter = char::from(text.as_bytes()[at]);
+    let kind = ActionKind::ALL.into_iter().find(|kind| kind.letter() == letter)?;
     let stage = number(&text[..at])?;
     let micro_batch = number(&text[at + 1..])?;
     Some(Action::new(StageId(stage), kind, MicroBatchId(micro_batch)))
@@ -78,12 +79,8 @@ fn read_cell(line: usize, cell: usize, text: &str) -> Result<Action, ScheduleErr
 impl fmt::Display for Actions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for list in self.lists() {
-            let mut separator = "";
-            for action in list {
-                write!(f, "{separator}{action}")?;
-                separator = ",";
-            }
-            writeln!(f)?;
+            let cells: Vec<_> = list.iter().map(Action::to_string).collect();
+            writeln!(f, "{}", cells.join(","))?;
         }
         Ok(())
     }

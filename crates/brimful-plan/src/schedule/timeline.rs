@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, MoveSpan, WaitSpan};
+use super::{Action, BusUse};
 
 /// An action and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -31,15 +31,13 @@ pub struct DeviceUse {
 }
 
 /// A step as it was simulated.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Simulation {
     pub(super) timeline: Vec<Vec<Span>>,
     pub(super) devices: Vec<DeviceUse>,
     pub(super) makespan: f64,
-    /// What crossed each device's bus; no list where nothing can.
-    pub(super) moves: Vec<Vec<MoveSpan>>,
-    /// What each device's compute waited for meanwhile.
-    pub(super) waits: Vec<Vec<WaitSpan>>,
+    /// The use of each device's bus; none where nothing can cross it.
+    pub(super) buses: Vec<BusUse>,
     /// Time and bytes held, for each device, where the actions alone do not tell them.
     pub(super) levels: Vec<Vec<(f64, u64)>>,
 }
@@ -71,17 +69,10 @@ impl Simulation {
         &self.timeline
     }
 
-    /// What crossed each device's bus, in the order of the beginnings in each direction; no list where
-    /// everything lives on the devices.
+    /// What crossed each device's bus, in the order of the beginnings in each direction, and what its compute waited
+    /// for of that; none where everything lives on the devices.
     #[must_use]
-    pub fn moves(&self) -> &[Vec<MoveSpan>] {
-        &self.moves
-    }
-
-    /// What each device's compute waited for of what crosses its bus; no list where everything lives on the
-    /// devices.
-    #[must_use]
-    pub fn waits(&self) -> &[Vec<WaitSpan>] {
-        &self.waits
+    pub fn buses(&self) -> &[BusUse] {
+        &self.buses
     }
 }

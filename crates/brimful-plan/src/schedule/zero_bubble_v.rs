@@ -26,96 +26,81 @@ pub(super) fn lists(p: usize, m: usize) -> Vec<Vec<Action>> {
         .collect()
 }
 
+/// The ways of a micro-batch over a device.
+const DOWN: usize = 0;
+const UP: usize = 1;
+
+/// What a stage does in one piece while the pipeline is busy.
+const BACKWARD: [ActionKind; 2] = [ActionKind::InputGradient, ActionKind::WeightGradient];
+
 /// A device's two stages, the one on the way down and the one on the way up, and what each has
 /// done.
 #[derive(Debug)]
 struct DeviceOrder {
     list: Vec<Action>,
-    down: NextMicroBatches,
-    up: NextMicroBatches,
-}
-
-/// The next micro-batch of each kind of action of one stage.
-#[derive(Debug)]
-struct NextMicroBatches {
-    stage: StageId,
-    forward: usize,
-    input: usize,
-    weight: usize,
+    stages: [StageId; 2],
+    /// The next micro-batch of each kind of action of each stage.
+    next: [[usize; ActionKind::ALL.len()]; 2],
 }
 
 impl DeviceOrder {
     fn new(p: usize, d: usize) -> Self {
-        let down = NextMicroBatches::of(StageId::at(d));
-        let up = NextMicroBatches::of(StageId::at(2 * p - 1 - d));
-        Self { list: Vec::new(), down, up }
+        let stages = [d, 2 * p - 1 - d].map(StageId::at);
+        Self { list: Vec::new(), stages, next: Default::default() }
     }
 
     fn list(mut self, p: usize, d: usize, m: usize) -> Vec<Action> {
         // Fill the way down: a micro-batch is back here, at the stage on the way up, 2(p − d) − 1
         // ticks after it left, and one forward a tick keeps the device at work until then.
-        self.down(ActionKind::Forward, 2 * (p - d) - 1);
+        for _ in 0..2 * (p - d) - 1 {
+            self.run(DOWN, [ActionKind::Forward]);
+        }
         // Fill both ways: the gradient of a micro-batch is back 2d + 1 ticks after its forward on the
         // way up. That is d pairs of forwards, and the forward of the first whole turn.
         for _ in 0..d {
-            self.up(ActionKind::Forward, 1);
-            self.down(ActionKind::Forward, 1);
+            self.run(UP, [ActionKind::Forward]);
+            self.run(DOWN, [ActionKind::Forward]);
         }
         for _ in 0..p - d {
-            self.up_all();
+            self.run(UP, [ActionKind::Forward]);
+            self.run(UP, BACKWARD);
         }
         // Steady: each stage one forward and one whole backward in turn.
-        while self.up.forward < m {
-            self.down(ActionKind::Forward, usize::from(self.down.forward < m));
-            self.down_backward();
-            self.up_all();
+        while self.is_left(UP, ActionKind::Forward, m) {
+            if self.is_left(DOWN, ActionKind::Forward, m) {
+                self.run(DOWN, [ActionKind::Forward]);
+            }
+            self.run(DOWN, BACKWARD);
+            self.run(UP, [ActionKind::Forward]);
+            self.run(UP, BACKWARD);
         }
         // Drain: first what others wait for, then the weights that were left. The d devices before
         // this one still run when its last input gradient is sent: time enough for weight gradients.
         for _ in 0..d {
-            self.down(ActionKind::InputGradient, 1);
-            self.up(ActionKind::InputGradient, 1);
+            self.run(DOWN, [ActionKind::InputGradient]);
+            self.run(UP, [ActionKind::InputGradient]);
         }
         for _ in 0..p - d {
-            self.down_backward();
+            self.run(DOWN, BACKWARD);
         }
-        self.up(ActionKind::WeightGradient, m - self.up.weight);
-        self.down(ActionKind::WeightGradient, m - self.down.weight);
+        for way in [UP, DOWN] {
+            while self.is_left(way, ActionKind::WeightGradient, m) {
+                self.run(way, [ActionKind::WeightGradient]);
+            }
+        }
         self.list
     }
 
-    fn up_all(&mut self) {
-        for kind in [ActionKind::Forward, ActionKind::InputGradient, ActionKind::WeightGradient] {
-            self.up(kind, 1);
+    fn run<const N: usize>(&mut self, way: usize, kinds: [ActionKind; N]) {
+        for kind in kinds {
+            let next = &mut self.next[way][kind as usize];
+            self.list.push(Action::new(self.stages[way], kind, MicroBatchId::at(*next)));
+            *next += 1;
         }
     }
 
-    fn down_backward(&mut self) {
-        self.down(ActionKind::InputGradient, 1);
-        self.down(ActionKind::WeightGradient, 1);
-    }
-
-    fn down(&mut self, kind: ActionKind, times: usize) {
-        self.list.extend((0..times).map(|_| self.down.next(kind)));
-    }
-
-    fn up(&mut self, kind: ActionKind, times: usize) {
-        self.list.extend((0..times).map(|_| self.up.next(kind)));
-    }
-}
-
-impl NextMicroBatches {
-    fn of(stage: StageId) -> Self {
-        Self { stage, forward: 0, input: 0, weight: 0 }
-    }
-
-    fn next(&mut self, kind: ActionKind) -> Action {
-        let next = match kind {
-            ActionKind::Forward => &mut self.forward,
-            ActionKind::WeightGradient => &mut self.weight,
-            _ => &mut self.input,
-        };
-        *next += 1;
-        Action::new(self.stage, kind, MicroBatchId::at(*next - 1))
+    /// Whether the stage has yet to do this with one of `m` micro-batches.
+    fn is_left(&self, way: usize, kind: ActionKind, m: usize) -> bool {
+        self.next[way][kind as usize] < m
     }
 }

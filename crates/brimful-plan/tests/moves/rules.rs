@@ -19,26 +19,18 @@ fn told(list: &[Action], moves: &[Move]) -> String {
 }
 
 #[test]
-fn two_slots_fetch_the_next_stage_while_one_computes() {
-    let actions = breadth_first(4, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageHome::HOST; 4], 2).unwrap();
-    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
-}
-
-#[test]
-fn one_slot_works_without_overlap() {
-    let actions = breadth_first(3, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 1).unwrap();
-    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
-}
-
-#[test]
-fn a_resident_stage_leaves_the_slots_to_others() {
-    let actions = breadth_first(4, 2, Recompute::Never);
-    let mut homes = [StageHome::HOST; 4];
-    homes[1] = StageHome::DEVICE;
-    let moves = Moves::new(&actions, &homes, 2).unwrap();
-    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
+fn slots_are_for_the_stages_that_are_needed_next() {
+    let (host, device) = (StageHome::HOST, StageHome::DEVICE);
+    let cases: [(&str, &[StageHome], usize); 3] = [
+        ("two_slots_fetch_the_next_stage_while_one_computes", &[host; 4], 2),
+        ("one_slot_works_without_overlap", &[host; 3], 1),
+        ("a_resident_stage_leaves_the_slots_to_others", &[host, device, host, host], 2),
+    ];
+    for (name, homes, slots) in cases {
+        let actions = breadth_first(homes.len(), 2, Recompute::Never);
+        let moves = Moves::new(&actions, homes, slots).unwrap();
+        insta::assert_snapshot!(name, told(&actions.lists()[0], moves.of(0)));
+    }
 }
 
 #[test]
@@ -65,17 +57,6 @@ fn weights_cross_once_for_the_forwards_alone() {
     let fetched: Vec<_> = of_kind(moves.of(0), MoveKind::Fetch).map(|one| one.stage.0).collect();
     assert_eq!(fetched, [0, 1, 2, 3, 4]);
     assert_eq!(of_kind(moves.of(0), MoveKind::GradientsHome).count(), 0);
-}
-
-#[test]
-fn a_frozen_stage_sends_no_gradients() {
-    let actions = breadth_first(3, 2, Recompute::Never);
-    let mut homes = [StageHome::HOST; 3];
-    homes[0].trained = false;
-    let moves = Moves::new(&actions, &homes, 2).unwrap();
-    let sent: Vec<_> =
-        of_kind(moves.of(0), MoveKind::GradientsHome).map(|one| one.stage.0).collect();
-    assert_eq!(sent, [2, 1]);
 }
 
 #[test]

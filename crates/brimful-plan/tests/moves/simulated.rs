@@ -44,8 +44,11 @@ fn both_directions_slow_each_other_down() {
     let moves = Moves::new(&actions, &[StageHome::HOST; 2], 1).unwrap();
     let bus = BusCost { inward: 10.0, outward: 10.0, both: 5.0 };
     let step = simulate_moves(&actions, &moves, &Costs { bus, ..costs(2, 1.0) }).unwrap();
-    let told: Vec<_> =
-        step.moves()[0].iter().map(|span| (span.moved.to_string(), span.start, span.end)).collect();
+    let told: Vec<_> = step.buses()[0]
+        .moves
+        .iter()
+        .map(|span| (span.moved.to_string(), span.start, span.end))
+        .collect();
     let told: Vec<_> =
         told.iter().map(|(name, start, end)| (name.as_str(), *start, *end)).collect();
     assert_eq!(
@@ -104,14 +107,13 @@ fn a_measured_step_keeps_its_moves() {
     let late_wait =
         |span: &WaitSpan| WaitSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
     let timeline = vec![step.timeline()[0].iter().map(late).collect::<Vec<_>>()];
-    let mut moves: Vec<_> = step.moves()[0].iter().map(late_move).collect();
+    let mut moves: Vec<_> = step.buses()[0].moves.iter().map(late_move).collect();
     let release = Move { kind: MoveKind::Release, ..moves[0].moved };
     moves.push(MoveSpan { moved: release, start: 8.0, end: 8.0, bytes: 0 });
-    let waits = step.waits()[0].iter().map(late_wait).collect();
+    let waits = step.buses()[0].waits.iter().map(late_wait).collect();
     let buses = [BusUse { moves, waits }];
-    let measured = Simulation::measured_with_buses(&actions, &timeline, &buses, &[]);
-    assert_eq!(measured.moves(), step.moves(), "a release crosses nothing");
-    assert_eq!(measured.waits(), step.waits());
+    let measured = Simulation::measured(&actions, &timeline, &buses, &[]);
+    assert_eq!(measured.buses(), step.buses(), "a release crosses nothing");
     assert_eq!(measured.timeline(), step.timeline());
     assert_eq!(measured.makespan(), step.makespan());
 }
@@ -124,12 +126,12 @@ fn a_fetch_waits_for_its_stages_update() {
     let mut costs = costs(3, 10.0);
     costs.stages.iter_mut().for_each(|stage| stage.home_update = 5.0);
     let step = simulate_moves(&actions, &moves, &costs).unwrap();
-    let starts: Vec<_> = (step.moves()[0].iter())
+    let starts: Vec<_> = (step.buses()[0].moves.iter())
         .filter(|span| span.moved.kind == MoveKind::Fetch)
         .map(|span| span.start)
         .collect();
     assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
-    let waits: Vec<_> = step.waits()[0].iter().map(|w| (w.awaited, w.start, w.end)).collect();
+    let waits: Vec<_> = step.buses()[0].waits.iter().map(|w| (w.awaited, w.start, w.end)).collect();
     // The fetch for the backward comes while others compute.
     let expected = [
         (Awaited::Update, 0.0, 5.0),
@@ -143,7 +145,7 @@ fn a_fetch_waits_for_its_stages_update() {
     // Frozen stages are not updated.
     let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
     let moves = Moves::new(&actions, &frozen, 2).unwrap();
-    assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().moves()[0][0].start, 0.0);
+    assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().buses()[0].moves[0].start, 0.0);
 }
 
 /// Gradients are home 8 ticks, 4 and none before the end, the last stage's first.
@@ -155,7 +157,8 @@ fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
         let mut costs = costs(3, 10.0);
         costs.stages.iter_mut().for_each(|stage| stage.home_update = home_update);
         let step = simulate_moves_ahead(&actions, &moves, &costs).unwrap();
-        let fetches = step.moves()[0].iter().filter(|span| span.moved.kind == MoveKind::Fetch);
+        let fetches =
+            step.buses()[0].moves.iter().filter(|span| span.moved.kind == MoveKind::Fetch);
         fetches.map(|span| span.start).collect::<Vec<_>>()
     };
     assert_eq!(fetches(2.0), [2.0, 3.0, 5.0, 13.0], "the first stage's alone is left");
@@ -224,15 +227,16 @@ proptest! {
         for (d, list) in actions.lists().iter().enumerate() {
             prop_assert_eq!(step.timeline()[d].len(), list.len());
             let copied = moves.of(d).iter().filter(|one| one.kind != MoveKind::Release).count();
-            prop_assert_eq!(step.moves()[d].len(), copied);
+            let BusUse { moves, waits } = &step.buses()[d];
+            prop_assert_eq!(moves.len(), copied);
             for (at, span) in step.timeline()[d].iter().enumerate() {
                 let is_needed = |one: &&MoveSpan| {
                     one.moved.kind == MoveKind::Fetch && one.moved.stage == span.action.stage && one.moved.before <= at
                 };
-                let fetched = step.moves()[d].iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
+                let fetched = moves.iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
                 prop_assert!(fetched <= span.start);
             }
-            prop_assert!(waits_while_idle(&step.timeline()[d], &step.waits()[d]), "{:?}", step.waits()[d]);
+            prop_assert!(waits_while_idle(&step.timeline()[d], waits), "{waits:?}");
         }
         let panel = render::Panel { title: "moves", actions: &actions, simulation: &step };
         prop_assert!(render::svg(&[panel]).ends_with("</svg>\n"));
@@ -241,8 +245,7 @@ proptest! {
         let events = trace["traceEvents"].as_array().unwrap();
         let spans = events.iter().filter(|event| event["ph"] == "X").count();
         let all = step.timeline().iter().map(Vec::len).sum::<usize>()
-            + step.moves().iter().map(Vec::len).sum::<usize>()
-            + step.waits().iter().map(Vec::len).sum::<usize>();
+            + step.buses().iter().map(|bus| bus.moves.len() + bus.waits.len()).sum::<usize>();
         prop_assert_eq!(spans, all);
         prop_assert!(!render::grid_with_moves(&actions, &moves).unwrap().to_string().is_empty());
         let plain = simulate(&actions, &costs).unwrap();

@@ -224,7 +224,7 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     assert!(best.at_host() > 0 && best.host_bytes > 0 && best.peak_bytes[0] <= 40 * MIB);
     let step = PlannedStep::new(&request, best).unwrap();
     assert_eq!(step.simulation.makespan(), best.makespan);
-    assert!(!step.simulation.moves()[0].is_empty());
+    assert!(!step.simulation.buses()[0].moves.is_empty());
     // A host that is too small helps nobody.
     request.host_memory = Some(MIB);
     assert!(plan(&request).unwrap().best().is_none());

@@ -216,6 +216,7 @@ impl Attempted<Pipeline> for PipelineTried {
 }
 
 /// What one try is to do, as a pipeline's calls know it.
+#[derive(Debug)]
 pub(crate) struct TryPlan {
     pub(crate) portions: Vec<Portion>,
     pub(crate) mode: Mode,
@@ -274,16 +275,13 @@ impl Pipeline {
         inputs: Vec<Vec<Tensor>>,
         closures: Vec<LossFn>,
         exchange: &Exchange,
-    ) -> Result<(PipelineTried, Vec<WorkerDone>), Failed> {
+    ) -> Result<PipelineTried, Failed> {
         let ends = closures.into_iter().map(End::Closure).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
         let tells = self.tells(plan.mode.is_last(), exchange);
-        let trains = plan.mode.trains();
-        let done = self.run_all(jobs, exchange, move |worker, job| match job {
-            Some(job) => worker.attempt(job, tells),
-            None => worker.idle(trains, tells),
-        })?;
-        Ok(self.tried(plan, done))
+        let idle = (plan.mode.trains(), tells);
+        let attempt = move |worker: &mut Worker, job| worker.attempt(job, tells);
+        Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Runs all forwards, and gives the outputs of each pipeline, by micro-batch.
@@ -295,11 +293,8 @@ impl Pipeline {
     ) -> Result<Vec<WorkerDone>, Failed> {
         let ends = plan.portions.iter().map(|_| End::Gather).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
-        let idle = Tells { at_once: false, others: false };
-        self.run_all(jobs, exchange, move |worker, job| match job {
-            Some(job) => worker.attempt_forward(job),
-            None => worker.idle(true, idle),
-        })
+        let idle = (true, Tells { at_once: false, others: false });
+        self.run_all(jobs, idle, exchange, Worker::attempt_forward)
     }
 
     /// Runs all backwards, from these gradients of the outputs, by micro-batch.
@@ -320,11 +315,8 @@ impl Pipeline {
             }
         }
         let tells = self.tells(true, exchange);
-        let done = self.run_all(jobs, exchange, move |worker, job| match job {
-            Some(gradients) => worker.attempt_backward(gradients, tells),
-            None => worker.idle(true, tells),
-        })?;
-        Ok(self.tried(plan, done).0)
+        let attempt = move |worker: &mut Worker, rows| worker.attempt_backward(rows, tells);
+        Ok(tried(plan, self.run_all(jobs, (true, tells), exchange, attempt)?))
     }
 
     /// Whether workers tell what they have run as soon as it was run: replicas of this process put
@@ -334,10 +326,12 @@ impl Pipeline {
         Tells { at_once, others: exchange.team.replicas > 1 }
     }
 
-    /// Lets every worker of this process do its job; where one fails, all undo.
+    /// Lets every worker of this process do its job, if it has one: whether the others train is told to those that
+    /// have none. Where one fails, all undo.
     fn run_all<J: Send + 'static>(
         &self,
-        jobs: Vec<J>,
+        jobs: Vec<Option<J>>,
+        (trains, tells): (bool, Tells),
         exchange: &Exchange,
         f: impl Fn(&mut Worker, J) -> Result<WorkerDone, WorkerFailure> + Clone + Send + 'static,
     ) -> Result<Vec<WorkerDone>, Failed> {
@@ -346,7 +340,10 @@ impl Pipeline {
         let answers = workers.each(jobs, move |worker, job| {
             // Others may wait for this one, in other ranks too.
             let stopping = turn.stopping();
-            let done = f(worker, job);
+            let done = match job {
+                Some(job) => f(worker, job),
+                None => worker.idle(trains, tells),
+            };
             if done.is_ok() {
                 stopping.all_went_well();
             }
@@ -358,23 +355,6 @@ impl Pipeline {
             workers.all(|worker| worker.undo())?;
         }
         done
-    }
-
-    fn tried(&self, plan: &TryPlan, mut done: Vec<WorkerDone>) -> (PipelineTried, Vec<WorkerDone>) {
-        let ranges = || plan.portions.iter().flat_map(|portion| &portion.ranges);
-        let reports = done.iter_mut().map(|done| done.report.take()).collect();
-        let tried = PipelineTried {
-            actions: Arc::clone(&plan.actions[0]),
-            shares: plan.portions.iter().map(Portion::samples).collect(),
-            sizes: ranges().map(ExactSizeIterator::len).collect(),
-            unit: plan.unit,
-            needs: done.iter().map(|done| done.needed).collect(),
-            normalised: done.iter().any(|done| done.normalised),
-            reports,
-            loss: None,
-            waits: false,
-        };
-        (tried, done)
     }
 
     /// What the workers have to tell of what they have tried, or of the mini-batches that wait.
@@ -485,6 +465,21 @@ impl Pipeline {
     pub(crate) fn device_of(&self, replica: usize, number: usize) -> &DeviceSpec {
         let here = self.ranks.here();
         &self.devices[replica * here.len() + number - here.start]
+    }
+}
+
+fn tried(plan: &TryPlan, done: Vec<WorkerDone>) -> PipelineTried {
+    let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
+    PipelineTried {
+        actions: Arc::clone(&plan.actions[0]),
+        shares: plan.portions.iter().map(Portion::samples).collect(),
+        sizes: ranges.map(ExactSizeIterator::len).collect(),
+        unit: plan.unit,
+        needs: done.iter().map(|done| done.needed).collect(),
+        normalised: done.iter().any(|done| done.normalised),
+        reports: done.into_iter().map(|done| done.report).collect(),
+        loss: None,
+        waits: false,
     }
 }
 

@@ -87,7 +87,7 @@ impl Numbered {
     fn compared(&self, roles: &[&str]) -> Compared {
         let Timeline { actions, spans: timeline, buses } = &self.ran;
         let compact = |step: &Simulation| TimelineRecord::new(actions, step, Unit::Seconds);
-        let measured = Simulation::measured_with_buses(actions, timeline, buses, &self.peaks);
+        let measured = Simulation::measured(actions, timeline, buses, &self.peaks);
         let simulated = simulate(actions, &Costs::measured(actions, timeline)).ok();
         Compared {
             title: format!("step {}: {}", self.number, roles.join(", ")),

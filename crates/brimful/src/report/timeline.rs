@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::schedule::{
-    ActionKind, Actions, Awaited, DeviceUse, MoveKind, MoveSpan, Simulation, Span, WaitSpan,
+    ActionKind, Actions, Awaited, BusUse, DeviceUse, MoveKind, MoveSpan, Simulation, Span, WaitSpan,
 };
 
 /// A step, as it was run or simulated.
@@ -105,8 +105,8 @@ impl TimelineRecord {
     #[must_use]
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
         let resolution = resolution(step.makespan());
-        let moves = |d: usize| step.moves().get(d).map_or(&[][..], Vec::as_slice);
-        let waits = |d: usize| step.waits().get(d).map_or(&[][..], Vec::as_slice);
+        let unused = BusUse::default();
+        let bus = |d: usize| step.buses().get(d).unwrap_or(&unused);
         let lanes = step.timeline().iter().zip(step.devices()).enumerate();
         Self {
             unit,
@@ -116,7 +116,7 @@ impl TimelineRecord {
             stages: actions.stages(),
             micro_batches: actions.micro_batches(),
             lanes: lanes
-                .map(|(d, (spans, used))| Lane::new(spans, used, (moves(d), waits(d)), resolution))
+                .map(|(d, (spans, used))| Lane::new(spans, used, bus(d), resolution))
                 .collect(),
         }
     }
@@ -140,12 +140,7 @@ fn resolution(makespan: f64) -> f64 {
 }
 
 impl Lane {
-    fn new(
-        spans: &[Span],
-        used: &DeviceUse,
-        (moves, awaited): (&[MoveSpan], &[WaitSpan]),
-        resolution: f64,
-    ) -> Self {
+    fn new(spans: &[Span], used: &DeviceUse, bus: &BusUse, resolution: f64) -> Self {
         let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
         let stages: Vec<u32> = spans.iter().map(|span| span.action.stage.0).collect();
         let is_one = stages.windows(2).all(|pair| pair[0] == pair[1]);
@@ -161,9 +156,9 @@ impl Lane {
             waits,
             times,
             bytes: bytes.collect(),
-            inward: BusLane::new(moves, MoveKind::is_inward, resolution),
-            outward: BusLane::new(moves, MoveKind::is_outward, resolution),
-            awaited: WaitLane::new(awaited, resolution),
+            inward: BusLane::new(&bus.moves, MoveKind::is_inward, resolution),
+            outward: BusLane::new(&bus.moves, MoveKind::is_outward, resolution),
+            awaited: WaitLane::new(&bus.waits, resolution),
         }
     }
 
@@ -328,8 +323,10 @@ mod tests {
         for (lane, is_inward) in
             [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
         {
-            let spans =
-                step.moves()[0].iter().filter(|span| span.moved.kind.is_inward() == is_inward);
+            let spans = step.buses()[0]
+                .moves
+                .iter()
+                .filter(|span| span.moved.kind.is_inward() == is_inward);
             let mut now = 0;
             for (i, span) in spans.enumerate() {
                 assert_eq!(lane.kinds.chars().nth(i), Some(span.moved.kind.letter()));
@@ -351,11 +348,11 @@ mod tests {
     fn what_was_waited_for_is_told_and_broken_columns_are_found() {
         let (timeline, step) = at_home();
         let awaited = &timeline.lanes[0].awaited;
-        let letters = step.waits()[0].iter().map(|wait| wait.awaited.letter());
+        let letters = step.buses()[0].waits.iter().map(|wait| wait.awaited.letter());
         assert_eq!(awaited.kinds, letters.collect::<String>());
         assert!("wb".chars().all(|kind| awaited.kinds.contains(kind)), "{awaited:?}");
         let ends = awaited.waits.iter().zip(&awaited.times).map(|(wait, time)| wait + time);
-        let last = step.waits()[0].last().expect("a wait").end;
+        let last = step.buses()[0].waits.last().expect("a wait").end;
         assert!(
             (ends.sum::<u64>() as f64 * timeline.resolution - last).abs() < timeline.resolution
         );

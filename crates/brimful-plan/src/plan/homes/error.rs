@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use crate::bytes::Bytes;
-use crate::schedule::{CostError, DeviceId, MoveError, ScheduleError, StageId};
+use crate::schedule::{CostError, DeviceId, ScheduleError, StageId};
 
 /// Stages for which there is no room, or a question that cannot be answered.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -43,10 +43,7 @@ pub enum HomeError {
     /// A schedule that cannot be made.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// Costs that cannot be simulated.
+    /// Costs that cannot be simulated, or moves that cannot be made.
     #[error(transparent)]
     Cost(#[from] CostError),
-    /// Moves that cannot be made.
-    #[error(transparent)]
-    Moves(#[from] MoveError),
 }

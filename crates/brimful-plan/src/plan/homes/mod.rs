@@ -49,8 +49,6 @@ pub struct HomeRequest<'a> {
     pub memory: Vec<Option<u64>>,
     /// How many bytes the host has for us; `None` is no limit.
     pub host_memory: Option<u64>,
-    /// Which stages are trained; those that are missing are.
-    pub trained: Vec<bool>,
     /// Pairs of stages of one device that share parameters, which live in one place.
     pub ties: Vec<(usize, usize)>,
     /// Where all stages live; `None` chooses, as many on their devices as fit.
@@ -58,7 +56,7 @@ pub struct HomeRequest<'a> {
 }
 
 impl<'a> HomeRequest<'a> {
-    /// Without any limit, everything trained, and homes to be chosen.
+    /// Without any limit, and homes to be chosen.
     #[must_use]
     pub fn new(costs: &'a Costs, schedule: Schedule, devices: usize, micro_batches: usize) -> Self {
         Self {
@@ -67,7 +65,6 @@ impl<'a> HomeRequest<'a> {
             micro_batches,
             memory: vec![None; devices],
             host_memory: None,
-            trained: Vec::new(),
             ties: Vec::new(),
             home: None,
         }

@@ -1,7 +1,8 @@
 //! Looks for the best ways of all stages: knapsacks, each simulated, then single changes.
 
 use crate::schedule::{
-    Actions, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId, simulate_moves,
+    Actions, CostError, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId,
+    simulate_moves,
 };
 
 use super::super::knapsack::{self, Offer};
@@ -52,7 +53,7 @@ impl<'a> Search<'a> {
         let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
         request.costs.check(actions.stages())?;
         let all_at_host = vec![StageHome::HOST; actions.stages()];
-        let moves = Moves::new(&actions, &all_at_host, SLOTS[0])?;
+        let moves = Moves::new(&actions, &all_at_host, SLOTS[0]).map_err(CostError::from)?;
         let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
         Ok(Self { request, placement: actions.placement().to_vec(), offers })
     }
@@ -80,17 +81,17 @@ impl<'a> Search<'a> {
         let leanest = self.simulated(leanest, slots)?;
         match self.device_over(&leanest.choice) {
             Some(error) => Err(error),
-            None => self.beyond_leanest(&leanest, slots),
+            None => self.beyond_leanest(&leanest),
         }
     }
 
-    /// The best that fits with so many slots; the leanest ways do, on the devices.
-    fn beyond_leanest(&self, leanest: &Tried, slots: usize) -> Result<Tried, HomeError> {
+    /// The best that fits with as many slots as the leanest ways, which do on the devices.
+    fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, HomeError> {
         let mut least_over = None;
         for price in HOST_PRICES {
-            let best = self.knapsacks(leanest, slots, price)?;
+            let best = self.knapsacks(leanest, price)?;
             match self.over(&best.choice) {
-                None => return self.changed_from([best, leanest.clone()], slots),
+                None => return self.changed_from([best, leanest.clone()]),
                 Some(error) => least_over = Some(error),
             }
         }
@@ -100,12 +101,12 @@ impl<'a> Search<'a> {
 
     /// The best of several knapsacks that fits on the devices. The first room is what the leanest ways
     /// leave; then it is corrected by what was over or left.
-    fn knapsacks(&self, leanest: &Tried, slots: usize, price: f64) -> Result<Tried, HomeError> {
+    fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, HomeError> {
         let mut rooms = self.rooms(leanest);
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
             let Some(ways) = self.picked(&rooms, price) else { break };
-            let tried = self.simulated(ways, slots)?;
+            let tried = self.simulated(ways, leanest.choice.moves.slots())?;
             for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
                 *room = room.saturating_add_signed(used);
             }
@@ -115,15 +116,12 @@ impl<'a> Search<'a> {
                 best = Some(tried);
             }
         }
-        match best {
-            Some(best) => Ok(best),
-            None => self.simulated(leanest.ways.clone(), slots),
-        }
+        Ok(best.unwrap_or_else(|| leanest.clone()))
     }
 
     /// The best that changes lead to from either end: from what the knapsack has found, and from the leanest.
-    fn changed_from(&self, starts: [Tried; 2], slots: usize) -> Result<Tried, HomeError> {
-        let [found, leanest] = starts.map(|start| self.changed(start, slots));
+    fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, HomeError> {
+        let [found, leanest] = starts.map(|start| self.changed(start));
         let (found, leanest) = (found?, leanest?);
         let fits = self.over(&leanest.choice).is_none();
         let is_shorter = self.rank(&leanest, 0.0) < self.rank(&found, 0.0);
@@ -132,24 +130,19 @@ impl<'a> Search<'a> {
 
     /// Changes single stages, then pairs of them, those first that promise most, as long as the simulated
     /// step gets shorter.
-    fn changed(&self, mut best: Tried, slots: usize) -> Result<Tried, HomeError> {
+    fn changed(&self, mut best: Tried) -> Result<Tried, HomeError> {
         let mut left = CHANGES;
-        while let Some(better) = self.better(&best, slots, &mut left)? {
+        while let Some(better) = self.better(&best, &mut left)? {
             best = better;
         }
         Ok(best)
     }
 
     /// The first change that makes the simulated step shorter and fits.
-    fn better(
-        &self,
-        best: &Tried,
-        slots: usize,
-        left: &mut usize,
-    ) -> Result<Option<Tried>, HomeError> {
+    fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, HomeError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
-            let tried = self.simulated(ways, slots)?;
+            let tried = self.simulated(ways, best.choice.moves.slots())?;
             let is_shorter = self.rank(&tried, 0.0) < self.rank(best, 0.0) * ROUNDING;
             if is_shorter && self.over(&tried.choice).is_none() {
                 return Ok(Some(tried));
@@ -267,11 +260,10 @@ impl<'a> Search<'a> {
         };
         let chosen = |j: usize| StageWay::ALL[ways[j]];
         let recompute: Vec<_> = (0..ways.len()).map(|j| mode(chosen(j))).collect();
-        let home = |j: usize| chosen(j).home(is_trained(self.request, j));
-        let homes: Vec<_> = (0..ways.len()).map(home).collect();
+        let homes: Vec<_> = (0..ways.len()).map(|j| chosen(j).home()).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
-        let moves = Moves::new(&actions, &homes, slots)?;
+        let moves = Moves::new(&actions, &homes, slots).map_err(CostError::from)?;
         let simulation = simulate_moves(&actions, &moves, costs)?;
         let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
         let host_bytes = host.fold(0, u64::saturating_add);
@@ -313,14 +305,9 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
         costs: request.costs,
         actions,
         stage: StageId::at(j),
-        trained: is_trained(request, j),
         fetches: moves.lists().iter().flatten().filter(is_fetch).count(),
     };
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
-}
-
-fn is_trained(request: &HomeRequest<'_>, stage: usize) -> bool {
-    request.trained.get(stage).copied().unwrap_or(true)
 }

@@ -38,9 +38,9 @@ impl StageWay {
         Self::ALL.iter().position(|other| *other == way).unwrap_or(Self::ALL.len() - 1)
     }
 
-    pub(super) fn home(self, trained: bool) -> StageHome {
+    pub(super) fn home(self) -> StageHome {
         let boundaries = if self.kept == Kept::Nothing { Home::Host } else { Home::Device };
-        StageHome { weights: self.weights, boundaries, trained }
+        StageHome { weights: self.weights, boundaries, trained: true }
     }
 }
 
@@ -63,7 +63,6 @@ pub(super) struct StageStep<'a> {
     pub(super) costs: &'a Costs,
     pub(super) actions: &'a Actions,
     pub(super) stage: StageId,
-    pub(super) trained: bool,
     /// How often its weights are fetched where they live on the host.
     pub(super) fetches: usize,
 }
@@ -83,7 +82,7 @@ impl StageStep<'_> {
         };
         let (resident, at_home) = match way.weights {
             Home::Device => (resident_bytes(cost), 0),
-            Home::Host => (0, self.home_bytes(cost)),
+            Home::Host => (0, home_bytes(cost)),
         };
         let bus = self.bus_times(way, cost, input as f64);
         // A boundary goes out once and comes in twice, its gradient once each.
@@ -96,12 +95,6 @@ impl StageStep<'_> {
         }
     }
 
-    /// The weights, their gradients as they arrive, and the optimizer's state.
-    fn home_bytes(&self, cost: &StageCost) -> u64 {
-        let gradients = if self.trained { cost.sent_bytes } else { 0 };
-        cost.home_bytes.saturating_add(cost.optimizer_bytes).saturating_add(gradients)
-    }
-
     fn bus_times(&self, way: StageWay, cost: &StageCost, input: f64) -> BusTimes {
         let m = self.actions.micro_batches() as f64;
         let bus = self.costs.bus;
@@ -110,7 +103,7 @@ impl StageStep<'_> {
         let fetches = self.fetches as f64 / 2.0;
         BusTimes {
             fetch: only_if(at_host, fetches * cost.fetched_bytes as f64 / bus.inward),
-            sent: only_if(at_host && self.trained, cost.sent_bytes as f64 / bus.outward),
+            sent: only_if(at_host, cost.sent_bytes as f64 / bus.outward),
             boundaries: only_if(way.kept == Kept::Nothing, m * input / bus.both),
         }
     }
@@ -120,14 +113,18 @@ impl StageStep<'_> {
     fn seconds(&self, way: StageWay, cost: &StageCost, bus: BusTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
-        let updates = way.weights == Home::Host && self.trained;
-        let update = if updates { cost.home_update } else { 0.0 };
+        let update = if way.weights == Home::Host { cost.home_update } else { 0.0 };
         let forward = (m * cost.forward).max(bus.fetch).max(bus.boundaries).max(update);
         let inward = bus.fetch + 2.0 * bus.boundaries;
         let outward = bus.sent + bus.boundaries;
         let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
+}
+
+/// The weights, their gradients as they arrive, and the optimizer's state.
+fn home_bytes(cost: &StageCost) -> u64 {
+    cost.home_bytes.saturating_add(cost.optimizer_bytes).saturating_add(cost.sent_bytes)
 }
 
 fn resident_bytes(cost: &StageCost) -> u64 {

@@ -28,7 +28,7 @@ impl Candidate {
         let mode = |stage: super::super::StageId| work.recompute[stage.index()];
         let woven = lists.iter().map(|list| recompute::weave(list.clone(), mode)).collect();
         let Ok(actions) = Actions::new(woven) else { return Ok(None) };
-        let simulation = simulate(&actions, work.costs)?;
+        let simulation = simulate(&actions, &work.recipe.costs)?;
         let peaks = || simulation.devices().iter().map(|device| device.peak_bytes);
         let over = |(peak, limit): (u64, &Option<u64>)| {
             limit.map_or(0, |limit| peak.saturating_sub(limit))
@@ -36,7 +36,7 @@ impl Candidate {
         let is_half = |action: &&Action| action.kind == ActionKind::WeightGradient;
         Ok(Some(Self {
             makespan: simulation.makespan(),
-            over: peaks().zip(work.memory).map(over).max().unwrap_or(0),
+            over: peaks().zip(&work.recipe.memory).map(over).max().unwrap_or(0),
             largest_peak: peaks().max().unwrap_or(0),
             most_held: simulation.devices().iter().map(|used| used.peak_held).max().unwrap_or(0),
             halved: lists.iter().flatten().filter(is_half).count(),

@@ -89,38 +89,14 @@ struct Outlook {
 
 impl<'a> GreedyRun<'a> {
     fn new(work: Work<'a>, policy: Policy) -> Self {
-        let ids = || (0..work.memory.len()).map(DeviceId::at);
-        let mut player = Self {
+        let ids = || (0..work.recipe.memory.len()).map(DeviceId::at);
+        Self {
             work,
             policy,
-            devices: Vec::new(),
+            devices: ids().map(|device| GreedyDevice::new(work, device)).collect(),
             stages: work.placement.iter().map(|_| StageProgress::default()).collect(),
-            ways: Ways::new(work.memory.len(), work.costs.link),
+            ways: Ways::new(work.recipe.memory.len(), work.recipe.costs.link),
             looks: ids().map(|device| Reverse((Moment(0.0), device))).collect(),
-        };
-        player.devices = ids().map(|device| player.device(device)).collect();
-        player
-    }
-
-    fn device(&self, id: DeviceId) -> GreedyDevice {
-        let at = |stage: &StageId| self.work.placement[stage.index()] == id;
-        let stages: Vec<_> = (0..self.stages.len()).map(StageId::at).filter(at).collect();
-        let gradient = |stage: &StageId| {
-            let hold = self.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
-            hold.takes + hold.passing
-        };
-        // As if every stage had begun its backwards.
-        let resident = |stage: &StageId| {
-            let cost = &self.work.costs.stages[stage.index()];
-            cost.lasting_bytes() + u128::from(cost.gradient_bytes)
-        };
-        GreedyDevice {
-            list: Vec::new(),
-            free: 0.0,
-            bytes: stages.iter().map(resident).sum(),
-            limit: self.work.memory[id.index()].map_or(u128::MAX, u128::from),
-            reserve: stages.iter().map(gradient).max().unwrap_or(0),
-            stages,
         }
     }
 
@@ -147,7 +123,7 @@ impl<'a> GreedyRun<'a> {
         let &Outlook { gradient, forward, next_gradient, next, is_full } = outlook;
         let Policy { forward_first, forward_delay, weight_delay, .. } = self.policy;
         let in_time = |action: &Action, next: f64, delay: f64| {
-            now + self.work.costs.time(*action) * (1.0 - delay) <= next
+            now + self.work.recipe.costs.time(*action) * (1.0 - delay) <= next
         };
         let forward = forward
             .filter(|forward| gradient.is_some() || in_time(forward, next_gradient, forward_delay));
@@ -164,7 +140,7 @@ impl<'a> GreedyRun<'a> {
             Outlook { next: f64::INFINITY, next_gradient: f64::INFINITY, ..Outlook::default() };
         for &stage in &device.stages {
             if let Some((action, at)) = self.next_gradient(stage, now) {
-                let hold = self.hold(action);
+                let hold = self.work.hold(action);
                 if device.bytes + hold.takes + hold.passing > device.limit {
                     outlook.is_full = true;
                 } else if at <= now {
@@ -191,7 +167,7 @@ impl<'a> GreedyRun<'a> {
     fn has_room(&self, device: &GreedyDevice, forward: Action) -> bool {
         let progress = &self.stages[forward.stage.index()];
         let held = progress.forwards - progress.released;
-        let bytes = device.bytes + self.hold(forward).takes + device.reserve;
+        let bytes = device.bytes + self.work.hold(forward).takes + device.reserve;
         held < self.policy.depth.of(forward.stage.index(), self.stages.len())
             && bytes <= device.limit
     }
@@ -227,8 +203,8 @@ impl<'a> GreedyRun<'a> {
     fn soonest(&self, action: Action, now: f64) -> f64 {
         let Some(source) = action.source(self.last()) else { return 0.0 };
         let sender = &self.devices[self.work.placement[source.index()].index()];
-        let time = self.work.costs.time(Action { stage: source, ..action });
-        f64::max(now, sender.free) + time + self.work.costs.link.latency
+        let time = self.work.recipe.costs.time(Action { stage: source, ..action });
+        f64::max(now, sender.free) + time + self.work.recipe.costs.link.latency
     }
 
     fn known_arrivals(&self, stage: StageId) -> impl Iterator<Item = f64> {
@@ -250,12 +226,12 @@ impl<'a> GreedyRun<'a> {
     }
 
     fn begin(&mut self, id: DeviceId, action: Action, now: f64) {
-        let hold = self.hold(action);
+        let hold = self.work.hold(action);
         let arrived =
             self.stages[action.stage.index()].gradients_in.get(action.micro_batch.index());
         let input = arrived.copied().filter(|_| action.kind.passes_gradient()).unwrap_or(now);
         let begin = f64::max(now + self.recompute_time(action), input);
-        let end = begin + self.work.costs.time(action);
+        let end = begin + self.work.recipe.costs.time(action);
         let device = &mut self.devices[id.index()];
         device.bytes = device.bytes + hold.takes - hold.gives;
         device.free = end;
@@ -269,7 +245,7 @@ impl<'a> GreedyRun<'a> {
         let Some(target) = action.target(self.last()) else { return };
         let to = self.work.placement[target.index()];
         let boundary = action.stage.min(target);
-        let bytes = self.work.costs.stages[boundary.index()].output_bytes;
+        let bytes = self.work.recipe.costs.stages[boundary.index()].output_bytes;
         let arrival = self.ways.transfer(from, to, bytes, end);
         let progress = &mut self.stages[target.index()];
         match action.kind {
@@ -284,28 +260,53 @@ impl<'a> GreedyRun<'a> {
 
     /// The time of the recompute before a gradient.
     fn recompute_time(&self, action: Action) -> f64 {
-        let device = self.work.placement[action.stage.index()];
-        let list = self.devices.get(device.index()).map_or(&[][..], |device| &device.list);
+        let device = &self.devices[self.work.placement[action.stage.index()].index()];
         let mode = self.work.recompute[action.stage.index()];
-        let is_woven = action.kind.passes_gradient() && mode.applies(list.last(), action);
-        if is_woven { self.work.costs.stages[action.stage.index()].recompute } else { 0.0 }
-    }
-
-    /// What an action holds; a gradient's recompute counts as its own.
-    fn hold(&self, action: Action) -> Hold {
-        let is_recomputed = self.work.recompute[action.stage.index()] != Recompute::Never;
-        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
-        let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
-        let hold = Hold::new(self.work.costs, action, held);
-        if !(is_recomputed && action.kind.passes_gradient()) {
-            return hold;
-        }
-        let again = Action { kind: ActionKind::Recompute, ..action };
-        Hold { takes: hold.takes + Hold::new(self.work.costs, again, held).takes, ..hold }
+        let is_woven = action.kind.passes_gradient() && mode.applies(device.list.last(), action);
+        if is_woven { self.work.recipe.costs.stages[action.stage.index()].recompute } else { 0.0 }
     }
 
     fn last(&self) -> StageId {
         StageId::at(self.stages.len() - 1)
+    }
+}
+
+impl Work<'_> {
+    /// What an action holds; a gradient's recompute counts as its own.
+    fn hold(self, action: Action) -> Hold {
+        let is_recomputed = self.recompute[action.stage.index()] != Recompute::Never;
+        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
+        let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
+        let hold = Hold::new(&self.recipe.costs, action, held);
+        if !(is_recomputed && action.kind.passes_gradient()) {
+            return hold;
+        }
+        let again = Action { kind: ActionKind::Recompute, ..action };
+        Hold { takes: hold.takes + Hold::new(&self.recipe.costs, again, held).takes, ..hold }
+    }
+}
+
+impl GreedyDevice {
+    fn new(work: Work<'_>, id: DeviceId) -> Self {
+        let at = |stage: &StageId| work.placement[stage.index()] == id;
+        let stages: Vec<_> = (0..work.placement.len()).map(StageId::at).filter(at).collect();
+        let gradient = |stage: &StageId| {
+            let hold = work.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
+            hold.takes + hold.passing
+        };
+        // As if every stage had begun its backwards.
+        let resident = |stage: &StageId| {
+            let cost = &work.recipe.costs.stages[stage.index()];
+            cost.lasting_bytes() + u128::from(cost.gradient_bytes)
+        };
+        Self {
+            list: Vec::new(),
+            free: 0.0,
+            bytes: stages.iter().map(resident).sum(),
+            limit: work.recipe.memory[id.index()].map_or(u128::MAX, u128::from),
+            reserve: stages.iter().map(gradient).max().unwrap_or(0),
+            stages,
+        }
     }
 }
 

@@ -11,7 +11,7 @@ mod policy;
 
 pub(super) use candidate::Candidate;
 
-use super::{CostError, Costs, DeviceId, Recompute, Schedule};
+use super::{CostError, DeviceId, Recompute, ScheduleRecipe};
 use policy::Policy;
 
 /// How many actions are simulated for policies, and for changes: together less than a tenth of a second's work. Of
@@ -22,13 +22,10 @@ const CHANGE_EFFORT: usize = 1 << 17;
 /// What is to be done, and where.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Work<'a> {
-    pub(super) costs: &'a Costs,
+    /// What it costs on each stage, and how many bytes each device has.
+    pub(super) recipe: &'a ScheduleRecipe,
     /// The device of each stage.
     pub(super) placement: &'a [DeviceId],
-    /// The schedules by name that place the stages as they are here.
-    pub(super) named: &'a [Schedule],
-    /// How many bytes each device has; `None` is no limit.
-    pub(super) memory: &'a [Option<u64>],
     pub(super) micro_batches: usize,
     /// What each stage recomputes.
     pub(super) recompute: &'a [Recompute],
@@ -39,7 +36,9 @@ pub(super) fn best(work: Work<'_>) -> Result<Option<Candidate>, CostError> {
     let actions = work.placement.len() * work.micro_batches * 3;
     let tries = |effort: usize| (effort / actions).max(1);
     let mut best: Option<Candidate> = None;
-    let named = work.named.iter().map(|named| named.lists(work.memory.len(), work.micro_batches));
+    // Those that place the stages as they are here.
+    let named = work.recipe.schedule.alike().into_iter();
+    let named = named.map(|named| named.lists(work.recipe.memory.len(), work.micro_batches));
     let played =
         Policy::all().take(tries(POLICY_EFFORT)).filter_map(|policy| greedy::play(work, policy));
     for lists in named.chain(played) {

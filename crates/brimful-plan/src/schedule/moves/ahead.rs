@@ -35,7 +35,8 @@ fn late_updates(step: &Simulation, costs: &Costs) -> Vec<usize> {
     let looks_ahead = |span: &&MoveSpan| {
         span.moved.kind == MoveKind::GradientsHome && span.moved.stage.index() != FIRST
     };
-    let mut home: Vec<_> = step.moves().iter().flatten().filter(looks_ahead).collect();
+    let moved = step.buses().iter().flat_map(|bus| &bus.moves);
+    let mut home: Vec<_> = moved.filter(looks_ahead).collect();
     home.sort_by(|a, b| a.end.total_cmp(&b.end));
     let mut done = 0.0;
     let late = home.into_iter().filter_map(|span| {

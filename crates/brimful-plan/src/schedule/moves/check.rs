@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
 use super::error::{MoveError, MoveRule};
 use super::make::{waiting, waits_on_host};
-use super::{Home, Move, MoveKind, StageHome};
+use super::{Home, Move, MoveKind, Moved, StageHome};
 
 /// Whether there is a home for each stage, and a slot where one is needed.
 pub(super) fn numbers(
@@ -72,12 +72,9 @@ struct MovingState<'a> {
     sent: BTreeMap<StageId, Move>,
     /// Micro-batches that are let go of between forward and recompute.
     waiting: BTreeSet<(StageId, MicroBatchId)>,
-    boundaries: BTreeMap<Crossed, Passage>,
-    gradients: BTreeMap<Crossed, Passage>,
+    /// Of what enters stages, and of its gradients.
+    passages: BTreeMap<Moved, Passage>,
 }
-
-/// What enters a stage for one micro-batch, or its gradient.
-type Crossed = (StageId, MicroBatchId);
 
 /// How far something that waits on the host has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,16 +101,12 @@ impl MovingState<'_> {
                 Ok(())
             }
             MoveKind::GradientsHome => Err(MoveRule::NoGradients(one)),
-            MoveKind::BoundaryOut => send(&mut self.boundaries, one),
-            MoveKind::GradientOut => send(&mut self.gradients, one),
+            MoveKind::BoundaryOut | MoveKind::GradientOut => self.send(one),
             MoveKind::BoundaryIn => {
                 let is_made_here = one.stage.before().is_none_or(|before| self.has(before));
-                bring(&mut self.boundaries, one, is_made_here)
+                self.bring(one, is_made_here)
             }
-            MoveKind::GradientIn => {
-                let is_made_here = self.has(one.stage);
-                bring(&mut self.gradients, one, is_made_here)
-            }
+            MoveKind::GradientIn => self.bring(one, self.has(one.stage)),
         }
     }
 
@@ -167,19 +160,18 @@ impl MovingState<'_> {
 
     /// Whether something that the action needs waits on the host.
     fn lacks(&self, action: Action) -> bool {
-        let own = (action.stage, action.micro_batch);
-        let next = (StageId(action.stage.0 + 1), action.micro_batch);
-        let is_away = |place: Option<&Passage>| place != Some(&Passage::Back);
+        let Action { stage, micro_batch, .. } = action;
+        let next = StageId(stage.0 + 1);
+        let is_away = |moved: Moved| self.passages.get(&moved) != Some(&Passage::Back);
+        let input = Moved::Boundary(stage, micro_batch);
         match action.kind {
             ActionKind::Forward => {
-                let came_by_bus = own.0 > StageId(0) && waits_on_host(self.homes, own.0);
-                came_by_bus && is_away(self.boundaries.get(&own))
+                let came_by_bus = stage > StageId(0) && waits_on_host(self.homes, stage);
+                came_by_bus && is_away(input)
             }
-            ActionKind::Recompute => {
-                self.waiting.contains(&own) && is_away(self.boundaries.get(&own))
-            }
+            ActionKind::Recompute => self.waiting.contains(&(stage, micro_batch)) && is_away(input),
             kind if kind.passes_gradient() => {
-                waits_on_host(self.homes, next.0) && is_away(self.gradients.get(&next))
+                waits_on_host(self.homes, next) && is_away(Moved::Gradient(next, micro_batch))
             }
             _ => false,
         }
@@ -187,36 +179,36 @@ impl MovingState<'_> {
 
     /// What the action makes is to leave, and what it has used is gone.
     fn pass(&mut self, action: Action) {
-        let own = (action.stage, action.micro_batch);
-        let next = (StageId(action.stage.0 + 1), action.micro_batch);
-        let is_first = action.stage == StageId(0);
-        let (enters, leaves) =
-            (waits_on_host(self.homes, own.0), waits_on_host(self.homes, next.0));
+        let Action { kind, stage, micro_batch } = action;
+        let next = StageId(stage.0 + 1);
+        let is_first = stage == StageId(0);
+        let (enters, leaves) = (waits_on_host(self.homes, stage), waits_on_host(self.homes, next));
         let made = Passage::Made(action);
-        if action.kind == ActionKind::Forward {
-            if self.waiting.contains(&own) {
+        if kind == ActionKind::Forward {
+            if self.waiting.contains(&(stage, micro_batch)) {
                 // The model's own input has yet to leave; of others the host has a copy.
-                self.boundaries.insert(own, if is_first { made } else { Passage::OnHost });
+                let place = if is_first { made } else { Passage::OnHost };
+                self.passages.insert(Moved::Boundary(stage, micro_batch), place);
             }
             if leaves {
-                self.boundaries.insert(next, made);
+                self.passages.insert(Moved::Boundary(next, micro_batch), made);
             }
         }
-        if action.kind.passes_gradient() {
+        if kind.passes_gradient() {
             if leaves {
-                self.gradients.insert(next, Passage::UsedUp);
+                self.passages.insert(Moved::Gradient(next, micro_batch), Passage::UsedUp);
             }
             if enters && !is_first {
-                self.gradients.insert(own, made);
+                self.passages.insert(Moved::Gradient(stage, micro_batch), made);
             }
         }
-        if action.kind.releases() && enters {
-            self.boundaries.insert(own, Passage::UsedUp);
+        if kind.releases() && enters {
+            self.passages.insert(Moved::Boundary(stage, micro_batch), Passage::UsedUp);
         }
     }
 
     fn finish(self) -> Result<(), MoveRule> {
-        for passage in self.boundaries.values().chain(self.gradients.values()) {
+        for passage in self.passages.values() {
             if let Passage::Made(action) = passage {
                 return Err(MoveRule::BoundaryKept(*action));
             }
@@ -226,32 +218,26 @@ impl MovingState<'_> {
         }
         self.summed.first().map_or(Ok(()), |&stage| Err(MoveRule::GradientsKept(stage)))
     }
-}
 
-/// Sends to the host what was made here.
-fn send(places: &mut BTreeMap<Crossed, Passage>, one: Move) -> Result<(), MoveRule> {
-    let place = one.micro_batch.and_then(|i| places.get_mut(&(one.stage, i)));
-    match place {
-        Some(place @ Passage::Made(_)) => {
-            *place = Passage::OnHost;
-            Ok(())
+    /// Sends to the host what was made here.
+    fn send(&mut self, one: Move) -> Result<(), MoveRule> {
+        match self.passages.get_mut(&Moved::of(one)) {
+            Some(place @ Passage::Made(_)) => {
+                *place = Passage::OnHost;
+                Ok(())
+            }
+            _ => Err(MoveRule::NothingToMove(one)),
         }
-        _ => Err(MoveRule::NothingToMove(one)),
     }
-}
 
-/// Brings something back that this device or another has sent.
-fn bring(
-    places: &mut BTreeMap<Crossed, Passage>,
-    one: Move,
-    is_made_here: bool,
-) -> Result<(), MoveRule> {
-    let crossed = one.micro_batch.map(|i| (one.stage, i)).ok_or(MoveRule::NothingToMove(one))?;
-    match places.get(&crossed) {
-        Some(Passage::OnHost) => {}
-        None if !is_made_here => {}
-        _ => return Err(MoveRule::NothingToMove(one)),
+    /// Brings something back that this device or another has sent.
+    fn bring(&mut self, one: Move, is_made_here: bool) -> Result<(), MoveRule> {
+        match (one.micro_batch, self.passages.get(&Moved::of(one))) {
+            (Some(_), Some(Passage::OnHost)) => {}
+            (Some(_), None) if !is_made_here => {}
+            _ => return Err(MoveRule::NothingToMove(one)),
+        }
+        self.passages.insert(Moved::of(one), Passage::Back);
+        Ok(())
     }
-    places.insert(crossed, Passage::Back);
-    Ok(())
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
-use super::{Home, Move, MoveKind, StageHome};
+use super::{Home, Move, MoveKind, Moved, StageHome};
 
 /// The moves of a list, in the order in which they are started.
 pub(super) fn moves(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
@@ -125,19 +125,19 @@ fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
         let (here, after) = (waits_on_host(homes, stage), waits_on_host(homes, next));
         let is_first = stage == StageId(0);
         let waits = waiting.contains(&(stage, action.micro_batch));
-        let of = |kind, stage| (kind, stage, action.micro_batch);
+        let micro_batch = Some(action.micro_batch);
+        let bring = |kind, stage| Move { kind, stage, micro_batch, before: at };
+        let send = |kind, stage| Move { kind, stage, micro_batch, before: at + 1 };
         match action.kind {
             ActionKind::Forward => {
-                crossing.bring_if(here && !is_first, of(MoveKind::BoundaryIn, stage), at);
-                crossing.send_if(waits && is_first, of(MoveKind::BoundaryOut, stage), at);
-                crossing.send_if(after, of(MoveKind::BoundaryOut, next), at);
+                crossing.bring_if(here && !is_first, bring(MoveKind::BoundaryIn, stage));
+                crossing.send_if(waits && is_first, send(MoveKind::BoundaryOut, stage));
+                crossing.send_if(after, send(MoveKind::BoundaryOut, next));
             }
-            ActionKind::Recompute => {
-                crossing.bring_if(waits, of(MoveKind::BoundaryIn, stage), at);
-            }
+            ActionKind::Recompute => crossing.bring_if(waits, bring(MoveKind::BoundaryIn, stage)),
             kind if kind.passes_gradient() => {
-                crossing.bring_if(after, of(MoveKind::GradientIn, next), at);
-                crossing.send_if(here && !is_first, of(MoveKind::GradientOut, stage), at);
+                crossing.bring_if(after, bring(MoveKind::GradientIn, next));
+                crossing.send_if(here && !is_first, send(MoveKind::GradientOut, stage));
             }
             _ => {}
         }
@@ -145,37 +145,26 @@ fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     crossing.moves
 }
 
-/// What crosses the bus for one micro-batch on one stage.
-type Crossed = (MoveKind, StageId, MicroBatchId);
-
 /// Moves of boundaries, as they are found.
 struct Crossing {
     moves: Vec<Move>,
     /// Before which action each has left.
-    left: BTreeMap<Crossed, usize>,
+    left: BTreeMap<Moved, usize>,
 }
 
 impl Crossing {
-    fn send_if(&mut self, is_so: bool, crossed: Crossed, at: usize) {
+    fn send_if(&mut self, is_so: bool, one: Move) {
         if is_so {
-            self.left.insert(crossed, at + 1);
-            self.push(crossed, at + 1);
+            self.left.insert(Moved::of(one), one.before);
+            self.moves.push(one);
         }
     }
 
-    fn bring_if(&mut self, is_so: bool, (kind, stage, micro_batch): Crossed, at: usize) {
+    fn bring_if(&mut self, is_so: bool, one: Move) {
         if is_so {
-            let out = match kind {
-                MoveKind::GradientIn => MoveKind::GradientOut,
-                _ => MoveKind::BoundaryOut,
-            };
-            let left = self.left.get(&(out, stage, micro_batch));
-            let before = left.map_or(at, |left| (*left).max(at.saturating_sub(1)));
-            self.push((kind, stage, micro_batch), before);
+            let left = self.left.get(&Moved::of(one));
+            let ahead = |left: &usize| (*left).max(one.before.saturating_sub(1));
+            self.moves.push(Move { before: left.map_or(one.before, ahead), ..one });
         }
-    }
-
-    fn push(&mut self, (kind, stage, micro_batch): Crossed, before: usize) {
-        self.moves.push(Move { kind, stage, micro_batch: Some(micro_batch), before });
     }
 }

@@ -160,6 +160,24 @@ impl fmt::Display for Move {
     }
 }
 
+/// What a move brings or takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Moved {
+    Weights(StageId),
+    Boundary(StageId, MicroBatchId),
+    Gradient(StageId, MicroBatchId),
+}
+
+impl Moved {
+    fn of(one: Move) -> Self {
+        match (one.kind, one.micro_batch) {
+            (MoveKind::GradientOut | MoveKind::GradientIn, Some(i)) => Self::Gradient(one.stage, i),
+            (_, Some(i)) => Self::Boundary(one.stage, i),
+            (_, None) => Self::Weights(one.stage),
+        }
+    }
+}
+
 /// The moves of every device, in the order in which they are started. Whoever holds them may run them
 /// with their actions: they were validated when they were made.
 ///

@@ -10,13 +10,13 @@ use std::collections::BTreeSet;
 
 use super::super::simulate::{Arrivals, Ways};
 use super::super::{
-    Action, ActionKind, Actions, Awaited, CostError, Costs, DeviceId, DeviceUse, MoveSpan,
+    Action, ActionKind, Actions, Awaited, BusUse, CostError, Costs, DeviceId, DeviceUse, MoveSpan,
     Simulation, Span, StageId, WaitSpan,
 };
 use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
 use super::make::{waiting, waits_on_host};
-use super::{Home, MicroBatchId, Move, MoveKind, Moves};
+use super::{Home, MicroBatchId, Move, MoveKind, Moved, Moves};
 
 /// Simulates one step whose weights or boundaries live on the host, with a lane for each device's bus.
 ///
@@ -32,27 +32,24 @@ pub fn simulate_moves(
     costs.check(actions.stages())?;
     // They may be those of other lists, with which this one would never come to its end.
     Moves::given(actions.lists(), moves.homes(), moves.slots(), moves.lists().to_vec())?;
-    let mut devices = Player::new(actions, moves, costs).run()?;
+    let devices = Player::new(actions, moves, costs).run()?;
     let last_end = |device: &DevicePlay| {
         let action = device.spans.last().map_or(0.0, |span| span.end);
-        device.moved.iter().map(|span| span.end).fold(action, f64::max)
+        device.crossed.moves.iter().map(|span| span.end).fold(action, f64::max)
     };
     let makespan = devices.iter().map(last_end).fold(0.0, f64::max);
-    devices.iter_mut().for_each(|device| device.held.finish(makespan));
-    let used = |device: &DevicePlay| {
+    let mut step = Simulation { makespan, ..Simulation::default() };
+    for mut device in devices {
+        device.held.finish(makespan);
         let busy = device.spans.iter().map(|span| costs.time(span.action)).sum();
         let idle = f64::max(makespan - busy, 0.0);
         let (peak_bytes, peak_held) = device.held.peak();
-        DeviceUse { busy, idle, peak_bytes, peak_held }
-    };
-    Ok(Simulation {
-        devices: devices.iter().map(used).collect(),
-        makespan,
-        levels: devices.iter().map(|device| device.held.levels.clone()).collect(),
-        moves: devices.iter().map(|device| device.moved.clone()).collect(),
-        waits: devices.iter().map(|device| device.waited.clone()).collect(),
-        timeline: devices.into_iter().map(|device| device.spans).collect(),
-    })
+        step.devices.push(DeviceUse { busy, idle, peak_bytes, peak_held });
+        step.levels.push(device.held.levels);
+        step.buses.push(device.crossed);
+        step.timeline.push(device.spans);
+    }
+    Ok(step)
 }
 
 /// All devices at one moment.
@@ -81,31 +78,12 @@ struct DevicePlay {
     done: usize,
     next_move: usize,
     bus: BusClock,
-    moved: Vec<MoveSpan>,
-    /// What compute waited for; and what it waits for now, and since when.
-    waited: Vec<WaitSpan>,
+    crossed: BusUse,
+    /// What compute waits for now, and since when.
     waits: Option<(Awaited, f64)>,
     /// What is not on the device, or not yet: stages that live on the host and boundaries.
     away: BTreeSet<Moved>,
     held: HeldBytes,
-}
-
-/// What a move brings or takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Moved {
-    Weights(StageId),
-    Boundary(StageId, MicroBatchId),
-    Gradient(StageId, MicroBatchId),
-}
-
-impl Moved {
-    fn of(one: Move) -> Self {
-        match (one.kind, one.micro_batch) {
-            (MoveKind::GradientOut | MoveKind::GradientIn, Some(i)) => Self::Gradient(one.stage, i),
-            (_, Some(i)) => Self::Boundary(one.stage, i),
-            (_, None) => Self::Weights(one.stage),
-        }
-    }
 }
 
 impl<'a> Player<'a> {
@@ -116,8 +94,7 @@ impl<'a> Player<'a> {
             done: 0,
             next_move: 0,
             bus: BusClock::new(costs.bus),
-            moved: Vec::new(),
-            waited: Vec::new(),
+            crossed: BusUse::default(),
             waits: None,
             away: away.clone(),
             held: HeldBytes::new(actions, moves, costs, DeviceId::at(d)),
@@ -194,7 +171,7 @@ impl<'a> Player<'a> {
         let ended = play.bus.take_ended();
         for &(moved, start) in &ended {
             let bytes = self.costs.moved_bytes(moved);
-            play.moved.push(MoveSpan { moved, start, end: self.now, bytes });
+            play.crossed.moves.push(MoveSpan { moved, start, end: self.now, bytes });
             if moved.kind.is_inward() {
                 play.away.remove(&Moved::of(moved));
             } else {
@@ -366,7 +343,8 @@ impl DevicePlay {
             return;
         }
         let ended = self.waits.take().filter(|(_, start)| *start < now);
-        self.waited.extend(ended.map(|(awaited, start)| WaitSpan { awaited, start, end: now }));
+        let ended = ended.map(|(awaited, start)| WaitSpan { awaited, start, end: now });
+        self.crossed.waits.extend(ended);
         self.waits = awaited.map(|awaited| (awaited, now));
     }
 }

@@ -56,8 +56,8 @@ enum NextMove {
 
 /// Whether an output will find room.
 enum OutputRoom {
-    Free,
-    Promised(Promise),
+    /// It will, perhaps because of a neighbour's promise.
+    Free(Option<Promise>),
     /// The neighbour who could make room has not decided yet.
     Undecided,
     Taken,
@@ -96,9 +96,7 @@ impl ListScheduler {
     fn run(mut self) -> Option<Vec<Vec<Action>>> {
         loop {
             self.decide();
-            let Some(&Reverse((now, _))) = self.ends.peek() else {
-                break;
-            };
+            let Some(&Reverse((now, _))) = self.ends.peek() else { break };
             self.now = now;
             // All that ends in this tick ends before anyone decides: a device that decided between
             // two ends would not see the place that the second one frees.
@@ -150,17 +148,12 @@ impl ListScheduler {
         }
         let mut best = (None, NextMove::Rest);
         for queue in 0..device.queues.len() {
-            let Some((rank, action)) = self.ready(device, queue) else {
-                continue;
-            };
+            let Some((rank, action)) = self.ready(device, queue) else { continue };
             if best.0.is_some_and(|best| best <= rank) {
                 continue;
             }
             best = match self.room(id, action, patient) {
-                OutputRoom::Free => (Some(rank), NextMove::Start(queue, None)),
-                OutputRoom::Promised(promise) => {
-                    (Some(rank), NextMove::Start(queue, Some(promise)))
-                }
+                OutputRoom::Free(promise) => (Some(rank), NextMove::Start(queue, promise)),
                 OutputRoom::Undecided => (Some(rank), NextMove::Wait),
                 // Without a rank, so that any other action may still be run instead of this one.
                 OutputRoom::Taken if best.0.is_none() => (None, NextMove::Wait),
@@ -182,13 +175,11 @@ impl ListScheduler {
     }
 
     fn room(&self, from: DeviceId, action: Action, patient: bool) -> OutputRoom {
-        let Some(target) = action.target(self.last) else {
-            return OutputRoom::Free;
-        };
+        let Some(target) = action.target(self.last) else { return OutputRoom::Free(None) };
         let by = self.device_of[target.index()];
         let ChannelLoad { waiting, coming } = self.channels[target.index()][action.channel()];
         if by == from || waiting + coming == 0 {
-            return OutputRoom::Free;
+            return OutputRoom::Free(None);
         }
         let neighbour = &self.devices[by.index()];
         if patient && neighbour.running.is_none() {
@@ -202,7 +193,7 @@ impl ListScheduler {
         }
         match neighbour.queue(target, action.kind) {
             Some(queue) if self.can_promise(by, queue) => {
-                OutputRoom::Promised(Promise { by, queue })
+                OutputRoom::Free(Some(Promise { by, queue }))
             }
             _ => OutputRoom::Taken,
         }
@@ -211,15 +202,13 @@ impl ListScheduler {
     /// Nothing will hinder the queue's next action once the device is free.
     fn can_promise(&self, by: DeviceId, queue: usize) -> bool {
         let device = &self.devices[by.index()];
-        let Some(&(_, action)) = device.queues[queue].pending.front() else {
-            return false;
-        };
+        let Some(&(_, action)) = device.queues[queue].pending.front() else { return false };
         let released = device.running.is_some_and(|(running, _)| running.kind.releases());
         let held = device.held - usize::from(released);
         let allowed = action.kind != ActionKind::Forward || held < self.limit;
         // Only room that is there now counts: a promise must not rest on another one, which nobody
         // has given yet.
-        allowed && matches!(self.room(by, action, true), OutputRoom::Free)
+        allowed && matches!(self.room(by, action, true), OutputRoom::Free(None))
     }
 
     fn start(&mut self, id: DeviceId, queue: usize, promise: Option<Promise>) {
@@ -228,9 +217,7 @@ impl ListScheduler {
         }
         let device = &mut self.devices[id.index()];
         device.promised = None;
-        let Some((_, action)) = device.queues[queue].pending.pop_front() else {
-            return;
-        };
+        let Some((_, action)) = device.queues[queue].pending.pop_front() else { return };
         let end = self.now + ticks(action.kind);
         device.running = Some((action, end));
         device.held += usize::from(action.kind == ActionKind::Forward);
@@ -247,9 +234,7 @@ impl ListScheduler {
 
     fn finish(&mut self, id: DeviceId) {
         let device = &mut self.devices[id.index()];
-        let Some((action, _)) = device.running.take() else {
-            return;
-        };
+        let Some((action, _)) = device.running.take() else { return };
         device.held -= usize::from(action.kind.releases());
         self.wake(id);
         if let Some(target) = action.target(self.last) {

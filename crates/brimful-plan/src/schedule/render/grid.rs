@@ -11,8 +11,8 @@
 use std::fmt;
 
 use super::super::{
-    Action, ActionKind, Actions, BusCost, CostError, Costs, Move, MoveKind, MoveSpan, Moves,
-    Simulation, Span, StageCost, simulate, simulate_moves,
+    Action, ActionKind, Actions, BusCost, BusUse, CostError, Costs, Move, MoveKind, MoveSpan,
+    Moves, Simulation, Span, StageCost, simulate, simulate_moves,
 };
 
 /// A text grid that is being set up; show it with `Display`.
@@ -112,8 +112,8 @@ impl Grid {
         for (d, spans) in simulation.timeline().iter().enumerate() {
             labels.push(format!("{word} {d}"));
             rows.push(device_row(ticks, spans, alone));
-            // Where nothing can move there are no lists of moves, and no rows for them.
-            if let Some(moves) = simulation.moves().get(d) {
+            // Where nothing can move there are no buses, and no rows for them.
+            if let Some(BusUse { moves, .. }) = simulation.buses().get(d) {
                 labels.extend(["  in".to_owned(), "  out".to_owned()]);
                 rows.extend([bus_row(ticks, moves, true), bus_row(ticks, moves, false)]);
             }

@@ -55,7 +55,7 @@ impl Panel<'_> {
 
     /// A device's row, and those of its bus where something moves.
     fn device_height(&self) -> f64 {
-        let has_bus = !self.simulation.moves().is_empty();
+        let has_bus = !self.simulation.buses().is_empty();
         ROW + ROW_GAP + if has_bus { 2.0 * (BUS_ROW + BUS_GAP) } else { 0.0 }
     }
 
@@ -68,10 +68,6 @@ impl Panel<'_> {
         let per_device = self.actions.stages() as f64 / self.actions.devices() as f64;
         let held = used.peak_held as f64 / per_device;
         (held, format!("{} A", trim(held)))
-    }
-
-    fn has_bytes(&self) -> bool {
-        self.simulation.devices().iter().any(|device| device.peak_bytes > 0)
     }
 }
 
@@ -93,8 +89,8 @@ fn legend(out: &mut String, panels: &[Panel<'_>]) {
     let kinds = ActionKind::ALL.into_iter().filter(occurs);
     let entries = kinds.map(|kind| (color(kind, 0), kind.name()));
     let moves = |kind: &MoveKind| {
-        let mut spans = panels.iter().flat_map(|panel| panel.simulation.moves()).flatten();
-        spans.any(|span| span.moved.kind == *kind)
+        let buses = panels.iter().flat_map(|panel| panel.simulation.buses());
+        buses.flat_map(|bus| &bus.moves).any(|span| span.moved.kind == *kind)
     };
     let moves = MoveKind::ALL.into_iter().filter(moves);
     let moves = moves.map(|kind| (move_color(kind).to_owned(), kind.name()));
@@ -135,8 +131,9 @@ impl Picture {
         for (device, spans) in panel.simulation.timeline().iter().enumerate() {
             let y = rows + device as f64 * panel.device_height();
             self.row(out, panel, device, spans, y);
-            let moves = panel.simulation.moves().get(device);
-            moves.into_iter().for_each(|moves| self.bus(out, panel, moves, y + ROW + BUS_GAP));
+            if let Some(bus) = panel.simulation.buses().get(device) {
+                self.bus(out, panel, &bus.moves, y + ROW + BUS_GAP);
+            }
         }
         let bottom = rows + panel.simulation.devices().len() as f64 * panel.device_height();
         self.axis(out, panel.simulation.makespan(), bottom);
@@ -213,7 +210,8 @@ fn heading(out: &mut String, panel: &Panel<'_>, top: f64) {
         100.0 * panel.simulation.bubble(),
     );
     let x = WIDTH - MARGIN - MEMORY + 20.0;
-    let what = if panel.has_bytes() { "peak memory" } else { "activations held" };
+    let has_bytes = panel.simulation.devices().iter().any(|device| device.peak_bytes > 0);
+    let what = if has_bytes { "peak memory" } else { "activations held" };
     text(out, x, y, 13.0, "#64748b", "start", what);
 }
 

@@ -55,9 +55,7 @@ const MICROSECONDS: f64 = 1e6;
 /// two for its bus where something moves, and one for the memory that it holds.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
-    let mut events = tracks(simulation.timeline());
-    events.extend(waits(simulation.waits().iter().map(Vec::as_slice)));
-    events.extend(bus_tracks(simulation.moves().iter().map(Vec::as_slice)));
+    let mut events = tracks(simulation.timeline(), simulation.buses());
     for device in 0..simulation.timeline().len() {
         events.extend(memory(device, actions, costs, simulation));
     }
@@ -67,40 +65,39 @@ pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> Strin
 /// The same of actions that were executed, with the use of each device's bus where it was timed.
 #[must_use]
 pub fn measured_trace(timeline: &[Vec<Span>], buses: &[BusUse]) -> String {
-    let mut events = tracks(timeline);
-    events.extend(waits(buses.iter().map(|bus| bus.waits.as_slice())));
-    events.extend(bus_tracks(buses.iter().map(|bus| bus.moves.as_slice())));
-    written(events)
+    written(tracks(timeline, buses))
 }
 
-/// Two for each device, behind those of all devices: what comes, and what leaves.
-fn bus_tracks<'a>(moves: impl ExactSizeIterator<Item = &'a [MoveSpan]>) -> Vec<TraceEvent> {
-    let devices = moves.len();
+fn tracks(timeline: &[Vec<Span>], buses: &[BusUse]) -> Vec<TraceEvent> {
     let mut events = Vec::new();
-    for (device, spans) in moves.enumerate() {
+    for (device, spans) in timeline.iter().enumerate() {
+        events.push(track(device, format!("device {device}")));
+        events.extend(spans.iter().map(|span| work(device, span)));
+    }
+    // On the devices' own tracks, between their actions.
+    for (device, bus) in buses.iter().enumerate() {
+        events.extend(bus.waits.iter().map(|span| waiting(device, span)));
+    }
+    // Two for each device, behind those of all devices: what comes, and what leaves.
+    for (device, bus) in buses.iter().enumerate() {
         for (way, name) in ["to", "from"].into_iter().enumerate() {
             let is_this_way = if way == 0 { MoveKind::is_inward } else { MoveKind::is_outward };
-            let tid = devices + 2 * device + way;
+            let tid = buses.len() + 2 * device + way;
             events.push(track(tid, format!("bus {name} device {device}")));
-            let mine = spans.iter().filter(|span| is_this_way(span.moved.kind));
+            let mine = bus.moves.iter().filter(|span| is_this_way(span.moved.kind));
             events.extend(mine.map(|span| moving(tid, span)));
         }
     }
     events
 }
 
-/// On the devices' own tracks, between their actions.
-fn waits<'a>(waits: impl Iterator<Item = &'a [WaitSpan]>) -> Vec<TraceEvent> {
-    let waiting = |device: usize, span: &WaitSpan| TraceEvent {
+fn waiting(device: usize, span: &WaitSpan) -> TraceEvent {
+    TraceEvent {
         name: format!("waits for {}", span.awaited.name()),
         category: Some("wait"),
         args: EventArgs::Awaited { awaited: span.awaited.name() },
         ..lasting(device, span.start, span.end)
-    };
-    let of_device = |(device, spans): (usize, &'a [WaitSpan])| {
-        spans.iter().map(move |span| waiting(device, span))
-    };
-    waits.enumerate().flat_map(of_device).collect()
+    }
 }
 
 fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {
@@ -110,15 +107,6 @@ fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {
         args: EventArgs::Move { stage: span.moved.stage.0, bytes: span.bytes },
         ..lasting(tid, span.start, span.end)
     }
-}
-
-fn tracks(timeline: &[Vec<Span>]) -> Vec<TraceEvent> {
-    let mut events = Vec::new();
-    for (device, spans) in timeline.iter().enumerate() {
-        events.push(track(device, format!("device {device}")));
-        events.extend(spans.iter().map(|span| work(device, span)));
-    }
-    events
 }
 
 fn written(events: Vec<TraceEvent>) -> String {

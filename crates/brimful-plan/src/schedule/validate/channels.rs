@@ -8,6 +8,7 @@
 use super::super::{Action, ActionKind, BlockedDevice, DeviceId, MicroBatchId, Rule, StageId};
 use super::order::Order;
 use super::violation::{MarkedCell, Violation};
+use crate::bisect::count_while;
 
 /// The smallest capacity of the channels with which every device comes to its end.
 pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
@@ -17,20 +18,12 @@ pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Viola
         return Ok(1);
     }
     // A channel carries every micro-batch once: a capacity of m never makes a sender wait.
-    let mut too_small = 1;
-    let mut enough = order.micro_batches;
+    let enough = order.micro_batches;
     check_with(lists, order, enough)?;
     // More places never bring a network to a halt that came to its end with fewer, so the smallest
     // capacity can be bisected.
-    while enough - too_small > 1 {
-        let middle = too_small.midpoint(enough);
-        if check_with(lists, order, middle).is_ok() {
-            enough = middle;
-        } else {
-            too_small = middle;
-        }
-    }
-    Ok(enough)
+    let is_too_small = |more: usize| check_with(lists, order, 2 + more).is_err();
+    Ok(2 + count_while(enough - 2, is_too_small))
 }
 
 /// Whether every device comes to its end with channels of this capacity.
@@ -57,7 +50,7 @@ fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
             *nth += 1;
             if arrives != action.micro_batch {
                 let rule = Rule::OutOfOrder { action, arrives };
-                return Err(Violation::at(rule, MarkedCell::cell(DeviceId::at(device), position)));
+                return Err(Violation::at(rule, DeviceId::at(device), position));
             }
         }
     }
@@ -127,8 +120,9 @@ impl<'a> Network<'a> {
         if waits.is_empty() {
             return None;
         }
-        let mark = |wait: &BlockedDevice| {
-            MarkedCell::cell(wait.device, self.workers[wait.device.index()].position)
+        let mark = |&BlockedDevice { device, .. }: &BlockedDevice| {
+            let position = self.workers[device.index()].position;
+            MarkedCell { device, position }
         };
         let marks = waits.iter().map(mark).collect();
         Some(Violation { rule: Rule::Deadlock(waits), marks })
@@ -137,9 +131,7 @@ impl<'a> Network<'a> {
     /// Does a device's current action, or as much of it as can be done.
     fn advance(&mut self, device: DeviceId) -> bool {
         let worker = self.workers[device.index()];
-        let Some(&action) = self.lists[device.index()].get(worker.position) else {
-            return false;
-        };
+        let Some(&action) = self.lists[device.index()].get(worker.position) else { return false };
         if !worker.has_input && !self.take(action) {
             return false;
         }
@@ -154,9 +146,7 @@ impl<'a> Network<'a> {
     }
 
     fn take(&mut self, action: Action) -> bool {
-        let Some(source) = action.source(self.last) else {
-            return true;
-        };
+        let Some(source) = action.source(self.last) else { return true };
         let waiting = &mut self.waiting[action.stage.index()][action.channel()];
         if *waiting == 0 {
             return false;
@@ -171,9 +161,7 @@ impl<'a> Network<'a> {
     }
 
     fn send(&mut self, action: Action, device: DeviceId) -> bool {
-        let Some(target) = action.target(self.last) else {
-            return true;
-        };
+        let Some(target) = action.target(self.last) else { return true };
         // On one device there is no channel, and nothing to wait for.
         let is_local = self.device_of[target.index()] == device;
         let waiting = &mut self.waiting[target.index()][action.channel()];

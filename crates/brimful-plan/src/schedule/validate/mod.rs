@@ -1,11 +1,10 @@
 //! Finds out whether lists of actions can be run, and what they need.
 
 mod channels;
-mod held;
 mod order;
 mod violation;
 
-use super::Action;
+use super::{Action, ActionKind};
 use order::Order;
 use violation::Violation;
 
@@ -13,6 +12,7 @@ use violation::Violation;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) order: Order,
+    /// The most micro-batches' activations that each stage holds at one time.
     pub(super) held: Vec<usize>,
     pub(super) channel_capacity: usize,
 }
@@ -21,8 +21,22 @@ pub(super) struct Facts {
 pub(super) fn facts(lists: &[Vec<Action>]) -> Result<Facts, Violation> {
     let order = order::check(lists)?;
     let channel_capacity = channels::check(lists, &order)?;
-    let held = held::count(lists, &order);
+    let held = most_held(lists, &order);
     Ok(Facts { order, held, channel_capacity })
+}
+
+fn most_held(lists: &[Vec<Action>], order: &Order) -> Vec<usize> {
+    let mut now = vec![0; order.device_of.len()];
+    let mut most = vec![0; now.len()];
+    for &Action { stage, kind, micro_batch } in lists.iter().flatten() {
+        let j = stage.index();
+        let is_recomputed = order.done(stage, micro_batch).has(ActionKind::Recompute);
+        now[j] += usize::from(kind.keeps(is_recomputed));
+        most[j] = most[j].max(now[j]);
+        // Only after the maximum is taken: what a backward needs is there until it ends.
+        now[j] -= usize::from(kind.releases());
+    }
+    most
 }
 
 /// Whether lists can be run with one place in each channel.

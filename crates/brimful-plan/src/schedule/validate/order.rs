@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::super::{Action, ActionKind, DeviceId, MicroBatchId, Rule, StageId};
-use super::violation::{MarkedCell, Violation};
+use super::violation::Violation;
 
 /// What a stage has done with a micro-batch: one bit for each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -47,13 +47,13 @@ pub(super) fn check(lists: &[Vec<Action>]) -> Result<Order, Violation> {
     };
     for (device, list) in lists.iter().enumerate() {
         for (position, &action) in list.iter().enumerate() {
-            let mark = MarkedCell::cell(DeviceId::at(device), position);
-            order.take(action, mark.device).map_err(|rule| Violation::at(rule, mark))?;
+            let device = DeviceId::at(device);
+            order.take(action, device).map_err(|rule| Violation::at(rule, device, position))?;
         }
     }
-    match order.first_missing() {
-        Some(action) => Err(missing(lists, action)),
-        None => Ok(order),
+    match order.done.iter().all(|done| done.missing().is_none()) {
+        true => Ok(order),
+        false => Err(first_gap(lists, micro_batches)),
     }
 }
 
@@ -65,7 +65,7 @@ const NOWHERE: DeviceId = DeviceId(u32::MAX);
 fn size(lists: &[Vec<Action>]) -> Result<(usize, usize), Violation> {
     let idle = lists.iter().position(Vec::is_empty).map(DeviceId::at);
     if let Some(device) = idle {
-        return Err(Violation::at(Rule::IdleDevice(device), MarkedCell::cell(device, 0)));
+        return Err(Violation::at(Rule::IdleDevice(device), device, 0));
     }
     let actions = || lists.iter().flatten();
     let Some(last_stage) = actions().map(|a| a.stage).max() else {
@@ -82,7 +82,7 @@ fn size(lists: &[Vec<Action>]) -> Result<(usize, usize), Violation> {
     Ok((stages, micro_batches))
 }
 
-/// The first missing action, found among the actions there are.
+/// The first missing action, found among the actions there are: one is missing.
 fn first_gap(lists: &[Vec<Action>], micro_batches: usize) -> Violation {
     let mut done = BTreeMap::<(usize, usize), KindSet>::new();
     for action in lists.iter().flatten() {
@@ -94,14 +94,10 @@ fn first_gap(lists: &[Vec<Action>], micro_batches: usize) -> Violation {
         let kind = done.get(&pair).copied().unwrap_or_default().missing()?;
         Some(Action::new(StageId::at(pair.0), kind, MicroBatchId::at(pair.1)))
     });
-    // There are fewer actions than pairs need, so the endless walk over the pairs has met a gap.
-    missing(lists, gap.expect("more pairs than actions"))
-}
-
-fn missing(lists: &[Vec<Action>], action: Action) -> Violation {
+    let action = gap.expect("the endless walk over the pairs meets a gap");
     let holds_stage = |list: &Vec<Action>| list.iter().any(|other| other.stage == action.stage);
     let device = lists.iter().position(holds_stage).unwrap_or(lists.len() - 1);
-    Violation::at(Rule::Missing(action), MarkedCell::missing(DeviceId::at(device), action))
+    Violation::at(Rule::Missing(action), DeviceId::at(device), lists[device].len())
 }
 
 impl Order {
@@ -131,13 +127,6 @@ impl Order {
             return Ok(());
         }
         Err(Rule::TwoDevices { stage, first: *first, second: device })
-    }
-
-    fn first_missing(&self) -> Option<Action> {
-        let missing = |(cell, done): (usize, &KindSet)| Some((cell, done.missing()?));
-        let (cell, kind) = self.done.iter().enumerate().find_map(missing)?;
-        let (j, i) = (cell / self.micro_batches, cell % self.micro_batches);
-        Some(Action::new(StageId::at(j), kind, MicroBatchId::at(i)))
     }
 }
 

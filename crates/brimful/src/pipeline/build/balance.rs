@@ -1,8 +1,10 @@
 //! How the layers are cut into stages: given, evenly, or by measuring them.
 
 use brimful_torch::threads::limit_threads;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use super::Builder;
+use crate::Result;
 use crate::accumulate::{gradient_factor, sums_apart};
 use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
@@ -10,9 +12,8 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::optim::Method;
 use crate::plan::{self, Misfit, Request};
-use crate::schedule::{DeviceId, Recompute, Schedule, ScheduleRecipe, StageId};
+use crate::schedule::{DeviceId, ScheduleRecipe, StageId};
 use crate::workers::DeviceSpec;
-use crate::{Layers, Result};
 
 /// How the layers are cut into stages: given, or found by measuring them.
 ///
@@ -87,59 +88,56 @@ impl From<Choice> for BalanceBy {
 }
 
 /// What a balance is for.
-pub(crate) struct Question<'a> {
-    pub(crate) layers: &'a Layers,
+pub(super) struct Question<'a> {
+    pub(super) builder: &'a Builder,
     /// The device that layers are measured on.
-    pub(crate) first: &'a DeviceSpec,
-    /// Of the parameters.
-    pub(crate) kind: Kind,
+    pub(super) first: &'a DeviceSpec,
     /// Where each device's memory ends, if that is known.
-    pub(crate) limits: &'a [Option<u64>],
-    pub(crate) schedule: Schedule,
-    pub(crate) recompute: Recompute,
-    pub(crate) micro_batches: usize,
-    /// What automatic lists are made from, where a plan says it.
-    pub(crate) recipe: Option<&'a ScheduleRecipe>,
+    pub(super) limits: &'a [Option<u64>],
+    pub(super) micro_batches: usize,
 }
 
 /// A balance in numbers.
-pub(crate) struct SettledBalance {
-    pub(crate) balance: balance::Balance,
+pub(super) struct SettledBalance {
+    pub(super) balance: balance::Balance,
     /// What automatic lists are made from, where the stages' times are known.
-    pub(crate) recipe: Option<ScheduleRecipe>,
+    pub(super) recipe: Option<ScheduleRecipe>,
 }
 
 impl Question<'_> {
     /// The balance in numbers.
-    pub(crate) fn settle(&self, balance: &BalanceBy) -> Result<SettledBalance> {
-        let state = balance.method.map_or(0.0, |method| method.state_factor_in(self.kind));
+    pub(super) fn settle(&self) -> Result<SettledBalance> {
+        let Builder { layers, balance, kind, recipe, .. } = self.builder;
+        let state = balance.method.map_or(0.0, |method| method.state_factor_in(*kind));
         let balance = match &balance.choice {
             Choice::ByTime(sample) => return self.by_time(sample, state),
-            Choice::Given(sizes) => balance::Balance::new(sizes.clone(), self.layers.len())?,
+            Choice::Given(sizes) => balance::Balance::new(sizes.clone(), layers.len())?,
             Choice::Even => self.evenly()?,
             Choice::ByBytes(sample) => self.by_bytes(sample, state)?,
         };
-        Ok(SettledBalance { balance, recipe: self.recipe.cloned() })
+        Ok(SettledBalance { balance, recipe: recipe.clone() })
     }
 
     fn evenly(&self) -> Result<balance::Balance> {
         let load = Load { time: 1.0, ..Load::default() };
-        let stages = self.limits.len() * self.schedule.stages_per_device();
-        Ok(balance::by_time(&vec![load; self.layers.len()], &vec![Slot::default(); stages])?)
+        let Builder { layers, schedule, .. } = self.builder;
+        let stages = self.limits.len() * schedule.stages_per_device();
+        Ok(balance::by_time(&vec![load; layers.len()], &vec![Slot::default(); stages])?)
     }
 
     /// The planner's balance for this schedule, with the sample as a micro-batch.
     fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<SettledBalance> {
+        let &Builder { schedule, recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
         let device = |memory: &Option<u64>| plan::PlanDevice { memory: *memory, speed: 1.0 };
         let devices = self.limits.iter().map(device).collect();
         let mut request = Request::new(&profile, devices, samples);
-        request.schedules = vec![self.schedule];
+        request.schedules = vec![schedule];
         request.micro_batches = vec![self.micro_batches];
-        request.recompute = Some(self.recompute);
-        request.gradient_bytes = gradient_factor(self.kind);
-        request.sums_apart = sums_apart(self.first.device, self.kind);
+        request.recompute = Some(recompute);
+        request.gradient_bytes = gradient_factor(kind);
+        request.sums_apart = sums_apart(self.first.device, kind);
         request.optimizer_bytes = state;
         let best = plan::plan(&request)?.rows.swap_remove(0);
         if let Some(Misfit { device, needed, memory }) = best.misfits.first() {
@@ -150,9 +148,10 @@ impl Question<'_> {
     }
 
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
+        let &Builder { schedule, recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? as u64;
-        let of_parameters = 1.0 + gradient_factor(self.kind) + state;
+        let of_parameters = 1.0 + gradient_factor(kind) + state;
         let load = |layer: &LayerCost| Load {
             time: 0.0,
             bytes: (layer.parameter_bytes as f64 * of_parameters) as u64,
@@ -160,7 +159,7 @@ impl Question<'_> {
             output_bytes: layer.output_bytes * samples,
         };
         let (devices, m) = (self.limits.len(), self.micro_batches);
-        let actions = self.schedule.actions(devices, m, self.recompute)?;
+        let actions = schedule.actions(devices, m, recompute)?;
         let slot = |(j, device): (usize, &DeviceId)| Slot {
             speed: 1.0,
             memory: self.limits[device.index()],
@@ -175,7 +174,8 @@ impl Question<'_> {
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
         // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
-        balance::measure_of_kind(self.layers, self.first.device, sample, self.kind, |_| {})
+        let Builder { layers, kind, .. } = self.builder;
+        balance::measure_of_kind(layers, self.first.device, sample, *kind, |_| {})
     }
 }
 
@@ -184,7 +184,7 @@ fn leaves(sample: &impl Batch) -> Vec<Tensor> {
 }
 
 /// Where the device's memory ends, if that is known.
-pub(crate) fn limit(device: &DeviceSpec) -> Option<u64> {
+pub(super) fn limit(device: &DeviceSpec) -> Option<u64> {
     match device.memory()? {
         Memory::Arena(arena) => arena.limit(),
         accelerator => accelerator.usage().ok()?.available.map(|bytes| bytes.0),

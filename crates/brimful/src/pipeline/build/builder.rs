@@ -8,8 +8,7 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
-use super::exact::cut_at_norms;
-use super::homes::{Homes, HostNeed, bring_together, check_halves_at_home, stage_homes};
+use super::homes::{Homes, bring_together, check_halves_at_home, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
@@ -32,26 +31,26 @@ use crate::{Layers, Result, World};
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
-    layers: Layers,
-    devices: Vec<DeviceSpec>,
-    balance: BalanceBy,
+    pub(super) layers: Layers,
+    pub(super) devices: Vec<DeviceSpec>,
+    pub(super) balance: BalanceBy,
     size: Size,
-    schedule: Schedule,
+    pub(super) schedule: Schedule,
     /// Of a plan.
-    recipe: Option<ScheduleRecipe>,
-    recompute: Recompute,
+    pub(super) recipe: Option<ScheduleRecipe>,
+    pub(super) recompute: Recompute,
     /// The same of each stage, where a plan says it.
     recompute_each: Vec<Recompute>,
-    kind: Kind,
+    pub(super) kind: Kind,
     homes: Homes,
     /// Where what enters each stage waits, where a plan says it.
     boundaries: Vec<Home>,
     slots: usize,
-    host: Option<Arena>,
+    pub(super) host: Option<Arena>,
     non_finite: NonFinite,
-    world: World,
-    replicas: usize,
-    reserved: Option<Method>,
+    pub(super) world: World,
+    pub(super) replicas: usize,
+    pub(super) reserved: Option<Method>,
     remembered: Option<PathBuf>,
     layout: Layout,
 }
@@ -266,17 +265,9 @@ impl Builder {
 
     /// The balance that all ranks take.
     fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<SettledBalance> {
-        let question = Question {
-            layers: &self.layers,
-            first,
-            kind: self.kind,
-            limits: &roster.limits,
-            schedule: self.schedule,
-            recompute: self.recompute,
-            micro_batches: self.usual_micro_batches(roster.limits.len()),
-            recipe: self.recipe.as_ref(),
-        };
-        roster.settle_balance(&question, &self.balance)
+        let limits = &roster.limits;
+        let micro_batches = self.usual_micro_batches(limits.len());
+        roster.settle_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
     /// Where each stage lives, which there is room for.
@@ -284,15 +275,7 @@ impl Builder {
         let mut homes = self.homes.of(balance.sizes().len())?;
         bring_together(&mut homes, &self.layers, balance, actions.placement())?;
         check_halves_at_home(actions, &homes, self.slots)?;
-        let need = HostNeed {
-            layers: &self.layers,
-            sizes: balance.sizes(),
-            homes: &homes,
-            kind: self.kind,
-            method: self.reserved,
-            arena: self.host.as_ref(),
-        };
-        need.check()?;
+        self.check_host(balance.sizes(), &homes)?;
         Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
     }
 
@@ -328,18 +311,6 @@ impl Builder {
         self.size.check()
     }
 
-    /// The balance and the schedule with exact BatchNorms, and whether there are some.
-    fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
-        let Some((cut, breadth_first)) = cut_at_norms(&self.layers, &balance)? else {
-            return Ok((balance, self.schedule, false));
-        };
-        let (devices, replicas, ranks) = (self.devices.len(), self.replicas, self.world.size());
-        match devices.max(replicas).max(ranks) {
-            1 => Ok((cut, breadth_first, true)),
-            _ => Err(PipelineError::ExactOnSeveral { devices, replicas, ranks }.into()),
-        }
-    }
-
     /// The number of micro-batches, where it does not depend on the mini-batch; else one a stage.
     fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
@@ -361,11 +332,6 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// The account of the host beside a device that is a CPU too: what lives there is not the device's.
-fn host_of(device: &DeviceSpec) -> Option<Arena> {
-    device.arena.as_ref().map(|_| Arena::new("host"))
-}
-
 /// Starts this rank's workers, and lets each build its stages.
 fn spawn(
     layout: &Arc<StageLayout>,
@@ -377,6 +343,8 @@ fn spawn(
     with_step_seed(seeded, |seed| {
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
+        // The account of the host beside a device that is a CPU too: what lives there is not the device's.
+        let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
         let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
             number: here.start + at % here.len(),

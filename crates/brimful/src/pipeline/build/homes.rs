@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 
 use brimful_torch::meta;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
+use super::Builder;
 use crate::balance::Balance;
 use crate::bytes::Bytes;
-use crate::memory::{self, Arena};
-use crate::optim::Method;
+use crate::memory;
 use crate::pipeline::error::PipelineError;
 use crate::plan::PlanRow;
 use crate::ranks::summed_in;
@@ -124,25 +124,15 @@ pub(super) fn stage_homes(
     (0..weights.len()).map(home).collect()
 }
 
-/// What lives on the host: what it takes is said before any of it is there.
-pub(super) struct HostNeed<'a> {
-    pub(super) layers: &'a Layers,
-    /// How many layers each stage has.
-    pub(super) sizes: &'a [usize],
-    pub(super) homes: &'a [Home],
-    pub(super) kind: Kind,
-    /// The optimizer, where it is known.
-    pub(super) method: Option<Method>,
-    pub(super) arena: Option<&'a Arena>,
-}
-
-impl HostNeed<'_> {
-    pub(super) fn check(&self) -> Result<()> {
-        let stages = self.homes.iter().filter(|home| **home == Home::Host).count();
+impl Builder {
+    /// Refuses what is to live on the host, of stages with so many layers, where there is no room for it: that is
+    /// said before any of it is there.
+    pub(super) fn check_host(&self, sizes: &[usize], homes: &[Home]) -> Result<()> {
+        let stages = homes.iter().filter(|home| **home == Home::Host).count();
         if stages == 0 {
             return Ok(());
         }
-        let (needed, room) = (self.bytes()?, self.room()?);
+        let (needed, room) = (self.bytes_at_home(sizes, homes)?, self.host_room()?);
         if needed <= room {
             return Ok(());
         }
@@ -150,24 +140,24 @@ impl HostNeed<'_> {
         Err(PipelineError::HostTooSmall { stages, needed, room }.into())
     }
 
-    /// Of the weights, the gradients as they come home, and what the optimizer keeps.
-    fn bytes(&self) -> Result<u64> {
+    /// Of the weights, the gradients as they come home, and what the optimizer keeps, where it is known.
+    fn bytes_at_home(&self, sizes: &[usize], homes: &[Home]) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;
         let mut counts = counts.iter();
         let mut numbers = 0;
-        for (size, home) in self.sizes.iter().zip(self.homes) {
+        for (size, home) in sizes.iter().zip(homes) {
             let stage: u64 = counts.by_ref().take(*size).sum();
             numbers += if *home == Home::Host { stage } else { 0 };
         }
         let each = self.kind.elt_size_in_bytes() + summed_in(self.kind).elt_size_in_bytes();
         let _shapes_alone = meta::enter();
         let all = Tensor::f_empty([numbers as i64], (self.kind, Device::Cpu))?;
-        let state = self.method.map_or(0, |method| method.state_bytes([&all]));
+        let state = self.reserved.map_or(0, |method| method.state_bytes([&all]));
         Ok(numbers * each as u64 + state)
     }
 
-    fn room(&self) -> Result<u64> {
-        let limit = self.arena.and_then(|arena| Some(arena.limit()? - arena.current()));
+    fn host_room(&self) -> Result<u64> {
+        let limit = self.host.as_ref().and_then(|arena| Some(arena.limit()? - arena.current()));
         match limit {
             Some(room) => Ok(room),
             None => Ok(memory::host()?.available.0),

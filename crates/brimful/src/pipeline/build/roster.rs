@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::balance::{BalanceBy, Question, SettledBalance, limit};
-use crate::schedule::{Costs, ScheduleRecipe};
+use super::balance::{Question, SettledBalance, limit};
 use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
@@ -61,30 +60,18 @@ impl<'a> Roster<'a> {
 
     /// The balance in numbers and what automatic lists are made from, as rank 0 finds them: measured
     /// times differ from rank to rank, and all must make the same lists.
-    pub(crate) fn settle_balance(
-        &self,
-        question: &Question<'_>,
-        balance: &BalanceBy,
-    ) -> Result<SettledBalance> {
+    pub(super) fn settle_balance(&self, question: &Question<'_>) -> Result<SettledBalance> {
         if self.world.size() == 1 {
-            return question.settle(balance);
+            return question.settle();
         }
+        let told = |settled: SettledBalance| (settled.balance.sizes().to_vec(), settled.recipe);
         let here = match self.world.rank() {
-            0 => question.settle(balance).map(|settled| Some(told(&settled))),
+            0 => question.settle().map(|settled| Some(told(settled))),
             _ => Ok(None),
         };
         let first = self.world.settle("balance", here, Duration::ZERO)?.swap_remove(0);
         let (sizes, recipe) = first.unwrap_or_default();
-        let balance = balance::Balance::new(sizes, question.layers.len())?;
-        let made = |(costs, memory)| ScheduleRecipe::new(question.schedule, costs, memory);
-        Ok(SettledBalance { balance, recipe: recipe.map(made).transpose()? })
+        let balance = balance::Balance::new(sizes, question.builder.layers.len())?;
+        Ok(SettledBalance { balance, recipe })
     }
-}
-
-/// A balance on its way to other ranks: its sizes, and of a recipe the stages' costs and the devices' memory.
-type ToldBalance = (Vec<usize>, Option<(Costs, Vec<Option<u64>>)>);
-
-fn told(settled: &SettledBalance) -> ToldBalance {
-    let parts = |recipe: &ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
-    (settled.balance.sizes().to_vec(), settled.recipe.as_ref().map(parts))
 }

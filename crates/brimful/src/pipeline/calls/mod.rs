@@ -190,7 +190,7 @@ impl Pipeline {
             false => Device::Cpu,
         };
         let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
-        let (tried, _) = self.attempt(&plan, inputs, closures, exchange)?;
+        let tried = self.attempt(&plan, inputs, closures, exchange)?;
         match self.ranks.outputs(exchange, last, self.output_device(), &collected, samples) {
             Ok(outputs) => Ok((tried, outputs)),
             Err(error) => {

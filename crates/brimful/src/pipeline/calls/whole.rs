@@ -51,6 +51,7 @@ impl Deref for Outputs {
 }
 
 /// A forward that waits for its backward.
+#[derive(Debug)]
 pub(crate) struct OpenForward {
     number: u64,
     plan: TryPlan,
@@ -58,12 +59,6 @@ pub(crate) struct OpenForward {
     exchange: Exchange,
     opening: Opening,
     start: Instant,
-}
-
-impl std::fmt::Debug for OpenForward {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenForward").field("number", &self.number).finish_non_exhaustive()
-    }
 }
 
 impl Pipeline {

@@ -195,31 +195,22 @@ impl HostedStage {
         places: &[usize],
         shared: &mut Vec<(String, Tensor)>,
     ) -> Vec<(String, Vec<Tensor>)> {
+        let named =
+            home.iter().flat_map(|sum| sum.iter().zip(places)).filter_map(|(sum, place)| {
+                let variable =
+                    self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
+                Some((variable?.name.clone(), sum.as_ref()?.shallow_clone()))
+            });
+        let (mut all, of_guests): (Vec<_>, Vec<_>) = named.partition(|(name, _)| self.owns(name));
+        all.extend(shared.extract_if(.., |(name, _)| self.owns(name)));
+        shared.extend(of_guests);
         let mut own: Vec<(String, Vec<Tensor>)> = Vec::new();
-        for (sum, place) in home.iter().flat_map(|sum| sum.iter().zip(places)) {
-            let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
-            let (Some(sum), Some(variable)) = (sum, variable) else { continue };
-            let sum = sum.shallow_clone();
-            if self.owns(&variable.name) {
-                own.push((variable.name.clone(), vec![sum]));
-            } else {
-                shared.push((variable.name.clone(), sum));
+        for (name, sum) in all {
+            match own.iter_mut().find(|(own, _)| *own == name) {
+                Some((_, parts)) => parts.push(sum),
+                None => own.push((name, vec![sum])),
             }
         }
-        let left = std::mem::take(shared).into_iter().filter_map(|(name, sum)| {
-            match own.iter_mut().find(|(own, _)| *own == name) {
-                Some((_, parts)) => {
-                    parts.push(sum);
-                    None
-                }
-                None if self.owns(&name) => {
-                    own.push((name, vec![sum]));
-                    None
-                }
-                None => Some((name, sum)),
-            }
-        });
-        *shared = left.collect();
         own
     }
 

@@ -206,17 +206,11 @@ impl HostedStages {
         Ok(())
     }
 
-    /// Lets the updates of a step that begins follow its backward.
-    pub(crate) fn begin_following(&mut self, optimizer: Optimizer) {
-        self.update = Some(Update::follow(optimizer, self.update_threads()));
-        self.handing = Some(Handing::default());
-    }
-
-    /// Lets the optimizer look ahead while a step that begins goes backward: the one that is here, or the one
-    /// whose last update is under way.
-    pub(crate) fn begin_ahead(&mut self, here: Option<Optimizer>) {
+    /// Lets the optimizer follow a step that begins, or look ahead while it goes backward: the one that is here, or
+    /// the one whose last update is under way.
+    pub(crate) fn begin_handing(&mut self, here: Option<Optimizer>) {
         if let Some(optimizer) = here {
-            self.update = Some(Update::start(optimizer, None, true, self.update_threads()));
+            self.start_update(optimizer, None, self.hands_over);
         }
         self.handing = Some(Handing::default());
     }
@@ -336,16 +330,17 @@ impl HostedStages {
     /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
     pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
         let looks_ahead = self.hands_over == HandsOver::Ahead && self.pause == 0;
-        self.update =
-            Some(Update::start(optimizer, Some(plan), looks_ahead, self.update_threads()));
+        let then = if looks_ahead { HandsOver::Ahead } else { HandsOver::AtTheStep };
+        self.start_update(optimizer, Some(plan), then);
     }
 
-    fn update_threads(&self) -> usize {
-        match self.memory.device {
+    fn start_update(&mut self, optimizer: Optimizer, plan: Option<OptimizerPlan>, then: HandsOver) {
+        let threads = match self.memory.device {
             Device::Cpu => threads(),
             // One is left to the thread that keeps the accelerator busy.
             _ => threads().saturating_sub(1).max(1),
-        }
+        };
+        self.update = Some(Update::start(optimizer, plan, then, threads));
     }
 
     /// Waits for the update under way, if there is one, and gives the optimizer back.

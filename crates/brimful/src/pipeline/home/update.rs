@@ -11,6 +11,7 @@ use brimful_torch::stream::Event;
 use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
+use super::HandsOver;
 use crate::Result;
 use crate::optim::{Optimizer, OptimizerPlan};
 
@@ -87,56 +88,40 @@ pub(crate) struct Update {
 
 impl Update {
     /// Lets the optimizer do what it has prepared, with so many threads an operation, make room if it will look
-    /// ahead, and then do what it is given.
+    /// ahead, and then do what it is given. One that follows a backward updates each stage by its gradients as they
+    /// are given, until it is [closed](Self::close).
     pub(crate) fn start(
         mut optimizer: Optimizer,
         plan: Option<OptimizerPlan>,
-        looks_ahead: bool,
+        hands_over: HandsOver,
         threads: usize,
     ) -> Self {
+        let follows = hands_over == HandsOver::Following;
         // Nothing is to be waited for where there is nothing to do.
-        let known = if plan.is_some() { 0 } else { usize::MAX };
-        Self::spawn(known, move |tell, tasks, wanted| {
+        let known = if plan.is_some() || follows { 0 } else { usize::MAX };
+        let (tell, done) = channel();
+        let (give, given) = channel();
+        let wanted = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&wanted);
+        let work = move || {
             let _threads = limit_threads(threads);
             // Nobody may listen any more, which is no reason to stop.
             let tell_of = |at| {
                 let _ = tell.send(at);
             };
             let result = plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of));
-            // All is done that anybody may wait for.
-            drop(tell);
+            // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
+            // first, and the next step begins with the first.
+            let _end = follows.then_some(tell);
             // Of gradients that were changed since: the step was another.
             optimizer.forget_ahead();
-            if looks_ahead && result.is_ok() {
-                make_room(&mut optimizer, &wanted);
+            if hands_over == HandsOver::Ahead && result.is_ok() {
+                make_room(&mut optimizer, &seen);
             }
-            let result = work_off(&mut optimizer, tasks, &wanted, result);
+            let result = work_off(&mut optimizer, given, &seen, result);
             (optimizer, result)
-        })
-    }
-
-    /// Lets the optimizer update each stage by its gradients as they are given, until it is [closed](Self::close).
-    pub(crate) fn follow(mut optimizer: Optimizer, threads: usize) -> Self {
-        Self::spawn(0, move |tell, tasks, wanted| {
-            let _threads = limit_threads(threads);
-            let result = work_off(&mut optimizer, tasks, &wanted, Ok(()));
-            // Nothing is told but the end: stages come last first, and the next step begins with the first.
-            drop(tell);
-            (optimizer, result)
-        })
-    }
-
-    fn spawn(
-        known: usize,
-        work: impl FnOnce(Sender<usize>, Receiver<HomeTask>, Arc<AtomicBool>) -> (Optimizer, Result<()>)
-        + Send
-        + 'static,
-    ) -> Self {
-        let (tell, done) = channel();
-        let (give, given) = channel();
-        let wanted = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&wanted);
-        let thread = Some(thread::spawn(move || work(tell, given, seen)));
+        };
+        let thread = Some(thread::spawn(work));
         Self { done, known, tasks: Some(give), looks_ahead: false, wanted, thread }
     }
 

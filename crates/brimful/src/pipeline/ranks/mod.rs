@@ -5,7 +5,7 @@ mod ties;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-pub(crate) use ties::{Leaving, Tie, gather, have_changed, names, shared, spread};
+pub(crate) use ties::{Leaving, Tie, gather, have_changed, shared, spread};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
@@ -113,17 +113,15 @@ impl Ranks {
         Ok(all.into_iter().skip(mine.start).take(mine.len()).flatten().collect())
     }
 
-    /// Brings all ranks' tensors to rank 0, in the order of their names; replicas have the same.
-    pub(crate) fn gather(&self, own: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
-        if self.is_alone() {
-            return Ok(own);
-        }
-        // All ranks make the same call, those of other replicas with nothing: theirs are the same tensors.
+    /// Brings all ranks' tensors, given by worker, to rank 0, in the order of their names; replicas have the same.
+    pub(crate) fn gather(&self, here: Vec<Vec<(String, Tensor)>>) -> Result<Vec<(String, Tensor)>> {
+        let mut all = here.into_iter().flatten().collect();
         if self.replica() > 0 {
+            // All ranks make the same call, those of other replicas with nothing: theirs are the same tensors.
             self.world().gather(Vec::new())?;
-            return Ok(own);
+        } else if !self.is_alone() {
+            all = self.world().gather(all)?;
         }
-        let mut all = self.world().gather(own)?;
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(all)
     }

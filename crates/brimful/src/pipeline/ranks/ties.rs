@@ -31,7 +31,8 @@ impl Ranks {
             let number = worker.number;
             let tie =
                 |copy: &Variable| Tie { name: copy.name.clone(), copy: number, owner: copy.owner };
-            Ok(worker.variables.copies().map(tie).collect::<Vec<_>>())
+            let copies = worker.variables.all().filter(|v| !worker.variables.owns(v));
+            Ok(copies.map(tie).collect::<Vec<_>>())
         })?;
         let here: Vec<Tie> = ties.into_iter().flatten().collect();
         let all = self.of_workers("ties", here)?;
@@ -172,8 +173,4 @@ fn on_host(value: &Tensor) -> Result<Tensor> {
 
 pub(crate) fn shared(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
     values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
-}
-
-pub(crate) fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
-    variables.map(|variable| variable.name.clone()).collect()
 }

@@ -1,6 +1,5 @@
 //! The backward of one stage, whole or in two halves: from its output's gradients to its input's.
 
-use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
 use super::stage::Boundary;
@@ -11,7 +10,7 @@ use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::worker::Site;
 use crate::schedule::Action;
-use crate::step::{TermGroup, as_wide_as, roots};
+use crate::step::{NonFinite, TermGroup, as_wide_as, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 type Roots = Vec<Vec<(Tensor, Tensor)>>;
@@ -47,7 +46,7 @@ fn roots_of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Roots
 }
 
 impl WorkerRun {
-    /// Runs a whole backward.
+    /// Runs a whole backward, or the half of it that the stage before waits for, and keeps the other one.
     pub(super) fn backward(
         &mut self,
         site: &mut Site,
@@ -55,34 +54,58 @@ impl WorkerRun {
         action: Action,
     ) -> Result<(), Stop> {
         let i = action.micro_batch.index();
+        let is_whole = action.kind.releases();
         let (roots, input) = self.start(site, at, i)?;
-        self.expect_gradients(at);
         // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
         // activations.
-        let mut gradients = run(self.accumulator(), roots, input)?;
+        let mut gradients = match is_whole {
+            true => self.run_whole(at, roots, input)?,
+            false => self.run_input_half(site, at, i, roots, input)?,
+        };
         self.note_probe(site, at, &mut gradients)?;
-        self.note_norm(site, i)?;
+        if is_whole {
+            self.note_norm(site, i)?;
+        }
         self.timeline.end(action)?;
         self.hand_back(site, at, action, gradients)
     }
 
-    /// Runs the half of a backward that the stage before waits for, and keeps the other one.
-    pub(super) fn input_gradient(
+    /// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
+    /// normalises it.
+    fn run_whole(&mut self, at: usize, groups: Roots, input: Boundary) -> Result<Vec<Tensors>> {
+        self.expect_gradients(at);
+        let accumulator = self.accumulator();
+        accumulator.expect_groups(groups.len());
+        // Of those with roots: it frees the graph, which an empty group behind it could not.
+        let last = groups.iter().rposition(|roots| !roots.is_empty());
+        let ends: Vec<&Tensor> = input.leaves().flatten().collect();
+        let mut gradients = Vec::with_capacity(groups.len());
+        for (group, roots) in groups.iter().enumerate() {
+            if !roots.is_empty() {
+                accumulator.add(group, roots, &ends, Some(group) != last)?;
+            }
+            // Taken after each group, or the next group's would be added to it in the same leaf.
+            gradients.push(ends.iter().map(|leaf| taken(leaf)).collect::<Result<_>>()?);
+        }
+        Ok(by_part(&input, gradients))
+    }
+
+    /// Runs the input half from the roots; gives the same gradients.
+    fn run_input_half(
         &mut self,
         site: &mut Site,
         at: usize,
-        action: Action,
-    ) -> Result<(), Stop> {
-        let i = action.micro_batch.index();
-        let (roots, input) = self.start(site, at, i)?;
-        let (mut gradients, weights) = run_input_half(self.accumulator(), roots, input)?;
-        self.note_probe(site, at, &mut gradients)?;
+        i: usize,
+        roots: Roots,
+        input: Boundary,
+    ) -> Result<Vec<Tensors>> {
+        let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
+        let (gradients, weights) = self.accumulator().begin_split(&roots, &leaves)?;
         if let Some(nodes) = weights.run_whole() {
             site.tell_of_whole(at, &nodes);
         }
         self.begun[at][i] = Some(weights);
-        self.timeline.end(action)?;
-        self.hand_back(site, at, action, gradients)
+        Ok(by_part(&input, gradients))
     }
 
     /// Runs the half of a backward that nobody waits for.
@@ -139,7 +162,7 @@ impl WorkerRun {
 
     /// Takes the norm of the gradients so far, where one that is not finite is refused.
     fn note_norm(&mut self, site: &Site, i: usize) -> Result<()> {
-        if !site.refuses_gradients {
+        if site.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }
         let norm = self.accumulator().norm()?;
@@ -153,34 +176,9 @@ impl WorkerRun {
     }
 }
 
-/// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
+/// The gradients of all leaves of an input, by group of terms, as those of its values, of each skip, and of what
 /// normalises it.
-fn run(accumulator: &mut Accumulator, groups: Roots, input: Boundary) -> Result<Vec<Tensors>> {
-    accumulator.expect_groups(groups.len());
-    // Of those with roots: it frees the graph, which an empty group behind it could not.
-    let last = groups.iter().rposition(|roots| !roots.is_empty());
-    let ends: Vec<&Tensor> = input.leaves().flatten().collect();
-    let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
-    for (group, roots) in groups.iter().enumerate() {
-        if !roots.is_empty() {
-            accumulator.add(group, roots, &ends, Some(group) != last)?;
-        }
-        for (gradients, leaves) in gradients.iter_mut().zip(input.leaves()) {
-            // Taken after each group, or the next group's would be added to it in the same leaf.
-            gradients.push(leaves.iter().map(taken).collect::<Result<_>>()?);
-        }
-    }
-    Ok(gradients)
-}
-
-/// Runs the input half from the roots; gives the same gradients, and the weight half.
-fn run_input_half(
-    accumulator: &mut Accumulator,
-    roots: Roots,
-    input: Boundary,
-) -> Result<(Vec<Tensors>, SplitBackward)> {
-    let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
-    let (groups, weights) = accumulator.begin_split(&roots, &leaves)?;
+fn by_part(input: &Boundary, groups: Tensors) -> Vec<Tensors> {
     let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
     for group in groups {
         let mut all = group.into_iter();
@@ -188,7 +186,7 @@ fn run_input_half(
             gradients.push(all.by_ref().take(leaves.len()).collect());
         }
     }
-    Ok((gradients, weights))
+    gradients
 }
 
 /// The gradients of both, tensor by tensor; of one, where the other is still empty.

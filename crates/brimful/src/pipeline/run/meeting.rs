@@ -19,7 +19,7 @@ use crate::pipeline::worker::Site;
 use crate::statistics::{PairSum, WholeBatch};
 
 /// A meeting under way.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Meeting {
     micro_batches: usize,
     /// Those that have been counted.
@@ -36,17 +36,8 @@ pub(super) struct Meeting {
 
 /// The meeting before each of a worker's stages, where it has one.
 pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Meeting>> {
-    let meeting = |stage: &Stage| {
-        stage.exact_norm().map(|_| Meeting {
-            micro_batches,
-            arrived: 0,
-            whole: WholeBatch::default(),
-            settled: None,
-            returned: 0,
-            sums: Vec::new(),
-            missing: Vec::new(),
-        })
-    };
+    let meeting =
+        |stage: &Stage| stage.exact_norm().map(|_| Meeting { micro_batches, ..Meeting::default() });
     stages.iter().map(meeting).collect()
 }
 

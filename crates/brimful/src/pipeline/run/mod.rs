@@ -29,7 +29,7 @@ pub(crate) use job::{End, Job, LossFn, Mode};
 pub(crate) use move_clock::MoveClock;
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
-pub(crate) use stage::{Boundary, Stage, StagePass};
+pub(crate) use stage::{Boundary, Stage};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
@@ -169,6 +169,8 @@ impl WorkerRun {
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
+        // Losses are counted after those of mini-batches that wait.
+        let tally = worker.window.as_ref().map(|window| window.tally.following());
         Ok(Self {
             kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
             arrived: job.ports.iter().map(|_| row_of_none(m)).collect(),
@@ -178,7 +180,7 @@ impl WorkerRun {
             meetings: meeting::before(&worker.site.stages, m),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
-            tally: worker.tally(),
+            tally: tally.unwrap_or_default(),
             norms: row_of_none(m),
             intake,
             next: 0,
@@ -266,15 +268,6 @@ impl WorkerRun {
         }
     }
 
-    /// Whether parameters had gradients when the step began.
-    pub(crate) fn finds_gradients(&self) -> bool {
-        self.accumulator.as_ref().is_some_and(Accumulator::has_aside)
-    }
-
-    pub(crate) fn micro_batches(&self) -> usize {
-        self.job.actions.micro_batches()
-    }
-
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
         if let Some(homes) = &mut site.homes {
@@ -287,8 +280,7 @@ impl WorkerRun {
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
-            ActionKind::Backward => self.backward(site, at, action),
-            ActionKind::InputGradient => self.input_gradient(site, at, action),
+            ActionKind::Backward | ActionKind::InputGradient => self.backward(site, at, action),
             ActionKind::WeightGradient => Ok(self.weight_gradient(site, at, action)?),
         }
     }
@@ -340,18 +332,19 @@ impl WorkerRun {
     /// Whether what the forward computes is kept for its backward.
     fn keeps_activations(&self, site: &Site, action: Action) -> bool {
         !self.job.actions.is_recomputed(action.stage, action.micro_batch)
-            || site.keeps_activations()
+            || site.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
     }
 
     /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
     fn run_lent(&self, site: &Site, at: usize, i: usize, input: Boundary) -> Result<Boundary> {
+        let trains = self.job.mode.trains();
         if !self.is_lent(at) {
-            return Ok(site.run(at, input, self.pass(i, site)));
+            return Ok(site.run(at, input, self.draws(i), trains));
         }
         // A layer that writes into its input would change the user's mini-batch, for every retry too.
         let lent = input.share();
         let before = Versions::of(lent.all());
-        let output = site.run(at, input, self.pass(i, site));
+        let output = site.run(at, input, self.draws(i), trains);
         before.check(lent.all())?;
         site.inputs.borrowers.trust::<Intake>();
         Ok(output)
@@ -389,29 +382,24 @@ impl WorkerRun {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(site.run_again(at, input, self.pass(i, site))?)
+            Output::Boundary(site.run_again(at, input, self.draws(i))?)
         };
         let input = HeldInput::Here(held);
         self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
         self.timeline.end(action)
     }
 
-    fn pass<'a>(&self, i: usize, site: &'a Site) -> StagePass<'a> {
-        let draws = Draws::new(self.job.seed, self.job.first + i);
-        StagePass {
-            generator: &site.generator,
-            draws,
-            train: self.job.mode.trains(),
-            layer: &site.layer,
-        }
+    fn draws(&self, i: usize) -> Draws {
+        Draws::new(self.job.seed, self.job.first + i)
     }
 
     /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
     pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
+        let seed = self.draws(i).seed(site.layout.layers.len());
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         // Seeding and drawing are one: stages on one accelerator share its generator.
         let _turn = site.turn();
-        site.generator.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
+        site.generator.seed(seed);
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
         let terms = loss.into_terms(self.job.mode.trains())?;
         self.tally.count(&terms, &self.job.weights[i])?;

@@ -1,14 +1,11 @@
 //! One stage at work: its layers on a micro-batch, with the skips that come in and go out.
 
-use std::cell::Cell;
-
 use tch::Tensor;
 
 use crate::Result;
 use crate::layers::{Model, Stashed};
 use crate::nn::{ExactNorm, Met};
 use crate::pipeline::build::{Export, StagePlan};
-use crate::random::{Draws, Generator};
 use crate::schedule::StageId;
 
 /// Consecutive layers on one device.
@@ -29,37 +26,23 @@ pub(crate) struct Boundary {
     pub(crate) met: Option<Met>,
 }
 
-/// One run over a micro-batch: what it draws, and where it is.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct StagePass<'a> {
-    pub(crate) generator: &'a Generator,
-    pub(crate) draws: Draws,
-    pub(crate) train: bool,
-    /// The position of the layer that is running.
-    pub(crate) layer: &'a Cell<Option<usize>>,
-}
-
 impl Stage {
     pub(crate) fn new(id: StageId, model: Model, plan: &StagePlan) -> Self {
         Self { id, model, imports: plan.imports.clone(), exports: plan.exports.clone() }
     }
 
-    /// Runs the layers.
+    /// Runs the layers; `before` is told the position of each.
     ///
     /// # Panics
     /// When one of them does.
-    pub(crate) fn run(&self, input: Boundary, pass: StagePass<'_>) -> Boundary {
+    pub(crate) fn run(&self, input: Boundary, train: bool, before: impl FnMut(usize)) -> Boundary {
         let norm = self.exact_norm().zip(input.met);
         let _lent = norm.map(|(norm, met)| norm.lend(met));
         let mut stashed = Stashed::default();
         for (stash, values) in self.imports.iter().zip(input.skips) {
             stashed.put(*stash, values);
         }
-        let values = self.model.run(input.values, &mut stashed, pass.train, |position| {
-            pass.layer.set(Some(position));
-            pass.generator.seed(pass.draws.seed(position));
-        });
-        pass.layer.set(None);
+        let values = self.model.run(input.values, &mut stashed, train, before);
         let leaving = |export: &Export| stashed.take(export.stash).unwrap_or_default();
         Boundary { values, skips: self.exports.iter().map(leaving).collect(), met: None }
     }

@@ -97,8 +97,6 @@ impl PipelineEma {
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
         let parts = self.workers.turn()?.all(|worker| Ok(ema(worker)?.state()))?;
         let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
         // All workers have the same texts.
         Ok((self.ranks.gather(tensors)?, metadata.swap_remove(0)))
     }

@@ -218,10 +218,9 @@ impl PipelineOptimizer {
     /// # Errors
     /// When there is no such group, or the rate is negative or not finite.
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
-        let group = group.to_owned();
         // A worker none of whose parameters is in the group does not know it.
         let workers = self.workers.turn()?;
-        let jobs = (0..workers.len()).map(|_| group.clone()).collect();
+        let jobs = vec![group.to_owned(); workers.len()];
         let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker)?.set_group_learning_rate(&group, rate)
         })?;

@@ -21,8 +21,6 @@ impl PipelineOptimizer {
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
         let parts = self.workers.turn()?.all(|worker| Ok(optimizer(worker)?.state()))?;
         let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
         let metadata = self.ranks.of_workers("optimizer state", metadata)?;
         Ok((self.ranks.gather(tensors)?, metadata.into_iter().flatten().collect()))
     }

@@ -12,7 +12,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::ranks::{names, shared};
+use crate::pipeline::ranks::shared;
 use crate::pipeline::worker::{Variable, Worker};
 use crate::save::{self, Metadata};
 use crate::workers::Workers;
@@ -39,9 +39,9 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut all = owned(&self.workers(), |variable| variable.tensor.grad())?;
-        all.retain(|(_, gradient)| gradient.defined());
-        self.ranks.gather(all)
+        let mut own = owned(&self.workers(), |variable| variable.tensor.grad())?;
+        own.iter_mut().for_each(|own| own.retain(|(_, gradient)| gradient.defined()));
+        self.ranks.gather(own)
     }
 
     /// Leaves every parameter without a gradient, as the optimizer's call does.
@@ -99,7 +99,7 @@ impl Pipeline {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
         let here = owned(&workers, |variable| variable.tensor.shallow_clone())?;
-        let here = here.into_iter().map(form).collect();
+        let here = here.into_iter().flatten().map(form).collect();
         check(self.ranks.of_workers("variables", here)?, &values)?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
         let set = workers.each_or_error(jobs, |worker, values| {
@@ -111,7 +111,8 @@ impl Pipeline {
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
         let workers = self.workers();
-        let names = workers.all(|worker| Ok(names(worker.variables.all())))?;
+        let names = workers
+            .all(|worker| Ok(worker.variables.all().map(|v| v.name.clone()).collect::<Vec<_>>()))?;
         let names = self.ranks.of_workers("freeze", names)?;
         let Some(chosen) = self.ranks.chosen(&names, which) else {
             // Each once: copies in other stages and replicas have their owner's name.
@@ -138,16 +139,16 @@ pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
     cleared.map(drop)
 }
 
-/// Something of every variable that is no copy, in the order of the names.
-fn owned(workers: &Workers<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
-    let parts = workers.all(move |worker| {
+/// Something of every variable that is no copy, by worker.
+fn owned(
+    workers: &Workers<Worker>,
+    of: fn(&Variable) -> Tensor,
+) -> Result<Vec<Vec<(String, Tensor)>>> {
+    workers.all(move |worker| {
         worker.settle()?;
         let owned = worker.variables.owned();
-        Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())
-    })?;
-    let mut all: Vec<_> = parts.into_iter().flatten().collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    Ok(all)
+        Ok(owned.map(|v| (v.name.clone(), of(v))).collect())
+    })
 }
 
 /// What the program's own files hold beside the model, by how the names begin.

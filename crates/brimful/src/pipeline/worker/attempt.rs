@@ -50,25 +50,17 @@ impl Worker {
             self.begin_handing(&mut run)?;
         }
         let mode = run.job.mode;
-        let (undo, result) = self.collecting(run, unmanaged, |kind| mode.runs(kind));
-        self.conclude(undo, result, tells)
+        let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
+        self.conclude(run, undo, tells)
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
     pub(crate) fn attempt_forward(&mut self, job: Job) -> Result<WorkerDone, WorkerFailure> {
         let (run, unmanaged) = self.begin(job)?;
-        let (undo, result) = self.collecting(run, unmanaged, is_forward);
-        match result {
-            Ok(mut run) => {
-                let outputs = std::mem::take(&mut run.outputs);
-                self.open = Some((run, undo));
-                Ok(WorkerDone { outputs, ..WorkerDone::default() })
-            }
-            Err(failure) => {
-                undo.run()?;
-                Err(failure)
-            }
-        }
+        let (mut run, undo) = self.collecting(run, unmanaged, is_forward)?;
+        let outputs = std::mem::take(&mut run.outputs);
+        self.open = Some((run, undo));
+        Ok(WorkerDone { outputs, ..WorkerDone::default() })
     }
 
     /// Runs the backwards of that step, from these gradients of each micro-batch's outputs.
@@ -84,7 +76,8 @@ impl Worker {
             run.accumulator = Some(accumulator);
             self.go_on(run, |_| true)
         });
-        self.conclude(undo, result, tells)
+        let (run, undo) = or_undo(result, undo)?;
+        self.conclude(run, undo, tells)
     }
 
     /// Takes part in a step in which other pipelines have all micro-batches.
@@ -101,15 +94,11 @@ impl Worker {
         Ok(self.done(Vec::new(), tells)?)
     }
 
-    fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
+    fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         // Parameters are about to move, which the optimizer at home must not look at then.
         self.stop_looking_ahead()?;
         // A forward that nobody came back to holds its graphs: they would count in this run's peak.
         self.undo()?;
-        Ok(self.prepared_run(job)?)
-    }
-
-    fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         self.lay_out(job.channels_last)?;
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
@@ -156,8 +145,9 @@ impl Worker {
             HandsOver::Following => self.begin_following(run),
             HandsOver::Ahead | HandsOver::AtTheStep => {
                 // A gradient that was there before is added to: the step's is another.
-                if is_alone && !run.finds_gradients() && homes.wants_ahead() {
-                    homes.begin_ahead(self.optimizer.take());
+                let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
+                if is_alone && !adds && homes.wants_ahead() {
+                    homes.begin_handing(self.optimizer.take());
                 }
                 Ok(())
             }
@@ -168,7 +158,7 @@ impl Worker {
         self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
         if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
-            homes.begin_following(optimizer);
+            homes.begin_handing(Some(optimizer));
         }
         Ok(())
     }
@@ -208,16 +198,16 @@ impl Worker {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
 
-    /// Runs on while the layers' statistics are collected.
+    /// Runs on while the layers' statistics are collected; undoes it where that fails.
     fn collecting(
         &mut self,
         run: WorkerRun,
         unmanaged: Unmanaged,
         wanted: impl Fn(ActionKind) -> bool,
-    ) -> (Undo, Result<WorkerRun, WorkerFailure>) {
+    ) -> Result<(WorkerRun, Undo), WorkerFailure> {
         let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
         // A step's random numbers are its own: nothing of them is to be put back.
-        (Undo { statistics, randomness: Randomness::default(), unmanaged }, result)
+        or_undo(result, Undo { statistics, randomness: Randomness::default(), unmanaged })
     }
 
     /// Runs on; what it holds is let go where that fails, so that the others stop.
@@ -239,28 +229,17 @@ impl Worker {
     /// Keeps what was run, or undoes it.
     fn conclude(
         &mut self,
+        run: WorkerRun,
         undo: Undo,
-        result: Result<WorkerRun, WorkerFailure>,
         tells: Tells,
     ) -> Result<WorkerDone, WorkerFailure> {
-        let run = match result {
-            Ok(run) => run,
-            Err(failure) => {
-                undo.run()?;
-                return Err(failure);
-            }
-        };
         if run.job.mode.trains() {
-            self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
+            let micro_batches = run.job.actions.micro_batches();
+            self.unmanaged.judge(&undo.statistics, &undo.unmanaged, micro_batches);
         }
         // The run's graphs and inputs end in here, before what follows needs memory.
-        let (mut tried, outputs) = match oom::catch(|| self.keep_run(run)) {
-            Ok(kept) => kept,
-            Err(caught) => {
-                undo.run()?;
-                return Err(into_error(caught).into());
-            }
-        };
+        let kept = oom::catch(|| self.keep_run(run)).map_err(|caught| into_error(caught).into());
+        let ((mut tried, outputs), undo) = or_undo(kept, undo)?;
         // Before it is told of: where that fails, `undo` finds here what is to be put back.
         tried.undo = undo;
         self.tried = Some(tried);
@@ -304,6 +283,17 @@ impl Worker {
             needed,
             normalised: self.tried.as_ref().is_some_and(Tried::normalises),
         })
+    }
+}
+
+/// What went well, with how it is undone; what did not is undone now.
+fn or_undo<T>(result: Result<T, WorkerFailure>, undo: Undo) -> Result<(T, Undo), WorkerFailure> {
+    match result {
+        Ok(done) => Ok((done, undo)),
+        Err(failure) => {
+            undo.run()?;
+            Err(failure)
+        }
     }
 }
 

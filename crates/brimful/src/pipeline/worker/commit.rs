@@ -17,9 +17,9 @@ impl Worker {
     /// What all have to know of what it has tried.
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
         let Some(tried) = &mut self.tried else { return Err(StepError::NothingAccumulated.into()) };
-        let mut report = tried.tell(self.non_finite, others)?;
+        let mut report = tried.tell(self.site.non_finite, others)?;
         // Every stage has run the same samples: one of them counts them.
-        if !self.has_first_stage {
+        if self.number != self.site.layout.first_worker() {
             report.samples = 0;
         }
         report.peak = self.peak;

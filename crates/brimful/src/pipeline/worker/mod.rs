@@ -24,11 +24,11 @@ use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::{
     Boundary, HeldInput, HostLead, Leaving, MoveClock, RestingPlace, Stage, StageOutlet,
-    StageParcel, StagePass, WaitingRoom, WorkerRun, run_again,
+    StageParcel, WaitingRoom, WorkerRun, run_again,
 };
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
-use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
+use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
 /// What a worker is made from.
@@ -72,14 +72,12 @@ pub(crate) struct Site {
     pub(crate) generator: Generator,
     /// The position of the layer that is running.
     pub(crate) layer: Cell<Option<usize>>,
-    /// How many layers the whole model has.
-    pub(crate) model_length: usize,
-    layout: Arc<StageLayout>,
+    pub(crate) layout: Arc<StageLayout>,
     turn: Option<Arc<Mutex<()>>>,
     /// Whether a parameter of this worker is trained.
     pub(crate) trains: bool,
-    /// Whether gradients that are not finite are refused.
-    pub(crate) refuses_gradients: bool,
+    /// What is refused because it is not finite.
+    pub(crate) non_finite: NonFinite,
     /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
@@ -105,13 +103,11 @@ pub(crate) struct Site {
 pub(crate) struct Worker {
     /// In its pipeline.
     pub(crate) number: usize,
-    pub(crate) has_first_stage: bool,
     pub(crate) site: Site,
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) ema: Option<Ema>,
-    pub(crate) non_finite: NonFinite,
     /// BatchNorm layers that do not know of steps, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
     pub(crate) store: VarStore,
@@ -174,10 +170,9 @@ impl Blueprint {
             generator,
             turn: self.turn.clone(),
             layer: Cell::new(None),
-            model_length: self.layout.layers.len(),
             layout: Arc::clone(&self.layout),
             trains: true,
-            refuses_gradients: self.build.non_finite == NonFinite::RefuseGradients,
+            non_finite: self.build.non_finite,
             unmanaged: Vec::new(),
             resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
             leaving: RefCell::default(),
@@ -242,24 +237,24 @@ impl Blueprint {
 }
 
 impl Site {
-    /// Runs one of the stages.
-    pub(crate) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
+    /// Runs one of the stages, with what its layers draw.
+    pub(crate) fn run(&self, at: usize, input: Boundary, draws: Draws, train: bool) -> Boundary {
         // Held until all is launched, not computed: a kernel gets its random state at its launch.
         let _turn = self.turn();
-        self.stages[at].run(input, pass)
+        let output = self.stages[at].run(input, train, |position| {
+            self.layer.set(Some(position));
+            self.generator.seed(draws.seed(position));
+        });
+        self.layer.set(None);
+        output
     }
 
     /// Runs it a second time for the same micro-batch, which no running statistic sees.
-    pub(crate) fn run_again(
-        &self,
-        at: usize,
-        input: Boundary,
-        pass: StagePass<'_>,
-    ) -> Result<Boundary> {
+    pub(crate) fn run_again(&self, at: usize, input: Boundary, draws: Draws) -> Result<Boundary> {
         // Layers that do not know of steps would move their statistics at the second run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = run_again(|| self.run(at, input, pass));
+        let output = run_again(|| self.run(at, input, draws, true));
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
@@ -305,17 +300,13 @@ impl Site {
     /// Where what enters a stage waits, if that is on the host: as it was planned, or for want of room.
     fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
         let home = self.stage_homes.get(stage.index())?;
-        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || self.is_full())
+        let is_full = self.waiting.as_ref().is_some_and(WaitingRoom::is_full);
+        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || is_full)
     }
 
     /// Whether the device has room for what has entered stages, until their backward.
     pub(crate) fn keeps_inputs(&self) -> bool {
         self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
-    }
-
-    /// Whether the device has no room even for what goes from stage to stage.
-    pub(crate) fn is_full(&self) -> bool {
-        self.waiting.as_ref().is_some_and(WaitingRoom::is_full)
     }
 
     /// Lets a parcel that enters a stage, or comes back from it, wait on the host where it is to, brought there
@@ -380,11 +371,6 @@ impl Site {
         self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
     }
 
-    /// Whether there is room for activations that would be computed again.
-    pub(crate) fn keeps_activations(&self) -> bool {
-        self.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
-    }
-
     /// Tells once of a stage that has functions of somebody's own in its graph, which run whole.
     pub(crate) fn tell_of_whole(&mut self, at: usize, functions: &str) {
         let stage = self.stages[at].id;
@@ -433,13 +419,11 @@ impl Worker {
         }
         Ok(Self {
             number: *number,
-            has_first_stage: *number == layout.first_worker(),
             site,
             variables: Variables::of(&store, layout, *number, *replica),
             memory: device.memory(),
             optimizer: None,
             ema: None,
-            non_finite: build.non_finite,
             unmanaged: UnmanagedStatistics::default(),
             store,
             open: None,
@@ -494,11 +478,6 @@ impl Worker {
             homes.update(optimizer, home);
         }
         Ok(())
-    }
-
-    /// What a mini-batch's losses are counted in, after those that wait.
-    pub(crate) fn tally(&self) -> Tally {
-        self.window.as_ref().map_or_else(Tally::default, |window| window.tally.following())
     }
 }
 

@@ -136,11 +136,6 @@ impl Variables {
         variable.owner == self.worker && self.replica == 0
     }
 
-    /// Copies of another worker's.
-    pub(crate) fn copies(&self) -> impl Iterator<Item = &Variable> {
-        self.list.iter().filter(|variable| !self.owns(variable))
-    }
-
     /// The variables that get gradients: parameters that are not frozen.
     pub(crate) fn trained(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| variable.trainable && variable.tensor.requires_grad())
