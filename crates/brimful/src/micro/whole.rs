@@ -9,7 +9,6 @@
 //! It costs a second forward, and memory for all outputs, but never for more than one graph.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use tch::Tensor;
 
@@ -23,9 +22,9 @@ use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
     self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
-    StepError, Tally, Tried, Try, Undo, as_leaves, parameters,
+    StepError, Tally, Tried, Try, as_leaves, parameters,
 };
-use crate::{Error, Result, feed, oom};
+use crate::{Result, feed};
 
 /// Parameters, and the sums of their gradients.
 type SummedWhole = (Vec<Tensor>, Sums);
@@ -64,11 +63,10 @@ impl MicroBatcher {
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
     ) -> Result<(Parts, O), Failed> {
-        let start = Instant::now();
         let Try { cut, opening, .. } = this_try;
         let unit = opening.total() as f64;
-        let (tried, outputs) = oom::catch(|| {
-            let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
+        self.only_part(|this| {
+            let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
                 let (outputs, states) =
                     this.forward_once(batch, &ranges, cut.samples(), forward)?;
@@ -77,9 +75,8 @@ impl MicroBatcher {
                     this.back_from_loss(batch, &ranges, &outputs, &states, forward, &mut loss)?;
                 Ok((summed, tally, cut.samples().restored(outputs)?))
             })?;
-            Ok::<_, Error>((self.tried_whole(summed, tally, undo, unit, cut), outputs))
-        })?;
-        Ok((self.as_parts(tried, start)?, outputs))
+            Ok((this.tried_single(summed, tally, undo, unit, cut), outputs))
+        })
     }
 
     /// All outputs, without a graph, and where the generators stood before each micro-batch. Running
@@ -133,19 +130,6 @@ impl MicroBatcher {
         Ok((accumulator.finish()?, tally, batch::detached(outputs)?))
     }
 
-    /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
-    pub(crate) fn forward_only<B: Batch, O: Batch>(
-        &mut self,
-        batch: &B,
-        cut: &mut Cut,
-        role: BatchRole,
-        mut f: impl FnMut(B) -> O,
-    ) -> Result<O> {
-        let (tried, outputs) = self.attempt_map(batch, cut, role, &mut f)?;
-        tried.undo.run()?;
-        Ok(outputs)
-    }
-
     /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
     /// gradient for each output.
     pub(crate) fn attempt_loss<O: Batch>(
@@ -165,7 +149,7 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        Ok((self.tried_whole(summed, tally, undo, 1.0, &cut), gradients))
+        Ok((self.tried_single(summed, tally, undo, 1.0, &cut), gradients))
     }
 
     /// Forward again on these micro-batches, and backward from their outputs' gradients.
@@ -190,19 +174,7 @@ impl MicroBatcher {
             })?;
             accumulator.finish()
         })?;
-        Ok(self.tried_whole(summed, Tally::default(), undo, role.unit, cut))
-    }
-
-    fn tried_whole(
-        &self,
-        (parameters, sums): SummedWhole,
-        tally: Tally,
-        undo: Undo,
-        unit: f64,
-        cut: &Cut,
-    ) -> Tried {
-        let groups = tally.groups(true);
-        self.tried((parameters, (sums, tally, groups)), undo, unit, cut)
+        Ok(self.tried_single(summed, Tally::default(), undo, role.unit, cut))
     }
 }
 

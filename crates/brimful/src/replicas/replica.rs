@@ -137,10 +137,10 @@ impl<M> Replica<M> {
         job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> O,
     ) -> Result<O> {
-        let model = &self.model;
-        let mut cut = job.cut()?;
-        let outputs =
-            self.micro.forward_only(&job.batch, &mut cut, job.role, |part| f(model, part))?;
+        let Self { model, micro, .. } = self;
+        let f = &mut |part| f(model, part);
+        let (tried, outputs) = micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)?;
+        tried.undo.run()?;
         feed::moved(&outputs, self.home)
     }
 
