@@ -147,9 +147,9 @@ impl Tally {
     }
 
     /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
-    pub(crate) fn fetched(mut self) -> Result<Self> {
+    pub(crate) fn fetch(&mut self) -> Result<()> {
         // Every read of its own would wait for the device; this waits once, for all terms together.
-        let Some(all) = self.on_host()? else { return Ok(self) };
+        let Some(all) = self.on_host()? else { return Ok(()) };
         let mut numbers = all.f_split(1, 0)?.into_iter();
         let mut put = |place: &mut Tensor| {
             if let Some(number) = numbers.next() {
@@ -164,7 +164,7 @@ impl Tally {
             }
         }
         self.norms.iter_mut().for_each(put);
-        Ok(self)
+        Ok(())
     }
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing

@@ -7,16 +7,17 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use super::StepError;
+use super::caught::into_error_or_panic;
 use super::settle::{PartReport, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Trained, names};
 use super::undo::Undo;
-use crate::Result;
 use crate::accumulate::{Finished, Named, Sums, check_dense};
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
+use crate::{Result, oom};
 
 /// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
 /// reach 4,294,967,295.
@@ -115,15 +116,22 @@ impl Tried {
     /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
     /// undone where that fails.
     pub(crate) fn off_device<T>(
-        self,
+        mut self,
         f: impl FnOnce(&mut Pending) -> Result<T>,
     ) -> Result<(Self, T)> {
-        let Self { tally, undo, .. } = self;
-        let ((tally, value), undo) = undo.unless_done(|statistics| {
-            let value = f(statistics)?;
-            Ok((tally.fetched()?, value))
-        })?;
-        Ok((Self { tally, undo, ..self }, value))
+        let brought = oom::catch(|| {
+            let value = f(&mut self.undo.statistics)?;
+            self.tally.fetch()?;
+            Ok(value)
+        });
+        match brought {
+            Ok(value) => Ok((self, value)),
+            Err(caught) => {
+                // Before a panic goes on, because nobody above can undo what is dropped on its way.
+                self.undo.run()?;
+                Err(into_error_or_panic(caught))
+            }
+        }
     }
 
     /// Adds a later mini-batch that was made lasting, or another replica's part; where their losses
