@@ -17,8 +17,9 @@ use super::rates::Rates;
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 
 /// What an automatic size strives for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Goal {
+    #[default]
     Fastest,
     Largest,
 }
@@ -46,7 +47,7 @@ const NEAR_BEST_RATIO: f64 = 0.93;
 const READINGS: usize = 3;
 
 /// The state of the search for one kind of mini-batch.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Policy {
     goal: Goal,
     /// A size to begin with, from another shape or an earlier run.
@@ -84,18 +85,7 @@ struct Chosen {
 
 impl Policy {
     pub(crate) fn new(goal: Goal) -> Self {
-        Self {
-            goal,
-            start: None,
-            rates: Rates::default(),
-            climb: Climb::default(),
-            chosen: None,
-            failures: Failures::default(),
-            steps: 0,
-            fitted: 0,
-            held: false,
-            even: false,
-        }
+        Self { goal, ..Self::default() }
     }
 
     /// Begins with a size that samples of another shape suggest.

@@ -22,12 +22,12 @@ const FORMAT: &str = "brimful sizes 1";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     /// A hash of the variables' names, shapes and types.
-    model: String,
-    dtype: String,
-    device: String,
+    pub(crate) model: String,
+    pub(crate) dtype: String,
+    pub(crate) device: String,
     /// All of its memory, in bytes.
-    memory: u64,
-    goal: String,
+    pub(crate) memory: u64,
+    pub(crate) goal: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -43,21 +43,6 @@ struct RememberedSize {
     kind: Kind,
     #[serde(flatten)]
     found: Finding,
-}
-
-impl Identity {
-    /// Of a model with these variables, in the order of their names, in all of these memories.
-    pub(crate) fn new(
-        variables: &[(String, Tensor)],
-        dtype: Option<tch::Kind>,
-        device: String,
-        memory: u64,
-        goal: String,
-    ) -> Self {
-        let model = hash_of_variables(variables.iter().map(|(name, tensor)| (&**name, tensor)));
-        let dtype = dtype.map_or("none".into(), |kind| format!("{kind:?}"));
-        Self { model, dtype, device, memory, goal }
-    }
 }
 
 /// What the file says of this model; `None` where it is not a file of ours.

@@ -37,7 +37,7 @@ pub(crate) struct SizeWatch {
     /// The least that a micro-batch of the mini-batch has.
     least: usize,
     piece: Option<Piece>,
-    /// Whether the first pieces are to be taken back: see [`SizeWatch::rehearsing`].
+    /// Whether the first pieces are to be taken back: see [`SizeWatch::new`].
     rehearses: bool,
 }
 
@@ -90,13 +90,14 @@ struct Piece {
 }
 
 impl SizeWatch {
-    /// For a try in these memories, less the bytes of each that are reserved for later.
+    /// For a try in these memories, less the bytes of each that are reserved for later. One that
+    /// `rehearses` ends with [`Error::Rehearsed`] once it is known how a better one would begin.
     pub(crate) fn new(
         sizer: Sizer,
-        memories: impl IntoIterator<Item = (Option<Memory>, u64)>,
+        memories: impl Iterator<Item = (Option<Memory>, u64)>,
+        rehearses: bool,
     ) -> Result<Self> {
-        let memories =
-            memories.into_iter().map(|(memory, reserved)| Watched::now(memory, reserved));
+        let memories = memories.map(|(memory, reserved)| Watched::now(memory, reserved));
         let memories = memories.collect::<Result<Vec<_>>>()?;
         let before = memories.first().and_then(|first| first.before);
         Ok(Self {
@@ -106,13 +107,8 @@ impl SizeWatch {
             peak: before.map_or(Bytes(0), |before| before.current),
             least: 1,
             piece: None,
-            rehearses: false,
+            rehearses,
         })
-    }
-
-    /// Lets the step end with [`Error::Rehearsed`] once it is known how a better one would begin.
-    pub(crate) fn rehearsing(self, rehearses: bool) -> Self {
-        Self { rehearses, ..self }
     }
 
     /// Decides on the next piece.
@@ -239,8 +235,11 @@ impl SizeWatch {
         captured: bool,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Ending)> {
-        let mut ending = Ending { retried: false, hidden: false, size: self.size() };
-        for (now, before) in self.usages()?.into_iter().filter(|_| !captured) {
+        // The largest size of the try.
+        let size = self.decisions.last().map_or(1, |decision| decision.size);
+        let mut ending = Ending { retried: false, hidden: false, size };
+        for watched in self.memories.iter().filter(|_| !captured) {
+            let Some((now, before)) = watched.usage()? else { continue };
             ending.retried |= now.allocation_retries > before.allocation_retries;
             ending.hidden |= now.refusals > before.refusals;
         }
@@ -292,11 +291,6 @@ impl SizeWatch {
         self.peak
     }
 
-    /// The largest size of the try.
-    fn size(&self) -> usize {
-        self.decisions.last().map_or(1, |decision| decision.size)
-    }
-
     fn rooms(&self) -> Vec<MemoryRoom> {
         self.memories.iter().map(|watched| watched.room).collect()
     }
@@ -308,11 +302,6 @@ impl SizeWatch {
             Ok(if now.available < watched.room.available { now } else { watched.room })
         };
         self.memories.iter().map(least).collect()
-    }
-
-    fn usages(&self) -> Result<Vec<(Usage, Usage)>> {
-        let usages = self.memories.iter().map(Watched::usage).collect::<Result<Vec<_>>>()?;
-        Ok(usages.into_iter().flatten().collect())
     }
 
     /// The memory of a step that is cut piece by piece, which has one.
