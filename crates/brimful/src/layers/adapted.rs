@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tch::nn::Path;
 
 use super::Layers;
-use super::description::{Build, Description, Make, descend, variable_shapes};
+use super::description::{Build, Description, descend, variable_shapes};
 use super::model::Module;
 use crate::nn::Lora;
 
@@ -36,14 +36,9 @@ impl Layers {
 }
 
 fn adapted(layer: Description, lora: &Arc<Lora>) -> Description {
-    let make = match layer.make {
-        Make::Build(build) => {
-            let lora = Arc::clone(lora);
-            Make::of(move |own, other| adapt(&*build, own, other, &lora))
-        }
-        other => other,
-    };
-    Description { make, ..layer }
+    let (build, lora) = (layer.build, Arc::clone(lora));
+    let build = Arc::new(move |own: &Path, other: &Path| adapt(&*build, own, other, &lora));
+    Description { build, ..layer }
 }
 
 /// Builds a layer with LoRA, and freezes all that is not LoRA's.

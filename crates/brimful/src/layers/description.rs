@@ -25,22 +25,11 @@ pub(super) struct Description {
     pub(super) shares: Option<String>,
     /// Whether it was added as a normalisation, which may be an exact one.
     pub(super) normalises: bool,
+    /// Whether it keeps what flows for layers that pop it.
+    pub(super) stashes: bool,
     /// The skip that it takes beside what flows.
     pub(super) pops: Option<Name>,
-    pub(super) make: Make,
-}
-
-/// How a layer is made.
-#[derive(Clone)]
-pub(super) enum Make {
-    Build(Arc<Build>),
-    Stash,
-}
-
-impl Make {
-    pub(super) fn of(build: impl Fn(&Path, &Path) -> Module + Send + Sync + 'static) -> Self {
-        Self::Build(Arc::new(build))
-    }
+    pub(super) build: Arc<Build>,
 }
 
 impl Description {
@@ -56,30 +45,24 @@ impl Description {
 
     /// The layer at this position of a list with these skips.
     pub(super) fn build(&self, root: &Path, position: usize, skips: &[Skip]) -> Result<Layer> {
-        let mut norm = None;
-        let module = match &self.make {
-            Make::Build(build) if self.normalises => {
-                let (mut norms, module) = nn::built_in(|| self.build_module(root, &**build));
-                if norms.len() > 1 {
-                    let (name, norms) = (self.name.clone(), norms.len());
-                    return Err(LayersError::ExactNorms { position, name, norms }.into());
-                }
-                norm = norms.pop();
-                module?
-            }
-            Make::Build(build) => self.build_module(root, &**build)?,
-            Make::Stash => Module::Stash,
+        let (mut norms, module) = match self.normalises {
+            true => nn::built_in(|| self.build_module(root)),
+            false => (Vec::new(), self.build_module(root)),
         };
+        if norms.len() > 1 {
+            let (name, norms) = (self.name.clone(), norms.len());
+            return Err(LayersError::ExactNorms { position, name, norms }.into());
+        }
         let popped = skips.iter().find(|skip| skip.pops.contains(&position));
         let popped = popped
             .map(|skip| Popped { stash: skip.stash, last: skip.pops.last() == Some(&position) });
-        Ok(Layer { name: self.name.clone(), module, norm, popped })
+        Ok(Layer { name: self.name.clone(), module: module?, norm: norms.pop(), popped })
     }
 
-    fn build_module(&self, root: &Path, build: &Build) -> Result<Module> {
+    fn build_module(&self, root: &Path) -> Result<Module> {
         let other = self.shares.as_ref().unwrap_or(&self.name);
         let (own, other) = (descend(root, &self.name), descend(root, other));
-        let built = oom::catch(|| Ok::<_, TchError>(build(&own, &other)));
+        let built = oom::catch(|| Ok::<_, TchError>((self.build)(&own, &other)));
         built.map_err(|caught| self.failed(caught))
     }
 

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::LayersError;
-use super::description::{Description, Make};
+use super::description::Description;
 use crate::Result;
 
 /// A skip connection, its layers by position.
@@ -43,7 +43,7 @@ impl Name {
 
 /// Pairs every stash of a list, whose names are right, with its pops.
 pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
-    let stashes = list.iter().enumerate().filter(|(_, layer)| matches!(layer.make, Make::Stash));
+    let stashes = list.iter().enumerate().filter(|(_, layer)| layer.stashes);
     let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();
     for (position, layer) in list.iter().enumerate() {
         let Some(skip) = &layer.pops else { continue };
