@@ -34,7 +34,7 @@ impl<M: 'static> Replicas<M> {
                 outputs.push(done.outputs);
             }
         }
-        let (tried, outputs) = self.joined(parts, outputs, samples).map_err(Caught::Error)?;
+        let (tried, outputs) = self.joined(parts, outputs, samples)?;
         Ok((Parts { tried, figures }, outputs))
     }
 
@@ -49,8 +49,8 @@ impl<M: 'static> Replicas<M> {
         };
         // Before every try, not after every step: an optimizer, a user or a load may have changed the
         // first replica's variables since.
-        let taken_over = self.workers.all(Replica::take_over);
-        taken_over.and_then(|_| self.workers.each_or_error(jobs, run)).map_err(Caught::Error)
+        self.workers.all(Replica::take_over)?;
+        Ok(self.workers.each_or_error(jobs, run)?)
     }
 
     /// All replicas' parts as one, in their order; undone where that fails.
@@ -71,13 +71,7 @@ impl<M: 'static> Replicas<M> {
             parts.try_for_each(|part| whole.extend(part))?;
             samples.restored(samples.join(outputs)?)
         });
-        match joined {
-            Ok(outputs) => Ok((whole, outputs)),
-            Err(caught) => {
-                whole.undo.run()?;
-                Err(into_error(caught))
-            }
-        }
+        whole.unless_failed(joined.map_err(into_error))
     }
 
     /// The sums on the first replica's device, brought there by its own thread.
@@ -119,6 +113,6 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
     let Some(failure) = failure else { return Ok(all) };
     // Parts that went well too: a step is whole or not at all. One that cannot be undone does not keep the others.
     let undone = all.into_iter().flatten().map(|done| done.tried.undo.run());
-    undone.fold(Ok(()), Result::and).map_err(Caught::Error)?;
+    undone.fold(Ok(()), Result::and)?;
     Err(failure)
 }

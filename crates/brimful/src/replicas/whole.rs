@@ -68,18 +68,12 @@ impl<M: 'static> Replicas<M> {
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
         // On the first replica alone: a contrastive loss compares every sample with every other.
         let (tried, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
-        let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
-        let outputs = oom::catch(|| samples.restored(outputs));
-        let parts = parts.map_err(Caught::Error);
-        match outputs.and_then(|outputs| Ok((parts?, outputs))) {
-            Ok((parts, outputs)) => {
-                Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
-            }
-            Err(caught) => {
-                tried.undo.run()?;
-                Err(caught.into())
-            }
-        }
+        let ready = oom::catch(|| {
+            let parts = with_rows(parts()?, &shares, &gradients)?;
+            Ok((parts, samples.restored(outputs)?))
+        });
+        let (tried, (parts, outputs)) = tried.unless_failed(ready)?;
+        Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
     }
 
     /// All outputs, on the first replica's device.
@@ -103,14 +97,11 @@ impl<M: 'static> Replicas<M> {
         seed: PartSeed,
         loss: Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Tried, RowGradients), Caught<Error>> {
-        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
+        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
         let samples = samples.clone();
-        let run = outputs.and_then(|outputs| {
-            self.workers.one(0, move |first| {
-                Ok(oom::catch(|| first.loss_on(&outputs, &samples, seed, &*loss)))
-            })
-        });
-        run.map_err(Caught::Error)?
+        self.workers.one(0, move |first| {
+            Ok(oom::catch(|| first.loss_on(&outputs, &samples, seed, &*loss)))
+        })?
     }
 
     /// All replicas' parts, backward from their outputs' gradients, and the loss's own; undone where
@@ -129,16 +120,11 @@ impl<M: 'static> Replicas<M> {
         let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
             // The loss was counted before: these parts have nothing to add to it.
             parts.tally = whole.tally.following();
-            whole.extend(parts).map_err(Caught::Error)?;
+            whole.extend(parts)?;
             Ok(figures)
         });
-        match added {
-            Ok(figures) => Ok(Parts { tried: whole, figures }),
-            Err(caught) => {
-                whole.undo.run().map_err(Caught::Error)?;
-                Err(caught)
-            }
-        }
+        let (tried, figures) = whole.unless_failed(added)?;
+        Ok(Parts { tried, figures })
     }
 }
 

@@ -17,7 +17,7 @@ use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
-use crate::{Result, oom};
+use crate::{Error, Result, oom};
 
 /// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
 /// reach 4,294,967,295.
@@ -124,12 +124,20 @@ impl Tried {
             self.tally.fetch()?;
             Ok(value)
         });
-        match brought {
+        // Before a panic goes on, because nobody above can undo what is dropped on its way.
+        self.unless_failed(brought).map_err(into_error_or_panic)
+    }
+
+    /// The same with what else was done for the step; undone where that has failed.
+    pub(crate) fn unless_failed<T, E: From<Error>>(
+        self,
+        done: Result<T, E>,
+    ) -> Result<(Self, T), E> {
+        match done {
             Ok(value) => Ok((self, value)),
-            Err(caught) => {
-                // Before a panic goes on, because nobody above can undo what is dropped on its way.
+            Err(error) => {
                 self.undo.run()?;
-                Err(into_error_or_panic(caught))
+                Err(error)
             }
         }
     }
