@@ -70,9 +70,6 @@ impl Ema {
 }
 
 fn follow(averages: &[&Average], weights: &[Tensor], decay: f64) -> Result<()> {
-    if averages.is_empty() {
-        return Ok(());
-    }
     let values = values(averages);
     foreach::scale(&values, decay)?;
     Ok(foreach::add(&values, weights, 1.0 - decay)?)
