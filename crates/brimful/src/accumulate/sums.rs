@@ -44,12 +44,10 @@ impl Sums {
             for (columns, sum) in addends.iter_mut().zip(groups) {
                 columns.resize_with(sum.len().max(columns.len()), || None);
                 for (column, new) in columns.iter_mut().zip(sum) {
-                    match (column, new) {
-                        (Some(column), Some(new)) => column.what.push(new),
-                        (column @ None, Some(into)) => {
-                            *column = Some(Addends { into, what: Vec::new() });
-                        }
-                        (_, None) => {}
+                    let Some(new) = new else { continue };
+                    match column {
+                        Some(column) => column.what.push(new),
+                        None => *column = Some(Addends { into: new, what: Vec::new() }),
                     }
                 }
             }
@@ -65,9 +63,7 @@ impl Sums {
     /// reached has its sum where another one has.
     pub(crate) fn on(mut self, device: Device) -> Result<Self> {
         for sum in self.groups.iter_mut().flatten().flatten() {
-            if sum.device() != device {
-                *sum = sum.f_to_device(device)?;
-            }
+            *sum = sum.f_to_device(device)?;
         }
         Ok(self)
     }

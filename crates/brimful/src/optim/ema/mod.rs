@@ -159,14 +159,8 @@ impl Average {
     fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
         let _charged = home.as_ref().map(Arena::enter);
         let kind = summed_in(variable.kind());
-        let present = variable.f_detach()?;
-        let value = if kind == present.kind() {
-            let mut copy = present.f_empty_like()?;
-            copy.f_copy_(&present)?;
-            copy
-        } else {
-            present.f_to_kind(kind)?
-        };
+        // A copy in any case, in the same order in memory.
+        let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
         Ok(Self { name, variable, value, home })
     }
 
