@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tch::nn::Path;
 
 use super::Layers;
-use super::description::{Build, Description, descend, variable_shapes};
+use super::description::{Build, Description, descend, variable_names};
 use super::model::Module;
 use crate::nn::Lora;
 
@@ -47,10 +47,9 @@ fn adapt(build: &Build, own: &Path, other: &Path, lora: &Arc<Lora>) -> Module {
         let _adapting = Lora::enter(lora);
         build(own, other)
     };
-    let (own_names, other_names) = variable_shapes(build);
-    for (path, names) in [(own, own_names), (other, other_names)] {
-        for name in names.keys() {
-            if let Some(variable) = descended(path, name) {
+    for (path, names) in [own, other].into_iter().zip(variable_names(build)) {
+        for name in names {
+            if let Some(variable) = descended(path, &name) {
                 let _itself = variable.set_requires_grad(false);
             }
         }

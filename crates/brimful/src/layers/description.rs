@@ -1,6 +1,5 @@
 //! One line of the list: a layer's name, what it shares, and how it is made.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use brimful_torch::meta;
@@ -84,21 +83,16 @@ pub(super) fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
     name.split('.').fold(root.clone(), |path, step| path / step)
 }
 
-/// Variables by their names under a path, with their shapes.
-pub(super) type Shapes = BTreeMap<String, Vec<i64>>;
-
-/// The variables that a layer makes under its own path, and those under the path of the layer that it
-/// shares with. Nothing is allocated to find out.
-pub(super) fn variable_shapes(build: &Build) -> (Shapes, Shapes) {
+/// The names of the variables that a layer makes under its own path, and of those under the path of the
+/// layer that it shares with. Nothing is allocated to find out.
+pub(super) fn variable_names(build: &Build) -> [Vec<String>; 2] {
     let _shapes_alone = meta::enter();
     let store = VarStore::new(Device::Cpu);
     // An exact BatchNorm of this one is nobody's.
     let _norms = nn::built_in(|| build(&(store.root() / "own"), &(store.root() / "other")));
-    let under = |path: &str| {
-        let shape = |(name, tensor): (String, tch::Tensor)| {
-            Some((name.strip_prefix(path)?.to_owned(), tensor.size()))
-        };
-        store.variables().into_iter().filter_map(shape).collect()
-    };
-    (under("own."), under("other."))
+    let all = store.variables();
+    ["own.", "other."].map(|path| {
+        let under = all.keys().filter_map(|name| name.strip_prefix(path));
+        under.map(str::to_owned).collect()
+    })
 }
