@@ -85,11 +85,10 @@ impl Sizes {
     /// good for them.
     fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let memories = floors.len();
-        let same_goal = || self.kinds.iter().filter(|((goal, _), _)| *goal == self.goal);
         let akin = || {
-            same_goal()
-                .map(|((_, other), sizer)| (other, sizer))
-                .filter(|(other, _)| other.is_akin(kind))
+            let same_goal = self.kinds.iter().filter(|((goal, _), _)| *goal == self.goal);
+            let all = same_goal.map(|((_, other), sizer)| (other, sizer));
+            all.filter(|(other, _)| other.is_akin(kind))
         };
         let known: Vec<(u64, Vec<Line>)> = akin()
             .filter_map(|(other, sizer)| Some((other.elements(), sizer.lines()?)))

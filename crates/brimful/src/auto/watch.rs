@@ -44,25 +44,24 @@ pub(crate) struct SizeWatch {
 /// A memory as it was before the try. One that is not counted has all that the machine has.
 #[derive(Debug)]
 struct Watched {
-    memory: Option<Memory>,
-    before: Option<Usage>,
+    counted: Option<(Memory, Usage)>,
     room: MemoryRoom,
 }
 
 impl Watched {
     fn now(memory: Option<Memory>, reserved: u64) -> Result<Self> {
-        let before = memory.as_ref().map(Memory::usage).transpose()?;
-        let unlimited = MemoryRoom { available: u64::MAX, budget: u64::MAX };
-        let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
-        Ok(Self { memory, before, room })
+        let Some(memory) = memory else {
+            let room = MemoryRoom { available: u64::MAX, budget: u64::MAX };
+            return Ok(Self { counted: None, room });
+        };
+        let before = memory.usage()?;
+        Ok(Self { room: room(&before, reserved)?, counted: Some((memory, before)) })
     }
 
     /// What it is now, and what it was.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
-        match (&self.memory, self.before) {
-            (Some(memory), Some(before)) => Ok(Some((memory.usage()?, before))),
-            _ => Ok(None),
-        }
+        let Some((memory, before)) = &self.counted else { return Ok(None) };
+        Ok(Some((memory.usage()?, *before)))
     }
 
     /// What was needed beyond what was there before.
@@ -99,7 +98,7 @@ impl SizeWatch {
     ) -> Result<Self> {
         let memories = memories.map(|(memory, reserved)| Watched::now(memory, reserved));
         let memories = memories.collect::<Result<Vec<_>>>()?;
-        let before = memories.first().and_then(|first| first.before);
+        let before = memories.first().and_then(|first| Some(first.counted.as_ref()?.1));
         Ok(Self {
             sizer,
             decisions: Vec::new(),
@@ -257,8 +256,8 @@ impl SizeWatch {
         log: &mut SizeLog,
     ) -> Result<(Sizer, Result<()>)> {
         // What a cache holds is cut for the size that failed, and may fit none of the next one's tensors.
-        let memories = self.memories.iter().filter_map(|watched| watched.memory.as_ref());
-        memories.into_iter().try_for_each(Memory::empty_cache)?;
+        let mut counted = self.memories.iter().filter_map(|watched| watched.counted.as_ref());
+        counted.try_for_each(|(memory, _)| memory.empty_cache())?;
         let rooms = self.rooms();
         match self.decisions.last_mut() {
             Some(decision) => {
@@ -306,10 +305,8 @@ impl SizeWatch {
 
     /// The memory of a step that is cut piece by piece, which has one.
     fn first(&self) -> &Memory {
-        self.memories[0]
-            .memory
-            .as_ref()
-            .expect("a step in pieces is watched in a memory that counts")
+        let counted = self.memories[0].counted.as_ref();
+        &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 }
 

@@ -66,10 +66,7 @@ impl Optimizer {
         if !self.replay.wanted {
             return Ok(false);
         }
-        let (device, places) = match self.places()? {
-            Some(found) => found,
-            None => (Device::Cpu, Vec::new()),
-        };
+        let (device, places) = self.places()?.unwrap_or((Device::Cpu, Vec::new()));
         if places != self.replay.places || places.is_empty() {
             self.replay.forget();
             self.replay.places = places;
