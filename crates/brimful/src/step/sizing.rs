@@ -68,7 +68,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
     loop {
         let watch = watch(engine, kind, in_pieces)?;
         let (ran, watch) = if in_pieces {
-            let mut cut = Cut::watched(to_cut.samples.clone(), watch);
+            let mut cut = Cut::watched(to_cut.samples.clone(), size, watch);
             let ran = run(engine, &mut cut);
             (ran, cut.into_watch().expect("it was given one"))
         } else {
