@@ -176,7 +176,7 @@ impl MicroBatcher {
         cut: &mut Cut,
         f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
-        let (value, undo) = self.guarded(cut, f)?;
+        let (value, undo) = self.guarded(|this| f(this, cut))?;
         self.unmanaged.judge(&undo.statistics, &undo.unmanaged, cut.sizes().len());
         Ok((value, undo))
     }
@@ -184,8 +184,7 @@ impl MicroBatcher {
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
     pub(super) fn guarded<T>(
         &mut self,
-        cut: &mut Cut,
-        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
+        f: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
@@ -195,7 +194,7 @@ impl MicroBatcher {
         let randomness = Randomness::now(self.device)?;
         let unmanaged = self.unmanaged.save(&self.variables)?;
         let (statistics, result) =
-            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self, cut))));
+            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self))));
         let undo = Undo { statistics, randomness, unmanaged };
         match result {
             Ok(value) => Ok((value, undo)),

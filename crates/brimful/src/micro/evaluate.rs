@@ -77,7 +77,7 @@ impl MicroBatcher {
         role: BatchRole,
         mut f: impl FnMut(&mut Tally, &MicroBatchWeight, B) -> Result<O>,
     ) -> Result<(Tried, O)> {
-        let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
+        let ((tally, outputs), undo) = self.guarded(|this| {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();
             let mut outputs = Vec::new();

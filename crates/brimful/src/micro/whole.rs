@@ -139,8 +139,8 @@ impl MicroBatcher {
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
-        let mut cut = Cut::given(Samples::default(), Size::Count(1))?;
-        let ((summed, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
+        let cut = Cut::given(Samples::default(), Size::Count(1))?;
+        let ((summed, tally, gradients), undo) = self.guarded(|this| {
             let generator = seed.on(this.device);
             generator.begin(0);
             let outputs = as_leaves(outputs)?;

@@ -18,11 +18,11 @@ type Ended<T> = Option<Result<T, Caught<Error>>>;
 
 impl<M: 'static> Replicas<M> {
     /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
-    pub(super) fn attempt<B: Send + 'static, O: Batch + 'static>(
+    pub(super) fn attempt<J: Send + 'static, O: Batch + 'static>(
         &self,
-        jobs: Vec<Option<ReplicaJob<B>>>,
+        jobs: Vec<Option<J>>,
         samples: &Samples,
-        work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
+        work: &(impl Fn(&mut Replica<M>, J) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Caught<Error>> {
         let mut parts = Vec::new();
         let mut outputs = Vec::new();
@@ -39,12 +39,12 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Lets every replica run its part, with the first one's variables.
-    pub(super) fn run<B: Send + 'static, T: Send + 'static>(
+    pub(super) fn run<J: Send + 'static, T: Send + 'static>(
         &self,
-        jobs: Vec<Option<ReplicaJob<B>>>,
-        work: impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<T> + Clone + Send + 'static,
+        jobs: Vec<Option<J>>,
+        work: impl Fn(&mut Replica<M>, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Ended<T>>, Caught<Error>> {
-        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
+        let run = move |replica: &mut Replica<M>, job: Option<J>| {
             Ok(job.map(|job| oom::catch(|| work(replica, job))))
         };
         // Before every try, not after every step: an optimizer, a user or a load may have changed the
