@@ -13,7 +13,7 @@ use std::ops::Range;
 use tch::Tensor;
 
 use super::{BatchRole, MicroBatcher, Parts, Step};
-use crate::accumulate::{Accumulator, Sums};
+use crate::accumulate::Accumulator;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Leaf, Samples};
 use crate::gradient_mode::with_graphs;
@@ -25,9 +25,6 @@ use crate::step::{
     StepError, Tally, Tried, Try, as_leaves, parameters,
 };
 use crate::{Result, feed};
-
-/// Parameters, and the sums of their gradients.
-type SummedWhole = (Vec<Tensor>, Sums);
 
 impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward; adds to the
@@ -68,12 +65,26 @@ impl MicroBatcher {
         self.only_part(|this| {
             let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
-                let (outputs, states) =
-                    this.forward_once(batch, &ranges, cut.samples(), forward)?;
-                let mut loss = |outputs: &O| in_users_order(cut.samples(), outputs, &mut *loss);
-                let (summed, tally, outputs) =
-                    this.back_from_loss(batch, &ranges, &outputs, &states, forward, &mut loss)?;
-                Ok((summed, tally, cut.samples().restored(outputs)?))
+                let samples = cut.samples();
+                let (outputs, states) = this.forward_once(batch, &ranges, samples, forward)?;
+                let own = parameters(&this.variables);
+                let mut accumulator =
+                    Accumulator::begin(own, &this.variables)?.summing_others(true);
+                let loss = in_users_order(samples, &outputs, &mut *loss)?;
+                let tally = weighed(&mut accumulator, loss, &outputs)?;
+                // The second pass draws what the first drew, and leaves the generators where the loss left
+                // them: the next step does not depend on there having been two.
+                let after = Randomness::now(this.device)?;
+                let gradients = RowGradients::of(&outputs);
+                feed::each(batch, &ranges, &this.copies, |i, micro_batch| {
+                    states[i].restore()?;
+                    let outputs = with_graphs(true, || forward(micro_batch));
+                    back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
+                })?;
+                after.restore()?;
+                // As leaves they would keep their gradients alive in the caller's hands.
+                let outputs = samples.restored(batch::detached(&outputs)?)?;
+                Ok((accumulator.finish()?, tally, outputs))
             })?;
             Ok((this.tried_single(summed, tally, undo, unit, cut), outputs))
         })
@@ -101,33 +112,6 @@ impl MicroBatcher {
         });
         run?;
         Ok((as_leaves(&samples.join(parts)?)?, states))
-    }
-
-    /// The loss on all outputs, and every micro-batch's backward from it.
-    fn back_from_loss<B: Batch, O: Batch>(
-        &self,
-        batch: &B,
-        ranges: &[Range<usize>],
-        outputs: &O,
-        states: &[Randomness],
-        forward: &mut impl FnMut(B) -> O,
-        loss: &mut impl FnMut(&O) -> Result<Tensor>,
-    ) -> Result<(SummedWhole, Tally, O)> {
-        let mut accumulator =
-            Accumulator::begin(parameters(&self.variables), &self.variables)?.summing_others(true);
-        let tally = weighed(&mut accumulator, loss(outputs)?, outputs)?;
-        // The second pass draws what the first drew, and leaves the generators where the loss left them:
-        // the next step does not depend on there having been two.
-        let after = Randomness::now(self.device)?;
-        let gradients = RowGradients::of(outputs);
-        feed::each(batch, ranges, &self.copies, |i, micro_batch| {
-            states[i].restore()?;
-            let outputs = with_graphs(true, || forward(micro_batch));
-            back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
-        })?;
-        after.restore()?;
-        // As leaves they would keep their gradients alive in the caller's hands.
-        Ok((accumulator.finish()?, tally, batch::detached(outputs)?))
     }
 
     /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
