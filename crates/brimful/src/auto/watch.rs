@@ -13,7 +13,7 @@ use tch::Device;
 use super::decision::{Decision, Why};
 use super::log::SizeLog;
 use super::room::room;
-use super::sizer::{MemoryRoom, Sizer, is_alone};
+use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
 use super::stopwatch::Stopwatch;
 use super::trial::{SizeTrial, in_near_equal_parts};
 use crate::batch::Samples;
@@ -197,7 +197,7 @@ impl SizeWatch {
         // Users are to see that other ranks decided, and that this one's memory did not.
         if trial.size < own {
             trial.why = Why::Others;
-            self.sizer.overruled(trial.size, &rooms);
+            self.sizer.policy.overruled(trial.size, tightest(&rooms));
         }
         let ranges = match samples.count() {
             0 => split::by_size(1, trial.size)?,

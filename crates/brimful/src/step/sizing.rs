@@ -111,11 +111,13 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
         let identity = identity(engine)?;
         engine.state().sizes.remember(path, identity);
     }
-    let floors = match engine.state().sizes.knows(kind) {
-        true => Vec::new(),
-        false => engine.floors(kind)?,
+    let mut sizer = match engine.state().sizes.take(kind) {
+        Some(sizer) => sizer,
+        None => {
+            let floors = engine.floors(kind)?;
+            engine.state().sizes.new_kind(kind, &floors)
+        }
     };
-    let mut sizer = engine.state().sizes.take(kind, &floors);
     let hints = engine.hints();
     sizer.hold(hints.hold);
     sizer.even(hints.even);
