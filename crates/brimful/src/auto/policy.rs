@@ -199,7 +199,11 @@ impl Policy {
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
-        self.climb_on(top);
+        // Memory had ended the climb, and now allows more.
+        if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
+            self.climb.over = false;
+            self.climb.bound = None;
+        }
         if !self.climb.over {
             let known = now.reach.max(now.sure).max(FIRST_SIZE);
             let higher = self.climb.rung.saturating_mul(CLIMB_FACTOR).min(known);
@@ -221,14 +225,6 @@ impl Policy {
                 let best = self.rates.best(top).map_or(top.min(self.climb.rung), |(size, _)| size);
                 self.choose(best.max(1), now)
             }
-        }
-    }
-
-    /// Goes on climbing where memory had ended it and now allows more.
-    fn climb_on(&mut self, top: usize) {
-        if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
-            self.climb.over = false;
-            self.climb.bound = None;
         }
     }
 

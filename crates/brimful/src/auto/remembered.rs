@@ -13,7 +13,7 @@ use tch::Tensor;
 use super::kind::Kind;
 use super::memory_model::Line;
 use super::sizer::Finding;
-use crate::{Result, save};
+use crate::save;
 
 /// The file's first words, and its version.
 const FORMAT: &str = "brimful sizes 1";
@@ -48,11 +48,8 @@ struct RememberedSize {
 /// What the file says of this model; `None` where it is not a file of ours.
 pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
-    Some(
-        mine.filter(|entry| is_sound(&entry.found))
-            .map(|entry| (entry.kind, entry.found))
-            .collect(),
-    )
+    let sound = mine.filter(|entry| is_sound(&entry.found));
+    Some(sound.map(|entry| (entry.kind, entry.found)).collect())
 }
 
 /// Writes what is known of this model in place of what the file said of it; others' lines stay.
@@ -66,14 +63,10 @@ pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Find
         found: found.clone(),
     });
     let contents = Contents { format: FORMAT.into(), sizes: others.chain(mine).collect() };
-    if let Err(error) = replace(path, &contents) {
+    let text = serde_json::to_string_pretty(&contents).expect("numbers and texts");
+    if let Err(error) = save::replace(path, text.as_bytes()) {
         tracing::warn!(%error, "the micro-batch size was found but cannot be remembered");
     }
-}
-
-fn replace(path: &Path, contents: &Contents) -> Result<()> {
-    let text = serde_json::to_string_pretty(contents).expect("numbers and texts");
-    save::replace(path, text.as_bytes())
 }
 
 fn entries(path: &Path) -> Option<Vec<RememberedSize>> {

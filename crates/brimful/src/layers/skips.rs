@@ -34,10 +34,8 @@ impl Name {
 
     /// The names that it may stand for: in its own list, then in each one around it.
     fn candidates(&self) -> impl Iterator<Item = String> {
-        let ends = self.scope.match_indices('.').map(|(dot, _)| dot + 1);
-        let mut scopes: Vec<_> = std::iter::once(0).chain(ends).collect();
-        scopes.reverse();
-        scopes.into_iter().map(|end| format!("{}{}", &self.scope[..end], self.skip))
+        let ends = self.scope.rmatch_indices('.').map(|(dot, _)| dot + 1).chain([0]);
+        ends.map(|end| format!("{}{}", &self.scope[..end], self.skip))
     }
 }
 

@@ -54,9 +54,6 @@ impl Pending {
     ) -> Result<()> {
         // All ranks in one order, which is that of the names.
         let layers: BTreeMap<_, _> = layers.into_iter().map(|l| (l.mean.clone(), l)).collect();
-        if layers.is_empty() {
-            return Ok(());
-        }
         self.pool()?;
         // All layers in one sum: each of its own would go round all ranks once more.
         let mut ids = Vec::new();
