@@ -17,7 +17,7 @@ use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Summed, Tally, Tried, Try, Undo,
+    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
     into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
@@ -105,7 +105,7 @@ impl MicroBatcher {
     ) -> Result<(Tried, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
         let micro_batches = cut.given_count();
-        let ((summed, outputs), undo) = self.trained(cut, |this, cut| {
+        let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
             cut.each(batch, role, &this.copies, |info, micro_batch| {
                 let MicroBatchInfo { number, weight, tried, .. } = info;
@@ -122,35 +122,25 @@ impl MicroBatcher {
                 }
                 Ok(ran)
             })?;
-            let outputs = joined(std::mem::take(&mut pass.outputs), cut.samples())?;
-            Ok((pass.finish()?, outputs))
+            let outputs = joined(pass.outputs, cut.samples())?;
+            Ok((pass.accumulator.finish()?, pass.tally, outputs))
         })?;
-        Ok((self.tried(summed, undo, role.unit, cut), outputs))
+        Ok((self.tried(summed, tally, undo, role, cut), outputs))
     }
 
-    /// What was run of a mini-batch, with the parameters that the sums are of.
-    fn tried(
-        &self,
-        (parameters, summed): (Vec<Tensor>, Summed),
-        undo: Undo,
-        unit: f64,
-        cut: &Cut,
-    ) -> Tried {
-        Tried::new(parameters, &self.variables, summed, undo, unit, cut.sizes().to_vec())
-            .with_peak(cut.peak())
-    }
-
-    /// The same of a mini-batch that is a step of its own.
-    pub(super) fn tried_single(
+    /// What was run of a mini-batch in this role, with the parameters that the sums are of.
+    pub(super) fn tried(
         &self,
         (parameters, sums): (Vec<Tensor>, Sums),
         tally: Tally,
         undo: Undo,
-        unit: f64,
+        role: BatchRole,
         cut: &Cut,
     ) -> Tried {
-        let groups = tally.groups(true);
-        self.tried((parameters, (sums, tally, groups)), undo, unit, cut)
+        let groups = tally.groups(role.last);
+        let (summed, sizes) = ((sums, tally, groups), cut.sizes().to_vec());
+        Tried::new(parameters, &self.variables, summed, undo, role.unit, sizes)
+            .with_peak(cut.peak())
     }
 
     /// A mini-batch of which nothing has been run yet.

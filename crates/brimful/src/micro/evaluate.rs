@@ -87,6 +87,6 @@ impl MicroBatcher {
             })?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
-        Ok((self.tried_single(Default::default(), tally, undo, role.unit, cut), outputs))
+        Ok((self.tried(Default::default(), tally, undo, role, cut), outputs))
     }
 }

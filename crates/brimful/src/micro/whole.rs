@@ -61,7 +61,7 @@ impl MicroBatcher {
         loss: &mut impl FnMut(&O) -> Tensor,
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
-        let unit = opening.total() as f64;
+        let role = opening.role(0);
         self.only_part(|this| {
             let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
@@ -86,7 +86,7 @@ impl MicroBatcher {
                 let outputs = samples.restored(batch::detached(&outputs)?)?;
                 Ok((accumulator.finish()?, tally, outputs))
             })?;
-            Ok((this.tried_single(summed, tally, undo, unit, cut), outputs))
+            Ok((this.tried(summed, tally, undo, role, cut), outputs))
         })
     }
 
@@ -133,7 +133,8 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        Ok((self.tried_single(summed, tally, undo, 1.0, &cut), gradients))
+        let role = BatchRole { unit: 1.0, first: true, last: true, seed: Some(seed) };
+        Ok((self.tried(summed, tally, undo, role, &cut), gradients))
     }
 
     /// Forward again on these micro-batches, and backward from their outputs' gradients.
@@ -158,7 +159,7 @@ impl MicroBatcher {
             })?;
             accumulator.finish()
         })?;
-        Ok(self.tried_single(summed, Tally::default(), undo, role.unit, cut))
+        Ok(self.tried(summed, Tally::default(), undo, role, cut))
     }
 }
 

@@ -56,7 +56,7 @@ pub(crate) use sizing::{Hints, Lesson};
 pub use tally::NonFinite;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
-pub(crate) use tried::{Summed, Tried, gradient_bytes, parameters};
+pub(crate) use tried::{Tried, gradient_bytes, parameters};
 pub(crate) use undo::Undo;
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};

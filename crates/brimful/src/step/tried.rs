@@ -24,7 +24,7 @@ use crate::{Error, Result, oom};
 const STATISTICS_BUCKET: usize = u32::MAX as usize;
 
 /// What a run has summed up: gradients, losses, and which terms' gradients have a common factor.
-pub(crate) type Summed = (Sums, Tally, Vec<TermGroup>);
+type Summed = (Sums, Tally, Vec<TermGroup>);
 
 /// Mini-batches that were run, of which nothing is committed yet.
 #[derive(Debug)]
