@@ -3,7 +3,7 @@
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
 
-use super::{Average, Ema};
+use super::{Average, Ema, values, weights};
 use crate::Result;
 use crate::optim::OptimError;
 use crate::optim::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
@@ -37,13 +37,13 @@ impl Ema {
         let _no_grad = tch::no_grad_guard();
         let decay = self.decay_now();
         let alike: Vec<_> = self.averaged().filter(|average| average.is_alike()).collect();
-        follow(&alike, &weights(&alike)?, decay)?;
+        follow(&alike, &weights(alike.iter().copied())?, decay)?;
         for Converted { items, .. } in self.converted() {
             let like: Vec<_> = items.iter().map(|average| &average.value).collect();
-            follow(&items, &convert(&weights(&items)?, &like, scratch)?, decay)?;
+            follow(&items, &convert(&weights(items.iter().copied())?, &like, scratch)?, decay)?;
         }
-        let copied: Vec<_> = self.averages.iter().filter(|copied| !copied.is_averaged()).collect();
-        foreach::copy(&values(&copied), &weights(&copied)?)?;
+        let copied = || self.averages.iter().filter(|copied| !copied.is_averaged());
+        foreach::copy(&values(copied()), &weights(copied())?)?;
         self.updates += 1;
         Ok(())
     }
@@ -70,15 +70,7 @@ impl Ema {
 }
 
 fn follow(averages: &[&Average], weights: &[Tensor], decay: f64) -> Result<()> {
-    let values = values(averages);
+    let values = values(averages.iter().copied());
     foreach::scale(&values, decay)?;
     Ok(foreach::add(&values, weights, 1.0 - decay)?)
-}
-
-fn values(averages: &[&Average]) -> Vec<Tensor> {
-    averages.iter().map(|average| average.value.shallow_clone()).collect()
-}
-
-fn weights(averages: &[&Average]) -> Result<Vec<Tensor>> {
-    averages.iter().map(|average| Ok(average.variable.f_detach()?)).collect()
 }
