@@ -58,6 +58,12 @@ impl Watched {
         Ok(Self { room: room(&before, reserved)?, counted: Some((memory, before)) })
     }
 
+    /// That of a step that is cut piece by piece, which has one.
+    fn memory(&self) -> &Memory {
+        let counted = self.counted.as_ref();
+        &counted.expect("a step in pieces is watched in a memory that counts").0
+    }
+
     /// What it is now, and what it was.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
         let Some((memory, before)) = &self.counted else { return Ok(None) };
@@ -141,23 +147,18 @@ impl SizeWatch {
         let alone = is_alone(&ranges);
         let size = trial.size;
         self.piece = Some(Piece { size, largest, average, stopwatch, unseen: 0, beside: 0, alone });
-        self.first().reset_peak()?;
+        self.memories[0].memory().reset_peak()?;
         Ok(ranges)
     }
 
     /// Takes note of a micro-batch that was run: what it had in use besides what the memory's account
     /// shows, and whether others like it will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
-        let current = || Ok::<_, Error>(self.first().usage()?.current.0);
+        let Self { memories, piece: Some(piece), .. } = self else { return Ok(()) };
         // This runs at every micro-batch: the memory is asked only where there may be a new maximum.
-        let beside = match &self.piece {
-            Some(piece) if unseen.0 > piece.unseen => Some(current()? + unseen.0),
-            _ => None,
-        };
-        let Some(piece) = &mut self.piece else { return Ok(()) };
-        if let Some(beside) = beside {
+        if unseen.0 > piece.unseen {
             piece.unseen = unseen.0;
-            piece.beside = beside;
+            piece.beside = memories[0].memory().usage()?.current.0 + unseen.0;
         }
         piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(typical))
     }
@@ -172,7 +173,7 @@ impl SizeWatch {
         let Some(piece) = self.piece.take() else { return Ok(()) };
         let Piece { size, largest, average, stopwatch, beside, alone, .. } = piece;
         let need = self.memories[0].need(Some(Bytes(beside)))?;
-        self.peak = self.peak.max(self.first().usage()?.peak).max(Bytes(beside));
+        self.peak = self.peak.max(self.memories[0].memory().usage()?.peak).max(Bytes(beside));
         self.learn_needs(largest, &[need], alone);
         if let Some(time) = stopwatch.map(|stopwatch| stopwatch.read()).transpose()?.flatten() {
             self.sizer.observe_rate(size, average / time.as_secs_f64());
@@ -301,12 +302,6 @@ impl SizeWatch {
             Ok(if now.available < watched.room.available { now } else { watched.room })
         };
         self.memories.iter().map(least).collect()
-    }
-
-    /// The memory of a step that is cut piece by piece, which has one.
-    fn first(&self) -> &Memory {
-        let counted = self.memories[0].counted.as_ref();
-        &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 }
 

@@ -149,12 +149,9 @@ impl MicroBatcher {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            let mut next = 0;
-            cut.each(batch, role, &this.copies, |MicroBatchInfo { samples, .. }, micro_batch| {
-                let rows = gradients.rows(&(next..next + samples))?;
-                next += samples;
+            cut.each(batch, role, &this.copies, |MicroBatchInfo { range, .. }, micro_batch| {
                 let outputs = with_graphs(true, || forward(micro_batch));
-                back(&mut accumulator, rows, &outputs)?;
+                back(&mut accumulator, gradients.rows(&range)?, &outputs)?;
                 Ok(MicroBatchRun::PLAINLY)
             })?;
             accumulator.finish()

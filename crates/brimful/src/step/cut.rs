@@ -31,10 +31,11 @@ pub(crate) struct Cut {
 }
 
 /// Which micro-batch of its mini-batch one is.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(crate) struct MicroBatchInfo {
     pub(crate) number: usize,
-    pub(crate) samples: usize,
+    /// Its samples.
+    pub(crate) range: Range<usize>,
     /// What it counts for in its step.
     pub(crate) weight: MicroBatchWeight,
     /// Whether its size is tried in a part of the mini-batch only.
@@ -126,12 +127,12 @@ impl Cut {
             let tried =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, copies, |i, micro_batch| {
-                let (number, samples) = (first + i, ranges[i].len());
+                let (number, range) = (first + i, ranges[i].clone());
                 if let Some(generator) = &generator {
                     generator.begin(number);
                 }
-                let weight = role.weight(number, samples);
-                let ran = f(MicroBatchInfo { number, samples, weight, tried }, micro_batch)?;
+                let weight = role.weight(number, range.len());
+                let ran = f(MicroBatchInfo { number, range, weight, tried }, micro_batch)?;
                 self.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
             })?;
             self.watch.as_mut().map_or(Ok(()), SizeWatch::end)?;
