@@ -33,7 +33,7 @@ pub(crate) struct SizeWatch {
     decisions: Vec<Decision>,
     memories: Vec<Watched>,
     /// The most in use so far in the first memory.
-    peak: Bytes,
+    pub(crate) peak: Bytes,
     /// The least that a micro-batch of the mini-batch has.
     least: usize,
     piece: Option<Piece>,
@@ -284,11 +284,6 @@ impl SizeWatch {
     pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
         log.decisions.append(&mut self.decisions);
         self.sizer
-    }
-
-    /// The most in use so far.
-    pub(crate) fn peak(&self) -> Bytes {
-        self.peak
     }
 
     fn rooms(&self) -> Vec<MemoryRoom> {

@@ -69,9 +69,9 @@ impl MicroBatcher {
         Ok(PartFigures {
             samples: tried.samples(),
             time: start.elapsed(),
-            peak: usage.map(|usage| self.replay.take_peak(usage.peak)),
-            replayed: self.replay.take_replayed(),
-            captured: self.replay.is_new(),
+            peak: usage.map(|usage| self.replay.room.take_peak(usage.peak)),
+            replayed: std::mem::take(&mut self.replay.replayed),
+            captured: self.replay.new,
         })
     }
 

@@ -102,7 +102,7 @@ impl Cut {
 
     /// The most memory that pieces which are over have used.
     pub(crate) fn peak(&self) -> Bytes {
-        self.watch.as_ref().map_or(Bytes(0), SizeWatch::peak)
+        self.watch.as_ref().map_or(Bytes(0), |watch| watch.peak)
     }
 
     pub(crate) fn into_watch(self) -> Option<SizeWatch> {
