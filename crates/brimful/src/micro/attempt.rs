@@ -139,8 +139,9 @@ impl MicroBatcher {
     ) -> Tried {
         let groups = tally.groups(role.last);
         let (summed, sizes) = ((sums, tally, groups), cut.sizes().to_vec());
-        Tried::new(parameters, &self.variables, summed, undo, role.unit, sizes)
-            .with_peak(cut.peak())
+        let mut tried = Tried::new(parameters, &self.variables, summed, undo, role.unit, sizes);
+        tried.peak = cut.peak();
+        tried
     }
 
     /// A mini-batch of which nothing has been run yet.

@@ -150,7 +150,8 @@ impl Optimizer {
             // CUDA does not capture the default stream, which all threads use.
             let stream = Stream::urgent(device)?;
             let step = || {
-                let plan = self.prepare()?.with_rates(tensors);
+                let mut plan = self.prepare()?;
+                plan.rates = tensors;
                 self.commit(plan)
             };
             let (graph, ()) = graph::record(stream, &mut Pool::default(), step)?;

@@ -54,7 +54,7 @@ pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
     /// The groups' learning rates as tensors; none where the groups' own numbers count.
-    rates: Vec<Tensor>,
+    pub(super) rates: Vec<Tensor>,
 }
 
 impl OptimizerPlan {
@@ -74,11 +74,6 @@ impl OptimizerPlan {
     /// Whether some of it was computed before.
     pub(crate) fn takes_over(&self) -> bool {
         self.buckets.iter().any(|bucket| bucket.key.ahead)
-    }
-
-    /// The same step with the groups' learning rates read from these tensors.
-    pub(super) fn with_rates(self, rates: Vec<Tensor>) -> Self {
-        Self { rates, ..self }
     }
 }
 

@@ -28,7 +28,7 @@ impl<M: 'static> Replicas<M> {
         let mut outputs = Vec::new();
         let mut figures = Vec::new();
         for done in all_done(self.run(jobs, work.clone())?)? {
-            figures.push(done.as_ref().filter(|done| done.has_samples()).map(|done| done.figures));
+            figures.push(done.as_ref().map(|done| done.figures).filter(|part| part.samples > 0));
             if let Some(done) = done {
                 parts.push(done.tried);
                 outputs.push(done.outputs);

@@ -50,12 +50,6 @@ pub(super) struct PartDone<O> {
     pub(super) figures: PartFigures,
 }
 
-impl<O> PartDone<O> {
-    pub(super) fn has_samples(&self) -> bool {
-        self.figures.samples > 0
-    }
-}
-
 impl<M> Replica<M> {
     /// Builds the model in this store, on the thread that it will stay on.
     pub(super) fn build(
@@ -100,7 +94,7 @@ impl<M> Replica<M> {
             let how = Attempt { role, closure, turn: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
-        if done.has_samples() {
+        if done.figures.samples > 0 {
             self.micro.learn_order(done.figures.samples, done.figures.time);
         }
         Ok(done)

@@ -74,11 +74,6 @@ impl Tried {
         }
     }
 
-    /// The same, of which pieces have used so much memory at most.
-    pub(crate) fn with_peak(self, peak: Bytes) -> Self {
-        Self { peak, ..self }
-    }
-
     /// How many samples were run.
     pub(crate) fn samples(&self) -> usize {
         self.sizes.iter().sum()
