@@ -314,16 +314,10 @@ fn slice_leaf(position: usize, tensor: &Tensor, range: &Range<usize>) -> Result<
 
 /// For each leaf, the tensors that the parts have there.
 fn columns<B: Batch>(parts: &[B]) -> Vec<Vec<Tensor>> {
-    let mut columns = Vec::new();
-    for part in parts {
-        for (position, leaf) in leaves(part).into_iter().enumerate() {
-            if columns.len() == position {
-                columns.push(Vec::with_capacity(parts.len()));
-            }
-            columns[position].push(leaf.tensor().shallow_clone());
-        }
-    }
-    columns
+    let rows: Vec<Vec<Leaf<'_>>> = parts.iter().map(leaves).collect();
+    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let column = |at: usize| rows.iter().filter_map(move |row| row.get(at));
+    (0..count).map(|at| column(at).map(|leaf| leaf.tensor().shallow_clone()).collect()).collect()
 }
 
 fn join_leaves(tensors: &[Tensor]) -> Result<Tensor> {

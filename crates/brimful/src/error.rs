@@ -1,8 +1,8 @@
 //! Everything that can go wrong, by the module that says what it was, with the numbers and the remedy.
 
 use std::error::Error as StdError;
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, iter};
 
 use brimful_plan::balance::BalanceError;
 use brimful_plan::bytes::BytesError;
@@ -171,15 +171,13 @@ impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut told = self.to_string();
         f.write_str(&told)?;
-        let mut cause = self.source();
-        while let Some(error) = cause {
-            let words = error.to_string();
+        for cause in iter::successors(self.source(), |&error| error.source()) {
+            let words = cause.to_string();
             // Many messages end in that of their cause.
             if !told.ends_with(&words) {
                 write!(f, "\n  because {words}")?;
                 told = words;
             }
-            cause = error.source();
         }
         Ok(())
     }

@@ -33,6 +33,7 @@ mod error;
 
 use std::ops::{Add, Mul};
 
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 pub use error::{LossError, NonFiniteValue};
@@ -53,26 +54,37 @@ pub(crate) struct Term {
 }
 
 /// What a term's value has been divided by.
-#[derive(Debug)]
-pub(crate) enum Over {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Over<W = Weight> {
     /// The number of samples in the micro-batch.
     Samples,
     /// A number or tensor that the user gives.
-    Given(Weight),
+    Given(W),
     /// As before, but the division is still to come.
-    Undivided(Weight),
+    Undivided(W),
     /// Nothing: a sum.
     Nothing,
     /// Nothing, and it does not depend on the samples: counted once a step.
     Once,
 }
 
-impl Over {
+impl<W> Over<W> {
     /// What the user gives to divide by.
-    pub(crate) fn weight(&self) -> Option<&Weight> {
+    pub(crate) fn weight(&self) -> Option<&W> {
         match self {
             Self::Given(weight) | Self::Undivided(weight) => Some(weight),
             _ => None,
+        }
+    }
+
+    /// The same with what `f` makes of what the user gives.
+    pub(crate) fn map<V>(&self, f: impl FnOnce(&W) -> V) -> Over<V> {
+        match self {
+            Self::Samples => Over::Samples,
+            Self::Given(weight) => Over::Given(f(weight)),
+            Self::Undivided(weight) => Over::Undivided(f(weight)),
+            Self::Nothing => Over::Nothing,
+            Self::Once => Over::Once,
         }
     }
 }

@@ -92,6 +92,12 @@ pub enum Caught<E> {
     Panic(Box<dyn Any + Send>),
 }
 
+impl<E> From<E> for Caught<E> {
+    fn from(error: E) -> Self {
+        Self::Error(error)
+    }
+}
+
 /// Runs `f` and tells running out of memory from every other end.
 ///
 /// A panic that is out-of-memory is not shown on standard error, since the caller is about to

@@ -44,12 +44,10 @@ impl Sums {
             for (columns, sum) in addends.iter_mut().zip(groups) {
                 columns.resize_with(sum.len().max(columns.len()), || None);
                 for (column, new) in columns.iter_mut().zip(sum) {
-                    match (column, new) {
-                        (Some(column), Some(new)) => column.what.push(new),
-                        (column @ None, Some(into)) => {
-                            *column = Some(Addends { into, what: Vec::new() });
-                        }
-                        (_, None) => {}
+                    let Some(new) = new else { continue };
+                    match column {
+                        Some(column) => column.what.push(new),
+                        None => *column = Some(Addends { into: new, what: Vec::new() }),
                     }
                 }
             }
@@ -65,9 +63,7 @@ impl Sums {
     /// reached has its sum where another one has.
     pub(crate) fn on(mut self, device: Device) -> Result<Self> {
         for sum in self.groups.iter_mut().flatten().flatten() {
-            if sum.device() != device {
-                *sum = sum.f_to_device(device)?;
-            }
+            *sum = sum.f_to_device(device)?;
         }
         Ok(self)
     }
@@ -197,34 +193,24 @@ pub(super) fn add_sum(mine: &mut [Option<Tensor>], theirs: Sum) -> Result<()> {
             (Some(_), None) => {}
         }
     }
-    if into.is_empty() { Ok(()) } else { Ok(foreach::add(&into, &what, 1.0)?) }
+    Ok(foreach::add(&into, &what, 1.0)?)
 }
 
 fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
+    let Some(factor) = factor.filter(|factor| *factor != 1.0) else { return Ok(()) };
     let present: Vec<Tensor> = sum.iter().flatten().map(Tensor::shallow_clone).collect();
-    match factor {
-        Some(factor) if factor != 1.0 && !present.is_empty() => {
-            Ok(foreach::scale(&present, factor)?)
-        }
-        _ => Ok(()),
-    }
+    Ok(foreach::scale(&present, factor)?)
 }
 
 /// Gives each sum its parameter's type. One that has it already stays as it is, or is copied where it
 /// is lent.
 fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Result<Sum> {
-    let stays = |(sum, parameter): (&Option<Tensor>, &Tensor)| {
-        let right = |sum: &Tensor| {
-            let home = at_home && sum.device() == Device::Cpu;
-            home || !lent && sum.kind() == parameter.kind()
-        };
-        sum.as_ref().is_none_or(right)
+    let stays = |sum: &Tensor, parameter: &Tensor| {
+        let home = at_home && sum.device() == Device::Cpu;
+        home || !lent && sum.kind() == parameter.kind()
     };
-    let stay: Vec<bool> = sum.iter().zip(parameters).map(stays).collect();
-    if !stay.contains(&false) {
-        return Ok(sum);
-    }
-    let moving = sum.iter_mut().zip(&stay).map(|(sum, stays)| sum.take_if(|_| !stays)).collect();
+    let pairs = sum.iter_mut().zip(parameters);
+    let moving = pairs.map(|(sum, parameter)| sum.take_if(|sum| !stays(sum, parameter))).collect();
     let moved = copied(&moving, parameters.iter().map(Some))?;
     Ok(sum.into_iter().zip(moved).map(|(stayed, moved)| stayed.or(moved)).collect())
 }

@@ -17,8 +17,9 @@ use super::rates::Rates;
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 
 /// What an automatic size strives for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Goal {
+    #[default]
     Fastest,
     Largest,
 }
@@ -46,7 +47,7 @@ const NEAR_BEST_RATIO: f64 = 0.93;
 const READINGS: usize = 3;
 
 /// The state of the search for one kind of mini-batch.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Policy {
     goal: Goal,
     /// A size to begin with, from another shape or an earlier run.
@@ -84,18 +85,7 @@ struct Chosen {
 
 impl Policy {
     pub(crate) fn new(goal: Goal) -> Self {
-        Self {
-            goal,
-            start: None,
-            rates: Rates::default(),
-            climb: Climb::default(),
-            chosen: None,
-            failures: Failures::default(),
-            steps: 0,
-            fitted: 0,
-            held: false,
-            even: false,
-        }
+        Self { goal, ..Self::default() }
     }
 
     /// Begins with a size that samples of another shape suggest.
@@ -209,7 +199,11 @@ impl Policy {
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
-        self.climb_on(top);
+        // Memory had ended the climb, and now allows more.
+        if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
+            self.climb.over = false;
+            self.climb.bound = None;
+        }
         if !self.climb.over {
             let known = now.reach.max(now.sure).max(FIRST_SIZE);
             let higher = self.climb.rung.saturating_mul(CLIMB_FACTOR).min(known);
@@ -231,14 +225,6 @@ impl Policy {
                 let best = self.rates.best(top).map_or(top.min(self.climb.rung), |(size, _)| size);
                 self.choose(best.max(1), now)
             }
-        }
-    }
-
-    /// Goes on climbing where memory had ended it and now allows more.
-    fn climb_on(&mut self, top: usize) {
-        if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
-            self.climb.over = false;
-            self.climb.bound = None;
         }
     }
 

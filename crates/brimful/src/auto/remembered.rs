@@ -13,7 +13,7 @@ use tch::Tensor;
 use super::kind::Kind;
 use super::memory_model::Line;
 use super::sizer::Finding;
-use crate::{Result, save};
+use crate::save;
 
 /// The file's first words, and its version.
 const FORMAT: &str = "brimful sizes 1";
@@ -22,12 +22,12 @@ const FORMAT: &str = "brimful sizes 1";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     /// A hash of the variables' names, shapes and types.
-    model: String,
-    dtype: String,
-    device: String,
+    pub(crate) model: String,
+    pub(crate) dtype: String,
+    pub(crate) device: String,
     /// All of its memory, in bytes.
-    memory: u64,
-    goal: String,
+    pub(crate) memory: u64,
+    pub(crate) goal: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,29 +45,11 @@ struct RememberedSize {
     found: Finding,
 }
 
-impl Identity {
-    /// Of a model with these variables, in the order of their names, in all of these memories.
-    pub(crate) fn new(
-        variables: &[(String, Tensor)],
-        dtype: Option<tch::Kind>,
-        device: String,
-        memory: u64,
-        goal: String,
-    ) -> Self {
-        let model = hash_of_variables(variables.iter().map(|(name, tensor)| (&**name, tensor)));
-        let dtype = dtype.map_or("none".into(), |kind| format!("{kind:?}"));
-        Self { model, dtype, device, memory, goal }
-    }
-}
-
 /// What the file says of this model; `None` where it is not a file of ours.
 pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
-    Some(
-        mine.filter(|entry| is_sound(&entry.found))
-            .map(|entry| (entry.kind, entry.found))
-            .collect(),
-    )
+    let sound = mine.filter(|entry| is_sound(&entry.found));
+    Some(sound.map(|entry| (entry.kind, entry.found)).collect())
 }
 
 /// Writes what is known of this model in place of what the file said of it; others' lines stay.
@@ -81,14 +63,10 @@ pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Find
         found: found.clone(),
     });
     let contents = Contents { format: FORMAT.into(), sizes: others.chain(mine).collect() };
-    if let Err(error) = replace(path, &contents) {
+    let text = serde_json::to_string_pretty(&contents).expect("numbers and texts");
+    if let Err(error) = save::replace(path, text.as_bytes()) {
         tracing::warn!(%error, "the micro-batch size was found but cannot be remembered");
     }
-}
-
-fn replace(path: &Path, contents: &Contents) -> Result<()> {
-    let text = serde_json::to_string_pretty(contents).expect("numbers and texts");
-    save::replace(path, text.as_bytes())
 }
 
 fn entries(path: &Path) -> Option<Vec<RememberedSize>> {

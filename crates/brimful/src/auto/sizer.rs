@@ -27,7 +27,7 @@ pub(crate) struct MemoryRoom {
 #[derive(Debug, Clone)]
 pub(crate) struct Sizer {
     models: Vec<MemoryModel>,
-    policy: Policy,
+    pub(super) policy: Policy,
     /// The size of the last log line that people see.
     announced: Option<usize>,
 }
@@ -79,11 +79,6 @@ impl Sizer {
         self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
     }
 
-    /// The size that is best as far as is known.
-    pub(crate) fn best(&self) -> Option<usize> {
-        self.policy.best()
-    }
-
     /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
     pub(crate) fn next(&mut self, rooms: &[MemoryRoom], left: usize, samples: usize) -> SizeTrial {
         let pairs = || self.models.iter().zip(rooms);
@@ -120,11 +115,6 @@ impl Sizer {
         }
         trial.size = in_near_equal_parts(samples, trial.size);
         trial
-    }
-
-    /// See [`Policy::overruled`].
-    pub(super) fn overruled(&mut self, size: usize, rooms: &[MemoryRoom]) {
-        self.policy.overruled(size, tightest(rooms));
     }
 
     /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something

@@ -43,16 +43,9 @@ impl Sizes {
         self.goal = goal;
     }
 
-    /// Whether there is a sizer for this kind.
-    pub(crate) fn knows(&self, kind: &Kind) -> bool {
-        self.kinds.contains_key(&(self.goal, kind.clone()))
-    }
-
-    /// Takes this kind's sizer out, for the time of a step. Of a new kind, `floors` says what a step
-    /// needs at least in each memory.
-    pub(crate) fn take(&mut self, kind: &Kind, floors: &[u64]) -> Sizer {
-        let known = self.kinds.remove(&(self.goal, kind.clone()));
-        known.unwrap_or_else(|| self.new_kind(kind, floors))
+    /// Takes this kind's sizer out, for the time of a step; none of a new kind.
+    pub(crate) fn take(&mut self, kind: &Kind) -> Option<Sizer> {
+        self.kinds.remove(&(self.goal, kind.clone()))
     }
 
     /// Puts it back, and writes down what it has found, if that is new.
@@ -72,7 +65,8 @@ impl Sizes {
         self.kinds.values_mut().for_each(|sizer| sizer.rearranged(factor));
     }
 
-    fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
+    /// A sizer for a new kind, of which `floors` says what a step needs at least in each memory.
+    pub(crate) fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let file = self.file.as_ref().filter(|file| file.goal == self.goal);
         let remembered = file.and_then(|file| file.found.get(kind));
         match remembered.filter(|found| found.lines.len() == floors.len()) {
@@ -85,11 +79,10 @@ impl Sizes {
     /// good for them.
     fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let memories = floors.len();
-        let same_goal = || self.kinds.iter().filter(|((goal, _), _)| *goal == self.goal);
         let akin = || {
-            same_goal()
-                .map(|((_, other), sizer)| (other, sizer))
-                .filter(|(other, _)| other.is_akin(kind))
+            let same_goal = self.kinds.iter().filter(|((goal, _), _)| *goal == self.goal);
+            let all = same_goal.map(|((_, other), sizer)| (other, sizer));
+            all.filter(|(other, _)| other.is_akin(kind))
         };
         let known: Vec<(u64, Vec<Line>)> = akin()
             .filter_map(|(other, sizer)| Some((other.elements(), sizer.lines()?)))
@@ -100,7 +93,8 @@ impl Sizes {
             predict_line(&of_one, kind.elements())
         };
         let lines: Option<Vec<Line>> = (0..memories).map(line).collect();
-        let sizes = akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.best()?)));
+        let sizes =
+            akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.policy.best()?)));
         // The nearest shape: kernels, and so the fastest size, change with the length of a sample.
         let nearest = sizes.min_by_key(|(elements, _)| elements.abs_diff(kind.elements()));
         match (lines, nearest) {

@@ -13,7 +13,7 @@ use tch::Device;
 use super::decision::{Decision, Why};
 use super::log::SizeLog;
 use super::room::room;
-use super::sizer::{MemoryRoom, Sizer, is_alone};
+use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
 use super::stopwatch::Stopwatch;
 use super::trial::{SizeTrial, in_near_equal_parts};
 use crate::batch::Samples;
@@ -33,36 +33,41 @@ pub(crate) struct SizeWatch {
     decisions: Vec<Decision>,
     memories: Vec<Watched>,
     /// The most in use so far in the first memory.
-    peak: Bytes,
+    pub(crate) peak: Bytes,
     /// The least that a micro-batch of the mini-batch has.
     least: usize,
     piece: Option<Piece>,
-    /// Whether the first pieces are to be taken back: see [`SizeWatch::rehearsing`].
+    /// Whether the first pieces are to be taken back: see [`SizeWatch::new`].
     rehearses: bool,
 }
 
 /// A memory as it was before the try. One that is not counted has all that the machine has.
 #[derive(Debug)]
 struct Watched {
-    memory: Option<Memory>,
-    before: Option<Usage>,
+    counted: Option<(Memory, Usage)>,
     room: MemoryRoom,
 }
 
 impl Watched {
     fn now(memory: Option<Memory>, reserved: u64) -> Result<Self> {
-        let before = memory.as_ref().map(Memory::usage).transpose()?;
-        let unlimited = MemoryRoom { available: u64::MAX, budget: u64::MAX };
-        let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
-        Ok(Self { memory, before, room })
+        let Some(memory) = memory else {
+            let room = MemoryRoom { available: u64::MAX, budget: u64::MAX };
+            return Ok(Self { counted: None, room });
+        };
+        let before = memory.usage()?;
+        Ok(Self { room: room(&before, reserved)?, counted: Some((memory, before)) })
+    }
+
+    /// That of a step that is cut piece by piece, which has one.
+    fn memory(&self) -> &Memory {
+        let counted = self.counted.as_ref();
+        &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 
     /// What it is now, and what it was.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
-        match (&self.memory, self.before) {
-            (Some(memory), Some(before)) => Ok(Some((memory.usage()?, before))),
-            _ => Ok(None),
-        }
+        let Some((memory, before)) = &self.counted else { return Ok(None) };
+        Ok(Some((memory.usage()?, *before)))
     }
 
     /// What was needed beyond what was there before.
@@ -90,15 +95,16 @@ struct Piece {
 }
 
 impl SizeWatch {
-    /// For a try in these memories, less the bytes of each that are reserved for later.
+    /// For a try in these memories, less the bytes of each that are reserved for later. One that
+    /// `rehearses` ends with [`Error::Rehearsed`] once it is known how a better one would begin.
     pub(crate) fn new(
         sizer: Sizer,
-        memories: impl IntoIterator<Item = (Option<Memory>, u64)>,
+        memories: impl Iterator<Item = (Option<Memory>, u64)>,
+        rehearses: bool,
     ) -> Result<Self> {
-        let memories =
-            memories.into_iter().map(|(memory, reserved)| Watched::now(memory, reserved));
+        let memories = memories.map(|(memory, reserved)| Watched::now(memory, reserved));
         let memories = memories.collect::<Result<Vec<_>>>()?;
-        let before = memories.first().and_then(|first| first.before);
+        let before = memories.first().and_then(|first| Some(first.counted.as_ref()?.1));
         Ok(Self {
             sizer,
             decisions: Vec::new(),
@@ -106,13 +112,8 @@ impl SizeWatch {
             peak: before.map_or(Bytes(0), |before| before.current),
             least: 1,
             piece: None,
-            rehearses: false,
+            rehearses,
         })
-    }
-
-    /// Lets the step end with [`Error::Rehearsed`] once it is known how a better one would begin.
-    pub(crate) fn rehearsing(self, rehearses: bool) -> Self {
-        Self { rehearses, ..self }
     }
 
     /// Decides on the next piece.
@@ -146,23 +147,18 @@ impl SizeWatch {
         let alone = is_alone(&ranges);
         let size = trial.size;
         self.piece = Some(Piece { size, largest, average, stopwatch, unseen: 0, beside: 0, alone });
-        self.first().reset_peak()?;
+        self.memories[0].memory().reset_peak()?;
         Ok(ranges)
     }
 
     /// Takes note of a micro-batch that was run: what it had in use besides what the memory's account
     /// shows, and whether others like it will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
-        let current = || Ok::<_, Error>(self.first().usage()?.current.0);
+        let Self { memories, piece: Some(piece), .. } = self else { return Ok(()) };
         // This runs at every micro-batch: the memory is asked only where there may be a new maximum.
-        let beside = match &self.piece {
-            Some(piece) if unseen.0 > piece.unseen => Some(current()? + unseen.0),
-            _ => None,
-        };
-        let Some(piece) = &mut self.piece else { return Ok(()) };
-        if let Some(beside) = beside {
+        if unseen.0 > piece.unseen {
             piece.unseen = unseen.0;
-            piece.beside = beside;
+            piece.beside = memories[0].memory().usage()?.current.0 + unseen.0;
         }
         piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(typical))
     }
@@ -177,7 +173,7 @@ impl SizeWatch {
         let Some(piece) = self.piece.take() else { return Ok(()) };
         let Piece { size, largest, average, stopwatch, beside, alone, .. } = piece;
         let need = self.memories[0].need(Some(Bytes(beside)))?;
-        self.peak = self.peak.max(self.first().usage()?.peak).max(Bytes(beside));
+        self.peak = self.peak.max(self.memories[0].memory().usage()?.peak).max(Bytes(beside));
         self.learn_needs(largest, &[need], alone);
         if let Some(time) = stopwatch.map(|stopwatch| stopwatch.read()).transpose()?.flatten() {
             self.sizer.observe_rate(size, average / time.as_secs_f64());
@@ -202,7 +198,7 @@ impl SizeWatch {
         // Users are to see that other ranks decided, and that this one's memory did not.
         if trial.size < own {
             trial.why = Why::Others;
-            self.sizer.overruled(trial.size, &rooms);
+            self.sizer.policy.overruled(trial.size, tightest(&rooms));
         }
         let ranges = match samples.count() {
             0 => split::by_size(1, trial.size)?,
@@ -239,8 +235,11 @@ impl SizeWatch {
         captured: bool,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Ending)> {
-        let mut ending = Ending { retried: false, hidden: false, size: self.size() };
-        for (now, before) in self.usages()?.into_iter().filter(|_| !captured) {
+        // The largest size of the try.
+        let size = self.decisions.last().map_or(1, |decision| decision.size);
+        let mut ending = Ending { retried: false, hidden: false, size };
+        for watched in self.memories.iter().filter(|_| !captured) {
+            let Some((now, before)) = watched.usage()? else { continue };
             ending.retried |= now.allocation_retries > before.allocation_retries;
             ending.hidden |= now.refusals > before.refusals;
         }
@@ -258,8 +257,8 @@ impl SizeWatch {
         log: &mut SizeLog,
     ) -> Result<(Sizer, Result<()>)> {
         // What a cache holds is cut for the size that failed, and may fit none of the next one's tensors.
-        let memories = self.memories.iter().filter_map(|watched| watched.memory.as_ref());
-        memories.into_iter().try_for_each(Memory::empty_cache)?;
+        let mut counted = self.memories.iter().filter_map(|watched| watched.counted.as_ref());
+        counted.try_for_each(|(memory, _)| memory.empty_cache())?;
         let rooms = self.rooms();
         match self.decisions.last_mut() {
             Some(decision) => {
@@ -287,16 +286,6 @@ impl SizeWatch {
         self.sizer
     }
 
-    /// The most in use so far.
-    pub(crate) fn peak(&self) -> Bytes {
-        self.peak
-    }
-
-    /// The largest size of the try.
-    fn size(&self) -> usize {
-        self.decisions.last().map_or(1, |decision| decision.size)
-    }
-
     fn rooms(&self) -> Vec<MemoryRoom> {
         self.memories.iter().map(|watched| watched.room).collect()
     }
@@ -308,19 +297,6 @@ impl SizeWatch {
             Ok(if now.available < watched.room.available { now } else { watched.room })
         };
         self.memories.iter().map(least).collect()
-    }
-
-    fn usages(&self) -> Result<Vec<(Usage, Usage)>> {
-        let usages = self.memories.iter().map(Watched::usage).collect::<Result<Vec<_>>>()?;
-        Ok(usages.into_iter().flatten().collect())
-    }
-
-    /// The memory of a step that is cut piece by piece, which has one.
-    fn first(&self) -> &Memory {
-        self.memories[0]
-            .memory
-            .as_ref()
-            .expect("a step in pieces is watched in a memory that counts")
     }
 }
 

@@ -98,6 +98,12 @@ impl Samples {
             false => Ok(leaf.shallow_clone()),
         })
     }
+
+    /// A batch in the user's order, in this one.
+    fn arranged<B: Batch>(&self, given: &B) -> Result<B> {
+        let order = Tensor::f_from_slice(&self.places)?.f_argsort(0, false)?;
+        map_cut(given, |leaf| Ok(leaf.f_index_select(0, &order.f_to_device(leaf.device())?)?))
+    }
 }
 
 /// A mini-batch in the order in which it is run: the user's own, or, of sequences, the longest first, so
@@ -146,14 +152,6 @@ impl<'a, B: Batch> Arranged<'a, B> {
             _ => None,
         };
         Ok(Arranged { given, sorted, samples: self.samples.clone() })
-    }
-}
-
-impl Samples {
-    /// A batch in the user's order, in this one.
-    fn arranged<B: Batch>(&self, given: &B) -> Result<B> {
-        let order = Tensor::f_from_slice(&self.places)?.f_argsort(0, false)?;
-        map_cut(given, |leaf| Ok(leaf.f_index_select(0, &order.f_to_device(leaf.device())?)?))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tch::nn::Path;
 
 use super::Layers;
-use super::description::{Build, Description, Make, descend, variable_shapes};
+use super::description::{Build, Description, descend, variable_names};
 use super::model::Module;
 use crate::nn::Lora;
 
@@ -36,14 +36,9 @@ impl Layers {
 }
 
 fn adapted(layer: Description, lora: &Arc<Lora>) -> Description {
-    let make = match layer.make {
-        Make::Build(build) => {
-            let lora = Arc::clone(lora);
-            Make::of(move |own, other| adapt(&*build, own, other, &lora))
-        }
-        other => other,
-    };
-    Description { make, ..layer }
+    let (build, lora) = (layer.build, Arc::clone(lora));
+    let build = Arc::new(move |own: &Path, other: &Path| adapt(&*build, own, other, &lora));
+    Description { build, ..layer }
 }
 
 /// Builds a layer with LoRA, and freezes all that is not LoRA's.
@@ -52,10 +47,9 @@ fn adapt(build: &Build, own: &Path, other: &Path, lora: &Arc<Lora>) -> Module {
         let _adapting = Lora::enter(lora);
         build(own, other)
     };
-    let (own_names, other_names) = variable_shapes(build);
-    for (path, names) in [(own, own_names), (other, other_names)] {
-        for name in names.keys() {
-            if let Some(variable) = descended(path, name) {
+    for (path, names) in [own, other].into_iter().zip(variable_names(build)) {
+        for name in names {
+            if let Some(variable) = descended(path, &name) {
                 let _itself = variable.set_requires_grad(false);
             }
         }

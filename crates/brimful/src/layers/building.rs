@@ -130,13 +130,10 @@ impl Layers {
         let mut before = 0;
         let count = |(position, layer): (usize, &Description)| {
             layer.build(&vs.root(), position, &skips)?;
-            let now = trainable(&vs);
+            let trainable = vs.trainable_variables();
+            let now = trainable.iter().map(|variable| variable.numel() as u64).sum();
             Ok(now - std::mem::replace(&mut before, now))
         };
         self.list.iter().enumerate().map(count).collect()
     }
-}
-
-fn trainable(vs: &VarStore) -> u64 {
-    vs.trainable_variables().iter().map(|variable| variable.numel() as u64).sum()
 }

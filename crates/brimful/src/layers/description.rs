@@ -1,6 +1,5 @@
 //! One line of the list: a layer's name, what it shares, and how it is made.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use brimful_torch::meta;
@@ -25,22 +24,11 @@ pub(super) struct Description {
     pub(super) shares: Option<String>,
     /// Whether it was added as a normalisation, which may be an exact one.
     pub(super) normalises: bool,
+    /// Whether it keeps what flows for layers that pop it.
+    pub(super) stashes: bool,
     /// The skip that it takes beside what flows.
     pub(super) pops: Option<Name>,
-    pub(super) make: Make,
-}
-
-/// How a layer is made.
-#[derive(Clone)]
-pub(super) enum Make {
-    Build(Arc<Build>),
-    Stash,
-}
-
-impl Make {
-    pub(super) fn of(build: impl Fn(&Path, &Path) -> Module + Send + Sync + 'static) -> Self {
-        Self::Build(Arc::new(build))
-    }
+    pub(super) build: Arc<Build>,
 }
 
 impl Description {
@@ -56,30 +44,24 @@ impl Description {
 
     /// The layer at this position of a list with these skips.
     pub(super) fn build(&self, root: &Path, position: usize, skips: &[Skip]) -> Result<Layer> {
-        let mut norm = None;
-        let module = match &self.make {
-            Make::Build(build) if self.normalises => {
-                let (mut norms, module) = nn::built_in(|| self.build_module(root, &**build));
-                if norms.len() > 1 {
-                    let (name, norms) = (self.name.clone(), norms.len());
-                    return Err(LayersError::ExactNorms { position, name, norms }.into());
-                }
-                norm = norms.pop();
-                module?
-            }
-            Make::Build(build) => self.build_module(root, &**build)?,
-            Make::Stash => Module::Stash,
+        let (mut norms, module) = match self.normalises {
+            true => nn::built_in(|| self.build_module(root)),
+            false => (Vec::new(), self.build_module(root)),
         };
+        if norms.len() > 1 {
+            let (name, norms) = (self.name.clone(), norms.len());
+            return Err(LayersError::ExactNorms { position, name, norms }.into());
+        }
         let popped = skips.iter().find(|skip| skip.pops.contains(&position));
         let popped = popped
             .map(|skip| Popped { stash: skip.stash, last: skip.pops.last() == Some(&position) });
-        Ok(Layer { name: self.name.clone(), module, norm, popped })
+        Ok(Layer { name: self.name.clone(), module: module?, norm: norms.pop(), popped })
     }
 
-    fn build_module(&self, root: &Path, build: &Build) -> Result<Module> {
+    fn build_module(&self, root: &Path) -> Result<Module> {
         let other = self.shares.as_ref().unwrap_or(&self.name);
         let (own, other) = (descend(root, &self.name), descend(root, other));
-        let built = oom::catch(|| Ok::<_, TchError>(build(&own, &other)));
+        let built = oom::catch(|| Ok::<_, TchError>((self.build)(&own, &other)));
         built.map_err(|caught| self.failed(caught))
     }
 
@@ -101,21 +83,16 @@ pub(super) fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
     name.split('.').fold(root.clone(), |path, step| path / step)
 }
 
-/// Variables by their names under a path, with their shapes.
-pub(super) type Shapes = BTreeMap<String, Vec<i64>>;
-
-/// The variables that a layer makes under its own path, and those under the path of the layer that it
-/// shares with. Nothing is allocated to find out.
-pub(super) fn variable_shapes(build: &Build) -> (Shapes, Shapes) {
+/// The names of the variables that a layer makes under its own path, and of those under the path of the
+/// layer that it shares with. Nothing is allocated to find out.
+pub(super) fn variable_names(build: &Build) -> [Vec<String>; 2] {
     let _shapes_alone = meta::enter();
     let store = VarStore::new(Device::Cpu);
     // An exact BatchNorm of this one is nobody's.
     let _norms = nn::built_in(|| build(&(store.root() / "own"), &(store.root() / "other")));
-    let under = |path: &str| {
-        let shape = |(name, tensor): (String, tch::Tensor)| {
-            Some((name.strip_prefix(path)?.to_owned(), tensor.size()))
-        };
-        store.variables().into_iter().filter_map(shape).collect()
-    };
-    (under("own."), under("other."))
+    let all = store.variables();
+    ["own.", "other."].map(|path| {
+        let under = all.keys().filter_map(|name| name.strip_prefix(path));
+        under.map(str::to_owned).collect()
+    })
 }

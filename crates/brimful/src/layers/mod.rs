@@ -58,7 +58,7 @@ use tch::Tensor;
 use tch::nn::{self, ModuleT, Path};
 
 use crate::Result;
-use description::{Description, Make};
+use description::Description;
 pub use error::LayersError;
 pub use model::Model;
 use model::Module;
@@ -87,7 +87,7 @@ impl Layers {
         M: ModuleT + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.push(name, Make::of(move |own, _| Module::One(Box::new(build(own)))))
+        self.push(name, move |own, _| Module::One(Box::new(build(own))))
     }
 
     /// Appends a module over several tensors: it gets all that the layer before gave, be it one
@@ -108,7 +108,7 @@ impl Layers {
         M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.push(name, Make::of(move |own, _| Module::Many(Box::new(build(own)))))
+        self.push(name, move |own, _| Module::Many(Box::new(build(own))))
     }
 
     /// Appends a normalisation: a [`BatchNorm`](crate::nn::BatchNorm), or a module that has one and begins
@@ -185,8 +185,8 @@ impl Layers {
         M: Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        let make = Make::of(move |own, _| Module::Pop(Box::new(build(own))));
-        self.push(name, make).popping(skip).with_last(|last| last.normalises = true)
+        let built = self.push(name, move |own, _| Module::Pop(Box::new(build(own))));
+        built.popping(skip).with_last(|last| last.normalises = true)
     }
 
     /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
@@ -206,8 +206,8 @@ impl Layers {
         M: ModuleT + 'static,
         F: Fn(&Path, &Path) -> M + Send + Sync + 'static,
     {
-        let make = Make::of(move |own, other| Module::One(Box::new(build(own, other))));
-        self.push(name, make).with_last(|last| last.shares = Some(with.into()))
+        let built = self.push(name, move |own, other| Module::One(Box::new(build(own, other))));
+        built.with_last(|last| last.shares = Some(with.into()))
     }
 
     /// Appends a function. It must leave its input as it is.
@@ -226,11 +226,10 @@ impl Layers {
         F: Fn(&Tensor, bool) -> Tensor + Send + Sync + 'static,
     {
         let function = Arc::new(function);
-        let make = Make::of(move |_, _| {
+        self.push(name, move |_, _| {
             let function = Arc::clone(&function);
             Module::One(Box::new(nn::func_t(move |x, train| function(x, train))))
-        });
-        self.push(name, make)
+        })
     }
 
     /// Keeps what flows here, under this name, for every later layer that pops it; and hands it on.
@@ -238,7 +237,7 @@ impl Layers {
     /// It is a layer of that name itself, in the balance too.
     #[must_use]
     pub fn stash(self, skip: impl Into<String>) -> Self {
-        self.push(skip, Make::Stash)
+        self.push(skip, |_, _| Module::Stash).with_last(|last| last.stashes = true)
     }
 
     /// Appends a function of what flows here and of what was stashed under the name `skip` in this
@@ -258,11 +257,11 @@ impl Layers {
         F: Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync + 'static,
     {
         let function = Arc::new(function);
-        let make = Make::of(move |_, _| {
+        let built = self.push(name, move |_, _| {
             let function = Arc::clone(&function);
             Module::Pop(Box::new(move |x, skip, _| function(x, skip)))
         });
-        self.push(name, make).popping(skip)
+        built.popping(skip)
     }
 
     /// Appends all layers of another list, each named `name.its own name`, skips included.
@@ -315,9 +314,19 @@ impl Layers {
         self.skips().map(drop)
     }
 
-    fn push(mut self, name: impl Into<String>, make: Make) -> Self {
-        let name = name.into();
-        self.list.push(Description { name, shares: None, normalises: false, pops: None, make });
+    fn push(
+        mut self,
+        name: impl Into<String>,
+        build: impl Fn(&Path, &Path) -> Module + Send + Sync + 'static,
+    ) -> Self {
+        self.list.push(Description {
+            name: name.into(),
+            shares: None,
+            normalises: false,
+            stashes: false,
+            pops: None,
+            build: Arc::new(build),
+        });
         self
     }
 

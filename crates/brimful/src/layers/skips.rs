@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::LayersError;
-use super::description::{Description, Make};
+use super::description::Description;
 use crate::Result;
 
 /// A skip connection, its layers by position.
@@ -34,16 +34,14 @@ impl Name {
 
     /// The names that it may stand for: in its own list, then in each one around it.
     fn candidates(&self) -> impl Iterator<Item = String> {
-        let ends = self.scope.match_indices('.').map(|(dot, _)| dot + 1);
-        let mut scopes: Vec<_> = std::iter::once(0).chain(ends).collect();
-        scopes.reverse();
-        scopes.into_iter().map(|end| format!("{}{}", &self.scope[..end], self.skip))
+        let ends = self.scope.rmatch_indices('.').map(|(dot, _)| dot + 1).chain([0]);
+        ends.map(|end| format!("{}{}", &self.scope[..end], self.skip))
     }
 }
 
 /// Pairs every stash of a list, whose names are right, with its pops.
 pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
-    let stashes = list.iter().enumerate().filter(|(_, layer)| matches!(layer.make, Make::Stash));
+    let stashes = list.iter().enumerate().filter(|(_, layer)| layer.stashes);
     let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();
     for (position, layer) in list.iter().enumerate() {
         let Some(skip) = &layer.pops else { continue };

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::pass::BatchPass;
 use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
-use crate::accumulate::Accumulator;
+use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{Batch, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::memory::Memory;
@@ -17,7 +17,7 @@ use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Summed, Tally, Tried, Try, Undo,
+    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
     into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
@@ -45,19 +45,22 @@ impl MicroBatcher {
         last: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Parts, R::Outputs), Failed> {
-        let start = Instant::now();
         let Try { cut, opening, exchange } = this_try;
         let role = step::role(self, opening, 0, last);
         let turn = exchange.summing().filter(|_| last);
         let how = Attempt { role, closure, turn, alone: self.state.team.is_alone() };
-        let (tried, outputs) = oom::catch(|| self.attempt(batch, cut, how, f))?;
-        Ok((self.as_parts(tried, start)?, outputs))
+        self.only_part(|this| this.attempt(batch, cut, how, f))
     }
 
-    /// What was tried as the only part of a step.
-    pub(super) fn as_parts(&mut self, tried: Tried, start: Instant) -> Result<Parts> {
+    /// Runs what is the step's only part in this process.
+    pub(super) fn only_part<O>(
+        &mut self,
+        run: impl FnOnce(&mut Self) -> Result<(Tried, O)>,
+    ) -> Result<(Parts, O), Failed> {
+        let start = Instant::now();
+        let (tried, outputs) = oom::catch(|| run(self))?;
         let figures = self.figures_of(&tried, start)?;
-        Ok(Parts { tried, figures: vec![Some(figures)] })
+        Ok((Parts { tried, figures: vec![Some(figures)] }, outputs))
     }
 
     /// What is told of a part that began then.
@@ -66,9 +69,9 @@ impl MicroBatcher {
         Ok(PartFigures {
             samples: tried.samples(),
             time: start.elapsed(),
-            peak: usage.map(|usage| self.replay.take_peak(usage.peak)),
-            replayed: self.replay.take_replayed(),
-            captured: self.replay.is_new(),
+            peak: usage.map(|usage| self.replay.room.take_peak(usage.peak)),
+            replayed: std::mem::take(&mut self.replay.replayed),
+            captured: self.replay.new,
         })
     }
 
@@ -91,6 +94,7 @@ impl MicroBatcher {
         }
     }
 
+    /// Runs all micro-batches, each by replay or eagerly.
     fn attempt_once<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -100,25 +104,44 @@ impl MicroBatcher {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Tried, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
-        let ((summed, outputs), undo) = self.trained(cut, |this, cut| {
+        let micro_batches = cut.given_count();
+        let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
-            this.run_all(&mut pass, batch, cut, role, closure, f)?;
-            let outputs = joined(std::mem::take(&mut pass.outputs), cut.samples())?;
-            Ok((pass.finish()?, outputs))
+            cut.each(batch, role, &this.copies, |info, micro_batch| {
+                let MicroBatchInfo { number, weight, tried, .. } = info;
+                // Only the last backward completes gradients, so only during it may they set out to others.
+                if Some(number + 1) == micro_batches {
+                    pass.accumulator.expect_the_last();
+                }
+                let arrangement = &this.arrangement;
+                // A size that is tried in a part of a mini-batch is not worth a capture.
+                let surroundings = Surroundings { arrangement, closure, settled: !tried };
+                let ran = this.replay.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
+                if this.state.non_finite == NonFinite::RefuseGradients {
+                    pass.tally.add_norm(pass.accumulator.norm()?)?;
+                }
+                Ok(ran)
+            })?;
+            let outputs = joined(pass.outputs, cut.samples())?;
+            Ok((pass.accumulator.finish()?, pass.tally, outputs))
         })?;
-        Ok((self.tried(summed, undo, role.unit, cut), outputs))
+        Ok((self.tried(summed, tally, undo, role, cut), outputs))
     }
 
-    /// What was run of a mini-batch, with the parameters that the sums are of.
+    /// What was run of a mini-batch in this role, with the parameters that the sums are of.
     pub(super) fn tried(
         &self,
-        (parameters, summed): (Vec<Tensor>, Summed),
+        (parameters, sums): (Vec<Tensor>, Sums),
+        tally: Tally,
         undo: Undo,
-        unit: f64,
+        role: BatchRole,
         cut: &Cut,
     ) -> Tried {
-        Tried::new(parameters, &self.variables, summed, undo, unit, cut.sizes().to_vec())
-            .with_peak(cut.peak())
+        let groups = tally.groups(role.last);
+        let (summed, sizes) = ((sums, tally, groups), cut.sizes().to_vec());
+        let mut tried = Tried::new(parameters, &self.variables, summed, undo, role.unit, sizes);
+        tried.peak = cut.peak();
+        tried
     }
 
     /// A mini-batch of which nothing has been run yet.
@@ -138,41 +161,13 @@ impl MicroBatcher {
         Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 
-    /// Runs all micro-batches, each by replay or eagerly.
-    fn run_all<B: Batch, R: Outcome>(
-        &mut self,
-        pass: &mut BatchPass<R::Outputs>,
-        batch: &B,
-        cut: &mut Cut,
-        role: BatchRole,
-        closure: Closure,
-        f: &mut impl FnMut(B) -> R,
-    ) -> Result<()> {
-        let micro_batches = cut.given_count();
-        cut.each(batch, role, &self.copies, |info, micro_batch| {
-            let MicroBatchInfo { number, weight, tried, .. } = info;
-            // Only the last backward completes gradients, so only during it may they set out to others.
-            if Some(number + 1) == micro_batches {
-                pass.accumulator.expect_the_last();
-            }
-            let arrangement = &self.arrangement;
-            // A size that is tried in a part of a mini-batch is not worth a capture.
-            let surroundings = Surroundings { arrangement, closure, settled: !tried };
-            let ran = self.replay.run(pass, micro_batch, &weight, f, &surroundings)?;
-            if self.state.non_finite == NonFinite::RefuseGradients {
-                pass.tally.add_norm(pass.accumulator.norm()?)?;
-            }
-            Ok(ran)
-        })
-    }
-
     /// Runs a part of a training step as [`MicroBatcher::guarded`] does.
     pub(super) fn trained<T>(
         &mut self,
         cut: &mut Cut,
         f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
-        let (value, undo) = self.guarded(cut, f)?;
+        let (value, undo) = self.guarded(|this| f(this, cut))?;
         self.unmanaged.judge(&undo.statistics, &undo.unmanaged, cut.sizes().len());
         Ok((value, undo))
     }
@@ -180,8 +175,7 @@ impl MicroBatcher {
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
     pub(super) fn guarded<T>(
         &mut self,
-        cut: &mut Cut,
-        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
+        f: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
@@ -191,7 +185,7 @@ impl MicroBatcher {
         let randomness = Randomness::now(self.device)?;
         let unmanaged = self.unmanaged.save(&self.variables)?;
         let (statistics, result) =
-            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self, cut))));
+            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self))));
         let undo = Undo { statistics, randomness, unmanaged };
         match result {
             Ok(value) => Ok((value, undo)),

@@ -59,7 +59,7 @@ impl Engine for MicroBatcher {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.arrangement.is_measuring(), even: self.replay.is_wanted() }
+        Hints { hold: self.arrangement.is_measuring(), even: self.replay.wanted }
     }
 
     fn drop_captures(&mut self) -> Result<()> {

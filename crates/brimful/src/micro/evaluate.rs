@@ -1,17 +1,14 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
-use std::time::Instant;
-
 use super::attempt::joined;
-use super::{BatchRole, MicroBatcher, Outcome, Parts, Step};
-use crate::accumulate::Sums;
+use super::{BatchRole, MicroBatcher, Outcome, Step};
+use crate::Result;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
 use crate::gradient_mode::with_graphs;
 use crate::layout::InOrder;
 use crate::loss::MicroBatchWeight;
-use crate::step::{self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
-use crate::{Result, oom};
+use crate::step::{self, Brought, Cut, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -21,10 +18,9 @@ impl MicroBatcher {
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let arranged = Arranged::of(batch)?;
         self.in_order(|this| {
-            step::map(this, Brought::new(Use::Map, &arranged), |this, this_try| {
-                this.forward_part(this_try, |this, cut, role| {
-                    this.attempt_map(arranged.batch(), cut, role, &mut f)
-                })
+            step::map(this, Brought::new(Use::Map, &arranged), |this, Try { cut, opening, .. }| {
+                let role = opening.role(0);
+                this.only_part(|this| this.attempt_map(arranged.batch(), cut, role, &mut f))
             })
         })
     }
@@ -40,24 +36,12 @@ impl MicroBatcher {
     ) -> Result<Step<R::Outputs>> {
         let arranged = Arranged::of(batch)?;
         self.in_order(|this| {
-            step::run(this, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
-                this.forward_part(this_try, |this, cut, role| {
-                    this.attempt_evaluate(arranged.batch(), cut, role, &mut f)
-                })
+            let brought = Brought::new(Use::Evaluate, &arranged);
+            step::run(this, brought, |this, Try { cut, opening, .. }| {
+                let role = opening.role(0);
+                this.only_part(|this| this.attempt_evaluate(arranged.batch(), cut, role, &mut f))
             })
         })
-    }
-
-    /// Runs a forward as the only part in this process.
-    fn forward_part<O>(
-        &mut self,
-        this_try: Try<'_>,
-        run: impl FnOnce(&mut Self, &mut Cut, BatchRole) -> Result<(Tried, O)>,
-    ) -> Result<(Parts, O), Failed> {
-        let start = Instant::now();
-        let Try { cut, opening, .. } = this_try;
-        let (tried, outputs) = oom::catch(|| run(self, cut, opening.role(0)))?;
-        Ok((self.as_parts(tried, start)?, outputs))
     }
 
     pub(crate) fn attempt_map<B: Batch, O: Batch>(
@@ -93,7 +77,7 @@ impl MicroBatcher {
         role: BatchRole,
         mut f: impl FnMut(&mut Tally, &MicroBatchWeight, B) -> Result<O>,
     ) -> Result<(Tried, O)> {
-        let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
+        let ((tally, outputs), undo) = self.guarded(|this| {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();
             let mut outputs = Vec::new();
@@ -103,8 +87,6 @@ impl MicroBatcher {
             })?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
-        let groups = tally.groups(true);
-        let summed = (Sums::default(), tally, groups);
-        Ok((self.tried((Vec::new(), summed), undo, role.unit, cut), outputs))
+        Ok((self.tried(Default::default(), tally, undo, role, cut), outputs))
     }
 }

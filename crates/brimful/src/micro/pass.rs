@@ -9,7 +9,7 @@ use crate::accumulate::Accumulator;
 use crate::batch::{Batch, detached};
 use crate::gradient_mode::with_graphs;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::step::{Summed, Tally, TermGroup, roots};
+use crate::step::{Tally, TermGroup, roots};
 
 /// A mini-batch under way.
 #[derive(Debug)]
@@ -22,13 +22,6 @@ pub(super) struct BatchPass<O> {
 }
 
 impl<O> BatchPass<O> {
-    /// The parameters, with the sums and the tally of all that was run.
-    pub(super) fn finish(self) -> Result<(Vec<Tensor>, Summed)> {
-        let groups = self.groups();
-        let (parameters, sums) = self.accumulator.finish()?;
-        Ok((parameters, (sums, self.tally, groups)))
-    }
-
     pub(super) fn groups(&self) -> Vec<TermGroup> {
         self.tally.groups(self.single)
     }

@@ -54,7 +54,7 @@ impl MicroBatcher {
     /// Why micro-batches run eagerly although [`MicroBatcher::replay`] was asked for; `None` where
     /// nothing stands in the way.
     pub fn eager_cause(&self) -> Option<&str> {
-        self.replay.cause()
+        self.replay.cause.as_deref()
     }
 
     /// Says in which order images and convolutions are to be in memory. Others than
@@ -157,7 +157,7 @@ impl MicroBatcher {
 
     /// Learns from a step which order in memory is the faster.
     pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.arrangement.observe(samples, time, self.replay.is_new()) {
+        if let Some(factor) = self.arrangement.observe(samples, time, self.replay.new) {
             self.state.sizes.rearranged(factor);
         }
     }

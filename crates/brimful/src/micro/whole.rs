@@ -9,12 +9,11 @@
 //! It costs a second forward, and memory for all outputs, but never for more than one graph.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use tch::Tensor;
 
 use super::{BatchRole, MicroBatcher, Parts, Step};
-use crate::accumulate::{Accumulator, Sums};
+use crate::accumulate::Accumulator;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Leaf, Samples};
 use crate::gradient_mode::with_graphs;
@@ -23,12 +22,9 @@ use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
     self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
-    StepError, Tally, Tried, Try, Undo, as_leaves, parameters,
+    StepError, Tally, Tried, Try, as_leaves, parameters,
 };
-use crate::{Error, Result, feed, oom};
-
-/// Parameters, and the sums of their gradients.
-type SummedWhole = (Vec<Tensor>, Sums);
+use crate::{Result, feed};
 
 impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward; adds to the
@@ -64,22 +60,34 @@ impl MicroBatcher {
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
     ) -> Result<(Parts, O), Failed> {
-        let start = Instant::now();
         let Try { cut, opening, .. } = this_try;
-        let unit = opening.total() as f64;
-        let (tried, outputs) = oom::catch(|| {
-            let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
+        let role = opening.role(0);
+        self.only_part(|this| {
+            let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
-                let (outputs, states) =
-                    this.forward_once(batch, &ranges, cut.samples(), forward)?;
-                let mut loss = |outputs: &O| in_users_order(cut.samples(), outputs, &mut *loss);
-                let (summed, tally, outputs) =
-                    this.back_from_loss(batch, &ranges, &outputs, &states, forward, &mut loss)?;
-                Ok((summed, tally, cut.samples().restored(outputs)?))
+                let samples = cut.samples();
+                let (outputs, states) = this.forward_once(batch, &ranges, samples, forward)?;
+                let own = parameters(&this.variables);
+                let mut accumulator =
+                    Accumulator::begin(own, &this.variables)?.summing_others(true);
+                let loss = in_users_order(samples, &outputs, &mut *loss)?;
+                let tally = weighed(&mut accumulator, loss, &outputs)?;
+                // The second pass draws what the first drew, and leaves the generators where the loss left
+                // them: the next step does not depend on there having been two.
+                let after = Randomness::now(this.device)?;
+                let gradients = RowGradients::of(&outputs);
+                feed::each(batch, &ranges, &this.copies, |i, micro_batch| {
+                    states[i].restore()?;
+                    let outputs = with_graphs(true, || forward(micro_batch));
+                    back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
+                })?;
+                after.restore()?;
+                // As leaves they would keep their gradients alive in the caller's hands.
+                let outputs = samples.restored(batch::detached(&outputs)?)?;
+                Ok((accumulator.finish()?, tally, outputs))
             })?;
-            Ok::<_, Error>((self.tried_whole(summed, tally, undo, unit, cut), outputs))
-        })?;
-        Ok((self.as_parts(tried, start)?, outputs))
+            Ok((this.tried(summed, tally, undo, role, cut), outputs))
+        })
     }
 
     /// All outputs, without a graph, and where the generators stood before each micro-batch. Running
@@ -106,46 +114,6 @@ impl MicroBatcher {
         Ok((as_leaves(&samples.join(parts)?)?, states))
     }
 
-    /// The loss on all outputs, and every micro-batch's backward from it.
-    fn back_from_loss<B: Batch, O: Batch>(
-        &self,
-        batch: &B,
-        ranges: &[Range<usize>],
-        outputs: &O,
-        states: &[Randomness],
-        forward: &mut impl FnMut(B) -> O,
-        loss: &mut impl FnMut(&O) -> Result<Tensor>,
-    ) -> Result<(SummedWhole, Tally, O)> {
-        let mut accumulator =
-            Accumulator::begin(parameters(&self.variables), &self.variables)?.summing_others(true);
-        let tally = weighed(&mut accumulator, loss(outputs)?, outputs)?;
-        // The second pass draws what the first drew, and leaves the generators where the loss left them:
-        // the next step does not depend on there having been two.
-        let after = Randomness::now(self.device)?;
-        let gradients = RowGradients::of(outputs);
-        feed::each(batch, ranges, &self.copies, |i, micro_batch| {
-            states[i].restore()?;
-            let outputs = with_graphs(true, || forward(micro_batch));
-            back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
-        })?;
-        after.restore()?;
-        // As leaves they would keep their gradients alive in the caller's hands.
-        Ok((accumulator.finish()?, tally, batch::detached(outputs)?))
-    }
-
-    /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
-    pub(crate) fn forward_only<B: Batch, O: Batch>(
-        &mut self,
-        batch: &B,
-        cut: &mut Cut,
-        role: BatchRole,
-        mut f: impl FnMut(B) -> O,
-    ) -> Result<O> {
-        let (tried, outputs) = self.attempt_map(batch, cut, role, &mut f)?;
-        tried.undo.run()?;
-        Ok(outputs)
-    }
-
     /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
     /// gradient for each output.
     pub(crate) fn attempt_loss<O: Batch>(
@@ -155,8 +123,8 @@ impl MicroBatcher {
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
-        let mut cut = Cut::given(Samples::default(), Size::Count(1))?;
-        let ((summed, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
+        let cut = Cut::given(Samples::default(), Size::Count(1))?;
+        let ((summed, tally, gradients), undo) = self.guarded(|this| {
             let generator = seed.on(this.device);
             generator.begin(0);
             let outputs = as_leaves(outputs)?;
@@ -165,7 +133,8 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        Ok((self.tried_whole(summed, tally, undo, 1.0, &cut), gradients))
+        let role = BatchRole { unit: 1.0, first: true, last: true, seed: Some(seed) };
+        Ok((self.tried(summed, tally, undo, role, &cut), gradients))
     }
 
     /// Forward again on these micro-batches, and backward from their outputs' gradients.
@@ -180,29 +149,14 @@ impl MicroBatcher {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            let mut next = 0;
-            cut.each(batch, role, &this.copies, |MicroBatchInfo { samples, .. }, micro_batch| {
-                let rows = gradients.rows(&(next..next + samples))?;
-                next += samples;
+            cut.each(batch, role, &this.copies, |MicroBatchInfo { range, .. }, micro_batch| {
                 let outputs = with_graphs(true, || forward(micro_batch));
-                back(&mut accumulator, rows, &outputs)?;
+                back(&mut accumulator, gradients.rows(&range)?, &outputs)?;
                 Ok(MicroBatchRun::PLAINLY)
             })?;
             accumulator.finish()
         })?;
-        Ok(self.tried_whole(summed, Tally::default(), undo, role.unit, cut))
-    }
-
-    fn tried_whole(
-        &self,
-        (parameters, sums): SummedWhole,
-        tally: Tally,
-        undo: Undo,
-        unit: f64,
-        cut: &Cut,
-    ) -> Tried {
-        let groups = tally.groups(true);
-        self.tried((parameters, (sums, tally, groups)), undo, unit, cut)
+        Ok(self.tried(summed, Tally::default(), undo, role, cut))
     }
 }
 

@@ -47,7 +47,7 @@ pub use linear_cross_entropy::{
 };
 pub use lora::Lora;
 pub use norm::{
-    LayerNorm, NormError, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
+    LayerNorm, NormError, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };
 pub use projection::{Projection, ProjectionConfig, WeightOrder, spread_weight};
 pub use rotary::Rotary;

@@ -25,15 +25,14 @@ pub struct NormError {
 }
 
 /// Norms each row by its mean and variance: a weight, a bias.
-#[derive(Debug)]
-pub struct LayerNorm(Columns);
+pub type LayerNorm = NormWith<false>;
 
 /// Norms each row by the root of its mean square: a weight.
-#[derive(Debug)]
-pub struct RmsNorm(Columns);
+pub type RmsNorm = NormWith<true>;
 
+/// What [`LayerNorm`] and [`RmsNorm`] have in common.
 #[derive(Debug)]
-struct Columns {
+pub struct NormWith<const ROOT_MEAN_SQUARE: bool> {
     width: i64,
     weight: Tensor,
     bias: Option<Tensor>,
@@ -55,7 +54,7 @@ pub fn layer_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64
     let path = path.borrow();
     let weight = path.var("weight", &[width], Init::Const(1.0));
     let bias = Some(path.var("bias", &[width], Init::Const(0.0)));
-    LayerNorm(Columns { width, weight, bias, eps })
+    NormWith { width, weight, bias, eps }
 }
 
 /// An RMSNorm over the last dimension.
@@ -66,13 +65,57 @@ pub fn rms_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> RmsNorm {
 /// The same with another number added to mean squares.
 pub fn rms_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> RmsNorm {
     let weight = path.borrow().var("weight", &[width], Init::Const(1.0));
-    RmsNorm(Columns { width, weight, bias: None, eps })
+    NormWith { width, weight, bias: None, eps }
 }
 
-impl Columns {
-    fn how(&self, root_mean_square: bool) -> RowNorm<'_> {
+impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
+    /// Norms the rows of `x`.
+    ///
+    /// # Errors
+    /// When the last dimension is another than the layer's.
+    pub fn f_forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.check(x, None)?;
+        told(norm(x, self.how()))
+    }
+
+    /// Norms the rows of `x`, and gives `x` beside them, first: who goes on with both uses this one, and
+    /// has their two gradients added in the norm's own pass.
+    ///
+    /// # Errors
+    /// When the last dimension is another than the layer's.
+    pub fn f_forward_beside(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.check(x, None)?;
+        told(norm_beside(x, self.how()))
+    }
+
+    /// The same, for forwards that cannot fail.
+    ///
+    /// # Panics
+    /// Where [`Self::f_forward_beside`] fails.
+    pub fn forward_beside(&self, x: &Tensor) -> (Tensor, Tensor) {
+        self.f_forward_beside(x).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Adds the residual, and norms the sum: gives both, the sum first.
+    ///
+    /// # Errors
+    /// When the last dimension is another than the layer's, or the two differ in shape.
+    pub fn f_forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.check(x, Some(residual))?;
+        told(add_norm(x, residual, self.how()))
+    }
+
+    /// The same, for forwards that cannot fail.
+    ///
+    /// # Panics
+    /// Where [`Self::f_forward_add`] fails.
+    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> (Tensor, Tensor) {
+        self.f_forward_add(x, residual).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn how(&self) -> RowNorm<'_> {
         let (weight, bias) = (Some(&self.weight), self.bias.as_ref());
-        RowNorm { weight, bias, eps: self.eps, root_mean_square }
+        RowNorm { weight, bias, eps: self.eps, root_mean_square: ROOT_MEAN_SQUARE }
     }
 
     fn check(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<()> {
@@ -84,76 +127,10 @@ impl Columns {
         }
         Err(NormError { width: self.width, shape, residual }.into())
     }
-
-    fn normed(&self, x: &Tensor, root_mean_square: bool) -> Result<Tensor> {
-        self.check(x, None)?;
-        told(norm(x, self.how(root_mean_square)))
-    }
-
-    fn beside(&self, x: &Tensor, root_mean_square: bool) -> Result<(Tensor, Tensor)> {
-        self.check(x, None)?;
-        told(norm_beside(x, self.how(root_mean_square)))
-    }
-
-    fn added(&self, x: &Tensor, residual: &Tensor, rms: bool) -> Result<(Tensor, Tensor)> {
-        self.check(x, Some(residual))?;
-        told(add_norm(x, residual, self.how(rms)))
-    }
 }
 
-/// Gives a layer its calls: what differs is by what rows are normed.
-macro_rules! norm_layer {
-    ($layer:ident, $root_mean_square:literal) => {
-        impl $layer {
-            /// Norms the rows of `x`.
-            ///
-            /// # Errors
-            /// When the last dimension is another than the layer's.
-            pub fn f_forward(&self, x: &Tensor) -> Result<Tensor> {
-                self.0.normed(x, $root_mean_square)
-            }
-
-            /// Norms the rows of `x`, and gives `x` beside them, first: who goes on with both uses this one, and
-            /// has their two gradients added in the norm's own pass.
-            ///
-            /// # Errors
-            /// When the last dimension is another than the layer's.
-            pub fn f_forward_beside(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-                self.0.beside(x, $root_mean_square)
-            }
-
-            /// The same, for forwards that cannot fail.
-            ///
-            /// # Panics
-            /// Where [`Self::f_forward_beside`] fails.
-            pub fn forward_beside(&self, x: &Tensor) -> (Tensor, Tensor) {
-                self.f_forward_beside(x).unwrap_or_else(|error| panic!("{error}"))
-            }
-
-            /// Adds the residual, and norms the sum: gives both, the sum first.
-            ///
-            /// # Errors
-            /// When the last dimension is another than the layer's, or the two differ in shape.
-            pub fn f_forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-                self.0.added(x, residual, $root_mean_square)
-            }
-
-            /// The same, for forwards that cannot fail.
-            ///
-            /// # Panics
-            /// Where [`Self::f_forward_add`] fails.
-            pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> (Tensor, Tensor) {
-                self.f_forward_add(x, residual).unwrap_or_else(|error| panic!("{error}"))
-            }
-        }
-
-        impl Module for $layer {
-            fn forward(&self, x: &Tensor) -> Tensor {
-                self.f_forward(x).unwrap_or_else(|error| panic!("{error}"))
-            }
-        }
-    };
+impl<const ROOT_MEAN_SQUARE: bool> Module for NormWith<ROOT_MEAN_SQUARE> {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        self.f_forward(x).unwrap_or_else(|error| panic!("{error}"))
+    }
 }
-
-norm_layer!(LayerNorm, false);
-norm_layer!(RmsNorm, true);

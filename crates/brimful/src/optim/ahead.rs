@@ -50,8 +50,20 @@ impl Method {
 /// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
 #[derive(Debug)]
 pub(super) struct SecondState {
-    pub(super) state: ParameterState,
+    state: ParameterState,
     pub(super) work: Tensor,
+    /// What it was computed from, where it is the next state; none where it is but room for that.
+    ahead: Option<Ahead>,
+}
+
+/// What a parameter's next state was computed from.
+#[derive(Debug)]
+struct Ahead {
+    method: Method,
+    parameter_version: i64,
+    /// Where the gradient lies, not the gradient itself: its memory is to be free when nobody else has it.
+    gradient: usize,
+    gradient_version: i64,
 }
 
 impl SecondState {
@@ -62,7 +74,18 @@ impl SecondState {
             Some(master) => master.shallow_clone(),
             None => room_like(layout)?,
         };
-        Ok(Self { state, work })
+        Ok(Self { state, work, ahead: None })
+    }
+
+    /// Whether it is what a step with this gradient would come to.
+    pub(super) fn is_of(&self, tensor: &Tensor, gradient: &Tensor, method: &Method) -> bool {
+        self.ahead.as_ref().is_some_and(|ahead| {
+            let versions = [ahead.parameter_version, ahead.gradient_version];
+            ahead.method == *method
+                && ahead.gradient == gradient.data_ptr() as usize
+                && versions == [version(tensor), version(gradient)]
+                && !versions.contains(&UNKNOWN_VERSION)
+        })
     }
 
     /// Has the system give the memory, piece by piece, as long as it is to go on.
@@ -162,28 +185,6 @@ fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
     state.moments.iter().chain([parameter]).map(tensor_bytes).sum()
 }
 
-/// A parameter's next state, and what it was computed from.
-#[derive(Debug)]
-pub(super) struct Ahead {
-    pub(super) next: SecondState,
-    method: Method,
-    parameter_version: i64,
-    /// Where the gradient lies, not the gradient itself: its memory is to be free when nobody else has it.
-    gradient: usize,
-    gradient_version: i64,
-}
-
-impl Ahead {
-    /// Whether a step with this gradient would come to the same.
-    pub(super) fn is_of(&self, tensor: &Tensor, gradient: &Tensor, method: &Method) -> bool {
-        let versions = [self.parameter_version, self.gradient_version];
-        self.method == *method
-            && self.gradient == gradient.data_ptr() as usize
-            && versions == [version(tensor), version(gradient)]
-            && !versions.contains(&UNKNOWN_VERSION)
-    }
-}
-
 impl Parameter {
     /// Computes what a step with this gradient makes of it, where room was made for that.
     fn look_ahead(
@@ -204,17 +205,19 @@ impl Parameter {
         {
             return Ok(());
         }
-        let Some(next) = self.spare.take().filter(|spare| spare.suits(tensor, state)) else {
+        let Some(next) = self.second.as_mut().filter(|second| second.ahead.is_none()) else {
             return Ok(());
         };
-        // Before anything is read: what changes meanwhile has another version afterwards.
-        let (parameter_version, gradient_version) = (version(tensor), version(gradient));
-        if !next.advance((tensor, state), gradient, method, go_on)? {
-            self.spare = Some(next);
+        if !next.suits(tensor, state) {
+            self.second = None;
             return Ok(());
         }
-        let (method, gradient) = (*method, gradient.data_ptr() as usize);
-        self.ahead = Some(Ahead { next, method, parameter_version, gradient, gradient_version });
+        // Before anything is read: what changes meanwhile has another version afterwards.
+        let (parameter_version, gradient_version) = (version(tensor), version(gradient));
+        if next.advance((tensor, state), gradient, method, go_on)? {
+            let (method, gradient) = (*method, gradient.data_ptr() as usize);
+            next.ahead = Some(Ahead { method, parameter_version, gradient, gradient_version });
+        }
         Ok(())
     }
 
@@ -223,7 +226,7 @@ impl Parameter {
     /// addition, which nobody has to look ahead of.
     fn lacks_second(&self) -> Option<(&ParameterState, &Tensor)> {
         let part = self.home.as_ref().map_or(FIRST_PART, |home| home.part);
-        if part == FIRST_PART || self.second_bytes() > 0 {
+        if part == FIRST_PART || self.second.is_some() {
             return None;
         }
         let state = self.state.as_ref()?;
@@ -232,27 +235,21 @@ impl Parameter {
 
     /// What its second state takes, if it has one.
     fn second_bytes(&self) -> u64 {
-        let ahead = self.ahead.as_ref().map(|ahead| &ahead.next);
-        let second = ahead.or(self.spare.as_ref());
-        second.map_or(0, |second| second_bytes(&second.state, &second.work))
+        self.second.as_ref().map_or(0, |second| second_bytes(&second.state, &second.work))
     }
 
     /// Lets the next state be the state.
     pub(super) fn take_over(&mut self) {
-        let Some(Ahead { next: SecondState { state, work }, .. }) = self.ahead.take() else {
-            return;
-        };
+        let next = self.second.take_if(|second| second.ahead.is_some());
+        let Some(SecondState { state, work, .. }) = next else { return };
         if let Some(old) = self.state.replace(state) {
             let work = old.master.as_ref().map_or(work, Tensor::shallow_clone);
-            self.spare = Some(SecondState { state: old, work });
+            self.second = Some(SecondState { state: old, work, ahead: None });
         }
     }
 
     fn forget_ahead(&mut self) -> bool {
-        let ahead = self.ahead.take();
-        let had = ahead.is_some();
-        self.spare = ahead.map(|ahead| ahead.next).or(self.spare.take());
-        had
+        self.second.as_mut().and_then(|second| second.ahead.take()).is_some()
     }
 }
 
@@ -283,12 +280,12 @@ impl Optimizer {
         for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
             let Some((state, layout)) = parameter.lacks_second() else { continue };
             let Some(left) = room.checked_sub(second_bytes(state, layout)) else { continue };
-            let spare = {
+            let second = {
                 let _charged = parameter.enter_home();
                 SecondState::like(state, layout)?
             };
-            spare.touch(&go_on)?;
-            (parameter.spare, room) = (Some(spare), left);
+            second.touch(&go_on)?;
+            (parameter.second, room) = (Some(second), left);
         }
         Ok(())
     }
@@ -306,7 +303,8 @@ impl Optimizer {
 
     /// Whether something was computed ahead that no step has taken over.
     pub(crate) fn has_ahead(&self) -> bool {
-        self.parameters.iter().any(|parameter| parameter.ahead.is_some())
+        let mut seconds = self.parameters.iter().filter_map(|parameter| parameter.second.as_ref());
+        seconds.any(|second| second.ahead.is_some())
     }
 
     /// Gives up what was computed ahead and no step has taken over; tells whether there was any.
@@ -316,9 +314,7 @@ impl Optimizer {
 
     /// Gives up the room for it as well.
     pub(crate) fn drop_ahead(&mut self) {
-        for parameter in &mut self.parameters {
-            (parameter.ahead, parameter.spare) = (None, None);
-        }
+        self.parameters.iter_mut().for_each(|parameter| parameter.second = None);
     }
 }
 

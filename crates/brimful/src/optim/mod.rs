@@ -65,7 +65,7 @@ use tch::{Kind, Tensor, nn};
 use crate::memory::Arena;
 use crate::{Error, Result};
 pub(crate) use ahead::FIRST_PART;
-use ahead::{Ahead, SecondState};
+use ahead::SecondState;
 use replay::OptimizerReplay;
 use state::ParameterState;
 
@@ -89,14 +89,13 @@ struct Parameter {
     home: Option<ParameterHome>,
     /// `None` until its first step.
     state: Option<ParameterState>,
-    /// What its next step comes to, where that was computed before it, and room for it.
-    ahead: Option<Ahead>,
-    spare: Option<SecondState>,
+    /// What its next step comes to, where that was computed before it, or room for it.
+    second: Option<SecondState>,
 }
 
 impl Parameter {
     fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, tensor, group: 0, home: None, state: None, ahead: None, spare: None }
+        Self { name, tensor, group: 0, home: None, state: None, second: None }
     }
 
     /// Charges what is allocated to the account of the host, where the parameter lives there.

@@ -66,10 +66,7 @@ impl Optimizer {
         if !self.replay.wanted {
             return Ok(false);
         }
-        let (device, places) = match self.places()? {
-            Some(found) => found,
-            None => (Device::Cpu, Vec::new()),
-        };
+        let (device, places) = self.places()?.unwrap_or((Device::Cpu, Vec::new()));
         if places != self.replay.places || places.is_empty() {
             self.replay.forget();
             self.replay.places = places;
@@ -153,7 +150,8 @@ impl Optimizer {
             // CUDA does not capture the default stream, which all threads use.
             let stream = Stream::urgent(device)?;
             let step = || {
-                let plan = self.prepare()?.with_rates(tensors);
+                let mut plan = self.prepare()?;
+                plan.rates = tensors;
                 self.commit(plan)
             };
             let (graph, ()) = graph::record(stream, &mut Pool::default(), step)?;

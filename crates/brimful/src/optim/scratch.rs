@@ -7,7 +7,7 @@ use crate::Result;
 
 /// What must be converted is so in pieces of at most 16 Mi elements, or one tensor: scratch space of all at once
 /// would double their memory.
-pub(super) const SCRATCH_ELEMENTS: usize = 16 << 20;
+const SCRATCH_ELEMENTS: usize = 16 << 20;
 /// Tensors in scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
 const ALIGNMENT: usize = 64;
 
@@ -16,18 +16,41 @@ pub(super) fn scratch_elements(like: &Tensor) -> usize {
     like.numel().next_multiple_of(ALIGNMENT)
 }
 
-/// One tensor for each kind and device, of the size that the largest of its pieces needs.
-pub(super) fn scratch_for(
-    pieces: impl Iterator<Item = (Kind, Device, usize)>,
-) -> Result<Vec<Tensor>> {
-    let mut sizes: Vec<(Kind, Device, usize)> = Vec::new();
-    for (kind, device, elements) in pieces {
-        match sizes.iter_mut().find(|(k, d, _)| (*k, *d) == (kind, device)) {
-            Some((_, _, size)) => *size = elements.max(*size),
-            None => sizes.push((kind, device, elements)),
+/// Things that have a key in common: of a bounded size in scratch space, or one alone.
+#[derive(Debug)]
+pub(super) struct ScratchPiece<K, T> {
+    pub(super) key: K,
+    pub(super) items: Vec<T>,
+    /// The scratch space that they take, in elements.
+    pub(super) scratch: usize,
+}
+
+impl<K: PartialEq, T> ScratchPiece<K, T> {
+    /// Puts a thing into the piece of its key, or into a new one where the scratch space is full.
+    pub(super) fn put(pieces: &mut Vec<Self>, key: K, item: T, needed: usize) {
+        let last = pieces.iter_mut().rev().find(|piece| piece.key == key);
+        match last.filter(|piece| piece.scratch + needed <= SCRATCH_ELEMENTS) {
+            Some(piece) => {
+                piece.items.push(item);
+                piece.scratch += needed;
+            }
+            None => pieces.push(Self { key, items: vec![item], scratch: needed }),
         }
     }
-    let new = |(kind, device, size)| Ok(Tensor::f_empty([size as i64], (kind, device))?);
+}
+
+/// One tensor for each kind and device, of the size that the largest of its pieces needs.
+pub(super) fn scratch_for(
+    pieces: impl Iterator<Item = ((Kind, Device), usize)>,
+) -> Result<Vec<Tensor>> {
+    let mut sizes: Vec<((Kind, Device), usize)> = Vec::new();
+    for (place, elements) in pieces {
+        match sizes.iter_mut().find(|(known, _)| *known == place) {
+            Some((_, size)) => *size = elements.max(*size),
+            None => sizes.push((place, elements)),
+        }
+    }
+    let new = |(place, size)| Ok(Tensor::f_empty([size as i64], place)?);
     sizes.into_iter().map(new).collect()
 }
 

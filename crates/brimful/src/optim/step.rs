@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::OptimError;
 use super::method::Lists;
-use super::scratch::{SCRATCH_ELEMENTS, convert, scratch_elements, scratch_for};
+use super::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::Result;
@@ -47,19 +47,14 @@ struct Key {
 }
 
 /// The parameters of one fused call.
-struct FusedBatch {
-    key: Key,
-    items: Vec<Item>,
-    /// The scratch space that its gradients take, in elements.
-    scratch: usize,
-}
+type FusedBatch = ScratchPiece<Key, Item>;
 
 /// A step that needs nothing more.
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
     /// The groups' learning rates as tensors; none where the groups' own numbers count.
-    rates: Vec<Tensor>,
+    pub(super) rates: Vec<Tensor>,
 }
 
 impl OptimizerPlan {
@@ -79,11 +74,6 @@ impl OptimizerPlan {
     /// Whether some of it was computed before.
     pub(crate) fn takes_over(&self) -> bool {
         self.buckets.iter().any(|bucket| bucket.key.ahead)
-    }
-
-    /// The same step with the groups' learning rates read from these tensors.
-    pub(super) fn with_rates(self, rates: Vec<Tensor>) -> Self {
-        Self { rates, ..self }
     }
 }
 
@@ -124,15 +114,15 @@ impl Optimizer {
         let mut buckets: Vec<FusedBatch> = Vec::new();
         for (index, parameter) in self.parameters.iter().enumerate() {
             if let Some(item) = self.prepare_one(index, parameter, gradient_of(parameter)?)? {
-                sort_in(&mut buckets, self.key_of(parameter, &item), item);
+                let key = self.key_of(parameter, &item);
+                let needed = if key.converted { scratch_elements(&item.work) } else { 0 };
+                ScratchPiece::put(&mut buckets, key, item, needed);
             }
         }
         buckets.sort_by_key(|bucket| bucket.key.part);
         let converted = buckets.iter().filter(|bucket| bucket.key.converted);
-        let scratch = scratch_for(converted.map(|bucket| {
-            let Key { kind, device, .. } = bucket.key;
-            (kind, device, bucket.scratch)
-        }))?;
+        let place = |bucket: &FusedBatch| (bucket.key.kind, bucket.key.device);
+        let scratch = scratch_for(converted.map(|bucket| (place(bucket), bucket.scratch)))?;
         Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
 
@@ -153,9 +143,9 @@ impl Optimizer {
             );
         }
         let method = &self.groups[parameter.group].method;
-        let ahead = parameter.ahead.as_ref();
-        if let Some(ahead) = ahead.filter(|ahead| ahead.is_of(tensor, &gradient, method)) {
-            let work = ahead.next.work.shallow_clone();
+        let second = parameter.second.as_ref();
+        if let Some(next) = second.filter(|second| second.is_of(tensor, &gradient, method)) {
+            let work = next.work.shallow_clone();
             let item = Item { index, work, gradient, state: None, write_back: true, ahead: true };
             return Ok(Some(item));
         }
@@ -276,18 +266,5 @@ impl Optimizer {
             }
         }
         Ok(())
-    }
-}
-
-/// Puts the item into the bucket of its key, or into a new one where the scratch space is full.
-fn sort_in(buckets: &mut Vec<FusedBatch>, key: Key, item: Item) {
-    let needed = if key.converted { scratch_elements(&item.work) } else { 0 };
-    let last = buckets.iter_mut().rev().find(|bucket| bucket.key == key);
-    match last.filter(|bucket| bucket.scratch + needed <= SCRATCH_ELEMENTS) {
-        Some(bucket) => {
-            bucket.items.push(item);
-            bucket.scratch += needed;
-        }
-        None => buckets.push(FusedBatch { key, items: vec![item], scratch: needed }),
     }
 }

@@ -26,14 +26,12 @@ impl HostCopier {
 
     /// Copies a gradient that this thread's stream has computed.
     pub(super) fn bring(&self, gradient: &Tensor, into: &Tensor) -> Result<()> {
-        let mut gradient = gradient.f_detach()?;
+        let gradient = gradient.f_detach()?;
         if gradient.device() == Device::Cpu {
             return Ok(transfer::copy(into, &gradient)?);
         }
         // Its copies and their events are of one device.
-        if gradient.device() != self.device {
-            gradient = gradient.f_to_device(self.device)?;
-        }
+        let gradient = gradient.f_to_device(self.device)?;
         // On a stream of its own, after the gradient: on the backward's, each copy would delay it.
         self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.copies.enter()?;

@@ -18,39 +18,39 @@ type Ended<T> = Option<Result<T, Caught<Error>>>;
 
 impl<M: 'static> Replicas<M> {
     /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
-    pub(super) fn attempt<B: Send + 'static, O: Batch + 'static>(
+    pub(super) fn attempt<J: Send + 'static, O: Batch + 'static>(
         &self,
-        jobs: Vec<Option<ReplicaJob<B>>>,
+        jobs: Vec<Option<J>>,
         samples: &Samples,
-        work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
+        work: &(impl Fn(&mut Replica<M>, J) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Caught<Error>> {
         let mut parts = Vec::new();
         let mut outputs = Vec::new();
         let mut figures = Vec::new();
         for done in all_done(self.run(jobs, work.clone())?)? {
-            figures.push(done.as_ref().filter(|done| done.has_samples()).map(|done| done.figures));
+            figures.push(done.as_ref().map(|done| done.figures).filter(|part| part.samples > 0));
             if let Some(done) = done {
                 parts.push(done.tried);
                 outputs.push(done.outputs);
             }
         }
-        let (tried, outputs) = self.joined(parts, outputs, samples).map_err(Caught::Error)?;
+        let (tried, outputs) = self.joined(parts, outputs, samples)?;
         Ok((Parts { tried, figures }, outputs))
     }
 
     /// Lets every replica run its part, with the first one's variables.
-    pub(super) fn run<B: Send + 'static, T: Send + 'static>(
+    pub(super) fn run<J: Send + 'static, T: Send + 'static>(
         &self,
-        jobs: Vec<Option<ReplicaJob<B>>>,
-        work: impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<T> + Clone + Send + 'static,
+        jobs: Vec<Option<J>>,
+        work: impl Fn(&mut Replica<M>, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Ended<T>>, Caught<Error>> {
-        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
+        let run = move |replica: &mut Replica<M>, job: Option<J>| {
             Ok(job.map(|job| oom::catch(|| work(replica, job))))
         };
         // Before every try, not after every step: an optimizer, a user or a load may have changed the
         // first replica's variables since.
-        let taken_over = self.workers.all(Replica::take_over);
-        taken_over.and_then(|_| self.workers.each_or_error(jobs, run)).map_err(Caught::Error)
+        self.workers.all(Replica::take_over)?;
+        Ok(self.workers.each_or_error(jobs, run)?)
     }
 
     /// All replicas' parts as one, in their order; undone where that fails.
@@ -71,13 +71,7 @@ impl<M: 'static> Replicas<M> {
             parts.try_for_each(|part| whole.extend(part))?;
             samples.restored(samples.join(outputs)?)
         });
-        match joined {
-            Ok(outputs) => Ok((whole, outputs)),
-            Err(caught) => {
-                whole.undo.run()?;
-                Err(into_error(caught))
-            }
-        }
+        whole.unless_failed(joined.map_err(into_error))
     }
 
     /// The sums on the first replica's device, brought there by its own thread.
@@ -119,6 +113,6 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
     let Some(failure) = failure else { return Ok(all) };
     // Parts that went well too: a step is whole or not at all. One that cannot be undone does not keep the others.
     let undone = all.into_iter().flatten().map(|done| done.tried.undo.run());
-    undone.fold(Ok(()), Result::and).map_err(Caught::Error)?;
+    undone.fold(Ok(()), Result::and)?;
     Err(failure)
 }

@@ -51,7 +51,11 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
         let f = Arc::new(f);
-        let evaluate = move |replica: &mut Replica<M>, job| replica.evaluate(job, &*f);
+        let evaluate = move |replica: &mut Replica<M>, job| {
+            replica.run(job, |micro, model, batch, cut, role| {
+                micro.attempt_evaluate(batch, cut, role, &mut |part| f(model, part))
+            })
+        };
         let arranged = Arranged::of(batch)?;
         step::run(self, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &evaluate)
@@ -69,7 +73,11 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> O + Send + Sync + 'static,
     ) -> Result<O> {
         let f = Arc::new(f);
-        let map = move |replica: &mut Replica<M>, job| replica.map(job, &*f);
+        let map = move |replica: &mut Replica<M>, job| {
+            replica.run(job, |micro, model, batch, cut, role| {
+                micro.attempt_map(batch, cut, role, &mut |part| f(model, part))
+            })
+        };
         let arranged = Arranged::of(batch)?;
         step::map(self, Brought::new(Use::Map, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &map)

@@ -4,7 +4,6 @@
 //! nothing but the parts. Each gradient is read once, and nothing is allocated on a CPU.
 
 use brimful_torch::foreach;
-use tch::Tensor;
 
 use super::replica::Replica;
 use crate::Result;
@@ -47,17 +46,9 @@ fn add(addends: Vec<Addends>) -> Result<()> {
         for sum in &addends {
             let Some(new) = sum.what.get(turn) else { continue };
             into.push(sum.into.shallow_clone());
-            what.push(on_device_of(&sum.into, new)?);
+            what.push(new.f_to_device(sum.into.device())?);
         }
         foreach::add(&into, &what, 1.0)?;
     }
     Ok(())
-}
-
-fn on_device_of(sum: &Tensor, new: &Tensor) -> Result<Tensor> {
-    Ok(if new.device() == sum.device() {
-        new.shallow_clone()
-    } else {
-        new.f_to_device(sum.device())?
-    })
 }

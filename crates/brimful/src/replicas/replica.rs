@@ -10,22 +10,20 @@ use crate::batch::{Batch, Samples};
 use crate::layout::InOrder;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
-use crate::step::{
-    BatchRole, Cut, Outcome, PartFigures, PartSeed, RowGradients, Size, Tried, names,
-};
+use crate::step::{BatchRole, Cut, Outcome, PartFigures, Size, Tried, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
 /// A model and what runs it.
 pub(super) struct Replica<M> {
     number: usize,
-    model: M,
+    pub(super) model: M,
     pub(super) micro: MicroBatcher,
-    store: VarStore,
+    pub(super) store: VarStore,
     /// The first one's variables; nothing on the first one itself.
     mirror: Mirror,
     /// The device of the first one.
-    home: Device,
+    pub(super) home: Device,
 }
 
 /// A replica's part of a mini-batch, and how it is to be run.
@@ -38,7 +36,7 @@ pub(super) struct ReplicaJob<B> {
 }
 
 impl<B> ReplicaJob<B> {
-    fn cut(&self) -> Result<Cut> {
+    pub(super) fn cut(&self) -> Result<Cut> {
         Cut::given(self.samples.clone(), self.size)
     }
 }
@@ -50,12 +48,6 @@ pub(super) struct PartDone<O> {
     /// On the first replica's device.
     pub(super) outputs: O,
     pub(super) figures: PartFigures,
-}
-
-impl<O> PartDone<O> {
-    pub(super) fn has_samples(&self) -> bool {
-        self.figures.samples > 0
-    }
 }
 
 impl<M> Replica<M> {
@@ -102,80 +94,14 @@ impl<M> Replica<M> {
             let how = Attempt { role, closure, turn: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
-        if done.has_samples() {
+        if done.figures.samples > 0 {
             self.micro.learn_order(done.figures.samples, done.figures.time);
         }
         Ok(done)
     }
 
-    /// Runs forward and a loss, without gradients.
-    pub(super) fn evaluate<B: Batch, R: Outcome>(
-        &mut self,
-        job: ReplicaJob<B>,
-        f: &impl Fn(&M, B) -> R,
-    ) -> Result<PartDone<R::Outputs>> {
-        self.run(job, |micro, model, batch, cut, role| {
-            micro.attempt_evaluate(batch, cut, role, &mut |part| f(model, part))
-        })
-    }
-
-    /// Runs forward, without gradients.
-    pub(super) fn map<B: Batch, O: Batch>(
-        &mut self,
-        job: ReplicaJob<B>,
-        f: &impl Fn(&M, B) -> O,
-    ) -> Result<PartDone<O>> {
-        self.run(job, |micro, model, batch, cut, role| {
-            micro.attempt_map(batch, cut, role, &mut |part| f(model, part))
-        })
-    }
-
-    /// Runs forward without a graph, and gives the outputs on the first replica's device. Statistics
-    /// and random state do not see it.
-    pub(super) fn forward_only<B: Batch, O: Batch>(
-        &mut self,
-        job: ReplicaJob<B>,
-        f: &impl Fn(&M, B) -> O,
-    ) -> Result<O> {
-        let model = &self.model;
-        let mut cut = job.cut()?;
-        let outputs =
-            self.micro.forward_only(&job.batch, &mut cut, job.role, |part| f(model, part))?;
-        feed::moved(&outputs, self.home)
-    }
-
-    /// Runs a loss on all outputs, and its backward to them.
-    pub(super) fn loss_on<O: Batch>(
-        &mut self,
-        outputs: &O,
-        samples: &Samples,
-        seed: PartSeed,
-        loss: &impl Fn(&M, &O) -> Tensor,
-    ) -> Result<(Tried, RowGradients)> {
-        let model = &self.model;
-        let (tried, gradients) =
-            self.micro.attempt_loss(outputs, samples, seed, |outputs| loss(model, outputs))?;
-        Ok((tried.off_device(|_| Ok(()))?.0, gradients))
-    }
-
-    /// Runs forward again, and backward from the outputs' gradients.
-    pub(super) fn back<B: Batch, O: Batch>(
-        &mut self,
-        job: ReplicaJob<(B, RowGradients)>,
-        f: &impl Fn(&M, B) -> O,
-    ) -> Result<PartDone<()>> {
-        let start = Instant::now();
-        let mut cut = job.cut()?;
-        let (batch, gradients) = job.batch;
-        // The loss was computed on the first replica's device.
-        let gradients = gradients.on(self.store.device())?;
-        let model = &self.model;
-        let forward = |part| f(model, part);
-        let tried = self.micro.attempt_back(&batch, &mut cut, job.role, &gradients, &forward)?;
-        self.hand_in(tried, &(), start)
-    }
-
-    fn run<B: Batch, O: Batch>(
+    /// Runs a part as `how` says.
+    pub(super) fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,
         how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> Result<(Tried, O)>,
@@ -188,7 +114,7 @@ impl<M> Replica<M> {
     }
 
     /// Makes what was done ready to be added to what the others did; undone where that fails.
-    fn hand_in<O: Batch>(
+    pub(super) fn hand_in<O: Batch>(
         &mut self,
         tried: Tried,
         outputs: &O,

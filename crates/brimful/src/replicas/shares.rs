@@ -65,13 +65,9 @@ impl Speeds {
                 last.pop_front();
             }
         }
-        if readings.iter().all(|last| last.len() >= MIN_READINGS) {
-            self.change_if_worth();
+        if readings.iter().any(|last| last.len() < MIN_READINGS) {
+            return;
         }
-    }
-
-    fn change_if_worth(&mut self) {
-        let Some(readings) = &mut self.readings else { return };
         let measured: Vec<f64> = readings.iter().map(median).collect();
         // Seconds for one sample: a step ends with its slowest part; at best all parts end together.
         let whole: f64 = self.current.iter().sum();

@@ -6,8 +6,8 @@
 //!   3. every replica   its part forward again, with the same random numbers, and backward
 //! ```
 
-use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tch::Tensor;
 
@@ -20,10 +20,7 @@ use crate::oom::{self, Caught};
 use crate::step::{
     self, Brought, Failed, PartSeed, Parts, RowGradients, Step, StepError, Tried, Try,
 };
-use crate::{Error, Result};
-
-/// Each replica's part; none where it has no sample.
-type Jobs<B> = Vec<Option<ReplicaJob<B>>>;
+use crate::{Error, Result, feed};
 
 impl<M: 'static> Replicas<M> {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward, as
@@ -68,28 +65,32 @@ impl<M: 'static> Replicas<M> {
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
         // On the first replica alone: a contrastive loss compares every sample with every other.
         let (tried, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
-        let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
-        let outputs = oom::catch(|| samples.restored(outputs));
-        let parts = parts.map_err(Caught::Error);
-        match outputs.and_then(|outputs| Ok((parts?, outputs))) {
-            Ok((parts, outputs)) => {
-                Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
-            }
-            Err(caught) => {
-                tried.undo.run()?;
-                Err(caught.into())
-            }
-        }
+        let ready = oom::catch(|| {
+            let pairs = parts()?.into_iter().zip(&shares);
+            let with_rows = pairs.map(|(job, share)| match job {
+                Some(job) => Ok(Some((job, gradients.rows(share)?))),
+                None => Ok(None),
+            });
+            Ok((with_rows.collect::<Result<Vec<_>>>()?, samples.restored(outputs)?))
+        });
+        let (tried, (parts, outputs)) = tried.unless_failed(ready)?;
+        Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
     }
 
-    /// All outputs, on the first replica's device.
+    /// All outputs, on the first replica's device. Statistics and random state do not see it.
     fn outputs<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        parts: Jobs<B>,
+        parts: Vec<Option<ReplicaJob<B>>>,
         samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
     ) -> Result<O, Caught<Error>> {
-        let run = move |replica: &mut Replica<M>, job| replica.forward_only(job, &*forward);
+        let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
+            let Replica { model, micro, home, .. } = replica;
+            let f = &mut |part| forward(model, part);
+            let (tried, outputs) = micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)?;
+            tried.undo.run()?;
+            feed::moved(&outputs, *home)
+        };
         let outputs = self.run(parts, run)?.into_iter().flatten();
         let outputs = outputs.collect::<Result<Vec<O>, _>>()?;
         oom::catch(|| samples.join(outputs))
@@ -103,55 +104,44 @@ impl<M: 'static> Replicas<M> {
         seed: PartSeed,
         loss: Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Tried, RowGradients), Caught<Error>> {
-        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
+        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
         let samples = samples.clone();
-        let run = outputs.and_then(|outputs| {
-            self.workers.one(0, move |first| {
-                Ok(oom::catch(|| first.loss_on(&outputs, &samples, seed, &*loss)))
-            })
-        });
-        run.map_err(Caught::Error)?
+        self.workers.one(0, move |Replica { model, micro, .. }| {
+            Ok(oom::catch(|| {
+                let loss = |outputs: &O| loss(model, outputs);
+                let (tried, gradients) = micro.attempt_loss(&outputs, &samples, seed, loss)?;
+                Ok((tried.off_device(|_| Ok(()))?.0, gradients))
+            }))
+        })?
     }
 
     /// All replicas' parts, backward from their outputs' gradients, and the loss's own; undone where
     /// that fails.
     fn returned<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        parts: Jobs<(B, RowGradients)>,
+        parts: Vec<Option<(ReplicaJob<B>, RowGradients)>>,
         samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
         mut whole: Tried,
     ) -> Result<Parts, Caught<Error>> {
-        let back = move |replica: &mut Replica<M>, job: ReplicaJob<(B, RowGradients)>| {
-            replica.back(job, &*forward)
+        let back = move |replica: &mut Replica<M>, (job, gradients): (_, RowGradients)| {
+            let start = Instant::now();
+            let ReplicaJob { batch, role, .. } = &job;
+            let Replica { model, micro, store, .. } = replica;
+            // The loss was computed on the first replica's device.
+            let gradients = gradients.on(store.device())?;
+            let f = |part| forward(model, part);
+            let tried = micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)?;
+            replica.hand_in(tried, &(), start)
         };
         let attempted = self.attempt(parts, samples, &back);
         let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
             // The loss was counted before: these parts have nothing to add to it.
             parts.tally = whole.tally.following();
-            whole.extend(parts).map_err(Caught::Error)?;
+            whole.extend(parts)?;
             Ok(figures)
         });
-        match added {
-            Ok(figures) => Ok(Parts { tried: whole, figures }),
-            Err(caught) => {
-                whole.undo.run().map_err(Caught::Error)?;
-                Err(caught)
-            }
-        }
+        let (tried, figures) = whole.unless_failed(added)?;
+        Ok(Parts { tried, figures })
     }
-}
-
-/// Each part with its rows of the gradients.
-fn with_rows<B>(
-    parts: Jobs<B>,
-    shares: &[Range<usize>],
-    gradients: &RowGradients,
-) -> Result<Jobs<(B, RowGradients)>> {
-    let with_rows = |(job, share): (Option<ReplicaJob<B>>, &Range<usize>)| {
-        let Some(ReplicaJob { batch, samples, size, role }) = job else { return Ok(None) };
-        let batch = (batch, gradients.rows(share)?);
-        Ok(Some(ReplicaJob { batch, samples, size, role }))
-    };
-    parts.into_iter().zip(shares).map(with_rows).collect()
 }

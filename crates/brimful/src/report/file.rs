@@ -53,6 +53,17 @@ impl Run {
         let text = fs::read(path).map_err(|error| save::unreadable(path, error))?;
         Ok(parse(&text, path.display().to_string())?)
     }
+
+    /// Columns must be of one length, and hold what they name.
+    fn check(&self) -> Result<(), String> {
+        self.steps.check(self.devices.len())?;
+        for Compared { title, measured, simulated } in &self.timelines {
+            for timeline in [measured, simulated].into_iter().flatten() {
+                timeline.check().map_err(|reason| format!("{reason} in '{title}'"))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 fn parse(text: &[u8], path: String) -> Result<Run, RunError> {
@@ -74,17 +85,4 @@ fn parse(text: &[u8], path: String) -> Result<Run, RunError> {
     let run: Result<Run, String> = serde_json::from_slice(text).map_err(|error| error.to_string());
     let run = run.and_then(|run| run.check().map(|()| run));
     run.map_err(|reason| RunError::Damaged { path, reason })
-}
-
-impl Run {
-    /// Columns must be of one length, and hold what they name.
-    fn check(&self) -> Result<(), String> {
-        self.steps.check(self.devices.len())?;
-        for Compared { title, measured, simulated } in &self.timelines {
-            for timeline in [measured, simulated].into_iter().flatten() {
-                timeline.check().map_err(|reason| format!("{reason} in '{title}'"))?;
-            }
-        }
-        Ok(())
-    }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use brimful_torch::mapped::{self, MappedError};
 use safetensors::tensor::{Metadata as Header, TensorInfo};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::{Metadata, damaged, kind_of, read_header, unreadable};
 use crate::Result;
@@ -63,7 +63,12 @@ impl OpenedFile {
     pub fn copy(&self, name: &str, into: &Tensor) -> Result<()> {
         let info = self.header.info(name);
         let info = info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))?;
-        let kind = self.kind_to_copy(name, info, into)?;
+        let (here, wanted) = (shape_of(info), into.size());
+        if here != wanted {
+            let reason = format!("'{name}' is of shape {here:?}, not {wanted:?}");
+            return Err(damaged(&self.path, reason));
+        }
+        let kind = kind_of(&self.path, name, info)?;
         let start = self.start + info.data_offsets.0 as u64;
         mapped::copy(&self.file, start, kind, into).map_err(|error| match error {
             MappedError::File(reason) => unreadable(&self.path, reason),
@@ -86,15 +91,6 @@ impl OpenedFile {
             tensors.push((name, tensor));
         }
         Ok(tensors)
-    }
-
-    fn kind_to_copy(&self, name: &str, info: &TensorInfo, into: &Tensor) -> Result<Kind> {
-        let (here, wanted) = (shape_of(info), into.size());
-        if here != wanted {
-            let reason = format!("'{name}' is of shape {here:?}, not {wanted:?}");
-            return Err(damaged(&self.path, reason));
-        }
-        kind_of(&self.path, name, info)
     }
 }
 

@@ -249,9 +249,6 @@ impl Moved {
 
     /// Gives them those values. Nothing is allocated, so nothing can fail half-way.
     pub(crate) fn apply(self) -> Result<()> {
-        if self.running.is_empty() {
-            return Ok(());
-        }
         Ok(foreach::copy(&self.running, &self.values)?)
     }
 }

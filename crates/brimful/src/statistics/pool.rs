@@ -190,19 +190,12 @@ impl Seen {
 
 pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
     for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
-        let pooled = pool(&alike, &group)?;
-        let mut start = 0;
+        let Pooled { count, mean, squares } = pool(&alike, &group)?;
         // Views of one tensor for all layers: nothing more is launched.
-        for seen in &mut group {
-            let channels = seen.running.mean.size1()?;
-            let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
-            seen.pooled = vec![Pooled {
-                count: pooled.count,
-                mean: part(&pooled.mean)?,
-                squares: part(&pooled.squares)?,
-            }];
+        let parts = of_each(&group, &mean)?.into_iter().zip(of_each(&group, &squares)?);
+        for (seen, (mean, squares)) in group.iter_mut().zip(parts) {
+            seen.pooled = vec![Pooled { count, mean, squares }];
             seen.counts.clear();
-            start += channels;
         }
     }
     Ok(())
@@ -229,18 +222,20 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
             1 => Tensor::f_cat(&variances, 0)?,
             _ => toward(variances, &squares.f_div_scalar((count - 1) as f64)?)?,
         };
-        let mut start = 0;
-        for seen in &group {
-            let channels = seen.running.mean.size1()?;
-            let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
+        let parts = of_each(&group, &means)?.into_iter().zip(of_each(&group, &variances)?);
+        for (seen, (mean, variance)) in group.iter().zip(parts) {
             let batches = seen.running.momentum.batches();
             let batches = batches.map(|batches| batches.f_add_scalar(1.0)).transpose()?;
-            let values = [part(&means)?, part(&variances)?].into_iter().chain(batches);
-            moved.push(&seen.running, values.collect());
-            start += channels;
+            moved.push(&seen.running, [mean, variance].into_iter().chain(batches).collect());
         }
     }
     Ok(moved)
+}
+
+/// Each layer's part of a tensor that has the channels of all side by side.
+fn of_each(group: &[&mut Seen], whole: &Tensor) -> Result<Vec<Tensor>> {
+    let channels = group.iter().map(|seen| seen.running.mean.size1());
+    Ok(whole.f_split_with_sizes(channels.collect::<Result<Vec<_>, _>>()?, 0)?)
 }
 
 /// How far each channel of layers moves whose statistics are averages of all batches.

@@ -54,9 +54,6 @@ impl Pending {
     ) -> Result<()> {
         // All ranks in one order, which is that of the names.
         let layers: BTreeMap<_, _> = layers.into_iter().map(|l| (l.mean.clone(), l)).collect();
-        if layers.is_empty() {
-            return Ok(());
-        }
         self.pool()?;
         // All layers in one sum: each of its own would go round all ranks once more.
         let mut ids = Vec::new();
@@ -76,14 +73,11 @@ impl Pending {
         let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
         let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
         turn.sum_now(number, &all)?;
-        let mut start = 0;
-        for (id, row) in ids.iter().zip(rows) {
-            let length = row.size1()?;
-            let part = all.f_narrow(0, start, length)?;
+        let lengths = rows.iter().map(Tensor::size1).collect::<Result<Vec<_>, _>>()?;
+        for (id, part) in ids.iter().zip(all.f_split_with_sizes(lengths, 0)?) {
             if let Some(seen) = self.deferred.get_mut(id) {
                 seen.set_moments(&part)?;
             }
-            start += length;
         }
         Ok(())
     }

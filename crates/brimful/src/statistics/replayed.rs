@@ -38,9 +38,6 @@ impl ReplayStatistics {
 
     /// Files what the replay has seen under the step that is under way.
     pub(crate) fn after(&self) -> Result<()> {
-        if self.rows.is_empty() {
-            return Ok(());
-        }
         // One copy for the rows of all layers: one each would cost the launches that the replay saves.
         let mut into = Vec::new();
         let mut from = Vec::new();

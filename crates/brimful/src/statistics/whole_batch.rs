@@ -49,14 +49,12 @@ impl WholeBatch {
     pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<WholeStatistics> {
         let count = self.counts.iter().sum();
         let whole = self.put_together()?;
-        STEP.with_borrow_mut(|step| match step {
-            Some(pending) => {
-                let (mean, variance) = (whole.f_select(0, 0)?, whole.f_select(0, 1)?);
-                let squares = variance.f_mul_scalar(count as f64)?;
-                pending.seen(running).add(Pooled { count, mean, squares });
-                Ok::<_, crate::Error>(())
-            }
-            None => Ok(()),
+        STEP.with_borrow_mut(|step| {
+            let Some(pending) = step else { return Ok::<_, crate::Error>(()) };
+            let (mean, variance) = (whole.f_select(0, 0)?, whole.f_select(0, 1)?);
+            let squares = variance.f_mul_scalar(count as f64)?;
+            pending.seen(running).add(Pooled { count, mean, squares });
+            Ok(())
         })?;
         // Rounded once, after all that could cancel.
         let rounded = whole.f_to_kind(pooled_kind(kind))?;

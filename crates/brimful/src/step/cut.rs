@@ -22,21 +22,20 @@ pub(crate) struct Cut {
     samples: Samples,
     /// The first sample that has not been handed out.
     next: usize,
-    pieces: Pieces,
+    size: Size,
+    /// All micro-batches, where the size is given.
+    given: Vec<Range<usize>>,
+    /// What decides on the next piece, where it is not.
+    watch: Option<SizeWatch>,
     sizes: Vec<usize>,
 }
 
-#[derive(Debug)]
-enum Pieces {
-    Given { size: Size, ranges: Vec<Range<usize>> },
-    Watched(Box<SizeWatch>),
-}
-
 /// Which micro-batch of its mini-batch one is.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(crate) struct MicroBatchInfo {
     pub(crate) number: usize,
-    pub(crate) samples: usize,
+    /// Its samples.
+    pub(crate) range: Range<usize>,
     /// What it counts for in its step.
     pub(crate) weight: MicroBatchWeight,
     /// Whether its size is tried in a part of the mini-batch only.
@@ -59,44 +58,36 @@ impl MicroBatchRun {
 impl Cut {
     /// These samples by a given size; none of them where there are none.
     pub(crate) fn given(samples: Samples, size: Size) -> Result<Self> {
-        let ranges = match samples.count() {
+        let given = match samples.count() {
             0 => Vec::new(),
             _ => size.cut(&samples)?.ok_or(BatchError::NothingToCut)?,
         };
-        Ok(Self::of(samples, Pieces::Given { size, ranges }))
+        Ok(Self { samples, next: 0, size, given, watch: None, sizes: Vec::new() })
     }
 
-    pub(crate) fn watched(samples: Samples, watch: SizeWatch) -> Self {
-        Self::of(samples, Pieces::Watched(Box::new(watch)))
-    }
-
-    fn of(samples: Samples, pieces: Pieces) -> Self {
-        Self { samples, next: 0, pieces, sizes: Vec::new() }
+    /// The same by an automatic size.
+    pub(crate) fn watched(samples: Samples, size: Size, watch: SizeWatch) -> Self {
+        let (given, watch) = (Vec::new(), Some(watch));
+        Self { samples, next: 0, size, given, watch, sizes: Vec::new() }
     }
 
     /// Begins with the first sample again.
     pub(crate) fn restart(&mut self) {
         self.next = 0;
         self.sizes.clear();
-        if let Some(watch) = self.watch() {
+        if let Some(watch) = &mut self.watch {
             watch.drop_piece();
         }
     }
 
     /// The size that each part is cut by, where it is given for the whole mini-batch.
     pub(crate) fn size(&self) -> Option<Size> {
-        match &self.pieces {
-            Pieces::Given { size, .. } => Some(*size),
-            Pieces::Watched(_) => None,
-        }
+        self.watch.is_none().then_some(self.size)
     }
 
     /// How many micro-batches there are, where that is known beforehand.
     pub(crate) fn given_count(&self) -> Option<usize> {
-        match &self.pieces {
-            Pieces::Given { ranges, .. } => Some(ranges.len()),
-            Pieces::Watched(_) => None,
-        }
+        self.watch.is_none().then_some(self.given.len())
     }
 
     /// The samples that are cut, in the order in which they are run.
@@ -111,17 +102,11 @@ impl Cut {
 
     /// The most memory that pieces which are over have used.
     pub(crate) fn peak(&self) -> Bytes {
-        match &self.pieces {
-            Pieces::Given { .. } => Bytes(0),
-            Pieces::Watched(watch) => watch.peak(),
-        }
+        self.watch.as_ref().map_or(Bytes(0), |watch| watch.peak)
     }
 
     pub(crate) fn into_watch(self) -> Option<SizeWatch> {
-        match self.pieces {
-            Pieces::Given { .. } => None,
-            Pieces::Watched(watch) => Some(*watch),
-        }
+        self.watch
     }
 
     /// Calls `f` with each micro-batch of a mini-batch in this role in turn, on the device of the copies, where it
@@ -142,15 +127,15 @@ impl Cut {
             let tried =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, copies, |i, micro_batch| {
-                let (number, samples) = (first + i, ranges[i].len());
+                let (number, range) = (first + i, ranges[i].clone());
                 if let Some(generator) = &generator {
                     generator.begin(number);
                 }
-                let weight = role.weight(number, samples);
-                let ran = f(MicroBatchInfo { number, samples, weight, tried }, micro_batch)?;
-                self.watch().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
+                let weight = role.weight(number, range.len());
+                let ran = f(MicroBatchInfo { number, range, weight, tried }, micro_batch)?;
+                self.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
             })?;
-            self.watch().map_or(Ok(()), SizeWatch::end)?;
+            self.watch.as_mut().map_or(Ok(()), SizeWatch::end)?;
         }
         Ok(())
     }
@@ -161,19 +146,12 @@ impl Cut {
     }
 
     fn next_piece(&mut self, device: Device) -> Result<Vec<Range<usize>>> {
-        let ranges = match &mut self.pieces {
-            Pieces::Given { ranges, .. } => ranges.clone(),
-            Pieces::Watched(watch) => watch.begin(self.next, &self.samples, device)?,
+        let ranges = match &mut self.watch {
+            None => self.given.clone(),
+            Some(watch) => watch.begin(self.next, &self.samples, device)?,
         };
         self.next = ranges.last().map_or(self.samples.count(), |last| last.end);
         self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
         Ok(ranges)
-    }
-
-    fn watch(&mut self) -> Option<&mut SizeWatch> {
-        match &mut self.pieces {
-            Pieces::Given { .. } => None,
-            Pieces::Watched(watch) => Some(watch),
-        }
     }
 }

@@ -56,7 +56,7 @@ pub(crate) use sizing::{Hints, Lesson};
 pub use tally::NonFinite;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
-pub(crate) use tried::{Summed, Tried, gradient_bytes, parameters};
+pub(crate) use tried::{Tried, gradient_bytes, parameters};
 pub(crate) use undo::Undo;
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
@@ -320,13 +320,9 @@ pub(crate) fn role<E: Engine>(
 
 /// A whole step has no place between the parts of another.
 pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
-    match &engine.state().window {
-        Some(window) => {
-            let samples = window.tried.lesson().sizes.iter().sum();
-            Err(StepError::WindowOpen { samples }.into())
-        }
-        None => Ok(()),
-    }
+    let Some(window) = &engine.state().window else { return Ok(()) };
+    let samples = window.tried.lesson().sizes.iter().sum();
+    Err(StepError::WindowOpen { samples }.into())
 }
 
 fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {

@@ -3,7 +3,9 @@
 
 use super::settle::Team;
 use super::{Cut, Engine, Size};
-use crate::auto::{Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, Sizer};
+use crate::auto::{
+    Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, Sizer, hash_of_variables,
+};
 use crate::batch::Samples;
 use crate::bytes::Bytes;
 use crate::{Error, Result, memory};
@@ -66,7 +68,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
     loop {
         let watch = watch(engine, kind, in_pieces)?;
         let (ran, watch) = if in_pieces {
-            let mut cut = Cut::watched(to_cut.samples.clone(), watch);
+            let mut cut = Cut::watched(to_cut.samples.clone(), size, watch);
             let ran = run(engine, &mut cut);
             (ran, cut.into_watch().expect("it was given one"))
         } else {
@@ -109,11 +111,13 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
         let identity = identity(engine)?;
         engine.state().sizes.remember(path, identity);
     }
-    let floors = match engine.state().sizes.knows(kind) {
-        true => Vec::new(),
-        false => engine.floors(kind)?,
+    let mut sizer = match engine.state().sizes.take(kind) {
+        Some(sizer) => sizer,
+        None => {
+            let floors = engine.floors(kind)?;
+            engine.state().sizes.new_kind(kind, &floors)
+        }
     };
-    let mut sizer = engine.state().sizes.take(kind, &floors);
     let hints = engine.hints();
     sizer.hold(hints.hold);
     sizer.even(hints.even);
@@ -124,19 +128,23 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     // BatchNorm makes gradients many times too large of a few samples that happen to agree, and Adam's
     // second moments would keep them for hundreds of steps: so the first few are not trained with.
     let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
-    let memories: Vec<_> = memories.into_iter().zip(reserved).collect();
-    Ok(SizeWatch::new(sizer, memories)?.rehearsing(rehearses))
+    SizeWatch::new(sizer, memories.into_iter().zip(reserved), rehearses)
 }
 
 /// What automatic sizes that are remembered hold for.
 fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     let ends = engine.memories().into_iter().map(|memory| memory::end_of(memory.as_ref()));
     // Of all devices together: with one more of them, or one less, parts are of other lengths.
-    let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
+    let memory = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
     let variables = engine.named()?;
-    let dtype = variables.iter().find(|(_, tensor)| tensor.requires_grad()).map(|(_, t)| t.kind());
-    let goal = format!("{:?}", engine.state().size);
-    Ok(Identity::new(&variables, dtype, engine.place(), total, goal))
+    let trained = variables.iter().find(|(_, tensor)| tensor.requires_grad());
+    Ok(Identity {
+        model: hash_of_variables(variables.iter().map(|(name, tensor)| (&**name, tensor))),
+        dtype: trained.map_or("none".into(), |(_, tensor)| format!("{:?}", tensor.kind())),
+        device: engine.place(),
+        memory,
+        goal: format!("{:?}", engine.state().size),
+    })
 }
 
 /// One try of one size, which all ranks agree on.

@@ -43,14 +43,8 @@ struct TermPart {
     factor: f64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-enum TermOver {
-    Samples,
-    Given,
-    Undivided,
-    Nothing,
-    Once,
-}
+/// What a term is a mean over, without how much of it there is.
+type TermOver = Over<()>;
 
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,10 +105,10 @@ impl Tally {
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
     pub(crate) fn count(&mut self, terms: &[Term], part: &MicroBatchWeight) -> Result<()> {
         if self.terms.is_empty() {
-            let new = |term: &Term| TermTally { over: TermOver::of(&term.over), parts: Vec::new() };
+            let new = |term: &Term| TermTally { over: over_of(term), parts: Vec::new() };
             self.terms = terms.iter().map(new).collect();
         }
-        check_alike(self.overs(), terms.iter().map(|term| TermOver::of(&term.over)))?;
+        check_alike(self.overs(), terms.iter().map(over_of))?;
         for (line, term) in self.terms.iter_mut().zip(terms) {
             line.parts.push(counted(term, part)?);
         }
@@ -147,9 +141,9 @@ impl Tally {
     }
 
     /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
-    pub(crate) fn fetched(mut self) -> Result<Self> {
+    pub(crate) fn fetch(&mut self) -> Result<()> {
         // Every read of its own would wait for the device; this waits once, for all terms together.
-        let Some(all) = self.on_host()? else { return Ok(self) };
+        let Some(all) = self.on_host()? else { return Ok(()) };
         let mut numbers = all.f_split(1, 0)?.into_iter();
         let mut put = |place: &mut Tensor| {
             if let Some(number) = numbers.next() {
@@ -164,7 +158,7 @@ impl Tally {
             }
         }
         self.norms.iter_mut().for_each(put);
-        Ok(self)
+        Ok(())
     }
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
@@ -172,7 +166,7 @@ impl Tally {
     pub(crate) fn groups(&self, single: bool) -> Vec<TermGroup> {
         let group = |(index, line): (usize, &TermTally)| match line.over {
             TermOver::Samples if !single => TermGroup::Samples,
-            TermOver::Given | TermOver::Undivided => TermGroup::Term(index),
+            TermOver::Given(()) | TermOver::Undivided(()) => TermGroup::Term(index),
             _ => TermGroup::Done,
         };
         self.terms.iter().enumerate().map(group).collect()
@@ -201,7 +195,8 @@ impl Tally {
                         LossError::NonFinite { term: index, micro_batch, value, weight }.into()
                     );
                 }
-                let summand = if line.over == TermOver::Undivided { value } else { value * weight };
+                let summand =
+                    if line.over == TermOver::Undivided(()) { value } else { value * weight };
                 numerator += summand * factor;
                 denominator += weight;
             }
@@ -231,16 +226,8 @@ impl Tally {
     }
 }
 
-impl TermOver {
-    fn of(over: &Over) -> Self {
-        match over {
-            Over::Samples => Self::Samples,
-            Over::Given(_) => Self::Given,
-            Over::Undivided(_) => Self::Undivided,
-            Over::Nothing => Self::Nothing,
-            Over::Once => Self::Once,
-        }
-    }
+fn over_of(term: &Term) -> TermOver {
+    term.over.map(|_| ())
 }
 
 /// Terms must be of the same kinds wherever a step counts them.

@@ -56,12 +56,8 @@ impl Trained {
     /// these say nothing.
     pub(super) fn check_replicas(parts: &[&Self], of_replica: usize) -> Result<(), WorldError> {
         let replicas = parts.chunks(of_replica);
-        let found: Vec<_> = replicas.map(|parts| Self::all(parts.iter().copied())).collect();
-        if found.iter().all(|other| *other == found[0]) {
-            return Ok(());
-        }
-        let found = found.iter().map(Self::to_string).collect();
-        Err(WorldError::Differs { what: "what is trained".into(), found })
+        let found = replicas.map(|parts| Self::all(parts.iter().copied()).to_string()).collect();
+        WorldError::check_same("what is trained", found)
     }
 }
 

@@ -7,23 +7,24 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use super::StepError;
+use super::caught::into_error_or_panic;
 use super::settle::{PartReport, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Trained, names};
 use super::undo::Undo;
-use crate::Result;
 use crate::accumulate::{Finished, Named, Sums, check_dense};
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
+use crate::{Error, Result, oom};
 
 /// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
 /// reach 4,294,967,295.
 const STATISTICS_BUCKET: usize = u32::MAX as usize;
 
 /// What a run has summed up: gradients, losses, and which terms' gradients have a common factor.
-pub(crate) type Summed = (Sums, Tally, Vec<TermGroup>);
+type Summed = (Sums, Tally, Vec<TermGroup>);
 
 /// Mini-batches that were run, of which nothing is committed yet.
 #[derive(Debug)]
@@ -73,11 +74,6 @@ impl Tried {
         }
     }
 
-    /// The same, of which pieces have used so much memory at most.
-    pub(crate) fn with_peak(self, peak: Bytes) -> Self {
-        Self { peak, ..self }
-    }
-
     /// How many samples were run.
     pub(crate) fn samples(&self) -> usize {
         self.sizes.iter().sum()
@@ -115,15 +111,30 @@ impl Tried {
     /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
     /// undone where that fails.
     pub(crate) fn off_device<T>(
-        self,
+        mut self,
         f: impl FnOnce(&mut Pending) -> Result<T>,
     ) -> Result<(Self, T)> {
-        let Self { tally, undo, .. } = self;
-        let ((tally, value), undo) = undo.unless_done(|statistics| {
-            let value = f(statistics)?;
-            Ok((tally.fetched()?, value))
-        })?;
-        Ok((Self { tally, undo, ..self }, value))
+        let brought = oom::catch(|| {
+            let value = f(&mut self.undo.statistics)?;
+            self.tally.fetch()?;
+            Ok(value)
+        });
+        // Before a panic goes on, because nobody above can undo what is dropped on its way.
+        self.unless_failed(brought).map_err(into_error_or_panic)
+    }
+
+    /// The same with what else was done for the step; undone where that has failed.
+    pub(crate) fn unless_failed<T, E: From<Error>>(
+        self,
+        done: Result<T, E>,
+    ) -> Result<(Self, T), E> {
+        match done {
+            Ok(value) => Ok((self, value)),
+            Err(error) => {
+                self.undo.run()?;
+                Err(error)
+            }
+        }
     }
 
     /// Adds a later mini-batch that was made lasting, or another replica's part; where their losses

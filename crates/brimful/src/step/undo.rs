@@ -2,10 +2,9 @@
 
 use tch::Tensor;
 
-use super::caught::into_error_or_panic;
+use crate::Result;
 use crate::random::Randomness;
 use crate::statistics::Pending;
-use crate::{Result, oom};
 
 /// What a try has changed, and what that was before.
 #[derive(Debug, Default)]
@@ -25,21 +24,6 @@ impl Undo {
             running.f_copy_(&before)?;
         }
         self.statistics.undo()
-    }
-
-    /// Runs a part of a step in which all may still fail; if it does, undoes the step. Panics go on.
-    pub(crate) fn unless_done<T>(
-        mut self,
-        f: impl FnOnce(&mut Pending) -> Result<T>,
-    ) -> Result<(T, Self)> {
-        match oom::catch(|| f(&mut self.statistics)) {
-            Ok(value) => Ok((value, self)),
-            Err(caught) => {
-                // Before a panic goes on, because nobody above can undo what is dropped on its way.
-                self.run()?;
-                Err(into_error_or_panic(caught))
-            }
-        }
     }
 
     /// Adds a later part of the same step, whose statistics have been pooled: what was before the

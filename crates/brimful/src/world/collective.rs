@@ -139,5 +139,5 @@ fn put_back(tensors: &[Tensor], values: &[Tensor]) -> Result<()> {
         .filter(moved)
         .map(|(into, from)| (into, from.shallow_clone()))
         .unzip();
-    if into.is_empty() { Ok(()) } else { Ok(foreach::copy(&into, &from)?) }
+    Ok(foreach::copy(&into, &from)?)
 }

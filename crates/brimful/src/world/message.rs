@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::WorldError;
 use crate::Result;
-use crate::memory::{Arena, Memory};
+use crate::memory::Memory;
 use crate::save::KINDS;
 
 /// Tensors under way, in rows, some of them missing.
@@ -103,8 +103,7 @@ impl TensorOutline {
     /// Tensors of this outline in the host's memory, whose numbers are yet to come, and which are
     /// needed in this memory.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
-        let arena = if let Some(Memory::Arena(arena)) = memory { Some(arena) } else { None };
-        let _inside = arena.map(Arena::enter);
+        let _inside = memory.and_then(Memory::enter);
         let tensor = |form: &Form| -> Result<Tensor> {
             let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
             let tensor = Tensor::f_empty(&form.size, (*kind, Device::Cpu))?;

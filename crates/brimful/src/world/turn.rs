@@ -158,9 +158,9 @@ impl Outlet {
         // that a sender that waits for a place does not keep their memory.
         let mut parcel = Some(Parcel::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
-        let sent = link.wait(|engine| {
+        link.wait(|engine| {
             if engine.is_stopped(*number) {
-                return Ok(Look::Found(false));
+                return Ok(Look::Found(Err(Stopped::Turn)));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
                 // The receiver is not to blame for what this rank's own device has yet to compute.
@@ -168,9 +168,9 @@ impl Outlet {
                 return Ok(Look::WaitFor(if own { Wait::Nobody } else { Wait::Rank(self.to) }));
             }
             let sent = parcel.take().map(|parcel| engine.send(self.to, self.channel, parcel));
-            sent.unwrap_or(Ok(())).map(|()| Look::Found(true))
-        });
-        stopped_unless(sent)
+            sent.unwrap_or(Ok(())).map(|()| Look::Found(Ok(())))
+        })
+        .map_err(Stopped::Error)?
     }
 }
 
@@ -178,17 +178,17 @@ impl Inlet {
     /// The next tensors.
     pub(crate) fn take(&self) -> Result<Tensors, Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
-        let taken = link.wait(|engine| {
+        link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
             // What has come is given even in a turn that was stopped since; only who would wait is told.
             match inbox.take() {
-                Some(tensors) => tensors.map(|tensors| Look::Found(Some(tensors))),
-                None if engine.is_stopped(*number) => Ok(Look::Found(None)),
+                Some(tensors) => tensors.map(|tensors| Look::Found(Ok(tensors))),
+                None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Turn))),
                 None => Ok(Look::WaitFor(wait)),
             }
-        });
-        taken.map_err(Stopped::Error)?.ok_or(Stopped::Turn)
+        })
+        .map_err(Stopped::Error)?
     }
 }
 
@@ -196,12 +196,12 @@ impl Summing {
     /// Waits until the sum is in the tensor.
     pub(crate) fn wait(self) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
-        let done = link.wait(|engine| match engine.take_ring(self.channel) {
-            Some(_) => Ok(Look::Found(true)),
-            None if engine.is_stopped(*number) => Ok(Look::Found(false)),
+        link.wait(|engine| match engine.take_ring(self.channel) {
+            Some(_) => Ok(Look::Found(Ok(()))),
+            None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Turn))),
             None => Ok(Look::WaitFor(engine.ring_waits_for(self.channel))),
-        });
-        stopped_unless(done)
+        })
+        .map_err(Stopped::Error)?
     }
 }
 
@@ -211,14 +211,6 @@ impl From<Stopped> for crate::Error {
             Stopped::Turn => super::WorldError::Message("another rank has stopped".into()).into(),
             Stopped::Error(error) => error,
         }
-    }
-}
-
-fn stopped_unless(done: Result<bool>) -> Result<(), Stopped> {
-    match done {
-        Ok(true) => Ok(()),
-        Ok(false) => Err(Stopped::Turn),
-        Err(error) => Err(Stopped::Error(error)),
     }
 }
 

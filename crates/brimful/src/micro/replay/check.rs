@@ -79,9 +79,8 @@ impl MicroReplay {
             return;
         }
         let is_orphan = |entry: &&ShapeEntry| matches!(&entry.state, ShapeState::Captured(program) if program.uses(&left));
-        let orphans: Vec<_> = self.entries.iter().filter(is_orphan).collect();
-        let closures: Vec<_> = orphans.iter().map(|e| (e.shape.closure, e.trust)).collect();
-        for (closure, trust) in closures {
+        let orphans = self.entries.iter().filter(is_orphan);
+        for (closure, trust) in orphans.map(|e| (e.shape.closure, e.trust)).collect::<Vec<_>>() {
             if !self.give_up(closure, trust) {
                 self.tell(
                     "a tensor that the closure used when it was captured is gone: hand over tensors \

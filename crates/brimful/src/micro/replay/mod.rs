@@ -20,7 +20,6 @@ mod shape;
 mod trial;
 mod trust;
 
-use std::mem;
 use std::sync::{Mutex, PoisonError};
 
 use brimful_torch::graph::{self, Pool};
@@ -57,7 +56,7 @@ const MAX_SHAPES: usize = 16;
 #[derive(Debug)]
 pub(super) struct MicroReplay {
     device: Device,
-    wanted: bool,
+    pub(super) wanted: bool,
     entries: Vec<ShapeEntry>,
     /// What captured work adds gradients to, one list a group of terms.
     sums: Vec<Sum>,
@@ -74,16 +73,17 @@ pub(super) struct MicroReplay {
     pool: Pool,
     /// Where captures take place; made at the first.
     stream: Option<Stream>,
-    room: CaptureRoom,
-    replayed: usize,
+    pub(super) room: CaptureRoom,
+    /// How many micro-batches were replayed since that was told.
+    pub(super) replayed: usize,
     /// Whether the mini-batch has had a shape that was not captured yet but may be.
-    new: bool,
+    pub(super) new: bool,
     /// Whether it has used captured work.
     used: bool,
     /// Whether there is no room for captured work and an eager micro-batch of the same mini-batch.
     cramped: bool,
-    /// Why some shape runs eagerly.
-    cause: Option<String>,
+    /// Why some shape runs eagerly although replay was asked for.
+    pub(super) cause: Option<String>,
 }
 
 /// What a micro-batch runs in, besides its mini-batch.
@@ -152,25 +152,6 @@ impl MicroReplay {
         }
     }
 
-    pub(super) fn is_wanted(&self) -> bool {
-        self.wanted
-    }
-
-    /// Why micro-batches run eagerly although replay was asked for.
-    pub(super) fn cause(&self) -> Option<&str> {
-        self.cause.as_deref()
-    }
-
-    /// How many micro-batches were replayed since the last call.
-    pub(super) fn take_replayed(&mut self) -> usize {
-        mem::take(&mut self.replayed)
-    }
-
-    /// Whether the last mini-batch had a shape that was not captured yet but may be.
-    pub(super) fn is_new(&self) -> bool {
-        self.new
-    }
-
     /// What a step is to leave free of a memory in which captured work is to lie beside what eager
     /// work leaves behind.
     pub(super) fn spare(&self, available: Bytes) -> Bytes {
@@ -180,12 +161,6 @@ impl MicroReplay {
     /// What captured work keeps from everyone else.
     pub(super) fn kept(&self) -> Bytes {
         Bytes(self.entries.iter().map(|entry| entry.need.0).sum())
-    }
-
-    /// The most memory in use since the last call, where `usage` is what was in use besides captured
-    /// work.
-    pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
-        self.room.take_peak(usage)
     }
 
     /// Forgets all captured work and gives its memory back.

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::Result;
-use crate::loss::{Over, Term, Weight};
+use crate::loss::{Term, Weight};
 use crate::step::double;
 
 /// Terms whose values and weights are views of one row of doubles.
@@ -36,23 +36,15 @@ impl Readout {
 
 /// The same terms with their numbers in the row.
 fn viewed(terms: &[Term], row: &Tensor) -> Result<Vec<Term>> {
-    let mut next = 0;
-    let mut number = || {
-        next += 1;
-        row.f_narrow(0, next - 1, 1)
+    let mut numbers = row.f_split(1, 0)?.into_iter();
+    let mut number = || numbers.next().expect("a row has all numbers of its terms");
+    let view = |term: &Term| Term {
+        value: number(),
+        over: term.over.map(|weight| match weight {
+            Weight::Number(weight) => Weight::Number(*weight),
+            Weight::Tensor(_) => Weight::Tensor(number()),
+        }),
+        factor: term.factor,
     };
-    let view = |term: &Term| {
-        let value = number()?;
-        let over = match &term.over {
-            Over::Samples => Over::Samples,
-            Over::Given(Weight::Number(weight)) => Over::Given(Weight::Number(*weight)),
-            Over::Given(Weight::Tensor(_)) => Over::Given(Weight::Tensor(number()?)),
-            Over::Undivided(Weight::Number(weight)) => Over::Undivided(Weight::Number(*weight)),
-            Over::Undivided(Weight::Tensor(_)) => Over::Undivided(Weight::Tensor(number()?)),
-            Over::Nothing => Over::Nothing,
-            Over::Once => Over::Once,
-        };
-        Ok(Term { value, over, factor: term.factor })
-    };
-    terms.iter().map(view).collect()
+    Ok(terms.iter().map(view).collect())
 }

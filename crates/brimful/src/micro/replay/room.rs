@@ -12,7 +12,7 @@ const PLENTY_FACTOR: u64 = 2;
 
 /// What captured work needs. Its parts are never replayed at the same time, so they share one pool.
 #[derive(Debug, Default)]
-pub(super) struct CaptureRoom {
+pub(in crate::micro) struct CaptureRoom {
     /// The most that any of it has in use.
     needed: u64,
     /// The peak of a step that a capture interrupted.
@@ -99,7 +99,9 @@ impl CaptureRoom {
         Ok(Self { needed: 0, interrupted: self.interrupted.max(peak) })
     }
 
-    pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
+    /// The most memory in use since the last call, where `usage` is what was in use besides captured
+    /// work.
+    pub(in crate::micro) fn take_peak(&mut self, usage: Bytes) -> Bytes {
         Bytes(std::mem::take(&mut self.interrupted).max(usage.0 + self.needed))
     }
 }

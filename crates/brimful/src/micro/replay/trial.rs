@@ -96,10 +96,11 @@ impl ReplayTrial {
         device: Device,
     ) -> Result<Self> {
         // A trial and its eager run would move running statistics and counters twice.
-        let effects = Effects::save(&program.effects)?;
+        let before = program.effects.iter().map(Tensor::f_detach_copy);
+        let before = before.collect::<Result<Vec<_>, _>>()?;
         program.try_on(micro_batch, part)?;
         let readout = program.readout.copied()?;
-        effects.restore()?;
+        foreach::copy(&program.effects, &before)?;
         let share = |sum: &Sum| sum.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
         Ok(Self {
             sums: program.sums.iter().map(share).collect(),
@@ -128,27 +129,6 @@ impl ReplayTrial {
             }
             verdict => verdict,
         })
-    }
-}
-
-/// Memory that captured work writes to besides its own, such as running statistics, as it was.
-#[derive(Debug)]
-struct Effects {
-    now: Vec<Tensor>,
-    before: Vec<Tensor>,
-}
-
-impl Effects {
-    fn save(now: &[Tensor]) -> Result<Self> {
-        let before = now.iter().map(Tensor::f_detach_copy).collect::<Result<_, _>>()?;
-        Ok(Self { now: now.iter().map(Tensor::shallow_clone).collect(), before })
-    }
-
-    fn restore(self) -> Result<()> {
-        match &self.now[..] {
-            [] => Ok(()),
-            now => Ok(foreach::copy(now, &self.before)?),
-        }
     }
 }
 

@@ -125,7 +125,7 @@ impl Ema {
             return Ok(());
         }
         let _no_grad = tch::no_grad_guard();
-        let variables = self.variables()?;
+        let variables = weights(&self.averages)?;
         let own = variables.iter().zip(&self.averages).map(|(variable, average)| {
             let _charged = average.home.as_ref().map(Arena::enter);
             Ok(variable.f_empty_like()?)
@@ -133,8 +133,7 @@ impl Ema {
         let own = own.collect::<Result<Vec<Tensor>>>()?;
         foreach::copy(&own, &variables)?;
         self.own = Some(own);
-        let values = self.averages.iter().map(|average| average.value.shallow_clone());
-        Ok(foreach::copy(&variables, &values.collect::<Vec<_>>())?)
+        Ok(foreach::copy(&variables, &values(&self.averages))?)
     }
 
     /// Puts the model's own weights back, to the last bit. Weights that are in place stay there.
@@ -144,14 +143,9 @@ impl Ema {
     pub fn swap_out(&mut self) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();
-        foreach::copy(&self.variables()?, own)?;
+        foreach::copy(&weights(&self.averages)?, own)?;
         self.own = None;
         Ok(())
-    }
-
-    /// The variables as tensors that autograd lets write into.
-    fn variables(&self) -> Result<Vec<Tensor>> {
-        self.averages.iter().map(|average| Ok(average.variable.f_detach()?)).collect()
     }
 }
 
@@ -159,14 +153,8 @@ impl Average {
     fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
         let _charged = home.as_ref().map(Arena::enter);
         let kind = summed_in(variable.kind());
-        let present = variable.f_detach()?;
-        let value = if kind == present.kind() {
-            let mut copy = present.f_empty_like()?;
-            copy.f_copy_(&present)?;
-            copy
-        } else {
-            present.f_to_kind(kind)?
-        };
+        // A copy in any case, in the same order in memory.
+        let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
         Ok(Self { name, variable, value, home })
     }
 
@@ -179,6 +167,15 @@ impl Average {
     fn is_alike(&self) -> bool {
         fits(&self.value, &self.variable)
     }
+}
+
+fn values<'a>(averages: impl IntoIterator<Item = &'a Average>) -> Vec<Tensor> {
+    averages.into_iter().map(|average| average.value.shallow_clone()).collect()
+}
+
+/// The variables as tensors that autograd lets write into.
+fn weights<'a>(averages: impl IntoIterator<Item = &'a Average>) -> Result<Vec<Tensor>> {
+    averages.into_iter().map(|average| Ok(average.variable.f_detach()?)).collect()
 }
 
 fn check_decay(decay: f64) -> Result<()> {

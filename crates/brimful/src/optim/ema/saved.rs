@@ -52,8 +52,7 @@ impl Ema {
     /// changed. So it is while the averages are in the place of the weights.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let SavedEma { values, decay, warmup, updates } = self.read(tensors, metadata)?;
-        let averages: Vec<_> = self.averages.iter().map(|a| a.value.shallow_clone()).collect();
-        foreach::copy(&averages, &values)?;
+        foreach::copy(&super::values(&self.averages), &values)?;
         (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
         Ok(())
     }

@@ -3,26 +3,14 @@
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
 
-use super::{Average, Ema};
+use super::{Average, Ema, values, weights};
 use crate::Result;
 use crate::optim::OptimError;
-use crate::optim::scratch::{SCRATCH_ELEMENTS, convert, scratch_elements, scratch_for};
+use crate::optim::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 
 /// Weights of another kind or layout than their averages, which are converted together: of one kind and
-/// device, and of bounded size, or one alone.
-#[derive(Debug)]
-struct Converted<'a> {
-    averages: Vec<&'a Average>,
-    elements: usize,
-}
-
-impl Converted<'_> {
-    /// The scratch space that they take.
-    fn scratch(&self) -> (Kind, Device, usize) {
-        let (kind, device) = place(self.averages[0]);
-        (kind, device, self.elements)
-    }
-}
+/// device.
+type Converted<'a> = ScratchPiece<(Kind, Device), &'a Average>;
 
 impl Ema {
     /// Lets the averages follow the weights. Call it after every step of the optimizer; the host
@@ -39,7 +27,7 @@ impl Ema {
     /// Everything that can fail: the scratch space for weights that are not as their averages.
     pub(crate) fn prepare(&self) -> Result<Vec<Tensor>> {
         match self.own {
-            None => scratch_for(self.converted().iter().map(Converted::scratch)),
+            None => scratch_for(self.converted().iter().map(|piece| (piece.key, piece.scratch))),
             Some(_) => Err(OptimError::AveragesInPlace.into()),
         }
     }
@@ -49,13 +37,13 @@ impl Ema {
         let _no_grad = tch::no_grad_guard();
         let decay = self.decay_now();
         let alike: Vec<_> = self.averaged().filter(|average| average.is_alike()).collect();
-        follow(&alike, &weights(&alike)?, decay)?;
-        for Converted { averages, .. } in self.converted() {
-            let like: Vec<_> = averages.iter().map(|average| &average.value).collect();
-            follow(&averages, &convert(&weights(&averages)?, &like, scratch)?, decay)?;
+        follow(&alike, &weights(alike.iter().copied())?, decay)?;
+        for Converted { items, .. } in self.converted() {
+            let like: Vec<_> = items.iter().map(|average| &average.value).collect();
+            follow(&items, &convert(&weights(items.iter().copied())?, &like, scratch)?, decay)?;
         }
-        let copied: Vec<_> = self.averages.iter().filter(|copied| !copied.is_averaged()).collect();
-        foreach::copy(&values(&copied), &weights(&copied)?)?;
+        let copied = || self.averages.iter().filter(|copied| !copied.is_averaged());
+        foreach::copy(&values(copied()), &weights(copied())?)?;
         self.updates += 1;
         Ok(())
     }
@@ -66,18 +54,10 @@ impl Ema {
 
     /// Those whose weights are converted, in pieces.
     fn converted(&self) -> Vec<Converted<'_>> {
-        let mut pieces: Vec<Converted<'_>> = Vec::new();
+        let mut pieces = Vec::new();
         for average in self.averaged().filter(|average| !average.is_alike()) {
-            let elements = scratch_elements(&average.value);
-            let last =
-                pieces.iter_mut().rev().find(|piece| place(piece.averages[0]) == place(average));
-            match last.filter(|piece| piece.elements + elements <= SCRATCH_ELEMENTS) {
-                Some(piece) => {
-                    piece.averages.push(average);
-                    piece.elements += elements;
-                }
-                None => pieces.push(Converted { averages: vec![average], elements }),
-            }
+            let place = (average.value.kind(), average.value.device());
+            ScratchPiece::put(&mut pieces, place, average, scratch_elements(&average.value));
         }
         pieces
     }
@@ -90,22 +70,7 @@ impl Ema {
 }
 
 fn follow(averages: &[&Average], weights: &[Tensor], decay: f64) -> Result<()> {
-    if averages.is_empty() {
-        return Ok(());
-    }
-    let values = values(averages);
+    let values = values(averages.iter().copied());
     foreach::scale(&values, decay)?;
     Ok(foreach::add(&values, weights, 1.0 - decay)?)
-}
-
-fn values(averages: &[&Average]) -> Vec<Tensor> {
-    averages.iter().map(|average| average.value.shallow_clone()).collect()
-}
-
-fn weights(averages: &[&Average]) -> Result<Vec<Tensor>> {
-    averages.iter().map(|average| Ok(average.variable.f_detach()?)).collect()
-}
-
-fn place(average: &Average) -> (Kind, Device) {
-    (average.value.kind(), average.value.device())
 }

@@ -6,7 +6,7 @@ use tch::{Device, Tensor};
 
 use super::loss_fn::{Collected, joined};
 use crate::Result;
-use crate::batch::{Batch, BatchError, Samples};
+use crate::batch::{self, Batch, BatchError, Samples};
 use crate::pipeline::ranks::Ranks;
 use crate::step::Exchange;
 use crate::world::WorldError;
@@ -28,11 +28,12 @@ impl Ranks {
             return Ok(outputs.ok_or(BatchError::NothingToJoin)?);
         }
         // The type alone tells that there is no tensor: so all ranks leave the exchange out alike.
-        if let Some(empty) = blank.as_ref().filter(|blank| leaves(*blank).is_empty()) {
+        if let Some(empty) = blank.as_ref().filter(|blank| batch::leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
         let own = if self.has(last) { joined(collected, samples)? } else { None };
-        let tensors = own.as_ref().map(leaves).unwrap_or_default();
+        let leaves = own.iter().flat_map(batch::leaves);
+        let tensors: Vec<Tensor> = leaves.map(|leaf| leaf.tensor().shallow_clone()).collect();
         let name = std::any::type_name::<O>;
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
         let ranks: Vec<usize> = self.of_pipeline().collect();
@@ -88,10 +89,4 @@ impl Ranks {
 fn rows(outputs: &[Tensor]) -> usize {
     let first = outputs.first().map(Tensor::size).unwrap_or_default();
     first.first().map_or(0, |rows| *rows as usize)
-}
-
-fn leaves(batch: &impl Batch) -> Vec<Tensor> {
-    let mut leaves = Vec::new();
-    batch.visit(&mut |leaf| leaves.push(leaf.tensor().shallow_clone()));
-    leaves
 }
