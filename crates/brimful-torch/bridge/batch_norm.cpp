@@ -266,7 +266,7 @@ void tell_of(const char* name, const BatchNormGiven& norm) {
 }
 
 at::Tensor by_kernels(
-    const BrimfulKernelFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
+    const BrimfulCudaFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
   const bool graph = any_wants_gradient(norm) || beside.wants_gradient();
   BatchNormed out;
   {
@@ -297,7 +297,7 @@ at::Tensor saved_of_running(const BatchNormGiven& norm) {
   return at::cat({mean, deviation, scale, bias});
 }
 
-at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const BatchNormGiven& norm) {
+at::Tensor pooled_by_kernels(const BrimfulCudaFunctions& functions, const BatchNormGiven& norm) {
   BatchNormed out;
   {
     const at::NoGradGuard untracked;

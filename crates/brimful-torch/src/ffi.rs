@@ -22,10 +22,10 @@ type Lent = *const RawTensor;
 type Made = *mut RawTensor;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
-pub(crate) type Message = *mut *mut c_char;
+type Message = *mut *mut c_char;
 
 /// Structs with the place of each field and the size of the whole: the numbers that
-/// `bridge/mirrored.h` and `cuda/functions.h` have too, so that neither side can be changed alone.
+/// `bridge/mirrored.h` has too, so that neither side can be changed alone.
 macro_rules! mirrored {
     ($($(#[$meta:meta])* $name:ident, $size:literal bytes: {
         $($field:ident: $type:ty = $offset:literal,)+
@@ -91,17 +91,6 @@ mirrored! {
         eps: f64 = 48,
         training: bool = 56,
     }
-
-    /// What `cuda/*.cpp` can do, once it is loaded. Every `i32` is an outcome, see `error.rs`.
-    #[derive(Debug)]
-    RawCudaFunctions, 48 bytes: {
-        begin: unsafe extern "C" fn(i32, *const u64, *mut *mut RawGraph, Message) -> i32 = 0,
-        end: unsafe extern "C" fn(*mut RawGraph, bool, *mut u64, Message) -> i32 = 8,
-        replay: unsafe extern "C" fn(*mut RawGraph, Message) -> i32 = 16,
-        drop: unsafe extern "C" fn(*mut RawGraph) = 24,
-        memory_share: unsafe extern "C" fn(i32, *mut f64, Message) -> i32 = 32,
-        set_memory_share: unsafe extern "C" fn(i32, f64, Message) -> i32 = 40,
-    }
 }
 
 /// Functions of the bridge that may fail. In C++ each has two more arguments, the places for its
@@ -134,7 +123,12 @@ macro_rules! guarded {
 }
 
 guarded! {
-    fn brimful_load_cuda_object(bytes: *const u8, length: usize) -> *const RawCudaFunctions;
+    fn brimful_load_cuda_object(bytes: *const u8, length: usize);
+    fn brimful_graph_begin(device: i32, pool: *const u64) -> *mut RawGraph;
+    fn brimful_graph_end(graph: *mut RawGraph, own_kernels: bool, pool: *mut u64);
+    fn brimful_graph_replay(graph: *mut RawGraph);
+    fn brimful_memory_share(device: i32) -> f64;
+    fn brimful_set_memory_share(device: i32, share: f64);
     fn brimful_load_cuda();
     fn brimful_cuda_driver() -> i32;
     fn brimful_cuda_name(device: i32) -> *mut c_char;
@@ -274,6 +268,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_cpu_capability() -> *mut c_char;
     pub(crate) fn brimful_library_path() -> *mut c_char;
 
+    pub(crate) fn brimful_graph_drop(graph: *mut RawGraph);
     pub(crate) fn brimful_kernels_enabled() -> bool;
     pub(crate) fn brimful_kernels_enable(on: bool);
     pub(crate) fn brimful_kernels_refusals() -> *mut c_char;
