@@ -125,12 +125,7 @@ struct ProjectionsNode final : KernelNode {
     const auto& b = inputs_first ? gradient : rows;
     auto* sum = brimful::offered_sum(weight);
     if (sum == nullptr) return at::mm(a, b);
-    const int beta = sum->defined() ? 1 : 0;
-    if (!sum->defined()) {
-      const auto kind = brimful::sum_kind(a.scalar_type());
-      *sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(kind));
-    }
-    brimful::add_product(*sum, a, b, beta);
+    brimful::add_product(*sum, a, b);
     return {};
   }
 
