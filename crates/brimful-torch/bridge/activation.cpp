@@ -67,11 +67,12 @@ at::Tensor forward_by_kernel(
   return out;
 }
 
+// What a backward starts from, and what it leaves.
 struct ActivationGradient {
   at::Tensor of_out, x, bias;
   Activation function;
   bool wants_bias;
-  at::Tensor of_x, of_bias;
+  at::Tensor of_x = {}, of_bias = {};
 };
 
 void backward_by_kernel(ActivationGradient& g) {
@@ -95,7 +96,7 @@ void backward_by_kernel(ActivationGradient& g) {
   arguments.rows = rows;
   arguments.outputs = static_cast<int>(outputs);
   kernels::functions()->activation(arguments, kind, g.function, true);
-  if (g.wants_bias) g.of_bias = kernels::columns_summed(partial, g.bias);
+  kernels::sum_columns({{partial, g.bias, g.of_bias}});
   g.of_x = of_x;
 }
 
@@ -124,20 +125,13 @@ struct ActivationNode final : KernelNode {
   }
 
   variable_list backward(variable_list&& gradients) override {
-    variable_list out(num_outputs());
-    if (!gradients[0].defined()) return out;
-    ActivationGradient g{};
-    g.of_out = gradients[0];
-    g.x = x.unpack();
-    g.bias = bias.unpack();
-    g.function = function;
-    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
+    if (!gradients[0].defined()) return variable_list(num_outputs());
+    ActivationGradient g{
+        gradients[0], x.unpack(), bias.unpack(), function, task_should_compute_output(kBias)};
     kernels::or_else(
         "the backward of an activation", [&] { backward_by_kernel(g); },
         [&] { backward_by_libtorch(g); });
-    out[kX] = g.of_x;
-    out[kBias] = g.of_bias;
-    return out;
+    return {g.of_x, g.of_bias};
   }
 
   SavedVariable x, bias;

@@ -6,10 +6,10 @@
 // Where x is used beside the norm too, it goes through the node as a sum does: its two gradients are then
 // added in the norm's own pass.
 
+#include "column_sums.h"
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
-#include "offered_sums.h"
 #include "tensors.h"
 #include "touched.h"
 
@@ -90,33 +90,11 @@ struct NormGradient {
   at::Tensor sum, weight, bias, statistics;
   bool rms;
   bool wants_weight, wants_bias;
-  at::Tensor of_x, of_weight, of_bias;
+  at::Tensor of_x = {}, of_weight = {}, of_bias = {};
 
   int64_t width() const { return sum.size(-1); }
   int64_t rows() const { return sum.numel() / width(); }
 };
-
-// The gradients of weight and bias, from what blocks have summed up: a table for each that is wanted, and not
-// left to be added up with all others'.
-void sum_up(NormGradient& g, const at::Tensor& partials) {
-  const auto blocks = partials.size(1);
-  ColumnSumsArguments arguments{};
-  int tables = 0, at = 0;
-  const auto add = [&](const at::Tensor& parameter, at::Tensor& into) {
-    const auto table = partials[at++];
-    if (brimful::leave_partials(parameter, table)) return;
-    into = at::empty({g.width()}, g.sum.options());
-    arguments.from[tables] = table.const_data_ptr<float>();
-    arguments.into[tables++] = into.mutable_data_ptr();
-  };
-  if (g.wants_weight) add(g.weight, g.of_weight);
-  if (g.wants_bias) add(g.bias, g.of_bias);
-  if (tables == 0) return;
-  arguments.kind = static_cast<int>(kernels::number_kind(g.sum));
-  arguments.rows = static_cast<int>(blocks);
-  arguments.columns = static_cast<int>(g.width());
-  kernels::functions()->column_sums(arguments);
-}
 
 void backward_by_kernel(NormGradient& g) {
   const kernels::OwnWork own(g.sum);
@@ -125,10 +103,10 @@ void backward_by_kernel(NormGradient& g) {
   const auto weight = kernels::laid_out(g.weight);
   const auto kind = kernels::number_kind(g.sum);
   const auto blocks = kernels::functions()->norm_partial_rows(g.rows(), g.width(), kind);
-  const auto table = blocks * g.width();
-  const auto partials =
-      at::empty({int{g.wants_weight} + int{g.wants_bias}, blocks, g.width()}, g.statistics.options());
-  auto* sums = partials.mutable_data_ptr<float>();
+  const int weights = g.wants_weight ? 1 : 0, biases = g.wants_bias ? 1 : 0;
+  const auto partials = at::empty({weights + biases, blocks, g.width()}, g.statistics.options());
+  const auto of_weight = g.wants_weight ? partials[0] : at::Tensor();
+  const auto of_bias = g.wants_bias ? partials[weights] : at::Tensor();
   const auto* scale = g.statistics.const_data_ptr<float>();
   auto of_x = at::empty_like(g.sum);
   const NormBackwardArguments arguments{
@@ -139,13 +117,13 @@ void backward_by_kernel(NormGradient& g) {
       g.rms ? nullptr : scale + g.rows(),
       scale,
       of_x.mutable_data_ptr(),
-      g.wants_weight ? sums : nullptr,
-      g.wants_bias ? sums + (g.wants_weight ? table : 0) : nullptr,
+      g.wants_weight ? of_weight.mutable_data_ptr<float>() : nullptr,
+      g.wants_bias ? of_bias.mutable_data_ptr<float>() : nullptr,
       g.rows(),
       0,
       static_cast<int>(g.width())};
   kernels::functions()->norm_backward(arguments, kind);
-  sum_up(g, partials);
+  kernels::sum_columns({{of_weight, g.weight, g.of_weight}, {of_bias, g.bias, g.of_bias}});
   g.of_x = of_x;
 }
 
@@ -184,29 +162,14 @@ struct NormNode final : KernelNode {
   }
 
   variable_list backward(variable_list&& gradients) override {
-    variable_list out(num_outputs());
-    NormGradient g{};
-    g.of_out = gradients.back();
-    if (gives_sum) g.of_sum = gradients.front();
-    if (!g.of_out.defined()) {
-      out[kX] = g.of_sum;
-      if (adds) out[kResidual] = g.of_sum;
-      return out;
-    }
-    g.sum = sum.unpack(shared_from_this());
-    g.weight = weight.unpack();
-    g.bias = bias.unpack();
-    g.statistics = statistics;
-    g.rms = rms;
-    g.wants_weight = g.weight.defined() && task_should_compute_output(kWeight);
-    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
+    const auto of_sum = gives_sum ? gradients.front() : at::Tensor();
+    if (!gradients.back().defined()) return {of_sum, adds ? of_sum : at::Tensor(), {}, {}};
+    NormGradient g{
+        gradients.back(), of_sum, sum.unpack(shared_from_this()), weight.unpack(), bias.unpack(),
+        statistics, rms, task_should_compute_output(kWeight), task_should_compute_output(kBias)};
     kernels::or_else(
         "the backward of a norm", [&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
-    out[kX] = g.of_x;
-    if (adds) out[kResidual] = g.of_x;
-    out[kWeight] = g.of_weight;
-    out[kBias] = g.of_bias;
-    return out;
+    return {g.of_x, adds ? g.of_x : at::Tensor(), g.of_weight, g.of_bias};
   }
 
   SavedVariable sum, weight, bias;

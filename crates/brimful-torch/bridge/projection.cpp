@@ -45,7 +45,9 @@ at::Tensor of_bias_by_kernel(const at::Tensor& given, const at::Tensor& bias) {
   arguments.rows = rows;
   arguments.columns = static_cast<int>(columns);
   kernels::functions()->column_partials(arguments, kind);
-  return kernels::columns_summed(partials, bias);
+  at::Tensor of_bias;
+  kernels::sum_columns({{partials, bias, of_bias}});
+  return of_bias;
 }
 
 // Undefined where it is left to be added up with all others'.
