@@ -81,58 +81,42 @@ constexpr Define kWidth{"WIDTH"}, kLanes{"LANES"}, kThreadCount{"THREADS"}, kPas
 // The place of the last one in both directions.
 constexpr size_t kPassPlace = 4;
 
-using ForwardFamily = KernelFamily<7>;
-using BackwardFamily = KernelFamily<10>;
-using PoolFamily = KernelFamily<4>;
-
-const ForwardFamily& forward_family() {
-  static const ForwardFamily family(
-      batch_norm_forward_source, "batch_norm_forward",
-      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"RELU"}, Define{"RESIDUAL"}});
-  return family;
-}
-
-const BackwardFamily& backward_family() {
-  static const BackwardFamily family(
-      batch_norm_backward_source, "batch_norm_backward",
-      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"MASK"}, Define{"MORE"}, Define{"KEEP"},
-       Define{"OTHER"}, Define{"POOL"}});
-  return family;
-}
-
-const PoolFamily& pool_family() {
-  static const PoolFamily family(
-      batch_norm_pool_source, "batch_norm_pool", {kKind, kWidth, kLanes, kThreadCount});
-  return family;
-}
+const KernelFamily<7> forward_family(
+    batch_norm_forward_source,
+    {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"RELU"}, Define{"RESIDUAL"}});
+const KernelFamily<10> backward_family(
+    batch_norm_backward_source,
+    {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"MASK"}, Define{"MORE"}, Define{"KEEP"},
+     Define{"OTHER"}, Define{"POOL"}});
+const KernelFamily<4> pool_family(batch_norm_pool_source, {kKind, kWidth, kLanes, kThreadCount});
 
 // What a backward is compiled for, beside how it reads.
 struct BackwardParts {
   int mask, more, keep, other, pool;
 };
 
-ForwardFamily::Numbers forward_numbers(const Reading& r, Pass pass, int relu, int residual) {
+std::array<int, 7> forward_numbers(const Reading& r, Pass pass, int relu, int residual) {
   return {r.kind, r.width, r.lanes, kThreads, pass, relu, residual};
 }
 
-BackwardFamily::Numbers backward_numbers(const Reading& r, Pass pass, const BackwardParts& parts) {
+std::array<int, 10> backward_numbers(const Reading& r, Pass pass, const BackwardParts& parts) {
   const auto& [mask, more, keep, other, pool] = parts;
   return {r.kind, r.width, r.lanes, kThreads, pass, mask, more, keep, other, pool};
 }
 
-PoolFamily::Numbers pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
+std::array<int, 4> pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
 
 // What a residual network uses beside the first of its layers in training, in the order of its use.
 std::vector<Compiling> likely(const Reading& reading) {
   std::vector<Compiling> all;
   const auto forward = [&](Pass pass, int relu, int residual) {
-    all.push_back(forward_family().compiling(forward_numbers(reading, pass, relu, residual)));
+    all.push_back(forward_family.compiling(forward_numbers(reading, pass, relu, residual)));
   };
   const auto backward = [&](const BackwardParts& parts) {
-    all.push_back(backward_family().compiling(backward_numbers(reading, kWhole, parts)));
+    all.push_back(backward_family.compiling(backward_numbers(reading, kWhole, parts)));
   };
   forward(kStatistics, 0, 0);
-  all.push_back(pool_family().compiling(pool_numbers(reading)));
+  all.push_back(pool_family.compiling(pool_numbers(reading)));
   forward(kWhole, 1, 0);
   forward(kWhole, 1, 2);
   forward(kWhole, 1, 1);
@@ -250,12 +234,13 @@ const float* read_floats(const at::Tensor& tensor) {
 float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
 
 // The kernels of one direction, which differ in what they do of it.
-template <class Family, class Arguments>
+template <size_t N, class Arguments>
 struct Passes {
-  const Family& family;
+  const KernelFamily<N>& family;
+  const char* const function;
   const Reading reading;
   // Of whatever pass.
-  const typename Family::Numbers numbers;
+  const std::array<int, N> numbers;
   // The kernel's own bytes of shared memory, tensors that it keeps in the rest, and its sums over rows.
   const size_t bytes;
   const int tensors, sums;
@@ -264,7 +249,7 @@ struct Passes {
   const Kernel& kernel(Pass pass) const {
     auto its_own = numbers;
     its_own[kPassPlace] = pass;
-    return family.of(its_own);
+    return family.of(function, its_own);
   }
 
   void launch(Pass pass, const Plan& plan, int blocks) {
@@ -297,19 +282,19 @@ struct Passes {
   }
 };
 
-using Forward = Passes<ForwardFamily, BatchNormForward>;
-using Backward = Passes<BackwardFamily, BatchNormBackward>;
+using Forward = Passes<7, BatchNormForward>;
+using Backward = Passes<10, BatchNormBackward>;
 
 Forward forward_of(const Reading& reading, int relu, int residual) {
   return {
-      forward_family(), reading, forward_numbers(reading, kWhole, relu, residual),
-      forward_bytes(reading), 1, 2};
+      forward_family, "batch_norm_forward", reading,
+      forward_numbers(reading, kWhole, relu, residual), forward_bytes(reading), 1, 2};
 }
 
 Backward backward_of(const Reading& reading, const BackwardParts& parts) {
   const int norms = 1 + parts.other;
   return {
-      backward_family(), reading, backward_numbers(reading, kWhole, parts),
+      backward_family, "batch_norm_backward", reading, backward_numbers(reading, kWhole, parts),
       backward_bytes(reading, norms), 1 + norms, 1 + norms};
 }
 
@@ -476,8 +461,7 @@ BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   arguments.pooled_width = static_cast<int>(out.y.size(3));
   constexpr unsigned kPoolThreads = 256;
   const unsigned blocks = (arguments.total + kPoolThreads - 1) / kPoolThreads;
-  pool_family()
-      .of(pool_numbers(reading))
+  pool_family.of("batch_norm_pool", pool_numbers(reading))
       .launch(Shape{blocks, 1, kPoolThreads, 0, false}, arguments);
   return out;
 }
