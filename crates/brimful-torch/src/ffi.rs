@@ -208,7 +208,6 @@ guarded! {
     fn brimful_host_bytes(bytes: usize, alignment: usize) -> Made;
     fn brimful_lock_pages(memory: *mut c_void, bytes: usize, device: i32);
     fn brimful_unlock_pages(memory: *mut c_void);
-    fn brimful_lookers(tensor: Lent) -> usize;
     fn brimful_pin(tensor: Lent) -> Made;
     fn brimful_room_for(tensor: Lent, page_locked: bool, keeps_order: bool) -> Made;
     fn brimful_copy(into: *mut RawTensor, from: Lent);
@@ -247,7 +246,7 @@ guarded! {
     fn brimful_touches_end(
         list: *mut RawTouches, ran: extern "C" fn(*mut c_void, *const c_char),
         found: extern "C" fn(*mut c_void, *mut RawTensor, bool), context: *mut c_void,
-    );
+    ) -> bool;
 
     fn brimful_fused_sgd(
         parameters: Tensors, gradients: Tensors, buffers: Tensors, count: usize,
@@ -305,5 +304,4 @@ unsafe extern "C" {
 
     pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
     pub(crate) fn brimful_touches_exchange(list: *mut RawTouches) -> *mut RawTouches;
-    pub(crate) fn brimful_touches_draw_on_host(list: *const RawTouches) -> bool;
 }

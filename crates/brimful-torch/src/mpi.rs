@@ -210,16 +210,13 @@ impl Mpi {
             }
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
         }
-        let buffer = Some(Buffer::Bytes(vec![0; length.unsigned_abs() as usize]));
-        let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer };
-        let (start, _) = pending.bytes()?;
+        // One piece, as it was sent.
+        let buffer = Buffer::Bytes(vec![0; length.unsigned_abs() as usize]);
         // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
         // completed.
-        unsafe {
-            let (mut request, kind) = (ffi::RSMPI_REQUEST_NULL, ffi::RSMPI_UINT8_T);
-            checked(ffi::MPI_Imrecv(start.cast(), length, kind, &mut message, &mut request))?;
-            pending.requests.push(request);
-        }
+        let pending = self.begin(buffer, |start, length, request| unsafe {
+            ffi::MPI_Imrecv(start, length, ffi::RSMPI_UINT8_T, &mut message, request)
+        })?;
         self.arriving.push_back((status.MPI_SOURCE.unsigned_abs() as usize, pending));
         Ok(true)
     }
@@ -240,7 +237,7 @@ impl Mpi {
     fn begin(
         &self,
         buffer: Buffer,
-        start: impl Fn(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
+        mut start: impl FnMut(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
     ) -> Result<MpiMessage, MpiError> {
         let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer: Some(buffer) };
         let (first, length) = pending.bytes()?;

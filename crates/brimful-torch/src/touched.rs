@@ -69,13 +69,11 @@ struct UnderWay(*mut RawTouches);
 impl UnderWay {
     fn end(&mut self) -> Result<Touched, TorchError> {
         let list = std::mem::replace(&mut self.0, ptr::null_mut());
-        // SAFETY: the list is live.
-        let draws_on_host = unsafe { ffi::brimful_touches_draw_on_host(list) };
-        let mut touched = Touched { draws_on_host, ..Touched::default() };
+        let mut touched = Touched::default();
         let context = ptr::from_mut(&mut touched).cast();
         // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
         // alone, in which nobody else uses `touched`.
-        unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
+        touched.draws_on_host = unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
         Ok(touched)
     }
 }
