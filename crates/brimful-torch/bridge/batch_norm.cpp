@@ -134,10 +134,8 @@ BatchNormGradients plain_backward(const BatchNormGradient& in) {
 }
 
 BatchNormGradients gradients_of(const BatchNormGradient& in) {
-  const auto* functions = brimful::kernels::functions();
-  if (functions == nullptr) return plain_backward(in);
   return or_else(
-      "the backward of BatchNorm", [&] { return functions->batch_norm_backward(in); },
+      "the backward of BatchNorm", [&] { return functions()->batch_norm_backward(in); },
       [&] { return plain_backward(in); });
 }
 
