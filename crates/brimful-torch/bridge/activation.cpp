@@ -85,7 +85,7 @@ void backward_by_kernel(ActivationGradient& g) {
   const auto outputs = outputs_of(x, g.function);
   auto of_x = at::empty_like(x);
   at::Tensor partial;
-  const auto blocks = kernels::functions()->activation_row_blocks(rows, outputs, kind);
+  const auto blocks = kernels::functions()->column_partial_rows(rows, outputs, kind);
   if (g.wants_bias) partial = at::empty({blocks, x.size(-1)}, x.options().dtype(at::kFloat));
   ActivationArguments arguments{};
   arguments.x = x.const_data_ptr();

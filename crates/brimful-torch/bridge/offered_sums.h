@@ -14,11 +14,6 @@ BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 namespace brimful {
 
-// What half-precision gradients are summed in.
-inline at::ScalarType sum_kind(at::ScalarType kind) {
-  return is_half(kind) ? at::kFloat : kind;
-}
-
 // Adds a · b to the sum, which is made where there is none yet. Halves are multiplied into a sum of f32, on CUDA alone.
 inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   const int beta = sum.defined() ? 1 : 0;

@@ -21,7 +21,7 @@ struct Angles {
 };
 
 at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
-  const auto wide = brimful::is_half(x.scalar_type()) ? at::kFloat : x.scalar_type();
+  const auto wide = brimful::sum_kind(x.scalar_type());
   const auto halves = x.to(wide).chunk(2, -1);
   const auto cos = angles.cos.unsqueeze(1).to(wide);
   const auto sin = angles.sin.unsqueeze(1).to(wide).mul(sign);

@@ -47,7 +47,6 @@ struct BrimfulCudaFunctions {
   BRIMFUL_FUNCTION(kernels, add_column_sums);
   BRIMFUL_FUNCTION(kernels, add_scaled_product);
   BRIMFUL_FUNCTION(kernels, rotary);
-  BRIMFUL_FUNCTION(kernels, activation_row_blocks);
   BRIMFUL_FUNCTION(kernels, activation);
   BRIMFUL_FUNCTION(kernels, batch_norm_forward);
   BRIMFUL_FUNCTION(kernels, batch_norm_statistics);

@@ -24,10 +24,6 @@ Compiling activation_compiling(NumberKind kind, Activation function) {
   return family.compiling(numbers_of(kind, numbers_a_word(kind), function));
 }
 
-int64_t activation_row_blocks(int64_t rows, int64_t outputs, NumberKind kind) {
-  return Strips(kind, outputs).row_blocks(rows);
-}
-
 void activation(
     const ActivationArguments& given, NumberKind kind, Activation function, bool backward) {
   const Strips strips(kind, given.outputs);

@@ -38,10 +38,6 @@ enum Pass {
 
 int kind_of(const at::Tensor& tensor) { return static_cast<int>(number_kind(tensor)); }
 
-bool is_aligned(const at::Tensor& tensor) {
-  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
 // How a tensor is read: its kind, numbers at once, and lanes side by side.
 struct Reading {
   int kind, width, lanes;

@@ -39,8 +39,7 @@ void rotary(const RotaryArguments& arguments, NumberKind kind);
 
 // As kernels/activation.cu and src/activation.rs number them.
 enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
-// How many rows of partial sums a backward writes.
-int64_t activation_row_blocks(int64_t rows, int64_t outputs, NumberKind kind);
+// A backward writes as many rows of partial sums as `column_partial_rows` says of its outputs.
 void activation(
     const ActivationArguments& arguments, NumberKind kind, Activation function, bool backward);
 
