@@ -80,8 +80,9 @@ std::optional<brimful::DirectBackward> directly(
     if (!roots[i].requires_grad() || (!gradients[i].defined() && roots[i].numel() != 1)) {
       return std::nullopt;
     }
-    direct.roots.push_back(torch::autograd::impl::gradient_edge(roots[i]));
-    direct.gradients.push_back(gradients[i].defined() ? gradients[i] : at::ones_like(roots[i]));
+    direct.add(
+        torch::autograd::impl::gradient_edge(roots[i]),
+        gradients[i].defined() ? gradients[i] : at::ones_like(roots[i]));
   }
   return direct;
 }

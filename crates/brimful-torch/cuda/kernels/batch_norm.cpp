@@ -185,34 +185,8 @@ size_t backward_bytes(const Reading& reading, int norms) {
   return rounded(kWarps * sums * channels + sums * kThreads + 3 * norms * channels);
 }
 
-Shape shape_of(const Reading& reading, const Plan& plan, int blocks) {
-  return {
-      static_cast<unsigned>(reading.slices()), static_cast<unsigned>(blocks), kThreads,
-      plan.shared_bytes, plan.cooperative};
-}
-
-// Whether all blocks of the plan run at the same time.
-bool fits(const Kernel& kernel, const Plan& plan) {
-  return plan.cooperative && kernel.blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
-}
-
-template <class Arguments>
-void set_rows(Arguments& arguments, const Reading& reading, const Plan& plan) {
-  arguments.rows = reading.rows;
-  arguments.channels = reading.channels;
-  arguments.blocks = plan.blocks;
-  arguments.chunk = plan.chunk;
-  arguments.slots = plan.slots;
-}
-
 at::Tensor numbers(const at::Tensor& like, int64_t count) {
   return at::empty({count}, like.options().dtype(at::kFloat).memory_format(std::nullopt));
-}
-
-at::Tensor partials_of(
-    const at::Tensor& like, const Reading& reading, const Plan& plan, int kinds) {
-  const int64_t blocks = int64_t{plan.blocks} * reading.slices();
-  return numbers(like, blocks * kinds * reading.slice_channels());
 }
 
 const void* read_from(const at::Tensor& tensor) {
@@ -248,8 +222,19 @@ struct Passes {
     return family.of(function, its_own);
   }
 
+  void set_rows(const Plan& plan) {
+    arguments.rows = reading.rows;
+    arguments.channels = reading.channels;
+    arguments.blocks = plan.blocks;
+    arguments.chunk = plan.chunk;
+    arguments.slots = plan.slots;
+  }
+
   void launch(Pass pass, const Plan& plan, int blocks) {
-    kernel(pass).launch(shape_of(reading, plan, blocks), arguments);
+    const Shape shape{
+        static_cast<unsigned>(reading.slices()), static_cast<unsigned>(blocks), kThreads,
+        plan.shared_bytes, plan.cooperative};
+    kernel(pass).launch(shape, arguments);
   }
 
   // `whole` in one launch, or the halves in two, of which the second reads again what the first `keeps`.
@@ -260,11 +245,14 @@ struct Passes {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
-    const bool at_once = fits(kernel(whole), plan);
+    // Whether all blocks of the plan run at the same time.
+    const bool at_once =
+        plan.cooperative && kernel(whole).blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
     if (!at_once) plan = plain_plan(reading, figures, bytes);
-    const at::Tensor partials = partials_of(x, reading, plan, sums);
+    const int64_t blocks = int64_t{plan.blocks} * reading.slices();
+    const at::Tensor partials = kernels::numbers(x, blocks * sums * reading.slice_channels());
     arguments.partials = write_floats(partials);
-    set_rows(arguments, reading, plan);
+    set_rows(plan);
     if (at_once) return launch(whole, plan, plan.blocks);
     launch(kFirstHalf, plan, plan.blocks);
     launch(second, plan, keeps ? plan.blocks : 1);
@@ -273,7 +261,7 @@ struct Passes {
   // No sums over the rows are needed.
   void run_fixed(const at::Tensor& x) {
     const Plan plan = plain_plan(reading, card(x.get_device()), bytes);
-    set_rows(arguments, reading, plan);
+    set_rows(plan);
     launch(kFixed, plan, plan.blocks);
   }
 };
