@@ -35,7 +35,7 @@
 using brimful::is_half;
 using brimful::or_none;
 using brimful::sum_kind;
-using brimful::kernels::variable_list;
+using namespace brimful::kernels;
 
 BRIMFUL_READ_AGAIN("mm with an output of another kind, which only CUDA has");
 
@@ -147,7 +147,7 @@ const float* floats_or_null(const at::Tensor& tensor) {
 // The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
 bool row_losses_by_kernel(
     at::Tensor& logits, const Targets& targets, bool gradient, at::Tensor& losses) {
-  if (!brimful::kernels::takes(logits)) return false;
+  if (!takes(logits)) return false;
   const auto counted = targets.counted.const_data_ptr<bool>();
   const CrossEntropyArguments arguments{
       logits.mutable_data_ptr(),
@@ -163,11 +163,10 @@ bool row_losses_by_kernel(
       gradient};
   const auto by_kernel = [&] {
     const c10::DeviceGuard there(logits.device());
-    const auto kind = brimful::kernels::number_kind(logits);
-    brimful::kernels::functions()->cross_entropy(arguments, kind, logits.size(0));
+    functions()->cross_entropy(arguments, number_kind(logits), logits.size(0));
     return true;
   };
-  return brimful::kernels::or_else("linear_cross_entropy", by_kernel, [] { return false; });
+  return or_else("linear_cross_entropy", by_kernel, [] { return false; });
 }
 
 // Rows of numbers, each beginning where a device's products like it.
@@ -217,7 +216,7 @@ struct Head {
   }
 
   bool is_copied() const {
-    return is_half(hidden.scalar_type()) && !brimful::kernels::takes(hidden);
+    return is_half(hidden.scalar_type()) && !takes(hidden);
   }
 
   // The same number of tokens for nearly the same bytes, so that sums have the same order.
@@ -302,24 +301,24 @@ void add_scaled_product(
     const auto options = hidden.options().dtype(at::kFloat);
     auto out = sum.defined() ? sum : at::zeros({gradient.size(1), hidden.size(1)}, options);
     if (!out.is_contiguous() || out.scalar_type() != at::kFloat) {
-      throw brimful::kernels::KernelError("the sum is not of f32, row by row");
+      throw KernelError("the sum is not of f32, row by row");
     }
     const auto one = at::ones({}, options), by = factor.to(at::kFloat);
-    const brimful::kernels::ScaledProduct product{
+    const ScaledProduct product{
         gradient.const_data_ptr(), hidden.const_data_ptr(), out.mutable_data_ptr<float>(),
         by.const_data_ptr<float>(), one.const_data_ptr<float>(), gradient.size(1), hidden.size(1),
         hidden.size(0), gradient.stride(0), hidden.stride(0)};
     const c10::DeviceGuard there(hidden.device());
-    brimful::kernels::functions()->add_scaled_product(product, brimful::kernels::number_kind(hidden));
+    functions()->add_scaled_product(product, number_kind(hidden));
     sum = out;
   };
-  brimful::kernels::or_else("the gradient of a head", on_device, [&] {
+  or_else("the gradient of a head", on_device, [&] {
     add_scaled(sum, at::mm(gradient.t(), hidden, at::kFloat), factor, /*keep=*/false);
   });
 }
 
 // Keeps the gradients themselves, which its backward multiplies, or that of the logits.
-struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
+struct LinearCrossEntropyNode final : KernelNode {
   // The edges, in this order.
   enum Input { kHidden, kWeight, kBias };
 
@@ -372,8 +371,8 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
   // Of the edges in their order; undefined where none is wanted, or its product waits.
   std::array<at::Tensor, 3> kept;
   at::Tensor logits;  // their gradient, where products wait
-  brimful::kernels::SavedVariable hidden;  // then
-  brimful::kernels::SavedVariable weight;
+  SavedVariable hidden;  // then
+  SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };
 
@@ -390,15 +389,14 @@ at::Tensor loss_of(
     loss = head.losses.sum();
   }
   if (!wanted.any()) return loss;
-  const auto node =
-      brimful::kernels::node_after<LinearCrossEntropyNode>(hidden, weight, bias);
+  const auto node = node_after<LinearCrossEntropyNode>(hidden, weight, bias);
   if (head.waits) {
     node->logits = head.logits;
-    node->hidden = brimful::kernels::SavedVariable(hidden, false);
+    node->hidden = SavedVariable(hidden, false);
   }
   if (head.of_hidden.defined()) head.of_hidden = head.of_hidden.view(hidden.sizes());
   node->kept = {head.of_hidden, head.of_weight, head.of_bias};
-  node->weight = brimful::kernels::SavedVariable(weight, false);
+  node->weight = SavedVariable(weight, false);
   node->kind = hidden.scalar_type();
   torch::autograd::set_history(loss, node);
   return loss;
@@ -415,7 +413,6 @@ int32_t brimful_linear_cross_entropy(
     int64_t chunk_bytes, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto biases = or_none(bias);
-    using brimful::kernels::compute_requires_grad;
     const Wanted wanted{
         compute_requires_grad(*hidden), compute_requires_grad(*weight), compute_requires_grad(biases)};
     Targets rows;

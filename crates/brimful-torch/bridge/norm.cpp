@@ -20,10 +20,7 @@
 #include <ATen/ops/rms_norm.h>
 
 using brimful::or_none;
-using brimful::kernels::KernelNode;
-using brimful::kernels::SavedVariable;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
@@ -45,21 +42,21 @@ struct NormDone {
 };
 
 bool has_kernel(const NormGiven& given) {
-  const auto alike = [&](const at::Tensor& other) { return kernels::is_alike(given.x, other); };
-  return kernels::takes(given.x) && given.x.numel() > 0 && alike(given.residual) &&
+  const auto alike = [&](const at::Tensor& other) { return is_alike(given.x, other); };
+  return takes(given.x) && given.x.numel() > 0 && alike(given.residual) &&
          alike(given.weight) && alike(given.bias);
 }
 
 // Throws a KernelError where it cannot be had.
 NormDone forward_by_kernel(const NormGiven& given) {
-  const kernels::OwnWork own(given.x);
+  const OwnWork own(given.x);
   brimful::tell(
       "brimful::norm", {given.eps, double(given.rms)},
       {&given.x, &given.residual, &given.weight, &given.bias}, {});
-  const auto x = kernels::laid_out(given.x);
-  const auto residual = kernels::laid_out(given.residual);
-  const auto weight = kernels::laid_out(given.weight);
-  const auto bias = kernels::laid_out(given.bias);
+  const auto x = laid_out(given.x);
+  const auto residual = laid_out(given.residual);
+  const auto weight = laid_out(given.weight);
+  const auto bias = laid_out(given.bias);
   const auto width = x.size(-1);
   const auto rows = x.numel() / width;
   NormDone done;
@@ -69,17 +66,17 @@ NormDone forward_by_kernel(const NormGiven& given) {
   auto* scale = done.statistics.mutable_data_ptr<float>();
   const NormForwardArguments arguments{
       x.const_data_ptr(),
-      kernels::pointer_or_null(residual),
+      pointer_or_null(residual),
       residual.defined() ? done.sum.mutable_data_ptr() : nullptr,
       done.out.mutable_data_ptr(),
-      kernels::pointer_or_null(weight),
-      kernels::pointer_or_null(bias),
+      pointer_or_null(weight),
+      pointer_or_null(bias),
       given.rms ? nullptr : scale + rows,
       scale,
       rows,
       static_cast<int>(width),
       static_cast<float>(given.eps)};
-  kernels::functions()->norm_forward(arguments, kernels::number_kind(x));
+  functions()->norm_forward(arguments, number_kind(x));
   return done;
 }
 
@@ -97,12 +94,12 @@ struct NormGradient {
 };
 
 void backward_by_kernel(NormGradient& g) {
-  const kernels::OwnWork own(g.sum);
-  const auto of_out = kernels::laid_out(g.of_out);
-  const auto of_sum = kernels::laid_out(g.of_sum);
-  const auto weight = kernels::laid_out(g.weight);
-  const auto kind = kernels::number_kind(g.sum);
-  const auto blocks = kernels::functions()->norm_partial_rows(g.rows(), g.width(), kind);
+  const OwnWork own(g.sum);
+  const auto of_out = laid_out(g.of_out);
+  const auto of_sum = laid_out(g.of_sum);
+  const auto weight = laid_out(g.weight);
+  const auto kind = number_kind(g.sum);
+  const auto blocks = functions()->norm_partial_rows(g.rows(), g.width(), kind);
   const int weights = g.wants_weight ? 1 : 0, biases = g.wants_bias ? 1 : 0;
   const auto partials = at::empty({weights + biases, blocks, g.width()}, g.statistics.options());
   const auto of_weight = g.wants_weight ? partials[0] : at::Tensor();
@@ -111,9 +108,9 @@ void backward_by_kernel(NormGradient& g) {
   auto of_x = at::empty_like(g.sum);
   const NormBackwardArguments arguments{
       of_out.const_data_ptr(),
-      kernels::pointer_or_null(of_sum),
+      pointer_or_null(of_sum),
       g.sum.const_data_ptr(),
-      kernels::pointer_or_null(weight),
+      pointer_or_null(weight),
       g.rms ? nullptr : scale + g.rows(),
       scale,
       of_x.mutable_data_ptr(),
@@ -122,8 +119,8 @@ void backward_by_kernel(NormGradient& g) {
       g.rows(),
       0,
       static_cast<int>(g.width())};
-  kernels::functions()->norm_backward(arguments, kind);
-  kernels::sum_columns({{of_weight, g.weight, g.of_weight}, {of_bias, g.bias, g.of_bias}});
+  functions()->norm_backward(arguments, kind);
+  sum_columns({{of_weight, g.weight, g.of_weight}, {of_bias, g.bias, g.of_bias}});
   g.of_x = of_x;
 }
 
@@ -167,7 +164,7 @@ struct NormNode final : KernelNode {
     NormGradient g{
         gradients.back(), of_sum, sum.unpack(shared_from_this()), weight.unpack(), bias.unpack(),
         statistics, rms, task_should_compute_output(kWeight), task_should_compute_output(kBias)};
-    kernels::or_else(
+    or_else(
         "the backward of a norm", [&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
     return {g.of_x, adds ? g.of_x : at::Tensor(), g.of_weight, g.of_bias};
   }
@@ -180,8 +177,8 @@ struct NormNode final : KernelNode {
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(const NormGiven& given, NormDone& done) {
   const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
-  if (!kernels::compute_requires_grad(x, residual, weight, bias)) return;
-  const auto node = kernels::node_after<NormNode>(x, residual, weight, bias);
+  if (!compute_requires_grad(x, residual, weight, bias)) return;
+  const auto node = node_after<NormNode>(x, residual, weight, bias);
   node->adds = residual.defined();
   node->rms = rms;
   node->statistics = done.statistics;
@@ -211,7 +208,7 @@ NormDone normed(const NormGiven& given) {
     attach(given, done);
     return done;
   };
-  return kernels::or_else("a norm", by_kernel, [&] { return by_libtorch(given); });
+  return or_else("a norm", by_kernel, [&] { return by_libtorch(given); });
 }
 
 }  // namespace
