@@ -38,12 +38,8 @@ const HOST_KERNELS: &str = "bridge/host_adam.cpp";
 
 /// The units of `cuda/`: what works with tensors, and what finds and loads kernels. What launches a family is
 /// compiled by itself, with its own threads and family; those files read few headers.
-const CUDA_TENSORS: [&str; 4] = [
-    "cuda/graph.cpp",
-    "cuda/memory.cpp",
-    "cuda/object.cpp",
-    "cuda/kernels/batch_norm.cpp",
-];
+const CUDA_TENSORS: [&str; 4] =
+    ["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp", "cuda/kernels/batch_norm.cpp"];
 const CUDA_LOADING: [&str; 5] = [
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",

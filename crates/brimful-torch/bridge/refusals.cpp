@@ -6,8 +6,7 @@
 
 #include "refusals.h"
 
-#include "mirrored.h"
-
+#include <array>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -25,7 +24,7 @@ class Recent {
     if (list_.size() > kKept) list_.pop_front();
   }
 
-  bool find(const char* text, BrimfulRefusal* out) {
+  char* find(const char* text, std::array<int64_t, 3>* numbers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const brimful::Refusal* found = nullptr;
     for (const auto& refusal : list_) {
@@ -33,9 +32,9 @@ class Recent {
       const bool longer = found == nullptr || refusal.sentence.size() > found->sentence.size();
       if (longer && strstr(text, refusal.sentence.c_str()) != nullptr) found = &refusal;
     }
-    if (found == nullptr) return false;
-    *out = {found->asked, found->in_use, found->limit, strdup(found->arena.c_str())};
-    return true;
+    if (found == nullptr) return nullptr;
+    *numbers = {found->asked, found->in_use, found->limit};
+    return strdup(found->arena.c_str());
   }
 
  private:
@@ -55,9 +54,10 @@ void brimful::note_refusal(Refusal refusal) { recent().note(std::move(refusal));
 
 extern "C" {
 
-// The refusal whose sentence is in the text, if it was one of the last.
-bool brimful_arena_refusal(const char* text, BrimfulRefusal* out) noexcept {
-  return recent().find(text, out);
+// Of the refusal whose sentence is in the text, if it was one of the last: the arena's name, which is the receiver's to
+// free, and the bytes asked for, in use and allowed, of which -1 is no limit. Else null.
+char* brimful_arena_refusal(const char* text, std::array<int64_t, 3>* numbers) noexcept {
+  return recent().find(text, numbers);
 }
 
 }  // extern "C"

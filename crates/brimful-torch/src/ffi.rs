@@ -43,24 +43,6 @@ macro_rules! mirrored {
 }
 
 mirrored! {
-    RawMemory, 56 bytes: {
-        current: i64 = 0,
-        peak: i64 = 8,
-        reserved: i64 = 16,
-        retries: i64 = 24,
-        refusals: i64 = 32,
-        free: i64 = 40,
-        total: i64 = 48,
-    }
-
-    /// An allocation that an arena refused. No limit is -1; the arena's name is ours to free.
-    RawRefusal, 32 bytes: {
-        asked: i64 = 0,
-        in_use: i64 = 8,
-        limit: i64 = 16,
-        arena: *mut c_char = 24,
-    }
-
     RawSgd, 40 bytes: {
         learning_rate: f64 = 0,
         momentum: f64 = 8,
@@ -170,7 +152,7 @@ guarded! {
     );
     fn brimful_set_gradient(tensor: *mut RawTensor, gradient: Lent);
 
-    fn brimful_device_memory(device: i32) -> RawMemory;
+    fn brimful_device_memory(device: i32) -> [i64; 7];
     fn brimful_reset_peak(device: i32);
     fn brimful_empty_cache(device: i32);
 
@@ -283,7 +265,8 @@ unsafe extern "C" {
     pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
     pub(crate) fn brimful_arena_refusals(arena: *const RawArena) -> i64;
-    pub(crate) fn brimful_arena_refusal(text: *const c_char, out: *mut RawRefusal) -> bool;
+    pub(crate) fn brimful_arena_refusal(text: *const c_char, numbers: *mut [i64; 3])
+    -> *mut c_char;
     pub(crate) fn brimful_arena_fail(arena: *mut RawArena, n: i64, count: i64);
 
     pub(crate) fn brimful_want_engine(wanted: bool) -> bool;

@@ -35,16 +35,17 @@ pub struct DeviceMemory {
 pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     let index = accelerator(device)?;
     // SAFETY: takes a plain number.
-    let raw = unsafe { ffi::brimful_device_memory(index) }?;
-    let (reserved, total) = (raw.reserved.unsigned_abs(), raw.total.unsigned_abs());
+    let figures = unsafe { ffi::brimful_device_memory(index) }?;
+    let [current, peak, reserved, allocation_retries, refusals, free, total] =
+        figures.map(i64::unsigned_abs);
     let limit = (share(index)? * total as f64).round() as u64;
     Ok(DeviceMemory {
-        current: raw.current.unsigned_abs(),
-        peak: raw.peak.unsigned_abs(),
+        current,
+        peak,
         reserved,
-        allocation_retries: raw.retries.unsigned_abs(),
-        refusals: raw.refusals.unsigned_abs(),
-        free: raw.free.unsigned_abs().min(limit.saturating_sub(reserved)),
+        allocation_retries,
+        refusals,
+        free: free.min(limit.saturating_sub(reserved)),
         total,
         limit,
     })
