@@ -27,15 +27,11 @@ const char* approximation(Activation function) {
   return function == Activation::kGeluTanh ? "tanh" : "none";
 }
 
-// On x with its bias added.
-at::Tensor applied(const at::Tensor& x, Activation function) {
+at::Tensor by_libtorch(const at::Tensor& given, const at::Tensor& bias, Activation function) {
+  const auto x = bias.defined() ? at::add(given, bias) : given;
   if (function != Activation::kSwiGlu) return at::gelu(x, approximation(function));
   const auto halves = x.chunk(2, -1);
   return at::silu(halves[0]).mul(halves[1]);
-}
-
-at::Tensor by_libtorch(const at::Tensor& x, const at::Tensor& bias, Activation function) {
-  return applied(bias.defined() ? at::add(x, bias) : x, function);
 }
 
 int64_t outputs_of(const at::Tensor& x, Activation function) {

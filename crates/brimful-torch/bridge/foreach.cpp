@@ -36,19 +36,14 @@ void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   }
 }
 
-std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& tensors) {
+at::Tensor global_norm(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
   std::vector<at::Tensor> norms;
   for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
     // A sum of squares overflows f16 and is coarse in bf16.
     const auto some = at::_foreach_norm(alike, 2, brimful::sum_kind(alike[0].scalar_type()));
     norms.insert(norms.end(), some.begin(), some.end());
   });
-  return norms;
-}
-
-at::Tensor global_norm(const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
-  auto norms = norms_of(tensors);
   auto kind = norms[0].scalar_type();
   for (const auto& norm : norms) kind = c10::promoteTypes(kind, norm.scalar_type());
   for (auto& norm : norms) norm = norm.to(tensors[0].device(), kind);
