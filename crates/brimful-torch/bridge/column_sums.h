@@ -27,7 +27,7 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
     gradient = at::empty({partials.size(1)}, parameter.options());
     arguments.from[count] = partials.const_data_ptr<float>();
     arguments.into[count++] = gradient.mutable_data_ptr();
-    arguments.kind = static_cast<int>(number_kind(parameter));
+    arguments.kind = number_kind(parameter);
     arguments.rows = static_cast<int>(partials.size(0));
     arguments.columns = static_cast<int>(partials.size(1));
   }

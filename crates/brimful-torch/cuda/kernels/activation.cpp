@@ -14,14 +14,10 @@ namespace {
 const KernelFamily<3> family(
     activation_source, {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}, Define{"FUNCTION"}});
 
-std::array<int, 3> numbers_of(NumberKind kind, int64_t per_word, Activation function) {
-  return {static_cast<int>(kind), static_cast<int>(per_word), static_cast<int>(function)};
-}
-
 }  // namespace
 
 Compiling activation_compiling(NumberKind kind, Activation function) {
-  return family.compiling(numbers_of(kind, numbers_a_word(kind), function));
+  return family.compiling({kind, numbers_a_word(kind), function});
 }
 
 void activation(
@@ -29,9 +25,8 @@ void activation(
   const Strips strips(kind, given.outputs);
   ActivationArguments arguments = given;
   arguments.rows_of_block = strips.rows_of_block(given.rows);
-  const auto numbers = numbers_of(kind, strips.per_word, function);
-  family.of(backward ? "activation_backward" : "activation_forward", numbers)
-      .launch(strips.shape(given.rows), arguments);
+  const auto* name = backward ? "activation_backward" : "activation_forward";
+  family.of(name, {kind, strips.per_word, function}).launch(strips.shape(given.rows), arguments);
 }
 
 }  // namespace brimful::kernels

@@ -28,7 +28,7 @@ void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensor
   const Shape shape{
       static_cast<unsigned>(std::min(needed, most)), static_cast<unsigned>(tensors), kThreads, 0,
       false};
-  family.of("add_halves", {static_cast<int>(kind)}).launch(shape, arguments);
+  family.of("add_halves", {kind}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

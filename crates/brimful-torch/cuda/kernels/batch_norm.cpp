@@ -36,8 +36,6 @@ enum Pass {
   kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed, kMoments, kFinishMoments
 };
 
-int kind_of(const at::Tensor& tensor) { return static_cast<int>(number_kind(tensor)); }
-
 // How a tensor is read: its kind, numbers at once, and lanes side by side.
 struct Reading {
   int kind, width, lanes;
@@ -45,7 +43,7 @@ struct Reading {
   // Rows that one thread has at once: the pixels of a square, behind a pooling.
   int together = 1;
 
-  Reading(const at::Tensor& x, bool aligned) : kind(kind_of(x)) {
+  Reading(const at::Tensor& x, bool aligned) : kind(number_kind(x)) {
     const int64_t all = x.numel();
     const int64_t in_rows = x.size(1);
     const int vector = x.element_size() == 4 ? 4 : 8;
@@ -289,8 +287,8 @@ void set_norm(BatchNormForward& arguments, const BatchNormGiven& norm, const at:
   arguments.running_mean = write_to(norm.running_mean);
   arguments.running_variance = write_to(norm.running_variance);
   arguments.saved = write_floats(saved);
-  arguments.weight_kind = kind_of(norm.weight.defined() ? norm.weight : norm.bias);
-  arguments.running_kind = kind_of(norm.running_mean);
+  arguments.weight_kind = number_kind(norm.weight.defined() ? norm.weight : norm.bias);
+  arguments.running_kind = number_kind(norm.running_mean);
   arguments.eps = static_cast<float>(norm.eps);
   arguments.momentum = static_cast<float>(norm.momentum);
 }
@@ -360,7 +358,7 @@ BatchNormGradients::Of room_for(const BatchNormDone& norm) {
 
 void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchNormGradients& out) {
   const auto weight_kind = [](const BatchNormDone& norm) {
-    return kind_of(norm.weight.defined() ? norm.weight : norm.bias);
+    return number_kind(norm.weight.defined() ? norm.weight : norm.bias);
   };
   a.x = read_from(in.own.x);
   a.dy = read_from(in.dy);

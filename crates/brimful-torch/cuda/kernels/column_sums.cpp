@@ -24,7 +24,7 @@ const Kernel adding_kernel(column_sums_source, "add_column_sums", {});
 }  // namespace
 
 Compiling column_partials_compiling(NumberKind kind) {
-  return partials_family.compiling({static_cast<int>(kind), numbers_a_word(kind)});
+  return partials_family.compiling({kind, numbers_a_word(kind)});
 }
 
 int64_t column_partial_rows(int64_t rows, int64_t columns, NumberKind kind) {
@@ -35,7 +35,7 @@ void column_partials(const ColumnPartialsArguments& given, NumberKind kind) {
   const Strips strips(kind, given.columns);
   ColumnPartialsArguments arguments = given;
   arguments.rows_of_block = strips.rows_of_block(given.rows);
-  partials_family.of("column_partials", {static_cast<int>(kind), static_cast<int>(strips.per_word)})
+  partials_family.of("column_partials", {kind, strips.per_word})
       .launch(strips.shape(given.rows), arguments);
 }
 

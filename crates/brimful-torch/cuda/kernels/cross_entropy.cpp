@@ -19,14 +19,10 @@ constexpr size_t kOtherBytes = 1 << 10;
 const KernelFamily<2> family(
     cross_entropy_source, {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
 
-std::array<int, 2> numbers_of(NumberKind kind) {
-  return {static_cast<int>(kind), numbers_a_word(kind)};
-}
-
 }  // namespace
 
 Compiling cross_entropy_compiling(NumberKind kind) {
-  return family.compiling(numbers_of(kind));
+  return family.compiling({kind, numbers_a_word(kind)});
 }
 
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows) {
@@ -42,8 +38,8 @@ void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int6
   const auto shared = fits ? (row + 15) / 16 * 16 : 0;
   const Shape shape{
       static_cast<unsigned>(rows), 1, kThreads, static_cast<unsigned>(shared), false};
-  family.of(fits ? "cross_entropy_kept" : "cross_entropy_again", numbers_of(kind))
-      .launch(shape, arguments);
+  const auto* name = fits ? "cross_entropy_kept" : "cross_entropy_again";
+  family.of(name, {kind, numbers_a_word(kind)}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

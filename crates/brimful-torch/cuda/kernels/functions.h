@@ -38,7 +38,7 @@ void add_column_sums(const AddColumnSumsArguments& arguments, int tables);
 void rotary(const RotaryArguments& arguments, NumberKind kind);
 
 // As kernels/activation.cu and src/activation.rs number them.
-enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
+enum Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
 // A backward writes as many rows of partial sums as `column_partial_rows` says of its outputs.
 void activation(
     const ActivationArguments& arguments, NumberKind kind, Activation function, bool backward);

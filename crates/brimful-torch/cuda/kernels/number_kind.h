@@ -7,7 +7,7 @@
 
 namespace brimful::kernels {
 
-enum class NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+enum NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // Their names, in their order.
 inline constexpr const char* kNumberKinds[] = {"F32", "Bf16", "F16"};

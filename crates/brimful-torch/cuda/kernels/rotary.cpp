@@ -28,7 +28,7 @@ void rotary(const RotaryArguments& given, NumberKind kind) {
     throw KernelError("rotary: 2^39 words and more are libtorch's");
   }
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  family.of("rotary", {static_cast<int>(kind), per_word}).launch(shape, arguments);
+  family.of("rotary", {kind, per_word}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels
