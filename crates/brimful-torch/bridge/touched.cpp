@@ -48,12 +48,8 @@ struct Touches {
     if (!tensor.defined() || !tensor.has_storage()) return;
     const auto& storage = tensor.storage();
     auto* impl = storage.unsafeGetStorageImpl();
-    const auto found = all.find(impl);
-    if (found != all.end()) {
-      found->second.written |= written;
-    } else {
-      all.emplace(impl, Touch{storage.getWeakStorageImpl(), written});
-    }
+    const auto found = all.try_emplace(impl, Touch{storage.getWeakStorageImpl(), false}).first;
+    found->second.written |= written;
   }
 };
 

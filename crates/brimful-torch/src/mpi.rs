@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
-use std::mem;
+use std::mem::{self, ManuallyDrop};
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
@@ -40,8 +40,8 @@ pub enum MpiError {
 
 /// MPI in this process.
 pub struct Mpi {
-    /// None when it must not be ended in order: ranks that are gone would be waited for.
-    universe: Option<Universe>,
+    /// Ended in order by [`Mpi::end`] alone: ranks that are gone would be waited for.
+    universe: ManuallyDrop<Universe>,
     lines: [ffi::MPI_Comm; 2],
     /// Messages on the control line that have been announced, with their senders.
     arriving: VecDeque<(usize, MpiMessage)>,
@@ -99,20 +99,19 @@ impl Mpi {
         let world = universe.world().as_raw();
         // From here on it is not ended in order where something fails: who does not answer now would
         // be waited for then.
-        let (universe, lines) = (Some(universe), [world; 2]);
-        let mut started = Self { universe, lines, arriving: VecDeque::new() };
-        started.lines = [duplicate(world, limit)?, duplicate(world, limit)?];
-        Ok(started)
+        let universe = ManuallyDrop::new(universe);
+        let lines = [duplicate(world, limit)?, duplicate(world, limit)?];
+        Ok(Self { universe, lines, arriving: VecDeque::new() })
     }
 
     /// This process's number.
     pub fn rank(&self) -> usize {
-        self.universe.as_ref().map_or(0, |universe| universe.world().rank().unsigned_abs() as usize)
+        self.universe.world().rank().unsigned_abs() as usize
     }
 
     /// How many processes there are.
     pub fn size(&self) -> usize {
-        self.universe.as_ref().map_or(1, |universe| universe.world().size().unsigned_abs() as usize)
+        self.universe.world().size().unsigned_abs() as usize
     }
 
     /// The name of this machine.
@@ -230,8 +229,8 @@ impl Mpi {
     }
 
     /// Ends MPI in order, for which all ranks wait for each other: on the thread that has started it.
-    pub fn end(mut self) {
-        drop(self.universe.take());
+    pub fn end(self) {
+        drop(ManuallyDrop::into_inner(self.universe));
     }
 
     fn begin(
@@ -249,13 +248,6 @@ impl Mpi {
             pending.requests.insert(0, request);
         }
         Ok(pending)
-    }
-}
-
-impl Drop for Mpi {
-    fn drop(&mut self) {
-        // Ranks may be gone: ending in order would wait for them.
-        mem::forget(self.universe.take());
     }
 }
 
