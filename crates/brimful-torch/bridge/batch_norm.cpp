@@ -12,6 +12,7 @@
 
 #include <ATen/ATen.h>
 
+#include <tuple>
 #include <utility>
 
 using brimful::guarded;
@@ -321,12 +322,9 @@ auto if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorc
 }
 
 // The mean and the variance of each channel.
-std::array<at::Tensor, 2> moments(const at::Tensor& x) {
+std::tuple<at::Tensor, at::Tensor> moments(const at::Tensor& x) {
   const at::NoGradGuard untracked;
-  const auto libtorch = [&]() -> std::array<at::Tensor, 2> {
-    auto [mean, variance] = at::batch_norm_update_stats(x, {}, {}, 0.0);
-    return {mean, variance};
-  };
+  const auto libtorch = [&] { return at::batch_norm_update_stats(x, {}, {}, 0.0); };
   BatchNormGiven norm{};
   norm.x = x;
   norm.training = true;
@@ -383,7 +381,9 @@ int32_t brimful_batch_norm_pool(
 int32_t brimful_batch_norm_moments(
     const at::Tensor* x, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    for (const auto& moment : moments(*x)) *out++ = new at::Tensor(moment);
+    const auto [mean, variance] = moments(*x);
+    out[0] = new at::Tensor(mean);
+    out[1] = new at::Tensor(variance);
   });
 }
 
@@ -393,12 +393,11 @@ int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** me
   return guarded(message, [&] {
     const auto edge = torch::autograd::impl::gradient_edge(*tensor);
     const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
-    if (!ours || edge.input_nr != 0 || !at::GradMode::is_enabled()) {
-      *out = new at::Tensor(*tensor);
-      return;
+    at::Tensor second = *tensor;
+    if (ours && edge.input_nr == 0 && at::GradMode::is_enabled()) {
+      second = tensor->detach();
+      torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
     }
-    at::Tensor second = tensor->detach();
-    torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
     *out = new at::Tensor(second);
   });
 }

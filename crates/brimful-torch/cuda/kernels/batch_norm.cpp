@@ -183,8 +183,8 @@ size_t backward_bytes(const Reading& reading, int norms) {
   return rounded(kWarps * sums * channels + sums * kThreads + 3 * norms * channels);
 }
 
-at::Tensor numbers(const at::Tensor& like, int64_t count) {
-  return at::empty({count}, like.options().dtype(at::kFloat).memory_format(std::nullopt));
+at::Tensor row_of(const at::Tensor& like, int64_t count, at::ScalarType kind = at::kFloat) {
+  return at::empty({count}, like.options().dtype(kind).memory_format(std::nullopt));
 }
 
 const void* read_from(const at::Tensor& tensor) {
@@ -248,7 +248,7 @@ struct Passes {
         plan.cooperative && kernel(whole).blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
     if (!at_once) plan = plain_plan(reading, figures, bytes);
     const int64_t blocks = int64_t{plan.blocks} * reading.slices();
-    const at::Tensor partials = kernels::numbers(x, blocks * sums * reading.slice_channels());
+    const at::Tensor partials = row_of(x, blocks * sums * reading.slice_channels());
     arguments.partials = write_floats(partials);
     set_rows(plan);
     if (at_once) return launch(whole, plan, plan.blocks);
@@ -301,11 +301,9 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
   const int residual = !addend.tensor.defined() ? 0 : addend.saved.defined() ? 2 : 1;
   BatchNormed out;
   out.y = at::empty_like(norm.x);
-  if (for_backward) out.saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  if (for_backward) out.saved = row_of(norm.x, 4 * int64_t{reading.channels});
   if (for_backward && relu && residual != 0) {
-    out.mask = at::empty(
-        {norm.x.numel() / reading.width},
-        norm.x.options().dtype(at::kByte).memory_format(std::nullopt));
+    out.mask = row_of(norm.x, norm.x.numel() / reading.width, at::kByte);
   }
   Forward forward = forward_of(reading, relu, residual);
   set_norm(forward.arguments, norm, out.saved);
@@ -325,7 +323,7 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
 at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   const c10::DeviceGuard on(norm.x.device());
   const Reading reading(norm.x, is_aligned(norm.x));
-  const at::Tensor saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  const at::Tensor saved = row_of(norm.x, 4 * int64_t{reading.channels});
   Forward forward = forward_of(reading, 0, 0);
   set_norm(forward.arguments, norm, saved);
   expect_others(reading, norm.x.get_device());
@@ -333,11 +331,11 @@ at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   return saved;
 }
 
-std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x) {
+std::tuple<at::Tensor, at::Tensor> batch_norm_moments(const at::Tensor& x) {
   const c10::DeviceGuard on(x.device());
   const Reading reading(x, is_aligned(x));
   const int64_t channels = reading.channels;
-  const at::Tensor both = numbers(x, 2 * channels);
+  const at::Tensor both = row_of(x, 2 * channels);
   Forward forward = forward_of(reading, 0, 0);
   forward.arguments.x = read_from(x);
   forward.arguments.saved = write_floats(both);
@@ -428,8 +426,7 @@ BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
       {x.size(0), x.size(1), pooled(x.size(2)), pooled(x.size(3))},
       x.options().memory_format(at::MemoryFormat::ChannelsLast));
   out.saved = saved;
-  out.mask =
-      at::empty({out.y.numel()}, x.options().dtype(at::kByte).memory_format(std::nullopt));
+  out.mask = row_of(x, out.y.numel(), at::kByte);
   BatchNormPool arguments{};
   arguments.x = read_from(x);
   arguments.saved = read_floats(saved);
