@@ -38,13 +38,8 @@ const HOST_KERNELS: &str = "bridge/host_adam.cpp";
 
 /// The units of `cuda/`: what works with tensors, and what finds and loads kernels. What launches a family is
 /// compiled by itself, with its own threads and family; those files read few headers.
-const CUDA_TENSORS: [&str; 5] = [
-    "cuda/graph.cpp",
-    "cuda/memory.cpp",
-    "cuda/object.cpp",
-    "cuda/kernels/batch_norm.cpp",
-    "cuda/kernels/object.cpp",
-];
+const CUDA_TENSORS: [&str; 4] =
+    ["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp", "cuda/kernels/batch_norm.cpp"];
 const CUDA_LOADING: [&str; 5] = [
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
@@ -131,7 +126,7 @@ fn cuda_object(include: &Path) {
     build.flag("-isystem").flag("cuda/headers");
     build.file(write_unit("tensors.cpp", &CUDA_TENSORS));
     build.file(write_unit("loading.cpp", &CUDA_LOADING));
-    build.files(files("cuda/kernels", ".cpp", &[CUDA_TENSORS, CUDA_LOADING].concat()));
+    build.files(files("cuda/kernels", ".cpp", &[&CUDA_TENSORS[..], &CUDA_LOADING].concat()));
     let objects = build.compile_intermediates();
     let mut command = build.get_compiler().to_command();
     command.args(["-shared", "-s", "-Wl,-z,undefs"]).args(objects);

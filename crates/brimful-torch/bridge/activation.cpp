@@ -19,11 +19,7 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 
-using brimful::kernels::Activation;
-using brimful::kernels::KernelNode;
-using brimful::kernels::SavedVariable;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
@@ -31,15 +27,11 @@ const char* approximation(Activation function) {
   return function == Activation::kGeluTanh ? "tanh" : "none";
 }
 
-// On x with its bias added.
-at::Tensor applied(const at::Tensor& x, Activation function) {
+at::Tensor by_libtorch(const at::Tensor& given, const at::Tensor& bias, Activation function) {
+  const auto x = bias.defined() ? at::add(given, bias) : given;
   if (function != Activation::kSwiGlu) return at::gelu(x, approximation(function));
   const auto halves = x.chunk(2, -1);
   return at::silu(halves[0]).mul(halves[1]);
-}
-
-at::Tensor by_libtorch(const at::Tensor& x, const at::Tensor& bias, Activation function) {
-  return applied(bias.defined() ? at::add(x, bias) : x, function);
 }
 
 int64_t outputs_of(const at::Tensor& x, Activation function) {
@@ -49,53 +41,54 @@ int64_t outputs_of(const at::Tensor& x, Activation function) {
 // Throws a KernelError where it cannot be had.
 at::Tensor forward_by_kernel(
     const at::Tensor& given, const at::Tensor& given_bias, Activation function) {
-  const kernels::OwnWork own(given);
+  const OwnWork own(given);
   brimful::tell("brimful::activation", {double(function)}, {&given, &given_bias}, {});
-  const auto x = kernels::laid_out(given);
-  const auto bias = kernels::laid_out(given_bias);
+  const auto x = laid_out(given);
+  const auto bias = laid_out(given_bias);
   const auto outputs = outputs_of(x, function);
   auto shape = x.sizes().vec();
   shape.back() = outputs;
   auto out = at::empty(shape, x.options());
   ActivationArguments arguments{};
   arguments.x = x.const_data_ptr();
-  arguments.bias = kernels::pointer_or_null(bias);
+  arguments.bias = pointer_or_null(bias);
   arguments.out = out.mutable_data_ptr();
   arguments.rows = x.numel() / x.size(-1);
   arguments.outputs = static_cast<int>(outputs);
-  kernels::functions()->activation(arguments, kernels::number_kind(x), function, false);
+  functions()->activation(arguments, number_kind(x), function, false);
   return out;
 }
 
+// What a backward starts from, and what it leaves.
 struct ActivationGradient {
   at::Tensor of_out, x, bias;
   Activation function;
   bool wants_bias;
-  at::Tensor of_x, of_bias;
+  at::Tensor of_x = {}, of_bias = {};
 };
 
 void backward_by_kernel(ActivationGradient& g) {
-  const kernels::OwnWork own(g.x);
-  const auto x = kernels::laid_out(g.x);
-  const auto bias = kernels::laid_out(g.bias);
-  const auto of_out = kernels::laid_out(g.of_out);
-  const auto kind = kernels::number_kind(x);
+  const OwnWork own(g.x);
+  const auto x = laid_out(g.x);
+  const auto bias = laid_out(g.bias);
+  const auto of_out = laid_out(g.of_out);
+  const auto kind = number_kind(x);
   const auto rows = x.numel() / x.size(-1);
   const auto outputs = outputs_of(x, g.function);
   auto of_x = at::empty_like(x);
   at::Tensor partial;
-  const auto blocks = kernels::functions()->activation_row_blocks(rows, outputs, kind);
+  const auto blocks = functions()->column_partial_rows(rows, outputs, kind);
   if (g.wants_bias) partial = at::empty({blocks, x.size(-1)}, x.options().dtype(at::kFloat));
   ActivationArguments arguments{};
   arguments.x = x.const_data_ptr();
-  arguments.bias = kernels::pointer_or_null(bias);
+  arguments.bias = pointer_or_null(bias);
   arguments.gradient = of_out.const_data_ptr();
   arguments.of_x = of_x.mutable_data_ptr();
   arguments.partial_bias = partial.defined() ? partial.mutable_data_ptr<float>() : nullptr;
   arguments.rows = rows;
   arguments.outputs = static_cast<int>(outputs);
-  kernels::functions()->activation(arguments, kind, g.function, true);
-  if (g.wants_bias) g.of_bias = kernels::columns_summed(partial, g.bias);
+  functions()->activation(arguments, kind, g.function, true);
+  sum_columns({{partial, g.bias, g.of_bias}});
   g.of_x = of_x;
 }
 
@@ -124,20 +117,13 @@ struct ActivationNode final : KernelNode {
   }
 
   variable_list backward(variable_list&& gradients) override {
-    variable_list out(num_outputs());
-    if (!gradients[0].defined()) return out;
-    ActivationGradient g{};
-    g.of_out = gradients[0];
-    g.x = x.unpack();
-    g.bias = bias.unpack();
-    g.function = function;
-    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
-    kernels::or_else(
+    if (!gradients[0].defined()) return variable_list(num_outputs());
+    ActivationGradient g{
+        gradients[0], x.unpack(), bias.unpack(), function, task_should_compute_output(kBias)};
+    or_else(
         "the backward of an activation", [&] { backward_by_kernel(g); },
         [&] { backward_by_libtorch(g); });
-    out[kX] = g.of_x;
-    out[kBias] = g.of_bias;
-    return out;
+    return {g.of_x, g.of_bias};
   }
 
   SavedVariable x, bias;
@@ -147,8 +133,8 @@ struct ActivationNode final : KernelNode {
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(
     const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation function) {
-  if (!kernels::compute_requires_grad(x, bias)) return;
-  const auto node = kernels::node_after<ActivationNode>(x, bias);
+  if (!compute_requires_grad(x, bias)) return;
+  const auto node = node_after<ActivationNode>(x, bias);
   node->x = SavedVariable(x, false);
   node->bias = SavedVariable(bias, false);
   node->function = function;
@@ -157,14 +143,14 @@ void attach(
 
 at::Tensor activated(const at::Tensor& x, const at::Tensor& bias, Activation function) {
   const auto by_operations = [&] { return by_libtorch(x, bias, function); };
-  const bool has_kernel = kernels::takes(x) && x.numel() > 0 && kernels::is_alike(x, bias);
+  const bool has_kernel = takes(x) && x.numel() > 0 && is_alike(x, bias);
   if (!has_kernel) return by_operations();
   const auto by_kernel = [&] {
     auto out = forward_by_kernel(x, bias, function);
     attach(out, x, bias, function);
     return out;
   };
-  return kernels::or_else("an activation", by_kernel, by_operations);
+  return or_else("an activation", by_kernel, by_operations);
 }
 
 }  // namespace

@@ -80,17 +80,12 @@ std::optional<brimful::DirectBackward> directly(
     if (!roots[i].requires_grad() || (!gradients[i].defined() && roots[i].numel() != 1)) {
       return std::nullopt;
     }
-    direct.roots.push_back(torch::autograd::impl::gradient_edge(roots[i]));
-    direct.gradients.push_back(gradients[i].defined() ? gradients[i] : at::ones_like(roots[i]));
+    direct.add(
+        torch::autograd::impl::gradient_edge(roots[i]),
+        gradients[i].defined() ? gradients[i] : at::ones_like(roots[i]));
   }
   return direct;
 }
-
-// The leaves that a backward may come to: those of a step, and those at which a stage begins.
-struct Expected {
-  const brimful::KnownLeaves& known;
-  torch::autograd::edge_list ends;
-};
 
 // Of these tensors, those that have a gradient of their own.
 torch::autograd::edge_list leaf_edges(at::Tensor* const* tensors, size_t count) {
@@ -102,16 +97,16 @@ torch::autograd::edge_list leaf_edges(at::Tensor* const* tensors, size_t count) 
   return edges;
 }
 
-// Gives a leaf that was not expected, if there is one: then nothing has been run.
+// Gives a leaf that is neither known, if some are, nor an end at which a stage begins: then nothing has been run.
 at::Tensor backward(
     const variable_list& roots, const variable_list& gradients, bool keep_graph,
-    const std::optional<Expected>& expected) {
+    const brimful::KnownLeaves* known, const torch::autograd::edge_list& ends) {
   auto direct = directly(roots, gradients, keep_graph);
-  if (direct && (expected || !brimful::needs_engine())) {
+  if (direct && (known != nullptr || !brimful::needs_engine())) {
     brimful::BackwardGraph graph;
-    if (expected) graph.add_ends(expected->ends);
+    graph.add_ends(ends);
     graph.add_roots(direct->roots);
-    const auto other = expected ? graph.other_leaf(expected->known) : at::Tensor();
+    const auto other = known != nullptr ? graph.other_leaf(*known) : at::Tensor();
     if (other.defined() || direct->run(graph)) return other;
   }
   torch::autograd::backward(roots, gradients, keep_graph);
@@ -131,9 +126,8 @@ int32_t brimful_backward(
   return brimful::guarded(message, [&] {
     variable_list with;
     for (size_t i = 0; i < count; ++i) with.push_back(brimful::or_none(gradients[i]));
-    std::optional<Expected> expected;
-    if (known != nullptr) expected.emplace(Expected{*known, leaf_edges(ends, end_count)});
-    const auto leaf = backward(brimful::list_of(roots, count), with, keep_graph, expected);
+    const auto from = brimful::list_of(roots, count);
+    const auto leaf = backward(from, with, keep_graph, known, leaf_edges(ends, end_count));
     if (leaf.defined()) *other = new at::Tensor(leaf);
   });
 }

@@ -12,7 +12,7 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
+#include <tuple>
 #include <utility>
 
 using brimful::guarded;
@@ -134,10 +134,8 @@ BatchNormGradients plain_backward(const BatchNormGradient& in) {
 }
 
 BatchNormGradients gradients_of(const BatchNormGradient& in) {
-  const auto* functions = brimful::kernels::functions();
-  if (functions == nullptr) return plain_backward(in);
   return or_else(
-      "the backward of BatchNorm", [&] { return functions->batch_norm_backward(in); },
+      "the backward of BatchNorm", [&] { return functions()->batch_norm_backward(in); },
       [&] { return plain_backward(in); });
 }
 
@@ -162,24 +160,25 @@ struct BatchNormNode final : KernelNode {
       norm->x.reset_data();
       norm->found.reset();
     }
-    mask.reset();
+    known.mask.reset();
   }
 
   variable_list backward(variable_list&& gradients) override {
-    variable_list out(num_outputs());
     at::Tensor dy = gradients[0];
     at::Tensor more_dy = gradients[1];
     if (!dy.defined()) std::swap(dy, more_dy);
-    if (!dy.defined()) return out;
+    if (!dy.defined()) return variable_list(num_outputs());
     // A pooling's gradient is gathered, from one tensor.
-    if (pooled && more_dy.defined()) dy = dy + std::exchange(more_dy, {});
-    give(gradients_of(gradient(channels_laid_out(dy), channels_laid_out(more_dy))), out);
-    return out;
+    if (known.pooled && more_dy.defined()) dy = dy + std::exchange(more_dy, {});
+    const auto all = gradients_of(gradient(channels_laid_out(dy), channels_laid_out(more_dy)));
+    const auto& of_addend = other.found.defined() ? all.other.dx : all.d_residual;
+    return {all.own.dx, all.own.d_weight,   all.own.d_bias,
+            of_addend,  all.other.d_weight, all.other.d_bias};
   }
 
   BatchNormDone done_of(const Saved& norm, Input weight, Input bias) {
     const auto if_wanted = [&](const at::Tensor& like, Input input) {
-      return like.defined() && task_should_compute_output(input) ? like : at::Tensor();
+      return task_should_compute_output(input) ? like : at::Tensor();
     };
     return {
         norm.x.unpack(shared_from_this()), norm.found, if_wanted(norm.weight_like, weight),
@@ -187,34 +186,21 @@ struct BatchNormNode final : KernelNode {
   }
 
   BatchNormGradient gradient(at::Tensor dy, at::Tensor more_dy) {
-    BatchNormGradient in{};
+    BatchNormGradient in = known;
     in.dy = std::move(dy);
     in.more_dy = std::move(more_dy);
-    in.mask = mask;
     in.own = done_of(own, kWeight, kBias);
-    in.training = training;
-    in.relu = relu;
-    in.pooled = pooled;
     if (other.found.defined()) {
       in.other = done_of(other, kOtherWeight, kOtherBias);
     } else {
-      in.keeps_residual = has_addend && task_should_compute_output(kAddend);
+      in.keeps_residual = task_should_compute_output(kAddend);
     }
     return in;
   }
 
-  void give(BatchNormGradients&& all, variable_list& out) const {
-    out[kX] = std::move(all.own.dx);
-    out[kWeight] = std::move(all.own.d_weight);
-    out[kBias] = std::move(all.own.d_bias);
-    out[kAddend] = other.found.defined() ? std::move(all.other.dx) : std::move(all.d_residual);
-    out[kOtherWeight] = std::move(all.other.d_weight);
-    out[kOtherBias] = std::move(all.other.d_bias);
-  }
-
   Saved own, other;
-  at::Tensor mask;
-  bool training = false, relu = false, has_addend = false, pooled = false;
+  // What is known of the backward before it comes: the mask, and what the layer does.
+  BatchNormGradient known{};
 };
 
 BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
@@ -228,31 +214,26 @@ BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
 
 // The other BatchNorm under the same sum, or a tensor, or nothing.
 struct Beside {
-  at::Tensor tensor;
-  std::optional<BatchNormGiven> norm;
-  at::Tensor saved;
+  at::Tensor tensor = {};
+  BatchNormGiven norm = {};
+  at::Tensor saved = {};
 
-  at::Tensor input() const { return norm ? norm->x : tensor; }
-  bool wants_gradient() const {
-    return norm ? any_wants_gradient(*norm) : compute_requires_grad(tensor);
-  }
+  bool is_norm() const { return norm.x.defined(); }
+  const at::Tensor& input() const { return is_norm() ? norm.x : tensor; }
 };
 
 // Puts the node behind y.
 void attach(
     const at::Tensor& y, const BatchNormGiven& norm, const Beside& beside, BatchNormed&& out, bool relu,
     bool pooled) {
-  const auto none = at::Tensor();
   const auto node = node_after<BatchNormNode>(
-      norm.x, norm.weight, norm.bias, beside.input(), beside.norm ? beside.norm->weight : none,
-      beside.norm ? beside.norm->bias : none);
+      norm.x, norm.weight, norm.bias, beside.input(), beside.norm.weight, beside.norm.bias);
   node->own = saved_of(norm, std::move(out.saved));
-  node->mask = std::move(out.mask);
-  node->training = norm.training;
-  node->relu = relu;
-  node->pooled = pooled;
-  node->has_addend = beside.input().defined();
-  if (beside.norm) node->other = saved_of(*beside.norm, beside.saved);
+  node->known.mask = std::move(out.mask);
+  node->known.training = norm.training;
+  node->known.relu = relu;
+  node->known.pooled = pooled;
+  if (beside.is_norm()) node->other = saved_of(beside.norm, beside.saved);
   torch::autograd::set_history(y, node);
   // The second output.
   node->add_input_metadata(y);
@@ -266,16 +247,17 @@ void tell_of(const char* name, const BatchNormGiven& norm) {
 }
 
 at::Tensor by_kernels(
-    const BrimfulKernelFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
-  const bool graph = any_wants_gradient(norm) || beside.wants_gradient();
+    const BrimfulCudaFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
+  const bool graph = any_wants_gradient(norm) || any_wants_gradient(beside.norm) ||
+                     compute_requires_grad(beside.tensor);
   BatchNormed out;
   {
     const at::NoGradGuard untracked;
     Addend addend;
-    if (beside.norm) {
-      tell_of("brimful::batch_norm_statistics", *beside.norm);
-      beside.saved = functions.batch_norm_statistics(*beside.norm);
-      addend = {beside.norm->x, beside.saved};
+    if (beside.is_norm()) {
+      tell_of("brimful::batch_norm_statistics", beside.norm);
+      beside.saved = functions.batch_norm_statistics(beside.norm);
+      addend = {beside.norm.x, beside.saved};
     } else if (beside.tensor.defined()) {
       addend.tensor = channels_laid_out(beside.tensor);
     }
@@ -297,7 +279,7 @@ at::Tensor saved_of_running(const BatchNormGiven& norm) {
   return at::cat({mean, deviation, scale, bias});
 }
 
-at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const BatchNormGiven& norm) {
+at::Tensor pooled_by_kernels(const BrimfulCudaFunctions& functions, const BatchNormGiven& norm) {
   BatchNormed out;
   {
     const at::NoGradGuard untracked;
@@ -320,17 +302,14 @@ at::Tensor by_libtorch(const BatchNormGiven& norm) {
 // In place: nobody else needs a normalisation's output, and it is as large as the input.
 at::Tensor by_libtorch(const BatchNormGiven& norm, const Beside& beside, bool relu) {
   at::Tensor y = by_libtorch(norm);
-  if (beside.norm) y.add_(by_libtorch(*beside.norm));
+  if (beside.is_norm()) y.add_(by_libtorch(beside.norm));
   if (beside.tensor.defined()) y.add_(beside.tensor);
   return relu ? y.relu_() : y;
 }
 
 bool suits(const BatchNormGiven& norm, const Beside& beside) {
-  if (!suits(norm)) return false;
-  if (beside.norm) {
-    return suits(*beside.norm) && is_like(norm.x, beside.norm->x);
-  }
-  return !beside.tensor.defined() || is_like(norm.x, beside.tensor);
+  if (!suits(norm) || (beside.is_norm() && !suits(beside.norm))) return false;
+  return !beside.input().defined() || is_like(norm.x, beside.input());
 }
 
 // By kernels if they are there and `suited`.
@@ -343,12 +322,9 @@ auto if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorc
 }
 
 // The mean and the variance of each channel.
-std::array<at::Tensor, 2> moments(const at::Tensor& x) {
+std::tuple<at::Tensor, at::Tensor> moments(const at::Tensor& x) {
   const at::NoGradGuard untracked;
-  const auto libtorch = [&]() -> std::array<at::Tensor, 2> {
-    auto [mean, variance] = at::batch_norm_update_stats(x, {}, {}, 0.0);
-    return {mean, variance};
-  };
+  const auto libtorch = [&] { return at::batch_norm_update_stats(x, {}, {}, 0.0); };
   BatchNormGiven norm{};
   norm.x = x;
   norm.training = true;
@@ -361,9 +337,9 @@ std::array<at::Tensor, 2> moments(const at::Tensor& x) {
 
 at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
   // The two in one are for training, where both have statistics to find.
-  if (beside.norm && !(norm.training && beside.norm->training)) {
-    beside.tensor = batch_norm(*beside.norm, {}, false);
-    beside.norm.reset();
+  if (beside.is_norm() && !(norm.training && beside.norm.training)) {
+    beside.tensor = batch_norm(beside.norm, {}, false);
+    beside.norm = {};
   }
   return if_possible(
       norm.x, suits(norm, beside),
@@ -380,7 +356,7 @@ int32_t brimful_batch_norm(
     const BrimfulNorm* raw, const at::Tensor* added, const BrimfulNorm* added_norm, bool relu,
     at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    Beside beside{or_none(added), std::nullopt, at::Tensor()};
+    Beside beside{or_none(added)};
     if (added_norm != nullptr) beside.norm = norm_of(*added_norm);
     *out = new at::Tensor(batch_norm(norm_of(*raw), std::move(beside), relu));
   });
@@ -405,7 +381,9 @@ int32_t brimful_batch_norm_pool(
 int32_t brimful_batch_norm_moments(
     const at::Tensor* x, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    for (const auto& moment : moments(*x)) *out++ = new at::Tensor(moment);
+    const auto [mean, variance] = moments(*x);
+    out[0] = new at::Tensor(mean);
+    out[1] = new at::Tensor(variance);
   });
 }
 
@@ -415,12 +393,11 @@ int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** me
   return guarded(message, [&] {
     const auto edge = torch::autograd::impl::gradient_edge(*tensor);
     const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
-    if (!ours || edge.input_nr != 0 || !at::GradMode::is_enabled()) {
-      *out = new at::Tensor(*tensor);
-      return;
+    at::Tensor second = *tensor;
+    if (ours && edge.input_nr == 0 && at::GradMode::is_enabled()) {
+      second = tensor->detach();
+      torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
     }
-    at::Tensor second = tensor->detach();
-    torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
     *out = new at::Tensor(second);
   });
 }

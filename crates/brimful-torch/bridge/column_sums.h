@@ -7,20 +7,31 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <initializer_list>
+
 namespace brimful::kernels {
 
-// From partial sums, row blocks × columns; undefined where they are left to be added up with all others'.
-inline at::Tensor columns_summed(const at::Tensor& partials, const at::Tensor& parameter) {
-  if (leave_partials(parameter, partials)) return {};
-  auto sums = at::empty({partials.size(1)}, parameter.options());
+// What blocks have summed up, row blocks × columns, or nothing; the parameter whose gradient it is, and the place for it.
+struct ColumnTable {
+  at::Tensor partials;
+  const at::Tensor& parameter;
+  at::Tensor& gradient;
+};
+
+// Of two tables at most, in one launch. A gradient stays undefined where it is left to be added up with all others'.
+inline void sum_columns(std::initializer_list<ColumnTable> tables) {
   ColumnSumsArguments arguments{};
-  arguments.from[0] = partials.const_data_ptr<float>();
-  arguments.into[0] = sums.mutable_data_ptr();
-  arguments.kind = static_cast<int>(number_kind(parameter));
-  arguments.rows = static_cast<int>(partials.size(0));
-  arguments.columns = static_cast<int>(partials.size(1));
-  functions()->column_sums(arguments);
-  return sums;
+  int count = 0;
+  for (const auto& [partials, parameter, gradient] : tables) {
+    if (!partials.defined() || leave_partials(parameter, partials)) continue;
+    gradient = at::empty({partials.size(1)}, parameter.options());
+    arguments.from[count] = partials.const_data_ptr<float>();
+    arguments.into[count++] = gradient.mutable_data_ptr();
+    arguments.kind = number_kind(parameter);
+    arguments.rows = static_cast<int>(partials.size(0));
+    arguments.columns = static_cast<int>(partials.size(1));
+  }
+  if (count > 0) functions()->column_sums(arguments);
 }
 
 }  // namespace brimful::kernels

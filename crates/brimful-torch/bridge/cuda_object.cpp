@@ -1,4 +1,5 @@
-// Loads the shared object of cuda/, which this program carries as bytes, from memory.
+// Loads the shared object of cuda/, which this program carries as bytes, from memory, and asks it what no kernel
+// answers: captures, and limits of memory.
 
 #include "guard.h"
 #include "kernels.h"
@@ -8,6 +9,9 @@
 #include <unistd.h>
 
 #include <string>
+
+using brimful::guarded;
+using brimful::kernels::loaded;
 
 namespace {
 
@@ -27,19 +31,40 @@ std::string in_memory(const char* bytes, size_t length) {
 
 extern "C" {
 
-// Gives the object's table of functions. All of its symbols must be found, so that none is missed
-// later; it stays loaded, and its file open, until the process ends.
-int32_t brimful_load_cuda_object(
-    const char* bytes, size_t length, const void** out, char** message) noexcept {
-  return brimful::guarded(message, [&] {
+// All of its symbols must be found, so that none is missed later; it stays loaded, and its file open, until the
+// process ends.
+int32_t brimful_load_cuda_object(const char* bytes, size_t length, char** message) noexcept {
+  return guarded(message, [&] {
     void* object = dlopen(in_memory(bytes, length).c_str(), RTLD_NOW | RTLD_LOCAL);
     TORCH_CHECK(object != nullptr, dlerror());
-    *out = dlsym(object, "brimful_cuda_functions");
-    TORCH_CHECK(*out != nullptr, dlerror());
-    const void* kernels = dlsym(object, "brimful_kernel_functions");
-    TORCH_CHECK(kernels != nullptr, dlerror());
-    brimful::kernels::found(static_cast<const BrimfulKernelFunctions*>(kernels));
+    const void* table = dlsym(object, "brimful_cuda_functions");
+    TORCH_CHECK(table != nullptr, dlerror());
+    brimful::kernels::found(static_cast<const BrimfulCudaFunctions*>(table));
   });
+}
+
+int32_t brimful_graph_begin(
+    int32_t device, const uint64_t* pool, void** out, char** message) noexcept {
+  return guarded(message, [&] { *out = loaded().begin(device, pool); });
+}
+
+int32_t brimful_graph_end(
+    void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept {
+  return guarded(message, [&] { loaded().end(handle, own_kernels, pool); });
+}
+
+int32_t brimful_graph_replay(void* handle, char** message) noexcept {
+  return guarded(message, [&] { loaded().replay(handle); });
+}
+
+void brimful_graph_drop(void* handle) noexcept { brimful::kernels::functions()->drop(handle); }
+
+int32_t brimful_memory_share(int32_t device, double* out, char** message) noexcept {
+  return guarded(message, [&] { *out = loaded().share(device); });
+}
+
+int32_t brimful_set_memory_share(int32_t device, double share, char** message) noexcept {
+  return guarded(message, [&] { loaded().set_share(device, share); });
 }
 
 }  // extern "C"

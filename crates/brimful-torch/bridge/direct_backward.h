@@ -12,18 +12,24 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <optional>
+#include <utility>
 
 namespace brimful {
 
 struct DirectBackward {
   // Where it begins, each with its gradient.
-  torch::autograd::edge_list roots;
-  torch::autograd::variable_list gradients;
+  torch::autograd::edge_list roots = {};
+  torch::autograd::variable_list gradients = {};
   // Gradients that are given out and go no further. Where there are such, nothing runs that leads to none.
   torch::autograd::edge_list ends = {};
   // Gradients that are given out on their way. The nodes behind them keep what they have saved.
   torch::autograd::edge_list passed = {};
   bool keep_graph = false;
+
+  void add(torch::autograd::Edge root, at::Tensor gradient) {
+    roots.push_back(std::move(root));
+    gradients.push_back(std::move(gradient));
+  }
 
   // The gradients of the ends, and then those that have passed. None where the engine is needed: then nothing
   // has been run, and the gradients are still here. The roots are of this graph.

@@ -10,10 +10,7 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/index_put.h>
 
-using brimful::kernels::KernelNode;
-using brimful::kernels::SavedVariable;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
@@ -50,12 +47,12 @@ struct EmbeddingNode final : KernelNode {
 };
 
 at::Tensor looked_up(const at::Tensor& table, const at::Tensor& places) {
-  const bool is_ours = kernels::takes(table) && places.numel() > 0;
-  if (!is_ours || !kernels::compute_requires_grad(table)) return at::embedding(table, places);
-  const auto node = kernels::node_after<EmbeddingNode>(table);
+  const bool is_ours = takes(table) && places.numel() > 0;
+  if (!is_ours || !compute_requires_grad(table)) return at::embedding(table, places);
+  const auto node = node_after<EmbeddingNode>(table);
   node->table = SavedVariable(table, false);
   node->places = SavedVariable(places, false);
-  return kernels::with_history(node, [&] { return at::embedding(table, places); });
+  return with_history(node, [&] { return at::embedding(table, places); });
 }
 
 }  // namespace

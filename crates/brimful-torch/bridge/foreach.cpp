@@ -14,13 +14,9 @@
 #include <ATen/ops/stack.h>
 
 using brimful::guarded;
-using brimful::is_half;
 using brimful::list_of;
 
 namespace {
-
-// What norms of this kind are computed in: a sum of squares overflows f16 and is coarse in bf16.
-at::ScalarType norm_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
 
 // Calls `body` with the tensors of each device and kind: one call a device and kind is fast, and the
 // other operand of a whole list can have but one of each.
@@ -40,18 +36,14 @@ void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   }
 }
 
-std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> norms;
-  for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
-    const auto some = at::_foreach_norm(alike, 2, norm_kind(alike[0].scalar_type()));
-    norms.insert(norms.end(), some.begin(), some.end());
-  });
-  return norms;
-}
-
 at::Tensor global_norm(const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
-  auto norms = norms_of(tensors);
+  std::vector<at::Tensor> norms;
+  for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
+    // A sum of squares overflows f16 and is coarse in bf16.
+    const auto some = at::_foreach_norm(alike, 2, brimful::sum_kind(alike[0].scalar_type()));
+    norms.insert(norms.end(), some.begin(), some.end());
+  });
   auto kind = norms[0].scalar_type();
   for (const auto& norm : norms) kind = c10::promoteTypes(kind, norm.scalar_type());
   for (auto& norm : norms) norm = norm.to(tensors[0].device(), kind);

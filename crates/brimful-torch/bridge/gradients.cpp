@@ -24,11 +24,9 @@ at::Tensor empty_sum(const at::Tensor& gradient) {
 
 // Whether a kernel of our own can go along both at once.
 bool is_alike_in_memory(const at::Tensor& sum, const at::Tensor& gradient) {
-  const auto aligned = [](const at::Tensor& t) {
-    return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  };
+  using brimful::kernels::is_aligned;
   return sum.scalar_type() == at::kFloat && sum.strides() == gradient.strides() &&
-         sum.is_non_overlapping_and_dense() && aligned(sum) && aligned(gradient);
+         sum.is_non_overlapping_and_dense() && is_aligned(sum) && is_aligned(gradient);
 }
 
 // Adds those gradients of one kind and device, and leaves them out of the lists.

@@ -1,5 +1,4 @@
-// Memory of the host: locked in its place, so that a device copies from and to it by itself; and
-// whether others look at it.
+// Memory of the host, locked in its place, so that a device copies from and to it by itself.
 
 #include "cuda.h"
 #include "device.h"
@@ -61,11 +60,6 @@ int32_t brimful_unlock_pages(void* memory, char** message) noexcept {
   return guarded(message, [&] {
     check(driver_function<int(void*)>("cuMemHostUnregister")(memory), "cuMemHostUnregister");
   });
-}
-
-// How many tensors, views included, look at the same memory.
-int32_t brimful_lookers(const at::Tensor* tensor, size_t* out, char** message) noexcept {
-  return guarded(message, [&] { *out = tensor->storage().use_count(); });
 }
 
 }  // extern "C"

@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <cstdint>
 #include <string>
 
 namespace brimful::kernels {
@@ -37,8 +36,7 @@ inline at::Tensor laid_out(
     const at::Tensor& tensor, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
   if (!tensor.defined()) return tensor;
   const auto dense = tensor.contiguous(format);
-  const bool aligned = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
-  return aligned ? dense : dense.clone(format);
+  return is_aligned(dense) ? dense : dense.clone(format);
 }
 
 inline const void* pointer_or_null(const at::Tensor& tensor) {

@@ -17,13 +17,7 @@ namespace kernels = brimful::kernels;
 
 namespace {
 
-std::atomic<const BrimfulKernelFunctions*> table{nullptr};
-
-const BrimfulKernelFunctions& loaded() {
-  const auto* functions = table.load();
-  TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
-  return *functions;
-}
+std::atomic<const BrimfulCudaFunctions*> table{nullptr};
 
 bool asked_for() {
   const char* asked = std::getenv("BRIMFUL_KERNELS");
@@ -65,11 +59,16 @@ std::vector<std::string> words(const char* text) {
 
 namespace brimful::kernels {
 
-void found(const BrimfulKernelFunctions* functions) noexcept { table = functions; }
+void found(const BrimfulCudaFunctions* functions) noexcept { table = functions; }
 
-const BrimfulKernelFunctions* functions() noexcept { return table; }
+const BrimfulCudaFunctions* functions() noexcept { return table; }
 
-const BrimfulKernelFunctions* functions_for(const at::Tensor& tensor) noexcept {
+const BrimfulCudaFunctions& loaded() {
+  TORCH_CHECK(functions() != nullptr, "libtorch's CUDA half is not loaded");
+  return *functions();
+}
+
+const BrimfulCudaFunctions* functions_for(const at::Tensor& tensor) noexcept {
   return tensor.is_cuda() && is_on() ? table.load() : nullptr;
 }
 
@@ -106,13 +105,13 @@ char* brimful_kernels_refusals() noexcept {
 
 int32_t brimful_kernels_describe(int32_t device, char** out, char** message) noexcept {
   return guarded(message, [&] {
-    *out = strdup(loaded().describe(device).c_str());
+    *out = strdup(kernels::loaded().describe(device).c_str());
   });
 }
 
 int32_t brimful_kernels_pretend(
     int32_t multiprocessors, uint64_t shared_bytes, char** message) noexcept {
-  return guarded(message, [&] { loaded().pretend(multiprocessors, shared_bytes); });
+  return guarded(message, [&] { kernels::loaded().pretend(multiprocessors, shared_bytes); });
 }
 
 // Compiles a source, by its file's name, with these words defined.

@@ -1,7 +1,7 @@
 // Kernels of our own, as the nodes of the bridge use them: whether to, and what to do where one fails.
 #pragma once
 
-#include "../cuda/kernels/functions.h"
+#include "../cuda/functions.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -10,13 +10,16 @@
 namespace brimful::kernels {
 
 // Makes the table known, once it is loaded.
-void found(const BrimfulKernelFunctions* functions) noexcept;
+void found(const BrimfulCudaFunctions* functions) noexcept;
 
 // The table; null before it is loaded, and where there is no CUDA.
-const BrimfulKernelFunctions* functions() noexcept;
+const BrimfulCudaFunctions* functions() noexcept;
+
+// The same for those who cannot do without it: throws where it is not loaded.
+const BrimfulCudaFunctions& loaded();
 
 // The table if the tensor is on CUDA and kernels are not switched off, else null.
-const BrimfulKernelFunctions* functions_for(const at::Tensor& tensor) noexcept;
+const BrimfulCudaFunctions* functions_for(const at::Tensor& tensor) noexcept;
 
 // Keeps why libtorch's own operations ran instead, for Rust to say once.
 void refused(const std::string& why) noexcept;

@@ -35,7 +35,7 @@
 using brimful::is_half;
 using brimful::or_none;
 using brimful::sum_kind;
-using brimful::kernels::variable_list;
+using namespace brimful::kernels;
 
 BRIMFUL_READ_AGAIN("mm with an output of another kind, which only CUDA has");
 
@@ -147,7 +147,7 @@ const float* floats_or_null(const at::Tensor& tensor) {
 // The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
 bool row_losses_by_kernel(
     at::Tensor& logits, const Targets& targets, bool gradient, at::Tensor& losses) {
-  if (!brimful::kernels::takes(logits)) return false;
+  if (!takes(logits)) return false;
   const auto counted = targets.counted.const_data_ptr<bool>();
   const CrossEntropyArguments arguments{
       logits.mutable_data_ptr(),
@@ -163,11 +163,10 @@ bool row_losses_by_kernel(
       gradient};
   const auto by_kernel = [&] {
     const c10::DeviceGuard there(logits.device());
-    const auto kind = brimful::kernels::number_kind(logits);
-    brimful::kernels::functions()->cross_entropy(arguments, kind, logits.size(0));
+    functions()->cross_entropy(arguments, number_kind(logits), logits.size(0));
     return true;
   };
-  return brimful::kernels::or_else("linear_cross_entropy", by_kernel, [] { return false; });
+  return or_else("linear_cross_entropy", by_kernel, [] { return false; });
 }
 
 // Rows of numbers, each beginning where a device's products like it.
@@ -177,146 +176,98 @@ at::Tensor rows(int64_t count, int64_t width, const at::TensorOptions& options) 
   return at::empty({count, step}, options).narrow(1, 0, width);
 }
 
-// The same number of tokens for nearly the same bytes, so that sums have the same order.
-int64_t tokens_in(int64_t chunk_bytes, int64_t classes, const at::Tensor& hidden) {
-  const auto tokens = hidden.size(0);
-  const auto element = static_cast<int64_t>(hidden.element_size());
-  const bool copied = is_half(hidden.scalar_type()) && !brimful::kernels::takes(hidden);
-  const auto row = classes * (copied ? element + 4 : element);
-  const auto most = std::max<int64_t>(chunk_bytes / std::max<int64_t>(row, 1), 1);
-  if (most >= tokens) return std::max<int64_t>(tokens, 1);
-  int64_t power = 1;
-  while (power * 2 <= most) power *= 2;
-  return power;
-}
-
-// Whether the gradient of all logits waits for the backward. What waits is then a chunk's bytes more than the
-// weight's gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
-bool waits(
-    const at::Tensor& hidden, const at::Tensor& weight, const Wanted& wanted, int64_t chunk_bytes) {
-  const auto kind = hidden.scalar_type();
-  if (!wanted.weight || hidden.size(0) == 0 || (is_half(kind) && !brimful::kernels::takes(hidden))) return false;
-  const auto of_weight = weight.numel() * static_cast<int64_t>(c10::elementSize(sum_kind(kind)));
-  const auto of_logits = hidden.size(0) * weight.size(0) * static_cast<int64_t>(c10::elementSize(kind));
-  return of_logits <= kMostWaiting * of_weight && of_logits <= of_weight + chunk_bytes;
-}
-
-// The layer, and its gradients so far.
+// A layer, the rows that it reads, and what their losses leave: gradients where they are wanted.
 struct Head {
-  at::Tensor weight;
-  at::Tensor bias;
-  at::Tensor weight_sum;
-  at::Tensor bias_sum;
+  at::Tensor hidden, weight, bias;
+  const Targets& targets;
+  const Wanted wanted;
+  at::Tensor losses = {};
+  // Of a chunk, which become their gradient; and the same in f32, undefined until a half's are wanted so.
+  at::Tensor logits = {}, exact_logits = {};
+  // Whether the products of their gradient wait for the backward.
+  bool waits = false;
+  // Gradients so far.
+  at::Tensor of_hidden = {}, of_weight = {}, of_bias = {};
 
-  Head(const at::Tensor& weight, const at::Tensor& bias, const Wanted& wanted)
-      : weight(weight), bias(bias) {
-    const auto options = weight.options().dtype(sum_kind(weight.scalar_type()));
-    if (wanted.weight) weight_sum = at::empty(weight.sizes(), options);
-    if (wanted.bias) bias_sum = at::zeros(bias.sizes(), options);
+  void run(int64_t chunk_bytes) {
+    const auto tokens = hidden.size(0);
+    waits = can_wait(chunk_bytes);
+    const auto chunk = waits ? tokens : tokens_in(chunk_bytes);
+    const auto sums = weight.options().dtype(sum_kind(weight.scalar_type()));
+    if (wanted.bias) of_bias = at::zeros(bias.sizes(), sums);
+    if (wanted.hidden && !waits) of_hidden = at::empty_like(hidden);
+    losses = at::empty({tokens}, targets.of_target.options());
+    logits = rows(chunk, weight.size(0), hidden.options());
+    for (int64_t from = 0; from < tokens; from += chunk) {
+      run_chunk(from, std::min(chunk, tokens - from));
+    }
+    if (tokens == 0 && wanted.weight) of_weight = at::zeros(weight.sizes(), sums);
   }
 
-  void logits_of(const at::Tensor& hidden, at::Tensor& out) const {
+ private:
+  // Whether the gradient of all logits waits for the backward. What waits is then a chunk's bytes more than the
+  // weight's gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
+  bool can_wait(int64_t chunk_bytes) const {
+    const auto kind = hidden.scalar_type();
+    if (!wanted.weight || hidden.size(0) == 0 || is_copied()) return false;
+    const auto of_sums = weight.numel() * static_cast<int64_t>(c10::elementSize(sum_kind(kind)));
+    const auto of_logits = hidden.size(0) * weight.size(0) * static_cast<int64_t>(c10::elementSize(kind));
+    return of_logits <= kMostWaiting * of_sums && of_logits <= of_sums + chunk_bytes;
+  }
+
+  bool is_copied() const {
+    return is_half(hidden.scalar_type()) && !takes(hidden);
+  }
+
+  // The same number of tokens for nearly the same bytes, so that sums have the same order.
+  int64_t tokens_in(int64_t chunk_bytes) const {
+    const auto tokens = hidden.size(0);
+    const auto element = static_cast<int64_t>(hidden.element_size());
+    const auto row = weight.size(0) * (is_copied() ? element + 4 : element);
+    const auto most = std::max<int64_t>(chunk_bytes / std::max<int64_t>(row, 1), 1);
+    if (most >= tokens) return std::max<int64_t>(tokens, 1);
+    int64_t power = 1;
+    while (power * 2 <= most) power *= 2;
+    return power;
+  }
+
+  void run_chunk(int64_t from, int64_t count) {
+    const auto part = hidden.narrow(0, from, count);
+    auto gradient = logits.narrow(0, 0, count);
     if (bias.defined()) {
-      at::addmm_out(out, bias, hidden, weight.t());
+      at::addmm_out(gradient, bias, part, weight.t());
     } else {
-      at::mm_out(out, hidden, weight.t());
+      at::mm_out(gradient, part, weight.t());
+    }
+    const auto exact = use(gradient, rows_of(targets, from, count), losses.narrow(0, from, count));
+    if (wanted.hidden && !waits) {
+      auto of_part = of_hidden.narrow(0, from, count);
+      at::mm_out(of_part, gradient, weight);
+    }
+    if (wanted.bias) of_bias.add_(exact.sum({0}, false, of_bias.scalar_type()));
+    if (!wanted.weight || waits) return;
+    if (part.is_cuda()) {
+      brimful::add_product(of_weight, gradient.t(), part);
+    } else {
+      brimful::add_product(of_weight, exact.t(), part.to(exact.scalar_type()));
     }
   }
-
-  // `exact` is the gradient of the logits in the kind of sums, `gradient` in that of the layer.
-  void add(
-      const at::Tensor& gradient, const at::Tensor& exact, const at::Tensor& hidden, bool first) {
-    const int beta = first ? 0 : 1;
-    if (bias_sum.defined()) bias_sum.add_(exact.sum({0}, false, bias_sum.scalar_type()));
-    if (!weight_sum.defined()) return;
-    if (hidden.is_cuda()) {
-      brimful::add_product(weight_sum, gradient.t(), hidden, beta);
-    } else {
-      const auto wide = hidden.to(weight_sum.scalar_type());
-      brimful::add_product(weight_sum, exact.t(), wide, beta);
-    }
-  }
-};
-
-// What a loss leaves: itself, and gradients where they are wanted.
-struct Done {
-  at::Tensor loss;
-  at::Tensor logits;  // where their gradient waits for the backward
-  at::Tensor hidden;
-  at::Tensor weight;
-  at::Tensor bias;
-};
-
-// The room that chunks of logits are computed in.
-struct Room {
-  at::Tensor logits;
-  at::Tensor exact;  // undefined until a half's logits are wanted in f32
-
-  Room(int64_t tokens, int64_t classes, const at::Tensor& hidden)
-      : logits(rows(tokens, classes, hidden.options())) {}
 
   // The logits of a chunk become their gradient; gives that in the kind of sums too, if it was made.
-  at::Tensor use(at::Tensor& chunk, const Targets& targets, bool gradient, at::Tensor losses) {
-    if (row_losses_by_kernel(chunk, targets, gradient, losses)) return chunk;
+  at::Tensor use(at::Tensor& chunk, const Targets& of_chunk, at::Tensor into) {
+    const bool gradient = wanted.any();
+    if (row_losses_by_kernel(chunk, of_chunk, gradient, into)) return chunk;
     auto wide = chunk;
     if (is_half(chunk.scalar_type())) {
       const auto options = logits.options().dtype(at::kFloat);
-      if (!exact.defined()) exact = rows(logits.size(0), logits.size(1), options);
-      wide = exact.narrow(0, 0, chunk.size(0)).copy_(chunk);
+      if (!exact_logits.defined()) exact_logits = rows(logits.size(0), logits.size(1), options);
+      wide = exact_logits.narrow(0, 0, chunk.size(0)).copy_(chunk);
     }
-    losses.copy_(row_losses(wide, targets, gradient));
+    into.copy_(row_losses(wide, of_chunk, gradient));
     if (gradient && is_half(chunk.scalar_type())) chunk.copy_(wide);
     return wide;
   }
 };
-
-// The losses of all rows at once; the gradient of their logits waits.
-Done run_waiting(
-    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
-    const Targets& targets, const Wanted& wanted) {
-  Head head(weight, bias, {false, false, wanted.bias});
-  Room room(hidden.size(0), weight.size(0), hidden);
-  auto losses = at::empty({hidden.size(0)}, targets.of_target.options());
-  head.logits_of(hidden, room.logits);
-  const auto exact = room.use(room.logits, targets, /*gradient=*/true, losses);
-  head.add(room.logits, exact, hidden, /*first=*/true);
-  Done done;
-  done.loss = losses.sum();
-  done.logits = room.logits;
-  done.bias = head.bias_sum;
-  return done;
-}
-
-Done run_in_chunks(
-    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
-    const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
-  const auto tokens = hidden.size(0);
-  const auto chunk = tokens_in(chunk_bytes, weight.size(0), hidden);
-  Head head(weight, bias, wanted);
-  Done done;
-  if (wanted.hidden) done.hidden = at::empty_like(hidden);
-  auto losses = at::empty({tokens}, targets.of_target.options());
-  Room room(chunk, weight.size(0), hidden);
-  for (int64_t from = 0; from < tokens; from += chunk) {
-    const auto count = std::min(chunk, tokens - from);
-    const auto part = hidden.narrow(0, from, count);
-    const auto of_part = rows_of(targets, from, count);
-    auto logits = room.logits.narrow(0, 0, count);
-    head.logits_of(part, logits);
-    const auto exact = room.use(logits, of_part, wanted.any(), losses.narrow(0, from, count));
-    if (!wanted.any()) continue;
-    if (wanted.hidden) {
-      auto gradient = done.hidden.narrow(0, from, count);
-      at::mm_out(gradient, logits, weight);
-    }
-    head.add(logits, exact, part, from == 0);
-  }
-  if (tokens == 0 && wanted.weight) head.weight_sum.zero_();
-  done.loss = losses.sum();
-  done.weight = head.weight_sum;
-  done.bias = head.bias_sum;
-  return done;
-}
 
 // The gradient times what the loss was multiplied by, in the kind of what it is the gradient of. Halves
 // are multiplied in f32: the factor would lose most of its digits.
@@ -344,32 +295,30 @@ void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, 
 void add_scaled_product(
     at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& hidden, const at::Tensor& factor) {
   if (!is_half(hidden.scalar_type())) {
-    const auto by = hidden.mul(factor);
-    sum = sum.defined() ? sum.addmm_(gradient.t(), by) : gradient.t().mm(by);
-    return;
+    return brimful::add_product(sum, gradient.t(), hidden.mul(factor));
   }
   const auto on_device = [&] {
     const auto options = hidden.options().dtype(at::kFloat);
     auto out = sum.defined() ? sum : at::zeros({gradient.size(1), hidden.size(1)}, options);
     if (!out.is_contiguous() || out.scalar_type() != at::kFloat) {
-      throw brimful::kernels::KernelError("the sum is not of f32, row by row");
+      throw KernelError("the sum is not of f32, row by row");
     }
     const auto one = at::ones({}, options), by = factor.to(at::kFloat);
-    const brimful::kernels::ScaledProduct product{
+    const ScaledProduct product{
         gradient.const_data_ptr(), hidden.const_data_ptr(), out.mutable_data_ptr<float>(),
         by.const_data_ptr<float>(), one.const_data_ptr<float>(), gradient.size(1), hidden.size(1),
         hidden.size(0), gradient.stride(0), hidden.stride(0)};
     const c10::DeviceGuard there(hidden.device());
-    brimful::kernels::functions()->add_scaled_product(product, brimful::kernels::number_kind(hidden));
+    functions()->add_scaled_product(product, number_kind(hidden));
     sum = out;
   };
-  brimful::kernels::or_else("the gradient of a head", on_device, [&] {
+  or_else("the gradient of a head", on_device, [&] {
     add_scaled(sum, at::mm(gradient.t(), hidden, at::kFloat), factor, /*keep=*/false);
   });
 }
 
 // Keeps the gradients themselves, which its backward multiplies, or that of the logits.
-struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
+struct LinearCrossEntropyNode final : KernelNode {
   // The edges, in this order.
   enum Input { kHidden, kWeight, kBias };
 
@@ -413,48 +362,44 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
     }
     if (!task_should_compute_output(kWeight)) return;
     const auto rows = from.reshape({-1, from.size(-1)}).contiguous();
-    if (auto* sum = brimful::offered_sum(by)) {
-      add_scaled_product(*sum, gradient, rows, factor);
-    } else {
-      at::Tensor own;
-      add_scaled_product(own, gradient, rows, factor);
-      out[kWeight] = own.to(kind);
-    }
+    at::Tensor own;
+    auto* sum = brimful::offered_sum(by);
+    add_scaled_product(sum == nullptr ? own : *sum, gradient, rows, factor);
+    if (sum == nullptr) out[kWeight] = own.to(kind);
   }
 
   // Of the edges in their order; undefined where none is wanted, or its product waits.
   std::array<at::Tensor, 3> kept;
   at::Tensor logits;  // their gradient, where products wait
-  brimful::kernels::SavedVariable hidden;  // then
-  brimful::kernels::SavedVariable weight;
+  SavedVariable hidden;  // then
+  SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };
 
 at::Tensor loss_of(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
     const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
-  Done done;
+  Head head{hidden, weight, bias, targets, wanted};
+  at::Tensor loss;
   {
     const at::NoGradGuard no_grad;
-    const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
-    const auto by = weight.contiguous();
-    done = waits(rows, weight, wanted, chunk_bytes)
-               ? run_waiting(rows, by, bias, targets, wanted)
-               : run_in_chunks(rows, by, bias, targets, wanted, chunk_bytes);
+    head.hidden = hidden.reshape({-1, hidden.size(-1)}).contiguous();
+    head.weight = weight.contiguous();
+    head.run(chunk_bytes);
+    loss = head.losses.sum();
   }
-  if (!wanted.any()) return done.loss;
-  const auto node =
-      brimful::kernels::node_after<LinearCrossEntropyNode>(hidden, weight, bias);
-  if (done.hidden.defined()) done.hidden = done.hidden.view(hidden.sizes());
-  if (done.logits.defined()) {
-    node->logits = done.logits;
-    node->hidden = brimful::kernels::SavedVariable(hidden, false);
+  if (!wanted.any()) return loss;
+  const auto node = node_after<LinearCrossEntropyNode>(hidden, weight, bias);
+  if (head.waits) {
+    node->logits = head.logits;
+    node->hidden = SavedVariable(hidden, false);
   }
-  node->kept = {done.hidden, done.weight, done.bias};
-  node->weight = brimful::kernels::SavedVariable(weight, false);
+  if (head.of_hidden.defined()) head.of_hidden = head.of_hidden.view(hidden.sizes());
+  node->kept = {head.of_hidden, head.of_weight, head.of_bias};
+  node->weight = SavedVariable(weight, false);
   node->kind = hidden.scalar_type();
-  torch::autograd::set_history(done.loss, node);
-  return done.loss;
+  torch::autograd::set_history(loss, node);
+  return loss;
 }
 
 }  // namespace
@@ -468,7 +413,6 @@ int32_t brimful_linear_cross_entropy(
     int64_t chunk_bytes, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto biases = or_none(bias);
-    using brimful::kernels::compute_requires_grad;
     const Wanted wanted{
         compute_requires_grad(*hidden), compute_requires_grad(*weight), compute_requires_grad(biases)};
     Targets rows;

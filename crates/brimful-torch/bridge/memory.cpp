@@ -2,10 +2,11 @@
 
 #include "device.h"
 #include "guard.h"
-#include "mirrored.h"
 
 #include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
+
+#include <array>
 
 using brimful::device_of;
 using brimful::guarded;
@@ -22,7 +23,9 @@ c10::DeviceAllocator& allocator_of(c10::Device device) {
 
 extern "C" {
 
-int32_t brimful_device_memory(int32_t index, BrimfulMemory* out, char** message) noexcept {
+// In bytes, but for retries and refusals, which are counts; in the order in which src/memory.rs takes them.
+int32_t brimful_device_memory(
+    int32_t index, std::array<int64_t, 7>* out, char** message) noexcept {
   return guarded(message, [&] {
     using c10::CachingAllocator::StatType;
     const auto device = device_of(index);

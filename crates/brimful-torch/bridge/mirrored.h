@@ -17,30 +17,6 @@ class Tensor;
 
 extern "C" {
 
-// An accelerator's memory, in bytes; retries and refusals are counts.
-struct BrimfulMemory {
-  int64_t current, peak, reserved, retries, refusals, free, total;
-};
-BRIMFUL_FIELD(BrimfulMemory, current, 0);
-BRIMFUL_FIELD(BrimfulMemory, peak, 8);
-BRIMFUL_FIELD(BrimfulMemory, reserved, 16);
-BRIMFUL_FIELD(BrimfulMemory, retries, 24);
-BRIMFUL_FIELD(BrimfulMemory, refusals, 32);
-BRIMFUL_FIELD(BrimfulMemory, free, 40);
-BRIMFUL_FIELD(BrimfulMemory, total, 48);
-BRIMFUL_SIZE(BrimfulMemory, 56);
-
-// An allocation that an arena refused. No limit is -1; the arena's name is the receiver's to free.
-struct BrimfulRefusal {
-  int64_t asked, in_use, limit;
-  char* arena;
-};
-BRIMFUL_FIELD(BrimfulRefusal, asked, 0);
-BRIMFUL_FIELD(BrimfulRefusal, in_use, 8);
-BRIMFUL_FIELD(BrimfulRefusal, limit, 16);
-BRIMFUL_FIELD(BrimfulRefusal, arena, 24);
-BRIMFUL_SIZE(BrimfulRefusal, 32);
-
 struct BrimfulSgd {
   double learning_rate, momentum, dampening, weight_decay;
   bool nesterov, first;

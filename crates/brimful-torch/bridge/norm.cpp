@@ -6,10 +6,10 @@
 // Where x is used beside the norm too, it goes through the node as a sum does: its two gradients are then
 // added in the norm's own pass.
 
+#include "column_sums.h"
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
-#include "offered_sums.h"
 #include "tensors.h"
 #include "touched.h"
 
@@ -20,10 +20,7 @@
 #include <ATen/ops/rms_norm.h>
 
 using brimful::or_none;
-using brimful::kernels::KernelNode;
-using brimful::kernels::SavedVariable;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
@@ -45,21 +42,21 @@ struct NormDone {
 };
 
 bool has_kernel(const NormGiven& given) {
-  const auto alike = [&](const at::Tensor& other) { return kernels::is_alike(given.x, other); };
-  return kernels::takes(given.x) && given.x.numel() > 0 && alike(given.residual) &&
+  const auto alike = [&](const at::Tensor& other) { return is_alike(given.x, other); };
+  return takes(given.x) && given.x.numel() > 0 && alike(given.residual) &&
          alike(given.weight) && alike(given.bias);
 }
 
 // Throws a KernelError where it cannot be had.
 NormDone forward_by_kernel(const NormGiven& given) {
-  const kernels::OwnWork own(given.x);
+  const OwnWork own(given.x);
   brimful::tell(
       "brimful::norm", {given.eps, double(given.rms)},
       {&given.x, &given.residual, &given.weight, &given.bias}, {});
-  const auto x = kernels::laid_out(given.x);
-  const auto residual = kernels::laid_out(given.residual);
-  const auto weight = kernels::laid_out(given.weight);
-  const auto bias = kernels::laid_out(given.bias);
+  const auto x = laid_out(given.x);
+  const auto residual = laid_out(given.residual);
+  const auto weight = laid_out(given.weight);
+  const auto bias = laid_out(given.bias);
   const auto width = x.size(-1);
   const auto rows = x.numel() / width;
   NormDone done;
@@ -69,17 +66,17 @@ NormDone forward_by_kernel(const NormGiven& given) {
   auto* scale = done.statistics.mutable_data_ptr<float>();
   const NormForwardArguments arguments{
       x.const_data_ptr(),
-      kernels::pointer_or_null(residual),
+      pointer_or_null(residual),
       residual.defined() ? done.sum.mutable_data_ptr() : nullptr,
       done.out.mutable_data_ptr(),
-      kernels::pointer_or_null(weight),
-      kernels::pointer_or_null(bias),
+      pointer_or_null(weight),
+      pointer_or_null(bias),
       given.rms ? nullptr : scale + rows,
       scale,
       rows,
       static_cast<int>(width),
       static_cast<float>(given.eps)};
-  kernels::functions()->norm_forward(arguments, kernels::number_kind(x));
+  functions()->norm_forward(arguments, number_kind(x));
   return done;
 }
 
@@ -90,62 +87,40 @@ struct NormGradient {
   at::Tensor sum, weight, bias, statistics;
   bool rms;
   bool wants_weight, wants_bias;
-  at::Tensor of_x, of_weight, of_bias;
+  at::Tensor of_x = {}, of_weight = {}, of_bias = {};
 
   int64_t width() const { return sum.size(-1); }
   int64_t rows() const { return sum.numel() / width(); }
 };
 
-// The gradients of weight and bias, from what blocks have summed up: a table for each that is wanted, and not
-// left to be added up with all others'.
-void sum_up(NormGradient& g, const at::Tensor& partials) {
-  const auto blocks = partials.size(1);
-  ColumnSumsArguments arguments{};
-  int tables = 0, at = 0;
-  const auto add = [&](const at::Tensor& parameter, at::Tensor& into) {
-    const auto table = partials[at++];
-    if (brimful::leave_partials(parameter, table)) return;
-    into = at::empty({g.width()}, g.sum.options());
-    arguments.from[tables] = table.const_data_ptr<float>();
-    arguments.into[tables++] = into.mutable_data_ptr();
-  };
-  if (g.wants_weight) add(g.weight, g.of_weight);
-  if (g.wants_bias) add(g.bias, g.of_bias);
-  if (tables == 0) return;
-  arguments.kind = static_cast<int>(kernels::number_kind(g.sum));
-  arguments.rows = static_cast<int>(blocks);
-  arguments.columns = static_cast<int>(g.width());
-  kernels::functions()->column_sums(arguments);
-}
-
 void backward_by_kernel(NormGradient& g) {
-  const kernels::OwnWork own(g.sum);
-  const auto of_out = kernels::laid_out(g.of_out);
-  const auto of_sum = kernels::laid_out(g.of_sum);
-  const auto weight = kernels::laid_out(g.weight);
-  const auto kind = kernels::number_kind(g.sum);
-  const auto blocks = kernels::functions()->norm_partial_rows(g.rows(), g.width(), kind);
-  const auto table = blocks * g.width();
-  const auto partials =
-      at::empty({int{g.wants_weight} + int{g.wants_bias}, blocks, g.width()}, g.statistics.options());
-  auto* sums = partials.mutable_data_ptr<float>();
+  const OwnWork own(g.sum);
+  const auto of_out = laid_out(g.of_out);
+  const auto of_sum = laid_out(g.of_sum);
+  const auto weight = laid_out(g.weight);
+  const auto kind = number_kind(g.sum);
+  const auto blocks = functions()->norm_partial_rows(g.rows(), g.width(), kind);
+  const int weights = g.wants_weight ? 1 : 0, biases = g.wants_bias ? 1 : 0;
+  const auto partials = at::empty({weights + biases, blocks, g.width()}, g.statistics.options());
+  const auto of_weight = g.wants_weight ? partials[0] : at::Tensor();
+  const auto of_bias = g.wants_bias ? partials[weights] : at::Tensor();
   const auto* scale = g.statistics.const_data_ptr<float>();
   auto of_x = at::empty_like(g.sum);
   const NormBackwardArguments arguments{
       of_out.const_data_ptr(),
-      kernels::pointer_or_null(of_sum),
+      pointer_or_null(of_sum),
       g.sum.const_data_ptr(),
-      kernels::pointer_or_null(weight),
+      pointer_or_null(weight),
       g.rms ? nullptr : scale + g.rows(),
       scale,
       of_x.mutable_data_ptr(),
-      g.wants_weight ? sums : nullptr,
-      g.wants_bias ? sums + (g.wants_weight ? table : 0) : nullptr,
+      g.wants_weight ? of_weight.mutable_data_ptr<float>() : nullptr,
+      g.wants_bias ? of_bias.mutable_data_ptr<float>() : nullptr,
       g.rows(),
       0,
       static_cast<int>(g.width())};
-  kernels::functions()->norm_backward(arguments, kind);
-  sum_up(g, partials);
+  functions()->norm_backward(arguments, kind);
+  sum_columns({{of_weight, g.weight, g.of_weight}, {of_bias, g.bias, g.of_bias}});
   g.of_x = of_x;
 }
 
@@ -184,29 +159,14 @@ struct NormNode final : KernelNode {
   }
 
   variable_list backward(variable_list&& gradients) override {
-    variable_list out(num_outputs());
-    NormGradient g{};
-    g.of_out = gradients.back();
-    if (gives_sum) g.of_sum = gradients.front();
-    if (!g.of_out.defined()) {
-      out[kX] = g.of_sum;
-      if (adds) out[kResidual] = g.of_sum;
-      return out;
-    }
-    g.sum = sum.unpack(shared_from_this());
-    g.weight = weight.unpack();
-    g.bias = bias.unpack();
-    g.statistics = statistics;
-    g.rms = rms;
-    g.wants_weight = g.weight.defined() && task_should_compute_output(kWeight);
-    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
-    kernels::or_else(
+    const auto of_sum = gives_sum ? gradients.front() : at::Tensor();
+    if (!gradients.back().defined()) return {of_sum, adds ? of_sum : at::Tensor(), {}, {}};
+    NormGradient g{
+        gradients.back(), of_sum, sum.unpack(shared_from_this()), weight.unpack(), bias.unpack(),
+        statistics, rms, task_should_compute_output(kWeight), task_should_compute_output(kBias)};
+    or_else(
         "the backward of a norm", [&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
-    out[kX] = g.of_x;
-    if (adds) out[kResidual] = g.of_x;
-    out[kWeight] = g.of_weight;
-    out[kBias] = g.of_bias;
-    return out;
+    return {g.of_x, adds ? g.of_x : at::Tensor(), g.of_weight, g.of_bias};
   }
 
   SavedVariable sum, weight, bias;
@@ -217,8 +177,8 @@ struct NormNode final : KernelNode {
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(const NormGiven& given, NormDone& done) {
   const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
-  if (!kernels::compute_requires_grad(x, residual, weight, bias)) return;
-  const auto node = kernels::node_after<NormNode>(x, residual, weight, bias);
+  if (!compute_requires_grad(x, residual, weight, bias)) return;
+  const auto node = node_after<NormNode>(x, residual, weight, bias);
   node->adds = residual.defined();
   node->rms = rms;
   node->statistics = done.statistics;
@@ -248,7 +208,7 @@ NormDone normed(const NormGiven& given) {
     attach(given, done);
     return done;
   };
-  return kernels::or_else("a norm", by_kernel, [&] { return by_libtorch(given); });
+  return or_else("a norm", by_kernel, [&] { return by_libtorch(given); });
 }
 
 }  // namespace

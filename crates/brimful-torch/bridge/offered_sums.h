@@ -8,18 +8,18 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 
 BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 namespace brimful {
 
-// What half-precision gradients are summed in.
-inline at::ScalarType sum_kind(at::ScalarType kind) {
-  return is_half(kind) ? at::kFloat : kind;
-}
-
-// beta · sum + a · b, in the sum's place: halves are multiplied into a sum of f32, on CUDA alone.
-inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, int beta) {
+// Adds a · b to the sum, which is made where there is none yet. Halves are multiplied into a sum of f32, on CUDA alone.
+inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
+  const int beta = sum.defined() ? 1 : 0;
+  if (!sum.defined()) {
+    sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(sum_kind(a.scalar_type())));
+  }
   if (sum.scalar_type() == a.scalar_type()) {
     at::addmm_out(sum, sum, a, b, beta);
   } else {

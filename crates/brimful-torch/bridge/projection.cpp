@@ -24,33 +24,32 @@
 #include <algorithm>
 #include <vector>
 
-using brimful::kernels::KernelNode;
-using brimful::kernels::SavedVariable;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
 // Throws a KernelError where it cannot be had.
 at::Tensor of_bias_by_kernel(const at::Tensor& given, const at::Tensor& bias) {
-  const kernels::OwnWork own(given);
-  const auto matrix = kernels::laid_out(given);
-  const auto kind = kernels::number_kind(matrix);
+  const OwnWork own(given);
+  const auto matrix = laid_out(given);
+  const auto kind = number_kind(matrix);
   const auto rows = matrix.size(0), columns = matrix.size(1);
-  const auto blocks = kernels::functions()->column_partial_rows(rows, columns, kind);
+  const auto blocks = functions()->column_partial_rows(rows, columns, kind);
   const auto partials = at::empty({blocks, columns}, matrix.options().dtype(at::kFloat));
   ColumnPartialsArguments arguments{};
   arguments.from = matrix.const_data_ptr();
   arguments.into = partials.mutable_data_ptr<float>();
   arguments.rows = rows;
   arguments.columns = static_cast<int>(columns);
-  kernels::functions()->column_partials(arguments, kind);
-  return kernels::columns_summed(partials, bias);
+  functions()->column_partials(arguments, kind);
+  at::Tensor of_bias;
+  sum_columns({{partials, bias, of_bias}});
+  return of_bias;
 }
 
 // Undefined where it is left to be added up with all others'.
 at::Tensor of_bias(const at::Tensor& gradient, const at::Tensor& bias) {
-  return kernels::or_else(
+  return or_else(
       "a bias's gradient", [&] { return of_bias_by_kernel(gradient, bias); },
       [&] { return gradient.sum(0); });
 }
@@ -125,12 +124,7 @@ struct ProjectionsNode final : KernelNode {
     const auto& b = inputs_first ? gradient : rows;
     auto* sum = brimful::offered_sum(weight);
     if (sum == nullptr) return at::mm(a, b);
-    const int beta = sum->defined() ? 1 : 0;
-    if (!sum->defined()) {
-      const auto kind = brimful::sum_kind(a.scalar_type());
-      *sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(kind));
-    }
-    brimful::add_product(*sum, a, b, beta);
+    brimful::add_product(*sum, a, b);
     return {};
   }
 
@@ -150,12 +144,11 @@ struct Projections {
   std::vector<at::Tensor> run() const {
     if (!is_ours()) return joined ? std::vector<at::Tensor>{at::cat(each(), 1)} : each();
     if (!wants_gradient()) return computed();
-    return kernels::with_history(made_node(), [&] { return computed(); });
+    return with_history(made_node(), [&] { return computed(); });
   }
 
  private:
   bool wants_gradient() const {
-    using kernels::compute_requires_grad;
     return compute_requires_grad(x) ||
            std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
              return compute_requires_grad(layer.weight, layer.bias);
@@ -164,17 +157,17 @@ struct Projections {
 
   // With the kernels switched off, or under autocast, they are libtorch's own layers.
   bool is_ours() const {
-    const auto is_alike = [&](const Layer& layer) {
-      return kernels::is_alike(x, layer.weight) && kernels::is_alike(x, layer.bias);
+    const auto fits = [&](const Layer& layer) {
+      return is_alike(x, layer.weight) && is_alike(x, layer.bias);
     };
-    return kernels::takes(x) && x.numel() > 0 && !at::autocast::is_autocast_enabled(at::kCUDA) &&
-           std::all_of(layers.begin(), layers.end(), is_alike);
+    return takes(x) && x.numel() > 0 && !at::autocast::is_autocast_enabled(at::kCUDA) &&
+           std::all_of(layers.begin(), layers.end(), fits);
   }
 
   std::shared_ptr<ProjectionsNode> made_node() const {
     std::vector<at::Tensor> leaves;
     for (const auto& [weight, bias] : layers) leaves.insert(leaves.end(), {weight, bias});
-    const auto node = kernels::node_after<ProjectionsNode>(x, at::ArrayRef<at::Tensor>(leaves));
+    const auto node = node_after<ProjectionsNode>(x, at::ArrayRef<at::Tensor>(leaves));
     node->x = SavedVariable(x, false);
     node->inputs_first = inputs_first;
     node->joined = joined;

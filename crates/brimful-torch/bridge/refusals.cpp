@@ -6,8 +6,7 @@
 
 #include "refusals.h"
 
-#include "mirrored.h"
-
+#include <array>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -17,30 +16,9 @@ namespace {
 // More than can be under way at once: a thread reads its text before it allocates again.
 constexpr size_t kKept = 256;
 
-class Recent {
- public:
-  void note(brimful::Refusal refusal) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    list_.push_back(std::move(refusal));
-    if (list_.size() > kKept) list_.pop_front();
-  }
-
-  bool find(const char* text, BrimfulRefusal* out) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const brimful::Refusal* found = nullptr;
-    for (const auto& refusal : list_) {
-      // "limit 10" is in "limit 100" too: the longest is meant.
-      const bool longer = found == nullptr || refusal.sentence.size() > found->sentence.size();
-      if (longer && strstr(text, refusal.sentence.c_str()) != nullptr) found = &refusal;
-    }
-    if (found == nullptr) return false;
-    *out = {found->asked, found->in_use, found->limit, strdup(found->arena.c_str())};
-    return true;
-  }
-
- private:
-  std::mutex mutex_;
-  std::deque<brimful::Refusal> list_;
+struct Recent {
+  std::mutex turn;
+  std::deque<brimful::Refusal> list;
 };
 
 // Never destroyed: tensors in statics may be allocated after every destructor.
@@ -51,13 +29,29 @@ Recent& recent() {
 
 }  // namespace
 
-void brimful::note_refusal(Refusal refusal) { recent().note(std::move(refusal)); }
+void brimful::note_refusal(Refusal refusal) {
+  auto& [turn, list] = recent();
+  const std::lock_guard<std::mutex> alone(turn);
+  list.push_back(std::move(refusal));
+  if (list.size() > kKept) list.pop_front();
+}
 
 extern "C" {
 
-// The refusal whose sentence is in the text, if it was one of the last.
-bool brimful_arena_refusal(const char* text, BrimfulRefusal* out) noexcept {
-  return recent().find(text, out);
+// Of the refusal whose sentence is in the text, if it was one of the last: the arena's name, which is the receiver's to
+// free, and the bytes asked for, in use and allowed, of which -1 is no limit. Else null.
+char* brimful_arena_refusal(const char* text, std::array<int64_t, 3>* numbers) noexcept {
+  auto& [turn, list] = recent();
+  const std::lock_guard<std::mutex> alone(turn);
+  const brimful::Refusal* found = nullptr;
+  for (const auto& refusal : list) {
+    // "limit 10" is in "limit 100" too: the longest is meant.
+    const bool longer = found == nullptr || refusal.sentence.size() > found->sentence.size();
+    if (longer && strstr(text, refusal.sentence.c_str()) != nullptr) found = &refusal;
+  }
+  if (found == nullptr) return nullptr;
+  *numbers = {found->asked, found->in_use, found->limit};
+  return strdup(found->arena.c_str());
 }
 
 }  // extern "C"

@@ -9,9 +9,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
 
-using brimful::kernels::KernelNode;
-using brimful::kernels::variable_list;
-namespace kernels = brimful::kernels;
+using namespace brimful::kernels;
 
 namespace {
 
@@ -21,7 +19,7 @@ struct Angles {
 };
 
 at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
-  const auto wide = brimful::is_half(x.scalar_type()) ? at::kFloat : x.scalar_type();
+  const auto wide = brimful::sum_kind(x.scalar_type());
   const auto halves = x.to(wide).chunk(2, -1);
   const auto cos = angles.cos.unsqueeze(1).to(wide);
   const auto sin = angles.sin.unsqueeze(1).to(wide).mul(sign);
@@ -32,20 +30,20 @@ at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
 
 // Throws a KernelError where it cannot be had.
 at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
-  const kernels::OwnWork own(given);
+  const OwnWork own(given);
   brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
-  const auto x = kernels::laid_out(given);
+  const auto x = laid_out(given);
   auto out = at::empty_like(x);
-  kernels::functions()->rotary(
+  functions()->rotary(
       {x.const_data_ptr(), angles.cos.const_data_ptr<float>(), angles.sin.const_data_ptr<float>(),
        out.mutable_data_ptr(), x.numel() / 2, static_cast<int>(x.size(1)),
        static_cast<int>(x.size(2)), static_cast<int>(x.size(3) / 2), sign},
-      kernels::number_kind(x));
+      number_kind(x));
   return out;
 }
 
 at::Tensor turned(const at::Tensor& x, const Angles& angles, float sign) {
-  return kernels::or_else(
+  return or_else(
       "rotary positions", [&] { return by_kernel(x, angles, sign); },
       [&] { return by_libtorch(x, angles, sign); });
 }
@@ -65,11 +63,11 @@ struct RotaryNode final : KernelNode {
 };
 
 at::Tensor rotary(const at::Tensor& x, const Angles& angles) {
-  if (!kernels::takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
-  if (!kernels::compute_requires_grad(x)) return turned(x, angles, 1);
-  const auto node = kernels::node_after<RotaryNode>(x);
+  if (!takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
+  if (!compute_requires_grad(x)) return turned(x, angles, 1);
+  const auto node = node_after<RotaryNode>(x);
   node->angles = angles;
-  return kernels::with_history(node, [&] { return turned(x, angles, 1); });
+  return with_history(node, [&] { return turned(x, angles, 1); });
 }
 
 }  // namespace

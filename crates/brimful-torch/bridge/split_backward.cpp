@@ -45,6 +45,7 @@ BRIMFUL_READ_AGAIN(
 namespace {
 
 using brimful::BackwardGraph;
+using brimful::DirectBackward;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Engine;
@@ -181,7 +182,7 @@ class SplitBackward {
   // A gradient for each input, or none. The group's roots are some of those that it was made for; after
   // the last group the graph is cut.
   variable_list input_half(const variable_list& roots, const variable_list& gradients, bool last) {
-    Roots inward;
+    DirectBackward inward;
     groups_.emplace_back();
     for (size_t i = 0; i < roots.size(); ++i) {
       if (!roots[i].requires_grad()) continue;
@@ -194,7 +195,7 @@ class SplitBackward {
       }
     }
     auto result =
-        inward.edges.empty() ? variable_list(inputs_.size()) : run_inward(std::move(inward), last);
+        inward.roots.empty() ? variable_list(inputs_.size()) : run_inward(std::move(inward), last);
     if (last) cut();
     return result;
   }
@@ -224,15 +225,6 @@ class SplitBackward {
   const std::string& unknown() const { return unknown_; }
 
  private:
-  struct Roots {
-    void add(Edge edge, at::Tensor gradient) {
-      edges.push_back(std::move(edge));
-      gradients.push_back(std::move(gradient));
-    }
-    edge_list edges;
-    variable_list gradients;
-  };
-
   // The edges of a place that lead to weights alone.
   std::vector<uint32_t> weight_edges(const BackwardGraph::Place& place) const {
     std::vector<uint32_t> found;
@@ -267,10 +259,9 @@ class SplitBackward {
     graph_.look_again(at);
   }
 
-  variable_list run_inward(Roots&& inward, bool last) {
+  variable_list run_inward(DirectBackward&& half, bool last) {
     Owned owned;
-    owned.add(inward.gradients);
-    brimful::DirectBackward half{std::move(inward.edges), std::move(inward.gradients)};
+    owned.add(half.gradients);
     for (const Edge& input : inputs_) {
       if (input.is_valid()) half.ends.push_back(input);
     }
@@ -290,7 +281,7 @@ class SplitBackward {
     return result;
   }
 
-  variable_list run_by_engine(const brimful::DirectBackward& half) {
+  variable_list run_by_engine(const DirectBackward& half) {
     if (!half.keep_graph) release_on_the_way();
     auto outputs = half.ends;
     outputs.insert(outputs.end(), half.passed.begin(), half.passed.end());
@@ -312,11 +303,11 @@ class SplitBackward {
 
   // Without ends, all leaves' gradients are added to.
   variable_list run_outward(size_t group, const edge_list& ends) {
-    Roots roots = std::exchange(groups_.at(group), Roots());
-    if (roots.edges.empty()) return {};
-    const auto is_open = [](const Roots& later) { return !later.edges.empty(); };
+    DirectBackward half = std::exchange(groups_.at(group), DirectBackward());
+    if (half.roots.empty()) return {};
+    const auto is_open = [](const DirectBackward& later) { return !later.roots.empty(); };
     const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
-    brimful::DirectBackward half{std::move(roots.edges), std::move(roots.gradients), ends};
+    half.ends = ends;
     half.keep_graph = std::any_of(later, groups_.end(), is_open);
     if (auto given = half.run(graph_)) return std::move(*given);
     // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
@@ -373,7 +364,8 @@ class SplitBackward {
   // The frontier's edges to weights, while the input half runs.
   std::vector<Severed> weights_;
   const std::shared_ptr<Sink> collector_ = brimful::kernels::make_node<Sink>();
-  std::vector<Roots> groups_;
+  // What the weight halves begin with.
+  std::vector<DirectBackward> groups_;
   std::string unknown_;
 };
 

@@ -24,6 +24,9 @@ inline at::Tensor or_none(const at::Tensor* tensor) {
 
 inline bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
 
+// What halves are summed in: they overflow, or are coarse.
+inline at::ScalarType sum_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
+
 // Lets autograd and others know that the numbers were changed by work that libtorch does not count.
 inline void count_change(const at::Tensor& tensor) {
   // Those of inference mode have no version.

@@ -48,12 +48,8 @@ struct Touches {
     if (!tensor.defined() || !tensor.has_storage()) return;
     const auto& storage = tensor.storage();
     auto* impl = storage.unsafeGetStorageImpl();
-    const auto found = all.find(impl);
-    if (found != all.end()) {
-      found->second.written |= written;
-    } else {
-      all.emplace(impl, Touch{storage.getWeakStorageImpl(), written});
-    }
+    const auto found = all.try_emplace(impl, Touch{storage.getWeakStorageImpl(), false}).first;
+    found->second.written |= written;
   }
 };
 
@@ -168,20 +164,16 @@ Touches* brimful_touches_exchange(Touches* touches) noexcept {
   return std::exchange(recording, touches);
 }
 
-// Whether an operation so far took random numbers of the host.
-bool brimful_touches_draw_on_host(const Touches* touches) noexcept {
-  return touches->draws_on_host;
-}
-
 // Calls `ran` for each operation, and `found` for what is still there, with all of its bytes as a
-// tensor of the caller's own.
+// tensor of the caller's own. Tells whether an operation took random numbers of the host.
 int32_t brimful_touches_end(
     Touches* touches, void (*ran)(void* context, const char* line),
     void (*found)(void* context, at::Tensor* bytes, bool written), void* context,
-    char** message) noexcept {
+    bool* draws_on_host, char** message) noexcept {
   const std::unique_ptr<Touches> own(touches);
   at::removeCallback(own->callback);
   recording = own->around;
+  *draws_on_host = own->draws_on_host;
   return brimful::guarded(message, [&] {
     for (const auto& line : own->lines) ran(context, line.c_str());
     for (auto& [_, touch] : own->all) {

@@ -1,44 +1,57 @@
-// What the shared object of this folder can do, file by file.
+// The table by which the bridge calls what this folder can do. It is C++'s alone, and its functions throw: a
+// KernelError where libtorch's own operations are to run instead of a kernel.
 #pragma once
 
-#include "../bridge/device.h"
-#include "../bridge/guard.h"
-#include "../bridge/mirrored.h"
+#include "kernels/functions.h"
 
 namespace brimful::graph {
 
-int32_t begin(int32_t device, const uint64_t* pool, void** out, char** message) noexcept;
+// Whether what goes to the current stream of the current device is captured.
+bool is_capturing();
+
+// A capture on the current stream of the device, into the pool of this id or a new one.
+void* begin(int32_t device, const uint64_t* pool);
 // With kernels of our own in the place of some nodes, or as it was captured.
-int32_t end(void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept;
-int32_t replay(void* handle, char** message) noexcept;
+void end(void* handle, bool own_kernels, uint64_t* pool);
+void replay(void* handle);
 void drop(void* handle) noexcept;
 
 }  // namespace brimful::graph
 
 namespace brimful::memory {
 
-int32_t share(int32_t device, double* out, char** message) noexcept;
-int32_t set_share(int32_t device, double share, char** message) noexcept;
+double share(int32_t device);
+void set_share(int32_t device, double share);
 
 }  // namespace brimful::memory
 
-extern "C" {
-
-// The table of them all, by which src/cuda_object.rs calls them.
+#define BRIMFUL_FUNCTION(space, name) decltype(&brimful::space::name) name = brimful::space::name
 struct BrimfulCudaFunctions {
-  decltype(&brimful::graph::begin) begin = brimful::graph::begin;
-  decltype(&brimful::graph::end) end = brimful::graph::end;
-  decltype(&brimful::graph::replay) replay = brimful::graph::replay;
-  decltype(&brimful::graph::drop) drop = brimful::graph::drop;
-  decltype(&brimful::memory::share) memory_share = brimful::memory::share;
-  decltype(&brimful::memory::set_share) set_memory_share = brimful::memory::set_share;
+  BRIMFUL_FUNCTION(graph, is_capturing);
+  BRIMFUL_FUNCTION(graph, begin);
+  BRIMFUL_FUNCTION(graph, end);
+  BRIMFUL_FUNCTION(graph, replay);
+  BRIMFUL_FUNCTION(graph, drop);
+  BRIMFUL_FUNCTION(memory, share);
+  BRIMFUL_FUNCTION(memory, set_share);
+  BRIMFUL_FUNCTION(kernels, describe);
+  BRIMFUL_FUNCTION(kernels, pretend);
+  BRIMFUL_FUNCTION(kernels, cross_entropy);
+  BRIMFUL_FUNCTION(kernels, norm_forward);
+  BRIMFUL_FUNCTION(kernels, norm_partial_rows);
+  BRIMFUL_FUNCTION(kernels, norm_backward);
+  BRIMFUL_FUNCTION(kernels, add_halves);
+  BRIMFUL_FUNCTION(kernels, column_partial_rows);
+  BRIMFUL_FUNCTION(kernels, column_partials);
+  BRIMFUL_FUNCTION(kernels, column_sums);
+  BRIMFUL_FUNCTION(kernels, add_column_sums);
+  BRIMFUL_FUNCTION(kernels, add_scaled_product);
+  BRIMFUL_FUNCTION(kernels, rotary);
+  BRIMFUL_FUNCTION(kernels, activation);
+  BRIMFUL_FUNCTION(kernels, batch_norm_forward);
+  BRIMFUL_FUNCTION(kernels, batch_norm_statistics);
+  BRIMFUL_FUNCTION(kernels, batch_norm_moments);
+  BRIMFUL_FUNCTION(kernels, batch_norm_pool);
+  BRIMFUL_FUNCTION(kernels, batch_norm_backward);
 };
-BRIMFUL_FIELD(BrimfulCudaFunctions, begin, 0);
-BRIMFUL_FIELD(BrimfulCudaFunctions, end, 8);
-BRIMFUL_FIELD(BrimfulCudaFunctions, replay, 16);
-BRIMFUL_FIELD(BrimfulCudaFunctions, drop, 24);
-BRIMFUL_FIELD(BrimfulCudaFunctions, memory_share, 32);
-BRIMFUL_FIELD(BrimfulCudaFunctions, set_memory_share, 40);
-BRIMFUL_SIZE(BrimfulCudaFunctions, 48);
-
-}  // extern "C"
+#undef BRIMFUL_FUNCTION

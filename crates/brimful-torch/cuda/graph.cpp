@@ -3,16 +3,19 @@
 
 #include "functions.h"
 
+#include "../bridge/device.h"
+#include "../bridge/guard.h"
 #include "../bridge/version.h"
 #include "kernels/memset_nodes.h"
-#include "kernels/source.h"
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
-using brimful::guarded;
+#include <memory>
+#include <tuple>
 
 BRIMFUL_READ_AGAIN(
     "all of at::cuda::CUDAGraph: its protected fields, what capture_end does and in which order, and "
@@ -81,7 +84,7 @@ class Graph final : public at::cuda::CUDAGraph {
   template <class Body>
   static void quietly(Body&& body) noexcept {
     char* unheard = nullptr;
-    guarded(&unheard, body);
+    brimful::guarded(&unheard, body);
     free(unheard);
   }
 
@@ -92,28 +95,30 @@ class Graph final : public at::cuda::CUDAGraph {
 
 namespace brimful::graph {
 
-int32_t begin(int32_t device, const uint64_t* pool, void** out, char** message) noexcept {
-  return guarded(message, [&] {
-    const c10::DeviceGuard on(device_of(device));
-    auto graph = std::make_unique<Graph>();
-    graph->begin({pool[0], pool[1]});
-    *out = graph.release();
-  });
+bool is_capturing() {
+  auto status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status) != cudaSuccess) {
+    // It would be told of by whatever is launched next.
+    cudaGetLastError();
+    return false;
+  }
+  return status == cudaStreamCaptureStatusActive;
 }
 
-int32_t end(void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept {
-  return guarded(message, [&] {
-    auto* graph = static_cast<Graph*>(handle);
-    graph->end(own_kernels);
-    const auto [first, second] = graph->pool();
-    pool[0] = first;
-    pool[1] = second;
-  });
+void* begin(int32_t device, const uint64_t* pool) {
+  const c10::DeviceGuard on(device_of(device));
+  auto graph = std::make_unique<Graph>();
+  graph->begin({pool[0], pool[1]});
+  return graph.release();
 }
 
-int32_t replay(void* handle, char** message) noexcept {
-  return guarded(message, [&] { static_cast<Graph*>(handle)->replay(); });
+void end(void* handle, bool own_kernels, uint64_t* pool) {
+  auto* graph = static_cast<Graph*>(handle);
+  graph->end(own_kernels);
+  std::tie(pool[0], pool[1]) = graph->pool();
 }
+
+void replay(void* handle) { static_cast<Graph*>(handle)->replay(); }
 
 void drop(void* handle) noexcept { delete static_cast<Graph*>(handle); }
 

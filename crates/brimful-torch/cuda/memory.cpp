@@ -2,6 +2,8 @@
 
 #include "functions.h"
 
+#include "../bridge/device.h"
+
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -17,16 +19,10 @@ c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
 
 namespace brimful::memory {
 
-int32_t share(int32_t device, double* out, char** message) noexcept {
-  return guarded(message, [&] {
-    *out = allocator().getMemoryFraction(device_of(device).index());
-  });
-}
+double share(int32_t device) { return allocator().getMemoryFraction(device_of(device).index()); }
 
-int32_t set_share(int32_t device, double share, char** message) noexcept {
-  return guarded(message, [&] {
-    allocator().setMemoryFraction(share, device_of(device).index());
-  });
+void set_share(int32_t device, double share) {
+  allocator().setMemoryFraction(share, device_of(device).index());
 }
 
 }  // namespace brimful::memory

@@ -1,4 +1,4 @@
-// The table by which src/cuda_object.rs finds what this folder can do.
+// The table by which the bridge finds what this folder can do.
 //
 // The folder is a shared object of its own, whose symbols stay open until libtorch's CUDA half is
 // there: the library carries it, and loads it on machines that have one. So nothing links to CUDA.

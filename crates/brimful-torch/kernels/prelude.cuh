@@ -28,13 +28,10 @@ DEVICE float load_shared_by_blocks(const float* p) {
   return v;
 }
 
-DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
-DEVICE u32 to_bits(float value) { return __float_as_uint(value); }
-
 // Kinds of numbers: how one, and how two in 32 bits, become f32 and back.
 struct Bf16 {
   typedef u16 Number;
-  static DEVICE float widen(u16 v) { return from_bits(static_cast<u32>(v) << 16); }
+  static DEVICE float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
   static DEVICE u16 narrow(float v) {
     u16 r;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
@@ -109,13 +106,14 @@ struct Packed<F32, 4> {
   typedef uint4 Word;
   static DEVICE Word load(const Word* p) { return load_once(p); }
   static DEVICE void unpack(const Word& word, float* out) {
-    out[0] = from_bits(word.x);
-    out[1] = from_bits(word.y);
-    out[2] = from_bits(word.z);
-    out[3] = from_bits(word.w);
+    out[0] = __uint_as_float(word.x);
+    out[1] = __uint_as_float(word.y);
+    out[2] = __uint_as_float(word.z);
+    out[3] = __uint_as_float(word.w);
   }
   static DEVICE Word pack(const float* in) {
-    return make_uint4(to_bits(in[0]), to_bits(in[1]), to_bits(in[2]), to_bits(in[3]));
+    return make_uint4(__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]),
+                      __float_as_uint(in[3]));
   }
 };
 
@@ -141,11 +139,6 @@ DEVICE float from_lane(float v, int across) { return __shfl_xor_sync(ALL_LANES, 
 // The sum over a warp, in every lane, always in the same order.
 DEVICE float warp_sum(float v) {
   for (int across = 16; across > 0; across >>= 1) v += from_lane(v, across);
-  return v;
-}
-
-DEVICE float warp_max(float v) {
-  for (int across = 16; across > 0; across >>= 1) v = fmaxf(v, from_lane(v, across));
   return v;
 }
 

@@ -2,11 +2,10 @@
 
 use std::ffi::CString;
 use std::marker::PhantomData;
-use std::ptr;
 use std::sync::Arc;
 
 use crate::error::take_string;
-use crate::ffi::{self, RawArena, RawRefusal, RawStay};
+use crate::ffi::{self, RawArena, RawStay};
 
 /// An account that CPU allocations are charged to. Clones share it.
 ///
@@ -117,16 +116,15 @@ pub struct RefusedAllocation {
 /// hands on an exception's text alone, so this is how its numbers come along.
 pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     let text = CString::new(text).ok()?;
-    let mut found = RawRefusal { asked: 0, in_use: 0, limit: 0, arena: ptr::null_mut() };
-    // SAFETY: the text ends in NUL, and `found` is a valid place for the answer.
-    if !unsafe { ffi::brimful_arena_refusal(text.as_ptr(), &mut found) } {
-        return None;
-    }
+    let mut numbers = [0; 3];
+    // SAFETY: the text ends in NUL, and there is room for the numbers.
+    let arena = take_string(unsafe { ffi::brimful_arena_refusal(text.as_ptr(), &mut numbers) })?;
+    let [asked, in_use, limit] = numbers;
     Some(RefusedAllocation {
-        arena: take_string(found.arena)?,
-        asked: found.asked.unsigned_abs(),
-        in_use: found.in_use.unsigned_abs(),
-        limit: u64::try_from(found.limit).ok(),
+        arena,
+        asked: asked.unsigned_abs(),
+        in_use: in_use.unsigned_abs(),
+        limit: u64::try_from(limit).ok(),
     })
 }
 

@@ -6,6 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use tch::Tensor;
 
+use crate::at_end::AtEnd;
 use crate::error::TorchError;
 use crate::leaves::{KnownLeaves, Reach};
 use crate::{ffi, owned_or_none, raw, raw_list, raw_or_null};
@@ -70,15 +71,12 @@ fn run(
 /// Otherwise it runs those alone that need it: graphs on several streams or devices, with hooks, or inside
 /// another backward. All others run on the thread that asks for them, at half the cost for the host.
 pub fn by_engine<T>(run: impl FnOnce() -> T) -> T {
-    struct Before(bool);
-    impl Drop for Before {
-        fn drop(&mut self) {
-            // SAFETY: it sets a flag of this thread.
-            unsafe { ffi::brimful_want_engine(self.0) };
-        }
-    }
-    // SAFETY: as above.
-    let _before = Before(unsafe { ffi::brimful_want_engine(true) });
+    // SAFETY: it sets a flag of this thread.
+    let before = unsafe { ffi::brimful_want_engine(true) };
+    let _put_back = AtEnd(|| {
+        // SAFETY: as above.
+        unsafe { ffi::brimful_want_engine(before) };
+    });
     run()
 }
 
@@ -98,37 +96,21 @@ pub fn watched(
     run: impl FnOnce() -> Result<(), TorchError>,
 ) -> Result<(), TorchError> {
     let mut listener = Listener { arrived: &mut arrived, panicked: None };
+    let parameters = raw_list(parameters);
+    // SAFETY: the array has that many valid tensors. `hear` is called on this thread alone and while
+    // the watches live, in which nobody else uses the listener.
+    let watches = unsafe {
+        let context = ptr::from_mut(&mut listener).cast();
+        ffi::brimful_watch(parameters.as_ptr(), parameters.len(), hear, context)
+    }?;
     let result = {
-        let _watches = Watches::new(parameters, &mut listener)?;
+        // SAFETY: made above, and given back once.
+        let _unwatched = AtEnd(|| unsafe { ffi::brimful_unwatch(watches) });
         run()
     };
     match listener.panicked {
         Some(payload) => panic::resume_unwind(payload),
         None => result,
-    }
-}
-
-/// Parameters that are watched while this lives.
-struct Watches(*mut ffi::RawWatches);
-
-impl Watches {
-    /// The listener must stay where it is, and be left alone by others, while this lives.
-    fn new(parameters: &[Tensor], listener: &mut Listener<'_>) -> Result<Self, TorchError> {
-        let parameters = raw_list(parameters);
-        // SAFETY: the array has that many valid tensors. `hear` is called on this thread alone and while
-        // the watches live, in which nobody else uses the listener.
-        let watches = unsafe {
-            let context = ptr::from_mut(listener).cast();
-            ffi::brimful_watch(parameters.as_ptr(), parameters.len(), hear, context)
-        };
-        watches.map(Self)
-    }
-}
-
-impl Drop for Watches {
-    fn drop(&mut self) {
-        // SAFETY: made by `brimful_watch`, and given back once.
-        unsafe { ffi::brimful_unwatch(self.0) }
     }
 }
 

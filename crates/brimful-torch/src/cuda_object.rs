@@ -5,21 +5,20 @@ use std::sync::OnceLock;
 use tch::Tensor;
 
 use crate::error::TorchError;
-use crate::ffi::{self, RawCudaFunctions};
+use crate::ffi;
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_cuda.so"));
 
-/// The object's functions. Later calls repeat the first one's answer.
+/// Makes what it can do known to the bridge. Later calls repeat the first one's answer.
 ///
 /// # Errors
 /// With the loader's own words, where there is no CUDA, or one that lacks what is needed.
-pub(crate) fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
-    static LOADED: OnceLock<Result<&'static RawCudaFunctions, TorchError>> = OnceLock::new();
+pub(crate) fn load() -> Result<(), TorchError> {
+    static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
     let load = || {
         crate::cuda::load()?;
-        // SAFETY: the bytes are valid for their length; on success the table is one of this layout,
-        // in an object that stays loaded.
-        unsafe { Ok(&*ffi::brimful_load_cuda_object(OBJECT.as_ptr(), OBJECT.len())?) }
+        // SAFETY: the bytes are valid for their length.
+        unsafe { ffi::brimful_load_cuda_object(OBJECT.as_ptr(), OBJECT.len()) }
     };
     LOADED.get_or_init(load).clone()
 }
@@ -28,6 +27,6 @@ pub(crate) fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
 /// operations run.
 pub(crate) fn load_for(tensor: &Tensor) {
     if tensor.device().is_cuda() {
-        let _ = functions();
+        let _ = load();
     }
 }

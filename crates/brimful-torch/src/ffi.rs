@@ -22,10 +22,10 @@ type Lent = *const RawTensor;
 type Made = *mut RawTensor;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
-pub(crate) type Message = *mut *mut c_char;
+type Message = *mut *mut c_char;
 
 /// Structs with the place of each field and the size of the whole: the numbers that
-/// `bridge/mirrored.h` and `cuda/functions.h` have too, so that neither side can be changed alone.
+/// `bridge/mirrored.h` has too, so that neither side can be changed alone.
 macro_rules! mirrored {
     ($($(#[$meta:meta])* $name:ident, $size:literal bytes: {
         $($field:ident: $type:ty = $offset:literal,)+
@@ -43,24 +43,6 @@ macro_rules! mirrored {
 }
 
 mirrored! {
-    RawMemory, 56 bytes: {
-        current: i64 = 0,
-        peak: i64 = 8,
-        reserved: i64 = 16,
-        retries: i64 = 24,
-        refusals: i64 = 32,
-        free: i64 = 40,
-        total: i64 = 48,
-    }
-
-    /// An allocation that an arena refused. No limit is -1; the arena's name is ours to free.
-    RawRefusal, 32 bytes: {
-        asked: i64 = 0,
-        in_use: i64 = 8,
-        limit: i64 = 16,
-        arena: *mut c_char = 24,
-    }
-
     RawSgd, 40 bytes: {
         learning_rate: f64 = 0,
         momentum: f64 = 8,
@@ -90,17 +72,6 @@ mirrored! {
         momentum: f64 = 40,
         eps: f64 = 48,
         training: bool = 56,
-    }
-
-    /// What `cuda/*.cpp` can do, once it is loaded. Every `i32` is an outcome, see `error.rs`.
-    #[derive(Debug)]
-    RawCudaFunctions, 48 bytes: {
-        begin: unsafe extern "C" fn(i32, *const u64, *mut *mut RawGraph, Message) -> i32 = 0,
-        end: unsafe extern "C" fn(*mut RawGraph, bool, *mut u64, Message) -> i32 = 8,
-        replay: unsafe extern "C" fn(*mut RawGraph, Message) -> i32 = 16,
-        drop: unsafe extern "C" fn(*mut RawGraph) = 24,
-        memory_share: unsafe extern "C" fn(i32, *mut f64, Message) -> i32 = 32,
-        set_memory_share: unsafe extern "C" fn(i32, f64, Message) -> i32 = 40,
     }
 }
 
@@ -134,7 +105,12 @@ macro_rules! guarded {
 }
 
 guarded! {
-    fn brimful_load_cuda_object(bytes: *const u8, length: usize) -> *const RawCudaFunctions;
+    fn brimful_load_cuda_object(bytes: *const u8, length: usize);
+    fn brimful_graph_begin(device: i32, pool: *const u64) -> *mut RawGraph;
+    fn brimful_graph_end(graph: *mut RawGraph, own_kernels: bool, pool: *mut u64);
+    fn brimful_graph_replay(graph: *mut RawGraph);
+    fn brimful_memory_share(device: i32) -> f64;
+    fn brimful_set_memory_share(device: i32, share: f64);
     fn brimful_load_cuda();
     fn brimful_cuda_driver() -> i32;
     fn brimful_cuda_name(device: i32) -> *mut c_char;
@@ -176,7 +152,7 @@ guarded! {
     );
     fn brimful_set_gradient(tensor: *mut RawTensor, gradient: Lent);
 
-    fn brimful_device_memory(device: i32) -> RawMemory;
+    fn brimful_device_memory(device: i32) -> [i64; 7];
     fn brimful_reset_peak(device: i32);
     fn brimful_empty_cache(device: i32);
 
@@ -214,7 +190,6 @@ guarded! {
     fn brimful_host_bytes(bytes: usize, alignment: usize) -> Made;
     fn brimful_lock_pages(memory: *mut c_void, bytes: usize, device: i32);
     fn brimful_unlock_pages(memory: *mut c_void);
-    fn brimful_lookers(tensor: Lent) -> usize;
     fn brimful_pin(tensor: Lent) -> Made;
     fn brimful_room_for(tensor: Lent, page_locked: bool, keeps_order: bool) -> Made;
     fn brimful_copy(into: *mut RawTensor, from: Lent);
@@ -253,7 +228,7 @@ guarded! {
     fn brimful_touches_end(
         list: *mut RawTouches, ran: extern "C" fn(*mut c_void, *const c_char),
         found: extern "C" fn(*mut c_void, *mut RawTensor, bool), context: *mut c_void,
-    );
+    ) -> bool;
 
     fn brimful_fused_sgd(
         parameters: Tensors, gradients: Tensors, buffers: Tensors, count: usize,
@@ -274,6 +249,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_cpu_capability() -> *mut c_char;
     pub(crate) fn brimful_library_path() -> *mut c_char;
 
+    pub(crate) fn brimful_graph_drop(graph: *mut RawGraph);
     pub(crate) fn brimful_kernels_enabled() -> bool;
     pub(crate) fn brimful_kernels_enable(on: bool);
     pub(crate) fn brimful_kernels_refusals() -> *mut c_char;
@@ -289,7 +265,8 @@ unsafe extern "C" {
     pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
     pub(crate) fn brimful_arena_refusals(arena: *const RawArena) -> i64;
-    pub(crate) fn brimful_arena_refusal(text: *const c_char, out: *mut RawRefusal) -> bool;
+    pub(crate) fn brimful_arena_refusal(text: *const c_char, numbers: *mut [i64; 3])
+    -> *mut c_char;
     pub(crate) fn brimful_arena_fail(arena: *mut RawArena, n: i64, count: i64);
 
     pub(crate) fn brimful_want_engine(wanted: bool) -> bool;
@@ -310,5 +287,4 @@ unsafe extern "C" {
 
     pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
     pub(crate) fn brimful_touches_exchange(list: *mut RawTouches) -> *mut RawTouches;
-    pub(crate) fn brimful_touches_draw_on_host(list: *const RawTouches) -> bool;
 }

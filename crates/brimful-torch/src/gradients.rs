@@ -4,6 +4,7 @@ use std::ptr;
 
 use tch::Tensor;
 
+use crate::at_end::AtEnd;
 use crate::error::TorchError;
 use crate::{ffi, owned, raw_list};
 
@@ -30,41 +31,19 @@ pub fn offering(
     sums: &mut [Option<Tensor>],
     run: impl FnOnce() -> Result<(), TorchError>,
 ) -> Result<(), TorchError> {
-    let offer = Offer::make(parameters, sums)?;
-    run()?;
-    offer.settle()
-}
-
-/// Stands until it is dropped.
-struct Offer<'a> {
-    parameters: &'a [Tensor],
-    sums: &'a mut [Option<Tensor>],
-}
-
-impl<'a> Offer<'a> {
-    fn make(parameters: &'a [Tensor], sums: &'a mut [Option<Tensor>]) -> Result<Self, TorchError> {
-        check_pairs(parameters, sums)?;
-        let (list, places) = (raw_list(parameters), raw_places(sums));
-        // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
-        unsafe { ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len()) }?;
-        Ok(Self { parameters, sums })
-    }
-
-    /// Adds up what nodes have left for the end.
-    fn settle(&self) -> Result<(), TorchError> {
-        let list = raw_list(self.parameters);
-        // SAFETY: the array has that many valid tensors.
-        unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len()) }
-    }
-}
-
-impl Drop for Offer<'_> {
-    fn drop(&mut self) {
-        let (list, mut places) = (raw_list(self.parameters), raw_places(self.sums));
-        // SAFETY: as when it was made.
+    check_pairs(parameters, sums)?;
+    let (list, places) = (raw_list(parameters), raw_places(sums));
+    // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
+    unsafe { ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len()) }?;
+    let _withdrawn = AtEnd(|| {
+        let mut places = raw_places(sums);
+        // SAFETY: as above.
         unsafe { ffi::brimful_withdraw_sums(list.as_ptr(), places.as_mut_ptr(), list.len()) }
-        take_new(self.sums, places);
-    }
+        take_new(sums, places);
+    });
+    run()?;
+    // SAFETY: the array has that many valid tensors. It adds up what nodes have left for the end.
+    unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len()) }
 }
 
 fn check_pairs(parameters: &[Tensor], sums: &[Option<Tensor>]) -> Result<(), TorchError> {

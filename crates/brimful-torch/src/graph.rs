@@ -4,13 +4,11 @@
 //! addresses of its tensors. A replay runs it on whatever these hold by then. Random numbers go on
 //! from where the device's generator stands at each replay, as if the work had been run anew.
 
-use std::ptr;
-
 use tch::Device;
 
 use crate::device::accelerator;
-use crate::error::{TorchError, call};
-use crate::ffi::{RawCudaFunctions, RawGraph};
+use crate::error::TorchError;
+use crate::ffi::{self, RawGraph};
 use crate::stream::{Event, Stream};
 use crate::{cuda_object, kernels};
 
@@ -19,11 +17,7 @@ use crate::{cuda_object, kernels};
 /// # Errors
 /// With the cause, where it cannot: no CUDA, or one that lacks what is needed.
 pub fn available() -> Result<(), TorchError> {
-    functions().map(|_| ())
-}
-
-fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
-    cuda_object::functions()
+    cuda_object::load()
         .map_err(|error| TorchError::other(format!("replay is not available here: {error}")))
 }
 
@@ -35,10 +29,7 @@ pub struct Pool([u64; 2]);
 /// A capture under way on this thread's current stream; dropped, it is called off.
 #[derive(Debug)]
 #[must_use = "a capture that is dropped is called off"]
-pub struct Capture {
-    handle: *mut RawGraph,
-    functions: &'static RawCudaFunctions,
-}
+pub struct Capture(*mut RawGraph);
 
 /// Captured work.
 #[derive(Debug)]
@@ -73,11 +64,10 @@ impl Capture {
     /// # Errors
     /// Where nothing can be captured, or the stream is the default one.
     pub fn begin(device: Device, pool: &Pool) -> Result<Self, TorchError> {
-        let (index, functions) = (accelerator(device)?, functions()?);
-        let mut handle = ptr::null_mut();
+        let index = accelerator(device)?;
+        available()?;
         // SAFETY: the pool is two numbers; on success the handle is ours.
-        call(|message| unsafe { (functions.begin)(index, pool.0.as_ptr(), &mut handle, message) })?;
-        Ok(Self { handle, functions })
+        unsafe { ffi::brimful_graph_begin(index, pool.0.as_ptr()) }.map(Self)
     }
 
     /// Ends it, on the thread and the stream that began it.
@@ -85,11 +75,8 @@ impl Capture {
     /// # Errors
     /// When something could not be captured. The stream can be used again.
     pub fn end(self, pool: &mut Pool) -> Result<Graph, TorchError> {
-        let (own_kernels, numbers) = (kernels::enabled(), pool.0.as_mut_ptr());
         // SAFETY: the handle is a capture under way; the pool has room for two numbers.
-        call(|message| unsafe {
-            (self.functions.end)(self.handle, own_kernels, numbers, message)
-        })?;
+        unsafe { ffi::brimful_graph_end(self.0, kernels::enabled(), pool.0.as_mut_ptr()) }?;
         Ok(Graph(self))
     }
 }
@@ -100,15 +87,14 @@ impl Graph {
     /// # Errors
     /// When the device has failed.
     pub fn replay(&mut self) -> Result<(), TorchError> {
-        let Capture { handle, functions } = self.0;
         // SAFETY: the handle is a captured graph, borrowed mutably.
-        call(|message| unsafe { (functions.replay)(handle, message) })
+        unsafe { ffi::brimful_graph_replay(self.0.0) }
     }
 }
 
 impl Drop for Capture {
     fn drop(&mut self) {
         // SAFETY: the handle is ours and dropped once.
-        unsafe { (self.functions.drop)(self.handle) }
+        unsafe { ffi::brimful_graph_drop(self.0) }
     }
 }

@@ -49,7 +49,7 @@ fn describe(on: Device) -> Result<String, TorchError> {
         return Err(TorchError::other("kernels are for CUDA"));
     }
     let number = device::number(on)?;
-    cuda_object::functions()?;
+    cuda_object::load()?;
     // SAFETY: takes a plain number.
     let how = unsafe { ffi::brimful_kernels_describe(number) }?;
     Ok(take_string(how).unwrap_or_default())
@@ -81,7 +81,7 @@ pub fn refusals() -> Vec<String> {
 /// # Errors
 /// Where there is no CUDA.
 pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError> {
-    cuda_object::functions()?;
+    cuda_object::load()?;
     // SAFETY: takes plain values.
     unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes) }
 }

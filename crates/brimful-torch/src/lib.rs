@@ -35,6 +35,7 @@
 
 pub mod activation;
 pub mod arena;
+mod at_end;
 pub mod autograd;
 pub mod batch_norm;
 pub mod cuda;

@@ -4,7 +4,7 @@ use tch::Device;
 
 use crate::cuda_object;
 use crate::device::accelerator;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi;
 
 /// Figures of one device, in bytes unless it says otherwise.
@@ -35,16 +35,17 @@ pub struct DeviceMemory {
 pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     let index = accelerator(device)?;
     // SAFETY: takes a plain number.
-    let raw = unsafe { ffi::brimful_device_memory(index) }?;
-    let (reserved, total) = (raw.reserved.unsigned_abs(), raw.total.unsigned_abs());
+    let figures = unsafe { ffi::brimful_device_memory(index) }?;
+    let [current, peak, reserved, allocation_retries, refusals, free, total] =
+        figures.map(i64::unsigned_abs);
     let limit = (share(index)? * total as f64).round() as u64;
     Ok(DeviceMemory {
-        current: raw.current.unsigned_abs(),
-        peak: raw.peak.unsigned_abs(),
+        current,
+        peak,
         reserved,
-        allocation_retries: raw.retries.unsigned_abs(),
-        refusals: raw.refusals.unsigned_abs(),
-        free: raw.free.unsigned_abs().min(limit.saturating_sub(reserved)),
+        allocation_retries,
+        refusals,
+        free: free.min(limit.saturating_sub(reserved)),
         total,
         limit,
     })
@@ -53,11 +54,11 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
 /// The share of a device's memory that this process may take: all, where the object that could have
 /// set a limit cannot be loaded.
 fn share(index: i32) -> Result<f64, TorchError> {
-    let mut share = 1.0;
-    if let Ok(functions) = cuda_object::functions() {
-        // SAFETY: `share` is a valid place for the number.
-        call(|message| unsafe { (functions.memory_share)(index, &mut share, message) })?;
+    if cuda_object::load().is_err() {
+        return Ok(1.0);
     }
+    // SAFETY: takes a plain number.
+    let share = unsafe { ffi::brimful_memory_share(index) }?;
     Ok(share.clamp(0.0, 1.0))
 }
 
@@ -67,12 +68,13 @@ fn share(index: i32) -> Result<f64, TorchError> {
 /// # Errors
 /// When the device does not exist or is a CPU, or its CUDA lacks what is needed.
 pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<(), TorchError> {
-    let (index, functions) = (accelerator(device)?, cuda_object::functions()?);
+    let index = accelerator(device)?;
+    cuda_object::load()?;
     let total = device_memory(device)?.total;
     // libtorch multiplies, and cuts off what is behind the point: half a byte more is enough.
     let share = bytes.map_or(1.0, |bytes| ((bytes as f64 + 0.5) / total as f64).min(1.0));
     // SAFETY: takes plain numbers.
-    call(|message| unsafe { (functions.set_memory_share)(index, share, message) })
+    unsafe { ffi::brimful_set_memory_share(index, share) }
 }
 
 /// Lets the device's peak start again from what is in use now.

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
-use std::mem;
+use std::mem::{self, ManuallyDrop};
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
@@ -40,8 +40,8 @@ pub enum MpiError {
 
 /// MPI in this process.
 pub struct Mpi {
-    /// None when it must not be ended in order: ranks that are gone would be waited for.
-    universe: Option<Universe>,
+    /// Ended in order by [`Mpi::end`] alone: ranks that are gone would be waited for.
+    universe: ManuallyDrop<Universe>,
     lines: [ffi::MPI_Comm; 2],
     /// Messages on the control line that have been announced, with their senders.
     arriving: VecDeque<(usize, MpiMessage)>,
@@ -99,20 +99,19 @@ impl Mpi {
         let world = universe.world().as_raw();
         // From here on it is not ended in order where something fails: who does not answer now would
         // be waited for then.
-        let (universe, lines) = (Some(universe), [world; 2]);
-        let mut started = Self { universe, lines, arriving: VecDeque::new() };
-        started.lines = [duplicate(world, limit)?, duplicate(world, limit)?];
-        Ok(started)
+        let universe = ManuallyDrop::new(universe);
+        let lines = [duplicate(world, limit)?, duplicate(world, limit)?];
+        Ok(Self { universe, lines, arriving: VecDeque::new() })
     }
 
     /// This process's number.
     pub fn rank(&self) -> usize {
-        self.universe.as_ref().map_or(0, |universe| universe.world().rank().unsigned_abs() as usize)
+        self.universe.world().rank().unsigned_abs() as usize
     }
 
     /// How many processes there are.
     pub fn size(&self) -> usize {
-        self.universe.as_ref().map_or(1, |universe| universe.world().size().unsigned_abs() as usize)
+        self.universe.world().size().unsigned_abs() as usize
     }
 
     /// The name of this machine.
@@ -210,16 +209,13 @@ impl Mpi {
             }
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
         }
-        let buffer = Some(Buffer::Bytes(vec![0; length.unsigned_abs() as usize]));
-        let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer };
-        let (start, _) = pending.bytes()?;
+        // One piece, as it was sent.
+        let buffer = Buffer::Bytes(vec![0; length.unsigned_abs() as usize]);
         // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
         // completed.
-        unsafe {
-            let (mut request, kind) = (ffi::RSMPI_REQUEST_NULL, ffi::RSMPI_UINT8_T);
-            checked(ffi::MPI_Imrecv(start.cast(), length, kind, &mut message, &mut request))?;
-            pending.requests.push(request);
-        }
+        let pending = self.begin(buffer, |start, length, request| unsafe {
+            ffi::MPI_Imrecv(start, length, ffi::RSMPI_UINT8_T, &mut message, request)
+        })?;
         self.arriving.push_back((status.MPI_SOURCE.unsigned_abs() as usize, pending));
         Ok(true)
     }
@@ -233,14 +229,14 @@ impl Mpi {
     }
 
     /// Ends MPI in order, for which all ranks wait for each other: on the thread that has started it.
-    pub fn end(mut self) {
-        drop(self.universe.take());
+    pub fn end(self) {
+        drop(ManuallyDrop::into_inner(self.universe));
     }
 
     fn begin(
         &self,
         buffer: Buffer,
-        start: impl Fn(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
+        mut start: impl FnMut(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
     ) -> Result<MpiMessage, MpiError> {
         let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer: Some(buffer) };
         let (first, length) = pending.bytes()?;
@@ -252,13 +248,6 @@ impl Mpi {
             pending.requests.insert(0, request);
         }
         Ok(pending)
-    }
-}
-
-impl Drop for Mpi {
-    fn drop(&mut self) {
-        // Ranks may be gone: ending in order would wait for them.
-        mem::forget(self.universe.take());
     }
 }
 

@@ -2,13 +2,15 @@
 //! used for many tensors.
 
 use std::ffi::c_void;
+use std::slice;
 
 use tch::{Device, Tensor};
 
 use crate::device::number;
 use crate::error::TorchError;
 use crate::host::prefer_large_pages;
-use crate::{ffi, owned, raw};
+use crate::touched::any_is_left;
+use crate::{ffi, owned};
 
 /// Pages are locked whole: a block begins and ends at a multiple of 4,096 bytes.
 const PAGE: usize = 4096;
@@ -70,12 +72,8 @@ impl Slab {
     }
 
     /// Whether nobody else looks at the bytes: no view of them is left.
-    ///
-    /// # Errors
-    /// Never for a slab that was made.
-    pub fn is_free(&self) -> Result<bool, TorchError> {
-        // SAFETY: the tensor is valid.
-        Ok(unsafe { ffi::brimful_lookers(raw(&self.bytes)) }? == 1)
+    pub fn is_free(&self) -> bool {
+        any_is_left(slice::from_ref(&self.bytes))
     }
 }
 

@@ -6,6 +6,7 @@ use std::ptr;
 
 use tch::Tensor;
 
+use crate::at_end::AtEnd;
 use crate::error::TorchError;
 use crate::ffi::{self, RawTensor, RawTouches};
 use crate::{owned, raw_list};
@@ -42,7 +43,11 @@ pub fn touched<T>(f: impl FnOnce() -> T) -> Result<(T, Touched), TorchError> {
 /// Runs `f` as a part of work that is none of its doing: nothing of it is told.
 pub fn untold<T>(f: impl FnOnce() -> T) -> T {
     // SAFETY: a list of this thread, or none, which comes back before it can end.
-    let _paused = Paused(unsafe { ffi::brimful_touches_exchange(ptr::null_mut()) });
+    let paused = unsafe { ffi::brimful_touches_exchange(ptr::null_mut()) };
+    let _goes_on = AtEnd(|| {
+        // SAFETY: as above.
+        unsafe { ffi::brimful_touches_exchange(paused) };
+    });
     f()
 }
 
@@ -53,29 +58,17 @@ pub fn any_is_left(blocks: &[Tensor]) -> bool {
     unsafe { ffi::brimful_any_is_left(blocks.as_ptr(), blocks.len()) }
 }
 
-/// A list that is not made on; dropped, even by a panic, it is again.
-struct Paused(*mut RawTouches);
-
-impl Drop for Paused {
-    fn drop(&mut self) {
-        // SAFETY: as above.
-        unsafe { ffi::brimful_touches_exchange(self.0) };
-    }
-}
-
 /// A list that is being made; dropped by a panic, it ends all the same.
 struct UnderWay(*mut RawTouches);
 
 impl UnderWay {
     fn end(&mut self) -> Result<Touched, TorchError> {
         let list = std::mem::replace(&mut self.0, ptr::null_mut());
-        // SAFETY: the list is live.
-        let draws_on_host = unsafe { ffi::brimful_touches_draw_on_host(list) };
-        let mut touched = Touched { draws_on_host, ..Touched::default() };
+        let mut touched = Touched::default();
         let context = ptr::from_mut(&mut touched).cast();
         // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
         // alone, in which nobody else uses `touched`.
-        unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
+        touched.draws_on_host = unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
         Ok(touched)
     }
 }

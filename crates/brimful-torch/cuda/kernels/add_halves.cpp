@@ -17,18 +17,18 @@ constexpr unsigned kThreads = 256;
 constexpr int64_t kBlocksAProcessor = 8;
 constexpr int64_t kNumbersAThread = 8;
 
+const KernelFamily<1> family(add_halves_source, {Define{"KIND", kNumberKinds}});
+
 }  // namespace
 
 void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensors) {
-  static const KernelFamily<1> family(
-      add_halves_source, "add_halves", {Define{"KIND", kNumberKinds}});
   const auto longest = *std::max_element(arguments.count, arguments.count + tensors);
   const int64_t needed = longest / (kThreads * kNumbersAThread) + 1;
   const int64_t most = card(c10::cuda::current_device()).multiprocessors * kBlocksAProcessor;
   const Shape shape{
       static_cast<unsigned>(std::min(needed, most)), static_cast<unsigned>(tensors), kThreads, 0,
       false};
-  family.of({static_cast<int>(kind)}).launch(shape, arguments);
+  family.of("add_halves", {kind}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

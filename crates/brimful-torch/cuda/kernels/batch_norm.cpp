@@ -36,12 +36,6 @@ enum Pass {
   kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed, kMoments, kFinishMoments
 };
 
-int kind_of(const at::Tensor& tensor) { return static_cast<int>(number_kind(tensor)); }
-
-bool is_aligned(const at::Tensor& tensor) {
-  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
 // How a tensor is read: its kind, numbers at once, and lanes side by side.
 struct Reading {
   int kind, width, lanes;
@@ -49,7 +43,7 @@ struct Reading {
   // Rows that one thread has at once: the pixels of a square, behind a pooling.
   int together = 1;
 
-  Reading(const at::Tensor& x, bool aligned) : kind(kind_of(x)) {
+  Reading(const at::Tensor& x, bool aligned) : kind(number_kind(x)) {
     const int64_t all = x.numel();
     const int64_t in_rows = x.size(1);
     const int vector = x.element_size() == 4 ? 4 : 8;
@@ -81,58 +75,42 @@ constexpr Define kWidth{"WIDTH"}, kLanes{"LANES"}, kThreadCount{"THREADS"}, kPas
 // The place of the last one in both directions.
 constexpr size_t kPassPlace = 4;
 
-using ForwardFamily = KernelFamily<7>;
-using BackwardFamily = KernelFamily<10>;
-using PoolFamily = KernelFamily<4>;
-
-const ForwardFamily& forward_family() {
-  static const ForwardFamily family(
-      batch_norm_forward_source, "batch_norm_forward",
-      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"RELU"}, Define{"RESIDUAL"}});
-  return family;
-}
-
-const BackwardFamily& backward_family() {
-  static const BackwardFamily family(
-      batch_norm_backward_source, "batch_norm_backward",
-      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"MASK"}, Define{"MORE"}, Define{"KEEP"},
-       Define{"OTHER"}, Define{"POOL"}});
-  return family;
-}
-
-const PoolFamily& pool_family() {
-  static const PoolFamily family(
-      batch_norm_pool_source, "batch_norm_pool", {kKind, kWidth, kLanes, kThreadCount});
-  return family;
-}
+const KernelFamily<7> forward_family(
+    batch_norm_forward_source,
+    {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"RELU"}, Define{"RESIDUAL"}});
+const KernelFamily<10> backward_family(
+    batch_norm_backward_source,
+    {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"MASK"}, Define{"MORE"}, Define{"KEEP"},
+     Define{"OTHER"}, Define{"POOL"}});
+const KernelFamily<4> pool_family(batch_norm_pool_source, {kKind, kWidth, kLanes, kThreadCount});
 
 // What a backward is compiled for, beside how it reads.
 struct BackwardParts {
   int mask, more, keep, other, pool;
 };
 
-ForwardFamily::Numbers forward_numbers(const Reading& r, Pass pass, int relu, int residual) {
+std::array<int, 7> forward_numbers(const Reading& r, Pass pass, int relu, int residual) {
   return {r.kind, r.width, r.lanes, kThreads, pass, relu, residual};
 }
 
-BackwardFamily::Numbers backward_numbers(const Reading& r, Pass pass, const BackwardParts& parts) {
+std::array<int, 10> backward_numbers(const Reading& r, Pass pass, const BackwardParts& parts) {
   const auto& [mask, more, keep, other, pool] = parts;
   return {r.kind, r.width, r.lanes, kThreads, pass, mask, more, keep, other, pool};
 }
 
-PoolFamily::Numbers pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
+std::array<int, 4> pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
 
 // What a residual network uses beside the first of its layers in training, in the order of its use.
 std::vector<Compiling> likely(const Reading& reading) {
   std::vector<Compiling> all;
   const auto forward = [&](Pass pass, int relu, int residual) {
-    all.push_back(forward_family().compiling(forward_numbers(reading, pass, relu, residual)));
+    all.push_back(forward_family.compiling(forward_numbers(reading, pass, relu, residual)));
   };
   const auto backward = [&](const BackwardParts& parts) {
-    all.push_back(backward_family().compiling(backward_numbers(reading, kWhole, parts)));
+    all.push_back(backward_family.compiling(backward_numbers(reading, kWhole, parts)));
   };
   forward(kStatistics, 0, 0);
-  all.push_back(pool_family().compiling(pool_numbers(reading)));
+  all.push_back(pool_family.compiling(pool_numbers(reading)));
   forward(kWhole, 1, 0);
   forward(kWhole, 1, 2);
   forward(kWhole, 1, 1);
@@ -205,34 +183,8 @@ size_t backward_bytes(const Reading& reading, int norms) {
   return rounded(kWarps * sums * channels + sums * kThreads + 3 * norms * channels);
 }
 
-Shape shape_of(const Reading& reading, const Plan& plan, int blocks) {
-  return {
-      static_cast<unsigned>(reading.slices()), static_cast<unsigned>(blocks), kThreads,
-      plan.shared_bytes, plan.cooperative};
-}
-
-// Whether all blocks of the plan run at the same time.
-bool fits(const Kernel& kernel, const Plan& plan) {
-  return plan.cooperative && kernel.blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
-}
-
-template <class Arguments>
-void set_rows(Arguments& arguments, const Reading& reading, const Plan& plan) {
-  arguments.rows = reading.rows;
-  arguments.channels = reading.channels;
-  arguments.blocks = plan.blocks;
-  arguments.chunk = plan.chunk;
-  arguments.slots = plan.slots;
-}
-
-at::Tensor numbers(const at::Tensor& like, int64_t count) {
-  return at::empty({count}, like.options().dtype(at::kFloat).memory_format(std::nullopt));
-}
-
-at::Tensor partials_of(
-    const at::Tensor& like, const Reading& reading, const Plan& plan, int kinds) {
-  const int64_t blocks = int64_t{plan.blocks} * reading.slices();
-  return numbers(like, blocks * kinds * reading.slice_channels());
+at::Tensor row_of(const at::Tensor& like, int64_t count, at::ScalarType kind = at::kFloat) {
+  return at::empty({count}, like.options().dtype(kind).memory_format(std::nullopt));
 }
 
 const void* read_from(const at::Tensor& tensor) {
@@ -250,12 +202,13 @@ const float* read_floats(const at::Tensor& tensor) {
 float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
 
 // The kernels of one direction, which differ in what they do of it.
-template <class Family, class Arguments>
+template <size_t N, class Arguments>
 struct Passes {
-  const Family& family;
+  const KernelFamily<N>& family;
+  const char* const function;
   const Reading reading;
   // Of whatever pass.
-  const typename Family::Numbers numbers;
+  const std::array<int, N> numbers;
   // The kernel's own bytes of shared memory, tensors that it keeps in the rest, and its sums over rows.
   const size_t bytes;
   const int tensors, sums;
@@ -264,11 +217,22 @@ struct Passes {
   const Kernel& kernel(Pass pass) const {
     auto its_own = numbers;
     its_own[kPassPlace] = pass;
-    return family.of(its_own);
+    return family.of(function, its_own);
+  }
+
+  void set_rows(const Plan& plan) {
+    arguments.rows = reading.rows;
+    arguments.channels = reading.channels;
+    arguments.blocks = plan.blocks;
+    arguments.chunk = plan.chunk;
+    arguments.slots = plan.slots;
   }
 
   void launch(Pass pass, const Plan& plan, int blocks) {
-    kernel(pass).launch(shape_of(reading, plan, blocks), arguments);
+    const Shape shape{
+        static_cast<unsigned>(reading.slices()), static_cast<unsigned>(blocks), kThreads,
+        plan.shared_bytes, plan.cooperative};
+    kernel(pass).launch(shape, arguments);
   }
 
   // `whole` in one launch, or the halves in two, of which the second reads again what the first `keeps`.
@@ -279,11 +243,14 @@ struct Passes {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
-    const bool at_once = fits(kernel(whole), plan);
+    // Whether all blocks of the plan run at the same time.
+    const bool at_once =
+        plan.cooperative && kernel(whole).blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
     if (!at_once) plan = plain_plan(reading, figures, bytes);
-    const at::Tensor partials = partials_of(x, reading, plan, sums);
+    const int64_t blocks = int64_t{plan.blocks} * reading.slices();
+    const at::Tensor partials = row_of(x, blocks * sums * reading.slice_channels());
     arguments.partials = write_floats(partials);
-    set_rows(arguments, reading, plan);
+    set_rows(plan);
     if (at_once) return launch(whole, plan, plan.blocks);
     launch(kFirstHalf, plan, plan.blocks);
     launch(second, plan, keeps ? plan.blocks : 1);
@@ -292,24 +259,24 @@ struct Passes {
   // No sums over the rows are needed.
   void run_fixed(const at::Tensor& x) {
     const Plan plan = plain_plan(reading, card(x.get_device()), bytes);
-    set_rows(arguments, reading, plan);
+    set_rows(plan);
     launch(kFixed, plan, plan.blocks);
   }
 };
 
-using Forward = Passes<ForwardFamily, BatchNormForward>;
-using Backward = Passes<BackwardFamily, BatchNormBackward>;
+using Forward = Passes<7, BatchNormForward>;
+using Backward = Passes<10, BatchNormBackward>;
 
 Forward forward_of(const Reading& reading, int relu, int residual) {
   return {
-      forward_family(), reading, forward_numbers(reading, kWhole, relu, residual),
-      forward_bytes(reading), 1, 2};
+      forward_family, "batch_norm_forward", reading,
+      forward_numbers(reading, kWhole, relu, residual), forward_bytes(reading), 1, 2};
 }
 
 Backward backward_of(const Reading& reading, const BackwardParts& parts) {
   const int norms = 1 + parts.other;
   return {
-      backward_family(), reading, backward_numbers(reading, kWhole, parts),
+      backward_family, "batch_norm_backward", reading, backward_numbers(reading, kWhole, parts),
       backward_bytes(reading, norms), 1 + norms, 1 + norms};
 }
 
@@ -320,8 +287,8 @@ void set_norm(BatchNormForward& arguments, const BatchNormGiven& norm, const at:
   arguments.running_mean = write_to(norm.running_mean);
   arguments.running_variance = write_to(norm.running_variance);
   arguments.saved = write_floats(saved);
-  arguments.weight_kind = kind_of(norm.weight.defined() ? norm.weight : norm.bias);
-  arguments.running_kind = kind_of(norm.running_mean);
+  arguments.weight_kind = number_kind(norm.weight.defined() ? norm.weight : norm.bias);
+  arguments.running_kind = number_kind(norm.running_mean);
   arguments.eps = static_cast<float>(norm.eps);
   arguments.momentum = static_cast<float>(norm.momentum);
 }
@@ -334,11 +301,9 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
   const int residual = !addend.tensor.defined() ? 0 : addend.saved.defined() ? 2 : 1;
   BatchNormed out;
   out.y = at::empty_like(norm.x);
-  if (for_backward) out.saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  if (for_backward) out.saved = row_of(norm.x, 4 * int64_t{reading.channels});
   if (for_backward && relu && residual != 0) {
-    out.mask = at::empty(
-        {norm.x.numel() / reading.width},
-        norm.x.options().dtype(at::kByte).memory_format(std::nullopt));
+    out.mask = row_of(norm.x, norm.x.numel() / reading.width, at::kByte);
   }
   Forward forward = forward_of(reading, relu, residual);
   set_norm(forward.arguments, norm, out.saved);
@@ -358,7 +323,7 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
 at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   const c10::DeviceGuard on(norm.x.device());
   const Reading reading(norm.x, is_aligned(norm.x));
-  const at::Tensor saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  const at::Tensor saved = row_of(norm.x, 4 * int64_t{reading.channels});
   Forward forward = forward_of(reading, 0, 0);
   set_norm(forward.arguments, norm, saved);
   expect_others(reading, norm.x.get_device());
@@ -366,11 +331,11 @@ at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   return saved;
 }
 
-std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x) {
+std::tuple<at::Tensor, at::Tensor> batch_norm_moments(const at::Tensor& x) {
   const c10::DeviceGuard on(x.device());
   const Reading reading(x, is_aligned(x));
   const int64_t channels = reading.channels;
-  const at::Tensor both = numbers(x, 2 * channels);
+  const at::Tensor both = row_of(x, 2 * channels);
   Forward forward = forward_of(reading, 0, 0);
   forward.arguments.x = read_from(x);
   forward.arguments.saved = write_floats(both);
@@ -391,7 +356,7 @@ BatchNormGradients::Of room_for(const BatchNormDone& norm) {
 
 void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchNormGradients& out) {
   const auto weight_kind = [](const BatchNormDone& norm) {
-    return kind_of(norm.weight.defined() ? norm.weight : norm.bias);
+    return number_kind(norm.weight.defined() ? norm.weight : norm.bias);
   };
   a.x = read_from(in.own.x);
   a.dy = read_from(in.dy);
@@ -461,8 +426,7 @@ BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
       {x.size(0), x.size(1), pooled(x.size(2)), pooled(x.size(3))},
       x.options().memory_format(at::MemoryFormat::ChannelsLast));
   out.saved = saved;
-  out.mask =
-      at::empty({out.y.numel()}, x.options().dtype(at::kByte).memory_format(std::nullopt));
+  out.mask = row_of(x, out.y.numel(), at::kByte);
   BatchNormPool arguments{};
   arguments.x = read_from(x);
   arguments.saved = read_floats(saved);
@@ -476,8 +440,7 @@ BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   arguments.pooled_width = static_cast<int>(out.y.size(3));
   constexpr unsigned kPoolThreads = 256;
   const unsigned blocks = (arguments.total + kPoolThreads - 1) / kPoolThreads;
-  pool_family()
-      .of(pool_numbers(reading))
+  pool_family.of("batch_norm_pool", pool_numbers(reading))
       .launch(Shape{blocks, 1, kPoolThreads, 0, false}, arguments);
   return out;
 }

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
+#include <tuple>
 
 namespace brimful::kernels {
 
@@ -65,7 +65,7 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
 at::Tensor batch_norm_statistics(const BatchNormGiven& norm);
 
 // The mean and the variance of each channel, in f32.
-std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x);
+std::tuple<at::Tensor, at::Tensor> batch_norm_moments(const at::Tensor& x);
 
 // Of BatchNorm, ReLU and a pooling of 3×3, stride 2 and padding 1, of fewer than 2^28 squares: y, and as its mask the
 // place of each maximum in its window.

@@ -2,6 +2,7 @@
 
 #include "card.h"
 
+#include "compiler.h"
 #include "driver.h"
 #include "source.h"
 
@@ -9,7 +10,6 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <string>
 
 namespace brimful::kernels {
 
@@ -69,6 +69,10 @@ int architecture(int device) {
   throw KernelError(
       "compute capability " + std::to_string(major) + "." + std::to_string(minor) +
       " is below 8.0");
+}
+
+std::string describe(int device) {
+  return "sm_" + std::to_string(architecture(device)) + ", NVRTC " + compiler_version();
 }
 
 void pretend(int multiprocessors, size_t shared_bytes_per_block) {

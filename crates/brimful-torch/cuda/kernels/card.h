@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace brimful::kernels {
 
@@ -17,6 +18,9 @@ Card card(int device);
 // What the device's kernels are compiled for, such as 90. Throws a KernelError below 80, the oldest
 // whose instructions they use.
 int architecture(int device);
+
+// For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
+std::string describe(int device);
 
 // Takes every device for a smaller one, for tests: a figure of nothing is the device's own.
 void pretend(int multiprocessors, size_t shared_bytes_per_block);

@@ -16,19 +16,15 @@ namespace {
 constexpr int kColumnsABlock = 32;
 constexpr int kColumnThreads = 512;
 
-using PartialsFamily = KernelFamily<2>;
-
-const PartialsFamily& partials_family() {
-  static const PartialsFamily family(
-      column_partials_source, "column_partials", {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
-  return family;
-}
+const KernelFamily<2> partials_family(
+    column_partials_source, {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
+const Kernel sums_kernel(column_sums_source, "column_sums", {});
+const Kernel adding_kernel(column_sums_source, "add_column_sums", {});
 
 }  // namespace
 
 Compiling column_partials_compiling(NumberKind kind) {
-  const int per_word = static_cast<int>(numbers_a_word(kind));
-  return partials_family().compiling({static_cast<int>(kind), per_word});
+  return partials_family.compiling({kind, numbers_a_word(kind)});
 }
 
 int64_t column_partial_rows(int64_t rows, int64_t columns, NumberKind kind) {
@@ -39,24 +35,23 @@ void column_partials(const ColumnPartialsArguments& given, NumberKind kind) {
   const Strips strips(kind, given.columns);
   ColumnPartialsArguments arguments = given;
   arguments.rows_of_block = strips.rows_of_block(given.rows);
-  const PartialsFamily::Numbers numbers{static_cast<int>(kind), static_cast<int>(strips.per_word)};
-  partials_family().of(numbers).launch(strips.shape(given.rows), arguments);
+  partials_family.of("column_partials", {kind, strips.per_word})
+      .launch(strips.shape(given.rows), arguments);
 }
 
 void column_sums(const ColumnSumsArguments& arguments) {
-  static const Kernel kernel(column_sums_source, "column_sums", {});
   const auto blocks = (arguments.columns + kColumnsABlock - 1) / kColumnsABlock;
   const unsigned tables = arguments.into[1] == nullptr ? 1 : 2;
   if (blocks == 0) return;
-  kernel.launch(Shape{static_cast<unsigned>(blocks), tables, kColumnThreads, 0, false}, arguments);
+  sums_kernel.launch(
+      Shape{static_cast<unsigned>(blocks), tables, kColumnThreads, 0, false}, arguments);
 }
 
 void add_column_sums(const AddColumnSumsArguments& arguments, int tables) {
-  static const Kernel kernel(column_sums_source, "add_column_sums", {});
   const int widest = *std::max_element(arguments.columns, arguments.columns + tables);
   const auto blocks = static_cast<unsigned>((widest + kColumnsABlock - 1) / kColumnsABlock);
   const Shape shape{blocks, static_cast<unsigned>(tables), kColumnThreads, 0, false};
-  kernel.launch(shape, arguments);
+  adding_kernel.launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

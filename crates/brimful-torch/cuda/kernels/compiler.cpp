@@ -17,6 +17,7 @@
 #include <deque>
 #include <future>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -107,41 +108,31 @@ const Nvrtc& nvrtc() {
   return loaded;
 }
 
-// A program of NVRTC's, which is gone when it goes out of scope.
-class Compilation {
- public:
-  explicit Compilation(const Source& source) {
-    nvrtc().create(&program_, source.text, source.name, 0, nullptr, nullptr);
-  }
-  Compilation(const Compilation&) = delete;
-  Compilation& operator=(const Compilation&) = delete;
-  ~Compilation() { nvrtc().destroy.ask(&program_); }
+std::string log_of(Program program) {
+  size_t size = 0;
+  if (nvrtc().log_size.ask(program, &size) != 0 || size == 0) return "no reason given";
+  std::string text(size, '\0');
+  nvrtc().log.ask(program, text.data());
+  text.resize(size - 1);
+  return text;
+}
 
-  std::string run(const Source& source, const std::vector<std::string>& options) {
-    std::vector<const char*> words;
-    for (const auto& option : options) words.push_back(option.c_str());
-    if (nvrtc().compile.ask(program_, static_cast<int>(words.size()), words.data()) != 0) {
-      throw KernelError(std::string(source.name) + " does not compile: " + log());
-    }
-    size_t size = 0;
-    nvrtc().cubin_size(program_, &size);
-    std::string cubin(size, '\0');
-    nvrtc().cubin(program_, cubin.data());
-    return cubin;
+std::string compile(const Source& source, const std::vector<std::string>& options) {
+  Program made = nullptr;
+  nvrtc().create(&made, source.text, source.name, 0, nullptr, nullptr);
+  const auto destroy = [](Program program) { nvrtc().destroy.ask(&program); };
+  const std::unique_ptr<void, decltype(destroy)> program(made, destroy);
+  std::vector<const char*> words;
+  for (const auto& option : options) words.push_back(option.c_str());
+  if (nvrtc().compile.ask(made, static_cast<int>(words.size()), words.data()) != 0) {
+    throw KernelError(std::string(source.name) + " does not compile: " + log_of(made));
   }
-
- private:
-  std::string log() {
-    size_t size = 0;
-    if (nvrtc().log_size.ask(program_, &size) != 0 || size == 0) return "no reason given";
-    std::string text(size, '\0');
-    nvrtc().log.ask(program_, text.data());
-    text.resize(size - 1);
-    return text;
-  }
-
-  Program program_ = nullptr;
-};
+  size_t size = 0;
+  nvrtc().cubin_size(made, &size);
+  std::string cubin(size, '\0');
+  nvrtc().cubin(made, cubin.data());
+  return cubin;
+}
 
 // Whether the compiler has been used. What it keeps for itself it makes then, and it is gone again when the
 // program ends, the last made first.
@@ -165,7 +156,7 @@ struct Order {
   }
 
   std::string run() const {
-    std::string cubin = Compilation(source).run(source, options);
+    std::string cubin = compile(source, options);
     has_compiled = true;
     write_cache(key, cubin);
     return cubin;

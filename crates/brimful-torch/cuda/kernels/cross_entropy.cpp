@@ -16,24 +16,13 @@ constexpr unsigned kThreads = 512;
 // What a block has besides the row: results of its warps.
 constexpr size_t kOtherBytes = 1 << 10;
 
-using CrossEntropyFamily = KernelFamily<2>;
-
-// Both are one module.
-const CrossEntropyFamily& family(bool keeps_row) {
-  static const std::array<Define, 2> defines{Define{"KIND", kNumberKinds}, Define{"PER_WORD"}};
-  static const CrossEntropyFamily kept(cross_entropy_source, "cross_entropy_kept", defines);
-  static const CrossEntropyFamily again(cross_entropy_source, "cross_entropy_again", defines);
-  return keeps_row ? kept : again;
-}
-
-CrossEntropyFamily::Numbers numbers_of(NumberKind kind) {
-  return {static_cast<int>(kind), numbers_a_word(kind)};
-}
+const KernelFamily<2> family(
+    cross_entropy_source, {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
 
 }  // namespace
 
 Compiling cross_entropy_compiling(NumberKind kind) {
-  return family(true).compiling(numbers_of(kind));
+  return family.compiling({kind, numbers_a_word(kind)});
 }
 
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows) {
@@ -49,7 +38,8 @@ void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int6
   const auto shared = fits ? (row + 15) / 16 * 16 : 0;
   const Shape shape{
       static_cast<unsigned>(rows), 1, kThreads, static_cast<unsigned>(shared), false};
-  family(fits).of(numbers_of(kind)).launch(shape, arguments);
+  const auto* name = fits ? "cross_entropy_kept" : "cross_entropy_again";
+  family.of(name, {kind, numbers_a_word(kind)}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

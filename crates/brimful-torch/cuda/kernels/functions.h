@@ -1,5 +1,5 @@
-// The table by which the bridge calls what this folder can do. It is C++'s alone, and its functions
-// throw: a KernelError where libtorch's own operations are to run instead.
+// What this folder can do for the bridge. Its functions throw: a KernelError where libtorch's own operations are to
+// run instead.
 #pragma once
 
 #include "../../kernels/activation_arguments.h"
@@ -17,15 +17,7 @@
 
 #include <cstdint>
 
-#include <string>
-
 namespace brimful::kernels {
-
-// For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
-std::string describe(int device);
-
-// Whether what goes to the current stream of the current device is captured.
-bool is_capturing();
 
 // On the current stream of the current device, which the pointers are of.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
@@ -46,40 +38,9 @@ void add_column_sums(const AddColumnSumsArguments& arguments, int tables);
 void rotary(const RotaryArguments& arguments, NumberKind kind);
 
 // As kernels/activation.cu and src/activation.rs number them.
-enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
-// How many rows of partial sums a backward writes.
-int64_t activation_row_blocks(int64_t rows, int64_t outputs, NumberKind kind);
+enum Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
+// A backward writes as many rows of partial sums as `column_partial_rows` says of its outputs.
 void activation(
     const ActivationArguments& arguments, NumberKind kind, Activation function, bool backward);
 
 }  // namespace brimful::kernels
-
-extern "C" {
-
-#define BRIMFUL_FUNCTION(name) decltype(&brimful::kernels::name) name = brimful::kernels::name
-struct BrimfulKernelFunctions {
-  BRIMFUL_FUNCTION(describe);
-  BRIMFUL_FUNCTION(pretend);
-  BRIMFUL_FUNCTION(is_capturing);
-  BRIMFUL_FUNCTION(cross_entropy);
-  BRIMFUL_FUNCTION(norm_forward);
-  BRIMFUL_FUNCTION(norm_partial_rows);
-  BRIMFUL_FUNCTION(norm_backward);
-  BRIMFUL_FUNCTION(add_halves);
-  BRIMFUL_FUNCTION(column_partial_rows);
-  BRIMFUL_FUNCTION(column_partials);
-  BRIMFUL_FUNCTION(column_sums);
-  BRIMFUL_FUNCTION(add_column_sums);
-  BRIMFUL_FUNCTION(add_scaled_product);
-  BRIMFUL_FUNCTION(rotary);
-  BRIMFUL_FUNCTION(activation_row_blocks);
-  BRIMFUL_FUNCTION(activation);
-  BRIMFUL_FUNCTION(batch_norm_forward);
-  BRIMFUL_FUNCTION(batch_norm_statistics);
-  BRIMFUL_FUNCTION(batch_norm_moments);
-  BRIMFUL_FUNCTION(batch_norm_pool);
-  BRIMFUL_FUNCTION(batch_norm_backward);
-};
-#undef BRIMFUL_FUNCTION
-
-}  // extern "C"

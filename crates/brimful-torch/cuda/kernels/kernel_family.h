@@ -1,4 +1,4 @@
-// The kernels of one function, by the numbers that they are compiled with: a launch finds its own without
+// The kernels of one source, by the numbers that they are compiled with: a launch finds its own without
 // writing a word.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,14 +26,15 @@ class KernelFamily {
  public:
   using Numbers = std::array<int, N>;
 
-  KernelFamily(Source source, const char* function, std::array<Define, N> defines)
-      : source_(source), function_(function), defines_(defines) {}
+  KernelFamily(Source source, std::array<Define, N> defines) : source_(source), defines_(defines) {}
 
-  const Kernel& of(const Numbers& numbers) const {
+  // Functions with the same numbers are one module.
+  const Kernel& of(const char* function, const Numbers& numbers) const {
     const std::lock_guard<std::mutex> alone(turn_);
-    const auto found = all_.find(numbers);
+    const auto found = all_.find({function, numbers});
     if (found != all_.end()) return found->second;
-    return all_.try_emplace(numbers, source_, function_, words(numbers)).first->second;
+    const std::pair key(std::string_view(function), numbers);
+    return all_.try_emplace(key, source_, function, words(numbers)).first->second;
   }
 
   // What is compiled for it, for those who want it early.
@@ -51,10 +53,9 @@ class KernelFamily {
   }
 
   const Source source_;
-  const char* const function_;
   const std::array<Define, N> defines_;
   mutable std::mutex turn_;
-  mutable std::map<Numbers, Kernel> all_;
+  mutable std::map<std::pair<std::string_view, Numbers>, Kernel> all_;
 };
 
 }  // namespace brimful::kernels

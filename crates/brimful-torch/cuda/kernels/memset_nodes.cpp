@@ -20,6 +20,8 @@ constexpr unsigned kThreads = 256;
 constexpr uint64_t kBytesAThread = 16;
 constexpr int64_t kBlocksAProcessor = 4;
 
+const Kernel kernel(fill_source, "fill", {});
+
 using Nodes = std::vector<void*>;
 
 // A list of which the driver first says how long it is.
@@ -48,7 +50,6 @@ Shape shape_for(uint64_t bytes, int device) {
 }
 
 void replace(void* graph, void* node, int device) {
-  static const Kernel kernel(fill_source, "fill", {});
   MemsetNode set{};
   driver().memset_node(node, &set);
   if (!is_fillable(set)) return;

@@ -24,14 +24,14 @@ constexpr int64_t kHeldByBlock = 8;
 
 // How a row of this width is spread over threads.
 struct Spread {
-  int64_t per_word, team, held;
+  int per_word, team, held;
 
   Spread(NumberKind kind, int64_t width) {
-    const int64_t most = numbers_a_word(kind);
+    const int most = numbers_a_word(kind);
     per_word = width % most == 0 ? most : 1;
     const auto words = width / per_word;
     team = words <= kWarp * kHeldByWarp ? kWarp : kThreads;
-    held = std::max<int64_t>((words + team - 1) / team, 1);
+    held = static_cast<int>(std::max<int64_t>((words + team - 1) / team, 1));
     if (held > kHeldByBlock) {
       throw KernelError("norm: rows of " + std::to_string(width) + " numbers are too wide");
     }
@@ -39,21 +39,12 @@ struct Spread {
   int64_t teams() const { return kThreads / team; }
 };
 
-using NormFamily = KernelFamily<4>;
+const KernelFamily<4> family(
+    norm_source,
+    {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}, Define{"TEAM"}, Define{"HELD"}});
 
-NormFamily::Numbers numbers_of(NumberKind kind, const Spread& spread) {
-  return {
-      static_cast<int>(kind), static_cast<int>(spread.per_word), static_cast<int>(spread.team),
-      static_cast<int>(spread.held)};
-}
-
-// Both directions are one module.
-const NormFamily& family(bool backward) {
-  static const std::array<Define, 4> defines{
-      Define{"KIND", kNumberKinds}, Define{"PER_WORD"}, Define{"TEAM"}, Define{"HELD"}};
-  static const NormFamily forwards(norm_source, "norm_forward", defines);
-  static const NormFamily backwards(norm_source, "norm_backward", defines);
-  return backward ? backwards : forwards;
+std::array<int, 4> numbers_of(NumberKind kind, const Spread& spread) {
+  return {kind, spread.per_word, spread.team, spread.held};
 }
 
 int64_t backward_blocks(int64_t rows, const Spread& spread) {
@@ -78,13 +69,13 @@ void norm_forward(const NormForwardArguments& arguments, NumberKind kind) {
   if (arguments.rows == 0) return;
   const auto numbers = numbers_of(kind, spread);
   static std::array<std::atomic<bool>, std::size(kNumberKinds)> seen{};
-  if (!seen[static_cast<size_t>(kind)].exchange(true)) {
+  if (!seen[kind].exchange(true)) {
     const bool rms = arguments.mean == nullptr;
-    expect_transformer(family(false).compiling(numbers), kind, rms);
+    expect_transformer(family.compiling(numbers), kind, rms);
   }
   const auto blocks = (arguments.rows + spread.teams() - 1) / spread.teams();
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  family(false).of(numbers).launch(shape, arguments);
+  family.of("norm_forward", numbers).launch(shape, arguments);
 }
 
 int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind) {
@@ -98,7 +89,7 @@ void norm_backward(const NormBackwardArguments& given, NumberKind kind) {
   NormBackwardArguments arguments = given;
   arguments.rows_of_team = (given.rows + teams - 1) / teams;
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  family(true).of(numbers_of(kind, spread)).launch(shape, arguments);
+  family.of("norm_backward", numbers_of(kind, spread)).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

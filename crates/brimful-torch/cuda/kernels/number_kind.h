@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace brimful::kernels {
 
-enum class NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+enum NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // Their names, in their order.
 inline constexpr const char* kNumberKinds[] = {"F32", "Bf16", "F16"};
@@ -19,6 +21,11 @@ inline int numbers_a_word(NumberKind kind) { return 16 / bytes_of(kind); }
 inline NumberKind number_kind(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.scalar_type() == at::kFloat) return NumberKind::kF32;
   return tensor.scalar_type() == at::kBFloat16 ? NumberKind::kBf16 : NumberKind::kF16;
+}
+
+// Whether it begins at such a word, if there is one.
+inline bool is_aligned(const at::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
 }  // namespace brimful::kernels

@@ -13,11 +13,7 @@ namespace {
 
 constexpr int64_t kThreads = 256;
 
-const KernelFamily<2>& family() {
-  static const KernelFamily<2> all(
-      rotary_source, "rotary", {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
-  return all;
-}
+const KernelFamily<2> family(rotary_source, {Define{"KIND", kNumberKinds}, Define{"PER_WORD"}});
 
 }  // namespace
 
@@ -32,7 +28,7 @@ void rotary(const RotaryArguments& given, NumberKind kind) {
     throw KernelError("rotary: 2^39 words and more are libtorch's");
   }
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  family().of({static_cast<int>(kind), per_word}).launch(shape, arguments);
+  family.of("rotary", {kind, per_word}).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

@@ -21,7 +21,7 @@ struct Strips {
   static constexpr int64_t kMostRowBlocks = 65535;
 
   Strips(NumberKind kind, int64_t columns) {
-    const int64_t most = numbers_a_word(kind);
+    const int most = numbers_a_word(kind);
     per_word = columns % most == 0 ? most : 1;
     count = (columns / per_word + kWordsAStrip - 1) / kWordsAStrip;
   }
@@ -45,7 +45,7 @@ struct Strips {
         static_cast<unsigned>(32 * kWarps), 0, false};
   }
 
-  int64_t per_word;
+  int per_word;
   int64_t count;
 };
 

@@ -217,7 +217,7 @@ impl HostedStage {
     /// The place of a slab of so many bytes that nobody looks at: gradients of an earlier step may be in use.
     fn free_gradients(&mut self, bytes: usize, memory: &HomeMemory) -> Result<usize> {
         for (at, slab) in self.gradients.iter().enumerate() {
-            if slab.bytes().numel() >= bytes && slab.is_free()? {
+            if slab.bytes().numel() >= bytes && slab.is_free() {
                 return Ok(at);
             }
         }

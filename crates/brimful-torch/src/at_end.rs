@@ -1,0 +1,11 @@
+//! What is done when a scope ends, by a panic too.
+
+/// Calls it when dropped.
+#[must_use = "it is called at once where nobody keeps it"]
+pub(crate) struct AtEnd<F: FnMut()>(pub(crate) F);
+
+impl<F: FnMut()> Drop for AtEnd<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
