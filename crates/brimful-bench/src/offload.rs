@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::journal::{Journal, Output};
 use crate::staged::StagedTraining;
-use crate::steady::{LEARNING_RATE, SteadySteps, SteadyTraining};
+use crate::steady::{self, LEARNING_RATE, SteadySteps, SteadyTraining};
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
@@ -104,7 +104,9 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     let facts = json!({ "optimizer": "adamw", "recompute": "always", "dtype": "bf16" });
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.repeats);
+    let progress = TurnProgress::new(
+        options.homes.len() * options.counts.len() * steady::steps(options.repeats),
+    );
     for &home in &options.homes {
         progress.row(home.contestant());
         let mut contestant = Contestant::new(options, device, home)?;

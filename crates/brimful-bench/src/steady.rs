@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use brimful::Step;
 use serde::Serialize;
 
@@ -13,6 +13,11 @@ use crate::work::Samples;
 /// The first makes gradients and the optimizer's state; a host may take some more to have memory for what an
 /// optimizer at home computes ahead.
 const WARM_UP: usize = 5;
+
+/// How many steps a contestant runs.
+pub(crate) fn steps(repeats: usize) -> usize {
+    WARM_UP + repeats
+}
 
 /// Of AdamW, with which such steps are taken.
 pub(crate) const LEARNING_RATE: f64 = 1e-4;
@@ -52,14 +57,17 @@ impl SteadySteps {
         (name, progress): (&str, &TurnProgress),
     ) -> Result<Self> {
         let (mut times, mut backwards) = (StepTimes::default(), StepTimes::default());
-        let mut steps = Vec::new();
-        for turn in 0..WARM_UP + repeats {
+        let (mut first_loss, mut last) = (None, None);
+        for turn in 0..steps(repeats) {
             progress.turn(name, "steps", turn, WARM_UP, repeats);
             let start = Instant::now();
-            steps.push(contestant.backward(batch)?);
+            let step = contestant.backward(batch)?;
             backwards.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
             contestant.update()?;
             times.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
+            first_loss.get_or_insert(step.loss);
+            last = Some(step);
+            progress.advance(1);
         }
         let start = Instant::now();
         contestant.wait()?;
@@ -67,8 +75,8 @@ impl SteadySteps {
             seconds: times.0.iter().sum::<f64>() / times.0.len() as f64,
             seconds_backward: backwards.median(),
             seconds_last_update: start.elapsed().as_secs_f64(),
-            first_loss: steps[0].loss,
-            last: steps.swap_remove(steps.len() - 1),
+            first_loss: first_loss.context("no step")?,
+            last: last.context("no step")?,
         })
     }
 }

@@ -42,11 +42,13 @@ impl FromStr for LoraFlag {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let mut numbers = text.splitn(2, ':');
-        let rank = numbers.next().unwrap_or_default();
+        let (rank, alpha) = match text.split_once(':') {
+            Some((rank, alpha)) => (rank, Some(alpha)),
+            None => (text, None),
+        };
         let rank = words::counted(rank, "give a rank from 1 on, as in 8 or 8:16")?;
         let lora = Lora::new(rank as i64);
-        let Some(alpha) = numbers.next() else { return Ok(Self(lora)) };
+        let Some(alpha) = alpha else { return Ok(Self(lora)) };
         let alpha = alpha.parse().ok().filter(|alpha: &f64| alpha.is_finite() && *alpha > 0.0);
         let alpha = alpha.ok_or("give an alpha above 0 after the colon, as in 8:16")?;
         Ok(Self(Lora { alpha, ..lora }))

@@ -20,7 +20,7 @@ static SIGNAL: AtomicU8 = AtomicU8::new(0);
 
 /// Listens from now on, until the process ends.
 pub(crate) fn listen() -> Result<()> {
-    if LISTENS.swap(true, Ordering::Relaxed) {
+    if LISTENS.load(Ordering::Relaxed) {
         return Ok(());
     }
     let asked = Arc::new(AtomicBool::new(false));
@@ -36,6 +36,7 @@ pub(crate) fn listen() -> Result<()> {
             progress::say("brimful: finishing the step; once more ends at once");
         }
     })?;
+    LISTENS.store(true, Ordering::Relaxed);
     Ok(())
 }
 

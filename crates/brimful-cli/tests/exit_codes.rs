@@ -3,7 +3,7 @@
 mod program;
 
 use predicates::prelude::*;
-use program::{folder, like, lines, refused, run};
+use program::{complains, folder, like, lines, refused, run};
 use serde_json::Value;
 
 /// What a command ends with, and what it says then.
@@ -70,7 +70,7 @@ fn every_command_has_help_with_examples() {
 
 #[test]
 fn what_breaks_off_ends_with_1() {
-    ends("train --resume /no/such/file", 1, "brimful: cannot go on from /no/such/file");
+    complains("train --resume /no/such/file", 1, "brimful: cannot go on from /no/such/file");
     ends("plan --profile /no/such/file --batch-size 8 -s 2", 1, "cannot read /no/such/file");
     ends("plan --config /no/such/file", 1, "brimful: cannot read /no/such/file");
 }

@@ -206,6 +206,23 @@ fn numbers_that_nothing_can_have_are_refused_before_anything_is_made() {
 }
 
 #[test]
+fn data_that_cannot_be_trained_on_leaves_no_file() {
+    let folder = folder("no-data");
+    let saved = folder.join("saved.safetensors");
+    let (short, broken) = (folder.join("short.txt"), folder.join("broken.jsonl"));
+    fs::write(&short, "too short").expect("written");
+    fs::write(&broken, "{\"text\": \"a\"}\n\n{\"text\": \n").expect("written");
+    for (data, says) in [
+        (&short, "9 tokens, but at least 650"),
+        (&broken, "broken.jsonl, line 3: no JSON object with text or messages"),
+    ] {
+        let train = format!("train --device cpu --model gpt --data {}", shown(data));
+        refused(&format!("{train} --save {}", shown(&saved)), 1, says);
+        assert!(!saved.exists(), "{says}");
+    }
+}
+
+#[test]
 fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
     for (flags, says) in [
         ("500kB", "cut the model by --stages, or let it live on the host by --offload all"),

@@ -153,6 +153,11 @@ impl LongRun {
         start_in(&self.folder, &format!("{train} {}", self.place))
     }
 
+    fn finish(&self, resume: bool) {
+        let run = self.start(resume).wait_with_output().expect("a run");
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    }
+
     /// The log without what depends on time.
     fn log(&self) -> Vec<String> {
         let text = fs::read_to_string(self.folder.join("log.csv")).expect("a log");
@@ -178,7 +183,7 @@ fn so_does_one_whose_optimizer_was_at_work_at_home() {
 fn check_killed(name: &str, place: &'static str) {
     let [whole, killed] = ["whole", "killed"]
         .map(|which| LongRun { folder: folder(&format!("{name}-{which}")), place });
-    assert!(whole.start(false).wait().expect("an end").success());
+    whole.finish(false);
     let file = killed.folder.join("m.safetensors");
     for kill in 0..3 {
         let mut run = killed.start(kill > 0);
@@ -190,7 +195,7 @@ fn check_killed(name: &str, place: &'static str) {
         run.kill().expect("killed");
         run.wait().expect("gone");
     }
-    assert!(killed.start(true).wait().expect("an end").success());
+    killed.finish(true);
     let expected = [
         "events",
         "log.csv",

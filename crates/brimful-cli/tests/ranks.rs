@@ -39,7 +39,7 @@ fn losses(output: &Output) -> Vec<f64> {
 /// All ranks end with this code, and each of them says all of these words.
 fn assert_all_say(output: &Output, ranks: usize, code: i32, all: &[&str]) {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{said}");
+    assert_eq!(output.status.code(), Some(code), "where all say {all:?}: {said}");
     for words in all {
         assert_eq!(said.matches(words).count(), ranks, "every rank says {words}: {said}");
     }

@@ -155,6 +155,27 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
     }
 }
 
+/// A loss on all outputs runs each micro-batch twice.
+#[test]
+fn the_layer_of_tch_moves_once_for_each_micro_batch_of_a_loss_on_all_outputs() {
+    let _turn = alone();
+    let x = batch(&[12, 3]);
+    let [mut plain, mut store] = [(); 2].map(|()| nn::VarStore::new(Device::Cpu));
+    let [alike, layer] =
+        [&plain, &store].map(|store| nn::batch_norm1d(store.root(), 3, Default::default()));
+    plain.set_kind(Kind::Double);
+    store.set_kind(Kind::Double);
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    for number in 0..2 {
+        for part in x.split(4, 0) {
+            let _ = alike.forward_t(&part, true);
+        }
+        let forward = |x: Tensor| layer.forward_t(&x, true);
+        micro.backward_whole(&x, forward, |out| out.mean(Kind::Double)).expect("a step");
+        assert_eq!(variables(&store), variables(&plain), "step {number}");
+    }
+}
+
 #[test]
 fn a_single_value_moves_the_mean_alone() {
     let _turn = alone();

@@ -851,6 +851,18 @@ fn stages_without_parameters_are_fine() {
         let what = format!("without parameters, {recompute}");
         let mut pipe = built(builder(layers(), 5).recompute(recompute), &what);
         references[0].compare(&mut pipe, &what);
+
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        let mut plain = Plain::of(&layers(), &pipe);
+        let (x, y) = case.data(7, 0);
+        let step = pipe.backward(&x, &y, case.loss).expect("a step");
+        plain.backward(&case, &x, &y, Size::Count(3), step.seed);
+        let norm = optimizer.clip_gradient_norm(0.1).expect("clipped");
+        let expected = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
+        assert!((norm - expected.value().expect("a number")).abs() < 1e-10, "{what}");
+        optimizer.update();
+        plain.optimizer.update();
+        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
     }
 }
 
@@ -880,6 +892,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
     for _ in 0..3 {
         run(&mut often, &|pipe| pipe.zero_grad().expect("cleared"));
     }
+    assert_eq!(gradients(&once).len(), 4);
     assert_eq!(gradients(&often), gradients(&once));
     // A forward that is given up leaves them as they are.
     let before = gradients(&often);

@@ -140,9 +140,15 @@ impl Trial {
         Self { pipe, initial, expected }
     }
 
-    /// Runs one step that may fail, then one that must not; gives what the first failed with.
+    /// Runs one step that may fail, then one that must not, in a thread of their own; gives what the first
+    /// failed with.
     fn run(&mut self, what: &str) -> Option<Error> {
         let _watchdog = Watchdog::new(what.to_owned());
+        let ended = thread::scope(|scope| scope.spawn(|| self.run_here(what)).join());
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    fn run_here(&mut self, what: &str) -> Option<Error> {
         self.pipe.zero_grad().expect("cleared");
         self.pipe.set_variables(copies(&self.initial)).expect("the same variables");
         tch::manual_seed(3);

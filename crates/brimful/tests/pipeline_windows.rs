@@ -123,10 +123,13 @@ fn replicas_of_one_process_accumulate_too() {
 #[test]
 fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
     let _turn = alone();
-    for case in [&MLP, &CNN, &GPT] {
+    let kinds = [(3, 1), (4, 2)];
+    for (case, (devices, replicas)) in
+        [&MLP, &CNN, &GPT].into_iter().flat_map(|case| kinds.map(|kind| (case, kind)))
+    {
         let build = || {
-            let builder = builder((case.layers)(), 3).micro_batches(MICRO_BATCHES);
-            built(builder, case.name)
+            let builder = builder((case.layers)(), devices).replicas(replicas);
+            built(builder.micro_batches(MICRO_BATCHES), case.name)
         };
         let (mut pipe, mut calm) = (build(), build());
         accumulate(&mut calm, case, 0, &WINDOW, case.name);

@@ -97,6 +97,46 @@ fn a_loss_on_the_outputs_of_all_samples() {
 }
 
 #[test]
+fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
+    const ROOM: i64 = 4 << 20;
+    let _alone = alone();
+    let arena = Arena::limited("first", 16 * ROOM as u64).expect("a limit");
+    let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
+    let net = |root: &nn::Path| nn::linear(root, 3, 2, Default::default());
+    let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let x = Tensor::ones([8, 3], (Kind::Float, Device::Cpu));
+    let loss = |_: &nn::Linear, z: &Tensor| {
+        let _room = Tensor::zeros([ROOM], (Kind::Uint8, Device::Cpu));
+        z.square().mean(Kind::Float)
+    };
+    let step = replicas.backward_whole(&x, |net, x: Tensor| net.forward(&x), loss);
+    let peak = step.expect("a step").peaks[0].expect("an arena's");
+    assert!(peak.0 > ROOM as u64, "{peak}");
+}
+
+#[test]
+fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot() {
+    let _alone = alone();
+    let net = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
+    let replicas = Replicas::new(devices(2), Size::Fixed(2), net).expect("replicas");
+    let mut replicas = replicas.layout(Layout::Measured);
+    let x = Tensor::ones([8, 3, 6, 6], (Kind::Float, Device::Cpu));
+    for number in 0..8 {
+        let step = replicas
+            .backward(&x, |net, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float)));
+        step.expect("a step");
+        let rows = |net: &nn::Conv2D, x: Tensor| {
+            let out = net.forward(&x);
+            // Channels last, these rows are not in one piece.
+            out.view([out.size()[0], -1])
+        };
+        let step = replicas.backward_whole(&x, rows, |_, rows| rows.square().mean(Kind::Float));
+        let step = step.unwrap_or_else(|error| panic!("step {number}: {error}"));
+        assert!(step.loss.is_finite(), "step {number}");
+    }
+}
+
+#[test]
 fn what_fails_in_any_pass_leaves_nothing() {
     let _alone = alone();
     let mut replicas = replicated(2, Size::Fixed(2));

@@ -20,7 +20,7 @@ use tch::{Device, Kind, Tensor};
 use crate::host_memory;
 use crate::journal::{Journal, Output};
 use crate::offload::HomeArgument;
-use crate::steady::SteadySteps;
+use crate::steady::{self, SteadySteps};
 use crate::turns::TurnProgress;
 use fine_tuned::{FineTuned, fine_tuned};
 
@@ -79,7 +79,7 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
     let work = FinetuneWork { options, folder, device };
     let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
     let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.repeats);
+    let progress = TurnProgress::new(options.homes.len() * steady::steps(options.repeats));
     for &home in &options.homes {
         progress.row(home.contestant());
         journal.enter(&work.measure(home, &progress)?)?;
@@ -106,7 +106,8 @@ struct FinetuneWork<'a> {
 
 impl<'a> FinetuneWork<'a> {
     fn measure(&self, home: HomeArgument, progress: &TurnProgress) -> Result<FinetuneRow<'a>> {
-        let (options, (mut tuned, load)) = (self.options, self.loaded(home)?);
+        let options = self.options;
+        let (mut tuned, load) = self.loaded(home)?;
         let following = (home.contestant(), progress);
         let steady = SteadySteps::measure(&mut *tuned, &self.batch(), options.repeats, following)?;
         let tokens = options.batch_size as i64 * options.tokens;

@@ -1,6 +1,6 @@
 //! The rows of micro-batched training: speeds, and peaks of memory.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use brimful::Bytes;
 use serde::Serialize;
 
@@ -54,8 +54,12 @@ pub(super) fn enter(
     all: &[(MicroContestant, TurnFigures)],
     journal: &mut Journal,
 ) -> Result<()> {
-    // The loop and the resident one, which are always there.
-    let [by_hand, resident] = [0, 2].map(|place| all[place].1.times.median());
+    let seconds_of = |wanted| {
+        let found = all.iter().find(|(contestant, _)| *contestant == wanted);
+        found.map(|(_, figures)| figures.times.median()).context("a contestant is missing")
+    };
+    let by_hand = seconds_of(MicroContestant::Loop)?;
+    let resident = seconds_of(MicroContestant::Resident)?;
     for (contestant, shown) in all {
         let seconds = shown.times.median();
         let Tuning { replay, channels_last } = contestant.tuning();

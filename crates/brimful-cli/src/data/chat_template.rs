@@ -67,7 +67,8 @@ fn plainly(message: &ChatMessage) -> [TextPart; 2] {
 
 /// What a model has to say where the message is an answer is also that it is over.
 fn in_chat_ml(message: &ChatMessage) -> [TextPart; 3] {
-    let (ChatMessage { role, content }, [start, end]) = (message, CHAT_ML);
+    let ChatMessage { role, content } = message;
+    let [start, end] = CHAT_ML;
     let said = (format!("{content}{end}"), message.is_answer());
     [(format!("{start}{role}\n"), false), said, ("\n".to_owned(), false)]
 }

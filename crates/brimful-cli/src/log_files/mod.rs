@@ -39,7 +39,7 @@ impl StepFigures<'_> {
     }
 }
 
-/// What a test came to.
+/// What a test came to; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct TestFigures {
     /// The step after which it was made.

@@ -1,4 +1,5 @@
-//! What `--help` says of the flags that several commands have: one flag, one name, one text.
+//! What `--help` says of the flags that several commands have (one flag, one name, one text), and how their
+//! values are read.
 //!
 //! A command that has more to say says it after a colon, or in brackets where it is its default.
 

@@ -105,6 +105,7 @@ impl MicroBatcher {
     ) -> Result<(Tried, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
         let micro_batches = cut.given_count();
+        self.begin_peak()?;
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
             cut.each(batch, role, &this.copies, |info, micro_batch| {
@@ -161,6 +162,11 @@ impl MicroBatcher {
         Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 
+    /// From now on the peak is this try's, however many passes it takes.
+    pub(super) fn begin_peak(&self) -> Result<()> {
+        self.memory.as_ref().map_or(Ok(()), Memory::reset_peak)
+    }
+
     /// Runs a part of a training step as [`MicroBatcher::guarded`] does.
     pub(super) fn trained<T>(
         &mut self,
@@ -178,9 +184,6 @@ impl MicroBatcher {
         f: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
-        if let Some(memory) = &self.memory {
-            memory.reset_peak()?;
-        }
         // Noted before the first number is drawn, so that a retry draws the same dropout masks.
         let randomness = Randomness::now(self.device)?;
         let unmanaged = self.unmanaged.save(&self.variables)?;

@@ -77,6 +77,7 @@ impl MicroBatcher {
         role: BatchRole,
         mut f: impl FnMut(&mut Tally, &MicroBatchWeight, B) -> Result<O>,
     ) -> Result<(Tried, O)> {
+        self.begin_peak()?;
         let ((tally, outputs), undo) = self.guarded(|this| {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();

@@ -22,7 +22,7 @@ use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
     self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
-    StepError, Tally, Tried, Try, as_leaves, parameters,
+    StepError, Tally, Tried, Try, as_leaves, parameters, put_back,
 };
 use crate::{Result, feed};
 
@@ -63,6 +63,7 @@ impl MicroBatcher {
         let Try { cut, opening, .. } = this_try;
         let role = opening.role(0);
         self.only_part(|this| {
+            this.begin_peak()?;
             let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
                 let samples = cut.samples();
@@ -102,6 +103,7 @@ impl MicroBatcher {
         let mut states = Vec::with_capacity(ranges.len());
         let mut parts = Vec::with_capacity(ranges.len());
         // BatchNorm sees each micro-batch twice: only the second pass, which has the graph, counts.
+        let unmanaged = self.unmanaged.save(&self.variables)?;
         let (_not_counted, run) = Pending::collect(true, || {
             let _without = tch::no_grad_guard();
             feed::each(batch, ranges, &self.copies, |_, micro_batch| {
@@ -111,6 +113,7 @@ impl MicroBatcher {
             })
         });
         run?;
+        put_back(unmanaged)?;
         Ok((as_leaves(&samples.join(parts)?)?, states))
     }
 

@@ -16,6 +16,7 @@ use super::attempt::jobs;
 use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
+use crate::layout::InOrder;
 use crate::oom::{self, Caught};
 use crate::step::{
     self, Brought, Failed, PartSeed, Parts, RowGradients, Step, StepError, Tried, Try,
@@ -86,8 +87,10 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
             let Replica { model, micro, home, .. } = replica;
-            let f = &mut |part| forward(model, part);
-            let (tried, outputs) = micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)?;
+            let (tried, outputs) = micro.in_order(|micro| {
+                let f = &mut |part| forward(model, part);
+                micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
+            })?;
             tried.undo.run()?;
             feed::moved(&outputs, *home)
         };
@@ -130,8 +133,10 @@ impl<M: 'static> Replicas<M> {
             let Replica { model, micro, store, .. } = replica;
             // The loss was computed on the first replica's device.
             let gradients = gradients.on(store.device())?;
-            let f = |part| forward(model, part);
-            let tried = micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)?;
+            let tried = micro.in_order(|micro| {
+                let f = |part| forward(model, part);
+                micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)
+            })?;
             replica.hand_in(tried, &(), start)
         };
         let attempted = self.attempt(parts, samples, &back);

@@ -57,7 +57,7 @@ pub use tally::NonFinite;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
 pub(crate) use tried::{Tried, gradient_bytes, parameters};
-pub(crate) use undo::Undo;
+pub(crate) use undo::{Undo, put_back};
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 

@@ -19,10 +19,7 @@ impl Undo {
     /// Puts back statistics and random state.
     pub(crate) fn run(self) -> Result<()> {
         self.randomness.restore()?;
-        // Copied into place: layers hold these very tensors, and know nothing of others.
-        for (mut running, before) in self.unmanaged {
-            running.f_copy_(&before)?;
-        }
+        put_back(self.unmanaged)?;
         self.statistics.undo()
     }
 
@@ -31,4 +28,13 @@ impl Undo {
     pub(crate) fn extend(&mut self, later: Self) {
         self.statistics.extend(later.statistics);
     }
+}
+
+/// Lets running statistics be what they were. Copied into place: layers hold these very tensors, and know nothing
+/// of others.
+pub(crate) fn put_back(statistics: Vec<(Tensor, Tensor)>) -> Result<()> {
+    for (mut running, before) in statistics {
+        running.f_copy_(&before)?;
+    }
+    Ok(())
 }

@@ -216,7 +216,10 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
     about.limit(setup);
     let memory = Memory::Arena(about.arenas[0].clone());
     let micro = MicroBatcher::new(&store, setup.size).memory(memory);
-    let micro = setup.reserve.into_iter().fold(micro, MicroBatcher::reserve);
+    let micro = match setup.reserve {
+        Some(reserve) => micro.reserve(reserve),
+        None => micro,
+    };
     let micro = setup.remember.iter().fold(micro, MicroBatcher::remember);
     let micro = micro.world(&setup.world).expect("one model");
     Box::new(OneDevice { store, model, micro, about })
@@ -299,7 +302,10 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     // What is measured would cut mini-batches otherwise each time.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
-    let replicas = setup.reserve.into_iter().fold(replicas, Replicas::reserve);
+    let replicas = match setup.reserve {
+        Some(reserve) => replicas.reserve(reserve),
+        None => replicas,
+    };
     let mut replicas = setup.remember.iter().fold(replicas, Replicas::remember);
     // The second takes over the first one's numbers, and their kind, before it runs.
     let x = Tensor::zeros([2, 4], (Kind::Double, Device::Cpu));
@@ -407,7 +413,10 @@ fn about_piped(name: &'static str, devices: usize, setup: &Setup) -> About {
 fn piped(setup: &Setup, builder: Builder, about: About) -> Box<dyn Engine> {
     let builder = builder.devices(about.devices()).replicas(about.parts).world(&setup.world);
     let builder = builder.micro_batches(setup.size).kind(Kind::Double);
-    let builder = setup.reserve.into_iter().fold(builder, Builder::reserve);
+    let builder = match setup.reserve {
+        Some(reserve) => builder.reserve(reserve),
+        None => builder,
+    };
     let builder = setup.remember.iter().fold(builder, Builder::remember);
     let pipe = builder.build().expect("a pipeline");
     about.limit(setup);

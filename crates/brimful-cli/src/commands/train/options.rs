@@ -146,7 +146,7 @@ impl TrainOptions {
         self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
     }
 
-    /// The same device for so many places in each rank, each ready for the number type.
+    /// The devices of so many places in each rank, each ready for the number type.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());

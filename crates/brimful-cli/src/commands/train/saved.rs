@@ -190,7 +190,7 @@ pub(super) fn told(options: &TrainOptions) -> Metadata {
     told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
 }
 
-/// All such flags, in the order in which they are compared; none of what was left to its default.
+/// All such flags, in the order in which they are compared; `None` for one that may be left out and was.
 fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 16] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())

@@ -218,7 +218,9 @@ impl TrainingEngine for WholeModel {
         }
         let tested = self.runner.evaluate(&batch, self.kind);
         // Whether it failed or not: training goes on with the weights themselves.
-        self.averages.as_mut().map_or(Ok(()), Ema::swap_out)?;
+        if let Some(averages) = &mut self.averages {
+            averages.swap_out()?;
+        }
         tested.map(|step| (step.loss, step.outputs))
     }
 
