@@ -124,6 +124,14 @@ fn unequal_stages_take_less_than_by_name() {
         let named = best_named(schedule, &costs, held, m, Recompute::Never).unwrap();
         let gain = found.makespan() / named;
         assert!(gain <= least_gain, "{schedule} {forwards:?}: {gain}");
+        for (held, m) in [(8, 1), (8, 3), (8, 4), (8, 8), (16, 12)] {
+            let (_, found) = placed(schedule, &costs, held, m, Recompute::Never);
+            let Some(named) = best_named(schedule, &costs, held, m, Recompute::Never) else {
+                continue;
+            };
+            let fits = peak(&found) <= held && found.makespan() <= named * (1.0 + 1e-9);
+            assert!(fits, "{schedule} {forwards:?}: {m} in {held}");
+        }
     }
 }
 

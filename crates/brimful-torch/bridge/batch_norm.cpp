@@ -215,6 +215,7 @@ BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
 // The other BatchNorm under the same sum, or a tensor, or nothing.
 struct Beside {
   at::Tensor tensor = {};
+  // Without an x where there is none.
   BatchNormGiven norm = {};
   at::Tensor saved = {};
 
@@ -357,7 +358,10 @@ int32_t brimful_batch_norm(
     at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     Beside beside{or_none(added)};
-    if (added_norm != nullptr) beside.norm = norm_of(*added_norm);
+    if (added_norm != nullptr) {
+      beside.norm = norm_of(*added_norm);
+      TORCH_CHECK(beside.is_norm(), "the second BatchNorm has no input");
+    }
     *out = new at::Tensor(batch_norm(norm_of(*raw), std::move(beside), relu));
   });
 }

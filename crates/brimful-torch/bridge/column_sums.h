@@ -11,7 +11,8 @@
 
 namespace brimful::kernels {
 
-// What blocks have summed up, row blocks × columns, or nothing; the parameter whose gradient it is, and the place for it.
+// What blocks have summed up, row blocks × columns, or nothing; the parameter whose gradient it is, and the place
+// for it.
 struct ColumnTable {
   at::Tensor partials;
   const at::Tensor& parameter;
@@ -26,10 +27,11 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
     if (!partials.defined() || leave_partials(parameter, partials)) continue;
     gradient = at::empty({partials.size(1)}, parameter.options());
     arguments.from[count] = partials.const_data_ptr<float>();
-    arguments.into[count++] = gradient.mutable_data_ptr();
+    arguments.into[count] = gradient.mutable_data_ptr();
     arguments.kind = number_kind(parameter);
     arguments.rows = static_cast<int>(partials.size(0));
     arguments.columns = static_cast<int>(partials.size(1));
+    ++count;
   }
   if (count > 0) functions()->column_sums(arguments);
 }

@@ -45,26 +45,26 @@ int32_t brimful_load_cuda_object(const char* bytes, size_t length, char** messag
 
 int32_t brimful_graph_begin(
     int32_t device, const uint64_t* pool, void** out, char** message) noexcept {
-  return guarded(message, [&] { *out = loaded().begin(device, pool); });
+  return guarded(message, [&] { *out = loaded().begin_capture(device, pool); });
 }
 
 int32_t brimful_graph_end(
     void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept {
-  return guarded(message, [&] { loaded().end(handle, own_kernels, pool); });
+  return guarded(message, [&] { loaded().end_capture(handle, own_kernels, pool); });
 }
 
 int32_t brimful_graph_replay(void* handle, char** message) noexcept {
-  return guarded(message, [&] { loaded().replay(handle); });
+  return guarded(message, [&] { loaded().replay_graph(handle); });
 }
 
-void brimful_graph_drop(void* handle) noexcept { brimful::kernels::functions()->drop(handle); }
+void brimful_graph_drop(void* handle) noexcept { brimful::kernels::functions()->drop_graph(handle); }
 
 int32_t brimful_memory_share(int32_t device, double* out, char** message) noexcept {
-  return guarded(message, [&] { *out = loaded().share(device); });
+  return guarded(message, [&] { *out = loaded().memory_share(device); });
 }
 
 int32_t brimful_set_memory_share(int32_t device, double share, char** message) noexcept {
-  return guarded(message, [&] { loaded().set_share(device, share); });
+  return guarded(message, [&] { loaded().set_memory_share(device, share); });
 }
 
 }  // extern "C"

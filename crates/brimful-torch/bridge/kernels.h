@@ -1,4 +1,5 @@
-// Kernels of our own, as the nodes of the bridge use them: whether to, and what to do where one fails.
+// What the CUDA object can do, as the bridge uses it: whether its kernels are to be used, and what to do where one
+// fails.
 #pragma once
 
 #include "../cuda/functions.h"

@@ -254,16 +254,16 @@ struct Head {
   }
 
   // The logits of a chunk become their gradient; gives that in the kind of sums too, if it was made.
-  at::Tensor use(at::Tensor& chunk, const Targets& of_chunk, at::Tensor into) {
+  at::Tensor use(at::Tensor& chunk, const Targets& of_chunk, at::Tensor its_losses) {
     const bool gradient = wanted.any();
-    if (row_losses_by_kernel(chunk, of_chunk, gradient, into)) return chunk;
+    if (row_losses_by_kernel(chunk, of_chunk, gradient, its_losses)) return chunk;
     auto wide = chunk;
     if (is_half(chunk.scalar_type())) {
       const auto options = logits.options().dtype(at::kFloat);
       if (!exact_logits.defined()) exact_logits = rows(logits.size(0), logits.size(1), options);
       wide = exact_logits.narrow(0, 0, chunk.size(0)).copy_(chunk);
     }
-    into.copy_(row_losses(wide, of_chunk, gradient));
+    its_losses.copy_(row_losses(wide, of_chunk, gradient));
     if (gradient && is_half(chunk.scalar_type())) chunk.copy_(wide);
     return wide;
   }
@@ -295,7 +295,8 @@ void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, 
 void add_scaled_product(
     at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& hidden, const at::Tensor& factor) {
   if (!is_half(hidden.scalar_type())) {
-    return brimful::add_product(sum, gradient.t(), hidden.mul(factor));
+    brimful::add_product(sum, gradient.t(), hidden.mul(factor));
+    return;
   }
   const auto on_device = [&] {
     const auto options = hidden.options().dtype(at::kFloat);

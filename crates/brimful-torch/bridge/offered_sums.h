@@ -17,14 +17,17 @@ namespace brimful {
 // Adds a · b to the sum, which is made where there is none yet. Halves are multiplied into a sum of f32, on CUDA alone.
 inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   const int beta = sum.defined() ? 1 : 0;
+  auto into = sum;
   if (!sum.defined()) {
-    sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(sum_kind(a.scalar_type())));
+    into = at::empty({a.size(0), b.size(1)}, a.options().dtype(sum_kind(a.scalar_type())));
   }
-  if (sum.scalar_type() == a.scalar_type()) {
-    at::addmm_out(sum, sum, a, b, beta);
+  if (into.scalar_type() == a.scalar_type()) {
+    at::addmm_out(into, into, a, b, beta);
   } else {
-    at::addmm_out(sum, sum, a, b, sum.scalar_type(), beta);
+    at::addmm_out(into, into, a, b, into.scalar_type(), beta);
   }
+  // Not before: what fails leaves no sum of nothing.
+  sum = into;
 }
 
 // The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is

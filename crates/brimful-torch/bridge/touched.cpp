@@ -48,8 +48,12 @@ struct Touches {
     if (!tensor.defined() || !tensor.has_storage()) return;
     const auto& storage = tensor.storage();
     auto* impl = storage.unsafeGetStorageImpl();
-    const auto found = all.try_emplace(impl, Touch{storage.getWeakStorageImpl(), false}).first;
-    found->second.written |= written;
+    // A weak pointer is made for what is new alone.
+    if (const auto known = all.find(impl); known != all.end()) {
+      known->second.written |= written;
+    } else {
+      all.emplace(impl, Touch{storage.getWeakStorageImpl(), written});
+    }
   }
 };
 

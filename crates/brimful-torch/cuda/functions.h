@@ -25,33 +25,35 @@ void set_share(int32_t device, double share);
 
 }  // namespace brimful::memory
 
-#define BRIMFUL_FUNCTION(space, name) decltype(&brimful::space::name) name = brimful::space::name
+#define BRIMFUL_FUNCTION_AS(entry, function) decltype(&brimful::function) entry = brimful::function
+#define BRIMFUL_FUNCTION(name) BRIMFUL_FUNCTION_AS(name, kernels::name)
 struct BrimfulCudaFunctions {
-  BRIMFUL_FUNCTION(graph, is_capturing);
-  BRIMFUL_FUNCTION(graph, begin);
-  BRIMFUL_FUNCTION(graph, end);
-  BRIMFUL_FUNCTION(graph, replay);
-  BRIMFUL_FUNCTION(graph, drop);
-  BRIMFUL_FUNCTION(memory, share);
-  BRIMFUL_FUNCTION(memory, set_share);
-  BRIMFUL_FUNCTION(kernels, describe);
-  BRIMFUL_FUNCTION(kernels, pretend);
-  BRIMFUL_FUNCTION(kernels, cross_entropy);
-  BRIMFUL_FUNCTION(kernels, norm_forward);
-  BRIMFUL_FUNCTION(kernels, norm_partial_rows);
-  BRIMFUL_FUNCTION(kernels, norm_backward);
-  BRIMFUL_FUNCTION(kernels, add_halves);
-  BRIMFUL_FUNCTION(kernels, column_partial_rows);
-  BRIMFUL_FUNCTION(kernels, column_partials);
-  BRIMFUL_FUNCTION(kernels, column_sums);
-  BRIMFUL_FUNCTION(kernels, add_column_sums);
-  BRIMFUL_FUNCTION(kernels, add_scaled_product);
-  BRIMFUL_FUNCTION(kernels, rotary);
-  BRIMFUL_FUNCTION(kernels, activation);
-  BRIMFUL_FUNCTION(kernels, batch_norm_forward);
-  BRIMFUL_FUNCTION(kernels, batch_norm_statistics);
-  BRIMFUL_FUNCTION(kernels, batch_norm_moments);
-  BRIMFUL_FUNCTION(kernels, batch_norm_pool);
-  BRIMFUL_FUNCTION(kernels, batch_norm_backward);
+  BRIMFUL_FUNCTION_AS(is_capturing, graph::is_capturing);
+  BRIMFUL_FUNCTION_AS(begin_capture, graph::begin);
+  BRIMFUL_FUNCTION_AS(end_capture, graph::end);
+  BRIMFUL_FUNCTION_AS(replay_graph, graph::replay);
+  BRIMFUL_FUNCTION_AS(drop_graph, graph::drop);
+  BRIMFUL_FUNCTION_AS(memory_share, memory::share);
+  BRIMFUL_FUNCTION_AS(set_memory_share, memory::set_share);
+  BRIMFUL_FUNCTION(describe);
+  BRIMFUL_FUNCTION(pretend);
+  BRIMFUL_FUNCTION(cross_entropy);
+  BRIMFUL_FUNCTION(norm_forward);
+  BRIMFUL_FUNCTION(norm_partial_rows);
+  BRIMFUL_FUNCTION(norm_backward);
+  BRIMFUL_FUNCTION(add_halves);
+  BRIMFUL_FUNCTION(column_partial_rows);
+  BRIMFUL_FUNCTION(column_partials);
+  BRIMFUL_FUNCTION(column_sums);
+  BRIMFUL_FUNCTION(add_column_sums);
+  BRIMFUL_FUNCTION(add_scaled_product);
+  BRIMFUL_FUNCTION(rotary);
+  BRIMFUL_FUNCTION(activation);
+  BRIMFUL_FUNCTION(batch_norm_forward);
+  BRIMFUL_FUNCTION(batch_norm_statistics);
+  BRIMFUL_FUNCTION(batch_norm_moments);
+  BRIMFUL_FUNCTION(batch_norm_pool);
+  BRIMFUL_FUNCTION(batch_norm_backward);
 };
 #undef BRIMFUL_FUNCTION
+#undef BRIMFUL_FUNCTION_AS

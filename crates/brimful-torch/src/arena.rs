@@ -119,6 +119,7 @@ pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     let mut numbers = [0; 3];
     // SAFETY: the text ends in NUL, and there is room for the numbers.
     let arena = take_string(unsafe { ffi::brimful_arena_refusal(text.as_ptr(), &mut numbers) })?;
+    // In the order of bridge/refusals.cpp.
     let [asked, in_use, limit] = numbers;
     Some(RefusedAllocation {
         arena,

@@ -36,6 +36,7 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     let index = accelerator(device)?;
     // SAFETY: takes a plain number.
     let figures = unsafe { ffi::brimful_device_memory(index) }?;
+    // In the order of bridge/memory.cpp.
     let [current, peak, reserved, allocation_retries, refusals, free, total] =
         figures.map(i64::unsigned_abs);
     let limit = (share(index)? * total as f64).round() as u64;

@@ -73,6 +73,7 @@ impl Slab {
 
     /// Whether nobody else looks at the bytes: no view of them is left.
     pub fn is_free(&self) -> bool {
+        // A block that is nobody else's any more is left.
         any_is_left(slice::from_ref(&self.bytes))
     }
 }

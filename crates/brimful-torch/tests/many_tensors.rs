@@ -115,6 +115,7 @@ fn halves_are_added_to_sums_in_f32() {
                     4 if round == 2 => laid_out(&gradient, true).expect("memory"),
                     _ => gradient,
                 };
+                assert_eq!(gradient.is_contiguous(), gradient.dim() != 4 || round != 2);
                 set_gradient(parameter, Some(&gradient)).expect("a gradient");
             }
             collect(&parameters, &mut sums).expect("summed");

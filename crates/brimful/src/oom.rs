@@ -92,6 +92,7 @@ pub enum Caught<E> {
     Panic(Box<dyn Any + Send>),
 }
 
+/// An error that was not looked at: what may have run out of memory goes through [`catch`].
 impl<E> From<E> for Caught<E> {
     fn from(error: E) -> Self {
         Self::Error(error)

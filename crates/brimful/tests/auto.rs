@@ -321,13 +321,16 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
     for limit in [300 << 10, 1 << 20, 5 << 20] {
         // The larger a size is, the more it needs.
         let sizes: Vec<usize> = (1..=2000).collect();
-        let feasible = sizes.partition_point(|&size| {
+        let fits = |&size: &usize| {
             let wide = Wide::new();
             let mut micro =
                 MicroBatcher::new(&wide.store, Size::Fixed(size)).memory(limited("given", limit));
             (0..2).all(|_| wide.step(&mut micro, 4 * size as i64).is_ok())
-        });
+        };
+        let feasible = sizes.partition_point(fits);
         assert!(feasible > 0, "{limit}: one sample fits");
+        let larger = sizes[feasible..].iter().step_by(61).find(|size| fits(size));
+        assert_eq!(larger, None, "{limit}: {feasible} is not the largest");
         let wide = Wide::new();
         let mut micro =
             MicroBatcher::new(&wide.store, Size::Largest).memory(limited("auto", limit));

@@ -7,12 +7,12 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::schedule::Schedule;
-use brimful::{Layers, Loss, MicroBatcher, Replicas, Size};
+use brimful::{Error, Layers, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
 use support::pipeline_cases::builder;
-use support::state::fail_every_allocation;
 use support::{
-    Named, alone, assert_all_close, assert_close, clear, micro_batcher, numbers_there, test_device,
+    Named, alone, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
+    test_device,
 };
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
@@ -159,12 +159,23 @@ fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
 #[test]
 fn the_n_th_allocation_fails_for_every_n() {
     let _alone = alone();
-    let (arena, case) = (Arena::new("faulty"), Case::new());
-    let memory = Memory::Arena(arena.clone());
-    let mut micro = MicroBatcher::new(&case.store, Size::Fixed(4)).memory(memory);
-    let step = |micro: &mut MicroBatcher| micro.backward(&case.x, |x| case.loss(&x));
-    let failures = fail_every_allocation("leaves", &arena, &mut micro, |_| case.gradients(), step);
-    assert!(failures >= 50 || test_device().is_cuda(), "only {failures} in three micro-batches");
+    let arena = Arena::new("faulty");
+    for n in 1.. {
+        // The first step of each: all is made then that later ones find.
+        let case = Case::new();
+        let before = case.gradients();
+        let memory = Memory::Arena(arena.clone());
+        let mut micro = MicroBatcher::new(&case.store, Size::Fixed(4)).memory(memory);
+        arena.fail_nth_allocation(n);
+        let ended = micro.backward(&case.x, |x| case.loss(&x));
+        arena.fail_nth_allocation(0);
+        let Err(error) = ended else {
+            assert!(n > 50 || test_device().is_cuda(), "only {n} in three micro-batches");
+            break;
+        };
+        assert!(matches!(error, Error::OutOfMemory(_)), "allocation {n}: {error}");
+        assert_same(&format!("allocation {n}"), &before, &case.gradients());
+    }
 }
 
 /// bf16 has 8 bits: 256 and 1 are 256.

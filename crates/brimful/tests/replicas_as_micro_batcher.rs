@@ -18,7 +18,7 @@ use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
     plain, replicated,
 };
-use support::{TOLERANCE, alone, clear, test_device};
+use support::{TOLERANCE, alone, assert_fails, clear, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -48,6 +48,8 @@ fn a_window_of_mini_batches_is_one_step() {
             let off = distance(&outputs.expect(name), &model.logits(&part.0));
             assert!(off < TOLERANCE, "{name}: outputs are {off} off");
             assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
+            let failing = |_: &Classifier, _: Batch| Err::<Loss, _>("no more");
+            assert_fails(replicas.accumulate(&part, failing), &["no more"]);
         }
         let error = replicas.backward(&whole, move |net, batch| micro(net, &batch));
         let open = Error::Step(StepError::WindowOpen { samples: 16 });

@@ -63,7 +63,8 @@ fn fail_on_each_replica(run: Run) {
     };
     for (number, arena) in arenas.iter().enumerate() {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
-        let (what, now) = (format!("replica {number}"), |all: &Replicas<_>| state(all.store()));
+        let what = format!("replica {number}");
+        let now = |all: &Replicas<_>| state(all.store());
         let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
         assert!(failures >= 50, "only {failures} allocations on {what}");
         assert_same("after all failures", &expected, &state(replicas.store()));

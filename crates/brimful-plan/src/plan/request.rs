@@ -109,7 +109,7 @@ impl<'a> Request<'a> {
             return 0;
         }
         let behind_first = costs.stages.iter().zip(homes).skip(1);
-        let at_home = behind_first.filter(|(_, home)| home.weights == Home::Host && home.trained);
+        let at_home = behind_first.filter(|(_, home)| home.weights == Home::Host);
         let weights: f64 = at_home.map(|(cost, _)| cost.home_bytes as f64).sum();
         let bytes = (weights * ahead.bytes) as u64;
         let taken = host_bytes.saturating_add(ahead.spared).saturating_add(bytes);

@@ -1,4 +1,4 @@
-//! Breadth first: every micro-batch through a stage before the first goes through the next one.
+//! Breadth first, and GPipe: every micro-batch through a stage before the first goes through the next one.
 //!
 //! The stages are dealt round the devices, as interleaved ones are. Here p = v = m = 2:
 //!

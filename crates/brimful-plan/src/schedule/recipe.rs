@@ -21,12 +21,30 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "RecipeParts", into = "RecipeParts")]
 pub struct ScheduleRecipe {
     /// It says where the stages are.
     pub(super) schedule: Schedule,
     pub(super) costs: Costs,
     /// How many bytes each device has; `None` is no limit.
     pub(super) memory: Vec<Option<u64>>,
+}
+
+/// What it is made of, in its order.
+type RecipeParts = (Schedule, Costs, Vec<Option<u64>>);
+
+impl TryFrom<RecipeParts> for ScheduleRecipe {
+    type Error = super::CostError;
+
+    fn try_from((schedule, costs, memory): RecipeParts) -> Result<Self, Self::Error> {
+        Self::new(schedule, costs, memory)
+    }
+}
+
+impl From<ScheduleRecipe> for RecipeParts {
+    fn from(recipe: ScheduleRecipe) -> Self {
+        (recipe.schedule, recipe.costs, recipe.memory)
+    }
 }
 
 impl ScheduleRecipe {

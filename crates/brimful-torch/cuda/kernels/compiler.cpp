@@ -118,19 +118,20 @@ std::string log_of(Program program) {
 }
 
 std::string compile(const Source& source, const std::vector<std::string>& options) {
-  Program made = nullptr;
-  nvrtc().create(&made, source.text, source.name, 0, nullptr, nullptr);
-  const auto destroy = [](Program program) { nvrtc().destroy.ask(&program); };
-  const std::unique_ptr<void, decltype(destroy)> program(made, destroy);
+  Program program = nullptr;
+  nvrtc().create(&program, source.text, source.name, 0, nullptr, nullptr);
+  const auto destroy = [](Program made) { nvrtc().destroy.ask(&made); };
+  // Gone when this is left.
+  const std::unique_ptr<void, decltype(destroy)> owned(program, destroy);
   std::vector<const char*> words;
   for (const auto& option : options) words.push_back(option.c_str());
-  if (nvrtc().compile.ask(made, static_cast<int>(words.size()), words.data()) != 0) {
-    throw KernelError(std::string(source.name) + " does not compile: " + log_of(made));
+  if (nvrtc().compile.ask(program, static_cast<int>(words.size()), words.data()) != 0) {
+    throw KernelError(std::string(source.name) + " does not compile: " + log_of(program));
   }
   size_t size = 0;
-  nvrtc().cubin_size(made, &size);
+  nvrtc().cubin_size(program, &size);
   std::string cubin(size, '\0');
-  nvrtc().cubin(made, cubin.data());
+  nvrtc().cubin(program, cubin.data());
   return cubin;
 }
 

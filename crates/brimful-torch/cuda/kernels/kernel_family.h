@@ -31,9 +31,9 @@ class KernelFamily {
   // Functions with the same numbers are one module.
   const Kernel& of(const char* function, const Numbers& numbers) const {
     const std::lock_guard<std::mutex> alone(turn_);
-    const auto found = all_.find({function, numbers});
+    const std::pair key(numbers, std::string_view(function));
+    const auto found = all_.find(key);
     if (found != all_.end()) return found->second;
-    const std::pair key(std::string_view(function), numbers);
     return all_.try_emplace(key, source_, function, words(numbers)).first->second;
   }
 
@@ -55,7 +55,7 @@ class KernelFamily {
   const Source source_;
   const std::array<Define, N> defines_;
   mutable std::mutex turn_;
-  mutable std::map<std::pair<std::string_view, Numbers>, Kernel> all_;
+  mutable std::map<std::pair<Numbers, std::string_view>, Kernel> all_;
 };
 
 }  // namespace brimful::kernels

@@ -1,4 +1,4 @@
-// Kinds of numbers, as kernels/prelude.cuh has them.
+// Kinds of numbers, as kernels/prelude.cuh has them, and the words that they are read in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ inline NumberKind number_kind(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBFloat16 ? NumberKind::kBf16 : NumberKind::kF16;
 }
 
-// Whether it begins at such a word, if there is one.
+// Whether it begins at a multiple of 16 bytes, as words do; so does one that is not there.
 inline bool is_aligned(const at::Tensor& tensor) {
   return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }

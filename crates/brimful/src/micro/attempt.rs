@@ -59,7 +59,8 @@ impl MicroBatcher {
     ) -> Result<(Parts, O), Failed> {
         let start = Instant::now();
         let (tried, outputs) = oom::catch(|| run(self))?;
-        let figures = self.figures_of(&tried, start)?;
+        let figures = self.figures_of(&tried, start);
+        let (tried, figures) = tried.unless_failed(figures)?;
         Ok((Parts { tried, figures: vec![Some(figures)] }, outputs))
     }
 

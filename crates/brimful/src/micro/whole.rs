@@ -83,9 +83,9 @@ impl MicroBatcher {
                     back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
                 })?;
                 after.restore()?;
+                let summed = accumulator.finish()?;
                 // As leaves they would keep their gradients alive in the caller's hands.
-                let outputs = samples.restored(batch::detached(&outputs)?)?;
-                Ok((accumulator.finish()?, tally, outputs))
+                Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
             })?;
             Ok((this.tried(summed, tally, undo, role, cut), outputs))
         })

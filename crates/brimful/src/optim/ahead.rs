@@ -214,9 +214,17 @@ impl Parameter {
         }
         // Before anything is read: what changes meanwhile has another version afterwards.
         let (parameter_version, gradient_version) = (version(tensor), version(gradient));
-        if next.advance((tensor, state), gradient, method, go_on)? {
-            let (method, gradient) = (*method, gradient.data_ptr() as usize);
-            next.ahead = Some(Ahead { method, parameter_version, gradient, gradient_version });
+        match next.advance((tensor, state), gradient, method, go_on) {
+            Ok(true) => {
+                let (method, gradient) = (*method, gradient.data_ptr() as usize);
+                next.ahead = Some(Ahead { method, parameter_version, gradient, gradient_version });
+            }
+            Ok(false) => (),
+            Err(error) => {
+                // The likeliest cause is that the host has no memory left.
+                self.second = None;
+                return Err(error);
+            }
         }
         Ok(())
     }

@@ -130,7 +130,8 @@ impl<M> Replica<M> {
             feed::moved(outputs, self.home)
         })?;
         // After the loss has come from the device: before, it would be the time of the launches.
-        let figures = self.micro.figures_of(&tried, start)?;
+        let figures = self.micro.figures_of(&tried, start);
+        let (tried, figures) = tried.unless_failed(figures)?;
         Ok(PartDone { tried, outputs, figures })
     }
 }

@@ -174,6 +174,12 @@ mod tests {
     }
 
     #[test]
+    fn the_first_replica_always_has_a_sample() {
+        assert_eq!(lengths(&Speeds::given(&[1.0, 100.0]), 5), [1, 4]);
+        assert_eq!(lengths(&Speeds::given(&[1.0, 100.0]), 1), [1, 0]);
+    }
+
+    #[test]
     fn parts_of_sequences_have_tokens_in_proportion() {
         let parts = |lengths: &[usize], speeds: &[f64]| apportioned_by_length(lengths, speeds);
         assert_eq!(parts(&[8, 4, 2, 2, 1, 1, 1, 1], &[1.0, 1.0]), [2, 6]);

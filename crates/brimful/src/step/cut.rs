@@ -22,6 +22,7 @@ pub(crate) struct Cut {
     samples: Samples,
     /// The first sample that has not been handed out.
     next: usize,
+    /// Read only where it is given.
     size: Size,
     /// All micro-batches, where the size is given.
     given: Vec<Range<usize>>,

@@ -78,7 +78,7 @@ pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
 }
 
 /// The loss and gradients of the plain model on the whole mini-batch.
-pub fn backward_whole(plain: &Plain, x: &Tensor) -> f64 {
+pub fn full_batch_backward(plain: &Plain, x: &Tensor) -> f64 {
     let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(x.size()[0] as usize));
     let step = whole.backward(x, |x| loss(&plain.model.forward_t(&x, true), &x));
     step.expect("the whole mini-batch").loss
@@ -100,7 +100,7 @@ pub fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipe
 
 /// One step of both, compared.
 pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
-    let expected = backward_whole(plain, x);
+    let expected = full_batch_backward(plain, x);
     let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
     assert!((step.loss - expected).abs() <= part * expected.abs().max(1.0), "{what}: the loss");
     assert_left(pipe, plain, part, what);
@@ -200,7 +200,7 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
         let mut pipe = pipe.micro_batches(Size::Fixed(2)).build().expect("a pipeline");
         let plain = Plain::of(&layers_of_inputs(DEFERRED), &pipe);
         let x = (input(33, 2) + mean).to_kind(Kind::Float);
-        backward_whole(&plain, &x.to_kind(Kind::Double));
+        full_batch_backward(&plain, &x.to_kind(Kind::Double));
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
         assert_gradients(&pipe, &plain, part, &format!("around {mean}"));
         let is_first = |(name, _): &(String, Tensor)| name.starts_with("norm.running");
@@ -209,6 +209,33 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
         // Each micro-batch's mean is an f32, which around 10,000 is off by up to 0.0005.
         assert_within(&ours, &running(plain.values()), 1e-4, &format!("around {mean}"));
     }
+}
+
+#[test]
+fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
+    let _turn = alone();
+    let made = || {
+        let pipe = builder(layers(1, EXACT), 1).micro_batches(Size::Fixed(2)).build();
+        both(1, EXACT, pipe.expect("a pipeline"))
+    };
+    let x = input(7, 1);
+    let (mut pipe, plain) = made();
+    let root = |out: &Tensor| out.square().sum(Kind::Double).sqrt();
+    pipe.backward_whole(&x, |out| root(&out.tensors()[0])).expect("a step");
+    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
+    whole.expect("the whole mini-batch");
+    assert_gradients(&pipe, &plain, 1e-10, "a loss of all outputs");
+
+    let (mut pipe, plain) = made();
+    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    for x in [&x, &(&x * 3.0)] {
+        pipe.accumulate(x, x, |out: Tensor, x| loss(&out, x)).expect("a mini-batch");
+        micro.accumulate(x, |x| loss(&plain.model.forward_t(&x, true), &x)).expect("a mini-batch");
+    }
+    pipe.commit().expect("all");
+    micro.commit().expect("all");
+    assert_left(&pipe, &plain, 1e-10, "a window");
 }
 
 #[test]
@@ -222,7 +249,7 @@ fn frozen_layers_before_it_need_nothing_of_it() {
         let _itself = value.set_requires_grad(value.requires_grad() && !frozen(&name));
     }
     let x = input(5, 2);
-    let expected = backward_whole(&plain, &x);
+    let expected = full_batch_backward(&plain, &x);
     let step = pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
     assert!((step.loss - expected).abs() <= 1e-10 * expected.abs());
     assert_gradients(&pipe, &plain, 1e-10, "what is trained");

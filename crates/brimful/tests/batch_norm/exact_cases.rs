@@ -7,8 +7,8 @@ use tch::nn::{self, ModuleT, Path};
 use tch::{Kind, Tensor};
 
 use super::exact::{
-    DEFERRED, EXACT, assert_exact, assert_gradients, backward_whole, both, gradients_of, input,
-    layers, layers_of_inputs, loss,
+    DEFERRED, EXACT, assert_exact, assert_gradients, both, full_batch_backward, gradients_of,
+    input, layers, layers_of_inputs, loss,
 };
 use crate::support::pipeline_cases::{Plain, builder};
 use crate::support::{Named, alone, assert_within, clear, test_device};
@@ -98,8 +98,8 @@ fn bf16_loses_no_more_than_in_the_plain_layer() {
         let narrow = (Kind::BFloat16, test_device());
         let plain = Plain::on(narrow, &layers_of_inputs(DEFERRED), values);
         let x = (input(32, 2) * spread + mean).to_kind(Kind::BFloat16);
-        backward_whole(&reference, &x.to_kind(Kind::Double));
-        backward_whole(&plain, &x);
+        full_batch_backward(&reference, &x.to_kind(Kind::Double));
+        full_batch_backward(&plain, &x);
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
         let theirs = distance(&gradients_of(&plain), &gradients_of(&reference));
         let ours = distance(&pipe.gradients().expect("gradients"), &gradients_of(&reference));

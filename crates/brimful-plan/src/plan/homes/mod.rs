@@ -36,7 +36,7 @@ use crate::schedule::{Costs, Home, Schedule};
 pub use choice::HomeChoice;
 pub use error::HomeError;
 
-/// A question: a pipeline whose stages are cut, its devices, and the host.
+/// A question: a pipeline whose stages are cut, its devices, and the host. All its stages are trained.
 #[derive(Debug, Clone)]
 pub struct HomeRequest<'a> {
     /// What each stage costs, and the bus.

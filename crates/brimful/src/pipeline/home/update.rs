@@ -112,13 +112,19 @@ impl Update {
             let result = plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of));
             // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
             // first, and the next step begins with the first.
-            let _end = follows.then_some(tell);
+            let end = if follows {
+                Some(tell)
+            } else {
+                drop(tell);
+                None
+            };
             // Of gradients that were changed since: the step was another.
             optimizer.forget_ahead();
             if hands_over == HandsOver::Ahead && result.is_ok() {
                 make_room(&mut optimizer, &seen);
             }
             let result = work_off(&mut optimizer, given, &seen, result);
+            drop(end);
             (optimizer, result)
         };
         let thread = Some(thread::spawn(work));
