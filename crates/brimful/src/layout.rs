@@ -55,12 +55,18 @@ struct LayoutTrial {
 pub(crate) trait InOrder {
     fn arrangement(&mut self) -> &mut Arrangement;
 
+    /// Lays the parameters out in the order that it has now, if steps do not do so as they begin.
+    fn lay_out(&mut self) -> Result<()>;
+
     /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own.
     fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
         if self.arrangement().is_on_trial() {
             match catch_unseen(|| f(self)) {
                 Ok(done) => return Ok(done),
-                Err(cause) => self.arrangement().refuse(&cause),
+                Err(cause) => {
+                    self.arrangement().refuse(&cause);
+                    self.lay_out()?;
+                }
             }
         }
         f(self)

@@ -116,6 +116,36 @@ fn a_closure_that_asks_for_a_view_runs_as_before() {
     assert!(store.variables()["weight"].is_contiguous());
 }
 
+/// Whichever call is the first to ask for it.
+#[test]
+fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
+    let store = VarStore::new(test_device());
+    let convolution = nn::conv2d(store.root(), 3, 4, 3, Default::default());
+    let samples = numbers(&[16, 3, 6, 6], 1).to_kind(Kind::Float);
+    let rows = |x: Tensor| {
+        let out = x.apply(&convolution);
+        out.view([out.size()[0], -1])
+    };
+    type Call<'a> = &'a dyn Fn(&mut MicroBatcher) -> brimful::Result<()>;
+    let mean = |rows: &Tensor| rows.square().mean(Kind::Float);
+    let calls: [Call<'_>; 3] = [
+        &|micro| micro.evaluate(&samples, |x| Loss::mean(mean(&rows(x)))).map(drop),
+        &|micro| micro.map(&samples, rows).map(drop),
+        &|micro| micro.backward_whole(&samples, rows, |out| mean(out)).map(drop),
+    ];
+    for (number, call) in calls.iter().enumerate() {
+        let mut micro = micro_batcher(&store, Size::Fixed(4)).layout(Layout::Measured);
+        for step in 0..8 {
+            let done = micro.backward(&samples, |x: Tensor| {
+                Loss::mean(x.apply(&convolution).square().mean(Kind::Float))
+            });
+            done.expect("a step");
+            call(&mut micro).unwrap_or_else(|error| panic!("call {number}, step {step}: {error}"));
+        }
+        assert!(!micro.is_channels_last(), "call {number}");
+    }
+}
+
 #[test]
 fn a_model_without_convolutions_is_left_alone() {
     let store = VarStore::new(test_device());

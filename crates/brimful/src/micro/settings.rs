@@ -167,4 +167,12 @@ impl InOrder for MicroBatcher {
     fn arrangement(&mut self) -> &mut Arrangement {
         &mut self.arrangement
     }
+
+    fn lay_out(&mut self) -> Result<()> {
+        match &self.state.window {
+            // Its sums lie in memory as the parameters did when it began.
+            Some(_) => Ok(()),
+            None => self.arrangement.begin(&parameters(&self.variables)),
+        }
+    }
 }

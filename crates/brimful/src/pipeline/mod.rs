@@ -226,4 +226,8 @@ impl InOrder for Pipeline {
     fn arrangement(&mut self) -> &mut Arrangement {
         &mut self.arrangement
     }
+
+    fn lay_out(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
