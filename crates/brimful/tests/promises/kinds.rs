@@ -302,16 +302,19 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     // What is measured would cut mini-batches otherwise each time.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
-    let replicas = match setup.reserve {
+    let mut replicas = match setup.reserve {
         Some(reserve) => replicas.reserve(reserve),
         None => replicas,
     };
-    let mut replicas = setup.remember.iter().fold(replicas, Replicas::remember);
     // The second takes over the first one's numbers, and their kind, before it runs.
     let x = Tensor::zeros([2, 4], (Kind::Double, Device::Cpu));
     let _outputs =
         replicas.map(&x, |model, x: Tensor| model.forward_t(&x, false)).expect("outputs");
     about.limit(setup);
+    let replicas = match &setup.remember {
+        Some(path) => replicas.remember(path),
+        None => replicas,
+    };
     Box::new(Replicated { replicas, about })
 }
 
