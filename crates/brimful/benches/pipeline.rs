@@ -29,6 +29,7 @@ fn empty(stages: usize) -> Layers {
 }
 
 fn main() -> Result<()> {
+    timing::heading();
     let x = Tensor::ones([MICRO_BATCHES as i64, 1], (Kind::Float, Device::Cpu));
     let store = nn::VarStore::new(Device::Cpu);
     let model = empty(1).build(&store.root())?;

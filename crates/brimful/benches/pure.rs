@@ -15,6 +15,7 @@ use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use timing::report;
 
 fn main() {
+    timing::heading();
     balancing();
     simulating();
     planning();

@@ -14,6 +14,11 @@ pub fn argument() -> Option<String> {
     std::env::args().skip(1).find(|word| !word.starts_with("--"))
 }
 
+/// What the columns of [`report`] are.
+pub fn heading() {
+    println!("{:<46}{:>12}{:>12}", "", "median", "least");
+}
+
 /// Prints how long some work takes, over the number of its parts: the median and the least of its runs after
 /// the first. Where a word is given, that is done of work alone whose name has it.
 pub fn report<T>(name: &str, parts: u32, mut work: impl FnMut() -> T) {
