@@ -3,6 +3,7 @@
 #include "backward_graph.h"
 #include "direct_backward.h"
 #include "guard.h"
+#include "owned_gradients.h"
 #include "tensors.h"
 #include "version.h"
 
@@ -88,28 +89,34 @@ std::optional<brimful::DirectBackward> directly(
 }
 
 // Of these tensors, those that have a gradient of their own.
-torch::autograd::edge_list leaf_edges(at::Tensor* const* tensors, size_t count) {
-  torch::autograd::edge_list edges;
+variable_list leaves_of(at::Tensor* const* tensors, size_t count) {
+  variable_list leaves;
   for (size_t i = 0; i < count; ++i) {
-    const bool is_leaf = tensors[i]->is_leaf() && tensors[i]->requires_grad();
-    if (is_leaf) edges.push_back(torch::autograd::impl::gradient_edge(*tensors[i]));
+    if (tensors[i]->is_leaf() && tensors[i]->requires_grad()) leaves.push_back(*tensors[i]);
   }
-  return edges;
+  return leaves;
 }
 
 // Gives a leaf that is neither known, if some are, nor an end at which a stage begins: then nothing has been run.
 at::Tensor backward(
     const variable_list& roots, const variable_list& gradients, bool keep_graph,
-    const brimful::KnownLeaves* known, const torch::autograd::edge_list& ends) {
+    const brimful::KnownLeaves* known, const variable_list& ends) {
   auto direct = directly(roots, gradients, keep_graph);
-  if (direct && (known != nullptr || !brimful::needs_engine())) {
-    brimful::BackwardGraph graph;
-    graph.add_ends(ends);
+  brimful::BackwardGraph graph;
+  if (direct) {
+    torch::autograd::edge_list edges;
+    for (const auto& end : ends) edges.push_back(torch::autograd::impl::gradient_edge(end));
+    graph.add_ends(edges);
     graph.add_roots(direct->roots);
     const auto other = known != nullptr ? graph.other_leaf(*known) : at::Tensor();
-    if (other.defined() || direct->run(graph)) return other;
+    if (other.defined()) return other;
   }
-  torch::autograd::backward(roots, gradients, keep_graph);
+  if (!direct || !direct->run(graph)) torch::autograd::backward(roots, gradients, keep_graph);
+  brimful::OwnedGradients owned;
+  // An end's gradient may be the root's: it only goes on to the stage before, where it is the root's again.
+  for (const at::Tensor& end : ends) owned.make_in(end);
+  owned.add(gradients);
+  for (const at::Tensor& leaf : graph.leaves) owned.make_in(leaf);
   return at::Tensor();
 }
 
@@ -127,7 +134,7 @@ int32_t brimful_backward(
     variable_list with;
     for (size_t i = 0; i < count; ++i) with.push_back(brimful::or_none(gradients[i]));
     const auto from = brimful::list_of(roots, count);
-    const auto leaf = backward(from, with, keep_graph, known, leaf_edges(ends, end_count));
+    const auto leaf = backward(from, with, keep_graph, known, leaves_of(ends, end_count));
     if (leaf.defined()) *other = new at::Tensor(leaf);
   });
 }

@@ -67,7 +67,7 @@ void BackwardGraph::enter(uint32_t at) {
   if (places[at].edges != 0) return;
   if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
     places[at].leads = kToLeaf;
-    leaves_.push_back(leaf);
+    leaves.push_back(leaf->variable);
   }
 }
 
@@ -79,10 +79,9 @@ void BackwardGraph::look_again(uint32_t at) {
 }
 
 at::Tensor BackwardGraph::other_leaf(const KnownLeaves& known) const {
-  for (const auto* leaf : leaves_) {
+  for (const at::Tensor& leaf : leaves) {
     // One that was frozen since the forward gets nothing.
-    const bool gets_some = leaf->variable.requires_grad();
-    if (gets_some && !known.has(leaf->variable)) return leaf->variable;
+    if (leaf.requires_grad() && !known.has(leaf)) return leaf;
   }
   return at::Tensor();
 }

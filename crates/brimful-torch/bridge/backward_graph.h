@@ -59,6 +59,8 @@ class BackwardGraph {
   std::vector<uint32_t> children;
   // All places, each after those that it leads to.
   std::vector<uint32_t> order;
+  // Tensors that gradients gather in, but the ends: they outlive nodes that are let go of.
+  torch::autograd::variable_list leaves;
 
  private:
   struct Visit {
@@ -72,7 +74,6 @@ class BackwardGraph {
 
   ska::flat_hash_map<torch::autograd::Node*, uint32_t> index_;
   std::vector<Visit> open_;
-  std::vector<const torch::autograd::AccumulateGrad*> leaves_;
 };
 
 }  // namespace brimful

@@ -6,12 +6,15 @@
 
 #include "guard.h"
 #include "kernel_tensors.h"
+#include "owned_gradients.h"
 #include "tensors.h"
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <unordered_set>
 
 using brimful::guarded;
 using brimful::is_half;
@@ -94,6 +97,19 @@ size_t brimful_first_sparse_gradient(at::Tensor* const* parameters, size_t count
     if (gradient.defined() && gradient.layout() != at::kStrided) break;
   }
   return at;
+}
+
+// Parameters whose gradients share memory, as some may that a plain backward has left, get a copy each.
+int32_t brimful_own_gradients(
+    const at::Tensor* const* parameters, size_t count, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    brimful::OwnedGradients owned;
+    std::unordered_set<const at::TensorImpl*> seen;
+    for (size_t i = 0; i < count; ++i) {
+      if (seen.insert(parameters[i]->unsafeGetTensorImpl()).second) owned.make_in(*parameters[i]);
+    }
+  });
 }
 
 // For each parameter that has a gradient: adds it to its sum, or makes it the sum where there is none

@@ -17,10 +17,10 @@
 #include "direct_backward.h"
 #include "guard.h"
 #include "kernel_node.h"
+#include "owned_gradients.h"
 #include "tensors.h"
 #include "version.h"
 
-#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -34,7 +34,6 @@
 #include <cstring>
 #include <memory>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -130,29 +129,6 @@ void redirect(Node& node, size_t at, const Edge& to, std::vector<Severed>& old) 
   old.push_back({node.getptr(), at, std::exchange(node.next_edges()[at], to)});
 }
 
-// Gradients given out are nobody else's, as those that gather in a leaf are: who gets one may add to it
-// while another is still read.
-class Owned {
- public:
-  void add(const variable_list& others) {
-    for (const at::Tensor& other : others) is_new(other);
-  }
-
-  at::Tensor make(at::Tensor gradient) {
-    if (!gradient.defined()) return gradient;
-    const bool plain = gradient.is_non_overlapping_and_dense();
-    return is_new(gradient) && plain ? gradient : at::clone(gradient);
-  }
-
- private:
-  bool is_new(const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.has_storage()) return true;
-    return storages_.insert(tensor.storage().unsafeGetStorageImpl()).second;
-  }
-
-  std::unordered_set<const c10::StorageImpl*> storages_;
-};
-
 class SplitBackward {
  public:
   SplitBackward(const variable_list& roots, const variable_list& inputs) {
@@ -201,7 +177,13 @@ class SplitBackward {
   }
 
   // Adds the group's gradients to those of the leaves; groups in their order.
-  void weight_half(size_t group) { run_outward(group, {}); }
+  void weight_half(size_t group) {
+    run_outward(group, {});
+    brimful::OwnedGradients owned;
+    // Those of later groups are still to be gone on with.
+    for (const auto& later : groups_) owned.add(later.gradients);
+    for (const at::Tensor& leaf : graph_.leaves) owned.make_in(leaf);
+  }
 
   // The group's gradients of these leaves, in place of adding them: one for each, or none.
   variable_list weight_gradients(size_t group, const variable_list& leaves) {
@@ -216,8 +198,9 @@ class SplitBackward {
     // No ends are all of them.
     if (outputs.empty()) return result;
     auto gradients = run_outward(group, outputs);
+    brimful::OwnedGradients owned;
     for (size_t at = 0; at < gradients.size(); ++at) {
-      result[places[at]] = std::move(gradients[at]);
+      result[places[at]] = owned.make(std::move(gradients[at]));
     }
     return result;
   }
@@ -260,7 +243,7 @@ class SplitBackward {
   }
 
   variable_list run_inward(DirectBackward&& half, bool last) {
-    Owned owned;
+    brimful::OwnedGradients owned;
     owned.add(half.gradients);
     for (const Edge& input : inputs_) {
       if (input.is_valid()) half.ends.push_back(input);

@@ -147,6 +147,7 @@ guarded! {
     fn brimful_other_leaf(roots: Tensors, count: usize, known: *const RawKnownLeaves) -> Made;
     fn brimful_offer_sums(parameters: Tensors, sums: *const Made, count: usize);
     fn brimful_settle_sums(parameters: Tensors, count: usize);
+    fn brimful_own_gradients(parameters: Tensors, count: usize);
     fn brimful_collect_gradients(
         parameters: Tensors, sums: *mut Made, count: usize, piece_bytes: i64,
     );

@@ -20,6 +20,17 @@ pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     (at < list.len()).then_some(at)
 }
 
+/// Gives parameters whose gradients share memory, as those of one backward may, a copy each. Backwards of this
+/// crate leave none that do.
+///
+/// # Errors
+/// When memory runs out.
+pub fn own(parameters: &[Tensor]) -> Result<(), TorchError> {
+    let list = raw_list(parameters);
+    // SAFETY: the array has that many valid tensors.
+    unsafe { ffi::brimful_own_gradients(list.as_ptr(), list.len()) }
+}
+
 /// Runs a backward, and lets nodes of our own add to these sums on the way: such a parameter is left
 /// without a gradient, and with a sum if it had none. Only on a card, where a product adds to an f32 sum in the
 /// pass that computes it.

@@ -23,7 +23,8 @@ use support::pipeline_cases::{
     descend, eval, mlp,
 };
 use support::{
-    Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, test_device,
+    Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, numbers_there,
+    test_device,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -937,4 +938,37 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
         assert!(matches!(error, Error::Workers(WorkerError::InStep)), "{error}");
     }
     optimizer.step().expect("behind the step");
+}
+
+/// A layer whose two tables get one gradient in two views, between two others.
+fn tables() -> Layers {
+    let table = |p: &nn::Path, name: &str| p.randn(name, &[3, 2], 0.0, 1.0);
+    Layers::new()
+        .add("first", |p| nn::linear(p, 2, 2, Default::default()))
+        .add("tables", move |p| {
+            let tables = ["position", "segment"].map(|name| table(p, name));
+            nn::func(move |x| {
+                tables.iter().fold(x.shallow_clone(), |x, table| x + table.unsqueeze(0))
+            })
+        })
+        .add("last", |p| nn::linear(p, 2, 2, Default::default()))
+}
+
+#[test]
+fn leaves_and_boundaries_that_get_one_gradient_in_views_are_counted_once() {
+    let _turn = alone();
+    for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::GPipe] {
+        for devices in 1..=3 {
+            let what = format!("{schedule}, {devices} devices");
+            let builder = builder(tables(), devices).schedule(schedule).micro_batches(3);
+            let mut pipe = built(builder, &what);
+            let plain = Plain::of(&tables(), &pipe);
+            let x = numbers_there(&[3, 3, 2], 5);
+            let loss = |out: &Tensor| out.tanh().square().sum(Kind::Double);
+            let ratio = move |out: Tensor, (): &()| Loss::ratio(loss(&out), out.size()[0] as f64);
+            pipe.backward(&x, &(), ratio).expect(&what);
+            (loss(&plain.model.forward_t(&x, true)) / 3.0).backward();
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+        }
+    }
 }

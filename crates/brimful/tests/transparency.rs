@@ -346,3 +346,63 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     let sums: Named = sums.map(|((name, new), (_, old))| (name, new + old)).collect();
     assert_close(&found, &sums, "both");
 }
+
+/// Two tables that are added by broadcast: the backward of one sample brings both one gradient, as two views.
+struct Tables {
+    store: nn::VarStore,
+    tables: [Tensor; 2],
+}
+
+impl Tables {
+    fn new(kind: Kind) -> Self {
+        let mut store = nn::VarStore::new(test_device());
+        let tables = ["position", "segment"].map(|name| store.root().zeros(name, &[3, 2]));
+        store.set_kind(kind);
+        fill(&store);
+        Self { store, tables }
+    }
+
+    fn out(&self, x: &Tensor) -> Tensor {
+        self.tables.iter().fold(x.shallow_clone(), |x, table| x + table.unsqueeze(0)).tanh()
+    }
+
+    /// Squares over the count of samples, which is known at the end alone.
+    fn loss(&self, x: &Tensor) -> Loss {
+        Loss::ratio(self.out(x).square().sum(x.kind()), x.size()[0] as f64)
+    }
+}
+
+#[test]
+fn leaves_that_get_one_gradient_in_two_views_are_counted_once() {
+    for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
+        let x = numbers_there(&[5, 3, 2], 3).to_kind(kind);
+        let plain = Tables::new(kind);
+        (plain.out(&x).square().sum(kind) / 5.0).backward();
+        for size in [1, 2, 5] {
+            let cut = Tables::new(kind);
+            let mut micro = micro_batcher(&cut.store, Size::Fixed(size));
+            // The second step adds to what the first one has left.
+            for step in 1..=2 {
+                micro.backward(&x, |x| cut.loss(&x)).expect("a step");
+                let found = gradients(&cut.store);
+                let expected: Named = gradients(&plain.store)
+                    .into_iter()
+                    .map(|(name, gradient)| (name, gradient * f64::from(step)))
+                    .collect();
+                assert_within(&found, &expected, tolerance, &format!("{kind:?}, size {size}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_plain_backward_left_in_two_views_is_added_to_once_each() {
+    let x = numbers_there(&[1, 3, 2], 3);
+    let both = Tables::new(Kind::Double);
+    both.out(&x).square().sum(Kind::Double).backward();
+    let first = copies(&gradients(&both.store));
+    let mut micro = micro_batcher(&both.store, Size::Fixed(1));
+    micro.backward(&x, |x| both.loss(&x)).expect("a step");
+    let expected: Named = first.into_iter().map(|(name, gradient)| (name, gradient * 2)).collect();
+    assert_close(&gradients(&both.store), &expected, "a plain backward before");
+}

@@ -17,7 +17,7 @@ use std::borrow::Borrow;
 use brimful_torch::TorchError;
 use brimful_torch::autograd::{backward_to, set_gradient, watched};
 use brimful_torch::foreach;
-use brimful_torch::gradients::{collect, offering};
+use brimful_torch::gradients::{collect, offering, own};
 use brimful_torch::leaves::{KnownLeaves, Reach};
 use brimful_torch::split_backward::{Begun, SplitBackward};
 use tch::{Device, Kind, Tensor};
@@ -60,6 +60,8 @@ impl Accumulator {
     /// Sets aside what the parameters, some of these variables, have. Dropped, it puts that back.
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
+        // The step's gradients will be added to them in place.
+        own(&parameters)?;
         // Pointers, not copies: a step needs no memory for gradients that were there before.
         let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;
         let apart = parameters.iter().any(is_summed_apart);
