@@ -248,6 +248,23 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
     }
 }
 
+#[test]
+fn a_loss_on_all_outputs_of_a_pipeline_refuses_leaves_of_its_own() {
+    let _alone = alone();
+    let layers = Layers::new().add("one", |p| nn::linear(p, 4, 3, Default::default()));
+    let mut pipe = builder(layers, 1).micro_batches(3).build().expect("a pipeline");
+    let x = Case::new().x.detach();
+    let scale = numbers_there(&[3], 2).set_requires_grad(true);
+    refused(pipe.backward_whole(&x, |out| (&**out * &scale).square().sum(Kind::Double)), &[3]);
+    assert!(!scale.grad().defined());
+    assert!(pipe.gradients().expect("gradients").is_empty());
+    // In two calls the loss's backward is the caller's own.
+    let out = pipe.forward(&x).expect("a forward");
+    (&*out * &scale).square().sum(Kind::Double).backward();
+    pipe.backward_from(out).expect("a backward");
+    assert!(scale.grad().defined());
+}
+
 #[track_caller]
 fn refused<T>(result: brimful::Result<T>, shape: &[i64]) {
     let message = result.err().expect("an error").to_string();

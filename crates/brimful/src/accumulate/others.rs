@@ -14,7 +14,7 @@ use crate::Result;
 #[error(
     "the loss depends on a tensor of shape {shape:?} that requires a gradient and is no parameter of \
      the model: nothing was changed; make it a variable of the model or detach it, or use a \
-     `MicroBatcher` without a world, which gives it its gradient"
+     `MicroBatcher` without a world, or `Pipeline::forward` and `backward_from`, which give it its gradient"
 )]
 #[non_exhaustive]
 pub struct OtherLeaf {

@@ -3,9 +3,12 @@
 use std::ops::{Deref, Range};
 use std::time::Instant;
 
+use brimful_torch::autograd::backward_to;
+use brimful_torch::leaves::{KnownLeaves, Reach};
 use tch::Tensor;
 
 use super::{check_no_gradients, inputs};
+use crate::accumulate::OtherLeaf;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
 use crate::gradient_mode::with_graphs;
@@ -140,9 +143,9 @@ impl Pipeline {
     /// Runs forward, any loss on the outputs of the whole mini-batch, and backward, as one step: where
     /// memory runs out in any of them, an automatic size tries again with smaller micro-batches.
     ///
-    /// Gradients are the stages' alone: parameters that the loss has of its own get none, which takes
-    /// [`Pipeline::forward`] and [`Pipeline::backward_from`]. In a world, the loss gets the outputs of
-    /// all replicas, on every rank.
+    /// Gradients are the stages' alone: a loss that depends on other tensors that require one is refused
+    /// ([`OtherLeaf`]), which takes [`Pipeline::forward`] and [`Pipeline::backward_from`]. In a world, the
+    /// loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline, Size};
@@ -232,8 +235,12 @@ impl Pipeline {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
         // Before the backward, which a loss that is refused is spared.
         let counted = tally.read(self.state.non_finite)?;
-        loss.f_backward()?;
-        Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run)))
+        // The outputs alone: what else got a gradient would keep it if the step failed later.
+        let ends: Vec<&Tensor> = outputs.run.iter().collect();
+        match backward_to(&KnownLeaves::new(&[])?, &ends, &[&loss], &[None], false)? {
+            Reach::Known(()) => Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run))),
+            Reach::Other(leaf) => Err(OtherLeaf { shape: leaf.size() }.into()),
+        }
     }
 
     /// The outputs in the user's order.
