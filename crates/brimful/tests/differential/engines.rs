@@ -1,0 +1,741 @@
+//! Every engine behind one face: built from what was drawn, called by the script's operations.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use brimful::layers::Model as BuiltModel;
+use brimful::memory::{Arena, Memory};
+use brimful::optim::{Optimizer, Sgd};
+use brimful::pipeline::{Homes, PipelineOptimizer};
+use brimful::save::{self, Metadata};
+use brimful::schedule::{Actions, Home, Recompute, Schedule};
+use brimful::{DeviceSpec, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World};
+use proptest::prelude::*;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::model::{Model, Samples, Target};
+use crate::plain::MOMENTUM;
+use crate::support::{Named, clear, gradients, test_device, variables};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    Fixed(usize),
+    Count(usize),
+    Auto,
+    Largest,
+}
+
+impl Cut {
+    pub fn size(self) -> Size {
+        match self {
+            Self::Fixed(size) => Size::Fixed(size),
+            Self::Count(count) => Size::Count(count),
+            Self::Auto => Size::Auto,
+            Self::Largest => Size::Largest,
+        }
+    }
+
+    pub fn is_automatic(self) -> bool {
+        matches!(self, Self::Auto | Self::Largest)
+    }
+}
+
+pub fn cut() -> impl Strategy<Value = Cut> {
+    prop_oneof![
+        4 => (1usize..5).prop_map(Cut::Fixed),
+        4 => (1usize..5).prop_map(Cut::Count),
+        1 => Just(Cut::Auto),
+        1 => Just(Cut::Largest),
+    ]
+}
+
+/// Its place in [`Schedule::all`].
+const BREADTH_FIRST: usize = 3;
+
+/// Where the stages' weights live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Living {
+    OnDevices,
+    OnHost,
+    /// Every other stage.
+    Mixed,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Engine {
+    Micro,
+    Replicas {
+        count: usize,
+    },
+    Pipeline {
+        devices: usize,
+        /// Its place in [`Schedule::all`].
+        schedule: usize,
+        stages_per_device: usize,
+        /// Its place in [`Recompute::ALL`].
+        recompute: usize,
+        living: Living,
+        replicas: usize,
+        /// Actions of one's own: the schedule's with this recompute, of which some have changed places.
+        own_list: Option<(usize, u8)>,
+    },
+}
+
+pub fn engine() -> impl Strategy<Value = Engine> {
+    let living = prop_oneof![
+        3 => Just(Living::OnDevices),
+        2 => Just(Living::OnHost),
+        1 => Just(Living::Mixed),
+    ];
+    let own_list = prop_oneof![1 => Just(None), 1 => (0usize..3, 0u8..8).prop_map(Some)];
+    // Breadth first, which offloaded stages mostly run in, more often than others.
+    let schedule = prop_oneof![3 => 0usize..10, 1 => Just(BREADTH_FIRST)];
+    let replicas = prop_oneof![3 => Just(1), 1 => Just(2)];
+    let pipeline = (1usize..4, schedule, 1usize..4, 0usize..3, living, replicas, own_list);
+    let pipeline = pipeline.prop_map(
+        |(devices, schedule, stages_per_device, recompute, living, replicas, own_list)| {
+            Engine::Pipeline {
+                devices,
+                schedule,
+                stages_per_device,
+                recompute,
+                living,
+                replicas,
+                own_list,
+            }
+        },
+    );
+    prop_oneof![
+        2 => Just(Engine::Micro),
+        1 => (1usize..4).prop_map(|count| Engine::Replicas { count }),
+        4 => pipeline,
+    ]
+}
+
+/// What a call came to.
+pub struct Told {
+    /// NaN where none is told.
+    pub loss: f64,
+    pub outputs: Tensor,
+    pub sizes: Vec<usize>,
+    pub shares: Vec<usize>,
+    pub seed: Option<u64>,
+}
+
+impl Told {
+    fn of<O>(step: &Step<O>, outputs: &Tensor) -> Self {
+        let Step { loss, seed, .. } = *step;
+        let (sizes, shares) = (step.sizes.clone(), step.shares.clone());
+        // A rank without a sample has none.
+        let outputs = match outputs.defined() {
+            true => outputs.detach(),
+            false => Tensor::zeros([0], (Kind::Double, Device::Cpu)),
+        };
+        Self { loss, outputs, sizes, shares, seed }
+    }
+}
+
+/// A loss of a micro-batch's outputs.
+pub type LossFn = Arc<dyn Fn(&Tensor, &Target) -> Loss + Send + Sync>;
+
+/// A loss of all outputs.
+pub type WholeFn = Arc<dyn Fn(&Tensor) -> Tensor + Send + Sync>;
+
+pub trait Subject {
+    /// Replicas that a mini-batch is dealt out to, over all ranks.
+    fn parts(&self) -> usize;
+    /// Whether a step has a seed of its own.
+    fn is_seeded(&self) -> bool;
+    /// Whether layers, and not parts, have seeds.
+    fn draws_by_layer(&self) -> bool;
+    fn arenas(&self) -> &[Arena];
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told>;
+    fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor>;
+    fn commit(&mut self) -> Result<Told>;
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told>;
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told>;
+    fn map(&mut self, batch: &Samples) -> Result<Tensor>;
+    fn set_size(&mut self, cut: Cut) -> Result<()>;
+    fn update(&mut self) -> Result<()>;
+    fn clip(&mut self, max: f64) -> Result<f64>;
+    fn set_rate(&mut self, rate: f64) -> Result<()>;
+    fn zero_grad(&mut self) -> Result<()>;
+    fn set_frozen(&mut self, name: &str, frozen: bool) -> Result<()>;
+    fn variables(&self) -> Named;
+    fn gradients(&self) -> Named;
+    fn save(&self, folder: &Path) -> Result<()>;
+    fn load(&mut self, folder: &Path) -> Result<()>;
+    /// Whether it gives leaves of a whole-batch loss their gradients.
+    fn sums_other_leaves(&self) -> bool;
+}
+
+pub struct Setup<'a> {
+    pub model: &'a Model,
+    pub cut: Cut,
+    pub kind: Kind,
+    pub rate: f64,
+    pub world: &'a World,
+}
+
+impl Engine {
+    /// The same in each of several ranks: pipelines are spread over them, or are replicas of each other.
+    pub fn over_ranks(&self, layers: usize, ranks: usize) -> Self {
+        match self {
+            Self::Pipeline { replicas, .. } if layers >= ranks || *replicas > 1 => self.clone(),
+            _ => Self::Micro,
+        }
+    }
+
+    /// Whether every stage runs its micro-batches one after the other, in the plain loop's order.
+    pub fn runs_in_order(&self) -> bool {
+        match self {
+            Self::Pipeline { recompute, living, own_list, .. } => {
+                *recompute == 0 && *living == Living::OnDevices && own_list.is_none()
+            }
+            _ => true,
+        }
+    }
+
+    pub fn build(&self, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
+        match self {
+            Self::Micro => OneDevice::build(setup),
+            Self::Replicas { count } => Replicated::build(*count, setup),
+            Self::Pipeline { .. } => Piped::build(self, setup),
+        }
+    }
+}
+
+fn sgd(rate: f64) -> Sgd {
+    Sgd::new(rate).momentum(MOMENTUM)
+}
+
+fn arena(number: usize) -> Arena {
+    Arena::new(&format!("memory {number}"))
+}
+
+fn device(number: usize, arenas: &[Arena]) -> DeviceSpec {
+    match test_device() {
+        Device::Cpu => DeviceSpec::cpu().threads(1).arena(arenas[number].clone()),
+        there => DeviceSpec::from(there),
+    }
+}
+
+type Pair = (Tensor, Target);
+
+fn pair(batch: &Samples) -> Pair {
+    let (y, weight, number) = &batch.target;
+    let target = (y.shallow_clone(), weight.shallow_clone(), number.shallow_clone());
+    (batch.x.shallow_clone(), target)
+}
+
+fn save_all(folder: &Path, named: &Named) -> Result<()> {
+    save::write(folder.join("model.safetensors"), named, &Metadata::new())
+}
+
+fn load_all(folder: &Path, store: &VarStore) -> Result<()> {
+    let (values, _) = save::read(folder.join("model.safetensors"))?;
+    crate::support::set_values(store, &values);
+    Ok(())
+}
+
+fn set_trained(store: &VarStore, name: &str, trained: bool) {
+    let variable = store.variables()[name].shallow_clone();
+    let _itself = variable.set_requires_grad(trained);
+}
+
+/// A `MicroBatcher`, alone or in each rank.
+struct OneDevice {
+    store: VarStore,
+    model: BuiltModel,
+    micro: MicroBatcher,
+    optimizer: Optimizer,
+    arenas: Vec<Arena>,
+    world: World,
+}
+
+impl OneDevice {
+    fn build(setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
+        let mut store = VarStore::new(test_device());
+        let model = setup.model.layers().build(&store.root())?;
+        store.set_kind(setup.kind);
+        let arenas = vec![arena(0)];
+        let mut micro = MicroBatcher::new(&store, setup.cut.size());
+        if test_device() == Device::Cpu {
+            micro = micro.memory(Memory::Arena(arenas[0].clone()));
+        }
+        let replays = std::env::var_os("BRIMFUL_TEST_REPLAY").is_some();
+        let micro = micro.replay(replays).world(setup.world)?;
+        let optimizer = Optimizer::new(&store, sgd(setup.rate))?;
+        let world = setup.world.clone();
+        Ok(Box::new(Self { store, model, micro, optimizer, arenas, world }))
+    }
+
+    fn own(&self, batch: &Samples) -> Pair {
+        let part = crate::script::dealt(batch.len(), self.world.size())[self.world.rank()].clone();
+        pair(&batch.rows(part.start, part.len()))
+    }
+}
+
+impl Subject for OneDevice {
+    fn parts(&self) -> usize {
+        self.world.size()
+    }
+
+    fn is_seeded(&self) -> bool {
+        self.world.size() > 1
+    }
+
+    fn draws_by_layer(&self) -> bool {
+        false
+    }
+
+    fn arenas(&self) -> &[Arena] {
+        &self.arenas
+    }
+
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let batch = self.own(batch);
+        let Self { micro, model, .. } = self;
+        let step = micro.backward(&batch, |(x, y): Pair| {
+            let out = model.forward_t(&x, true);
+            (loss(&out, &y), out)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
+        let batch = self.own(batch);
+        if batch.0.size()[0] == 0 {
+            return Ok(batch.0);
+        }
+        let Self { micro, model, .. } = self;
+        micro.accumulate(&batch, |(x, y): Pair| {
+            let out = model.forward_t(&x, true);
+            (loss(&out, &y), out)
+        })
+    }
+
+    fn commit(&mut self) -> Result<Told> {
+        let step = self.micro.commit()?;
+        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+    }
+
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+        let Self { micro, model, .. } = self;
+        let forward = |x: Tensor| model.forward_t(&x, true);
+        let step = micro.backward_whole(&batch.x, forward, |out: &Tensor| loss(out))?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let batch = self.own(batch);
+        let Self { micro, model, .. } = self;
+        let step = micro.evaluate(&batch, |(x, y): Pair| {
+            let out = model.forward_t(&x, false);
+            (loss(&out, &y), out)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn map(&mut self, batch: &Samples) -> Result<Tensor> {
+        let (x, _) = self.own(batch);
+        if x.size()[0] == 0 {
+            return Ok(x);
+        }
+        let Self { micro, model, .. } = self;
+        micro.map(&x, |x| model.forward_t(&x, false))
+    }
+
+    fn set_size(&mut self, cut: Cut) -> Result<()> {
+        self.micro.set_size(cut.size());
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.optimizer.step()
+    }
+
+    fn clip(&mut self, max: f64) -> Result<f64> {
+        self.optimizer.clip_gradient_norm(max)?.value()
+    }
+
+    fn set_rate(&mut self, rate: f64) -> Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        clear(&self.store);
+        Ok(())
+    }
+
+    fn set_frozen(&mut self, name: &str, frozen: bool) -> Result<()> {
+        set_trained(&self.store, name, !frozen);
+        Ok(())
+    }
+
+    fn variables(&self) -> Named {
+        variables(&self.store)
+    }
+
+    fn gradients(&self) -> Named {
+        gradients(&self.store)
+    }
+
+    fn save(&self, folder: &Path) -> Result<()> {
+        save_all(folder, &self.variables())?;
+        self.optimizer.save(folder.join("optimizer.safetensors"))
+    }
+
+    fn load(&mut self, folder: &Path) -> Result<()> {
+        load_all(folder, &self.store)?;
+        self.optimizer.load(folder.join("optimizer.safetensors"))
+    }
+
+    fn sums_other_leaves(&self) -> bool {
+        self.world.size() == 1
+    }
+}
+
+struct Replicated {
+    replicas: Replicas<BuiltModel>,
+    optimizer: Optimizer,
+    arenas: Vec<Arena>,
+}
+
+impl Replicated {
+    fn build(count: usize, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
+        let arenas: Vec<Arena> = (0..count).map(arena).collect();
+        // An accelerator is given once: the others are CPUs.
+        let devices = (0..count).map(|number| match number {
+            0 => device(0, &arenas),
+            _ => DeviceSpec::cpu().threads(1).arena(arenas[number].clone()),
+        });
+        let layers = setup.model.layers();
+        let build = move |root: &tch::nn::Path| layers.build(root).expect("built");
+        let replicas = Replicas::new(devices, setup.cut.size(), build)?;
+        let mut replicas = replicas.speeds(&vec![1.0; count])?;
+        replicas.store_mut().set_kind(setup.kind);
+        let optimizer = Optimizer::new(replicas.store(), sgd(setup.rate))?;
+        Ok(Box::new(Self { replicas, optimizer, arenas }))
+    }
+}
+
+impl Subject for Replicated {
+    fn parts(&self) -> usize {
+        self.replicas.len()
+    }
+
+    fn is_seeded(&self) -> bool {
+        true
+    }
+
+    fn draws_by_layer(&self) -> bool {
+        false
+    }
+
+    fn arenas(&self) -> &[Arena] {
+        &self.arenas
+    }
+
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let loss = Arc::clone(loss);
+        let step = self.replicas.backward(&pair(batch), move |model, (x, y): Pair| {
+            let out = model.forward_t(&x, true);
+            (loss(&out, &y), out)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
+        let loss = Arc::clone(loss);
+        self.replicas.accumulate(&pair(batch), move |model, (x, y): Pair| {
+            let out = model.forward_t(&x, true);
+            (loss(&out, &y), out)
+        })
+    }
+
+    fn commit(&mut self) -> Result<Told> {
+        let step = self.replicas.commit()?;
+        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+    }
+
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+        let loss = Arc::clone(loss);
+        let forward = |model: &BuiltModel, x: Tensor| model.forward_t(&x, true);
+        let step =
+            self.replicas.backward_whole(&batch.x, forward, move |_, out: &Tensor| loss(out))?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let loss = Arc::clone(loss);
+        let step = self.replicas.evaluate(&pair(batch), move |model, (x, y): Pair| {
+            let out = model.forward_t(&x, false);
+            (loss(&out, &y), out)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn map(&mut self, batch: &Samples) -> Result<Tensor> {
+        self.replicas.map(&batch.x, |model, x: Tensor| model.forward_t(&x, false))
+    }
+
+    fn set_size(&mut self, cut: Cut) -> Result<()> {
+        self.replicas.set_size(cut.size());
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.optimizer.step()
+    }
+
+    fn clip(&mut self, max: f64) -> Result<f64> {
+        self.optimizer.clip_gradient_norm(max)?.value()
+    }
+
+    fn set_rate(&mut self, rate: f64) -> Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        clear(self.replicas.store());
+        Ok(())
+    }
+
+    fn set_frozen(&mut self, name: &str, frozen: bool) -> Result<()> {
+        set_trained(self.replicas.store(), name, !frozen);
+        Ok(())
+    }
+
+    fn variables(&self) -> Named {
+        variables(self.replicas.store())
+    }
+
+    fn gradients(&self) -> Named {
+        gradients(self.replicas.store())
+    }
+
+    fn save(&self, folder: &Path) -> Result<()> {
+        save_all(folder, &self.variables())?;
+        self.optimizer.save(folder.join("optimizer.safetensors"))
+    }
+
+    fn load(&mut self, folder: &Path) -> Result<()> {
+        load_all(folder, self.replicas.store())?;
+        self.optimizer.load(folder.join("optimizer.safetensors"))
+    }
+
+    fn sums_other_leaves(&self) -> bool {
+        false
+    }
+}
+
+struct Piped {
+    pipe: Pipeline,
+    optimizer: PipelineOptimizer,
+    arenas: Vec<Arena>,
+    parts: usize,
+    /// The rows of a mini-batch that this rank brings: those of its replica.
+    world: World,
+    /// Whether ranks are replicas, each with samples of its own.
+    deals: bool,
+}
+
+impl Piped {
+    fn build(engine: &Engine, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
+        let Engine::Pipeline { recompute, living, replicas, own_list, .. } = engine else {
+            unreachable!("a pipeline")
+        };
+        let (schedule, devices) = engine.fitting(setup);
+        let ranks = setup.world.size();
+        let here = if ranks == 1 { devices * replicas } else { devices };
+        let arenas: Vec<Arena> = (0..here).map(arena).collect();
+        let layers = setup.model.layers();
+        let deals = ranks > 1 && *replicas > 1;
+        let stages = schedule.stages_per_device() * devices * if deals { 1 } else { ranks };
+        let homes = match living {
+            Living::OnDevices => Homes::Device,
+            Living::OnHost => Homes::Host,
+            Living::Mixed => {
+                let home = |stage| if stage % 2 == 0 { Home::Host } else { Home::Device };
+                Homes::Each((0..stages).map(home).collect())
+            }
+        };
+        let builder = Pipeline::builder(layers)
+            .devices((0..here).map(|number| device(number, &arenas)))
+            .schedule(schedule)
+            .recompute(Recompute::ALL[*recompute])
+            .replicas(if deals { ranks } else { *replicas })
+            .micro_batches(setup.cut.size())
+            .kind(setup.kind)
+            .homes(homes)
+            .world(setup.world);
+        let mut pipe = builder.build()?;
+        let optimizer = pipe.optimizer(sgd(setup.rate))?;
+        if let (Some((recompute, swaps)), Cut::Count(count)) = (own_list, setup.cut) {
+            let all = if deals { devices } else { devices * ranks };
+            let listed = schedule.actions(all, count, Recompute::ALL[*recompute])?;
+            pipe.set_actions(swapped(listed, *swaps))?;
+        }
+        let parts = if deals { ranks } else { *replicas };
+        let world = setup.world.clone();
+        Ok(Box::new(Self { pipe, optimizer, arenas, parts, world, deals }))
+    }
+
+    fn own(&self, batch: &Samples) -> Pair {
+        if !self.deals {
+            return pair(batch);
+        }
+        let part = crate::script::dealt(batch.len(), self.parts)[self.world.rank()].clone();
+        pair(&batch.rows(part.start, part.len()))
+    }
+}
+
+impl Engine {
+    /// The schedule, with as many devices as there are layers for.
+    fn fitting(&self, setup: &Setup<'_>) -> (Schedule, usize) {
+        let Self::Pipeline { devices, schedule, stages_per_device, replicas, .. } = *self else {
+            unreachable!("a pipeline")
+        };
+        let layers = setup.model.layers().len();
+        let wanted = Schedule::all(stages_per_device)[schedule];
+        let devices = if setup.model.is_exact() { 1 } else { devices };
+        let ranks = if replicas > 1 { 1 } else { setup.world.size() };
+        let workers = layers / wanted.stages_per_device() / ranks;
+        match workers.min(devices) {
+            0 => (Schedule::OneFOneB, 1),
+            devices => (wanted, devices),
+        }
+    }
+}
+
+/// The list with some neighbours exchanged, where it stays valid.
+fn swapped(actions: Actions, swaps: u8) -> Actions {
+    let mut best = actions;
+    for swap in 0..usize::from(swaps) {
+        let text = best.to_string();
+        let mut lines: Vec<Vec<&str>> =
+            text.lines().map(|line| line.split(',').collect()).collect();
+        let count = lines.len();
+        let line = &mut lines[(swap * 7) % count];
+        if line.len() > 1 {
+            let at = (swap * 13 + 3) % (line.len() - 1);
+            line.swap(at, at + 1);
+        }
+        let text: Vec<String> = lines.iter().map(|line| line.join(",")).collect();
+        if let Ok(valid) = text.join("\n").parse::<Actions>() {
+            best = valid;
+        }
+    }
+    best
+}
+
+impl Subject for Piped {
+    fn parts(&self) -> usize {
+        self.parts
+    }
+
+    fn is_seeded(&self) -> bool {
+        true
+    }
+
+    fn draws_by_layer(&self) -> bool {
+        true
+    }
+
+    fn arenas(&self) -> &[Arena] {
+        &self.arenas
+    }
+
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let (loss, (x, y)) = (Arc::clone(loss), self.own(batch));
+        let step = self.pipe.backward(&x, &y, move |out: Tensor, y: &Target| {
+            let given = out.detach();
+            (loss(&out, y), given)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
+        let (loss, (x, y)) = (Arc::clone(loss), self.own(batch));
+        self.pipe.accumulate(&x, &y, move |out: Tensor, y: &Target| {
+            let given = out.detach();
+            (loss(&out, y), given)
+        })
+    }
+
+    fn commit(&mut self) -> Result<Told> {
+        let step = self.pipe.commit()?;
+        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+    }
+
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+        let (x, _) = self.own(batch);
+        let step = self.pipe.backward_whole(&x, |out| loss(out))?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+        let (loss, (x, y)) = (Arc::clone(loss), self.own(batch));
+        let step = self.pipe.evaluate(&x, &y, move |out: Tensor, y: &Target| {
+            let given = out.detach();
+            (loss(&out, y), given)
+        })?;
+        Ok(Told::of(&step, &step.outputs))
+    }
+
+    fn map(&mut self, batch: &Samples) -> Result<Tensor> {
+        self.pipe.map(&self.own(batch).0, |out: Tensor| out)
+    }
+
+    fn set_size(&mut self, cut: Cut) -> Result<()> {
+        self.pipe.set_size(cut.size());
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.optimizer.step()
+    }
+
+    fn clip(&mut self, max: f64) -> Result<f64> {
+        self.optimizer.clip_gradient_norm(max)
+    }
+
+    fn set_rate(&mut self, rate: f64) -> Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
+    fn zero_grad(&mut self) -> Result<()> {
+        self.pipe.zero_grad()
+    }
+
+    fn set_frozen(&mut self, name: &str, frozen: bool) -> Result<()> {
+        match frozen {
+            true => self.pipe.freeze(|other| other == name),
+            false => self.pipe.unfreeze(|other| other == name),
+        }
+    }
+
+    fn variables(&self) -> Named {
+        self.pipe.variables().expect("variables")
+    }
+
+    fn gradients(&self) -> Named {
+        self.pipe.gradients().expect("gradients")
+    }
+
+    fn save(&self, folder: &Path) -> Result<()> {
+        self.pipe.save(folder.join("model.safetensors"))?;
+        self.optimizer.save(folder.join("optimizer.safetensors"))
+    }
+
+    fn load(&mut self, folder: &Path) -> Result<()> {
+        self.pipe.load(folder.join("model.safetensors"))?;
+        self.optimizer.load(folder.join("optimizer.safetensors"))
+    }
+
+    fn sums_other_leaves(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,389 @@
+//! The plain model: the whole mini-batch at once in f64, by libtorch's own operations and one backward, with
+//! an optimizer of a few lines.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use brimful::Draws;
+use tch::{Device, Kind, Tensor};
+
+use crate::model::{
+    Entry, Input, Model, Policy, Samples, Shape, Terms, Values, first_value, fork, forward,
+    is_statistic, join, joined_skip, leaves, names, owner, term, whole_loss,
+};
+
+pub const MOMENTUM: f64 = 0.9;
+const EPSILON: f64 = 1e-5;
+
+/// Where a micro-batch's random numbers come from.
+#[derive(Debug, Clone, Copy)]
+pub enum Draw {
+    /// The default generator, as in a plain loop.
+    Loop,
+    /// One seed.
+    Seed(u64),
+    /// A seed for each layer.
+    Layers(Draws),
+}
+
+/// Samples that an engine has run together; the first part's move statistics at once.
+#[derive(Debug, Clone)]
+pub struct Piece {
+    pub rows: Range<usize>,
+    pub draw: Draw,
+    pub part: usize,
+}
+
+/// What flows through the layers for one piece.
+struct Flow {
+    values: Vec<Tensor>,
+    skips: BTreeMap<usize, Tensor>,
+}
+
+/// A mini-batch that was run and is not counted yet.
+pub struct Run {
+    leaves: Values,
+    /// Each term's sum, and what it is divided by.
+    sums: Vec<(Tensor, f64)>,
+    pub outputs: Tensor,
+    seen: Seen,
+}
+
+/// What each norm has seen: its inputs, with the part that they were of.
+type Seen = BTreeMap<usize, Vec<(usize, Tensor)>>;
+
+pub struct Plain {
+    model: Model,
+    entries: Vec<Entry>,
+    device: Device,
+    pub values: Values,
+    pub gradients: Values,
+    pub frozen: BTreeSet<String>,
+    momenta: Values,
+    pub rate: f64,
+}
+
+impl Plain {
+    pub fn new(model: &Model, device: Device, rate: f64) -> Self {
+        let entries = model.entries();
+        let mut plain = Self {
+            model: model.clone(),
+            entries,
+            device,
+            values: Values::new(),
+            gradients: Values::new(),
+            frozen: BTreeSet::new(),
+            momenta: Values::new(),
+            rate,
+        };
+        plain.make_values();
+        plain
+    }
+
+    fn make_values(&mut self) {
+        let mut sizes: Vec<(String, Vec<i64>)> = Vec::new();
+        if self.model.input == Input::Places {
+            sizes.push(("table.rows".into(), vec![crate::model::CLASSES, crate::model::WIDTH]));
+        }
+        for (at, entry) in self.entries.iter().enumerate() {
+            let own = match entry {
+                Entry::One(Shape::Tied) if owner(&self.entries, at).is_some() => vec![],
+                Entry::One(Shape::Tied) => leaves(Shape::Linear),
+                Entry::One(shape) => leaves(*shape),
+                Entry::Fork => vec![("leaf", vec![crate::model::WIDTH])],
+                _ => vec![],
+            };
+            sizes.extend(own.into_iter().map(|(name, size)| (format!("l{at}.{name}"), size)));
+            if let Entry::One(Shape::Norm(_)) = entry {
+                let statistic = |name| (format!("l{at}.{name}"), vec![crate::model::TIME]);
+                sizes.extend(["running_mean", "running_var"].map(statistic));
+            }
+        }
+        let value = |(name, size): (String, Vec<i64>)| {
+            let value = first_value(&name, &size).to_device(self.device);
+            (name, value)
+        };
+        self.values = sizes.into_iter().map(value).collect();
+    }
+
+    /// Names of what can be trained.
+    pub fn trainable(&self) -> Vec<String> {
+        self.values.keys().filter(|name| !is_statistic(name)).cloned().collect()
+    }
+
+    fn fresh_leaves(&self) -> Values {
+        let leaf = |(name, value): (&String, &Tensor)| {
+            let trained = !is_statistic(name) && !self.frozen.contains(name);
+            (name.clone(), value.detach().copy().set_requires_grad(trained))
+        };
+        self.values.iter().map(leaf).collect()
+    }
+
+    /// Outputs of all pieces, in order.
+    fn outputs(
+        &self,
+        leaves: &Values,
+        samples: &Samples,
+        pieces: &[Piece],
+        train: bool,
+        seen: &mut Seen,
+    ) -> Tensor {
+        let start = |piece: &Piece| {
+            let x = samples.rows(piece.rows.start, piece.rows.len()).x.to_device(self.device);
+            let x = if x.kind() == Kind::Int64 { x } else { x.to_kind(Kind::Double) };
+            Flow { values: vec![x], skips: BTreeMap::new() }
+        };
+        let mut flows: Vec<Flow> = pieces.iter().map(start).collect();
+        if self.model.is_exact() {
+            self.run(leaves, &mut flows, pieces, train, seen);
+        } else {
+            for (flow, piece) in flows.iter_mut().zip(pieces) {
+                self.run(
+                    leaves,
+                    std::slice::from_mut(flow),
+                    std::slice::from_ref(piece),
+                    train,
+                    seen,
+                );
+            }
+        }
+        let outputs: Vec<Tensor> =
+            flows.into_iter().map(|mut flow| flow.values.remove(0)).collect();
+        Tensor::cat(&outputs, 0)
+    }
+
+    /// Runs these pieces through one layer after the other.
+    fn run(
+        &self,
+        leaves: &Values,
+        flows: &mut [Flow],
+        pieces: &[Piece],
+        train: bool,
+        seen: &mut Seen,
+    ) {
+        let shift = usize::from(self.model.input == Input::Places);
+        if let [Piece { draw: Draw::Seed(seed), .. }] = pieces {
+            tch::manual_seed(*seed as i64);
+        }
+        if shift == 1 {
+            for flow in flows.iter_mut() {
+                flow.values[0] =
+                    Tensor::embedding(&leaves["table.rows"], &flow.values[0], -1, false, false);
+            }
+        }
+        for (at, entry) in self.entries.iter().enumerate() {
+            if let Entry::One(Shape::Norm(policy)) = *entry {
+                self.normalise(leaves, flows, pieces, (at, policy), train, seen);
+                continue;
+            }
+            for (flow, piece) in flows.iter_mut().zip(pieces) {
+                if let Draw::Layers(draws) = piece.draw {
+                    tch::manual_seed(draws.seed(at + shift) as i64);
+                }
+                self.step_entry(leaves, flow, at, *entry, train);
+            }
+        }
+    }
+
+    fn step_entry(&self, all: &Values, flow: &mut Flow, at: usize, entry: Entry, train: bool) {
+        let own: Vec<Tensor> =
+            names(&self.entries, at).iter().map(|name| all[name].shallow_clone()).collect();
+        let x = flow.values[0].shallow_clone();
+        flow.values = match entry {
+            Entry::Stash(number) => {
+                flow.skips.insert(number, x.shallow_clone());
+                vec![x]
+            }
+            Entry::Pop(number) => vec![joined_skip(&x, &flow.skips[&number])],
+            Entry::Fork => fork(&x, &own[0]),
+            Entry::Join { uses_both } => vec![join(&flow.values, uses_both)],
+            Entry::One(Shape::Tied) if owner(&self.entries, at).is_none() => {
+                vec![forward(Shape::Linear, &own, &x, train)]
+            }
+            Entry::One(Shape::Tied) => vec![x.matmul(&own[0].tr()).tanh()],
+            Entry::One(shape) => vec![forward(shape, &own, &x, train)],
+        };
+    }
+
+    fn normalise(
+        &self,
+        all: &Values,
+        flows: &mut [Flow],
+        pieces: &[Piece],
+        (at, policy): (usize, Policy),
+        train: bool,
+        seen: &mut Seen,
+    ) {
+        let named = |name: &str| all[&format!("l{at}.{name}")].view([1, -1, 1]);
+        let by_running = !train || policy == Policy::Frozen;
+        let inputs: Vec<Tensor> = flows.iter().map(|flow| flow.values[0].shallow_clone()).collect();
+        let of = |x: &Tensor| moments(x).map(|moment| moment.view([1, -1, 1]));
+        let whole = (policy == Policy::Exact && !by_running).then(|| of(&Tensor::cat(&inputs, 0)));
+        for (flow, x) in flows.iter_mut().zip(&inputs) {
+            let [mean, variance] = match &whole {
+                _ if by_running => [named("running_mean"), named("running_var")],
+                Some(moments) => moments.each_ref().map(Tensor::shallow_clone),
+                None => of(x),
+            };
+            flow.values[0] =
+                (x - mean) / (variance + EPSILON).sqrt() * named("weight") + named("bias");
+        }
+        if !by_running {
+            let inputs = pieces.iter().zip(inputs).map(|(piece, x)| (piece.part, x.detach()));
+            seen.entry(at).or_default().extend(inputs);
+        }
+    }
+
+    /// Runs a mini-batch in training, without counting it.
+    pub fn run_batch(&self, samples: &Samples, pieces: &[Piece], terms: &Terms) -> Run {
+        let leaves = self.fresh_leaves();
+        let mut seen = Seen::new();
+        let outputs = self.outputs(&leaves, samples, pieces, true, &mut seen);
+        let sums = self.sums(&outputs, samples, terms);
+        Run { leaves, sums, outputs: outputs.detach(), seen }
+    }
+
+    fn sums(&self, outputs: &Tensor, samples: &Samples, terms: &Terms) -> Vec<(Tensor, f64)> {
+        let wide = |t: &Tensor| t.to_device(self.device).to_kind(Kind::Double);
+        let (y, weight, number) = &samples.target;
+        let target = (wide(y), wide(weight), number.shallow_clone());
+        let sum = |(number, (over, _)): (usize, &(crate::model::Over, u8))| {
+            let (sum, count) = term(number, *over, outputs, &target);
+            (sum, count.double_value(&[]))
+        };
+        terms.iter().enumerate().map(sum).collect()
+    }
+
+    /// Counts these mini-batches as one step; gives its loss.
+    pub fn commit(&mut self, runs: Vec<Run>, terms: &Terms) -> f64 {
+        let divisor = |number: usize| {
+            let (over, _) = terms[number];
+            let all: f64 = runs.iter().map(|run| run.sums[number].1).sum();
+            if over == crate::model::Over::Nothing { 1.0 } else { all }
+        };
+        let mut loss = 0.0;
+        let mut seen = Seen::new();
+        for run in &runs {
+            let scaled = |(number, (sum, _)): (usize, &(Tensor, f64))| {
+                sum * (f64::from(terms[number].1) * 0.25 / divisor(number))
+            };
+            let own = run.sums.iter().enumerate().map(scaled).reduce(|a, b| a + b).expect("a term");
+            loss += own.double_value(&[]);
+            self.add_gradients(&run.leaves, &own);
+            for (at, inputs) in &run.seen {
+                let inputs = inputs.iter().map(|(part, x)| (*part, x.shallow_clone()));
+                seen.entry(*at).or_default().extend(inputs);
+            }
+        }
+        self.move_statistics(&seen);
+        loss
+    }
+
+    /// A step on a loss of all outputs; gives loss, outputs, and the gradient of the temperature.
+    pub fn whole(
+        &mut self,
+        samples: &Samples,
+        pieces: &[Piece],
+        temperature: Option<&Tensor>,
+    ) -> (f64, Tensor) {
+        let leaves = self.fresh_leaves();
+        let mut seen = Seen::new();
+        let outputs = self.outputs(&leaves, samples, pieces, true, &mut seen);
+        let loss = whole_loss(&outputs, temperature);
+        self.add_gradients(&leaves, &loss);
+        self.move_statistics(&seen);
+        (loss.double_value(&[]), outputs.detach())
+    }
+
+    /// The loss and outputs without training.
+    pub fn evaluate(&self, samples: &Samples, terms: &Terms) -> (f64, Tensor) {
+        let piece = Piece { rows: 0..samples.len(), draw: Draw::Loop, part: 0 };
+        let outputs =
+            self.outputs(&self.fresh_leaves(), samples, &[piece], false, &mut Seen::new());
+        let value = |(number, (sum, count)): (usize, (Tensor, f64))| {
+            sum.double_value(&[]) / count * f64::from(terms[number].1) * 0.25
+        };
+        let loss = self.sums(&outputs, samples, terms).into_iter().enumerate().map(value).sum();
+        (loss, outputs.detach())
+    }
+
+    fn add_gradients(&mut self, leaves: &Values, loss: &Tensor) {
+        let trained: Vec<_> = leaves.iter().filter(|(_, leaf)| leaf.requires_grad()).collect();
+        if trained.is_empty() || !loss.requires_grad() {
+            return;
+        }
+        let inputs: Vec<_> = trained.iter().map(|(_, leaf)| *leaf).collect();
+        let found = Tensor::run_backward(&[loss], &inputs, false, false);
+        for ((name, _), new) in trained.into_iter().zip(found) {
+            if !new.defined() {
+                continue;
+            }
+            let sum = match self.gradients.get(name) {
+                Some(old) => old + new,
+                None => new.copy(),
+            };
+            self.gradients.insert(name.clone(), sum);
+        }
+    }
+
+    fn move_statistics(&mut self, seen: &Seen) {
+        for (at, inputs) in seen {
+            let Entry::One(Shape::Norm(policy)) = self.entries[*at] else { continue };
+            let moved: Vec<Tensor> = match policy {
+                Policy::PerMicroBatch | Policy::Foreign => {
+                    let first = inputs.iter().filter(|(part, _)| *part == 0);
+                    first.map(|(_, x)| x.shallow_clone()).collect()
+                }
+                _ => {
+                    let all: Vec<_> = inputs.iter().map(|(_, x)| x).collect();
+                    vec![Tensor::cat(&all, 0)]
+                }
+            };
+            for x in moved {
+                let count = (x.size()[0] * x.size()[2]) as f64;
+                let [mean, variance] = moments(&x);
+                let variance = variance * (count / (count - 1.0));
+                for (name, new) in [("running_mean", mean), ("running_var", variance)] {
+                    let old = &self.values[&format!("l{at}.{name}")];
+                    let moved = old * 0.9 + new * 0.1;
+                    self.values.insert(format!("l{at}.{name}"), moved);
+                }
+            }
+        }
+    }
+
+    /// A step of SGD with momentum.
+    pub fn update(&mut self) {
+        let names: Vec<String> = self.gradients.keys().cloned().collect();
+        for name in names.into_iter().filter(|name| !self.frozen.contains(name)) {
+            let gradient = &self.gradients[&name];
+            let momentum = match self.momenta.get(&name) {
+                Some(old) => old * MOMENTUM + gradient,
+                None => gradient.copy(),
+            };
+            let value = &self.values[&name] - &momentum * self.rate;
+            self.momenta.insert(name.clone(), momentum);
+            self.values.insert(name, value);
+        }
+    }
+
+    /// Scales all gradients, those of frozen leaves too; gives the norm, or none where there is no gradient.
+    pub fn clip(&mut self, max: f64) -> Option<f64> {
+        let square = |gradient: &Tensor| gradient.square().sum(Kind::Double).double_value(&[]);
+        let squares: Vec<f64> = self.gradients.values().map(square).collect();
+        let norm = squares.iter().sum::<f64>().sqrt();
+        let factor = (max / (norm + 1e-6)).min(1.0);
+        for gradient in self.gradients.values_mut() {
+            *gradient = &*gradient * factor;
+        }
+        (!squares.is_empty()).then_some(norm)
+    }
+}
+
+/// Mean and variance of each channel.
+fn moments(x: &Tensor) -> [Tensor; 2] {
+    let dims = [0i64, 2];
+    let mean = x.mean_dim(dims.as_slice(), true, Kind::Double);
+    let variance = (x - &mean).square().mean_dim(dims.as_slice(), false, Kind::Double);
+    [mean.view([-1]), variance]
+}

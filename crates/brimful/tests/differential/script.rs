@@ -1,0 +1,846 @@
+//! What is done to an engine and to the plain model, one operation after the other, and how they are compared.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use brimful::{Draws, Error, Loss, Size, World, split};
+use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+use crate::engines::{Cut, Engine, LossFn, Setup, Subject, Told, WholeFn, cut, engine};
+use crate::model::{
+    Block, Model, Over, Policy, Samples, Shape, Target, Terms, Values, is_statistic, model,
+    set_fuse, terms, whole_loss,
+};
+use crate::plain::{Draw, Piece, Plain, Run};
+use crate::support::pipeline_cases::drawn_seed;
+use crate::support::{Named, assert_near, copies, numbers, test_device};
+
+const RATE: f64 = 0.05;
+
+/// Numbers of the parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Number {
+    F64,
+    F32,
+    Bf16,
+}
+
+impl Number {
+    fn kind(self) -> Kind {
+        match self {
+            Self::F64 => Kind::Double,
+            Self::F32 => Kind::Float,
+            Self::Bf16 => Kind::BFloat16,
+        }
+    }
+
+    /// What results may differ by, relative to the largest of a tensor, and what counts as small.
+    fn bounds(self) -> (f64, f64) {
+        match self {
+            Self::F64 => (1e-10, 1e-2),
+            Self::F32 => (2e-3, 1e-1),
+            Self::Bf16 => (0.6, 2.0),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Op {
+    Backward {
+        samples: usize,
+    },
+    Accumulate {
+        samples: usize,
+    },
+    Commit,
+    /// A loss on all outputs, with a leaf of its own or without.
+    Whole {
+        samples: usize,
+        leaf: bool,
+    },
+    Evaluate {
+        samples: usize,
+    },
+    Map {
+        samples: usize,
+    },
+    Update,
+    ZeroGrad,
+    Clip(u8),
+    Rate(u8),
+    Freeze(u8),
+    Unfreeze(u8),
+    /// Another value, by hand.
+    Value(u8),
+    /// Half the gradient, by hand.
+    Gradient(u8),
+    /// Saves, spoils everything, and loads.
+    SaveAndLoad,
+    Resize(Cut),
+}
+
+/// What goes wrong in a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The loss of the micro-batch with this sample.
+    Nan(u8),
+    /// The layer call of this number, from 0.
+    Panic(u8),
+    /// The allocation of this number, from 1, in one of the memories.
+    Allocation { memory: u8, number: u16 },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    pub op: Op,
+    pub fault: Option<Fault>,
+    /// On which rank it goes wrong.
+    pub rank: u8,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    pub model: Model,
+    pub engine: Engine,
+    pub cut: Cut,
+    pub number: Number,
+    pub terms: Terms,
+    pub script: Vec<Call>,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let samples = || 1usize..9;
+    prop_oneof![
+        6 => samples().prop_map(|samples| Op::Backward { samples }),
+        3 => samples().prop_map(|samples| Op::Accumulate { samples }),
+        2 => Just(Op::Commit),
+        2 => (samples(), prop::bool::weighted(0.3))
+            .prop_map(|(samples, leaf)| Op::Whole { samples, leaf }),
+        1 => samples().prop_map(|samples| Op::Evaluate { samples }),
+        1 => samples().prop_map(|samples| Op::Map { samples }),
+        3 => Just(Op::Update),
+        2 => Just(Op::ZeroGrad),
+        1 => any::<u8>().prop_map(Op::Clip),
+        1 => any::<u8>().prop_map(Op::Rate),
+        1 => any::<u8>().prop_map(Op::Freeze),
+        1 => any::<u8>().prop_map(Op::Unfreeze),
+        1 => any::<u8>().prop_map(Op::Value),
+        1 => any::<u8>().prop_map(Op::Gradient),
+        1 => Just(Op::SaveAndLoad),
+        1 => cut().prop_map(Op::Resize),
+    ]
+}
+
+fn call() -> impl Strategy<Value = Call> {
+    let fault = prop_oneof![
+        (0u8..8).prop_map(Fault::Nan),
+        (0u8..40).prop_map(Fault::Panic),
+        (0u8..3, 1u16..200).prop_map(|(memory, number)| Fault::Allocation { memory, number }),
+    ];
+    let fault = prop_oneof![5 => Just(None), 1 => fault.prop_map(Some)];
+    (op(), fault, 0u8..3).prop_map(|(op, fault, rank)| Call { op, fault, rank })
+}
+
+pub fn case() -> impl Strategy<Value = Case> {
+    let number =
+        prop_oneof![8 => Just(Number::F64), 1 => Just(Number::F32), 1 => Just(Number::Bf16)];
+    let script = prop::collection::vec(call(), 1..7);
+    (model(), engine(), cut(), number, terms(), script).prop_map(
+        |(model, engine, cut, number, terms, script)| Case {
+            model,
+            engine,
+            cut,
+            number,
+            terms,
+            script,
+        },
+    )
+}
+
+impl Case {
+    /// The same where exact BatchNorms are those that the engine can have.
+    pub fn settled(mut self, world: &World) -> Self {
+        let meets =
+            matches!(self.engine, Engine::Pipeline { replicas: 1, .. }) && world.size() == 1;
+        if !meets {
+            replace_exact(&mut self.model.blocks);
+        }
+        // A list of one's own is for one number of micro-batches.
+        let has_list = matches!(self.engine, Engine::Pipeline { own_list: Some(_), .. });
+        if let (true, Cut::Fixed(count)) = (has_list, self.cut) {
+            self.cut = Cut::Count(count);
+        }
+        if world.size() > 1 {
+            self.engine = self.engine.over_ranks(self.model.layers().len(), world.size());
+            // What a rank does not know of the others' cut cannot be foretold.
+            let fixed = |cut: Cut| if cut.is_automatic() { Cut::Fixed(2) } else { cut };
+            self.cut = fixed(self.cut);
+            for call in &mut self.script {
+                if let Op::Resize(cut) = &mut call.op {
+                    *cut = fixed(*cut);
+                }
+                // Until the commit, a mini-batch is each rank's own matter, and so is what it fails with.
+                if matches!(call.op, Op::Accumulate { .. } | Op::Backward { .. } | Op::Map { .. })
+                    && self.engine == Engine::Micro
+                {
+                    call.fault = call.fault.filter(|_| matches!(call.op, Op::Backward { .. }));
+                }
+            }
+        }
+        self
+    }
+}
+
+fn replace_exact(blocks: &mut [Block]) {
+    for block in blocks {
+        match block {
+            Block::One(shape) if *shape == Shape::Norm(Policy::Exact) => {
+                *shape = Shape::Norm(Policy::Deferred);
+            }
+            Block::Skip(inner) => replace_exact(inner),
+            _ => {}
+        }
+    }
+}
+
+/// The parts of a mini-batch, the last of them empty where there are too few samples.
+pub fn dealt(samples: usize, parts: usize) -> Vec<Range<usize>> {
+    let mut all = split::by_count(samples, parts).expect("samples");
+    all.resize(parts, samples..samples);
+    all
+}
+
+/// How often what happened, by name.
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub done: BTreeMap<String, usize>,
+    pub refused: BTreeMap<String, usize>,
+    pub failed: BTreeMap<String, usize>,
+}
+
+impl Counts {
+    pub fn add(counts: &mut BTreeMap<String, usize>, name: impl Into<String>) {
+        *counts.entry(name.into()).or_default() += 1;
+    }
+}
+
+/// Where the default generators stand.
+struct Generators(Vec<(Device, GeneratorState)>);
+
+impl Generators {
+    fn now() -> Self {
+        let mut devices = vec![Device::Cpu];
+        devices.extend((test_device() != Device::Cpu).then(test_device));
+        let state = |device| (device, generator_state(device).expect("state"));
+        Self(devices.into_iter().map(state).collect())
+    }
+
+    fn restore(&self) {
+        for (device, state) in &self.0 {
+            set_generator_state(*device, state).expect("state");
+        }
+    }
+
+    /// What is drawn next, which stays to be drawn.
+    fn peek() -> Tensor {
+        let now = Self::now();
+        let drawn = Tensor::rand([4], (Kind::Double, Device::Cpu));
+        now.restore();
+        drawn
+    }
+}
+
+/// Both models under one script.
+struct Duel<'a> {
+    case: &'a Case,
+    cut: Cut,
+    subject: Box<dyn Subject>,
+    plain: Plain,
+    /// Mini-batches that wait for their commit.
+    window: Vec<Run>,
+    /// Where the generators stood before the first of them.
+    before_window: Option<Generators>,
+    rank: usize,
+    ranks: usize,
+    batches: i64,
+}
+
+/// Runs a case; a difference is a panic.
+pub fn run(case: &Case, world: &World, counts: &mut Counts) {
+    tch::manual_seed(7);
+    let setup =
+        Setup { model: &case.model, cut: case.cut, kind: case.number.kind(), rate: RATE, world };
+    let subject = match case.engine.build(&setup) {
+        Ok(subject) => subject,
+        Err(error) => return Counts::add(&mut counts.refused, format!("build: {}", brief(&error))),
+    };
+    let plain = Plain::new(&case.model, test_device(), RATE);
+    let mut duel = Duel {
+        case,
+        cut: case.cut,
+        subject,
+        plain,
+        window: Vec::new(),
+        before_window: None,
+        rank: world.rank(),
+        ranks: world.size(),
+        batches: 0,
+    };
+    duel.begin();
+    for (number, call) in case.script.iter().enumerate() {
+        duel.call(number, call, counts);
+    }
+}
+
+/// The first words of an error, without its numbers.
+fn brief(error: &Error) -> String {
+    let text: String = error.to_string().chars().filter(|c| !c.is_ascii_digit()).collect();
+    text.chars().take(70).collect()
+}
+
+/// How a call ended.
+enum Ended<T> {
+    Well(T),
+    Refused(Error),
+    Panicked,
+}
+
+impl Duel<'_> {
+    fn begin(&mut self) {
+        for (name, value) in self.subject.variables() {
+            let first = &self.plain.values[&name];
+            tch::no_grad(|| value.shallow_clone().copy_(first));
+        }
+        let names: Vec<String> =
+            self.subject.variables().into_iter().map(|(name, _)| name).collect();
+        if self.ranks == 1 {
+            assert_eq!(names, self.plain.values.keys().cloned().collect::<Vec<_>>(), "variables");
+        }
+        self.resync();
+        tch::manual_seed(11);
+    }
+
+    /// Takes the engine's own numbers over, where they are coarser than the plain model's.
+    fn resync(&mut self) {
+        let sees_all = self.ranks == 1 || self.subject.parts() > 1;
+        if self.case.number == Number::F64 || !sees_all || !self.window.is_empty() {
+            return;
+        }
+        let wide =
+            |(name, value): (String, Tensor)| (name, value.detach().to_kind(Kind::Double).copy());
+        self.plain.values = self.subject.variables().into_iter().map(wide).collect();
+        self.plain.gradients = self.subject.gradients().into_iter().map(wide).collect();
+    }
+
+    fn loss(&self, nan: Option<i64>) -> LossFn {
+        let terms = self.case.terms.clone();
+        Arc::new(move |out: &Tensor, target: &Target| {
+            let hit = nan.is_some_and(|sample| target.2.eq(sample).any().int64_value(&[]) != 0);
+            let out = if hit { out * f64::NAN } else { out.shallow_clone() };
+            loss_of(&terms, &out, target)
+        })
+    }
+
+    fn next_batch(&mut self, samples: usize) -> Samples {
+        self.batches += 1;
+        Samples::new(&self.case.model, samples, self.batches * 100, self.case.number.kind())
+    }
+
+    /// Runs one operation with its fault.
+    fn call(&mut self, number: usize, call: &Call, counts: &mut Counts) {
+        let op = self.fitting(&call.op);
+        let fault = call.fault.filter(|_| self.ranks == 1 || !matches!(op, Op::Accumulate { .. }));
+        let call = &Call { fault, ..call.clone() };
+        let name = format!("{op:?}").split([' ', '(']).next().expect("a name").to_owned();
+        let what = format!("call {number}, {op:?} with {:?}", call.fault);
+        let before = self.state();
+        let generators = Generators::now();
+        let drawn = Generators::peek();
+        let nan = match call.fault {
+            Some(Fault::Nan(sample)) => Some(i64::from(sample)),
+            _ => None,
+        };
+        self.arm(call);
+        let ended = self.run_op(&op, nan, &generators, &what);
+        self.disarm();
+        match ended {
+            Ended::Well(()) => {
+                Counts::add(&mut counts.done, name);
+                self.compare(&what);
+                self.resync();
+            }
+            Ended::Refused(error) => {
+                let kind =
+                    if call.fault.is_some() { &mut counts.failed } else { &mut counts.refused };
+                Counts::add(kind, format!("{name}: {}", brief(&error)));
+                self.unchanged(&what, &before, &drawn, &op, &error.to_string());
+            }
+            Ended::Panicked => {
+                assert!(matches!(call.fault, Some(Fault::Panic(_))), "{what}: a panic");
+                Counts::add(&mut counts.failed, format!("{name}: panic"));
+                self.unchanged(&what, &before, &drawn, &op, "a panic");
+            }
+        }
+    }
+
+    /// A step that cannot be taken now, as one that can.
+    fn fitting(&self, op: &Op) -> Op {
+        let open = !self.window.is_empty();
+        let apart = self.ranks > 1 && self.case.engine == Engine::Micro;
+        // Each rank draws for itself until the commit.
+        let unknown_draws = apart && self.case.model.draws();
+        let unknown_cut = self.cut.is_automatic() && self.case.model.shows_cut() || unknown_draws;
+        match *op {
+            Op::Backward { samples } if open => Op::Accumulate { samples },
+            Op::Accumulate { samples } if unknown_cut && !open => Op::Backward { samples },
+            Op::Whole { .. } | Op::Freeze(_) | Op::Unfreeze(_) | Op::Resize(_) if open => {
+                Op::Commit
+            }
+            // Statistics that move at once have moved before the commit.
+            Op::Evaluate { .. } | Op::Map { .. } if open && self.case.model.moves_at_once() => {
+                Op::Commit
+            }
+            Op::Commit if !open => Op::ZeroGrad,
+            Op::Whole { samples, .. } if self.ranks > 1 => Op::Backward { samples },
+            ref other => other.clone(),
+        }
+    }
+
+    fn arm(&self, call: &Call) {
+        if usize::from(call.rank) % self.ranks != self.rank {
+            return;
+        }
+        match call.fault {
+            Some(Fault::Panic(calls)) => set_fuse(i64::from(calls)),
+            Some(Fault::Allocation { memory, number }) => {
+                let arenas = self.subject.arenas();
+                arenas[usize::from(memory) % arenas.len()].fail_nth_allocation(u64::from(number));
+            }
+            Some(Fault::Nan(_)) | None => {}
+        }
+    }
+
+    fn disarm(&self) {
+        set_fuse(-1);
+        self.subject.arenas().iter().for_each(|arena| arena.fail_nth_allocation(0));
+    }
+
+    fn run_op(
+        &mut self,
+        op: &Op,
+        nan: Option<i64>,
+        generators: &Generators,
+        what: &str,
+    ) -> Ended<()> {
+        match *op {
+            Op::Backward { samples } => {
+                let (batch, loss) = (self.next_batch(samples), self.loss(nan));
+                let told = ended(|| self.subject.backward(&batch, &loss));
+                self.then(told, |this, told| this.check_backward(&batch, &told, generators, what))
+            }
+            Op::Accumulate { samples } => {
+                let (batch, loss) = (self.next_batch(samples), self.loss(nan));
+                let told = ended(|| self.subject.accumulate(&batch, &loss));
+                self.then(told, |this, out| this.check_accumulate(&batch, &out, generators, what))
+            }
+            Op::Commit => {
+                let told = ended(|| self.subject.commit());
+                self.then(told, |this, told| {
+                    let runs = std::mem::take(&mut this.window);
+                    this.before_window = None;
+                    let loss = this.plain.commit(runs, &this.case.terms);
+                    this.near(what, "the loss", told.loss, loss);
+                })
+            }
+            Op::Whole { samples, leaf } => self.whole(samples, leaf, generators, what),
+            Op::Evaluate { samples } => {
+                let (batch, loss) = (self.next_batch(samples), self.loss(nan));
+                let told = ended(|| self.subject.evaluate(&batch, &loss));
+                self.then(told, |this, told| {
+                    let (loss, outputs) = this.plain.evaluate(&batch, &this.case.terms);
+                    generators.restore();
+                    this.near(what, "the loss", told.loss, loss);
+                    this.same_outputs(what, &told.outputs, &outputs, samples);
+                })
+            }
+            Op::Map { samples } => {
+                let batch = self.next_batch(samples);
+                let told = ended(|| self.subject.map(&batch));
+                self.then(told, |this, found| {
+                    let (_, outputs) = this.plain.evaluate(&batch, &this.case.terms);
+                    generators.restore();
+                    this.same_outputs(what, &found, &outputs, samples);
+                })
+            }
+            _ => self.run_change(op, what),
+        }
+    }
+
+    /// Operations that run no model.
+    fn run_change(&mut self, op: &Op, what: &str) -> Ended<()> {
+        let pick = |which: u8, names: &[String]| names[usize::from(which) % names.len()].clone();
+        let names = self.plain.trainable();
+        match *op {
+            Op::Update => {
+                let done = ended(|| self.subject.update());
+                self.then(done, |this, ()| this.plain.update())
+            }
+            Op::ZeroGrad => {
+                let done = ended(|| self.subject.zero_grad());
+                self.then(done, |this, ()| this.plain.gradients.clear())
+            }
+            Op::Clip(max) => {
+                let max = 0.01 + f64::from(max) / 64.0;
+                let done = ended(|| self.subject.clip(max));
+                self.then(done, |this, norm| {
+                    let expected = this.plain.clip(max);
+                    this.near(what, "the norm", norm, expected.expect("a gradient"));
+                })
+            }
+            Op::Rate(rate) => {
+                let rate = f64::from(rate) / 2560.0;
+                let done = ended(|| self.subject.set_rate(rate));
+                self.then(done, |this, ()| this.plain.rate = rate)
+            }
+            Op::Freeze(which) | Op::Unfreeze(which) => {
+                let freezes = matches!(op, Op::Freeze(_));
+                let name = pick(which, &names);
+                let done = ended(|| self.subject.set_frozen(&name, freezes));
+                self.then(done, |this, ()| match freezes {
+                    true => drop(this.plain.frozen.insert(name)),
+                    false => drop(this.plain.frozen.remove(&name)),
+                })
+            }
+            Op::Value(which) => {
+                let name = pick(which, &names);
+                self.set_value(&name, f64::from(which));
+                Ended::Well(())
+            }
+            Op::Gradient(which) => {
+                self.halve_gradient(&pick(which, &names));
+                Ended::Well(())
+            }
+            Op::SaveAndLoad => self.save_and_load(),
+            Op::Resize(cut) => {
+                let done = ended(|| self.subject.set_size(cut));
+                self.then(done, |this, ()| this.cut = cut)
+            }
+            _ => unreachable!("runs the model"),
+        }
+    }
+
+    fn then<T>(&mut self, ended: Ended<T>, check: impl FnOnce(&mut Self, T)) -> Ended<()> {
+        match ended {
+            Ended::Well(value) => {
+                check(self, value);
+                Ended::Well(())
+            }
+            Ended::Refused(error) => Ended::Refused(error),
+            Ended::Panicked => Ended::Panicked,
+        }
+    }
+
+    fn check_backward(&mut self, batch: &Samples, told: &Told, from: &Generators, what: &str) {
+        let after = Generators::peek();
+        let now = Generators::now();
+        from.restore();
+        let pieces = self.pieces(batch.len(), Some(told), what);
+        let drawn = self.drawn(what);
+        let run = self.plain.run_batch(batch, &pieces, &self.case.terms);
+        self.same_draws(what, &after, drawn);
+        now.restore();
+        let outputs = run.outputs.shallow_clone();
+        let loss = self.plain.commit(vec![run], &self.case.terms);
+        self.near(what, "the loss", told.loss, loss);
+        self.same_outputs(what, &told.outputs, &outputs, batch.len());
+    }
+
+    fn check_accumulate(&mut self, batch: &Samples, found: &Tensor, from: &Generators, what: &str) {
+        let after = Generators::peek();
+        let now = Generators::now();
+        from.restore();
+        if self.window.is_empty() {
+            self.before_window = Some(Generators::now());
+        }
+        let pieces = self.pieces(batch.len(), None, what);
+        let drawn = self.drawn(what);
+        let run = self.plain.run_batch(batch, &pieces, &self.case.terms);
+        self.same_draws(what, &after, drawn);
+        now.restore();
+        self.same_outputs(what, found, &run.outputs, batch.len());
+        self.window.push(run);
+    }
+
+    fn whole(&mut self, samples: usize, leaf: bool, from: &Generators, what: &str) -> Ended<()> {
+        let batch = self.next_batch(samples);
+        let temperature = leaf.then(|| {
+            let kind = (self.case.number.kind(), test_device());
+            Tensor::full([], 0.7, kind).set_requires_grad(true)
+        });
+        let own = Mutex::new(temperature.as_ref().map(Tensor::shallow_clone));
+        let loss: WholeFn = Arc::new(move |out: &Tensor| {
+            let own = own.lock().unwrap_or_else(PoisonError::into_inner);
+            whole_loss(out, own.as_ref())
+        });
+        let told = ended(|| self.subject.whole(&batch, &loss));
+        let refuses = leaf && !self.subject.sums_other_leaves();
+        if let Some(temperature) = temperature.as_ref().filter(|_| !matches!(told, Ended::Well(_)))
+        {
+            assert!(!temperature.grad().defined(), "{what}: a failed step left a leaf's gradient");
+        }
+        self.then(told, |this, told| {
+            assert!(!refuses, "{what}: a leaf that is no parameter was not refused");
+            let after = Generators::peek();
+            let now = Generators::now();
+            from.restore();
+            let pieces = this.pieces(samples, Some(&told), what);
+            let drawn = this.drawn(what);
+            let wide = temperature
+                .as_ref()
+                .map(|t| t.detach().to_kind(Kind::Double).set_requires_grad(true));
+            let (loss, outputs) = this.plain.whole(&batch, &pieces, wide.as_ref());
+            this.same_draws(what, &after, drawn);
+            now.restore();
+            this.near(what, "the loss", told.loss, loss);
+            this.same_outputs(what, &told.outputs, &outputs, samples);
+        })
+    }
+
+    fn set_value(&mut self, name: &str, seed: f64) {
+        for (other, variable) in self.subject.variables() {
+            if other == name {
+                let value = numbers(&variable.size(), seed as i64) * 0.5;
+                tch::no_grad(|| variable.shallow_clone().copy_(&value));
+            }
+        }
+        let old = &self.plain.values[name];
+        let value = numbers(&old.size(), seed as i64) * 0.5;
+        self.plain.values.insert(name.to_owned(), value.to_device(test_device()));
+    }
+
+    fn halve_gradient(&mut self, name: &str) {
+        for (other, gradient) in self.subject.gradients() {
+            if other == name {
+                tch::no_grad(|| drop(gradient.shallow_clone().g_mul_scalar_(0.5)));
+            }
+        }
+        if let Some(gradient) = self.plain.gradients.get_mut(name) {
+            *gradient = &*gradient * 0.5;
+        }
+    }
+
+    fn save_and_load(&mut self) -> Ended<()> {
+        if self.ranks > 1 {
+            return Ended::Well(());
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let done = ended(|| {
+            self.subject.save(folder.path())?;
+            for (_, variable) in self.subject.variables() {
+                tch::no_grad(|| drop(variable.shallow_clone().fill_(3.0)));
+            }
+            self.subject.load(folder.path())
+        });
+        self.then(done, |_, ()| ())
+    }
+
+    /// The seed that a step of the engine has drawn, drawn once more.
+    fn drawn(&self, _what: &str) -> bool {
+        self.case.model.draws() || self.subject.is_seeded()
+    }
+
+    /// What is drawn next is what a plain loop, or a step that has drawn its seed, would draw next.
+    fn same_draws(&self, what: &str, after: &Tensor, _drawn: bool) {
+        // Of engines with seeds the plain model has seeded the default generator itself.
+        if !self.subject.is_seeded() && test_device() == Device::Cpu {
+            assert_eq!(*after, Generators::peek(), "{what}: random numbers");
+        }
+    }
+
+    /// How the engine has cut a mini-batch, and what it drew from. The default generator stands where the
+    /// engine found it.
+    fn pieces(&self, samples: usize, told: Option<&Told>, what: &str) -> Vec<Piece> {
+        let seed = self.subject.is_seeded().then(|| {
+            let before = Generators::now();
+            let seed = drawn_seed();
+            before.restore();
+            seed
+        });
+        if let Some(told) = told {
+            assert_eq!(told.seed, seed, "{what}: the step's seed");
+        }
+        let mut pieces = Vec::new();
+        for (part, rows) in dealt(samples, self.subject.parts()).into_iter().enumerate() {
+            let ranges = self.cut_part(part, &rows, told);
+            for (number, range) in ranges.into_iter().enumerate() {
+                let draw = match seed {
+                    None => Draw::Loop,
+                    Some(seed) if self.subject.draws_by_layer() => {
+                        Draw::Layers(Draws::new(seed, pieces.len()))
+                    }
+                    Some(seed) => Draw::Seed(Draws::new(seed, number).seed(part)),
+                };
+                pieces.push(Piece { rows: range, draw, part });
+            }
+        }
+        pieces
+    }
+
+    fn cut_part(&self, part: usize, rows: &Range<usize>, told: Option<&Told>) -> Vec<Range<usize>> {
+        let lengths: Vec<usize> = match (self.cut.size(), told) {
+            _ if rows.is_empty() => Vec::new(),
+            (Size::Fixed(size), _) => lengths(split::by_size(rows.len(), size)),
+            (Size::Count(count), _) => lengths(split::by_count(rows.len(), count)),
+            (_, Some(told)) => {
+                let mut start = 0;
+                let mut skip: usize = told.shares[..part].iter().sum();
+                let all = told.sizes.iter().filter(|size| {
+                    let own = skip == 0 && start < rows.len();
+                    if skip > 0 {
+                        skip -= **size;
+                    } else if own {
+                        start += **size;
+                    }
+                    own
+                });
+                all.copied().collect()
+            }
+            // The cut does not show.
+            (_, None) => vec![rows.len()],
+        };
+        let mut start = rows.start;
+        let range = |length: usize| {
+            start += length;
+            start - length..start
+        };
+        lengths.into_iter().map(range).collect()
+    }
+
+    /// Everything that a call may change.
+    fn state(&self) -> Named {
+        let mut all = copies(&self.subject.variables());
+        let gradients = copies(&self.subject.gradients()).into_iter();
+        all.extend(gradients.map(|(name, gradient)| (format!("{name} gradient"), gradient)));
+        all
+    }
+
+    /// A call that failed has changed nothing; a commit forgets its window.
+    fn unchanged(&mut self, what: &str, before: &Named, drawn: &Tensor, op: &Op, error: &str) {
+        let what = format!("{what}, which failed ({error})");
+        if *op == Op::Commit {
+            self.window.clear();
+            if let Some(before) = self.before_window.take() {
+                let now = Generators::peek();
+                before.restore();
+                assert_eq!(now, Generators::peek(), "{what}: random numbers");
+            }
+        } else {
+            assert_eq!(*drawn, Generators::peek(), "{what}: random numbers");
+        }
+        let after = self.state();
+        let names = |all: &Named| all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(before), names(&after), "{what}");
+        for ((name, before), (_, after)) in before.iter().zip(&after) {
+            let window = is_statistic(name) && *op == Op::Commit;
+            // Statistics that move at once moved with the window's first mini-batch.
+            assert!(window || before.equal(after), "{what}: {name} has changed");
+        }
+        if *op == Op::Commit {
+            self.compare(&what);
+        }
+    }
+
+    /// Values and gradients are the plain model's.
+    fn compare(&mut self, what: &str) {
+        let open = !self.window.is_empty();
+        let at_once =
+            self.case.model.moves_at_once() && (open || !self.case.engine.runs_in_order());
+        let found: Named = self
+            .subject
+            .variables()
+            .into_iter()
+            .filter(|(name, _)| !(at_once && is_statistic(name)))
+            .collect();
+        self.close(&format!("{what}: values"), &found, &self.plain.values);
+        if at_once && !open {
+            let all = self.subject.variables().into_iter().filter(|(name, _)| is_statistic(name));
+            let wide = |(name, t): (String, Tensor)| (name, t.to_kind(Kind::Double).copy());
+            self.plain.values.extend(all.map(wide));
+        }
+        let found = self.subject.gradients();
+        if self.ranks == 1 || self.subject.parts() > 1 {
+            let names: Vec<_> = found.iter().map(|(name, _)| name).collect();
+            assert_eq!(names, self.plain.gradients.keys().collect::<Vec<_>>(), "{what}: gradients");
+        }
+        self.close(&format!("{what}: gradients"), &found, &self.plain.gradients);
+    }
+
+    fn close(&self, what: &str, found: &Named, expected: &Values) {
+        let (part, small) = self.case.number.bounds();
+        let of = |(name, _): &(String, Tensor)| match expected.get(name) {
+            Some(value) => (name.clone(), value.shallow_clone()),
+            None => panic!("{what}: {name} is not the plain model's"),
+        };
+        let expected: Named = found.iter().map(of).collect();
+        assert_near(what, found, &expected, part, small);
+    }
+
+    fn near(&self, what: &str, name: &str, found: f64, expected: f64) {
+        let value = |number: f64| vec![(name.to_owned(), Tensor::from(number))];
+        let (part, small) = self.case.number.bounds();
+        assert_near(what, &value(found), &value(expected), part, small);
+    }
+
+    fn same_outputs(&self, what: &str, found: &Tensor, expected: &Tensor, samples: usize) {
+        let rows = match self.subject.parts() {
+            parts if self.ranks > 1 && parts > 1 => dealt(samples, parts)[self.rank].clone(),
+            _ => 0..samples,
+        };
+        if rows.is_empty() {
+            return;
+        }
+        let expected = expected.narrow(0, rows.start as i64, rows.len() as i64);
+        let named = |t: &Tensor| vec![("outputs".to_owned(), t.shallow_clone())];
+        let (part, small) = self.case.number.bounds();
+        assert_near(what, &named(found), &named(&expected), part, small);
+    }
+}
+
+fn lengths(ranges: Result<Vec<Range<usize>>, split::SplitError>) -> Vec<usize> {
+    ranges.expect("a cut").iter().map(ExactSizeIterator::len).collect()
+}
+
+/// The terms as a micro-batch tells them.
+fn loss_of(terms: &Terms, out: &Tensor, target: &Target) -> Loss {
+    let one = |(number, (over, factor)): (usize, &(Over, u8))| {
+        let (sum, count) = crate::model::term(number, *over, out, target);
+        let loss = match over {
+            Over::Samples => Loss::mean(sum / count),
+            Over::Weights => Loss::mean_over(sum / &count, count),
+            Over::Ratio => Loss::ratio(sum, count),
+            Over::Nothing => Loss::sum(sum),
+        };
+        loss * (f64::from(*factor) * 0.25)
+    };
+    terms.iter().enumerate().map(one).reduce(|a, b| a + b).expect("a term")
+}
+
+/// How a call ends.
+fn ended<T>(call: impl FnOnce() -> brimful::Result<T>) -> Ended<T> {
+    match panic::catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(value)) => Ended::Well(value),
+        Ok(Err(error)) => Ended::Refused(error),
+        Err(payload) => {
+            let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
+            match text.as_deref() {
+                Some("the layer gives up") => Ended::Panicked,
+                _ => panic::resume_unwind(payload),
+            }
+        }
+    }
+}
