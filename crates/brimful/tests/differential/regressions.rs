@@ -1,7 +1,36 @@
 //! Cases that once failed, as code. They run first.
 
-use crate::script::Case;
+use crate::engines::Cut::*;
+use crate::engines::Engine::*;
+use crate::engines::Living::*;
+use crate::model::Block::*;
+use crate::model::Input::*;
+use crate::model::Model;
+use crate::model::Shape::*;
+use crate::script::Number::*;
+use crate::script::Op::*;
+use crate::script::{Call, Case};
+
+/// A list of one's own without recompute on three offloaded stages: graphs looked at weights that had left.
+fn offloaded_own_list() -> Case {
+    Case {
+        model: Model { input: Numbers, blocks: vec![One(Linear), One(Linear)] },
+        engine: Pipeline {
+            devices: 1,
+            schedule: 3,
+            stages_per_device: 3,
+            recompute: 0,
+            living: OnHost,
+            replicas: 1,
+            own_list: Some((0, 3)),
+        },
+        cut: Count(2),
+        number: F64,
+        terms: vec![(crate::model::Over::Samples, 4)],
+        script: vec![Call { op: Backward { samples: 4 }, fault: None, rank: 0 }],
+    }
+}
 
 pub fn cases() -> Vec<(&'static str, Case)> {
-    Vec::new()
+    vec![("an offloaded list of one's own", offloaded_own_list())]
 }
