@@ -48,16 +48,19 @@ using Tables = std::vector<std::pair<at::Tensor*, at::Tensor>>;
 
 void add_by_kernel(const Tables& tables, size_t from, size_t count) {
   AddColumnSumsArguments arguments{};
+  std::vector<at::Tensor> sums;
   for (size_t i = 0; i < count; ++i) {
-    auto& [sum, partials] = tables[from + i];
+    const auto& [sum, partials] = tables[from + i];
     arguments.adds[i] = sum->defined();
-    if (!sum->defined()) *sum = at::empty({partials.size(1)}, partials.options());
+    sums.push_back(sum->defined() ? *sum : at::empty({partials.size(1)}, partials.options()));
     arguments.from[i] = partials.const_data_ptr<float>();
-    arguments.into[i] = sum->mutable_data_ptr<float>();
+    arguments.into[i] = sums[i].mutable_data_ptr<float>();
     arguments.rows[i] = static_cast<int>(partials.size(0));
     arguments.columns[i] = static_cast<int>(partials.size(1));
   }
   brimful::kernels::functions()->add_column_sums(arguments, static_cast<int>(count));
+  // Not before: what fails leaves no sum of nothing.
+  for (size_t i = 0; i < count; ++i) *tables[from + i].first = std::move(sums[i]);
 }
 
 void add_by_libtorch(const Tables& tables, size_t from, size_t count) {
@@ -100,11 +103,12 @@ at::Tensor* offered_sum(const at::Tensor& parameter) {
   return offer == nullptr ? nullptr : &offer->sum;
 }
 
-bool leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
-  auto* offer = offered(parameter);
-  if (offer == nullptr || sum_kind(parameter.scalar_type()) != at::kFloat) return false;
-  offer->partials.push_back(partials);
-  return true;
+bool takes_partials(const at::Tensor& parameter) {
+  return offered(parameter) != nullptr && sum_kind(parameter.scalar_type()) == at::kFloat;
+}
+
+void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
+  offered(parameter)->partials.push_back(partials);
 }
 
 }  // namespace brimful

@@ -9,10 +9,12 @@ mod support;
 use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
+use brimful_torch::gradients::{collect, offering};
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
 use support::{
     Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
+    with_each_launch_failing,
 };
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -84,6 +86,11 @@ impl Case<'_> {
             near(&rounded.name, &found, &expected, part);
             let again = rounded.run(kind, test_device(), self.ours);
             assert_same(&format!("{}, a second run", rounded.name), &found, &again);
+            // Libtorch's operations round in between.
+            with_each_launch_failing(|which| {
+                let found = rounded.run(kind, test_device(), self.ours);
+                near(&format!("{}, {which}", rounded.name), &found, &expected, part * 2.0);
+            });
         }
     }
 }
@@ -309,8 +316,52 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
             let expected = step(Kind::Double, Device::Cpu, 8);
             near(&format!("a step in {kind:?} by {size}"), &found, &expected, part * 2.0);
             assert_same("a second run", &found, &step(kind, test_device(), size));
+            with_each_launch_failing(|which| {
+                let found = step(kind, test_device(), size);
+                let what = format!("a step in {kind:?} by {size}, {which}");
+                near(&what, &found, &expected, part * 4.0);
+            });
         }
     }
+}
+
+/// The gradients of a norm's weight and bias, by sums for both or for the weight alone.
+fn norm_s_sums(kind: Kind, device: Device, both: bool) -> Named {
+    let there = |t: Tensor| t.to_kind(Kind::BFloat16).to_device(device).to_kind(kind);
+    let [weight, bias] = [3, 4].map(|seed| there(numbers(&[64], seed)).set_requires_grad(true));
+    let parameters = [&weight, &bias].map(Tensor::shallow_clone);
+    let offered = if both { &parameters[..] } else { &parameters[..1] };
+    let mut sums = [None, None];
+    for round in 0..2 {
+        let x = there(numbers(&[130, 64], round));
+        let (weight, bias) = (Some(&weight), Some(&bias));
+        let how = RowNorm { weight, bias, eps: 1e-5, root_mean_square: false };
+        let out = norm(&x, how).expect("a norm").square().sum(kind);
+        // Memory that is used again without being written is then seen.
+        let not_numbers = || Tensor::full([64], f64::NAN, (Kind::Float, device));
+        drop((0..512).map(|_| not_numbers()).collect::<Vec<_>>());
+        let run = || backward(&[&out], &[None], false);
+        offering(offered, &mut sums[..offered.len()], run).expect("a backward");
+        collect(&parameters, &mut sums).expect("sums");
+    }
+    let host = |t: Option<Tensor>| t.expect("a sum").to_device(Device::Cpu).to_kind(Kind::Double);
+    ["weight", "bias"].map(str::to_owned).into_iter().zip(sums.map(host)).collect()
+}
+
+#[test]
+fn sums_of_columns_count_once_whichever_launch_fails() {
+    let expected = norm_s_sums(Kind::Double, Device::Cpu, true);
+    let mut runs = 0;
+    for both in [true, false] {
+        let mut check = |which: &str| {
+            runs += 1;
+            let found = norm_s_sums(Kind::Float, test_device(), both);
+            near(&format!("sums for both: {both}, {which}"), &found, &expected, 1e-4);
+        };
+        check("none fails");
+        with_each_launch_failing(check);
+    }
+    assert!(runs > 4 || !test_device().is_cuda(), "no launch has failed");
 }
 
 #[test]
