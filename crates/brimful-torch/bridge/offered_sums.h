@@ -31,7 +31,7 @@ inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& 
 }
 
 // The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is
-// offered. It stands until the backward is over.
+// offered. It stands until the backward is over. The current stream comes after those that have added to it.
 at::Tensor* offered_sum(const at::Tensor& parameter);
 
 // Whether partial sums of this parameter's gradient may be left: a sum in f32 is offered for it.
