@@ -197,6 +197,32 @@ fn a_norm_gives_its_input_beside_and_adds_their_gradients() {
     }
 }
 
+/// What a norm gives beside is its input: a change of either in place is one of both.
+#[test]
+fn what_a_norm_gives_beside_may_be_changed_in_place() {
+    for (change_input, strided) in
+        [false, true].into_iter().flat_map(|input| [false, true].map(|strided| (input, strided)))
+    {
+        let change = |t: &[Tensor]| -> Vec<Tensor> {
+            let mut x = &t[0] * 1.0;
+            if strided {
+                x = x.tr();
+            }
+            let weight = Tensor::ones([x.size()[1]], (x.kind(), x.device()));
+            let (mut beside, _) = norm_beside(&x, by_root(&weight)).expect("both");
+            let _ = if change_input { &mut x } else { &mut beside }.g_mul_scalar_(2.0);
+            vec![beside + x]
+        };
+        let case = Case {
+            name: format!("a change of the input: {change_input}, strided: {strided}"),
+            inputs: vec![("x", numbers(&[24, 24], 1))],
+            ours: &change,
+            theirs: &|t| vec![if strided { t[0].tr() } else { t[0].shallow_clone() } * 4.0],
+        };
+        case.check();
+    }
+}
+
 #[test]
 fn a_projection_is_a_product_in_either_order_with_or_without_a_bias() {
     for ([rows, inputs], outputs) in SHAPES.into_iter().zip([1, 3, 8, 64, 5, 96, 130].repeat(2)) {
