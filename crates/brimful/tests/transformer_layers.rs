@@ -12,6 +12,7 @@ use brimful_torch::autograd::backward;
 use brimful_torch::gradients::{collect, offering};
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
+use brimful_torch::rotary::rotary;
 use support::{
     Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
     with_each_launch_failing,
@@ -522,4 +523,36 @@ fn rotary_positions_take_strided_numbers_and_refuse_others() {
         let other = Tensor::zeros(shape, (Kind::Float, test_device()));
         assert_fails(rotary.turn(&other), &["rotary positions"]);
     }
+}
+
+#[test]
+fn angles_that_are_trained_have_gradients() {
+    let case = Case {
+        name: "rotary positions".into(),
+        inputs: vec![
+            ("x", numbers(&[2, 5, 3, 8], 1)),
+            ("cos", numbers(&[5, 4], 2)),
+            ("sin", numbers(&[5, 4], 3)),
+        ],
+        ours: &|t| vec![rotary(&t[0], &t[1], &t[2]).expect("turned")],
+        theirs: &|t| {
+            let (cos, sin) = (t[1].unsqueeze(1), t[2].unsqueeze(1));
+            let halves = t[0].chunk(2, -1);
+            let first = &halves[0] * &cos - &halves[1] * &sin;
+            let second = &halves[1] * &cos + &halves[0] * &sin;
+            vec![Tensor::cat(&[first, second], -1)]
+        },
+    };
+    case.check();
+}
+
+#[test]
+fn angles_that_are_changed_before_the_backward_are_refused() {
+    let there =
+        |shape: &[i64], seed| numbers(shape, seed).to_kind(Kind::Float).to_device(test_device());
+    let x = there(&[2, 5, 3, 8], 1).set_requires_grad(true);
+    let (mut cos, sin) = (there(&[5, 4], 2), there(&[5, 4], 3));
+    let out = rotary(&x, &cos, &sin).expect("turned").sum(Kind::Float);
+    let _ = cos.g_mul_scalar_(2.0);
+    assert_fails(backward(&[&out], &[None], false), &["modified by an inplace operation"]);
 }
