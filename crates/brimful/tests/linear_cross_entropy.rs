@@ -10,8 +10,8 @@ use brimful::{Bytes, Error, Size};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
 use support::{
-    Named, alone, assert_all_within, assert_same, micro_batcher, near, numbers, numbers_there,
-    test_device,
+    Named, alone, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
+    numbers_there, test_device,
 };
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -364,6 +364,21 @@ fn what_else_is_in_memory_changes_no_bit() {
     let (roomy, full) = (gradient_beside(1), gradient_beside(other));
     memory.set_limit(None).expect("no limit");
     assert_eq!(roomy, full);
+}
+
+#[test]
+fn class_weights_that_want_a_gradient_are_refused() {
+    let [hidden, weight] = leaves();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
+    let weights = numbers_there(&[5], 3).set_requires_grad(true);
+    let run = |weights: &Tensor| {
+        let class_weights = Some(weights);
+        let config = LinearCrossEntropyConfig { class_weights, ..Default::default() };
+        linear_cross_entropy(&hidden, &weight, None, &targets, config)
+    };
+    assert_fails(run(&weights), &["class weights", "detach them"]);
+    run(&weights.detach()).expect("a loss");
+    tch::no_grad(|| run(&weights)).expect("a loss");
 }
 
 #[test]
