@@ -235,9 +235,9 @@ void attach(
   node->known.relu = relu;
   node->known.pooled = pooled;
   if (beside.is_norm()) node->other = saved_of(beside.norm, beside.saved);
-  torch::autograd::set_history(y, node);
-  // The second output.
+  // The output of a second use, which libtorch wants to be the first: it is a view.
   node->add_input_metadata(y);
+  torch::autograd::set_history(y, node);
 }
 
 void tell_of(const char* name, const BatchNormGiven& norm) {
@@ -398,9 +398,10 @@ int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** me
     const auto edge = torch::autograd::impl::gradient_edge(*tensor);
     const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
     at::Tensor second = *tensor;
-    if (ours && edge.input_nr == 0 && at::GradMode::is_enabled()) {
-      second = tensor->detach();
-      torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
+    if (ours && edge.input_nr == 1 && at::GradMode::is_enabled()) {
+      // A view: where either is changed in place, libtorch finds a new history for the other.
+      second = tensor->alias();
+      torch::autograd::impl::set_gradient_edge(second, {edge.function, 0});
     }
     *out = new at::Tensor(second);
   });

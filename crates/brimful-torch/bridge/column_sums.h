@@ -24,7 +24,7 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
   ColumnSumsArguments arguments{};
   int count = 0;
   for (const auto& [partials, parameter, gradient] : tables) {
-    if (!partials.defined() || leave_partials(parameter, partials)) continue;
+    if (!partials.defined() || takes_partials(parameter)) continue;
     gradient = at::empty({partials.size(1)}, parameter.options());
     arguments.from[count] = partials.const_data_ptr<float>();
     arguments.into[count] = gradient.mutable_data_ptr();
@@ -34,6 +34,10 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
     ++count;
   }
   if (count > 0) functions()->column_sums(arguments);
+  // Last: where a launch fails, all is computed in another way, and what was left would count twice.
+  for (const auto& [partials, parameter, gradient] : tables) {
+    if (partials.defined() && !gradient.defined()) leave_partials(parameter, partials);
+  }
 }
 
 }  // namespace brimful::kernels

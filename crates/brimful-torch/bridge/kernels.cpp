@@ -114,6 +114,11 @@ int32_t brimful_kernels_pretend(
   return guarded(message, [&] { kernels::loaded().pretend(multiprocessors, shared_bytes); });
 }
 
+int32_t brimful_kernels_pretend_failure(
+    int64_t launches, int64_t* left, char** message) noexcept {
+  return guarded(message, [&] { *left = kernels::loaded().pretend_failure(launches); });
+}
+
 // Compiles a source, by its file's name, with these words defined.
 int32_t brimful_kernels_compile(
     const char* source, const char* defines, int32_t architecture, bool* from_cache, size_t* bytes,

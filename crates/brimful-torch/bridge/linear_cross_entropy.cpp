@@ -413,6 +413,9 @@ int32_t brimful_linear_cross_entropy(
     const at::Tensor* targets, const at::Tensor* class_weights, double smoothing, int64_t ignored,
     int64_t chunk_bytes, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
+    TORCH_CHECK(
+        !compute_requires_grad(or_none(class_weights)),
+        "the class weights of a head's loss get no gradient: detach them");
     const auto biases = or_none(bias);
     const Wanted wanted{
         compute_requires_grad(*hidden), compute_requires_grad(*weight), compute_requires_grad(biases)};

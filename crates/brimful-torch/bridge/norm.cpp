@@ -177,17 +177,20 @@ struct NormNode final : KernelNode {
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(const NormGiven& given, NormDone& done) {
   const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
+  const auto rows = done.sum;
+  // Not a copy that was made for the kernel.
+  if (!residual.defined()) done.sum = x;
   if (!compute_requires_grad(x, residual, weight, bias)) return;
   const auto node = node_after<NormNode>(x, residual, weight, bias);
   node->adds = residual.defined();
   node->rms = rms;
   node->statistics = done.statistics;
   node->gives_sum = gives_sum;
-  // Another tensor of the same numbers, with a history of its own; changes of either count for both.
-  if (gives_sum && !node->adds) done.sum = done.sum.tensor_data();
+  // A view with a history of its own: where either is changed in place, libtorch finds a new one for the other.
+  if (gives_sum && !node->adds) done.sum = x.alias();
   if (gives_sum) torch::autograd::set_history(done.sum, node);
   torch::autograd::set_history(done.out, node);
-  node->sum = SavedVariable(done.sum, gives_sum);
+  node->sum = SavedVariable(rows, gives_sum && node->adds);
   node->weight = SavedVariable(weight, false);
   node->bias = SavedVariable(bias, false);
 }

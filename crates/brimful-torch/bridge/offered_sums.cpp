@@ -8,9 +8,13 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -20,8 +24,25 @@ namespace {
 
 struct OfferedSum {
   at::Tensor sum;
+  c10::Device device;
   // Row blocks × columns each.
-  std::vector<at::Tensor> partials;
+  std::vector<at::Tensor> partials = {};
+  // The stream that has worked with either last. All are after what was queued when the backward began.
+  std::optional<c10::Stream> last = {};
+
+  // The current stream comes after the last one: nodes run on the stream of their forward, and where one gives no
+  // gradient, libtorch lets nobody wait for it.
+  void come_here() {
+    const auto here = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    const auto before = std::exchange(last, here);
+    if (!before || *before == here) return;
+    c10::Event done(device.type());
+    done.record(*before);
+    done.block(here);
+    // Made on another stream, their memory would be used again there before this one is done.
+    if (sum.defined()) sum.record_stream(here);
+    for (const auto& each : partials) each.record_stream(here);
+  }
 };
 
 // Those of all threads: a device's backward runs on a thread of libtorch's.
@@ -48,16 +69,19 @@ using Tables = std::vector<std::pair<at::Tensor*, at::Tensor>>;
 
 void add_by_kernel(const Tables& tables, size_t from, size_t count) {
   AddColumnSumsArguments arguments{};
+  std::vector<at::Tensor> sums;
   for (size_t i = 0; i < count; ++i) {
-    auto& [sum, partials] = tables[from + i];
+    const auto& [sum, partials] = tables[from + i];
     arguments.adds[i] = sum->defined();
-    if (!sum->defined()) *sum = at::empty({partials.size(1)}, partials.options());
+    sums.push_back(sum->defined() ? *sum : at::empty({partials.size(1)}, partials.options()));
     arguments.from[i] = partials.const_data_ptr<float>();
-    arguments.into[i] = sum->mutable_data_ptr<float>();
+    arguments.into[i] = sums[i].mutable_data_ptr<float>();
     arguments.rows[i] = static_cast<int>(partials.size(0));
     arguments.columns[i] = static_cast<int>(partials.size(1));
   }
   brimful::kernels::functions()->add_column_sums(arguments, static_cast<int>(count));
+  // Not before: what fails leaves no sum of nothing.
+  for (size_t i = 0; i < count; ++i) *tables[from + i].first = std::move(sums[i]);
 }
 
 void add_by_libtorch(const Tables& tables, size_t from, size_t count) {
@@ -85,6 +109,7 @@ Tables next_tables(const at::Tensor* const* parameters, size_t count) {
     if (offer == nullptr || offer->partials.empty()) continue;
     const auto device = offer->partials.back().device();
     if (!tables.empty() && tables.front().second.device() != device) continue;
+    offer->come_here();
     tables.emplace_back(&offer->sum, std::move(offer->partials.back()));
     offer->partials.pop_back();
   }
@@ -97,14 +122,19 @@ namespace brimful {
 
 at::Tensor* offered_sum(const at::Tensor& parameter) {
   auto* offer = offered(parameter);
-  return offer == nullptr ? nullptr : &offer->sum;
+  if (offer == nullptr) return nullptr;
+  offer->come_here();
+  return &offer->sum;
 }
 
-bool leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
+bool takes_partials(const at::Tensor& parameter) {
+  return offered(parameter) != nullptr && sum_kind(parameter.scalar_type()) == at::kFloat;
+}
+
+void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
   auto* offer = offered(parameter);
-  if (offer == nullptr || sum_kind(parameter.scalar_type()) != at::kFloat) return false;
+  offer->come_here();
   offer->partials.push_back(partials);
-  return true;
 }
 
 }  // namespace brimful
@@ -122,7 +152,8 @@ int32_t brimful_offer_sums(
       if (brimful::kernels::functions_for(*parameters[i]) == nullptr) continue;
       // One that is listed twice has its gradient in the first sum, as when gradients are collected.
       all.sums.try_emplace(
-          parameters[i]->unsafeGetTensorImpl(), OfferedSum{brimful::or_none(sums[i]), {}});
+          parameters[i]->unsafeGetTensorImpl(),
+          OfferedSum{brimful::or_none(sums[i]), parameters[i]->device()});
     }
   });
 }
@@ -139,7 +170,8 @@ int32_t brimful_settle_sums(
   });
 }
 
-// Takes them back, with those that were made meanwhile.
+// Takes them back, with those that were made meanwhile, also after a backward that has failed. The current stream
+// comes after all that was added.
 void brimful_withdraw_sums(
     const at::Tensor* const* parameters, at::Tensor** sums, size_t count) noexcept {
   Offers& all = offers();
@@ -147,6 +179,11 @@ void brimful_withdraw_sums(
   for (size_t i = 0; i < count; ++i) {
     const auto found = all.sums.find(parameters[i]->unsafeGetTensorImpl());
     if (found == all.sums.end()) continue;
+    try {
+      found->second.come_here();
+    } catch (const std::exception&) {
+      // The device has failed, which the next call on it reports.
+    }
     auto& sum = found->second.sum;
     if (sums[i] == nullptr && sum.defined()) sums[i] = new at::Tensor(std::move(sum));
     all.sums.erase(found);

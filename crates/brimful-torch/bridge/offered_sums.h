@@ -31,11 +31,13 @@ inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& 
 }
 
 // The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is
-// offered. It stands until the backward is over.
+// offered. It stands until the backward is over. The current stream comes after those that have added to it.
 at::Tensor* offered_sum(const at::Tensor& parameter);
 
-// Leaves partial sums of this parameter's gradient, f32 of row blocks × columns, to be added to its sum. False
-// where none is offered.
-bool leave_partials(const at::Tensor& parameter, const at::Tensor& partials);
+// Whether partial sums of this parameter's gradient may be left: a sum in f32 is offered for it.
+bool takes_partials(const at::Tensor& parameter);
+
+// Leaves them, f32 of row blocks × columns, to be added to its sum.
+void leave_partials(const at::Tensor& parameter, const at::Tensor& partials);
 
 }  // namespace brimful

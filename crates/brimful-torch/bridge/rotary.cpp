@@ -13,7 +13,7 @@ using namespace brimful::kernels;
 
 namespace {
 
-// The angles of all places, sequence × half of a head's width, in f32.
+// The angles of all places, sequence × half of a head's width.
 struct Angles {
   at::Tensor cos, sin;
 };
@@ -28,7 +28,7 @@ at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
   return at::cat({first, second}, -1).to(x.scalar_type());
 }
 
-// Throws a KernelError where it cannot be had.
+// Throws a KernelError where it cannot be had. Angles are in f32, row by row.
 at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
   const OwnWork own(given);
   brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
@@ -51,22 +51,30 @@ at::Tensor turned(const at::Tensor& x, const Angles& angles, float sign) {
 struct RotaryNode final : KernelNode {
   std::string name() const override { return "BrimfulRotaryBackward"; }
   const char* what() const override { return "rotary positions"; }
-  void let_go() override { angles = {}; }
+  void let_go() override {
+    cos.reset_data();
+    sin.reset_data();
+  }
 
   variable_list backward(variable_list&& gradients) override {
     variable_list out(1);
-    if (gradients[0].defined()) out[0] = turned(gradients[0], angles, -1);
+    if (gradients[0].defined()) out[0] = turned(gradients[0], {cos.unpack(), sin.unpack()}, -1);
     return out;
   }
 
-  Angles angles;
+  SavedVariable cos, sin;
 };
 
-at::Tensor rotary(const at::Tensor& x, const Angles& angles) {
-  if (!takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
+at::Tensor rotary(const at::Tensor& x, const Angles& given) {
+  // The node has no gradients for angles, which are seldom trained.
+  const bool is_ours = takes(x) && x.numel() > 0 && !compute_requires_grad(given.cos, given.sin);
+  if (!is_ours) return by_libtorch(x, given, 1);
+  const auto plain = [](const at::Tensor& table) { return table.to(at::kFloat).contiguous(); };
+  const Angles angles{plain(given.cos), plain(given.sin)};
   if (!compute_requires_grad(x)) return turned(x, angles, 1);
   const auto node = node_after<RotaryNode>(x);
-  node->angles = angles;
+  node->cos = SavedVariable(angles.cos, false);
+  node->sin = SavedVariable(angles.sin, false);
   return with_history(node, [&] { return turned(x, angles, 1); });
 }
 
@@ -89,11 +97,7 @@ int32_t brimful_rotary(
           "the angles of rotary positions must be ", wanted, " on ", x->device(), ", but are ",
           table->sizes(), " on ", table->device());
     }
-    const bool on_device = x->is_cuda();
-    const auto plain = [&](const at::Tensor& table) {
-      return on_device ? table.to(at::kFloat).contiguous() : table;
-    };
-    *out = new at::Tensor(rotary(*x, {plain(*cos), plain(*sin)}));
+    *out = new at::Tensor(rotary(*x, {*cos, *sin}));
   });
 }
 

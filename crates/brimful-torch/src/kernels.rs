@@ -86,6 +86,18 @@ pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError
     unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes) }
 }
 
+/// Lets one launch of a kernel of ours fail on this thread, after so many that do not; `None` takes that back. Tells
+/// whether one was still to fail. For tests.
+///
+/// # Errors
+/// Where there is no CUDA.
+pub fn pretend_failure(after: Option<u32>) -> Result<bool, TorchError> {
+    cuda_object::load()?;
+    // SAFETY: takes a plain value.
+    let left = unsafe { ffi::brimful_kernels_pretend_failure(after.map_or(-1, i64::from)) }?;
+    Ok(left >= 0)
+}
+
 /// A compiled kernel family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompiledKernel {

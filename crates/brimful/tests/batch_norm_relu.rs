@@ -6,7 +6,9 @@
 mod support;
 
 use brimful::micro::Layout;
-use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm2d, kernels, second_use};
+use brimful::nn::{
+    BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, kernels, second_use,
+};
 use brimful::{Loss, Size};
 use support::{
     Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
@@ -128,6 +130,31 @@ fn a_module_with_its_relu_is_the_two_modules() {
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
     let (together, apart) = (with_relu.forward_t(&x, true), plain.forward_t(&x, true).relu());
     assert_all_within(&together, &apart, 1e-5, "training");
+}
+
+/// The gradient of an input whose BatchNorm's output has two uses, one of them changed in place.
+fn gradient_of_changed(change_first: bool) -> Tensor {
+    let store = VarStore::new(test_device());
+    let norm = batch_norm1d(store.root(), CHANNELS, Default::default());
+    let x = numbers_there(&[9, CHANNELS], 5).to_kind(Kind::Float).set_requires_grad(true);
+    let mut first = norm.forward_t(&x, true);
+    let mut second = second_use(&first);
+    let _ = if change_first { &mut first } else { &mut second }.g_mul_scalar_(2.0);
+    let by = numbers_there(&[9, CHANNELS], 6).to_kind(Kind::Float);
+    (first * &by + second * by.square()).sum(Kind::Float).backward();
+    x.grad()
+}
+
+#[test]
+fn a_second_use_may_be_changed_in_place() {
+    let _turn = alone();
+    for change_first in [true, false] {
+        let ours = gradient_of_changed(change_first);
+        kernels::set_enabled(false);
+        let theirs = gradient_of_changed(change_first);
+        kernels::set_enabled(true);
+        assert_all_within(&ours, &theirs, 1e-4, &format!("the first one: {change_first}"));
+    }
 }
 
 #[test]

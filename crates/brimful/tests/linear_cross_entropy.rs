@@ -4,14 +4,14 @@
 
 mod support;
 
-use brimful::memory::Arena;
+use brimful::memory::{Arena, Memory};
 use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy};
 use brimful::{Bytes, Error, Size};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
 use support::{
-    Named, alone, assert_all_within, assert_same, micro_batcher, near, numbers, numbers_there,
-    test_device,
+    Named, alone, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
+    numbers_there, test_device,
 };
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -330,6 +330,55 @@ fn its_peak_is_below_the_logits_by_far() {
     let plain = hidden.linear(&weight, None::<&Tensor>).cross_entropy_for_logits(&targets);
     plain.backward();
     assert!(arena.peak() > 2 * logits, "plain: {}", arena.peak());
+}
+
+/// The gradient of a head's weight, beside this many bytes of something else.
+fn gradient_beside(bytes: i64) -> Tensor {
+    let device = test_device();
+    let _other = Tensor::zeros([bytes], (Kind::Uint8, device));
+    // More logits than go into a chunk on a card: 412 MB.
+    let (tokens, classes) = if device.is_cuda() { (4096, 50_257) } else { (64, 257) };
+    let mut store = VarStore::new(device);
+    let _ = store.root().var_copy("weight", &numbers(&[classes, 8], 2).to_kind(Kind::Float));
+    store.bfloat16();
+    let weight = store.variables().remove("weight").expect("a weight");
+    let hidden = numbers_there(&[tokens, 8], 1).to_kind(Kind::BFloat16);
+    let targets = Tensor::arange(tokens, (Kind::Int64, device)).remainder(classes);
+    let step = micro_batcher(&store, Size::Fixed(tokens as usize)).backward(
+        &(hidden, targets),
+        |(hidden, targets)| {
+            linear_cross_entropy(&hidden, &weight, None, &targets, Default::default())
+        },
+    );
+    step.expect("a step");
+    weight.grad()
+}
+
+/// Captured work must be what runs without replay, and a step that is run again the one that failed.
+#[test]
+fn what_else_is_in_memory_changes_no_bit() {
+    let _turn = alone();
+    let memory = Memory::of(test_device()).expect("a memory");
+    memory.set_limit(Some(4 << 30)).expect("a limit");
+    let other = if test_device().is_cuda() { 3_400 << 20 } else { 1 };
+    let (roomy, full) = (gradient_beside(1), gradient_beside(other));
+    memory.set_limit(None).expect("no limit");
+    assert_eq!(roomy, full);
+}
+
+#[test]
+fn class_weights_that_want_a_gradient_are_refused() {
+    let [hidden, weight] = leaves();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
+    let weights = numbers_there(&[5], 3).set_requires_grad(true);
+    let run = |weights: &Tensor| {
+        let class_weights = Some(weights);
+        let config = LinearCrossEntropyConfig { class_weights, ..Default::default() };
+        linear_cross_entropy(&hidden, &weight, None, &targets, config)
+    };
+    assert_fails(run(&weights), &["class weights", "detach them"]);
+    run(&weights.detach()).expect("a loss");
+    tch::no_grad(|| run(&weights)).expect("a loss");
 }
 
 #[test]

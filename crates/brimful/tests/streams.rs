@@ -5,11 +5,15 @@
 
 mod support;
 
+use brimful::nn::{Projection, ProjectionConfig, WeightOrder, kernels};
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
-use brimful_torch::stream::Stream;
-use support::{alone, assert_all_close, assert_close, copies, numbers, test_device};
+use brimful_torch::stream::{Event, Stream};
+use support::{
+    alone, assert_all_close, assert_close, assert_within, copies, fill, gradients, numbers,
+    test_device,
+};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -142,6 +146,45 @@ fn a_micro_batcher_waits_for_a_batch() {
             assert_all_close(&same, &same.zeros_like(), &format!("{device:?}, {stream}"));
         });
     }
+}
+
+/// The gradients of a projection that is used here and on another stream, where the backward takes some tenths of a
+/// second.
+fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
+    let device = test_device();
+    let (rows, times) = if device.is_cuda() { (4096, 50) } else { (16, 1) };
+    let store = nn::VarStore::new(device);
+    let config = ProjectionConfig { spread: 1.0, bias: true, order: WeightOrder::OutputsFirst };
+    let layer = Projection::new(&store.root(), WIDTH, WIDTH, config);
+    fill(&store);
+    let x = numbers(&[rows, WIDTH], 1).to_kind(Kind::Float).to_device(device);
+    let one = Tensor::eye(rows, (Kind::Float, device));
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(rows as usize));
+    let step = micro.backward(&x, |x| {
+        let main = Stream::current(device).expect("a stream");
+        let other = Stream::new(device).expect("a stream");
+        let here = layer.forward(&x);
+        other.wait(&Event::after(main).expect("an event")).expect("it waits");
+        let inside = other.enter().expect("entered");
+        let there = layer.forward(&x).repeat([1, rows / WIDTH]);
+        let there = (0..times).fold(there, |there, _| there.matmul(&one)).narrow(1, 0, WIDTH);
+        drop(inside);
+        main.wait(&Event::after(other).expect("an event")).expect("it waits");
+        main.keep(&there).expect("kept");
+        Loss::mean((here + there * 2.0).square().mean(Kind::Float))
+    });
+    step.expect("a step");
+    copies(&gradients(&store))
+}
+
+#[test]
+fn a_layer_on_two_streams_has_the_gradient_of_both_uses() {
+    let _alone = alone();
+    let ours = gradients_of_two_streams();
+    kernels::set_enabled(false);
+    let theirs = gradients_of_two_streams();
+    kernels::set_enabled(true);
+    assert_within(&ours, &theirs, 1e-3, "two streams");
 }
 
 /// Memory that was used on a stream stays with it: a new one of the pool at every step would take that

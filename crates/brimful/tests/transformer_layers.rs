@@ -9,10 +9,13 @@ mod support;
 use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
+use brimful_torch::gradients::{collect, offering};
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
+use brimful_torch::rotary::rotary;
 use support::{
     Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
+    with_each_launch_failing,
 };
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -84,6 +87,11 @@ impl Case<'_> {
             near(&rounded.name, &found, &expected, part);
             let again = rounded.run(kind, test_device(), self.ours);
             assert_same(&format!("{}, a second run", rounded.name), &found, &again);
+            // Libtorch's operations round in between.
+            with_each_launch_failing(|which| {
+                let found = rounded.run(kind, test_device(), self.ours);
+                near(&format!("{}, {which}", rounded.name), &found, &expected, part * 2.0);
+            });
         }
     }
 }
@@ -185,6 +193,32 @@ fn a_norm_gives_its_input_beside_and_adds_their_gradients() {
                 let normed = t[0].layer_norm([columns], Some(&t[1]), Some(&t[2]), 1e-5, false);
                 vec![&t[0] * 2.0, normed]
             },
+        };
+        case.check();
+    }
+}
+
+/// What a norm gives beside is its input: a change of either in place is one of both.
+#[test]
+fn what_a_norm_gives_beside_may_be_changed_in_place() {
+    for (change_input, strided) in
+        [false, true].into_iter().flat_map(|input| [false, true].map(|strided| (input, strided)))
+    {
+        let change = |t: &[Tensor]| -> Vec<Tensor> {
+            let mut x = &t[0] * 1.0;
+            if strided {
+                x = x.tr();
+            }
+            let weight = Tensor::ones([x.size()[1]], (x.kind(), x.device()));
+            let (mut beside, _) = norm_beside(&x, by_root(&weight)).expect("both");
+            let _ = if change_input { &mut x } else { &mut beside }.g_mul_scalar_(2.0);
+            vec![beside + x]
+        };
+        let case = Case {
+            name: format!("a change of the input: {change_input}, strided: {strided}"),
+            inputs: vec![("x", numbers(&[24, 24], 1))],
+            ours: &change,
+            theirs: &|t| vec![if strided { t[0].tr() } else { t[0].shallow_clone() } * 4.0],
         };
         case.check();
     }
@@ -309,8 +343,52 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
             let expected = step(Kind::Double, Device::Cpu, 8);
             near(&format!("a step in {kind:?} by {size}"), &found, &expected, part * 2.0);
             assert_same("a second run", &found, &step(kind, test_device(), size));
+            with_each_launch_failing(|which| {
+                let found = step(kind, test_device(), size);
+                let what = format!("a step in {kind:?} by {size}, {which}");
+                near(&what, &found, &expected, part * 4.0);
+            });
         }
     }
+}
+
+/// The gradients of a norm's weight and bias, by sums for both or for the weight alone.
+fn norm_s_sums(kind: Kind, device: Device, both: bool) -> Named {
+    let there = |t: Tensor| t.to_kind(Kind::BFloat16).to_device(device).to_kind(kind);
+    let [weight, bias] = [3, 4].map(|seed| there(numbers(&[64], seed)).set_requires_grad(true));
+    let parameters = [&weight, &bias].map(Tensor::shallow_clone);
+    let offered = if both { &parameters[..] } else { &parameters[..1] };
+    let mut sums = [None, None];
+    for round in 0..2 {
+        let x = there(numbers(&[130, 64], round));
+        let (weight, bias) = (Some(&weight), Some(&bias));
+        let how = RowNorm { weight, bias, eps: 1e-5, root_mean_square: false };
+        let out = norm(&x, how).expect("a norm").square().sum(kind);
+        // Memory that is used again without being written is then seen.
+        let not_numbers = || Tensor::full([64], f64::NAN, (Kind::Float, device));
+        drop((0..512).map(|_| not_numbers()).collect::<Vec<_>>());
+        let run = || backward(&[&out], &[None], false);
+        offering(offered, &mut sums[..offered.len()], run).expect("a backward");
+        collect(&parameters, &mut sums).expect("sums");
+    }
+    let host = |t: Option<Tensor>| t.expect("a sum").to_device(Device::Cpu).to_kind(Kind::Double);
+    ["weight", "bias"].map(str::to_owned).into_iter().zip(sums.map(host)).collect()
+}
+
+#[test]
+fn sums_of_columns_count_once_whichever_launch_fails() {
+    let expected = norm_s_sums(Kind::Double, Device::Cpu, true);
+    let mut runs = 0;
+    for both in [true, false] {
+        let mut check = |which: &str| {
+            runs += 1;
+            let found = norm_s_sums(Kind::Float, test_device(), both);
+            near(&format!("sums for both: {both}, {which}"), &found, &expected, 1e-4);
+        };
+        check("none fails");
+        with_each_launch_failing(check);
+    }
+    assert!(runs > 4 || !test_device().is_cuda(), "no launch has failed");
 }
 
 #[test]
@@ -445,4 +523,36 @@ fn rotary_positions_take_strided_numbers_and_refuse_others() {
         let other = Tensor::zeros(shape, (Kind::Float, test_device()));
         assert_fails(rotary.turn(&other), &["rotary positions"]);
     }
+}
+
+#[test]
+fn angles_that_are_trained_have_gradients() {
+    let case = Case {
+        name: "rotary positions".into(),
+        inputs: vec![
+            ("x", numbers(&[2, 5, 3, 8], 1)),
+            ("cos", numbers(&[5, 4], 2)),
+            ("sin", numbers(&[5, 4], 3)),
+        ],
+        ours: &|t| vec![rotary(&t[0], &t[1], &t[2]).expect("turned")],
+        theirs: &|t| {
+            let (cos, sin) = (t[1].unsqueeze(1), t[2].unsqueeze(1));
+            let halves = t[0].chunk(2, -1);
+            let first = &halves[0] * &cos - &halves[1] * &sin;
+            let second = &halves[1] * &cos + &halves[0] * &sin;
+            vec![Tensor::cat(&[first, second], -1)]
+        },
+    };
+    case.check();
+}
+
+#[test]
+fn angles_that_are_changed_before_the_backward_are_refused() {
+    let there =
+        |shape: &[i64], seed| numbers(shape, seed).to_kind(Kind::Float).to_device(test_device());
+    let x = there(&[2, 5, 3, 8], 1).set_requires_grad(true);
+    let (mut cos, sin) = (there(&[5, 4], 2), there(&[5, 4], 3));
+    let out = rotary(&x, &cos, &sin).expect("turned").sum(Kind::Float);
+    let _ = cos.g_mul_scalar_(2.0);
+    assert_fails(backward(&[&out], &[None], false), &["modified by an inplace operation"]);
 }

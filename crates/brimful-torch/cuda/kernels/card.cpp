@@ -10,6 +10,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace brimful::kernels {
 
@@ -25,6 +26,7 @@ constexpr int kMinArchitecture = 80;
 
 std::atomic<int> pretended_multiprocessors{0};
 std::atomic<size_t> pretended_shared_bytes{0};
+thread_local int64_t launches_to_failure = -1;
 
 int attribute(int device, int number) {
   int value = 0;
@@ -78,6 +80,14 @@ std::string describe(int device) {
 void pretend(int multiprocessors, size_t shared_bytes_per_block) {
   pretended_multiprocessors = multiprocessors;
   pretended_shared_bytes = shared_bytes_per_block;
+}
+
+int64_t pretend_failure(int64_t launches) { return std::exchange(launches_to_failure, launches); }
+
+void fail_if_pretended() {
+  if (launches_to_failure >= 0 && launches_to_failure-- == 0) {
+    throw KernelError("this launch was to fail");
+  }
 }
 
 }  // namespace brimful::kernels

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace brimful::kernels {
@@ -24,5 +25,11 @@ std::string describe(int device);
 
 // Takes every device for a smaller one, for tests: a figure of nothing is the device's own.
 void pretend(int multiprocessors, size_t shared_bytes_per_block);
+
+// Lets a launch of this thread's fail, after so many more, for tests; none where the number is negative. Gives what
+// was left of the number before.
+int64_t pretend_failure(int64_t launches);
+// A KernelError where it is that launch.
+void fail_if_pretended();
 
 }  // namespace brimful::kernels

@@ -1,6 +1,7 @@
 // NVIDIA's driver, opened at run time: the few functions that load a kernel and launch it.
 #pragma once
 
+#include "card.h"
 #include "library.h"
 
 #include <cstddef>
@@ -40,6 +41,17 @@ struct Driver {
     explicit Function(const char* name) : LibraryFunction<Signature>(driver_library(), name) {}
   };
 
+  // One that tests may let fail.
+  template <class Signature>
+  struct Launch : Function<Signature> {
+    using Function<Signature>::Function;
+    template <class... Arguments>
+    void operator()(Arguments... arguments) const {
+      fail_if_pretended();
+      Function<Signature>::operator()(arguments...);
+    }
+  };
+
   Function<int(int error, const char** name)> error_name{"cuGetErrorName"};
   Function<int(int* device, int ordinal)> device{"cuDeviceGet"};
   Function<int(int* value, int attribute, int device)> device_attribute{"cuDeviceGetAttribute"};
@@ -53,11 +65,11 @@ struct Driver {
       "cuFuncSetAttribute"};
   Function<int(int* blocks, void* function, int threads, size_t shared_bytes)> occupancy{
       "cuOccupancyMaxActiveBlocksPerMultiprocessor"};
-  Function<int(
+  Launch<int(
       void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
       void** extra)> launch{"cuLaunchKernel"};
-  Function<int(
+  Launch<int(
       void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
       void** arguments)> launch_cooperative{"cuLaunchCooperativeKernel"};

@@ -13,8 +13,9 @@ use crate::{Result, device};
 /// The logits of a chunk take at most this much, where the caller does not say: each reads and writes the
 /// sum of the weight's gradient, which smaller ones do more often.
 const CHUNK: Bytes = Bytes(256 << 20);
-/// And at most this part of what is free.
-const PART_OF_FREE: u64 = 4;
+/// And at most this part of a device's memory. What is free changes from call to call: sums would be rounded otherwise,
+/// and captured work would not be what runs without replay.
+const PART_OF_DEVICE: u64 = 16;
 
 /// What a [`linear_cross_entropy`] is told beside its tensors.
 #[derive(Debug, Clone, Copy)]
@@ -26,8 +27,8 @@ pub struct LinearCrossEntropyConfig<'a> {
     /// What each class counts for; 1 without.
     pub class_weights: Option<&'a Tensor>,
     /// How much memory the logits of a chunk may take, and all of them beyond what the weight's gradient would take;
-    /// without it, 256 MiB, or a quarter of what is free on the device where that is less. Sums of another chunk are
-    /// rounded otherwise.
+    /// without it, 256 MiB, or a sixteenth of what the process may take of the device where that is less. Sums of another
+    /// chunk are rounded otherwise.
     pub chunk: Option<Bytes>,
 }
 
@@ -152,8 +153,8 @@ fn chunk_on(on: Device) -> Result<Bytes> {
     if on == Device::Cpu {
         return Ok(CHUNK);
     }
-    let free = Memory::Accelerator(on).usage()?.available.unwrap_or(CHUNK);
-    Ok(Bytes(CHUNK.0.min(free.0 / PART_OF_FREE).max(1)))
+    let limit = Memory::Accelerator(on).usage()?.limit.map_or(u64::MAX, |limit| limit.0);
+    Ok(Bytes(CHUNK.0.min(limit / PART_OF_DEVICE).max(1)))
 }
 
 struct Given<'a> {

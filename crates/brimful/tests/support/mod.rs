@@ -18,6 +18,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful::{MicroBatcher, Size, device};
+use brimful_torch::kernels::pretend_failure;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -57,6 +58,21 @@ pub fn test_device() -> Device {
 /// A micro-batcher as the tests are to have it: `BRIMFUL_TEST_REPLAY=1` asks for replay.
 pub fn micro_batcher(store: &VarStore, size: Size) -> MicroBatcher {
     MicroBatcher::new(store, size).replay(std::env::var_os("BRIMFUL_TEST_REPLAY").is_some())
+}
+
+/// Runs `f` with one launch of a kernel of ours failing, each in its turn, and at last with none; it is told which.
+/// Without a GPU there are no launches.
+pub fn with_each_launch_failing(mut f: impl FnMut(&str)) {
+    if !test_device().is_cuda() {
+        return;
+    }
+    for launch in 0.. {
+        pretend_failure(Some(launch)).expect("CUDA");
+        f(&format!("launch {launch} fails"));
+        if pretend_failure(None).expect("CUDA") {
+            return;
+        }
+    }
 }
 
 /// Numbers between -1 and 1 that look random, but are the same on every thread and device; in host
