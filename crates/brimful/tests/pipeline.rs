@@ -461,6 +461,11 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         plain.optimizer.update();
         assert_close(&pipe.variables().expect("variables"), &plain.values(), "groups");
     }
+    optimizer.set_group_learning_rate("default", 0.003).expect("a rate");
+    plain.optimizer.set_group_learning_rate("default", 0.003).expect("a rate");
+    assert_eq!((optimizer.learning_rate(), plain.optimizer.learning_rate()), (0.003, 0.003));
+    assert!(optimizer.set_group_learning_rate("default", -1.0).is_err());
+    assert_eq!(optimizer.learning_rate(), 0.003);
     let error = optimizer.set_group_learning_rate("no", 0.1).expect_err("no group");
     assert!(matches!(error, Error::Optim(OptimError::NoGroup { .. })), "{error}");
     let error = optimizer.clip_gradient_norm(1.0).expect_err("no gradient");

@@ -229,9 +229,13 @@ impl PipelineOptimizer {
             .partition(|answer| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. }))));
         let anywhere = self.ranks.of_workers("learning rate", vec![!known.is_empty()])?;
         match unknown.into_iter().next() {
-            Some(error) if !anywhere.contains(&true) => error,
-            _ => known.into_iter().collect(),
+            Some(error) if !anywhere.contains(&true) => error?,
+            _ => known.into_iter().collect::<Result<()>>()?,
         }
+        if group == optim::DEFAULT_GROUP {
+            self.learning_rate = rate;
+        }
+        Ok(())
     }
 }
 
