@@ -218,8 +218,7 @@ impl<'a> Search<'a> {
 
     /// The bytes that each device has left, below 0 where it is over; 0 where there is no limit.
     fn left(&self, choice: &HomeChoice) -> Vec<i64> {
-        let left =
-            |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
+        let left = |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
         self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
     }
 
