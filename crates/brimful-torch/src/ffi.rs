@@ -207,7 +207,7 @@ guarded! {
     fn brimful_foreach_add(into: Tensors, what: Tensors, count: usize, factor: f64);
     fn brimful_foreach_copy(into: Tensors, from: Tensors, count: usize);
     fn brimful_foreach_zero(tensors: Tensors, count: usize);
-    fn brimful_foreach_norm(tensors: Tensors, count: usize) -> Made;
+    fn brimful_foreach_norm(tensors: Tensors, count: usize, order: f64) -> Made;
 
     fn brimful_norm(
         x: Lent, residual: Lent, weight: Lent, bias: Lent, eps: f64, rms: bool, sum: *mut Made,
