@@ -318,7 +318,8 @@ impl Accumulator {
         self.sums.own()
     }
 
-    fn clear(&mut self) -> Result<()> {
+    /// Leaves the parameters without gradients, as where a backward that came to nothing has left some.
+    pub(crate) fn clear(&mut self) -> Result<()> {
         self.parameters.iter_mut().try_for_each(|p| Ok(set_gradient(p, None)?))
     }
 

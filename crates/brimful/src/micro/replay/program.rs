@@ -83,6 +83,11 @@ impl Program {
         let groups = pass.accumulator.exchange(sums);
         let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
+        if captured.is_err() {
+            // A backward that fails on its way has left gradients that nothing has computed: the next one would
+            // add to them.
+            pass.accumulator.clear().map_err(|error| error.to_string())?;
+        }
         Ok(Self { sums, ..captured? })
     }
 
