@@ -12,6 +12,9 @@
 #include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 using brimful::guarded;
 using brimful::list_of;
@@ -36,18 +39,24 @@ void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   }
 }
 
-at::Tensor global_norm(const std::vector<at::Tensor>& tensors) {
+// The norm of all tensors as one vector, of this order: 2, or infinity for the largest number.
+at::Tensor global_norm(std::vector<at::Tensor> tensors, double order) {
   TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
+  const auto first = tensors[0];
+  // libtorch knows no largest of no numbers.
+  const auto is_empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
+  tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_empty), tensors.end());
+  if (tensors.empty()) return at::zeros({}, first.options());
   std::vector<at::Tensor> norms;
   for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
     // A sum of squares overflows f16 and is coarse in bf16.
-    const auto some = at::_foreach_norm(alike, 2, brimful::sum_kind(alike[0].scalar_type()));
+    const auto some = at::_foreach_norm(alike, order, brimful::sum_kind(alike[0].scalar_type()));
     norms.insert(norms.end(), some.begin(), some.end());
   });
   auto kind = norms[0].scalar_type();
   for (const auto& norm : norms) kind = c10::promoteTypes(kind, norm.scalar_type());
-  for (auto& norm : norms) norm = norm.to(tensors[0].device(), kind);
-  return at::linalg_vector_norm(at::stack(norms), 2);
+  for (auto& norm : norms) norm = norm.to(first.device(), kind);
+  return at::linalg_vector_norm(at::stack(norms), order);
 }
 
 }  // namespace
@@ -102,10 +111,11 @@ int32_t brimful_foreach_zero(
 }
 
 int32_t brimful_foreach_norm(
-    const at::Tensor* const* tensors, size_t count, at::Tensor** out, char** message) noexcept {
+    const at::Tensor* const* tensors, size_t count, double order, at::Tensor** out,
+    char** message) noexcept {
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
-    *out = new at::Tensor(global_norm(list_of(tensors, count)));
+    *out = new at::Tensor(global_norm(list_of(tensors, count), order));
   });
 }
 

@@ -35,9 +35,18 @@ struct Touch {
   bool written;
 };
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// Tensors that work has used while no gradient was wanted for them.
+struct Frozen {
+  std::vector<WeakTensor> tensors;
+};
+
 struct Touches {
   // By address, which is not used again while a weak pointer holds it.
   std::unordered_map<c10::StorageImpl*, Touch> all;
+  // Likewise.
+  std::unordered_map<c10::TensorImpl*, WeakTensor> frozen;
   // Each operation with its numbers, in words.
   std::vector<std::string> lines;
   bool draws_on_host = false;
@@ -46,6 +55,9 @@ struct Touches {
 
   void add(const at::Tensor& tensor, bool written) {
     if (!tensor.defined() || !tensor.has_storage()) return;
+    if (at::isFloatingType(tensor.scalar_type()) && !tensor.requires_grad()) {
+      frozen.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
+    }
     const auto& storage = tensor.storage();
     auto* impl = storage.unsafeGetStorageImpl();
     // A weak pointer is made for what is new alone.
@@ -169,10 +181,11 @@ Touches* brimful_touches_exchange(Touches* touches) noexcept {
 }
 
 // Calls `ran` for each operation, and `found` for what is still there, with all of its bytes as a
-// tensor of the caller's own. Tells whether an operation took random numbers of the host.
+// tensor of the caller's own. Gives the tensors that were frozen and are still there, and tells whether an
+// operation took random numbers of the host.
 int32_t brimful_touches_end(
     Touches* touches, void (*ran)(void* context, const char* line),
-    void (*found)(void* context, at::Tensor* bytes, bool written), void* context,
+    void (*found)(void* context, at::Tensor* bytes, bool written), void* context, Frozen** frozen,
     bool* draws_on_host, char** message) noexcept {
   const std::unique_ptr<Touches> own(touches);
   at::removeCallback(own->callback);
@@ -185,8 +198,24 @@ int32_t brimful_touches_end(
       if (!storage || storage->nbytes() == 0) continue;
       found(context, new at::Tensor(bytes_of(std::move(storage))), touch.written);
     }
+    auto left = std::make_unique<Frozen>();
+    for (auto& [_, tensor] : own->frozen) {
+      if (!tensor.expired()) left->tensors.push_back(std::move(tensor));
+    }
+    *frozen = left.release();
   });
 }
+
+// Whether one of these is to get a gradient by now.
+bool brimful_any_is_thawed(const Frozen* frozen) noexcept {
+  const auto is_thawed = [](const WeakTensor& tensor) {
+    const auto found = tensor.lock();
+    return found && found->requires_grad();
+  };
+  return std::any_of(frozen->tensors.begin(), frozen->tensors.end(), is_thawed);
+}
+
+void brimful_forget_frozen(Frozen* frozen) noexcept { delete frozen; }
 
 // Whether nobody but the caller has the memory of one of these tensors any more.
 bool brimful_any_is_left(const at::Tensor* const* tensors, size_t count) noexcept {

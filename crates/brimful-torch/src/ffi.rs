@@ -16,6 +16,7 @@ pub(crate) type RawSplit = c_void;
 pub(crate) type RawWatches = c_void;
 pub(crate) type RawKnownLeaves = c_void;
 pub(crate) type RawTouches = c_void;
+pub(crate) type RawFrozen = c_void;
 /// A tensor that is lent.
 type Lent = *const RawTensor;
 /// A tensor that the bridge has made, and that is ours.
@@ -209,7 +210,7 @@ guarded! {
     fn brimful_foreach_add(into: Tensors, what: Tensors, count: usize, factor: f64);
     fn brimful_foreach_copy(into: Tensors, from: Tensors, count: usize);
     fn brimful_foreach_zero(tensors: Tensors, count: usize);
-    fn brimful_foreach_norm(tensors: Tensors, count: usize) -> Made;
+    fn brimful_foreach_norm(tensors: Tensors, count: usize, order: f64) -> Made;
 
     fn brimful_norm(
         x: Lent, residual: Lent, weight: Lent, bias: Lent, eps: f64, rms: bool, sum: *mut Made,
@@ -230,6 +231,7 @@ guarded! {
     fn brimful_touches_end(
         list: *mut RawTouches, ran: extern "C" fn(*mut c_void, *const c_char),
         found: extern "C" fn(*mut c_void, *mut RawTensor, bool), context: *mut c_void,
+        frozen: *mut *mut RawFrozen,
     ) -> bool;
 
     fn brimful_fused_sgd(
@@ -288,5 +290,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_fits(parameter: Lent, other: Lent) -> bool;
 
     pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
+    pub(crate) fn brimful_any_is_thawed(frozen: *const RawFrozen) -> bool;
+    pub(crate) fn brimful_forget_frozen(frozen: *mut RawFrozen);
     pub(crate) fn brimful_touches_exchange(list: *mut RawTouches) -> *mut RawTouches;
 }

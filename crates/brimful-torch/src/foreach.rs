@@ -67,9 +67,22 @@ pub fn zero(tensors: &[Tensor]) -> Result<(), TorchError> {
 /// # Errors
 /// When the list is empty, or memory runs out.
 pub fn norm(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
+    norm_of_order(tensors, 2.0)
+}
+
+/// The largest number of all tensors without its sign, as [`norm`] gives it: finite where they all are, though the
+/// sum of their squares were not.
+///
+/// # Errors
+/// As [`norm`].
+pub fn largest(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
+    norm_of_order(tensors, f64::INFINITY)
+}
+
+fn norm_of_order(tensors: &[Tensor], order: f64) -> Result<Tensor, TorchError> {
     let list = raw_list(tensors);
     // SAFETY: the array has `list.len()` valid tensors.
-    unsafe { ffi::brimful_foreach_norm(list.as_ptr(), list.len()) }.map(owned)
+    unsafe { ffi::brimful_foreach_norm(list.as_ptr(), list.len(), order) }.map(owned)
 }
 
 fn same_length(what: &str, a: &[Tensor], b: &[Tensor]) -> Result<(), TorchError> {

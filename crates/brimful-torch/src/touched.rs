@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use crate::at_end::AtEnd;
 use crate::error::TorchError;
-use crate::ffi::{self, RawTensor, RawTouches};
+use crate::ffi::{self, RawFrozen, RawTensor, RawTouches};
 use crate::{owned, raw_list};
 
 /// What work has done, of what can be seen from outside.
@@ -23,6 +23,36 @@ pub struct Touched {
     pub read: Vec<Tensor>,
     /// The same of memory that was written to.
     pub written: Vec<Tensor>,
+    /// The tensors of these for which no gradient was wanted.
+    pub frozen: Frozen,
+}
+
+/// Tensors that work has used while no gradient was wanted for them. It does not keep them alive.
+#[derive(Debug)]
+pub struct Frozen(*mut RawFrozen);
+
+// SAFETY: it is weak pointers, which count as tensors do, and it is used through one owner.
+unsafe impl Send for Frozen {}
+
+impl Frozen {
+    /// Whether one of them is to get a gradient by now.
+    pub fn any_is_thawed(&self) -> bool {
+        // SAFETY: null, or a list that lives as long as `self`.
+        !self.0.is_null() && unsafe { ffi::brimful_any_is_thawed(self.0) }
+    }
+}
+
+impl Default for Frozen {
+    fn default() -> Self {
+        Self(ptr::null_mut())
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        // SAFETY: null, or made by the bridge and given back once.
+        unsafe { ffi::brimful_forget_frozen(self.0) }
+    }
 }
 
 /// Runs `f`, and tells what its operations on this thread have done: the memory is that of tensors
@@ -65,11 +95,13 @@ impl UnderWay {
     fn end(&mut self) -> Result<Touched, TorchError> {
         let list = std::mem::replace(&mut self.0, ptr::null_mut());
         let mut touched = Touched::default();
+        let mut frozen = Frozen::default();
         let context = ptr::from_mut(&mut touched).cast();
-        // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
-        // alone, in which nobody else uses `touched`.
-        touched.draws_on_host = unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
-        Ok(touched)
+        // SAFETY: the list is live and ends once, and the place for what is frozen is valid. `ran` and `found` are
+        // called during this call alone, in which nobody else uses `touched`.
+        let draws_on_host =
+            unsafe { ffi::brimful_touches_end(list, ran, found, context, &raw mut frozen.0) }?;
+        Ok(Touched { draws_on_host, frozen, ..touched })
     }
 }
 

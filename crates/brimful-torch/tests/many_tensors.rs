@@ -91,6 +91,28 @@ fn the_norm_is_that_of_one_long_vector() {
     assert!(foreach::norm(&[]).expect_err("no tensors").message.contains("norm of no tensors"));
 }
 
+#[test]
+fn the_largest_number_is_finite_where_all_are() {
+    let largest = |tensors: &[Tensor]| {
+        let largest = foreach::largest(tensors).expect("a number");
+        assert_eq!((largest.dim(), largest.device()), (0, test_device()));
+        largest.double_value(&[])
+    };
+    let full = |kind, number: f64| Tensor::full([100], number, (kind, test_device()));
+    // Their squares overflow f32.
+    let mut tensors = vec![full(Kind::Float, 2e38), full(Kind::Float, -3e38)];
+    assert!((largest(&tensors) / 3e38 - 1.0).abs() < 1e-6);
+    tensors.extend([full(Kind::Half, 6e4), Tensor::empty([0], (Kind::Float, test_device()))]);
+    assert!((largest(&tensors) / 3e38 - 1.0).abs() < 1e-6);
+    assert_eq!(largest(&tensors[3..]), 0.0);
+    for (kind, number) in [(Kind::Half, f64::NAN), (Kind::Double, f64::NEG_INFINITY)] {
+        let odd = full(Kind::Float, 1.0).to_kind(kind);
+        let _ = odd.narrow(0, 57, 1).fill_(number);
+        let with_odd: Vec<_> = tensors.iter().chain([&odd]).map(Tensor::shallow_clone).collect();
+        assert!(!largest(&with_odd).is_finite(), "{number}");
+    }
+}
+
 /// More tensors than one launch takes, of odd lengths, some of them not laid out as their sums are.
 #[test]
 fn halves_are_added_to_sums_in_f32() {

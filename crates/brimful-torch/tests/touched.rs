@@ -33,6 +33,23 @@ fn reads_are_told_from_writes() {
 }
 
 #[test]
+fn what_was_frozen_is_seen_to_be_thawed_and_not_kept() {
+    let [trained, frozen, unused] = [(); 3].map(|()| Tensor::ones([4], OPTIONS));
+    let trained = trained.set_requires_grad(true);
+    let other = Tensor::ones([4], OPTIONS);
+    let (sum, all) = seen(|| (&trained * &frozen * &other).sum(Kind::Float));
+    drop((sum, other));
+    let _ = unused.set_requires_grad(true);
+    assert!(!all.frozen.any_is_thawed());
+    for thawed in [true, false, true] {
+        let _ = frozen.set_requires_grad(thawed);
+        assert_eq!(all.frozen.any_is_thawed(), thawed);
+    }
+    drop(frozen);
+    assert!(!all.frozen.any_is_thawed(), "nobody has it any more");
+}
+
+#[test]
 fn a_write_through_a_view_that_is_gone_is_the_blocks() {
     let table = Tensor::zeros([8, 2], OPTIONS);
     let ((), all) = seen(|| {

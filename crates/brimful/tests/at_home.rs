@@ -442,6 +442,26 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(!failed.contains("followed"), "{failed}");
 }
 
+#[test]
+fn updates_that_follow_the_backward_are_told_of_where_a_loss_is_refused_behind_them() {
+    let _turn = alone();
+    let (x, y) = batch();
+    let none = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double) * f64::NAN);
+    let mut pipe = homes(mlp(), Homes::Host).build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+    optimizer.follow_backward(true).expect("on one device");
+    assert_fails(pipe.backward(&x, &y, none).map(drop), &["had followed the backward", "is NaN"]);
+    optimizer.follow_backward(false).expect("as before");
+    let refused = pipe.backward(&x, &y, none).map(drop).expect_err("no number").to_string();
+    assert!(!refused.contains("followed"), "{refused}");
+
+    let strict = homes(mlp(), Homes::Host).non_finite(NonFinite::RefuseGradients);
+    let pipe = &mut strict.build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+    assert_fails(optimizer.follow_backward(true), &["NonFinite::RefuseLoss", "(false)"]);
+    optimizer.follow_backward(false).expect("as it is");
+}
+
 /// The timelines of three steps with an optimizer, which are asked for their moves.
 fn timed(case: &Case) -> [Timeline; 3] {
     let builder = homes((case.layers)(), Homes::Host);

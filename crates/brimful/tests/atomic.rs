@@ -12,7 +12,7 @@ use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
 use support::state::{Net, samples, state};
-use support::{alone, assert_fails, assert_same};
+use support::{alone, assert_fails, assert_same, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -143,6 +143,86 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
         loss.backward();
         Loss::mean(loss)
     });
+}
+
+/// A weight of this kind, of which a sample's gradient is the sample itself.
+fn weight_of(kind: Kind) -> (nn::VarStore, Tensor) {
+    let mut store = nn::VarStore::new(test_device());
+    let weight = store.root().ones("weight", &[4]);
+    store.set_kind(kind);
+    (store, weight)
+}
+
+fn times(weight: &Tensor, x: &Tensor) -> Tensor {
+    (x * weight).to_kind(Kind::Float)
+}
+
+/// A step, by one of a batcher's verbs, with a weight and samples for it.
+type Verb = fn(&mut MicroBatcher, &Tensor, &Tensor) -> brimful::Result<()>;
+
+const VERBS: [(&str, Verb); 3] = [
+    ("backward", |micro, weight, x| {
+        micro.backward(x, |x| Loss::sum(times(weight, &x).sum(Kind::Float))).map(drop)
+    }),
+    ("accumulate and commit", |micro, weight, x| {
+        for sample in x.split(1, 0) {
+            micro.accumulate(&sample, |x| Loss::sum(times(weight, &x).sum(Kind::Float)))?;
+        }
+        micro.commit().map(drop)
+    }),
+    ("backward_whole", |micro, weight, x| {
+        let sum = |out: &Tensor| out.sum(Kind::Float);
+        micro.backward_whole(x, |x| times(weight, &x), sum).map(drop)
+    }),
+];
+
+/// f16 ends at 65,504: each sample's gradient is finite, and so is their sum in f32.
+#[test]
+fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
+    let _alone = alone();
+    let x = Tensor::full([2, 1], 4e4, (Kind::Half, test_device()));
+    for (name, run) in VERBS {
+        let (store, weight) = weight_of(Kind::Half);
+        let micro = || MicroBatcher::new(&store, Size::Fixed(1));
+        let mut strict = micro().non_finite(NonFinite::RefuseGradients);
+        let refused =
+            Error::Step(StepError::NonFiniteSum { parameter: "weight".into(), kind: Kind::Half });
+        assert_eq!(run(&mut strict, &weight, &x), Err(refused.clone()), "{name}");
+        assert!(!weight.grad().defined(), "{name}");
+        // What is added to an earlier gradient counts with that.
+        for expected in [Ok(()), Err(refused)] {
+            assert_eq!(run(&mut strict, &weight, &x.narrow(0, 0, 1)), expected, "{name}");
+            assert_eq!(weight.grad().double_value(&[0]), 4e4, "{name}");
+        }
+        run(&mut micro(), &weight, &x).expect("nobody looks");
+        assert_eq!(weight.grad().double_value(&[0]), f64::INFINITY, "{name}");
+    }
+}
+
+#[test]
+fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
+    let _alone = alone();
+    let x = Tensor::full([2, 1], 1e30, (Kind::Float, test_device()));
+    for (name, run) in VERBS {
+        let (store, weight) = weight_of(Kind::Float);
+        let micro = MicroBatcher::new(&store, Size::Fixed(1));
+        run(&mut micro.non_finite(NonFinite::RefuseGradients), &weight, &x).expect(name);
+        assert!((weight.grad().double_value(&[0]) / 2e30 - 1.0).abs() < 1e-6, "{name}");
+    }
+}
+
+#[test]
+fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
+    let _alone = alone();
+    let net = net_with_a_gradient();
+    let before = state(&net.store);
+    let mut micro =
+        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
+    let forward = |x: Tensor| net.layers.forward_t(&x, true);
+    // The root of 0 is fine; its slope is not.
+    let root = |out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
+    assert_fails(micro.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
+    assert_same("refused", &before, &state(&net.store));
 }
 
 #[test]

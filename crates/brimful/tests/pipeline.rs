@@ -462,6 +462,11 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         plain.optimizer.update();
         assert_close(&pipe.variables().expect("variables"), &plain.values(), "groups");
     }
+    optimizer.set_group_learning_rate("default", 0.003).expect("a rate");
+    plain.optimizer.set_group_learning_rate("default", 0.003).expect("a rate");
+    assert_eq!((optimizer.learning_rate(), plain.optimizer.learning_rate()), (0.003, 0.003));
+    assert!(optimizer.set_group_learning_rate("default", -1.0).is_err());
+    assert_eq!(optimizer.learning_rate(), 0.003);
     let error = optimizer.set_group_learning_rate("no", 0.1).expect_err("no group");
     assert!(matches!(error, Error::Optim(OptimError::NoGroup { .. })), "{error}");
     let error = optimizer.clip_gradient_norm(1.0).expect_err("no gradient");
@@ -734,6 +739,37 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     let error = pipe.backward(&x, &x, sum).expect_err("not finite");
     assert_eq!(error, Error::Step(StepError::NonFiniteGradient { micro_batch: 0 }));
     assert!(pipe.gradients().expect("gradients").is_empty());
+}
+
+/// f16 ends at 65,504: what each micro-batch, and each stage that has the weight, brings is finite.
+#[test]
+fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
+    let _turn = alone();
+    let weight = |p: &nn::Path| {
+        let weight = p.get("weight").unwrap_or_else(|| p.ones("weight", &[1]));
+        nn::func(move |x| x * &weight)
+    };
+    let own = || Layers::new().add("one", weight).add("two", weight);
+    let shared =
+        || Layers::new().add("one", weight).add_sharing("two", "one", move |_, p| weight(p));
+    let strict = |layers| {
+        let builder = builder(layers, 2).kind(Kind::Half).micro_batches(Size::Fixed(1));
+        builder.non_finite(NonFinite::RefuseGradients).build().expect("a pipeline")
+    };
+    let half = |samples| Tensor::full([samples, 1], 4e4, (Kind::Half, Device::Cpu));
+    let sum = |out: &Tensor| out.to_kind(Kind::Float).sum(Kind::Float);
+    for (layers, samples) in [(own(), 2), (shared(), 1)] {
+        let mut pipe = strict(layers);
+        let x = half(samples);
+        let one = pipe.backward(&x, &x, move |out: Tensor, _: &Tensor| Loss::sum(sum(&out)));
+        assert_fails(one.map(drop), &["weight' is not finite as Half"]);
+        let two = pipe.backward_whole(&x, |out| sum(out)).map(drop);
+        assert_fails(two, &["weight' is not finite as Half"]);
+        let out = pipe.forward(&x).expect("outputs");
+        sum(&out).backward();
+        assert_fails(pipe.backward_from(out).map(drop), &["weight' is not finite as Half"]);
+        assert!(pipe.gradients().expect("gradients").is_empty());
+    }
 }
 
 /// tch's own BatchNorm moves at every micro-batch, but not again in a recompute, and not for good if

@@ -178,6 +178,42 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
     }
 }
 
+/// A model's factor, which is of no store.
+fn factor() -> Tensor {
+    Tensor::full([6], 0.7, (Kind::Double, test_device()))
+}
+
+/// In a step for which no check of captured work is due: those are 1, 2, 4 and 8 steps after the capture, in the first.
+#[test]
+fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    const BEGINS: i64 = 6;
+    for of_batch in [true, false] {
+        let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
+        let factors = [factor(), factor()];
+        for step in 0..=BEGINS {
+            let wants = step == BEGINS;
+            let run = |micro: &mut MicroBatcher, net: &NormedNet, factor: &Tensor| {
+                let (x, y, tokens) = there(&batch_from(24, kind, step));
+                let leaf = if of_batch { &x } else { factor }.set_requires_grad(wants);
+                let closure = |(x, y, t): Batch| net.loss(&(x * factor), &y, &t);
+                let step = micro.backward(&(x, y, tokens), closure).expect("a step");
+                (leaf.grad(), step.replayed)
+            };
+            let (expected, _) = run(&mut one, &eager, &factors[0]);
+            let (found, count) = run(&mut two, &replayed, &factors[1]);
+            assert_near(kind, &replayed, &eager, &format!("step {step}, {of_batch}"));
+            assert_eq!(count > 0, replays() && !wants, "step {step}: {:?}", two.eager_cause());
+            assert_eq!((expected.defined(), found.defined()), (wants, wants), "step {step}");
+            if wants {
+                let off = (found - expected).abs().max().double_value(&[]);
+                assert!(off < 1e-11, "off by {off}");
+            }
+        }
+    }
+}
+
 /// What closures have from outside: a number of calls, and a tensor that is there before anybody asks for it:
 /// another stream would not wait for it, nor for a micro-batch.
 struct Outside {
@@ -196,7 +232,7 @@ impl Outside {
 /// A closure that cannot be replayed: its name, and a word of the cause.
 type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Batch, &mut Outside) -> Loss);
 
-const UNCAPTURABLE: [Uncapturable; 7] = [
+const UNCAPTURABLE: [Uncapturable; 8] = [
     ("reads a value", "captur", |net, (x, y, tokens), _| {
         assert!(x.sum(Kind::Double).double_value(&[]).is_finite());
         net.loss(&x, &y, &tokens)
@@ -212,6 +248,12 @@ const UNCAPTURABLE: [Uncapturable; 7] = [
     ("copies from the host", "captur", |net, (x, y, tokens), _| {
         let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
         net.loss(&(x * ones.to_device(test_device())), &y, &tokens)
+    }),
+    ("reads a value in its backward", "captur", |net, (x, y, tokens), _| {
+        // The slope of a product looks for factors that are 0: when it does, other gradients are there.
+        let weight = &net.store.variables()["one.weight"];
+        let x = (x * weight.mean(Kind::Double) + 1.0).cumprod(1, Kind::Double);
+        net.loss(&x, &y, &tokens)
     }),
     ("works on another stream", "", |net, (x, y, tokens), outside| {
         let device = x.device();

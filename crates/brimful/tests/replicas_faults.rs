@@ -182,6 +182,40 @@ fn what_is_not_finite_on_one_replica_is_refused_on_all() {
 }
 
 #[test]
+fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_is_not() {
+    let _alone = alone();
+    let build = |root: &nn::Path| root.ones("weight", &[1]);
+    let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
+    let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+    let mut replicas = replicas.non_finite(NonFinite::RefuseGradients);
+    replicas.store_mut().half();
+    let x = Tensor::full([2, 1], 4e4, (Kind::Half, Device::Cpu));
+    let sum = |out: Tensor| out.to_kind(Kind::Float).sum(Kind::Float);
+    let one = replicas.backward(&x, move |weight, x| Loss::sum(sum(x * weight))).map(drop);
+    let two = replicas
+        .backward_whole(&x, |weight, x| x * weight, move |_, out: &Tensor| sum(out.shallow_clone()))
+        .map(drop);
+    for ended in [one, two] {
+        assert_fails(ended, &["'weight' is not finite as Half"]);
+        assert!(!replicas.store().variables()["weight"].grad().defined());
+    }
+}
+
+#[test]
+fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
+    let _alone = alone();
+    let arenas = arenas(2);
+    let mut replicas = replicas(&arenas, Size::Fixed(3)).non_finite(NonFinite::RefuseGradients);
+    let before = state(replicas.store());
+    let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
+    // The root of 0 is fine; its slope is not.
+    let root = |_: &nn::SequentialT, out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
+    assert_fails(replicas.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
+    assert_same("refused", &before, &state(replicas.store()));
+    in_two_passes(&mut replicas).expect("the next step");
+}
+
+#[test]
 fn threads_end_where_a_model_cannot_be_built() {
     let _alone = alone();
     assert_threads(0);

@@ -3,6 +3,7 @@
 mod support;
 
 use std::fs::{self, File};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::process::Command;
 
@@ -231,6 +232,85 @@ fn a_folder_is_replaced_whole_or_stays_as_it_was() {
         save::replace_folder(folder.path().join("no/model"), |_| Ok::<_, brimful::Error>(()));
     let error = nowhere.expect_err("no such folder").to_string();
     assert!(error.ends_with("make its folder first"), "{error}");
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).expect("it is there").permissions().mode() & 0o777
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("a mode");
+}
+
+#[test]
+fn links_and_permissions_stay() {
+    let folder = folder();
+    let place = |name: &str| folder.path().join(name);
+    fs::write(place("file"), "old").expect("written");
+    set_mode(&place("file"), 0o640);
+    fs::create_dir(place("sub")).expect("a folder");
+    symlink("../file", place("sub/second")).expect("a link");
+    symlink(place("sub/second"), place("first")).expect("a link");
+    symlink("new", place("to nothing")).expect("a link");
+    for (link, file) in [("first", "file"), ("to nothing", "new")] {
+        save::replace(place(link), b"new").expect("written");
+        assert!(place(link).is_symlink(), "{link}");
+        assert!(!place(file).is_symlink(), "{file}");
+        assert_eq!(fs::read(place(file)).expect("a file"), b"new");
+    }
+    assert!(place("sub/second").is_symlink());
+    assert_eq!(mode(&place("file")), 0o640);
+
+    fs::create_dir(place("model")).expect("a folder");
+    set_mode(&place("model"), 0o700);
+    symlink("model", place("newest")).expect("a link");
+    let fill = |new: &Path| save::replace(new.join("weights"), b"new");
+    save::replace_folder(place("newest"), fill).expect("written");
+    assert!(place("newest").is_symlink() && !place("model").is_symlink());
+    assert_eq!(fs::read(place("model/weights")).expect("a file"), b"new");
+    assert_eq!(mode(&place("model")), 0o700);
+    assert_fails(save::replace_folder(place("file"), fill), &["ot a directory"]);
+    assert_eq!(fs::read(place("file")).expect("a file"), b"new");
+}
+
+/// A process that was killed has left them, and this one has its number.
+#[test]
+fn what_others_have_left_beside_is_in_nobodys_way() {
+    let folder = folder();
+    let place = |name: &str| folder.path().join(name);
+    fs::write(place("victim"), "as it was").expect("written");
+    for number in 0..500 {
+        let left = |name: &str| place(&format!(".{name}.{}-{number}.part", std::process::id()));
+        symlink("victim", left("file")).expect("a link");
+        fs::create_dir(left("model")).expect("a folder");
+        fs::write(left("model").join("weights"), "old").expect("written");
+    }
+    let before = files(&folder);
+    save::replace(place("file"), b"new").expect("written");
+    for text in ["one", "two"] {
+        let fill = |new: &Path| save::replace(new.join(text), text.as_bytes());
+        save::replace_folder(place("model"), fill).expect("written");
+        assert!(place("model").join(text).is_file());
+    }
+    assert_eq!(files(&folder), before + 2);
+    assert_eq!(fs::read(place("victim")).expect("a file"), b"as it was");
+}
+
+#[test]
+fn there_is_a_folder_at_every_moment() {
+    let folder = folder();
+    let target = folder.path().join("model");
+    let fill = |new: &Path| save::replace(new.join("weights"), b"new");
+    save::replace_folder(&target, fill).expect("written");
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            (0..100).for_each(|_| save::replace_folder(&target, fill).expect("written"));
+        });
+        while !writer.is_finished() {
+            assert!(target.is_dir());
+        }
+    });
+    assert_eq!(files(&folder), 1);
 }
 
 #[test]

@@ -17,7 +17,9 @@ use brimful::loss::NonFiniteValue;
 use brimful::optim::Adam;
 use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Size, World, save};
+use brimful::{
+    DeviceSpec, Error, Layers, Loss, MicroBatcher, NonFinite, Pipeline, Size, World, save,
+};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::pipeline_cases::GPT;
 use support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, text, told};
@@ -109,6 +111,26 @@ fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
         let error = micro.backward(&x, run).expect_err("rank 0 takes the logarithm of 0");
         assert_eq!(error.non_finite(), Some(NonFiniteValue::Loss(f64::INFINITY)), "{error}");
         assert_eq!(error.out_of_memory(), None);
+    });
+}
+
+/// f16 ends at 65,504, which each rank's own gradient does not reach.
+#[test]
+fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
+    in_ranks(2, |world| {
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[1]);
+        store.half();
+        let micro =
+            MicroBatcher::new(&store, Size::Fixed(1)).non_finite(NonFinite::RefuseGradients);
+        let mut micro = micro.world(&world).expect("a world");
+        let x = Tensor::full([1, 1], 4e4, (Kind::Half, Device::Cpu));
+        let run = |x: Tensor| Loss::sum((x * &weight).to_kind(Kind::Float).sum(Kind::Float));
+        let error = micro.backward(&x, run).expect_err("not finite");
+        assert_eq!(error.non_finite(), Some(NonFiniteValue::Gradient), "{error}");
+        assert!(!weight.grad().defined());
+        micro.backward(&(x / 2.0), run).expect("the next step");
+        assert_eq!(weight.grad().double_value(&[0]), 4e4);
     });
 }
 

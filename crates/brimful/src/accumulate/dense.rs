@@ -32,7 +32,8 @@ pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
     }
 }
 
-fn name_of(parameter: &Tensor, named: &Named) -> String {
+/// What the model calls it.
+pub(crate) fn name_of(parameter: &Tensor, named: &Named) -> String {
     let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
     let mut all = variables.named_variables.iter();
     let found = all.find(|(_, tensor)| tensor.data_ptr() == parameter.data_ptr());

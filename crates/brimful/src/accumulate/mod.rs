@@ -25,7 +25,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn, summed_in};
 pub use dense::SparseGradient;
-pub(crate) use dense::{Named, check_dense};
+pub(crate) use dense::{Named, check_dense, name_of};
 pub use others::OtherLeaf;
 use part::ModelPart;
 use sums::add_sum;
@@ -320,7 +320,8 @@ impl Accumulator {
         self.sums.own()
     }
 
-    fn clear(&mut self) -> Result<()> {
+    /// Leaves the parameters without gradients, as where a backward that came to nothing has left some.
+    pub(crate) fn clear(&mut self) -> Result<()> {
         self.parameters.iter_mut().try_for_each(|p| Ok(set_gradient(p, None)?))
     }
 
@@ -329,12 +330,12 @@ impl Accumulator {
         pairs.into_iter().try_for_each(|(p, old)| Ok(set_gradient(p, old.as_ref())?))
     }
 
-    /// The norm of the step's gradients so far, as a tensor that nobody has read yet: finite only if
-    /// they all are.
-    pub(crate) fn norm(&self) -> Result<Option<Tensor>> {
+    /// The largest of the step's gradients so far, as a tensor that nobody has read yet: finite if they
+    /// all are.
+    pub(crate) fn largest(&self) -> Result<Option<Tensor>> {
         let sums = self.sums.groups.iter().flatten().flatten().map(Tensor::shallow_clone);
         let all: Vec<Tensor> = self.parameters.iter().filter_map(gradient).chain(sums).collect();
-        if all.is_empty() { Ok(None) } else { Ok(Some(foreach::norm(&all)?)) }
+        if all.is_empty() { Ok(None) } else { Ok(Some(foreach::largest(&all)?)) }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::{foreach, transfer};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::gradient;
 use crate::Result;
@@ -168,6 +168,30 @@ impl Sums {
 pub(crate) struct Finished(pub(crate) Sum);
 
 impl Finished {
+    /// The place and the kind of the first gradient that would not be finite with them.
+    pub(crate) fn first_non_finite(&self, parameters: &[Tensor]) -> Result<Option<(usize, Kind)>> {
+        let all = || {
+            let pairs = self.0.iter().zip(parameters).enumerate();
+            pairs.filter_map(|(at, (new, p))| Some((at, new.as_ref()?, gradient(p))))
+        };
+        let fresh = all().filter(|(.., old)| old.is_none()).map(|(_, new, _)| new.shallow_clone());
+        let is_fresh_finite = are_finite(&fresh.collect::<Vec<_>>())?;
+        for (at, new, old) in all() {
+            let (kind, is_finite) = match old {
+                None => (new.kind(), is_fresh_finite || are_finite(&[new.shallow_clone()])?),
+                // One after the other: together they would take as much memory as all gradients.
+                Some(old) => {
+                    let kind = old.kind();
+                    (kind, are_finite(&[old.f_add(new)?.f_to_kind(kind)?])?)
+                }
+            };
+            if !is_finite {
+                return Ok(Some((at, kind)));
+            }
+        }
+        Ok(None)
+    }
+
     /// Adds them to the parameters' gradients. Nothing is allocated.
     pub(crate) fn apply(self, parameters: &mut [Tensor]) -> Result<()> {
         // In place of the old gradients where there are such, so that optimizers find them where they were.
@@ -178,6 +202,14 @@ impl Finished {
         }
         Ok(())
     }
+}
+
+/// Whether all of their numbers are finite, for which the host waits.
+fn are_finite(tensors: &[Tensor]) -> Result<bool> {
+    if tensors.is_empty() {
+        return Ok(true);
+    }
+    Ok(foreach::largest(tensors)?.f_double_value(&[])?.is_finite())
 }
 
 pub(super) fn add_sum(mine: &mut [Option<Tensor>], theirs: Sum) -> Result<()> {

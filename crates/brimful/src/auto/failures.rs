@@ -48,8 +48,10 @@ impl Failures {
     /// A decision is due: drops the ceiling where more memory is free, or lifts it.
     pub(super) fn review(&mut self, available: u64) {
         let Some(ceiling) = &mut self.ceiling else { return };
-        // More memory than at the failure: what failed then tells nothing now.
-        if available as f64 > ceiling.available as f64 * (1.0 + CHANGED) {
+        let changed = available as f64 > ceiling.available as f64 * (1.0 + CHANGED);
+        // More memory than at the failure: what failed then tells nothing now. Not while the step that failed
+        // is run again: beside somebody who takes memory and gives it back, it would be without end.
+        if changed && self.in_a_row == 0 {
             self.ceiling = None;
         } else if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
             ceiling.tried_again = true;
@@ -97,6 +99,11 @@ impl Failures {
         let cap = cap.clamp(1, below(size));
         self.limit(size, cap, fitted, available, Why::BackOff);
         cap
+    }
+
+    /// The step was given up: the next one begins anew.
+    pub(super) fn given_up(&mut self) {
+        self.in_a_row = 0;
     }
 
     fn limit(&mut self, size: usize, cap: usize, fitted: usize, available: u64, why: Why) {

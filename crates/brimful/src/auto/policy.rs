@@ -309,6 +309,11 @@ impl Policy {
         self.failures.succeeded(size, available, retried);
     }
 
+    /// Memory ran out, and the step is not run again.
+    pub(crate) fn given_up(&mut self) {
+        self.failures.given_up();
+    }
+
     /// Memory ran out.
     pub(crate) fn failed(&mut self, size: usize, available: u64) {
         let cap = self.failures.failed(size, available, self.fitted);

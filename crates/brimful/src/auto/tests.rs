@@ -19,6 +19,8 @@ struct World {
     sizer: Sizer,
     /// Something that no model knows of: from this size on memory runs out.
     surprise: usize,
+    /// Bytes that somebody else takes while micro-batches run, and gives back between them.
+    taken: u64,
     failures: usize,
 }
 
@@ -32,6 +34,7 @@ impl World {
             fastest: 64.0,
             sizer: Sizer::new(goal, &[0]),
             surprise: usize::MAX,
+            taken: 0,
             failures: 0,
         }
     }
@@ -47,7 +50,7 @@ impl World {
     }
 
     fn room(&self) -> MemoryRoom {
-        MemoryRoom { available: self.available, budget: self.available - self.available / 100 }
+        room_of(self.available)
     }
 
     /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.
@@ -58,10 +61,11 @@ impl World {
                 let trial = self.sizer.next(&[self.room()], left, self.samples);
                 last = (trial.size, trial.why);
                 let run = trial.size.min(left);
-                if self.need(run) > self.available || run >= self.surprise {
+                let free = self.available - self.taken;
+                if self.need(run) > free || run >= self.surprise {
                     self.failures += 1;
                     assert!(trial.size > 1 && self.failures < 50, "no end: {self:?}");
-                    self.sizer.failed(trial.size, &[self.room()]);
+                    self.sizer.failed(trial.size, &[room_of(free)]);
                     continue 'again;
                 }
                 let all = left.div_ceil(trial.size);
@@ -90,6 +94,10 @@ impl World {
     fn largest_feasible(&self) -> usize {
         (((self.available - self.fixed) / self.per_sample) as usize).min(self.samples)
     }
+}
+
+fn room_of(available: u64) -> MemoryRoom {
+    MemoryRoom { available, budget: available - available / 100 }
 }
 
 #[test]
@@ -151,6 +159,20 @@ fn the_size_follows_the_memory_both_ways() {
         let (more, why) = world.step();
         assert!(more == before && why == Why::MoreMemory, "{more} after {before}: {why}");
         assert_eq!(world.failures, 0);
+    }
+}
+
+#[test]
+fn a_step_ends_beside_a_neighbour_whose_memory_comes_and_goes() {
+    for goal in [Goal::Fastest, Goal::Largest] {
+        let mut world = World::new(goal, 4096, 20_000);
+        world.steps(12);
+        let (before, _) = world.step();
+        world.taken = 15_000;
+        let (less, _) = world.step();
+        assert!(less < before && world.need(less) <= 5_000, "{less} after {before}");
+        world.taken = 0;
+        assert_eq!(world.step().0, before, "what is free again is used by the next step");
     }
 }
 

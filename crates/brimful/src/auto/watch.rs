@@ -277,6 +277,9 @@ impl SizeWatch {
         }
         let decisions = std::mem::take(&mut self.decisions);
         let ended = log.failed(decisions, self.least, &self.sizer, &rooms, oom);
+        if ended.is_err() {
+            self.sizer.policy.given_up();
+        }
         Ok((self.sizer, ended))
     }
 

@@ -120,7 +120,7 @@ impl MicroBatcher {
                 let surroundings = Surroundings { arrangement, closure, settled: !tried };
                 let ran = this.replay.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinite::RefuseGradients {
-                    pass.tally.add_norm(pass.accumulator.norm()?)?;
+                    pass.tally.add_largest(pass.accumulator.largest()?)?;
                 }
                 Ok(ran)
             })?;

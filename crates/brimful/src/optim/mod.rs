@@ -70,7 +70,7 @@ use replay::OptimizerReplay;
 use state::ParameterState;
 
 /// The group of the parameters that no other group has taken.
-const DEFAULT_GROUP: &str = "default";
+pub(crate) const DEFAULT_GROUP: &str = "default";
 
 /// Updates parameters by their gradients.
 #[derive(Debug)]

@@ -17,9 +17,9 @@ use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
-    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints, Lesson, Opening,
-    PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole,
-    gradient_bytes, names,
+    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints, Lesson,
+    NonFinite, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained,
+    Try, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Result, device};
@@ -144,7 +144,12 @@ impl Attempted<Pipeline> for PipelineTried {
         let whole = Arc::clone(whole);
         let leaving = workers
             .each_or_error(turns.collect(), move |worker, turn| worker.prepare(&whole, turn))?;
-        ranks::gather(&workers, ranks, &exchange.turn, leaving)
+        ranks::gather(&workers, ranks, &exchange.turn, leaving)?;
+        if pipeline.state.non_finite != NonFinite::RefuseGradients {
+            return Ok(());
+        }
+        // Not before: what copies have gathered is a part of it.
+        workers.all(|worker| worker.check_finite()).map(drop)
     }
 
     fn commit(&mut self, pipeline: &mut Pipeline) -> Result<()> {

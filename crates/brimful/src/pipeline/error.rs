@@ -117,6 +117,13 @@ pub enum PipelineError {
          `Loss::mean`, or let updates come after it (`follow_backward(false)`)"
     )]
     FollowsUnknown,
+    /// Updates that follow the backward, where gradients that are not finite are refused.
+    #[error(
+        "updates follow the backward, but a gradient that is not finite is to be refused before any update: \
+         build the pipeline with `NonFinite::RefuseLoss`, or let updates come after the backward \
+         (`follow_backward(false)`)"
+    )]
+    FollowsUnseen,
     /// Updates that follow the backward, in a step of several mini-batches or of several workers.
     #[error(
         "updates follow the backward, which needs a step of one mini-batch in one pipeline on one device: \
@@ -233,6 +240,16 @@ pub enum PipelineError {
     ChangesInPlace,
 }
 
+impl PipelineError {
+    /// The error of a step in which the updates of so many stages were made already: it cannot be taken back.
+    pub(crate) fn after_updates(error: Error, stages: usize) -> Error {
+        match stages {
+            0 => error,
+            _ => Self::PartlyUpdated { stages, cause: error.to_string() }.into(),
+        }
+    }
+}
+
 /// What libtorch says of it, be it of the tensor itself or of a view.
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";
@@ -308,7 +325,9 @@ impl Error {
     pub fn non_finite(&self) -> Option<NonFiniteValue> {
         match self {
             Self::Loss(LossError::NonFinite { value, .. }) => Some(NonFiniteValue::Loss(*value)),
-            Self::Step(StepError::NonFiniteGradient { .. }) => Some(NonFiniteValue::Gradient),
+            Self::Step(StepError::NonFiniteGradient { .. } | StepError::NonFiniteSum { .. }) => {
+                Some(NonFiniteValue::Gradient)
+            }
             Self::Stage(stage) => match &stage.cause {
                 Cause::Error(error) => error.non_finite(),
                 Cause::OutOfMemory(_) | Cause::Panic(_) => None,

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::SaveError;
 use crate::{Error, Result};
 
-/// Writes bytes in place of what the file held before, whole or not at all. What is no plain file,
-/// as `/dev/stdout`, is written to as it is.
+/// Writes bytes in place of what the file held before, whole or not at all. Links to it and its permissions
+/// stay. What is no plain file, as `/dev/stdout`, is written to as it is.
 ///
 /// # Errors
 /// When the file system refuses, with the remedy. The old file, if there was one, is then as before,
@@ -32,14 +32,26 @@ pub(crate) struct Beside {
 
 impl Beside {
     pub(crate) fn new(target: &Path) -> Result<Self> {
-        let is_special = fs::metadata(target).is_ok_and(|found| !found.is_file());
-        let path = (!is_special).then(|| beside(target)).transpose();
-        let path = path.map_err(|reason| refusal(target, &reason))?;
-        let mut options = OpenOptions::new();
-        options.write(true).create(!is_special).truncate(true);
-        let file = options.open(path.as_deref().unwrap_or(target));
-        let file = file.map_err(|reason| refusal(target, &reason))?;
-        Ok(Self { file, target: target.to_owned(), path })
+        Self::open(target).map_err(|reason| refusal(target, &reason))
+    }
+
+    fn open(target: &Path) -> io::Result<Self> {
+        let before = fs::metadata(target).ok();
+        if before.as_ref().is_some_and(|found| !found.is_file()) {
+            let file = OpenOptions::new().write(true).truncate(true).open(target)?;
+            return Ok(Self { file, target: target.to_owned(), path: None });
+        }
+        let target = behind_links(target);
+        // One that is there already is somebody else's, or a way to elsewhere.
+        let create = |path: &Path| OpenOptions::new().write(true).create_new(true).open(path);
+        let (path, file) = make_beside(&target, create)?;
+        let beside = Self { file, target, path: Some(path) };
+        if let Some(before) = before {
+            // Before anything is in it, which may not be for everyone's eyes. A file system without permissions
+            // refuses.
+            let _ = beside.file.set_permissions(before.permissions());
+        }
+        Ok(beside)
     }
 
     /// Puts the file in its place, on the disk and in the folder, before it returns. After an error
@@ -51,18 +63,7 @@ impl Beside {
     fn put(&self) -> io::Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
         self.file.sync_all()?;
-        let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = File::open(folder.unwrap_or(Path::new(".")))?;
-        fs::rename(path, &self.target)?;
-        // From here on the new file is in its place: nothing that fails now is a failed write.
-        if let Err(error) = folder.sync_all() {
-            tracing::warn!(
-                file = %self.target.display(), %error,
-                "the file is written, but its folder could not be forced to the disk: should the \
-                 machine fail now, the old file may come back"
-            );
-        }
-        Ok(())
+        in_its_place(&self.target, || fs::rename(path, &self.target))
     }
 
     /// The error of a write that the file system refused.
@@ -78,12 +79,54 @@ impl Drop for Beside {
     }
 }
 
-/// A name that nobody else writes to.
-pub(super) fn beside(target: &Path) -> io::Result<PathBuf> {
+/// Lets `rename` put something in its place, and forces its folder to the disk.
+pub(super) fn in_its_place(
+    target: &Path,
+    rename: impl FnOnce() -> io::Result<()>,
+) -> io::Result<()> {
+    let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = File::open(folder.unwrap_or(Path::new(".")))?;
+    rename()?;
+    // From here on the new one is in its place: nothing that fails now is a failed write.
+    if let Err(error) = folder.sync_all() {
+        tracing::warn!(
+            place = %target.display(), %error,
+            "it is written, but its folder could not be forced to the disk: should the machine fail now, \
+             what was there before may come back"
+        );
+    }
+    Ok(())
+}
+
+/// As many links as Linux follows.
+const MOST_LINKS: usize = 40;
+
+/// The place that a path leads to: links stay, and what is written is found through them.
+pub(super) fn behind_links(path: &Path) -> PathBuf {
+    let mut place = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        let Ok(next) = fs::read_link(&place) else { break };
+        place = place.with_file_name("").join(next);
+    }
+    place
+}
+
+/// Lets `make` make something new beside the target, under a name that nobody has: an earlier process of this
+/// number may have left one behind.
+pub(super) fn make_beside<T>(
+    target: &Path,
+    make: impl Fn(&Path) -> io::Result<T>,
+) -> io::Result<(PathBuf, T)> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    Ok(target.with_file_name(format!(".{name}.{}-{number}.part", process::id())))
+    loop {
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = target.with_file_name(format!(".{name}.{}-{number}.part", process::id()));
+        match make(&path) {
+            Err(reason) if reason.kind() == io::ErrorKind::AlreadyExists => {}
+            made => return made.map(|made| (path, made)),
+        }
+    }
 }
 
 pub(super) fn refusal(path: &Path, reason: &io::Error) -> Error {

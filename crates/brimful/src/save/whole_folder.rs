@@ -1,13 +1,20 @@
 //! A folder that is written whole or not at all: beside its place, and renamed.
 
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
-use super::whole_file::{beside, refusal};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
+use super::whole_file::{behind_links, in_its_place, make_beside, refusal};
 use crate::{Error, Result};
 
 /// Lets `fill` write files into a new folder, which then takes the place of what was there before, whole or
-/// not at all.
+/// not at all. Links to it and its permissions stay.
+///
+/// Where the file system can exchange two folders, there is one at every moment; where it cannot (some that are
+/// mounted over a network), there is none for the moment between two renames.
 ///
 /// # Errors
 /// That of `fill`, or when the file system refuses. The old folder, if there was one, is then as before.
@@ -21,7 +28,7 @@ pub fn replace_folder<E: From<Error>>(
     Ok(new.replace().map_err(|reason| refusal(target, &reason))?)
 }
 
-/// A folder beside its final place, removed unless it gets there.
+/// A folder beside its final place; removed, as what was there before is once it is here.
 struct FolderBeside {
     path: PathBuf,
     target: PathBuf,
@@ -29,34 +36,93 @@ struct FolderBeside {
 
 impl FolderBeside {
     fn new(target: &Path) -> io::Result<Self> {
-        let path = beside(target)?;
-        fs::create_dir(&path)?;
-        Ok(Self { path, target: target.to_owned() })
+        let target = behind_links(target);
+        let before = fs::metadata(&target).ok();
+        if before.as_ref().is_some_and(|found| !found.is_dir()) {
+            return Err(io::ErrorKind::NotADirectory.into());
+        }
+        let (path, ()) = make_beside(&target, |path| fs::create_dir(path))?;
+        let new = Self { path, target };
+        // One that nobody may write to is to be filled first of all.
+        if let Some(before) = before.filter(|before| !before.permissions().readonly()) {
+            let _ = fs::set_permissions(&new.path, before.permissions());
+        }
+        Ok(new)
     }
 
-    /// Puts the folder in its place. What was there before goes when the new one is there.
+    /// Puts the folder in its place, on the disk before it returns.
     fn replace(self) -> io::Result<()> {
-        let before = beside(&self.target)?;
-        let had_one = self.target.exists();
-        if had_one {
-            fs::rename(&self.target, &before)?;
-        }
+        sync_all(&self.path)?;
+        in_its_place(&self.target, || match self.exchange() {
+            Err(Errno::NOENT) => fs::rename(&self.path, &self.target),
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => self.replace_in_two(),
+            exchanged => Ok(exchanged?),
+        })
+    }
+
+    /// Puts both folders in each other's places at once.
+    fn exchange(&self) -> rustix::io::Result<()> {
+        renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)
+    }
+
+    /// The same in two renames.
+    fn replace_in_two(&self) -> io::Result<()> {
+        // An empty folder gives way to what is renamed to it.
+        let (before, ()) = make_beside(&self.target, |path| fs::create_dir(path))?;
+        fs::rename(&self.target, &before)?;
         if let Err(reason) = fs::rename(&self.path, &self.target) {
             // Only if this fails too is the old one left beside its place.
             let _ = fs::rename(&before, &self.target);
             return Err(reason);
         }
-        if had_one {
-            // One that stays does no harm.
-            let _ = fs::remove_dir_all(before);
-        }
+        // One that stays does no harm.
+        let _ = fs::remove_dir_all(before);
         Ok(())
     }
 }
 
 impl Drop for FolderBeside {
     fn drop(&mut self) {
-        // After the rename there is nothing to remove, and that is fine.
+        // The old folder, or one that was not filled; nothing where the target was new.
         let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Forces a folder and all that is in it to the disk.
+fn sync_all(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            sync_all(&entry.path())?;
+        } else if kind.is_file() {
+            File::open(entry.path())?.sync_all()?;
+        }
+    }
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_renames_come_to_the_same() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let target = folder.path().join("model");
+        fs::create_dir(&target).expect("the old one");
+        fs::write(target.join("old"), "old").expect("written");
+        let new = FolderBeside::new(&target).expect("beside it");
+        fs::write(new.path.join("new"), "new").expect("written");
+        new.replace_in_two().expect("replaced");
+        drop(new);
+        let names = |folder: &Path| -> Vec<_> {
+            let entries = fs::read_dir(folder).expect("a folder");
+            entries.map(|entry| entry.expect("an entry").file_name()).collect()
+        };
+        assert_eq!(
+            (names(&target), names(folder.path())),
+            (vec!["new".into()], vec!["model".into()])
+        );
     }
 }

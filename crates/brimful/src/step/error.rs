@@ -1,5 +1,6 @@
 //! Steps that cannot be taken, or not now.
 
+use tch::Kind;
 use thiserror::Error;
 
 /// A step that cannot be taken, or not now.
@@ -14,6 +15,17 @@ pub enum StepError {
     NonFiniteGradient {
         /// The micro-batch, counted from 0.
         micro_batch: usize,
+    },
+    /// A gradient that is infinite or no number as it was to be committed: summed up, divided and of this kind.
+    #[error(
+        "the gradient of '{parameter}' is not finite as {kind:?}: nothing was changed; lower the learning \
+         rate or the factor of the loss, look at the data, or allow it by `NonFinite::RefuseLoss`"
+    )]
+    NonFiniteSum {
+        /// The parameter's name.
+        parameter: String,
+        /// The gradient's kind.
+        kind: Kind,
     },
     /// A number of tokens for samples that have none.
     #[error(

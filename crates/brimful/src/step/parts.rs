@@ -66,7 +66,8 @@ impl<E: PartsEngine> Attempted<E> for Parts {
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
         let _inside = enter_home(engine);
-        self.tried.prepare(whole, 0, exchange.summing().as_ref())
+        self.tried.prepare(whole, 0, exchange.summing().as_ref())?;
+        self.tried.check_finite(engine.state().non_finite)
     }
 
     fn commit(&mut self, _engine: &mut E) -> Result<()> {

@@ -13,7 +13,9 @@ pub enum NonFinite {
     /// A loss. It is read at the end of the step anyway, so this costs nothing.
     #[default]
     RefuseLoss,
-    /// A loss or a gradient: one more pass over the gradients for each micro-batch.
+    /// A loss or a gradient, be it within a micro-batch, whose number is told, or as it is committed: summed up,
+    /// divided, of its parameter's dtype, and added to what was there. One more pass over the gradients for each
+    /// micro-batch, and one at the end, for which the host waits.
     RefuseGradients,
     /// Nothing.
     Allow,
@@ -23,8 +25,8 @@ pub enum NonFinite {
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     terms: Vec<TermTally>,
-    /// The gradients' norm after each micro-batch, in order, where that was asked for.
-    norms: Vec<Tensor>,
+    /// The largest gradient after each micro-batch, in order, where that was asked for.
+    largest: Vec<Tensor>,
 }
 
 /// One term over all micro-batches.
@@ -99,7 +101,7 @@ impl Tally {
     /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
     pub(crate) fn following(&self) -> Self {
         let terms = self.terms.iter().map(|line| TermTally { parts: Vec::new(), ..*line });
-        Self { terms: terms.collect(), norms: Vec::new() }
+        Self { terms: terms.collect(), largest: Vec::new() }
     }
 
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
@@ -115,9 +117,9 @@ impl Tally {
         Ok(())
     }
 
-    pub(crate) fn add_norm(&mut self, norm: Option<Tensor>) -> Result<()> {
-        let norm = norm.map(|norm| norm.f_to_kind(Kind::Double)?.f_view([1_i64])).transpose()?;
-        self.norms.extend(norm);
+    pub(crate) fn add_largest(&mut self, largest: Option<Tensor>) -> Result<()> {
+        let double = |largest: Tensor| largest.f_to_kind(Kind::Double)?.f_view([1_i64]);
+        self.largest.extend(largest.map(double).transpose()?);
         Ok(())
     }
 
@@ -136,7 +138,7 @@ impl Tally {
         for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
             mine.parts.extend(theirs.parts);
         }
-        self.norms.extend(later.norms);
+        self.largest.extend(later.largest);
         Ok(())
     }
 
@@ -157,7 +159,7 @@ impl Tally {
                 put(weight);
             }
         }
-        self.norms.iter_mut().for_each(put);
+        self.largest.iter_mut().for_each(put);
         Ok(())
     }
 
@@ -202,7 +204,7 @@ impl Tally {
             }
             counted.0.push(CountedTerm { over: line.over, numerator, denominator });
         }
-        match (0..self.norms.len()).find(|_| !next().is_finite()) {
+        match (0..self.largest.len()).find(|_| !next().is_finite()) {
             Some(micro_batch) => Err(StepError::NonFiniteGradient { micro_batch }.into()),
             None => Ok(counted),
         }
@@ -218,7 +220,7 @@ impl Tally {
                 tensors.push(weight);
             }
         }
-        tensors.extend(&self.norms);
+        tensors.extend(&self.largest);
         if tensors.is_empty() {
             return Ok(None);
         }

@@ -12,7 +12,7 @@ use super::settle::{PartReport, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Trained, names};
 use super::undo::Undo;
-use crate::accumulate::{Finished, Named, Sums, check_dense};
+use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
@@ -254,6 +254,17 @@ impl Tried {
     pub(crate) fn prepared(&mut self) -> Option<(&[Tensor], &mut Finished)> {
         let Self { parameters, prepared, .. } = self;
         prepared.as_mut().map(|(gradients, _)| (&**parameters, gradients))
+    }
+
+    /// Refuses gradients that are ready and would not be finite once they are committed, if they are to be.
+    pub(crate) fn check_finite(&self, policy: NonFinite) -> Result<()> {
+        let wanted = policy == NonFinite::RefuseGradients;
+        let Some((gradients, _)) = self.prepared.as_ref().filter(|_| wanted) else {
+            return Ok(());
+        };
+        let Some((at, kind)) = gradients.first_non_finite(&self.parameters)? else { return Ok(()) };
+        let parameter = name_of(&self.parameters[at], &self.variables);
+        Err(StepError::NonFiniteSum { parameter, kind }.into())
     }
 
     /// Lets it stand. Nothing is allocated.

@@ -218,10 +218,7 @@ impl<'a> Search<'a> {
 
     /// The bytes that each device has left, below 0 where it is over; 0 where there is no limit.
     fn left(&self, choice: &HomeChoice) -> Vec<i64> {
-        let left = |(memory, peak): (&Option<u64>, u64)| {
-            let memory = memory.unwrap_or(peak);
-            i64::try_from(i128::from(memory) - i128::from(peak)).unwrap_or(i64::MIN)
-        };
+        let left = |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
         self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
     }
 
@@ -310,4 +307,22 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
+}
+
+/// How much more the one is than the other, as far as there is room for it.
+fn difference(one: u64, other: u64) -> i64 {
+    let exact = i128::from(one) - i128::from(other);
+    exact.clamp(i64::MIN.into(), i64::MAX.into()) as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::difference;
+
+    #[test]
+    fn a_memory_without_bounds_is_not_too_small() {
+        assert_eq!(difference(u64::MAX, 1), i64::MAX);
+        assert_eq!(difference(1, u64::MAX), i64::MIN);
+        assert_eq!((difference(7, 9), difference(9, 7)), (-2, 2));
+    }
 }

@@ -91,15 +91,22 @@ impl MicroReplay {
         }
     }
 
+    /// Gives up what was captured while a tensor was frozen that is trained now. It is captured anew where its
+    /// backward does not come to it.
+    pub(super) fn drop_thawed(&mut self) {
+        for entry in &mut self.entries {
+            if matches!(&entry.state, ShapeState::Captured(program) if program.is_thawed()) {
+                entry.give_up(ShapeState::New(0));
+            }
+        }
+    }
+
     /// Gives up all that was captured of the closure. Tells whether it was right for long enough to be
     /// captured anew.
     fn give_up(&mut self, closure: Closure, trust: Trust) -> bool {
         let lasted = trust.lasted(self.step);
         for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
-            let state = if lasted { ShapeState::New(0) } else { ShapeState::Eager };
-            entry.state = state;
-            entry.need = Bytes(0);
-            entry.trust = Trust::default();
+            entry.give_up(if lasted { ShapeState::New(0) } else { ShapeState::Eager });
         }
         lasted
     }

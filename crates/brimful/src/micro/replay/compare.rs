@@ -52,19 +52,29 @@ pub(super) fn verdict(
 /// used up.
 fn compared(eager: &[Sum], replayed: &[Sum]) -> Result<(Vec<f64>, Vec<f64>)> {
     let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
-    // What an eager run did not reach must come to nothing in a replay too.
     let mut errors = Vec::new();
+    let mut sizes = Vec::new();
     let mut into = Vec::new();
     let mut what = Vec::new();
-    for (replayed, eager) in replayed.iter().flatten().zip(eager.iter().flatten()) {
-        errors.extend(share(replayed));
-        if let (Some(replayed), Some(eager)) = (share(replayed), share(eager)) {
-            into.push(replayed);
-            what.push(eager);
+    let places = |sums: &[Sum]| sums.iter().map(Vec::len).max().unwrap_or(0);
+    let places = places(eager).max(places(replayed));
+    for group in 0..eager.len().max(replayed.len()) {
+        for at in 0..places {
+            let [eager, replayed] = [eager, replayed].map(|sums| share(sums.get(group)?.get(at)?));
+            sizes.extend(share(&eager));
+            match (eager, replayed) {
+                (Some(eager), Some(replayed)) => {
+                    errors.push(replayed.shallow_clone());
+                    into.push(replayed);
+                    what.push(eager);
+                }
+                // What the one did not reach must come to nothing in the other.
+                (one, other) => errors.extend(one.or(other)),
+            }
         }
     }
     foreach::add(&into, &what, -1.0)?;
-    Ok((norms(&what)?, norms(&errors)?))
+    Ok((norms(&sizes)?, norms(&errors)?))
 }
 
 /// The first operation that is another one, or has other numbers, in words.
@@ -93,4 +103,22 @@ fn norms(tensors: &[Tensor]) -> Result<Vec<f64>> {
 
 fn numbers(row: &Tensor) -> Result<Vec<f64>> {
     Ok(Vec::try_from(row.f_to_device(Device::Cpu)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_of_both_has_not_reached_must_be_nothing_in_the_other() {
+        let number = |value: f64| Some(Tensor::from_slice(&[value]));
+        let compared = |eager: Sum, replayed: Sum| compared(&[eager], &[replayed]).expect("norms");
+        let both = compared(vec![number(3.0), None], vec![number(3.0), number(0.0)]);
+        assert_eq!(both, (vec![3.0], vec![0.0, 0.0]));
+        let not_replayed = compared(vec![number(3.0), number(2.0)], vec![number(3.0), None]);
+        assert_eq!(not_replayed, (vec![3.0, 2.0], vec![0.0, 2.0]));
+        // A leaf that was no parameter when it was captured has no place there.
+        let other_leaf = compared(vec![number(3.0), number(2.0)], vec![number(3.0)]);
+        assert_eq!(other_leaf, not_replayed);
+    }
 }

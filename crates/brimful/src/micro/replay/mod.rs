@@ -116,6 +116,15 @@ enum ShapeState {
     Eager,
 }
 
+impl ShapeEntry {
+    /// Gives up what was captured.
+    fn give_up(&mut self, state: ShapeState) {
+        self.state = state;
+        self.need = Bytes(0);
+        self.trust = Trust::default();
+    }
+}
+
 impl MicroReplay {
     pub(super) fn new(device: Device) -> Self {
         Self {
@@ -197,6 +206,7 @@ impl MicroReplay {
             self.parameters = parameters;
         }
         self.drop_orphans();
+        self.drop_thawed();
         Ok(())
     }
 

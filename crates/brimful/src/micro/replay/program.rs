@@ -7,7 +7,7 @@ use std::mem;
 use brimful_torch::autograd::backward;
 use brimful_torch::graph::{Graph, Pool, record};
 use brimful_torch::stream::Stream;
-use brimful_torch::touched::Touched;
+use brimful_torch::touched::{Frozen, Touched};
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::{Blocks, address};
@@ -44,6 +44,8 @@ pub(super) struct Program {
     /// Memory that the graph uses and that others have too; and what it writes to of that.
     pub(super) blocks: Vec<Tensor>,
     pub(super) effects: Vec<Tensor>,
+    /// What it used and its backward did not come to.
+    frozen: Frozen,
 }
 
 /// Where a capture takes place.
@@ -83,13 +85,19 @@ impl Program {
         let groups = pass.accumulator.exchange(sums);
         let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
+        if captured.is_err() {
+            // A backward that fails on its way has left gradients that nothing has computed: the next one would
+            // add to them.
+            pass.accumulator.clear().map_err(|error| error.to_string())?;
+        }
         Ok(Self { sums, ..captured? })
     }
 
     /// Keeps the memory that it uses and others have too: what an eager run has touched as well. That
     /// has touched no input, no sum and no row of this graph.
     pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
-        let Touched { read, written, .. } = mem::take(&mut self.touched);
+        let Touched { read, written, frozen, .. } = mem::take(&mut self.touched);
+        self.frozen = frozen;
         let among = |list: &[Tensor]| list.iter().map(address).collect::<HashSet<_>>();
         let eager_read = among(&eager.read);
         let eager_written = among(&eager.written);
@@ -106,6 +114,11 @@ impl Program {
     /// Whether the closure used a tensor in one of these blocks.
     pub(super) fn uses(&self, addresses: &[usize]) -> bool {
         self.blocks.iter().any(|block| addresses.contains(&address(block)))
+    }
+
+    /// Whether a tensor that the closure used is to get a gradient by now, and was not when it was captured.
+    pub(super) fn is_thawed(&self) -> bool {
+        self.frozen.any_is_thawed()
     }
 
     fn recorded<B: Batch, R: Outcome>(
@@ -146,6 +159,7 @@ impl Program {
             touched,
             blocks: Vec::new(),
             effects: Vec::new(),
+            frozen: Frozen::default(),
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::any::{TypeId, type_name};
 
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::batch::{self, Batch, Leaf};
 
@@ -26,6 +26,9 @@ impl Closure {
     }
 }
 
+/// Whether a tensor is to get a gradient, which captured work does not give it.
+type WantsGradient = bool;
+
 /// The shape of a micro-batch, and which closure runs on it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Shape {
@@ -34,7 +37,7 @@ pub(super) struct Shape {
     single: bool,
     /// All that is not a tensor.
     outline: Vec<String>,
-    leaves: Vec<(Vec<i64>, Kind)>,
+    leaves: Vec<(Vec<i64>, Kind, WantsGradient)>,
 }
 
 impl Shape {
@@ -42,7 +45,8 @@ impl Shape {
         let mut outline = Vec::new();
         micro_batch.outline(&mut |line| outline.push(line.to_string()));
         let leaves = batch::leaves(micro_batch).into_iter().map(Leaf::tensor);
-        let leaves = leaves.map(|tensor| (tensor.size(), tensor.kind())).collect();
+        let leaf = |tensor: &Tensor| (tensor.size(), tensor.kind(), tensor.requires_grad());
+        let leaves = leaves.map(leaf).collect();
         Self { closure, single, outline, leaves }
     }
 }

@@ -116,6 +116,12 @@ impl ReplayTrial {
         if let Some(what) = another(&self.operations, &eager.touched.operations) {
             return Ok(Verdict::Differs(what));
         }
+        if let Some(leaf) = &eager.other_leaf {
+            let shape = leaf.size();
+            let what =
+                format!("its backward reaches a tensor of shape {shape:?}, which it did not");
+            return Ok(Verdict::Differs(what));
+        }
         let Touched { read, written, .. } = &eager.touched;
         let used: HashSet<usize> = read.iter().chain(written).map(address).collect();
         if !self.blocks.iter().all(|block| used.contains(block)) {

@@ -64,7 +64,7 @@ impl WorkerRun {
         };
         self.note_probe(site, at, &mut gradients)?;
         if is_whole {
-            self.note_norm(site, i)?;
+            self.note_largest(site, i)?;
         }
         self.timeline.end(action)?;
         self.hand_back(site, at, action, gradients)
@@ -119,7 +119,7 @@ impl WorkerRun {
             self.accumulator().add_split(group, &mut weights)?;
         }
         drop(weights);
-        self.note_norm(site, i)?;
+        self.note_largest(site, i)?;
         self.timeline.end(action)
     }
 
@@ -160,17 +160,17 @@ impl WorkerRun {
         }
     }
 
-    /// Takes the norm of the gradients so far, where one that is not finite is refused.
-    fn note_norm(&mut self, site: &Site, i: usize) -> Result<()> {
+    /// Takes the largest of the gradients so far, where one that is not finite is refused.
+    fn note_largest(&mut self, site: &Site, i: usize) -> Result<()> {
         if site.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }
-        let norm = self.accumulator().norm()?;
-        let earlier = self.norms[i].take().filter(|_| site.homes.is_some());
-        // Sums that went home are in no later norm, so what was found of them is added to it.
-        self.norms[i] = match (earlier, norm) {
-            (Some(earlier), Some(norm)) => Some(earlier.f_add(&norm)?),
-            (earlier, norm) => earlier.or(norm),
+        let largest = self.accumulator().largest()?;
+        let earlier = self.largest[i].take().filter(|_| site.homes.is_some());
+        // Sums that went home are not looked at again, so what was found of them stays.
+        self.largest[i] = match (earlier, largest) {
+            (Some(earlier), Some(largest)) => Some(earlier.f_maximum(&largest)?),
+            (earlier, largest) => earlier.or(largest),
         };
         Ok(())
     }

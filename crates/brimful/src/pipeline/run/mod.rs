@@ -74,11 +74,10 @@ impl WorkerFailure {
     /// The same of a step some of whose updates were made already: it cannot be taken back, nor run again.
     pub(crate) fn after_updates(self, stages: usize) -> Self {
         match self {
-            Self::Failed { at, error } if stages > 0 => {
-                let cause = error.to_string();
-                Self::Failed { at, error: PipelineError::PartlyUpdated { stages, cause }.into() }
+            Self::Failed { at, error } => {
+                Self::Failed { at, error: PipelineError::after_updates(error, stages) }
             }
-            other => other,
+            Self::Stopped => Self::Stopped,
         }
     }
 }
@@ -118,8 +117,8 @@ pub(crate) struct WorkerRun {
     pub(crate) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(crate) output_gradients: Vec<Tensors>,
-    /// The gradients' norm after each micro-batch's last backward, where that is asked for.
-    pub(crate) norms: Vec<Option<Tensor>>,
+    /// The largest gradient after each micro-batch's last backward, where that is asked for.
+    pub(crate) largest: Vec<Option<Tensor>>,
     /// The model's inputs; none but on the first stage's worker.
     pub(crate) intake: Intake,
     pub(crate) timeline: ActionClock,
@@ -181,7 +180,7 @@ impl WorkerRun {
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: tally.unwrap_or_default(),
-            norms: row_of_none(m),
+            largest: row_of_none(m),
             intake,
             next: 0,
             accumulator: None,

@@ -10,6 +10,7 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::HandsOver;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
+use crate::step::NonFinite;
 use crate::workers::SharedWorkers;
 use crate::{Error, Result};
 
@@ -132,7 +133,8 @@ impl PipelineOptimizer {
     /// backward before a later one's that shares its parameters are refused by the step.
     ///
     /// # Errors
-    /// When the pipeline has several devices, replicas or ranks.
+    /// When the pipeline has several devices, replicas or ranks, or refuses gradients that are not finite
+    /// ([`NonFinite::RefuseGradients`](crate::NonFinite)): one of a later stage would have been taken by then.
     pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
         let workers = self.workers.turn()?;
         let hands_over = match (follow, hands_over(workers.len(), &self.ranks)) {
@@ -142,6 +144,9 @@ impl PipelineOptimizer {
         };
         let set = workers.all(move |worker| {
             if follow {
+                if worker.site.non_finite == NonFinite::RefuseGradients {
+                    return Err(PipelineError::FollowsUnseen.into());
+                }
                 // Who has room to look ahead has no reason to follow.
                 optimizer(worker)?.drop_ahead();
             }
@@ -229,9 +234,13 @@ impl PipelineOptimizer {
             .partition(|answer| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. }))));
         let anywhere = self.ranks.of_workers("learning rate", vec![!known.is_empty()])?;
         match unknown.into_iter().next() {
-            Some(error) if !anywhere.contains(&true) => error,
-            _ => known.into_iter().collect(),
+            Some(error) if !anywhere.contains(&true) => error?,
+            _ => known.into_iter().collect::<Result<()>>()?,
         }
+        if group == optim::DEFAULT_GROUP {
+            self.learning_rate = rate;
+        }
+        Ok(())
     }
 }
 

@@ -51,7 +51,8 @@ impl Worker {
         }
         let mode = run.job.mode;
         let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
-        self.conclude(run, undo, tells)
+        // A loss that is refused is read when all is done.
+        self.conclude(run, undo, tells).map_err(|failure| failure.after_updates(self.updated))
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
@@ -220,9 +221,10 @@ impl Worker {
         // Before `run` is dropped, which puts earlier gradients back where their parameters live.
         let home = self.site.send_all_home(&mut run, result.is_ok());
         let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
+        self.updated = updated;
+        let done = result.and_then(|()| Ok(home?));
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
-        result.map_err(|failure| failure.after_updates(updated))?;
-        home?;
+        done.map_err(|failure| failure.after_updates(updated))?;
         Ok(run)
     }
 
@@ -251,10 +253,10 @@ impl Worker {
 
     /// What remains of a run that has come to its end, yet without how it is undone; and its outputs.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
-        let WorkerRun { accumulator, mut tally, outputs, timeline, moving, norms, job, .. } = run;
+        let WorkerRun { accumulator, mut tally, outputs, timeline, moving, largest, job, .. } = run;
         // By micro-batch, in whatever order their backwards ran: a refusal names the number.
-        for norm in norms {
-            tally.add_norm(norm)?;
+        for largest in largest {
+            tally.add_largest(largest)?;
         }
         let groups = tally.groups(job.mode.is_last());
         // Those that the sums are of: others may be trained by the time of the commit.

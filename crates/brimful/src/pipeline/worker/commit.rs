@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::Result;
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Leaving;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
@@ -35,7 +36,8 @@ impl Worker {
         turn: Option<RanksTurn>,
     ) -> Result<Vec<Leaving>> {
         let Some(tried) = &mut self.tried else { return Ok(Vec::new()) };
-        tried.prepare(whole, self.number, turn.as_ref())?;
+        let prepared = tried.prepare(whole, self.number, turn.as_ref());
+        prepared.map_err(|error| PipelineError::after_updates(error, self.updated))?;
         let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
         let mut leaving = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
@@ -69,6 +71,11 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    /// Refuses what was prepared where it is not to be committed because it is not finite.
+    pub(crate) fn check_finite(&self) -> Result<()> {
+        self.tried.as_ref().map_or(Ok(()), |tried| tried.check_finite(self.site.non_finite))
     }
 
     /// What its layers have seen, filed under these variables of another worker.

@@ -118,6 +118,8 @@ pub(crate) struct Worker {
     /// Earlier mini-batches of the same step, which wait for their commit.
     pub(crate) window: Option<Tried>,
     /// The actions of the last mini-batch with their times, and the most memory in use.
+    /// How many stages' updates have followed the last backward.
+    pub(crate) updated: usize,
     pub(crate) spans: Vec<Span>,
     pub(crate) peak: Option<Bytes>,
     /// What crossed the bus meanwhile, where somebody asked.
@@ -429,6 +431,7 @@ impl Worker {
             open: None,
             tried: None,
             window: None,
+            updated: 0,
             spans: Vec::new(),
             peak: None,
             bus: BusUse::default(),
