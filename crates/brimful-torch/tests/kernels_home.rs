@@ -3,15 +3,18 @@
 //!
 //! Where NVRTC is found these compile, with or without a card; `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU.
 
+mod fake_compiler;
 mod test_device;
 
-use std::path::PathBuf;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use std::{env, fs, process, thread};
 
 use brimful_torch::kernels::{self, State, compile, compile_ahead};
+use fake_compiler::{assert_passes, compiled, is_alone, set_mode, with_fake};
 use tch::Device;
 use test_device::test_device;
 
@@ -197,4 +200,68 @@ fn a_switch_turns_them_off_and_the_state_says_why() {
     }
     let State::Unavailable(why) = kernels::state(Device::Cpu) else { panic!("a CPU has none") };
     assert!(why.contains("CUDA"), "{why}");
+}
+
+/// Whether the next one comes out of the cache.
+fn is_kept() -> bool {
+    compiled(90).expect("compiled").from_cache
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).expect("it is there").permissions().mode() & 0o777
+}
+
+#[test]
+fn a_cache_that_others_may_write_to_is_not_used() {
+    if !is_alone() {
+        return assert_passes(&mut with_fake("a_cache_that_others_may_write_to_is_not_used"));
+    }
+    let folder = Path::new(&env::var_os("XDG_CACHE_HOME").expect("set")).join("brimful/kernels");
+    assert!(!is_kept() && is_kept());
+    let file = files(&folder).remove(0);
+    assert_eq!((mode(&folder), mode(&file)), (0o700, 0o600));
+    for loose in [0o620, 0o602] {
+        set_mode(&file, loose);
+        assert!(!is_kept(), "a file that others may write to");
+        assert!(is_kept() && mode(&file) == 0o600, "another is in its place");
+    }
+    let elsewhere = folder.with_file_name("elsewhere");
+    fs::rename(&file, &elsewhere).expect("moved");
+    symlink(&elsewhere, &file).expect("a link");
+    assert!(!is_kept(), "what a link leads to");
+    assert!(is_kept() && !file.is_symlink());
+    for loose in [0o770, 0o707] {
+        set_mode(&folder, loose);
+        assert!(!is_kept() && !is_kept(), "a folder that others may write to");
+        fs::remove_file(&file).expect("removed");
+        assert!(!is_kept() && !file.exists(), "nothing is left there either");
+        set_mode(&folder, 0o700);
+        assert!(!is_kept() && is_kept());
+    }
+    // Only the superuser can give files away.
+    const NOBODY: Option<u32> = Some(65_534);
+    if chown(&file, NOBODY, None).is_ok() {
+        assert!(!is_kept(), "another's file");
+        assert!(is_kept());
+        chown(&folder, NOBODY, None).expect("given away");
+        assert!(!is_kept() && !is_kept(), "another's folder");
+    }
+}
+
+#[test]
+fn a_name_that_is_taken_is_not_written_through() {
+    if !is_alone() {
+        return assert_passes(&mut with_fake("a_name_that_is_taken_is_not_written_through"));
+    }
+    let folder = Path::new(&env::var_os("XDG_CACHE_HOME").expect("set")).join("brimful/kernels");
+    assert!(!is_kept());
+    let file = files(&folder).remove(0);
+    fs::remove_file(&file).expect("removed");
+    let (precious, mut name) = (folder.with_file_name("precious"), file.into_os_string());
+    fs::write(&precious, "untouched").expect("written");
+    // As the next one is called before it is whole.
+    name.push(format!(".{}.1", process::id()));
+    symlink(&precious, &name).expect("a link");
+    assert!(!is_kept());
+    assert_eq!(fs::read_to_string(&precious).expect("a file"), "untouched");
 }
