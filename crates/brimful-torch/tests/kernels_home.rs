@@ -14,7 +14,7 @@ use std::time::Duration;
 use std::{env, fs, process, thread};
 
 use brimful_torch::kernels::{self, State, compile, compile_ahead};
-use fake_compiler::{assert_passes, compiled, is_alone, set_mode, with_fake};
+use fake_compiler::{alone, assert_passes, compiled, is_alone, is_fake, set_mode, with_fake};
 use tch::Device;
 use test_device::test_device;
 
@@ -264,4 +264,44 @@ fn a_name_that_is_taken_is_not_written_through() {
     symlink(&precious, &name).expect("a link");
     assert!(!is_kept());
     assert_eq!(fs::read_to_string(&precious).expect("a file"), "untouched");
+}
+
+#[test]
+fn a_compiler_where_others_may_write_is_not_loaded() {
+    let name = "a_compiler_where_others_may_write_is_not_loaded";
+    if is_alone() {
+        let found = compiled(90);
+        // A true one that the loader finds by itself is nobody's concern here.
+        if found.as_ref().is_ok_and(|kernel| !is_fake(kernel)) {
+            return;
+        }
+        let refusal = found.err().map(|error| error.message);
+        let expected = env::var("BRIMFUL_TEST_EXPECTS").ok();
+        assert_eq!(refusal.is_some(), expected.is_some(), "{refusal:?}");
+        let (refusal, expected) = (refusal.unwrap_or_default(), expected.unwrap_or_default());
+        return assert!(refusal.contains(&expected), "{refusal}");
+    }
+    let [cuda, beside] =
+        ["neighbours/cuda/lib", "neighbours/beside/lib"].map(fake_compiler::folder);
+    // Where a library of CUDA's is in the program, its neighbours are looked at.
+    let [preloaded, found] = [cuda.join("libcudart_fake.so"), beside.join("libnvrtc.so.13")];
+    for library in [&preloaded, &found] {
+        fs::copy(fake_compiler::library(), library).expect("copied");
+    }
+    let program = || {
+        let mut program = alone(name);
+        program.env("LD_PRELOAD", &preloaded);
+        program
+    };
+    assert_passes(&mut program());
+    let place = beside.to_str().expect("a plain name");
+    for (loose, mode) in [(&found, 0o757), (&beside, 0o775)] {
+        let before = fs::metadata(loose).expect("there").permissions();
+        set_mode(loose, mode);
+        assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
+        fs::set_permissions(loose, before).expect("as before");
+    }
+    // In such a folder others may add files, and leave ours alone.
+    set_mode(beside.parent().expect("a folder"), 0o1777);
+    assert_passes(&mut program());
 }

@@ -1,12 +1,14 @@
 // Looks for NVRTC, and has it compile kernels, now or ahead of their use.
 //
 // It lies beside libtorch's other CUDA libraries, which are in the program already: in their folder,
-// or in one of nvidia's packages next to it. Its own helper library must be there before it.
+// or in one of nvidia's packages next to it, where nobody else may have put it. Its own helper library must be there
+// before it.
 
 #include "compiler.h"
 
 #include "cache.h"
 #include "library.h"
+#include "ours.h"
 
 #include <dlfcn.h>
 #include <glob.h>
@@ -15,11 +17,13 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <filesystem>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -54,17 +58,27 @@ int add_folder(dl_phdr_info* info, size_t, void* folders) {
   return 0;
 }
 
-std::vector<std::string> places() {
-  std::vector<std::string> folders;
-  dl_iterate_phdr(&add_folder, &folders);
-  std::vector<std::string> all = folders;
-  for (const auto& folder : folders) {
-    for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
-      const auto found = matches(folder + beside);
-      all.insert(all.end(), found.begin(), found.end());
+// Where the packages next to a folder have their libraries.
+std::vector<std::string> folders_beside(const std::string& folder) {
+  std::vector<std::string> all;
+  for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
+    for (const auto& found : matches(folder + beside)) {
+      std::error_code failed;
+      const auto path = std::filesystem::canonical(found, failed);
+      if (!failed) all.push_back(path);
     }
   }
   return all;
+}
+
+// Whether nobody else may write to the compiler's libraries in this folder.
+bool holds_ours_alone(const std::string& folder) {
+  const auto libraries = matches(folder + "/libnvrtc*.so*");
+  return std::all_of(libraries.begin(), libraries.end(), [](const std::string& library) {
+    std::error_code failed;
+    const auto path = std::filesystem::canonical(library, failed);
+    return !failed && is_ours_alone(path);
+  });
 }
 
 void* open_in(const std::string& folder) {
@@ -80,10 +94,24 @@ void* open_library() {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
     if (void* library = dlopen(name, RTLD_LAZY)) return library;
   }
-  for (const auto& folder : places()) {
+  std::vector<std::string> folders;
+  dl_iterate_phdr(&add_folder, &folders);
+  // The program has libraries out of these already.
+  for (const auto& folder : folders) {
     if (void* library = open_in(folder)) return library;
   }
-  throw KernelError("NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries");
+  std::string others;
+  for (const auto& folder : folders) {
+    for (const auto& beside : folders_beside(folder)) {
+      if (!holds_ours_alone(beside)) {
+        others = "; others may write to " + beside + ": let LD_LIBRARY_PATH name it if it is to be used";
+      } else if (void* library = open_in(beside)) {
+        return library;
+      }
+    }
+  }
+  throw KernelError(
+      "NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries" + others);
 }
 
 struct Nvrtc {
