@@ -267,6 +267,28 @@ fn a_name_that_is_taken_is_not_written_through() {
 }
 
 #[test]
+fn without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it() {
+    let name = "without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it";
+    if !is_alone() {
+        let program = with_fake(name);
+        // A thread's stack is as large as this allows: larger than any memory. Whoever waits for ever is ended.
+        let script = "ulimit -s 1099511627776 && exec timeout 60 \"$0\" \"$@\"";
+        let mut limited = Command::new("sh");
+        limited.args(["-c", script]).arg(program.get_program()).args(program.get_args());
+        limited.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        return assert_passes(&mut limited);
+    }
+    assert!(!compiled(80).expect("compiled").from_cache);
+    let architectures = [86, 89, 90, 100];
+    for architecture in architectures {
+        compile_ahead("fill.cu", &[], architecture).expect("taken");
+    }
+    for architecture in architectures {
+        assert!(compiled(architecture).is_ok());
+    }
+}
+
+#[test]
 fn a_compiler_where_others_may_write_is_not_loaded() {
     let name = "a_compiler_where_others_may_write_is_not_loaded";
     if is_alone() {

@@ -206,18 +206,14 @@ class Workshop {
 
   void take(Order order) {
     const std::lock_guard<std::mutex> alone(turn_);
-    const auto [place, is_new] = cubins_.try_emplace(order.key);
-    if (!is_new) return;
-    std::packaged_task<std::string()> task([order = std::move(order)] { return order.run(); });
-    place->second = task.get_future().share();
-    tasks_.push_back(std::move(task));
-    const size_t cores = std::max(std::thread::hardware_concurrency(), 1u);
-    if (working_ == cores) return;
-    ++working_;
-    threads_.emplace_back([this] { work(); });
+    const std::string key = order.key;
+    if (cubins_.count(key) != 0) return;
+    tasks_.push_back({key, Task([order = std::move(order)] { return order.run(); })});
+    cubins_.emplace(key, tasks_.back().task.get_future().share());
+    add_thread();
   }
 
-  // Waits for an order that was taken; nothing where it was not.
+  // Waits for an order that somebody is at; nothing where nobody is, and nobody will be.
   std::optional<std::string> finished(const std::string& key) {
     std::shared_future<std::string> cubin;
     {
@@ -227,15 +223,38 @@ class Workshop {
       cubin = found->second;
       // The cache has it for the next one who asks.
       cubins_.erase(found);
+      const auto is_its = [&](const Waiting& waiting) { return waiting.key == key; };
+      const auto waiting = std::find_if(tasks_.begin(), tasks_.end(), is_its);
+      if (waiting != tasks_.end()) {
+        tasks_.erase(waiting);
+        return std::nullopt;
+      }
     }
     return cubin.get();
   }
 
  private:
+  using Task = std::packaged_task<std::string()>;
+
+  struct Waiting {
+    std::string key;
+    Task task;
+  };
+
+  // With `turn_` held. Where the system has no thread to give, whoever needs a kernel compiles it.
+  void add_thread() {
+    if (working_ == std::max(std::thread::hardware_concurrency(), 1u)) return;
+    try {
+      threads_.emplace_back([this] { work(); });
+      ++working_;
+    } catch (const std::system_error&) {
+    }
+  }
+
   void work() {
     std::unique_lock<std::mutex> alone(turn_);
     while (!tasks_.empty() && !closes_) {
-      auto task = std::move(tasks_.front());
+      auto task = std::move(tasks_.front().task);
       tasks_.pop_front();
       alone.unlock();
       task();
@@ -246,7 +265,7 @@ class Workshop {
 
   std::mutex turn_;
   std::map<std::string, std::shared_future<std::string>> cubins_;
-  std::deque<std::packaged_task<std::string()>> tasks_;
+  std::deque<Waiting> tasks_;
   std::vector<std::thread> threads_;
   size_t working_ = 0;
   std::atomic<bool> closes_{false};
