@@ -17,7 +17,9 @@ use crate::{cuda_object, device, ffi};
 pub enum State {
     /// It does: what they are compiled for, and by what.
     Used(String),
-    /// They are switched off, by [`set_enabled`] or `BRIMFUL_KERNELS=off`.
+    /// They are switched off, by [`set_enabled`] or the environment: `BRIMFUL_KERNELS` may be `on`, `1`, `true` or
+    /// `yes`, or `off`, `0`, `false` or `no`, in whatever case; any other word turns them off too, and is told of by
+    /// [`refusals`].
     Off,
     /// It cannot, for this reason: libtorch's own operations run.
     Unavailable(String),

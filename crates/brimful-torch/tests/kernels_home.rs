@@ -327,3 +327,24 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
     set_mode(beside.parent().expect("a folder"), 0o1777);
     assert_passes(&mut program());
 }
+
+#[test]
+fn the_environments_switch_has_words_for_on_and_off_and_others_are_told() {
+    let name = "the_environments_switch_has_words_for_on_and_off_and_others_are_told";
+    if let Ok(expected) = env::var("BRIMFUL_TEST_EXPECTS") {
+        assert_eq!(kernels::enabled(), expected == "on");
+        let told = kernels::refusals();
+        assert_eq!(told.len(), usize::from(expected == "neither"));
+        for word in ["BRIMFUL_KERNELS", "maybe", "on", "off"] {
+            assert!(told.iter().all(|line| line.contains(word)), "{told:?}");
+        }
+        return;
+    }
+    let on = ["", "ON"].map(|value| (value, "on"));
+    let off = ["OFF", "0", "false"].map(|value| (value, "off"));
+    for (value, expected) in on.into_iter().chain(off).chain([("maybe", "neither")]) {
+        let mut program = alone(name);
+        program.env("BRIMFUL_KERNELS", value).env("BRIMFUL_TEST_EXPECTS", expected);
+        assert_passes(&mut program);
+    }
+}
