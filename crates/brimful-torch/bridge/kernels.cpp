@@ -126,6 +126,11 @@ int32_t brimful_kernels_pretend(
   return guarded(message, [&] { kernels::loaded().pretend(multiprocessors, shared_bytes); });
 }
 
+int32_t brimful_kernels_fail_loads(
+    int32_t after, int32_t count, int32_t error, char** message) noexcept {
+  return guarded(message, [&] { kernels::loaded().fail_loads(after, count, error); });
+}
+
 // Compiles a source, by its file's name, with these words defined.
 int32_t brimful_kernels_compile(
     const char* source, const char* defines, int32_t architecture, bool* from_cache, size_t* bytes,

@@ -37,6 +37,7 @@ struct BrimfulCudaFunctions {
   BRIMFUL_FUNCTION_AS(set_memory_share, memory::set_share);
   BRIMFUL_FUNCTION(describe);
   BRIMFUL_FUNCTION(pretend);
+  BRIMFUL_FUNCTION(fail_loads);
   BRIMFUL_FUNCTION(cross_entropy);
   BRIMFUL_FUNCTION(norm_forward);
   BRIMFUL_FUNCTION(norm_partial_rows);

@@ -88,6 +88,17 @@ pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError
     unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes) }
 }
 
+/// Lets so many loads of kernels onto a card fail, after so many others, with this number of the driver's errors: 2
+/// where memory has run out. For tests.
+///
+/// # Errors
+/// Where there is no CUDA.
+pub fn fail_loads(after: i32, count: i32, error: i32) -> Result<(), TorchError> {
+    cuda_object::load()?;
+    // SAFETY: takes plain values.
+    unsafe { ffi::brimful_kernels_fail_loads(after, count, error) }
+}
+
 /// A compiled kernel family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompiledKernel {

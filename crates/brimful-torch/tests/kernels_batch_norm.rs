@@ -15,7 +15,7 @@ use brimful_torch::graph::{Pool, record};
 use brimful_torch::layout::laid_out;
 use brimful_torch::stream::Stream;
 use brimful_torch::touched::touched;
-use brimful_torch::{TorchError, autograd, kernels, memory};
+use brimful_torch::{ErrorKind, TorchError, autograd, kernels, memory};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
@@ -444,6 +444,58 @@ fn small_cards_give_the_same() {
         check_pooled(|case| case);
     }
     kernels::pretend(0, 0).expect("CUDA");
+}
+
+/// Pictures whose kernels no other test of this file has loaded: of 16 channels.
+fn unseen(kind: Kind) -> Tensor {
+    let x = numbers(&[4, 16, 9, 11], 1).to_kind(kind).to_device(test_device());
+    laid_out(&x, true).expect("channels last")
+}
+
+/// The driver's number of this error.
+const OUT_OF_MEMORY: i32 = 2;
+
+#[test]
+fn memory_that_runs_out_while_a_kernel_loads_is_out_of_memory_and_not_remembered() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    let x = unseen(Kind::BFloat16);
+    let normed = || batch_norm(&bare(&x), Addend::Nothing, false);
+    kernels::fail_loads(0, 2, OUT_OF_MEMORY).expect("CUDA");
+    let error = normed().expect_err("no memory, twice");
+    assert_eq!(error.kind, ErrorKind::OutOfMemory, "{error}");
+    assert!(error.message.contains("CUDA driver error: out of memory"), "{error}");
+    let (y, seen) = touched(normed).expect("a list");
+    assert!(seen.operations.iter().any(|line| line.starts_with("brimful::batch_norm")));
+    assert_eq!(kernels::refusals(), Vec::<String>::new(), "libtorch is not asked");
+    let exact = Tensor::batch_norm(
+        &x.to_kind(Kind::Double),
+        None::<&Tensor>,
+        None::<&Tensor>,
+        None::<&Tensor>,
+        None::<&Tensor>,
+        true,
+        0.0,
+        EPS,
+        false,
+    );
+    let case = Case::new([4, 16, 9, 11], Kind::BFloat16, Beside::Nothing);
+    assert_near(&case, "y", &y.expect("memory"), &exact.to_device(Device::Cpu));
+}
+
+#[test]
+fn memory_in_reserve_is_given_back_for_a_kernel() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    let x = unseen(Kind::Half);
+    drop(Tensor::ones([64 << 20], (Kind::Float, test_device())));
+    let reserved = || memory::device_memory(test_device()).expect("figures").reserved;
+    let before = reserved();
+    kernels::fail_loads(0, 1, OUT_OF_MEMORY).expect("CUDA");
+    let _ = moments(&x).expect("memory, the second time");
+    assert!(reserved() < before, "{} of {before} bytes", reserved());
 }
 
 /// A BatchNorm without weights over `x`, and a ReLU.

@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use std::{env, fs, process, thread};
 
+use brimful_torch::ErrorKind;
 use brimful_torch::kernels::{self, State, compile, compile_ahead};
 use fake_compiler::{alone, assert_passes, compiled, is_alone, is_fake, set_mode, with_fake};
 use tch::Device;
@@ -264,6 +265,19 @@ fn a_name_that_is_taken_is_not_written_through() {
     symlink(&precious, &name).expect("a link");
     assert!(!is_kept());
     assert_eq!(fs::read_to_string(&precious).expect("a file"), "untouched");
+}
+
+#[test]
+fn a_compiler_without_memory_is_out_of_memory_and_asked_again() {
+    let name = "a_compiler_without_memory_is_out_of_memory_and_asked_again";
+    if !is_alone() {
+        return assert_passes(with_fake(name).env("FAKE_FULL", "1"));
+    }
+    match compiled(90) {
+        Err(error) => assert_eq!(error.kind, ErrorKind::OutOfMemory, "{error}"),
+        Ok(kernel) => assert!(!is_fake(&kernel), "the first one fails"),
+    }
+    assert!(compiled(90).is_ok());
 }
 
 #[test]

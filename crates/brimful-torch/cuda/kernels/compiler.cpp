@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -114,11 +115,19 @@ void* open_library() {
       "NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries" + others);
 }
 
+// NVRTC's number of the answer that there is no memory.
+constexpr int kNoMemoryToCompile = 1;
+
+void compiler_failed(const char* function, int error) {
+  if (error == kNoMemoryToCompile) throw std::bad_alloc();
+  throw KernelError(std::string(function) + " failed with " + std::to_string(error));
+}
+
 struct Nvrtc {
   template <class Signature>
   using Function = LibraryFunction<Signature>;
 
-  const Library library{open_library(), "NVRTC", [](int error) { return std::to_string(error); }};
+  const Library library{open_library(), "NVRTC", compiler_failed};
   Function<int(int*, int*)> version{library, "nvrtcVersion"};
   Function<int(
       Program*, const char* text, const char* name, int, const char* const*, const char* const*)>
@@ -153,7 +162,9 @@ std::string compile(const Source& source, const std::vector<std::string>& option
   const std::unique_ptr<void, decltype(destroy)> owned(program, destroy);
   std::vector<const char*> words;
   for (const auto& option : options) words.push_back(option.c_str());
-  if (nvrtc().compile.ask(program, static_cast<int>(words.size()), words.data()) != 0) {
+  const int answer = nvrtc().compile.ask(program, static_cast<int>(words.size()), words.data());
+  if (answer == kNoMemoryToCompile) nvrtc().compile.check(answer);
+  if (answer != 0) {
     throw KernelError(std::string(source.name) + " does not compile: " + log_of(program));
   }
   size_t size = 0;
