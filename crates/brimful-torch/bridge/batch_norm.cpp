@@ -113,13 +113,25 @@ at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
       all.reshape({-1})).as_strided(x.sizes(), x.strides());
 }
 
+// What comes back to a pooling's input. `places` are those of the maxima in their windows of 3×3, the channels last.
+at::Tensor unpooled(const at::Tensor& dy, const at::Tensor& places, const at::Tensor& x) {
+  const auto shape = dy.sizes();
+  const auto rows = places.view({shape[0], shape[2], shape[3], shape[1]});
+  const auto place = rows.permute({0, 3, 1, 2}).to(at::kLong);
+  const auto from = [&](int64_t windows) { return at::arange(windows, place.options()) * 2 - 1; };
+  const auto row = from(shape[2]).unsqueeze(1) + place.div(3, "floor");
+  const auto pixel = row * x.size(3) + from(shape[3]) + place.remainder(3);
+  return at::max_pool2d_with_indices_backward(
+      dy, x.to(dy.scalar_type()), {3, 3}, {2, 2}, {1, 1}, {1, 1}, false, pixel);
+}
+
 // What the kernel would have given, where it cannot be had after all.
 BatchNormGradients plain_backward(const BatchNormGradient& in) {
-  TORCH_CHECK(!in.pooled, "the backward of BatchNorm with pooling needs the kernel of its forward");
   const auto& x = in.own.x;
   auto dz = in.dy.to(at::kFloat);
+  if (in.pooled) dz = unpooled(dz, in.mask, x);
   if (in.more_dy.defined()) dz = dz + in.more_dy;
-  if (in.relu && in.mask.defined()) {
+  if (in.relu && in.mask.defined() && !in.pooled) {
     dz = dz * unpacked(in.mask, x);
   } else if (in.relu) {
     const auto row = [&](int64_t number) { return row_of(in.own.saved, number, x); };
@@ -247,8 +259,14 @@ void tell_of(const char* name, const BatchNormGiven& norm) {
       {&norm.running_mean, &norm.running_variance});
 }
 
+// Its running statistics have moved: what runs after this must not move them again.
+void leave_running(BatchNormGiven& norm) {
+  norm.running_mean.reset();
+  norm.running_variance.reset();
+}
+
 at::Tensor by_kernels(
-    const BrimfulCudaFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
+    const BrimfulCudaFunctions& functions, const BatchNormGiven& norm, Beside& beside, bool relu) {
   const bool graph = any_wants_gradient(norm) || any_wants_gradient(beside.norm) ||
                      compute_requires_grad(beside.tensor);
   BatchNormed out;
@@ -258,6 +276,7 @@ at::Tensor by_kernels(
     if (beside.is_norm()) {
       tell_of("brimful::batch_norm_statistics", beside.norm);
       beside.saved = functions.batch_norm_statistics(beside.norm);
+      leave_running(beside.norm);
       addend = {beside.norm.x, beside.saved};
     } else if (beside.tensor.defined()) {
       addend.tensor = channels_laid_out(beside.tensor);
@@ -280,13 +299,14 @@ at::Tensor saved_of_running(const BatchNormGiven& norm) {
   return at::cat({mean, deviation, scale, bias});
 }
 
-at::Tensor pooled_by_kernels(const BrimfulCudaFunctions& functions, const BatchNormGiven& norm) {
+at::Tensor pooled_by_kernels(const BrimfulCudaFunctions& functions, BatchNormGiven& norm) {
   BatchNormed out;
   {
     const at::NoGradGuard untracked;
     tell_of("brimful::batch_norm_pool", norm);
     const auto saved =
         norm.training ? functions.batch_norm_statistics(norm) : saved_of_running(norm);
+    if (norm.training) leave_running(norm);
     out = functions.batch_norm_pool(norm.x, saved);
   }
   at::Tensor y = out.y;
@@ -370,7 +390,7 @@ int32_t brimful_batch_norm(
 int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    const BatchNormGiven norm = norm_of(*raw);
+    BatchNormGiven norm = norm_of(*raw);
     // What the backward could not count is asked before running statistics move.
     const bool suited =
         norm.x.dim() == 4 && suits(norm) && squares_of(norm.x) < int64_t{1} << 28;

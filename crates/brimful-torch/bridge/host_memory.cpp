@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdint>
@@ -48,6 +49,7 @@ int32_t brimful_lock_pages(void* memory, size_t bytes, int32_t device, char** me
     const auto on = brimful::device_of(device);
     at::globalContext().lazyInitDevice(on.type());
     // A thread that has not used the device yet has no context of its driver.
+    const c10::DeviceGuard there(on);
     c10::impl::VirtualGuardImpl(on.type()).setDevice(on);
     using Register = int(void*, size_t, unsigned);
     check(

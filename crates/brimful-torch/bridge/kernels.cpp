@@ -6,6 +6,8 @@
 #include "guard.h"
 #include "kernel_sources.h"
 
+#include <strings.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -19,16 +21,6 @@ namespace {
 
 std::atomic<const BrimfulCudaFunctions*> table{nullptr};
 
-bool asked_for() {
-  const char* asked = std::getenv("BRIMFUL_KERNELS");
-  return asked == nullptr || std::strcmp(asked, "off") != 0;
-}
-
-std::atomic<bool>& is_on() {
-  static std::atomic<bool> on{asked_for()};
-  return on;
-}
-
 struct Refusals {
   std::mutex turn;
   std::set<std::string> known;
@@ -39,6 +31,26 @@ struct Refusals {
 Refusals& refusals() {
   static Refusals all;
   return all;
+}
+
+// A word that is none of the switch's turns them off: whoever sets it wants something else than what there is without.
+bool asked_for() {
+  const char* asked = std::getenv("BRIMFUL_KERNELS");
+  if (asked == nullptr) return true;
+  const auto is = [&](const char* word) { return strcasecmp(asked, word) == 0; };
+  for (const char* on : {"", "on", "1", "true", "yes"}) {
+    if (is(on)) return true;
+  }
+  for (const char* off : {"off", "0", "false", "no"}) {
+    if (is(off)) return false;
+  }
+  kernels::refused(c10::str("BRIMFUL_KERNELS is \"", asked, "\": set it to on or off, or unset it"));
+  return false;
+}
+
+std::atomic<bool>& is_on() {
+  static std::atomic<bool> on{asked_for()};
+  return on;
 }
 
 const kernels::Source& source_named(const std::string& name) {
@@ -117,6 +129,11 @@ int32_t brimful_kernels_pretend(
 int32_t brimful_kernels_pretend_failure(
     int64_t launches, int64_t* left, char** message) noexcept {
   return guarded(message, [&] { *left = kernels::loaded().pretend_failure(launches); });
+}
+
+int32_t brimful_kernels_fail_loads(
+    int32_t after, int32_t count, int32_t error, char** message) noexcept {
+  return guarded(message, [&] { kernels::loaded().fail_loads(after, count, error); });
 }
 
 // Compiles a source, by its file's name, with these words defined.

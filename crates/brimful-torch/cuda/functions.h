@@ -38,6 +38,7 @@ struct BrimfulCudaFunctions {
   BRIMFUL_FUNCTION(describe);
   BRIMFUL_FUNCTION(pretend);
   BRIMFUL_FUNCTION(pretend_failure);
+  BRIMFUL_FUNCTION(fail_loads);
   BRIMFUL_FUNCTION(cross_entropy);
   BRIMFUL_FUNCTION(norm_forward);
   BRIMFUL_FUNCTION(norm_partial_rows);

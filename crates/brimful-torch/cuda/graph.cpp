@@ -55,6 +55,8 @@ class Graph final : public at::cuda::CUDAGraph {
       brimful::kernels::replace_memsets(graph_, capture_dev_);
     } catch (const brimful::kernels::KernelError&) {
       // What was not replaced does the same, and later.
+    } catch (const c10::OutOfMemoryError&) {
+      // Likewise.
     }
   }
 

@@ -121,6 +121,7 @@ guarded! {
     fn brimful_kernels_describe(device: i32) -> *mut c_char;
     fn brimful_kernels_pretend(multiprocessors: i32, shared_bytes: u64);
     fn brimful_kernels_pretend_failure(launches: i64) -> i64;
+    fn brimful_kernels_fail_loads(after: i32, count: i32, error: i32);
     fn brimful_kernels_compile(
         source: *const c_char, defines: *const c_char, architecture: i32, from_cache: *mut bool,
         bytes: *mut usize,

@@ -17,7 +17,9 @@ use crate::{cuda_object, device, ffi};
 pub enum State {
     /// It does: what they are compiled for, and by what.
     Used(String),
-    /// They are switched off, by [`set_enabled`] or `BRIMFUL_KERNELS=off`.
+    /// They are switched off, by [`set_enabled`] or the environment: `BRIMFUL_KERNELS` may be `on`, `1`, `true` or
+    /// `yes`, or `off`, `0`, `false` or `no`, in whatever case; any other word turns them off too, and is told of by
+    /// [`refusals`].
     Off,
     /// It cannot, for this reason: libtorch's own operations run.
     Unavailable(String),
@@ -96,6 +98,17 @@ pub fn pretend_failure(after: Option<u32>) -> Result<bool, TorchError> {
     // SAFETY: takes a plain value.
     let left = unsafe { ffi::brimful_kernels_pretend_failure(after.map_or(-1, i64::from)) }?;
     Ok(left >= 0)
+}
+
+/// Lets so many loads of kernels onto a card fail, after so many others, with this number of the driver's errors: 2
+/// where memory has run out. For tests.
+///
+/// # Errors
+/// Where there is no CUDA.
+pub fn fail_loads(after: i32, count: i32, error: i32) -> Result<(), TorchError> {
+    cuda_object::load()?;
+    // SAFETY: takes plain values.
+    unsafe { ffi::brimful_kernels_fail_loads(after, count, error) }
 }
 
 /// A compiled kernel family.

@@ -1,8 +1,11 @@
 //! Tensors that have a shape and no memory, to count a model before it exists.
 
-use std::marker::PhantomData;
-
 use crate::ffi;
+use crate::replaced::{GuardNumber, Replaced};
+
+thread_local! {
+    static FOUND: Replaced<bool> = const { Replaced::new() };
+}
 
 /// From here on this thread's new tensors have a shape and no memory, until the guard is dropped.
 ///
@@ -11,20 +14,20 @@ use crate::ffi;
 pub fn enter() -> MetaGuard {
     // SAFETY: it changes a setting of this thread alone.
     let last = unsafe { ffi::brimful_meta_enter(true) };
-    MetaGuard { last, _this_thread: PhantomData }
+    MetaGuard(Replaced::note(&FOUND, last))
 }
 
-/// Keeps new tensors without memory; dropped, the state before holds again.
+/// Keeps new tensors without memory; dropped, the state before holds again. Guards may be dropped in any order: they
+/// have memory again when none is left.
 #[derive(Debug)]
 #[must_use = "tensors have memory again when the guard is dropped"]
-pub struct MetaGuard {
-    last: bool,
-    _this_thread: PhantomData<*const ()>,
-}
+pub struct MetaGuard(GuardNumber);
 
 impl Drop for MetaGuard {
     fn drop(&mut self) {
-        // SAFETY: as in `enter`; the guard cannot have left its thread.
-        unsafe { ffi::brimful_meta_enter(self.last) };
+        if let Some(last) = Replaced::leave(&FOUND, self.0, |_, _| true) {
+            // SAFETY: as in `enter`; the guard cannot have left its thread.
+            unsafe { ffi::brimful_meta_enter(last) };
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! How many threads one operation may use, for this thread alone.
 
 use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
 
 use crate::replaced::{GuardNumber, Replaced};
 
@@ -21,17 +22,20 @@ pub fn threads() -> usize {
 }
 
 /// libtorch's own call also becomes the default of threads that have not asked yet. A newcomer
-/// tells what that default was, and another one puts it back.
+/// tells what that default was, and another one puts it back; where none can be started, nobody has that default.
 fn set(count: usize) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let newcomers = elsewhere(tch::get_num_threads);
     tch::set_num_threads(i32::try_from(count).unwrap_or(i32::MAX));
-    elsewhere(move || tch::set_num_threads(newcomers.max(1)));
+    if let Some(newcomers) = newcomers {
+        elsewhere(move || tch::set_num_threads(newcomers.max(1)));
+    }
 }
 
-fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
-    std::thread::spawn(f).join().expect("neither call panics")
+/// On a thread of its own; nothing where the system has none to give.
+fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    Builder::new().spawn(f).ok()?.join().ok()
 }
 
 /// Keeps a thread count in place; dropped, the one before holds again. Guards may be dropped in any

@@ -84,6 +84,28 @@ fn thread_counts_may_be_dropped_in_any_order() {
 }
 
 #[test]
+fn a_thread_count_holds_where_no_thread_can_be_started() {
+    let set = "BRIMFUL_TEST_NO_THREADS";
+    if std::env::var_os(set).is_none() {
+        let this = std::env::current_exe().expect("this program");
+        let ended = std::process::Command::new(this)
+            .args(["--exact", "a_thread_count_holds_where_no_thread_can_be_started"])
+            // No memory is as large as the stack that a thread would have.
+            .envs([(set, "1"), ("RUST_MIN_STACK", "1125899906842624")])
+            .output()
+            .expect("it starts");
+        let said = String::from_utf8_lossy(&ended.stdout).into_owned();
+        return assert!(ended.status.success() && said.contains("1 passed"), "{said}");
+    }
+    assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "there are none");
+    let before = threads::threads();
+    let guard = threads::limit_threads(before + 1);
+    assert_eq!(threads::threads(), before + 1);
+    drop(guard);
+    assert_eq!(threads::threads(), before);
+}
+
+#[test]
 fn streams_may_be_left_in_any_order() {
     let device = test_device();
     let main = Stream::current(device).expect("now");

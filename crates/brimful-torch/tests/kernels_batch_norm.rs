@@ -15,7 +15,7 @@ use brimful_torch::graph::{Pool, record};
 use brimful_torch::layout::laid_out;
 use brimful_torch::stream::Stream;
 use brimful_torch::touched::touched;
-use brimful_torch::{TorchError, autograd, kernels, memory};
+use brimful_torch::{ErrorKind, TorchError, autograd, kernels, memory};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
@@ -444,6 +444,120 @@ fn small_cards_give_the_same() {
         check_pooled(|case| case);
     }
     kernels::pretend(0, 0).expect("CUDA");
+}
+
+/// Pictures whose kernels no other test of this file has loaded: of 16 channels.
+fn unseen(kind: Kind) -> Tensor {
+    let x = numbers(&[4, 16, 9, 11], 1).to_kind(kind).to_device(test_device());
+    laid_out(&x, true).expect("channels last")
+}
+
+/// Numbers of the driver's errors.
+const OUT_OF_MEMORY: i32 = 2;
+const NO_BINARY: i32 = 209;
+
+#[test]
+fn memory_that_runs_out_while_a_kernel_loads_is_out_of_memory_and_not_remembered() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    let x = unseen(Kind::BFloat16);
+    let normed = || batch_norm(&bare(&x), Addend::Nothing, false);
+    kernels::fail_loads(0, 2, OUT_OF_MEMORY).expect("CUDA");
+    let error = normed().expect_err("no memory, twice");
+    assert_eq!(error.kind, ErrorKind::OutOfMemory, "{error}");
+    assert!(error.message.contains("CUDA driver error: out of memory"), "{error}");
+    let (y, seen) = touched(normed).expect("a list");
+    assert!(seen.operations.iter().any(|line| line.starts_with("brimful::batch_norm")));
+    assert_eq!(kernels::refusals(), Vec::<String>::new(), "libtorch is not asked");
+    let exact = Tensor::batch_norm(
+        &x.to_kind(Kind::Double),
+        None::<&Tensor>,
+        None::<&Tensor>,
+        None::<&Tensor>,
+        None::<&Tensor>,
+        true,
+        0.0,
+        EPS,
+        false,
+    );
+    let case = Case::new([4, 16, 9, 11], Kind::BFloat16, Beside::Nothing);
+    assert_near(&case, "y", &y.expect("memory"), &exact.to_device(Device::Cpu));
+}
+
+#[test]
+fn memory_in_reserve_is_given_back_for_a_kernel() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    let x = unseen(Kind::Half);
+    drop(Tensor::ones([64 << 20], (Kind::Float, test_device())));
+    let reserved = || memory::device_memory(test_device()).expect("figures").reserved;
+    let before = reserved();
+    kernels::fail_loads(0, 1, OUT_OF_MEMORY).expect("CUDA");
+    let _ = moments(&x).expect("memory, the second time");
+    assert!(reserved() < before, "{} of {before} bytes", reserved());
+}
+
+/// What a BatchNorm's running statistics come to where the second kernel of a layer cannot be loaded.
+fn moved_once(kind: Kind, layer: impl Fn(NormInput<'_>) -> Result<Tensor, TorchError>) {
+    let x = unseen(kind);
+    let zeros = || Tensor::zeros([16], (Kind::Float, test_device()));
+    let [mean, variance, expected_mean, expected_variance] = [(); 4].map(|()| zeros());
+    let norm = |running| NormInput { running: Some(running), ..bare(&x) };
+    kernels::fail_loads(1, 1, NO_BINARY).expect("CUDA");
+    let ours = layer(norm((&mean, &variance))).expect("libtorch's");
+    let refusals = kernels::refusals();
+    assert!(refusals.iter().any(|line| line.contains("NO_BINARY")), "{refusals:?}");
+    kernels::set_enabled(false);
+    let expected = layer(norm((&expected_mean, &expected_variance))).expect("libtorch's");
+    kernels::set_enabled(true);
+    assert!(ours.allclose(&expected, 1e-2, 1e-2, false));
+    assert!(mean.allclose(&expected_mean, 1e-3, 1e-4, false), "the mean has moved once");
+    assert!(variance.allclose(&expected_variance, 1e-3, 1e-4, false), "so has the variance");
+}
+
+#[test]
+fn running_statistics_move_once_where_a_second_kernel_is_missing() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    moved_once(Kind::Float, |norm| batch_norm_relu_pool(&norm));
+    moved_once(Kind::Half, |beside| batch_norm(&bare(beside.x), Addend::Normed(beside), true));
+}
+
+#[test]
+fn a_pooling_goes_backward_where_its_kernel_is_missing() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    for kind in KINDS {
+        for shape in POOLED {
+            let x = numbers(&shape, 1).to_device(test_device()).to_kind(kind);
+            let x = laid_out(&x, true).expect("channels last");
+            let weight =
+                (numbers(&[shape[1]], 2) + 1.5).to_kind(Kind::Float).to_device(test_device());
+            let with = |shared| {
+                let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
+                let (x, weight) = (leaf(&x), leaf(&weight));
+                let norm = NormInput { weight: Some(&weight), ..bare(&x) };
+                let y = batch_norm_relu_pool(&norm).expect("a pooling");
+                let counts = numbers(&y.size(), 3).to_device(y.device()).to_kind(y.kind());
+                kernels::pretend(0, shared).expect("CUDA");
+                let done = autograd::backward(&[&y], &[Some(&counts)], false);
+                kernels::pretend(0, 0).expect("CUDA");
+                done.expect("gradients");
+                [x.grad(), weight.grad()]
+            };
+            let [ours, plain] = [0, 1].map(with);
+            for (name, (ours, plain)) in ["dx", "d_weight"].iter().zip(ours.iter().zip(&plain)) {
+                let plain = plain.to_device(Device::Cpu).to_kind(Kind::Double);
+                assert_near(&Case::new(shape, kind, Beside::Pooled), name, ours, &plain);
+            }
+        }
+    }
+    let refusals = kernels::refusals();
+    assert!(refusals.iter().any(|line| line.contains("shared memory")), "{refusals:?}");
 }
 
 /// A BatchNorm without weights over `x`, and a ReLU.

@@ -3,15 +3,19 @@
 //!
 //! Where NVRTC is found these compile, with or without a card; `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU.
 
+mod fake_compiler;
 mod test_device;
 
-use std::path::PathBuf;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use std::{env, fs, process, thread};
 
+use brimful_torch::ErrorKind;
 use brimful_torch::kernels::{self, State, compile, compile_ahead};
+use fake_compiler::{alone, assert_passes, compiled, is_alone, is_fake, set_mode, with_fake};
 use tch::Device;
 use test_device::test_device;
 
@@ -197,4 +201,164 @@ fn a_switch_turns_them_off_and_the_state_says_why() {
     }
     let State::Unavailable(why) = kernels::state(Device::Cpu) else { panic!("a CPU has none") };
     assert!(why.contains("CUDA"), "{why}");
+}
+
+/// Whether the next one comes out of the cache.
+fn is_kept() -> bool {
+    compiled(90).expect("compiled").from_cache
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).expect("it is there").permissions().mode() & 0o777
+}
+
+#[test]
+fn a_cache_that_others_may_write_to_is_not_used() {
+    if !is_alone() {
+        return assert_passes(&mut with_fake("a_cache_that_others_may_write_to_is_not_used"));
+    }
+    let folder = Path::new(&env::var_os("XDG_CACHE_HOME").expect("set")).join("brimful/kernels");
+    assert!(!is_kept() && is_kept());
+    let file = files(&folder).remove(0);
+    assert_eq!((mode(&folder), mode(&file)), (0o700, 0o600));
+    for loose in [0o620, 0o602] {
+        set_mode(&file, loose);
+        assert!(!is_kept(), "a file that others may write to");
+        assert!(is_kept() && mode(&file) == 0o600, "another is in its place");
+    }
+    let elsewhere = folder.with_file_name("elsewhere");
+    fs::rename(&file, &elsewhere).expect("moved");
+    symlink(&elsewhere, &file).expect("a link");
+    assert!(!is_kept(), "what a link leads to");
+    assert!(is_kept() && !file.is_symlink());
+    for loose in [0o770, 0o707] {
+        set_mode(&folder, loose);
+        assert!(!is_kept() && !is_kept(), "a folder that others may write to");
+        fs::remove_file(&file).expect("removed");
+        assert!(!is_kept() && !file.exists(), "nothing is left there either");
+        set_mode(&folder, 0o700);
+        assert!(!is_kept() && is_kept());
+    }
+    // Only the superuser can give files away.
+    const NOBODY: Option<u32> = Some(65_534);
+    if chown(&file, NOBODY, None).is_ok() {
+        assert!(!is_kept(), "another's file");
+        assert!(is_kept());
+        chown(&folder, NOBODY, None).expect("given away");
+        assert!(!is_kept() && !is_kept(), "another's folder");
+    }
+}
+
+#[test]
+fn a_name_that_is_taken_is_not_written_through() {
+    if !is_alone() {
+        return assert_passes(&mut with_fake("a_name_that_is_taken_is_not_written_through"));
+    }
+    let folder = Path::new(&env::var_os("XDG_CACHE_HOME").expect("set")).join("brimful/kernels");
+    assert!(!is_kept());
+    let file = files(&folder).remove(0);
+    fs::remove_file(&file).expect("removed");
+    let (precious, mut name) = (folder.with_file_name("precious"), file.into_os_string());
+    fs::write(&precious, "untouched").expect("written");
+    // As the next one is called before it is whole.
+    name.push(format!(".{}.1", process::id()));
+    symlink(&precious, &name).expect("a link");
+    assert!(!is_kept());
+    assert_eq!(fs::read_to_string(&precious).expect("a file"), "untouched");
+}
+
+#[test]
+fn a_compiler_without_memory_is_out_of_memory_and_asked_again() {
+    let name = "a_compiler_without_memory_is_out_of_memory_and_asked_again";
+    if !is_alone() {
+        return assert_passes(with_fake(name).env("FAKE_FULL", "1"));
+    }
+    match compiled(90) {
+        Err(error) => assert_eq!(error.kind, ErrorKind::OutOfMemory, "{error}"),
+        Ok(kernel) => assert!(!is_fake(&kernel), "the first one fails"),
+    }
+    assert!(compiled(90).is_ok());
+}
+
+#[test]
+fn without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it() {
+    let name = "without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it";
+    if !is_alone() {
+        let program = with_fake(name);
+        // A thread's stack is as large as this allows: larger than any memory. Whoever waits for ever is ended.
+        let script = "ulimit -s 1099511627776 && exec timeout 60 \"$0\" \"$@\"";
+        let mut limited = Command::new("sh");
+        limited.args(["-c", script]).arg(program.get_program()).args(program.get_args());
+        limited.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        return assert_passes(&mut limited);
+    }
+    assert!(!compiled(80).expect("compiled").from_cache);
+    let architectures = [86, 89, 90, 100];
+    for architecture in architectures {
+        compile_ahead("fill.cu", &[], architecture).expect("taken");
+    }
+    for architecture in architectures {
+        assert!(compiled(architecture).is_ok());
+    }
+}
+
+#[test]
+fn a_compiler_where_others_may_write_is_not_loaded() {
+    let name = "a_compiler_where_others_may_write_is_not_loaded";
+    if is_alone() {
+        let found = compiled(90);
+        // A true one that the loader finds by itself is nobody's concern here.
+        if found.as_ref().is_ok_and(|kernel| !is_fake(kernel)) {
+            return;
+        }
+        let refusal = found.err().map(|error| error.message);
+        let expected = env::var("BRIMFUL_TEST_EXPECTS").ok();
+        assert_eq!(refusal.is_some(), expected.is_some(), "{refusal:?}");
+        let (refusal, expected) = (refusal.unwrap_or_default(), expected.unwrap_or_default());
+        return assert!(refusal.contains(&expected), "{refusal}");
+    }
+    let [cuda, beside] =
+        ["neighbours/cuda/lib", "neighbours/beside/lib"].map(fake_compiler::folder);
+    // Where a library of CUDA's is in the program, its neighbours are looked at.
+    let [preloaded, found] = [cuda.join("libcudart_fake.so"), beside.join("libnvrtc.so.13")];
+    for library in [&preloaded, &found] {
+        fs::copy(fake_compiler::library(), library).expect("copied");
+    }
+    let program = || {
+        let mut program = alone(name);
+        program.env("LD_PRELOAD", &preloaded);
+        program
+    };
+    assert_passes(&mut program());
+    let place = beside.to_str().expect("a plain name");
+    for (loose, mode) in [(&found, 0o757), (&beside, 0o775)] {
+        let before = fs::metadata(loose).expect("there").permissions();
+        set_mode(loose, mode);
+        assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
+        fs::set_permissions(loose, before).expect("as before");
+    }
+    // In such a folder others may add files, and leave ours alone.
+    set_mode(beside.parent().expect("a folder"), 0o1777);
+    assert_passes(&mut program());
+}
+
+#[test]
+fn the_environments_switch_has_words_for_on_and_off_and_others_are_told() {
+    let name = "the_environments_switch_has_words_for_on_and_off_and_others_are_told";
+    if let Ok(expected) = env::var("BRIMFUL_TEST_EXPECTS") {
+        assert_eq!(kernels::enabled(), expected == "on");
+        let told = kernels::refusals();
+        assert_eq!(told.len(), usize::from(expected == "neither"));
+        for word in ["BRIMFUL_KERNELS", "maybe", "on", "off"] {
+            assert!(told.iter().all(|line| line.contains(word)), "{told:?}");
+        }
+        return;
+    }
+    let on = ["", "ON"].map(|value| (value, "on"));
+    let off = ["OFF", "0", "false"].map(|value| (value, "off"));
+    for (value, expected) in on.into_iter().chain(off).chain([("maybe", "neither")]) {
+        let mut program = alone(name);
+        program.env("BRIMFUL_KERNELS", value).env("BRIMFUL_TEST_EXPECTS", expected);
+        assert_passes(&mut program);
+    }
 }

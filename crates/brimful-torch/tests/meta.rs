@@ -55,3 +55,15 @@ fn guards_nest_and_other_threads_do_not_notice() {
     drop(outer);
     assert_eq!(Tensor::ones([3], CPU).double_value(&[2]), 1.0);
 }
+
+#[test]
+fn guards_may_be_dropped_in_any_order() {
+    let has_memory = || Tensor::ones([3], CPU).f_double_value(&[0]).is_ok();
+    let [first, second, third] = [(); 3].map(|()| meta::enter());
+    drop(first);
+    assert!(!has_memory(), "two are left");
+    drop(third);
+    assert!(!has_memory(), "one is left");
+    drop(second);
+    assert!(has_memory());
+}

@@ -3,6 +3,10 @@
 
 #include "cache.h"
 
+#include "ours.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -10,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 
 namespace fs = std::filesystem;
@@ -44,9 +47,51 @@ fs::path folder() {
   return fs::path(home) / ".cache" / "brimful" / "kernels";
 }
 
-fs::path file_of(const std::string& key) {
-  const fs::path in = folder();
-  return in.empty() ? in : in / (key + ".cubin");
+// What is open, closed in the end.
+class Opened {
+ public:
+  explicit Opened(int number) : number(number) {}
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+  ~Opened() {
+    if (number >= 0) close(number);
+  }
+
+  // It is there, of this type, and nobody else may write to it: whoever may could have code of his own run.
+  bool serves(mode_t type) const {
+    struct stat seen{};
+    return number >= 0 && fstat(number, &seen) == 0 && (seen.st_mode & S_IFMT) == type &&
+           is_ours_alone(seen);
+  }
+
+  const int number;
+};
+
+// Looked into, so that nobody puts another folder in its place meanwhile.
+int open_folder() { return open(folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
+
+std::string file_of(const std::string& key) { return key + ".cubin"; }
+
+int open_kept(const Opened& folder, const std::string& key) {
+  if (!folder.serves(S_IFDIR)) return -1;
+  return openat(folder.number, file_of(key).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+}
+
+// As far as it can be read.
+std::string read_all(int file) {
+  std::string all;
+  char some[1 << 16];
+  for (ssize_t count = 0; (count = read(file, some, sizeof(some))) > 0;) all.append(some, count);
+  return all;
+}
+
+bool write_all(int file, const std::string& all) {
+  for (size_t done = 0; done < all.size();) {
+    const ssize_t count = write(file, all.data() + done, all.size() - done);
+    if (count <= 0) return false;
+    done += static_cast<size_t>(count);
+  }
+  return true;
 }
 
 std::string first_line(const std::string& key, const std::string& cubin) {
@@ -56,20 +101,23 @@ std::string first_line(const std::string& key, const std::string& cubin) {
 }
 
 // A name that no other thread or process has at this moment.
-fs::path temporary(const fs::path& file) {
+std::string temporary(const std::string& file) {
   static std::atomic<uint64_t> next{0};
-  return file.string() + "." + std::to_string(getpid()) + "." + std::to_string(next++);
+  return file + "." + std::to_string(getpid()) + "." + std::to_string(next++);
 }
 
-void write_whole(const fs::path& file, const std::string& line, const std::string& cubin) {
-  fs::create_directories(file.parent_path());
-  const fs::path part = temporary(file);
-  std::ofstream out(part, std::ios::binary);
-  out << line << '\n' << cubin;
-  out.close();
-  std::error_code ignored;
-  if (out.good()) fs::rename(part, file, ignored);
-  fs::remove(part, ignored);
+void write_whole(const std::string& file, const std::string& all) {
+  fs::create_directories(folder().parent_path());
+  mkdir(folder().c_str(), S_IRWXU);
+  const Opened in(open_folder());
+  if (!in.serves(S_IFDIR)) return;
+  const std::string part = temporary(file);
+  constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+  const Opened out(openat(in.number, part.c_str(), kNew, S_IRUSR | S_IWUSR));
+  if (out.number < 0) return;
+  const bool whole = write_all(out.number, all);
+  const bool placed = whole && renameat(in.number, part.c_str(), in.number, file.c_str()) == 0;
+  if (!placed) unlinkat(in.number, part.c_str(), 0);
 }
 
 }  // namespace
@@ -79,23 +127,25 @@ std::string cache_key(const std::string& all) {
 }
 
 bool is_cached(const std::string& key) {
-  std::error_code ignored;
-  return fs::exists(file_of(key), ignored);
+  const Opened in(open_folder());
+  return Opened(open_kept(in, key)).serves(S_IFREG);
 }
 
 std::optional<std::string> read_cache(const std::string& key) {
-  std::ifstream in(file_of(key), std::ios::binary);
-  std::string line;
-  if (!in || !std::getline(in, line)) return std::nullopt;
-  std::string cubin{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  if (line != first_line(key, cubin)) return std::nullopt;
+  const Opened in(open_folder());
+  const Opened file(open_kept(in, key));
+  if (!file.serves(S_IFREG)) return std::nullopt;
+  std::string all = read_all(file.number);
+  const size_t end = all.find('\n');
+  if (end == std::string::npos) return std::nullopt;
+  std::string cubin = all.substr(end + 1);
+  if (all.compare(0, end, first_line(key, cubin)) != 0) return std::nullopt;
   return cubin;
 }
 
 void write_cache(const std::string& key, const std::string& cubin) noexcept {
   try {
-    const fs::path file = file_of(key);
-    if (!file.empty()) write_whole(file, first_line(key, cubin), cubin);
+    if (!folder().empty()) write_whole(file_of(key), first_line(key, cubin) + "\n" + cubin);
   } catch (const std::exception&) {
     // A full or read-only disk costs a second at the next start, and nothing else.
   }

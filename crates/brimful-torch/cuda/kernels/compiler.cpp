@@ -1,12 +1,14 @@
 // Looks for NVRTC, and has it compile kernels, now or ahead of their use.
 //
 // It lies beside libtorch's other CUDA libraries, which are in the program already: in their folder,
-// or in one of nvidia's packages next to it. Its own helper library must be there before it.
+// or in one of nvidia's packages next to it, where nobody else may have put it. Its own helper library must be there
+// before it.
 
 #include "compiler.h"
 
 #include "cache.h"
 #include "library.h"
+#include "ours.h"
 
 #include <dlfcn.h>
 #include <glob.h>
@@ -15,11 +17,14 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <filesystem>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -54,17 +59,27 @@ int add_folder(dl_phdr_info* info, size_t, void* folders) {
   return 0;
 }
 
-std::vector<std::string> places() {
-  std::vector<std::string> folders;
-  dl_iterate_phdr(&add_folder, &folders);
-  std::vector<std::string> all = folders;
-  for (const auto& folder : folders) {
-    for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
-      const auto found = matches(folder + beside);
-      all.insert(all.end(), found.begin(), found.end());
+// Where the packages next to a folder have their libraries.
+std::vector<std::string> folders_beside(const std::string& folder) {
+  std::vector<std::string> all;
+  for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
+    for (const auto& found : matches(folder + beside)) {
+      std::error_code failed;
+      const auto path = std::filesystem::canonical(found, failed);
+      if (!failed) all.push_back(path);
     }
   }
   return all;
+}
+
+// Whether nobody else may write to the compiler's libraries in this folder.
+bool holds_ours_alone(const std::string& folder) {
+  const auto libraries = matches(folder + "/libnvrtc*.so*");
+  return std::all_of(libraries.begin(), libraries.end(), [](const std::string& library) {
+    std::error_code failed;
+    const auto path = std::filesystem::canonical(library, failed);
+    return !failed && is_ours_alone(path);
+  });
 }
 
 void* open_in(const std::string& folder) {
@@ -80,17 +95,39 @@ void* open_library() {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
     if (void* library = dlopen(name, RTLD_LAZY)) return library;
   }
-  for (const auto& folder : places()) {
+  std::vector<std::string> folders;
+  dl_iterate_phdr(&add_folder, &folders);
+  // The program has libraries out of these already.
+  for (const auto& folder : folders) {
     if (void* library = open_in(folder)) return library;
   }
-  throw KernelError("NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries");
+  std::string others;
+  for (const auto& folder : folders) {
+    for (const auto& beside : folders_beside(folder)) {
+      if (!holds_ours_alone(beside)) {
+        others = "; others may write to " + beside + ": let LD_LIBRARY_PATH name it if it is to be used";
+      } else if (void* library = open_in(beside)) {
+        return library;
+      }
+    }
+  }
+  throw KernelError(
+      "NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries" + others);
+}
+
+// NVRTC's number of the answer that there is no memory.
+constexpr int kNoMemoryToCompile = 1;
+
+void compiler_failed(const char* function, int error) {
+  if (error == kNoMemoryToCompile) throw std::bad_alloc();
+  throw KernelError(std::string(function) + " failed with " + std::to_string(error));
 }
 
 struct Nvrtc {
   template <class Signature>
   using Function = LibraryFunction<Signature>;
 
-  const Library library{open_library(), "NVRTC", [](int error) { return std::to_string(error); }};
+  const Library library{open_library(), "NVRTC", compiler_failed};
   Function<int(int*, int*)> version{library, "nvrtcVersion"};
   Function<int(
       Program*, const char* text, const char* name, int, const char* const*, const char* const*)>
@@ -125,7 +162,9 @@ std::string compile(const Source& source, const std::vector<std::string>& option
   const std::unique_ptr<void, decltype(destroy)> owned(program, destroy);
   std::vector<const char*> words;
   for (const auto& option : options) words.push_back(option.c_str());
-  if (nvrtc().compile.ask(program, static_cast<int>(words.size()), words.data()) != 0) {
+  const int answer = nvrtc().compile.ask(program, static_cast<int>(words.size()), words.data());
+  if (answer == kNoMemoryToCompile) nvrtc().compile.check(answer);
+  if (answer != 0) {
     throw KernelError(std::string(source.name) + " does not compile: " + log_of(program));
   }
   size_t size = 0;
@@ -178,18 +217,14 @@ class Workshop {
 
   void take(Order order) {
     const std::lock_guard<std::mutex> alone(turn_);
-    const auto [place, is_new] = cubins_.try_emplace(order.key);
-    if (!is_new) return;
-    std::packaged_task<std::string()> task([order = std::move(order)] { return order.run(); });
-    place->second = task.get_future().share();
-    tasks_.push_back(std::move(task));
-    const size_t cores = std::max(std::thread::hardware_concurrency(), 1u);
-    if (working_ == cores) return;
-    ++working_;
-    threads_.emplace_back([this] { work(); });
+    const std::string key = order.key;
+    if (cubins_.count(key) != 0) return;
+    tasks_.push_back({key, Task([order = std::move(order)] { return order.run(); })});
+    cubins_.emplace(key, tasks_.back().task.get_future().share());
+    add_thread();
   }
 
-  // Waits for an order that was taken; nothing where it was not.
+  // Waits for an order that somebody is at; nothing where nobody is, and nobody will be.
   std::optional<std::string> finished(const std::string& key) {
     std::shared_future<std::string> cubin;
     {
@@ -199,15 +234,38 @@ class Workshop {
       cubin = found->second;
       // The cache has it for the next one who asks.
       cubins_.erase(found);
+      const auto is_its = [&](const Waiting& waiting) { return waiting.key == key; };
+      const auto waiting = std::find_if(tasks_.begin(), tasks_.end(), is_its);
+      if (waiting != tasks_.end()) {
+        tasks_.erase(waiting);
+        return std::nullopt;
+      }
     }
     return cubin.get();
   }
 
  private:
+  using Task = std::packaged_task<std::string()>;
+
+  struct Waiting {
+    std::string key;
+    Task task;
+  };
+
+  // With `turn_` held. Where the system has no thread to give, whoever needs a kernel compiles it.
+  void add_thread() {
+    if (working_ == std::max(std::thread::hardware_concurrency(), 1u)) return;
+    try {
+      threads_.emplace_back([this] { work(); });
+      ++working_;
+    } catch (const std::system_error&) {
+    }
+  }
+
   void work() {
     std::unique_lock<std::mutex> alone(turn_);
     while (!tasks_.empty() && !closes_) {
-      auto task = std::move(tasks_.front());
+      auto task = std::move(tasks_.front().task);
       tasks_.pop_front();
       alone.unlock();
       task();
@@ -218,7 +276,7 @@ class Workshop {
 
   std::mutex turn_;
   std::map<std::string, std::shared_future<std::string>> cubins_;
-  std::deque<std::packaged_task<std::string()>> tasks_;
+  std::deque<Waiting> tasks_;
   std::vector<std::thread> threads_;
   size_t working_ = 0;
   std::atomic<bool> closes_{false};

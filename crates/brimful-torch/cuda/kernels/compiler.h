@@ -27,7 +27,7 @@ struct Compiling {
 void compile_ahead(const std::vector<Compiling>& all, int architecture);
 
 // For an architecture such as 90: out of the cache, compiled ahead, or compiled now and put into the cache.
-// Throws a KernelError.
+// Throws a KernelError, or a std::bad_alloc.
 Cubin compiled(const Source& source, const std::vector<std::string>& defines, int architecture);
 
 }  // namespace brimful::kernels

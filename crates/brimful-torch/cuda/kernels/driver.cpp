@@ -2,22 +2,29 @@
 
 #include "driver.h"
 
+#include <c10/util/Exception.h>
+
 #include <string>
 
 namespace brimful::kernels {
 
 namespace {
 
-std::string error_name(int error) {
+// In words by which libtorch's own reports of it are known.
+void driver_failed(const char* function, int error) {
+  const std::string what = function;
+  if (error == kDriverOutOfMemory) {
+    throw c10::OutOfMemoryError("CUDA driver error: out of memory in " + what, nullptr);
+  }
   const char* name = nullptr;
   driver().error_name.ask(error, &name);
-  return name != nullptr ? name : std::to_string(error);
+  throw KernelError(what + " failed with " + (name != nullptr ? name : std::to_string(error)));
 }
 
 Library open_driver() {
   void* handle = dlopen("libcuda.so.1", RTLD_NOW);
   if (handle == nullptr) throw KernelError(std::string("no NVIDIA driver: ") + dlerror());
-  return {handle, "the NVIDIA driver", error_name};
+  return {handle, "the NVIDIA driver", driver_failed};
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ struct KernelNodeParameters {
   void** extra;
 };
 
+// The driver's number of the answer that there is no memory.
+constexpr int kDriverOutOfMemory = 2;
+
 // The driver's number of the type of node that sets memory.
 constexpr int kMemsetNode = 2;
 
@@ -52,6 +55,7 @@ struct Driver {
     }
   };
 
+  // Which throw a c10::OutOfMemoryError where the device's memory is what is missing, else a KernelError.
   Function<int(int error, const char** name)> error_name{"cuGetErrorName"};
   Function<int(int* device, int ordinal)> device{"cuDeviceGet"};
   Function<int(int* value, int attribute, int device)> device_attribute{"cuDeviceGetAttribute"};

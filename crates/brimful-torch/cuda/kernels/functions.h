@@ -11,6 +11,7 @@
 #include "../../kernels/rotary_arguments.h"
 #include "batch_norm.h"
 #include "card.h"
+#include "kernel.h"
 #include "number_kind.h"
 #include "product.h"
 #include "source.h"

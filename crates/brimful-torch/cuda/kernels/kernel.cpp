@@ -5,7 +5,9 @@
 #include "compiler.h"
 #include "driver.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <map>
@@ -33,19 +35,52 @@ class Relaxed {
   int mode_ = kRelaxed;
 };
 
-void* load_module(
-    const Source& source, const std::vector<std::string>& defines, int device) {
-  static std::mutex turn;
+// Held while a module is loaded.
+std::mutex loading;
+
+// Loads that are to fail, and how.
+struct Doomed {
+  int after = 0, count = 0, error = 0;
+
+  // What the next one is to answer.
+  int next() {
+    if (count == 0 || after-- > 0) return 0;
+    --count;
+    return error;
+  }
+} doomed;
+
+int ask_for_module(void** module, const Cubin& cubin) {
+  const int doom = doomed.next();
+  return doom != 0 ? doom : driver().load_module.ask(module, cubin.bytes.data());
+}
+
+bool is_capturing() {
+  const auto status = c10::cuda::currentStreamCaptureStatusMayInitCtx();
+  return status != c10::cuda::CaptureStatus::None;
+}
+
+// Where memory is missing, libtorch gives back what it holds in reserve, as it does for tensors: not while it captures.
+void* load_module(const Cubin& cubin) {
+  const Relaxed relaxed;
+  void* module = nullptr;
+  int answer = ask_for_module(&module, cubin);
+  if (answer == kDriverOutOfMemory && !is_capturing()) {
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    answer = ask_for_module(&module, cubin);
+  }
+  driver().load_module.check(answer);
+  return module;
+}
+
+void* module_of(const Source& source, const std::vector<std::string>& defines, int device) {
   static std::map<std::string, void*> modules;
   std::string key = source.name + std::string("\n") + std::to_string(device);
   for (const auto& define : defines) key += "\n" + define;
-  const std::lock_guard<std::mutex> alone(turn);
+  const std::lock_guard<std::mutex> alone(loading);
   const auto found = modules.find(key);
   if (found != modules.end()) return found->second;
-  const Cubin cubin = compiled(source, defines, architecture(device));
-  const Relaxed relaxed;
-  void* module = nullptr;
-  driver().load_module(&module, cubin.bytes.data());
+  void* module = load_module(compiled(source, defines, architecture(device)));
   modules.emplace(std::move(key), module);
   return module;
 }
@@ -79,20 +114,24 @@ Kernel::Kernel(Source source, std::string function, std::vector<std::string> def
 
 Kernel::~Kernel() = default;
 
-// With `devices_->turn` held.
-Kernel::Loaded& Kernel::loaded(int device) const {
-  const auto [place, is_new] = devices_->loaded.try_emplace(device);
-  Loaded& loaded = place->second;
-  if (is_new) {
-    try {
-      enter_context(device);
-      void* module = load_module(source_, defines_, device);
-      driver().function(&loaded.function, module, function_.c_str());
-    } catch (const KernelError& error) {
-      // It would fail again, after another second of compiling.
-      loaded.failure = error.what();
-    }
+Kernel::Loaded Kernel::load(int device) const {
+  Loaded loaded;
+  try {
+    enter_context(device);
+    void* module = module_of(source_, defines_, device);
+    driver().function(&loaded.function, module, function_.c_str());
+  } catch (const KernelError& error) {
+    // It would fail again, after another second of compiling.
+    loaded.failure = error.what();
   }
+  return loaded;
+}
+
+// With `devices_->turn` held. Nothing is remembered where memory ran out.
+Kernel::Loaded& Kernel::loaded(int device) const {
+  auto place = devices_->loaded.find(device);
+  if (place == devices_->loaded.end()) place = devices_->loaded.emplace(device, load(device)).first;
+  Loaded& loaded = place->second;
   if (!loaded.failure.empty()) throw KernelError(function_ + ": " + loaded.failure);
   return loaded;
 }
@@ -101,13 +140,15 @@ int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
   const int device = c10::cuda::current_device();
   const std::lock_guard<std::mutex> alone(devices_->turn);
   Loaded& kernel = loaded(device);
-  const auto [place, is_new] = kernel.blocks.try_emplace({block, shared_bytes}, 0);
-  if (is_new) {
-    enter_context(device);
-    ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shared_bytes);
-    driver().occupancy(&place->second, kernel.function, static_cast<int>(block), shared_bytes);
-  }
-  return place->second;
+  const std::pair shape(block, shared_bytes);
+  const auto found = kernel.blocks.find(shape);
+  if (found != kernel.blocks.end()) return found->second;
+  enter_context(device);
+  ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shared_bytes);
+  int blocks = 0;
+  driver().occupancy(&blocks, kernel.function, static_cast<int>(block), shared_bytes);
+  kernel.blocks.emplace(shape, blocks);
+  return blocks;
 }
 
 void* Kernel::function_for(int device, const Shape& shape) const {
@@ -149,6 +190,11 @@ void Kernel::launch_raw(const Shape& shape, void* arguments) const {
   } else {
     driver().launch(function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all, nullptr);
   }
+}
+
+void fail_loads(int after, int count, int error) {
+  const std::lock_guard<std::mutex> alone(loading);
+  doomed = {after, count, error};
 }
 
 }  // namespace brimful::kernels

@@ -1,7 +1,8 @@
 // A kernel of our own: compiled for the device at hand at first use, launched on the current stream.
 //
 // A source includes what its arguments look like from a header that the C++ side includes too, so that
-// both see one struct. All throw a KernelError, upon which libtorch's own operations are to run.
+// both see one struct. All throw a KernelError, upon which libtorch's own operations are to run, or that memory ran
+// out, which is no reason for that: it may come free.
 #pragma once
 
 #include "card.h"
@@ -46,6 +47,7 @@ class Kernel {
 
  private:
   struct Loaded;
+  Loaded load(int device) const;
   Loaded& loaded(int device) const;
   void launch_raw(const Shape& shape, void* arguments) const;
   void* add_node_raw(
@@ -58,5 +60,8 @@ class Kernel {
   struct Devices;
   std::unique_ptr<Devices> devices_;
 };
+
+// Has the driver give this answer to so many loads of kernels, after so many others. For tests.
+void fail_loads(int after, int count, int error);
 
 }  // namespace brimful::kernels

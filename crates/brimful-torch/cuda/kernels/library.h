@@ -12,8 +12,8 @@ namespace brimful::kernels {
 struct Library {
   void* handle;
   const char* name;
-  // What it calls an error.
-  std::string (*error_name)(int error);
+  // Throws what this answer of a function means: that memory ran out, or a KernelError.
+  void (*fail)(const char* function, int error);
 };
 
 template <class Signature>
@@ -26,7 +26,7 @@ class LibraryFunction<int(Arguments...)> {
   // A KernelError where the library has no such function.
   LibraryFunction(const Library& library, const char* name)
       : function_(reinterpret_cast<int (*)(Arguments...)>(dlsym(library.handle, name))),
-        error_name_(library.error_name),
+        fail_(library.fail),
         name_(name) {
     if (function_ == nullptr) throw KernelError(std::string(library.name) + " has no " + name);
   }
@@ -34,16 +34,16 @@ class LibraryFunction<int(Arguments...)> {
   // What it answers.
   int ask(Arguments... arguments) const { return function_(arguments...); }
 
-  // A KernelError where that is an error.
+  // Throws where that is an error.
   void operator()(Arguments... arguments) const { check(ask(arguments...)); }
 
   void check(int error) const {
-    if (error != 0) throw KernelError(std::string(name_) + " failed with " + error_name_(error));
+    if (error != 0) fail_(name_, error);
   }
 
  private:
   int (*function_)(Arguments...);
-  std::string (*error_name_)(int error);
+  void (*fail_)(const char* function, int error);
   const char* name_;
 };
 

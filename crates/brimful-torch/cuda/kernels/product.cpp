@@ -6,6 +6,8 @@
 #include "../../bridge/version.h"
 #include "source.h"
 
+#include <c10/util/Exception.h>
+
 #include <limits>
 #include <string>
 
@@ -37,7 +39,12 @@ constexpr int kFloat = 0, kHalf = 2, kBFloat16 = 14;
 constexpr int kComputeFloat = 68;
 constexpr int kAnyAlgorithm = -1;
 
+constexpr int kAllocationFailed = 3;
+
 void check(int status) {
+  if (status == kAllocationFailed) {
+    throw c10::OutOfMemoryError("CUBLAS_STATUS_ALLOC_FAILED in a product", nullptr);
+  }
   if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
 }
 
