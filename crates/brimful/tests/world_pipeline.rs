@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, Homes, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
@@ -228,6 +228,55 @@ tests! {
     two_replicas_of_one_stage => replicas(2, 2),
     two_replicas_of_two_stages => replicas(4, 2),
     three_replicas_of_one_stage => replicas(3, 3),
+}
+
+/// What these tensors are, and their bits.
+fn bits(named: &[(String, Tensor)]) -> Vec<(String, String, Vec<u64>)> {
+    let of = |tensor: &Tensor| {
+        let values = tensor.to_device(Device::Cpu).to_kind(Kind::Double).view([-1]);
+        let values = Vec::<f64>::try_from(&values).expect("numbers");
+        values.into_iter().map(f64::to_bits).collect()
+    };
+    let row = |(name, tensor): &(String, Tensor)| {
+        (name.clone(), format!("{:?}", tensor.kind()), of(tensor))
+    };
+    named.iter().map(row).collect()
+}
+
+/// Of two samples the third has none, or of the first mini-batch of a window.
+#[test]
+fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
+    in_ranks(3, |world| {
+        for (kind, homes) in [
+            (Kind::Float, Homes::Device),
+            (Kind::BFloat16, Homes::Device),
+            (Kind::BFloat16, Homes::Host),
+        ] {
+            let what = format!("{kind:?}, {homes:?}");
+            let builder = builder(&MLP, &world, 1).kind(kind).homes(homes).replicas(3);
+            let mut pipe = built(builder.micro_batches(2), &what);
+            let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+            let loss = |out: Tensor, _: &()| Loss::ratio(out.square().sum(Kind::Float), 7.0);
+            let x = |samples: usize| part(&world, 3, &MLP.data(samples, 0).0.to_kind(kind));
+            for windowed in [false, true] {
+                if windowed {
+                    pipe.accumulate(&x(2), &(), loss).expect("a part");
+                    pipe.accumulate(&x(5), &(), loss).expect("another");
+                    pipe.commit().expect("a step");
+                } else {
+                    pipe.backward(&x(2), &(), loss).expect("a step");
+                }
+                // Of the ranks from the second on, each has its own.
+                let gradients = bits(&pipe.gradients().expect("gradients"));
+                let all = world.share("gradients", &gradients).expect("shared");
+                assert!(all.iter().all(|one| *one == all[0]), "{what}, windowed: {windowed}");
+                optimizer.update();
+            }
+            let values = bits(&pipe.variables().expect("variables"));
+            let all = world.share("values", &values).expect("shared");
+            assert!(all.iter().all(|one| *one == all[0]), "{what}: models drift apart");
+        }
+    });
 }
 
 #[test]

@@ -83,7 +83,8 @@ impl Pipeline {
         })?;
         // The order changes from window to window, so that one part of each tells its rate.
         if is_first {
-            self.learn_order(batch::len(input)?, start.elapsed());
+            // A replica without a sample has taken part all the same.
+            self.learn_order(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
         Ok(outputs)
     }
