@@ -7,7 +7,7 @@ mod support;
 use std::panic::{self, AssertUnwindSafe};
 
 use brimful::StepError;
-use brimful::batch::BatchError;
+use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
@@ -229,6 +229,70 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
         }
         let error = micro.backward(&own, run).expect_err("not even one sample fits");
         assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+    });
+}
+
+/// Sequences of these lengths.
+fn sequences(lengths: &[i64]) -> Sequences {
+    let row = |length: &i64| numbers_there(&[*length], *length);
+    Sequences::new(&lengths.iter().map(row).collect::<Vec<_>>(), 0.0).expect("sequences")
+}
+
+/// The first rank's longest sequence is shorter than what a micro-batch of all ranks has at least.
+#[test]
+fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[]);
+        let arena = Arena::new("rank");
+        let mut micro = MicroBatcher::new(&store, Size::Largest)
+            .memory(Memory::Arena(arena.clone()))
+            .world(&world)
+            .expect("one model");
+        let own = sequences([[60, 50], [120, 100]][world.rank()].as_slice());
+        let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
+        micro.backward(&own, run).expect("a step");
+        for failing in 0..2 {
+            if world.rank() == failing {
+                arena.set_limit(Some(arena.current() + 1)).expect("a limit");
+            }
+            let error = micro.backward(&own, run).expect_err("not even one sample fits");
+            assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+            arena.set_limit(None).expect("no limit");
+            micro.backward(&own, run).expect("the next step");
+        }
+    });
+}
+
+/// Before the ranks have heard of each other.
+#[test]
+fn what_keeps_one_rank_from_a_step_is_told_to_all() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[]);
+        let mut micro = MicroBatcher::new(&store, Size::Tokens(256)).world(&world).expect("one");
+        let own = sequences(&[60, 120]);
+        let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
+        let second = world.rank() == 1;
+        // There is no memory to sort them.
+        let arena = Arena::new("full");
+        if second {
+            arena.fail_from_nth_allocation(1);
+        }
+        let inside = arena.enter();
+        let error = micro.backward(&own, run).expect_err("no memory");
+        drop(inside);
+        assert!(error.out_of_memory().is_some(), "{error}");
+        assert_eq!(matches!(error, Error::World(WorldError::RankFailed { rank: 1, .. })), !second);
+        // One has mini-batches that wait for their commit.
+        if second {
+            micro.accumulate(&own, run).expect("its own part");
+        }
+        let error = micro.backward(&own, run).expect_err("a window is open");
+        let is_own = matches!(error, Error::Step(StepError::WindowOpen { samples: 2 }));
+        assert!(is_own == second && error.to_string().contains("commit"), "{error}");
+        micro.commit().expect_err("the first has nothing");
+        micro.backward(&own, run).expect("the next step");
     });
 }
 

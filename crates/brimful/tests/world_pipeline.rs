@@ -503,3 +503,33 @@ fn pipelines_that_train_different_parameters_are_all_told() {
         pipe.backward(&x, &y, MLP.loss).expect("both train the same");
     });
 }
+
+/// Before the ranks have heard of each other, or within a call outside of steps.
+#[test]
+fn what_keeps_one_rank_from_a_call_is_told_to_all() {
+    in_ranks(2, |world| {
+        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let (x, y) = MLP.data(4, 0);
+        let second = world.rank() == 1;
+        let told = |error: brimful::Error, words: &str| {
+            let by_the_other =
+                matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
+            assert!(by_the_other != second && error.to_string().contains(words), "{error}");
+        };
+        let traced = x.copy().set_requires_grad(second);
+        for error in [
+            pipe.backward(&traced, &y, MLP.loss).map(drop),
+            pipe.accumulate(&traced, &y, MLP.loss).map(drop),
+            pipe.backward_whole(&traced, |out| out.mean(Kind::Double)).map(drop),
+            pipe.forward(&traced).map(drop),
+        ] {
+            told(error.expect_err("a gradient of an input"), "gradient");
+        }
+        let old = pipe.forward(&x).expect("a forward");
+        let new = pipe.forward(&x).expect("another");
+        let (wrong, right) = if second { (old, new) } else { (new, old) };
+        told(pipe.backward_from(wrong).map(drop).expect_err("old outputs"), "earlier forward");
+        drop(right);
+        pipe.backward(&x, &y, MLP.loss).expect("the next step");
+    });
+}

@@ -341,7 +341,7 @@ fn spawn(
 ) -> Result<Workers<Worker>> {
     let seeded = devices.iter().map(|device| device.device).collect();
     with_step_seed(seeded, |seed| {
-        let seed = ranks.world().share("seed", &seed)?[0];
+        let seed = ranks.world().settle("seed", seed, Duration::ZERO)?[0];
         let here = ranks.here();
         // The account of the host beside a device that is a CPU too: what lives there is not the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));

@@ -107,20 +107,16 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
-    let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
-        worker.settle()?;
-        worker.variables.changed().map(as_sent).collect()
-    })?;
-    let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
-    if ranks.ties.is_empty() {
-        follow(workers, &changed)?;
-    } else {
-        ranks.together("shared variables", |turn| {
-            let mut all = shared(&changed);
-            all.extend(from_others(ranks, turn, &changed)?);
-            follow(workers, &all)
+    // All that may fail is within: the others wait for this rank's vote.
+    ranks.together("shared variables", |turn| {
+        let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
+            worker.settle()?;
+            worker.variables.changed().map(as_sent).collect()
         })?;
-    }
+        let mut all: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
+        all.extend(from_others(ranks, turn, &all)?);
+        follow(workers, &all)
+    })?;
     // Only when all have followed: after a failure, the next step finds the same changes again.
     let noted = workers.all(|worker| {
         worker.variables.followed();
