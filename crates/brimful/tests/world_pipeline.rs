@@ -19,7 +19,8 @@ use support::pipeline_cases::{
 };
 use support::ranks::in_ranks;
 use support::{
-    Update, assert_all_close, assert_close, assert_fails, clear, copies, test_device, tests,
+    Update, assert_all_close, assert_close, assert_fails, assert_same, clear, copies, test_device,
+    tests,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -531,5 +532,40 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
         told(pipe.backward_from(wrong).map(drop).expect_err("old outputs"), "earlier forward");
         drop(right);
         pipe.backward(&x, &y, MLP.loss).expect("the next step");
+
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        let max_norm = if second { -1.0 } else { 1.0 };
+        told(optimizer.clip_gradient_norm(max_norm).map(drop).expect_err("below 0"), "max_norm");
+        let foreign =
+            || vec![("foreign.momentum".to_owned(), Tensor::zeros([1], tch::kind::FLOAT_CPU))];
+        let state = if second { foreign() } else { Vec::new() };
+        let error = optimizer.load_state(&state, &Default::default()).expect_err("not its own");
+        told(error, "foreign");
+        let mut ema = pipe.ema(0.9).expect("averages");
+        let error = ema.load_state(&state, &Default::default()).expect_err("not its own");
+        told(error, "foreign");
+        let before = copies(&pipe.variables().expect("variables"));
+        let error = pipe.set_variables(foreign()).expect_err("others");
+        assert!(error.to_string().contains("fc1.bias"), "{error}");
+        assert_same("refused", &before, &pipe.variables().expect("variables"));
+        optimizer.step().expect("the next call");
+    });
+}
+
+/// Whatever the last bits of what each has computed: here one replica's gradients are twice the other's.
+#[test]
+fn replicas_clip_by_one_norm() {
+    in_ranks(2, |world| {
+        let mut pipe = built(builder(&MLP, &world, 1).replicas(2).micro_batches(2), "two");
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        let (x, y) = MLP.data(8, 0);
+        pipe.backward(&part(&world, 2, &x), &part(&world, 2, &y), MLP.loss).expect("a step");
+        // All ranks are asked; each has its own.
+        for (_, mut gradient) in pipe.gradients().expect("gradients") {
+            let _itself = gradient.g_mul_scalar_(1.0 + world.rank() as f64);
+        }
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        let all = world.share("norms", &norm).expect("shared");
+        assert_eq!(all[0], all[1]);
     });
 }

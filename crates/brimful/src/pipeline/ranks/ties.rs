@@ -33,9 +33,9 @@ impl Ranks {
                 |copy: &Variable| Tie { name: copy.name.clone(), copy: number, owner: copy.owner };
             let copies = worker.variables.all().filter(|v| !worker.variables.owns(v));
             Ok(copies.map(tie).collect::<Vec<_>>())
-        })?;
-        let here: Vec<Tie> = ties.into_iter().flatten().collect();
-        let all = self.of_workers("ties", here)?;
+        });
+        let here = ties.map(|ties| ties.into_iter().flatten().collect());
+        let all: Vec<Tie> = self.of_workers("ties", here)?;
         let names: Vec<String> = all.iter().map(|tie| tie.name.clone()).collect();
         self.has_ties = !names.is_empty();
         workers.all(move |worker| {
