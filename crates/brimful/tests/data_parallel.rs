@@ -9,7 +9,8 @@ use std::panic::{self, AssertUnwindSafe};
 use brimful::StepError;
 use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
-use brimful::nn::batch_norm1d;
+use brimful::micro::Layout;
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
@@ -530,5 +531,73 @@ fn a_step_sends_what_a_sum_over_ranks_must() {
         let bytes: usize = store.trainable_variables().iter().map(|p| p.numel() * 4).sum();
         let least = 2.0 * 3.0 / 4.0 * bytes as f64;
         assert!((sent / least - 1.0).abs() < 0.05, "{sent} bytes were sent, {least} must be");
+    });
+}
+
+/// The first rank that has a sample moves them, as the first replica of a process does.
+#[test]
+fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
+    in_ranks(2, |world| {
+        let net = |root: &nn::Path| {
+            let policy = BatchNormPolicy::PerMicroBatch;
+            let ours = BatchNormConfig { policy, ..Default::default() };
+            let layers = nn::seq_t()
+                .add(batch_norm1d(root / "ours", 6, ours))
+                .add(nn::batch_norm1d(root / "theirs", 6, Default::default()));
+            Classifier::after(layers, root)
+        };
+        let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let statistics = |store: &nn::VarStore| {
+            let all = state(store).into_iter().filter(|(name, _)| name.contains("running"));
+            all.collect::<Vec<_>>()
+        };
+        for uneven in [false, true] {
+            let whole = batch(12);
+            let parts = parts(&world, 12, uneven);
+            let before = statistics(&store);
+            micro
+                .backward(&part(&world, &parts, &whole), |(x, y, _)| {
+                    Loss::mean(losses(&model.layers.forward_t(&x, true), &y).mean(Kind::Double))
+                })
+                .expect("a step");
+            let first = rows(&whole, 0, if uneven { 12 } else { parts[0] });
+            for start in (0..first.0.size()[0] as usize).step_by(3) {
+                let _moved = plain_net.layers.forward_t(&rows(&first, start, 3).0, true);
+            }
+            let after = statistics(&store);
+            assert_eq!(after.len(), 4);
+            assert!(before.iter().zip(&after).all(|((_, a), (_, b))| a != b), "they move");
+            assert_same("the first rank's", &statistics(&plain_store), &after);
+        }
+        let failed = micro.backward(&batch(6), |(x, _, _)| {
+            Loss::mean(model.layers.forward_t(&x, true).mean(Kind::Double) / 0.0)
+        });
+        failed.expect_err("not finite");
+        assert_same("undone", &statistics(&plain_store), &statistics(&store));
+    });
+}
+
+/// On every rank, and on every replica of one.
+#[test]
+fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
+    in_ranks(2, |world| {
+        let build = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
+        let run = |conv: &nn::Conv2D, x: Tensor| {
+            let last = conv.ws.stride()[1] == 1;
+            if last { Ok(Loss::mean(conv.forward(&x).mean(Kind::Float))) } else { Err("not last") }
+        };
+        let x = numbers_there(&[4, 3, 5, 5], 0).to_kind(Kind::Float);
+        let store = nn::VarStore::new(test_device());
+        let conv = build(&store.root());
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(1))
+            .layout(Layout::ChannelsLast)
+            .world(&world)
+            .expect("one model");
+        micro.backward(&x, |x| run(&conv, x)).expect("channels last");
+        let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
+        let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+        let mut replicas = replicas.layout(Layout::ChannelsLast).world(&world).expect("one model");
+        replicas.backward(&x, run).expect("channels last");
     });
 }

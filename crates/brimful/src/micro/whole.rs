@@ -135,7 +135,8 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        let role = BatchRole { unit: 1.0, first: true, last: true, seed: Some(seed) };
+        let seed = Some(seed);
+        let role = BatchRole { unit: 1.0, first: true, begins: true, last: true, seed };
         Ok((self.tried(summed, tally, undo, role, &cut), gradients))
     }
 

@@ -320,7 +320,9 @@ pub(crate) fn role<E: Engine>(
     let role = BatchRole { last, ..opening.role(replica) };
     match &engine.state().window {
         // What follows goes on in the unit of the step's first mini-batch.
-        Some(window) => BatchRole { unit: window.tried.unit(), first: false, ..role },
+        Some(window) => {
+            BatchRole { unit: window.tried.unit(), first: false, begins: false, ..role }
+        }
         None => role,
     }
 }

@@ -213,6 +213,7 @@ impl Opening {
         BatchRole {
             unit: self.total() as f64,
             first: self.first && replica == 0,
+            begins: true,
             last: true,
             seed: self.seed.map(|seed| PartSeed { seed, part }),
         }
