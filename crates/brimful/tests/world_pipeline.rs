@@ -15,7 +15,8 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use support::pipeline_cases::{
-    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, of_all,
+    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, linear,
+    of_all,
 };
 use support::ranks::in_ranks;
 use support::{
@@ -567,5 +568,31 @@ fn replicas_clip_by_one_norm() {
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         let all = world.share("norms", &norm).expect("shared");
         assert_eq!(all[0], all[1]);
+    });
+}
+
+/// Each rank has room for its own stages; where one has not, all are told.
+#[test]
+fn every_rank_looks_for_room_on_its_own_host() {
+    in_ranks(2, |world| {
+        if test_device() != Device::Cpu {
+            return;
+        }
+        let layers = || Layers::new().add("one", linear(64, 64)).add("two", linear(64, 64));
+        // Weights and gradients in f64.
+        let needed = 16 * layers().parameter_count().expect("a model") / 2;
+        let build = |room: u64| {
+            let host = Arena::limited("host", room).expect("a limit");
+            pipeline_cases::builder(layers(), 1).world(&world).homes(Homes::Host).host(host).build()
+        };
+        // Whole pages are taken.
+        let room = needed + needed / 2;
+        build(room).expect("each has room for one stage");
+        let second = world.rank() == 1;
+        let error = build(if second { needed - 1 } else { room }).expect_err("no room");
+        assert!(error.to_string().contains("1 stages that live on the host need"), "{error}");
+        let is_told =
+            matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
+        assert_eq!(is_told, !second, "{error}");
     });
 }
