@@ -6,7 +6,7 @@ use brimful_torch::random::{
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// Where the generators of a device and of the CPU stood.
 #[derive(Debug, Default, PartialEq)]
@@ -96,10 +96,11 @@ impl Generator {
     }
 }
 
-/// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
+/// Runs `f` with a seed for the step, or with what keeps it from one: other ranks may wait to hear of that. If `f`
+/// fails, it is as if none had been drawn.
 pub(crate) fn with_step_seed<T>(
     devices: Vec<Device>,
-    f: impl FnOnce(u64) -> Result<T>,
+    f: impl FnOnce(Result<u64>) -> Result<T>,
 ) -> Result<T> {
     with_seed(devices, true, f)
 }
@@ -109,17 +110,18 @@ pub(crate) fn with_step_seed<T>(
 pub(crate) fn with_seed<T>(
     devices: Vec<Device>,
     training: bool,
-    f: impl FnOnce(u64) -> Result<T>,
+    f: impl FnOnce(Result<u64>) -> Result<T>,
 ) -> Result<T> {
-    preserving_generators(devices, || {
-        let before = Randomness::now(Device::Cpu)?;
-        let result = f(step_seed()?);
-        // The seed itself is drawn from the user's generator: a failed step gives it back.
-        if !training || result.is_err() {
-            before.restore()?;
-        }
-        result
-    })
+    let noted = of_accelerators(devices).and_then(|own| Ok((own, Randomness::now(Device::Cpu)?)));
+    let seed = noted.as_ref().map_err(Error::clone).and_then(|_| step_seed());
+    let result = f(seed);
+    let (own, before) = noted?;
+    own.restore()?;
+    // The seed itself is drawn from the user's generator: a failed step gives it back.
+    if !training || result.is_err() {
+        before.restore()?;
+    }
+    result
 }
 
 /// Runs `f`; the accelerators' own generators, which steps seed as they need, are as before
@@ -128,12 +130,17 @@ pub(crate) fn preserving_generators<T>(
     devices: Vec<Device>,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
-    let before = Randomness::of(accelerators.collect())?;
+    let before = of_accelerators(devices)?;
     let result = f();
     // Whether it failed or not: a step's own seeds are not to steer what the user draws next.
     before.restore()?;
     result
+}
+
+/// Those of these devices that have generators of their own.
+fn of_accelerators(devices: Vec<Device>) -> Result<Randomness> {
+    let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
+    Randomness::of(accelerators.collect())
 }
 
 /// A seed for a step, from libtorch's default generator, so that `tch::manual_seed` rules it.

@@ -255,6 +255,12 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_homes_too() {
     // Weights and gradients would fit, Adam's moments do not.
     let refused = refusal(20 * numbers, Some(Adam::new(0.1).into()));
     assert!(refused.contains("optimizer that keeps less"), "{refused}");
+    // Two replicas have weights and gradients each.
+    let device = || DeviceSpec::cpu().threads(1);
+    let small = Arena::limited("host", 31 * numbers).expect("a limit");
+    let two = homes(mlp(), Homes::Host).devices([device(), device()]).replicas(2).host(small);
+    let said = format!("8 stages that live on the host need {}", Bytes(32 * numbers));
+    assert_fails(two.build().map(drop), &[&said]);
     assert_fails(homes(mlp(), vec![].into()).build().map(drop), &["homes of 0 stages were given"]);
 }
 

@@ -7,9 +7,10 @@ mod support;
 use std::panic::{self, AssertUnwindSafe};
 
 use brimful::StepError;
-use brimful::batch::BatchError;
+use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
-use brimful::nn::batch_norm1d;
+use brimful::micro::Layout;
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
@@ -229,6 +230,70 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
         }
         let error = micro.backward(&own, run).expect_err("not even one sample fits");
         assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+    });
+}
+
+/// Sequences of these lengths.
+fn sequences(lengths: &[i64]) -> Sequences {
+    let row = |length: &i64| numbers_there(&[*length], *length);
+    Sequences::new(&lengths.iter().map(row).collect::<Vec<_>>(), 0.0).expect("sequences")
+}
+
+/// The first rank's longest sequence is shorter than what a micro-batch of all ranks has at least.
+#[test]
+fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[]);
+        let arena = Arena::new("rank");
+        let mut micro = MicroBatcher::new(&store, Size::Largest)
+            .memory(Memory::Arena(arena.clone()))
+            .world(&world)
+            .expect("one model");
+        let own = sequences([[60, 50], [120, 100]][world.rank()].as_slice());
+        let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
+        micro.backward(&own, run).expect("a step");
+        for failing in 0..2 {
+            if world.rank() == failing {
+                arena.set_limit(Some(arena.current() + 1)).expect("a limit");
+            }
+            let error = micro.backward(&own, run).expect_err("not even one sample fits");
+            assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+            arena.set_limit(None).expect("no limit");
+            micro.backward(&own, run).expect("the next step");
+        }
+    });
+}
+
+/// Before the ranks have heard of each other.
+#[test]
+fn what_keeps_one_rank_from_a_step_is_told_to_all() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[]);
+        let mut micro = MicroBatcher::new(&store, Size::Tokens(256)).world(&world).expect("one");
+        let own = sequences(&[60, 120]);
+        let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
+        let second = world.rank() == 1;
+        // There is no memory to sort them.
+        let arena = Arena::new("full");
+        if second {
+            arena.fail_from_nth_allocation(1);
+        }
+        let inside = arena.enter();
+        let error = micro.backward(&own, run).expect_err("no memory");
+        drop(inside);
+        assert!(error.out_of_memory().is_some(), "{error}");
+        assert_eq!(matches!(error, Error::World(WorldError::RankFailed { rank: 1, .. })), !second);
+        // One has mini-batches that wait for their commit.
+        if second {
+            micro.accumulate(&own, run).expect("its own part");
+        }
+        let error = micro.backward(&own, run).expect_err("a window is open");
+        let is_own = matches!(error, Error::Step(StepError::WindowOpen { samples: 2 }));
+        assert!(is_own == second && error.to_string().contains("commit"), "{error}");
+        micro.commit().expect_err("the first has nothing");
+        micro.backward(&own, run).expect("the next step");
     });
 }
 
@@ -466,5 +531,73 @@ fn a_step_sends_what_a_sum_over_ranks_must() {
         let bytes: usize = store.trainable_variables().iter().map(|p| p.numel() * 4).sum();
         let least = 2.0 * 3.0 / 4.0 * bytes as f64;
         assert!((sent / least - 1.0).abs() < 0.05, "{sent} bytes were sent, {least} must be");
+    });
+}
+
+/// The first rank that has a sample moves them, as the first replica of a process does.
+#[test]
+fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
+    in_ranks(2, |world| {
+        let net = |root: &nn::Path| {
+            let policy = BatchNormPolicy::PerMicroBatch;
+            let ours = BatchNormConfig { policy, ..Default::default() };
+            let layers = nn::seq_t()
+                .add(batch_norm1d(root / "ours", 6, ours))
+                .add(nn::batch_norm1d(root / "theirs", 6, Default::default()));
+            Classifier::after(layers, root)
+        };
+        let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let statistics = |store: &nn::VarStore| {
+            let all = state(store).into_iter().filter(|(name, _)| name.contains("running"));
+            all.collect::<Vec<_>>()
+        };
+        for uneven in [false, true] {
+            let whole = batch(12);
+            let parts = parts(&world, 12, uneven);
+            let before = statistics(&store);
+            micro
+                .backward(&part(&world, &parts, &whole), |(x, y, _)| {
+                    Loss::mean(losses(&model.layers.forward_t(&x, true), &y).mean(Kind::Double))
+                })
+                .expect("a step");
+            let first = rows(&whole, 0, if uneven { 12 } else { parts[0] });
+            for start in (0..first.0.size()[0] as usize).step_by(3) {
+                let _moved = plain_net.layers.forward_t(&rows(&first, start, 3).0, true);
+            }
+            let after = statistics(&store);
+            assert_eq!(after.len(), 4);
+            assert!(before.iter().zip(&after).all(|((_, a), (_, b))| a != b), "they move");
+            assert_same("the first rank's", &statistics(&plain_store), &after);
+        }
+        let failed = micro.backward(&batch(6), |(x, _, _)| {
+            Loss::mean(model.layers.forward_t(&x, true).mean(Kind::Double) / 0.0)
+        });
+        failed.expect_err("not finite");
+        assert_same("undone", &statistics(&plain_store), &statistics(&store));
+    });
+}
+
+/// On every rank, and on every replica of one.
+#[test]
+fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
+    in_ranks(2, |world| {
+        let build = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
+        let run = |conv: &nn::Conv2D, x: Tensor| {
+            let last = conv.ws.stride()[1] == 1;
+            if last { Ok(Loss::mean(conv.forward(&x).mean(Kind::Float))) } else { Err("not last") }
+        };
+        let x = numbers_there(&[4, 3, 5, 5], 0).to_kind(Kind::Float);
+        let store = nn::VarStore::new(test_device());
+        let conv = build(&store.root());
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(1))
+            .layout(Layout::ChannelsLast)
+            .world(&world)
+            .expect("one model");
+        micro.backward(&x, |x| run(&conv, x)).expect("channels last");
+        let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
+        let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+        let mut replicas = replicas.layout(Layout::ChannelsLast).world(&world).expect("one model");
+        replicas.backward(&x, run).expect("channels last");
     });
 }

@@ -10,16 +10,18 @@ use std::path::PathBuf;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, Homes, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use support::pipeline_cases::{
-    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, of_all,
+    self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, linear,
+    of_all,
 };
 use support::ranks::in_ranks;
 use support::{
-    Update, assert_all_close, assert_close, assert_fails, clear, copies, test_device, tests,
+    Update, assert_all_close, assert_close, assert_fails, assert_same, clear, copies, test_device,
+    tests,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -228,6 +230,55 @@ tests! {
     two_replicas_of_one_stage => replicas(2, 2),
     two_replicas_of_two_stages => replicas(4, 2),
     three_replicas_of_one_stage => replicas(3, 3),
+}
+
+/// What these tensors are, and their bits.
+fn bits(named: &[(String, Tensor)]) -> Vec<(String, String, Vec<u64>)> {
+    let of = |tensor: &Tensor| {
+        let values = tensor.to_device(Device::Cpu).to_kind(Kind::Double).view([-1]);
+        let values = Vec::<f64>::try_from(&values).expect("numbers");
+        values.into_iter().map(f64::to_bits).collect()
+    };
+    let row = |(name, tensor): &(String, Tensor)| {
+        (name.clone(), format!("{:?}", tensor.kind()), of(tensor))
+    };
+    named.iter().map(row).collect()
+}
+
+/// Of two samples the third has none, or of the first mini-batch of a window.
+#[test]
+fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
+    in_ranks(3, |world| {
+        for (kind, homes) in [
+            (Kind::Float, Homes::Device),
+            (Kind::BFloat16, Homes::Device),
+            (Kind::BFloat16, Homes::Host),
+        ] {
+            let what = format!("{kind:?}, {homes:?}");
+            let builder = builder(&MLP, &world, 1).kind(kind).homes(homes).replicas(3);
+            let mut pipe = built(builder.micro_batches(2), &what);
+            let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+            let loss = |out: Tensor, _: &()| Loss::ratio(out.square().sum(Kind::Float), 7.0);
+            let x = |samples: usize| part(&world, 3, &MLP.data(samples, 0).0.to_kind(kind));
+            for windowed in [false, true] {
+                if windowed {
+                    pipe.accumulate(&x(2), &(), loss).expect("a part");
+                    pipe.accumulate(&x(5), &(), loss).expect("another");
+                    pipe.commit().expect("a step");
+                } else {
+                    pipe.backward(&x(2), &(), loss).expect("a step");
+                }
+                // Of the ranks from the second on, each has its own.
+                let gradients = bits(&pipe.gradients().expect("gradients"));
+                let all = world.share("gradients", &gradients).expect("shared");
+                assert!(all.iter().all(|one| *one == all[0]), "{what}, windowed: {windowed}");
+                optimizer.update();
+            }
+            let values = bits(&pipe.variables().expect("variables"));
+            let all = world.share("values", &values).expect("shared");
+            assert!(all.iter().all(|one| *one == all[0]), "{what}: models drift apart");
+        }
+    });
 }
 
 #[test]
@@ -452,5 +503,96 @@ fn pipelines_that_train_different_parameters_are_all_told() {
         assert!(pipe.gradients().expect("gradients").is_empty());
         freeze(&pipe, true);
         pipe.backward(&x, &y, MLP.loss).expect("both train the same");
+    });
+}
+
+/// Before the ranks have heard of each other, or within a call outside of steps.
+#[test]
+fn what_keeps_one_rank_from_a_call_is_told_to_all() {
+    in_ranks(2, |world| {
+        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let (x, y) = MLP.data(4, 0);
+        let second = world.rank() == 1;
+        let told = |error: brimful::Error, words: &str| {
+            let by_the_other =
+                matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
+            assert!(by_the_other != second && error.to_string().contains(words), "{error}");
+        };
+        let traced = x.copy().set_requires_grad(second);
+        for error in [
+            pipe.backward(&traced, &y, MLP.loss).map(drop),
+            pipe.accumulate(&traced, &y, MLP.loss).map(drop),
+            pipe.backward_whole(&traced, |out| out.mean(Kind::Double)).map(drop),
+            pipe.forward(&traced).map(drop),
+        ] {
+            told(error.expect_err("a gradient of an input"), "gradient");
+        }
+        let old = pipe.forward(&x).expect("a forward");
+        let new = pipe.forward(&x).expect("another");
+        let (wrong, right) = if second { (old, new) } else { (new, old) };
+        told(pipe.backward_from(wrong).map(drop).expect_err("old outputs"), "earlier forward");
+        drop(right);
+        pipe.backward(&x, &y, MLP.loss).expect("the next step");
+
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        let max_norm = if second { -1.0 } else { 1.0 };
+        told(optimizer.clip_gradient_norm(max_norm).map(drop).expect_err("below 0"), "max_norm");
+        let foreign =
+            || vec![("foreign.momentum".to_owned(), Tensor::zeros([1], tch::kind::FLOAT_CPU))];
+        let state = if second { foreign() } else { Vec::new() };
+        let error = optimizer.load_state(&state, &Default::default()).expect_err("not its own");
+        told(error, "foreign");
+        let mut ema = pipe.ema(0.9).expect("averages");
+        let error = ema.load_state(&state, &Default::default()).expect_err("not its own");
+        told(error, "foreign");
+        let before = copies(&pipe.variables().expect("variables"));
+        let error = pipe.set_variables(foreign()).expect_err("others");
+        assert!(error.to_string().contains("fc1.bias"), "{error}");
+        assert_same("refused", &before, &pipe.variables().expect("variables"));
+        optimizer.step().expect("the next call");
+    });
+}
+
+/// Whatever the last bits of what each has computed: here one replica's gradients are twice the other's.
+#[test]
+fn replicas_clip_by_one_norm() {
+    in_ranks(2, |world| {
+        let mut pipe = built(builder(&MLP, &world, 1).replicas(2).micro_batches(2), "two");
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        let (x, y) = MLP.data(8, 0);
+        pipe.backward(&part(&world, 2, &x), &part(&world, 2, &y), MLP.loss).expect("a step");
+        // All ranks are asked; each has its own.
+        for (_, mut gradient) in pipe.gradients().expect("gradients") {
+            let _itself = gradient.g_mul_scalar_(1.0 + world.rank() as f64);
+        }
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        let all = world.share("norms", &norm).expect("shared");
+        assert_eq!(all[0], all[1]);
+    });
+}
+
+/// Each rank has room for its own stages; where one has not, all are told.
+#[test]
+fn every_rank_looks_for_room_on_its_own_host() {
+    in_ranks(2, |world| {
+        if test_device() != Device::Cpu {
+            return;
+        }
+        let layers = || Layers::new().add("one", linear(64, 64)).add("two", linear(64, 64));
+        // Weights and gradients in f64.
+        let needed = 16 * layers().parameter_count().expect("a model") / 2;
+        let build = |room: u64| {
+            let host = Arena::limited("host", room).expect("a limit");
+            pipeline_cases::builder(layers(), 1).world(&world).homes(Homes::Host).host(host).build()
+        };
+        // Whole pages are taken.
+        let room = needed + needed / 2;
+        build(room).expect("each has room for one stage");
+        let second = world.rank() == 1;
+        let error = build(if second { needed - 1 } else { room }).expect_err("no room");
+        assert!(error.to_string().contains("1 stages that live on the host need"), "{error}");
+        let is_told =
+            matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
+        assert_eq!(is_told, !second, "{error}");
     });
 }

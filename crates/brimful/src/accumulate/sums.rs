@@ -32,6 +32,11 @@ pub(crate) struct Addends {
 }
 
 impl Sums {
+    /// Those of who has run no backward in a step of others, with parameters that live on the host or not.
+    pub(crate) fn none(at_home: bool) -> Self {
+        Self { at_home, ..Self::default() }
+    }
+
     /// The sums of several replicas of one model as those of the first that has any, and what is
     /// still to be added to them.
     pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {

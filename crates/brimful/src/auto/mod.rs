@@ -59,6 +59,6 @@ pub(crate) use kind::{Kind, Use};
 pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;
 pub(crate) use remembered::{Identity, hash_of, hash_of_variables};
-pub(crate) use sizer::{FEW_SAMPLES, Sizer};
+pub(crate) use sizer::FEW_SAMPLES;
 pub(crate) use sizes::Sizes;
 pub(crate) use watch::{Ending, Peaks, SizeWatch};

@@ -182,16 +182,19 @@ impl SizeWatch {
     }
 
     /// One try of all samples at once, with the size that is due for the longest part and that `agree`
-    /// leaves of it. `run` also gives the memories' peaks.
+    /// leaves of it; no micro-batch, of whatever rank, has less than the `least`. `run` also gives the memories'
+    /// peaks.
     pub(crate) fn whole<T>(
         &mut self,
         samples: &Samples,
+        least: usize,
         agree: impl FnOnce(usize) -> Result<usize>,
         run: impl FnOnce(usize) -> Result<(T, Peaks)>,
     ) -> Result<T> {
         let rooms = self.rooms();
         let units = samples.units();
-        self.least = samples.least();
+        // Everyone's: one sample that fails twice is the end, which all must come to at the same try.
+        self.least = least;
         let mut trial = self.sizer.next_whole(&rooms, units.max(1));
         let own = trial.size.max(self.least);
         trial.size = agree(own)?;

@@ -116,23 +116,12 @@ pub(crate) struct Arranged<'a, B> {
 }
 
 impl<'a, B: Batch> Arranged<'a, B> {
-    pub(crate) fn of(given: &'a B) -> Result<Self> {
-        // What cannot be counted is refused where other ranks hear of it.
-        let unsorted = |samples| Ok(Self { given, sorted: None, samples });
-        let count = match len(given) {
-            Ok(count) => count,
-            Err(error) => return unsorted(Err(error)),
-        };
-        let Some(widths) = widths(given)? else { return unsorted(Ok(Samples::alike(count))) };
-        let mut order: Vec<usize> = (0..count).collect();
-        order.sort_by_key(|&sample| Reverse(widths[sample]));
-        let lengths = Some(order.iter().map(|&sample| widths[sample]).collect());
-        let mut places = vec![0; count];
-        for (place, &sample) in order.iter().enumerate() {
-            places[sample] = place as i64;
+    /// What cannot be counted or sorted is refused where its samples are asked for: there, other ranks hear of it.
+    pub(crate) fn of(given: &'a B) -> Self {
+        match sorted(given) {
+            Ok((sorted, samples)) => Self { given, sorted, samples: Ok(samples) },
+            Err(error) => Self { given, sorted: None, samples: Err(error) },
         }
-        let samples = Samples { count, lengths, places };
-        Ok(Self { given, sorted: Some(samples.arranged(given)?), samples: Ok(samples) })
     }
 
     pub(crate) fn batch(&self) -> &B {
@@ -144,15 +133,33 @@ impl<'a, B: Batch> Arranged<'a, B> {
     }
 
     /// What belongs to the same samples, in the same order.
-    pub(crate) fn beside<'b, Y: Batch>(&self, given: &'b Y) -> Result<Arranged<'b, Y>> {
+    pub(crate) fn beside<'b, Y: Batch>(&self, given: &'b Y) -> Arranged<'b, Y> {
         let sorted = match &self.samples {
             Ok(samples) if !samples.places.is_empty() && len(given) == Ok(samples.count) => {
-                Some(samples.arranged(given)?)
+                samples.arranged(given).map(Some)
             }
-            _ => None,
+            _ => Ok(None),
         };
-        Ok(Arranged { given, sorted, samples: self.samples.clone() })
+        match sorted {
+            Ok(sorted) => Arranged { given, sorted, samples: self.samples.clone() },
+            Err(error) => Arranged { given, sorted: None, samples: Err(error) },
+        }
     }
+}
+
+/// A mini-batch and its samples in the order in which they are run, if that is not the user's own.
+fn sorted<B: Batch>(given: &B) -> Result<(Option<B>, Samples)> {
+    let count = len(given)?;
+    let Some(widths) = widths(given)? else { return Ok((None, Samples::alike(count))) };
+    let mut order: Vec<usize> = (0..count).collect();
+    order.sort_by_key(|&sample| Reverse(widths[sample]));
+    let lengths = Some(order.iter().map(|&sample| widths[sample]).collect());
+    let mut places = vec![0; count];
+    for (place, &sample) in order.iter().enumerate() {
+        places[sample] = place as i64;
+    }
+    let samples = Samples { count, lengths, places };
+    Ok((Some(samples.arranged(given)?), samples))
 }
 
 /// The parts with rows as wide as the widest part's.

@@ -151,7 +151,7 @@ impl MicroBatcher {
         let Attempt { role, turn, alone, .. } = how;
         let parameters = parameters(&self.variables);
         // Not in the midst of a step: its sums lie in memory as the parameters did when it began.
-        if role.first {
+        if role.begins {
             self.arrangement.begin(&parameters)?;
         }
         self.replay.begin(parameters.len(), &self.variables, eager)?;

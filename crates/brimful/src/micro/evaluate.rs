@@ -16,7 +16,7 @@ impl MicroBatcher {
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         self.in_order(|this| {
             step::map(this, Brought::new(Use::Map, &arranged), |this, Try { cut, opening, .. }| {
                 let role = opening.role(0);
@@ -34,7 +34,7 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         self.in_order(|this| {
             let brought = Brought::new(Use::Evaluate, &arranged);
             step::run(this, brought, |this, Try { cut, opening, .. }| {

@@ -96,9 +96,8 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
-        step::check_no_window(self)?;
         let closure = Closure::of(&f);
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         let step = self.in_order(|this| {
             step::run(this, Brought::new(Use::Train, &arranged), |this, tried| {
                 this.attempt_alone(arranged.batch(), tried, closure, true, &mut f)
@@ -122,7 +121,7 @@ impl MicroBatcher {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
         let closure = Closure::of(&f);
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         let outputs = self.in_order(|this| {
             step::accumulate(this, Brought::new(Use::Train, &arranged), |this, tried| {
                 this.attempt_alone(arranged.batch(), tried, closure, false, &mut f)

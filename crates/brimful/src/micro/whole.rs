@@ -41,11 +41,10 @@ impl MicroBatcher {
         mut forward: impl FnMut(B) -> O,
         mut loss: impl FnMut(&O) -> Tensor,
     ) -> Result<Step<O>> {
-        step::check_no_window(self)?;
         if !self.state.team.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         self.in_order(|this| {
             step::run(this, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
                 this.attempt_whole(arranged.batch(), this_try, &mut forward, &mut loss)
@@ -136,7 +135,8 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        let role = BatchRole { unit: 1.0, first: true, last: true, seed: Some(seed) };
+        let seed = Some(seed);
+        let role = BatchRole { unit: 1.0, first: true, begins: true, last: true, seed };
         Ok((self.tried(summed, tally, undo, role, &cut), gradients))
     }
 

@@ -13,7 +13,7 @@ use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WaitingRoom, WorkerFailure, wire};
-use crate::pipeline::worker::{Tells, Worker, WorkerDone};
+use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
@@ -284,7 +284,7 @@ impl Pipeline {
         let ends = closures.into_iter().map(End::Closure).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
         let tells = self.tells(plan.mode.is_last(), exchange);
-        let idle = (plan.mode.trains(), tells);
+        let idle = Idle { trains: plan.mode.trains(), unit: plan.unit, tells };
         let attempt = move |worker: &mut Worker, job| worker.attempt(job, tells);
         Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
@@ -298,7 +298,8 @@ impl Pipeline {
     ) -> Result<Vec<WorkerDone>, Failed> {
         let ends = plan.portions.iter().map(|_| End::Gather).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
-        let idle = (true, Tells { at_once: false, others: false });
+        let tells = Tells { at_once: false, others: false };
+        let idle = Idle { trains: true, unit: plan.unit, tells };
         self.run_all(jobs, idle, exchange, Worker::attempt_forward)
     }
 
@@ -320,8 +321,9 @@ impl Pipeline {
             }
         }
         let tells = self.tells(true, exchange);
+        let idle = Idle { trains: true, unit: plan.unit, tells };
         let attempt = move |worker: &mut Worker, rows| worker.attempt_backward(rows, tells);
-        Ok(tried(plan, self.run_all(jobs, (true, tells), exchange, attempt)?))
+        Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Whether workers tell what they have run as soon as it was run: replicas of this process put
@@ -331,12 +333,12 @@ impl Pipeline {
         Tells { at_once, others: exchange.team.replicas > 1 }
     }
 
-    /// Lets every worker of this process do its job, if it has one: whether the others train is told to those that
-    /// have none. Where one fails, all undo.
+    /// Lets every worker of this process do its job, if it has one; those that have none are told what the others
+    /// do. Where one fails, all undo.
     fn run_all<J: Send + 'static>(
         &self,
         jobs: Vec<Option<J>>,
-        (trains, tells): (bool, Tells),
+        idle: Idle,
         exchange: &Exchange,
         f: impl Fn(&mut Worker, J) -> Result<WorkerDone, WorkerFailure> + Clone + Send + 'static,
     ) -> Result<Vec<WorkerDone>, Failed> {
@@ -347,7 +349,7 @@ impl Pipeline {
             let stopping = turn.stopping();
             let done = match job {
                 Some(job) => f(worker, job),
-                None => worker.idle(trains, tells),
+                None => worker.idle(idle),
             };
             if done.is_ok() {
                 stopping.all_went_well();

@@ -33,6 +33,11 @@ impl RanksTurn {
         Self { turn, everyone, base }
     }
 
+    /// Whether this rank is the one at this place among them.
+    pub(crate) fn is_at(&self, place: usize) -> bool {
+        self.everyone.get(place) == Some(&self.turn.rank())
+    }
+
     /// Begins to add a tensor up; it is contiguous, and in the host's memory when the event is
     /// reached.
     fn sum(&self, number: usize, tensor: &Tensor, ready: Option<Event>) -> Result<Summing> {

@@ -26,10 +26,9 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
-        step::check_no_window(self)?;
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         let step = step::run(self, Brought::new(Use::Train, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &train)
         })?;
@@ -56,7 +55,7 @@ impl<M: 'static> Replicas<M> {
                 micro.attempt_evaluate(batch, cut, role, &mut |part| f(model, part))
             })
         };
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         step::run(self, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &evaluate)
         })
@@ -78,7 +77,7 @@ impl<M: 'static> Replicas<M> {
                 micro.attempt_map(batch, cut, role, &mut |part| f(model, part))
             })
         };
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         step::map(self, Brought::new(Use::Map, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &map)
         })
@@ -97,7 +96,7 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<R::Outputs> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         step::accumulate(self, Brought::new(Use::Train, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, false, &train)
         })

@@ -37,13 +37,12 @@ impl<M: 'static> Replicas<M> {
         forward: impl Fn(&M, B) -> O + Send + Sync + 'static,
         loss: impl Fn(&M, &O) -> Tensor + Send + Sync + 'static,
     ) -> Result<Step<O>> {
-        step::check_no_window(self)?;
         if !self.state.team.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
-        let arranged = Arranged::of(batch)?;
+        let arranged = Arranged::of(batch);
         step::run(self, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
             this.attempt_whole(arranged.batch(), this_try, &forward, &loss)
         })

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::pool::Seen;
-use super::{Momentum, Pending, Running};
+use super::{Momentum, Moved, Pending, Running};
 use crate::Result;
 use crate::ranks::RanksTurn;
 
@@ -82,6 +82,11 @@ impl Pending {
         Ok(())
     }
 
+    /// Statistics of layers that have moved them at every micro-batch.
+    pub(crate) fn moved_at_once(&self) -> impl Iterator<Item = &Tensor> {
+        self.changed.values().flat_map(|(running, _)| running.all())
+    }
+
     /// The layer with these variables; a new one where it has seen nothing here.
     fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> u64 {
         let place = mean.data_ptr();
@@ -93,6 +98,42 @@ impl Pending {
         let id = running.id;
         self.deferred.insert(id, Seen::new(running));
         id
+    }
+}
+
+impl Moved {
+    /// These statistics as the rank at this place has them; `number` is the sum's in the turn, to which all others
+    /// add zeros, so that the values are that rank's to the last bit.
+    pub(crate) fn as_at(
+        place: usize,
+        running: Vec<Tensor>,
+        turn: &RanksTurn,
+        number: usize,
+    ) -> Result<Self> {
+        if running.is_empty() {
+            return Ok(Self::default());
+        }
+        let flat = |t: &Tensor| {
+            t.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_reshape([-1_i64])
+        };
+        let rows = running.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
+        let mut all = Tensor::f_cat(&rows, 0)?;
+        if !turn.is_at(place) {
+            let _itself = all.f_zero_()?;
+        }
+        turn.sum_now(number, &all)?;
+        let lengths: Vec<_> = rows.iter().map(|row| row.numel() as i64).collect();
+        let parts = all.f_split_with_sizes(lengths, 0)?.into_iter().zip(&running);
+        let value = |(part, like): (Tensor, &Tensor)| {
+            part.f_view(&like.size()[..])?.f_to_kind(like.kind())?.f_to_device(like.device())
+        };
+        let values = parts.map(value).collect::<Result<_, _>>()?;
+        Ok(Self { running, values })
+    }
+
+    pub(crate) fn extend(&mut self, other: Self) {
+        self.running.extend(other.running);
+        self.values.extend(other.values);
     }
 }
 

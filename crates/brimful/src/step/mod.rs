@@ -61,11 +61,11 @@ pub(crate) use undo::{Undo, put_back};
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
-use crate::Result;
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
 use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::random::{Randomness, with_seed};
+use crate::{Error, Result};
 use opening::OwnPart;
 use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
@@ -90,7 +90,7 @@ pub(crate) trait Engine: Sized {
         Ok(false)
     }
 
-    /// Makes copies that other ranks have the same again: see [`Engine::begin`].
+    /// Makes copies that other ranks have the same again, on all of them or on none: see [`Engine::begin`].
     fn refresh_copies(&mut self) -> Result<()> {
         Ok(())
     }
@@ -225,6 +225,10 @@ pub(crate) fn run<E: Engine, O>(
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<Step<O>> {
     let team = engine.state().team.clone();
+    let brought = match brought.kind.is_training() {
+        true => brought.provided(check_no_window(engine)),
+        false => brought,
+    };
     run_with(engine, &team, brought, attempt)
 }
 
@@ -259,12 +263,14 @@ pub(crate) fn accumulate<E: Engine, O>(
     brought: Brought,
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<O> {
-    check_trained(engine)?;
     let is_first = engine.state().window.is_none();
-    let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose()?;
+    let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
+    let noted = before.as_ref().map(drop).map_err(Error::clone);
+    let brought = brought.provided(check_trained(engine).and(noted));
     // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
     let team = engine.state().own_team(E::SPREADS_MODEL);
     let (outputs, seed, log) = until_done(engine, &team, brought, attempt, keep)?;
+    let before = before?;
     if let Some(window) = &mut engine.state().window {
         window.log.extend(log);
         window.seed = window.seed.or(seed);
@@ -285,11 +291,12 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
         Err(error) => {
             // The other ranks are about to vote and would wait for this one: it votes too, with its
             // error, so that they undo their windows as it does.
-            if let Some(window) = engine.state().window.take() {
+            let undone = engine.state().window.take().map_or(Ok(()), |window| {
                 window.tried.undo(engine)?;
-                window.before.map_or(Ok(()), |before| before.restore())?;
-            }
-            return Err(team.exchange()?.report_failure(error.into(), start));
+                window.before.map_or(Ok(()), |before| before.restore())
+            });
+            let first = team.exchange()?.report_failure(error.into(), start);
+            return undone.and(Err(first));
         }
     };
     let finished = finish(engine, tried, (), &team.exchange()?, start);
@@ -313,7 +320,9 @@ pub(crate) fn role<E: Engine>(
     let role = BatchRole { last, ..opening.role(replica) };
     match &engine.state().window {
         // What follows goes on in the unit of the step's first mini-batch.
-        Some(window) => BatchRole { unit: window.tried.unit(), first: false, ..role },
+        Some(window) => {
+            BatchRole { unit: window.tried.unit(), first: false, begins: false, ..role }
+        }
         None => role,
     }
 }
@@ -348,11 +357,7 @@ fn until_done<E: Engine, O, T>(
     let mut parked = ParkedPanic::default();
     let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
         let opening = open(engine, team, brought, seed)?;
-        let to_cut = ToCut {
-            samples: opening.own(),
-            part: engine.largest_part(opening.own())?,
-            least: opening.least(),
-        };
+        let to_cut = ToCut { samples: opening.own(), least: opening.least() };
         let (value, log) = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
             // Channels of its own for every try: messages that a failed one left under way cannot be
             // taken for this one's.
@@ -378,11 +383,11 @@ fn seeded<E: Engine, T>(
     engine: &mut E,
     team: &Team,
     training: bool,
-    f: impl FnOnce(&mut E, Option<u64>) -> Result<T>,
+    f: impl FnOnce(&mut E, Result<Option<u64>>) -> Result<T>,
 ) -> Result<T> {
     match engine.seeding(team) {
-        Seeding::Plain => f(engine, None),
-        Seeding::Step(devices) => with_seed(devices, training, |seed| f(engine, Some(seed))),
+        Seeding::Plain => f(engine, Ok(None)),
+        Seeding::Step(devices) => with_seed(devices, training, |seed| f(engine, seed.map(Some))),
     }
 }
 
@@ -391,20 +396,31 @@ pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,
     brought: Brought,
-    seed: Option<u64>,
+    seed: Result<Option<u64>>,
 ) -> Result<Opening> {
+    // Not `?`: the others wait for this rank's part, be it an error.
+    let own = own_part(engine, team, &brought, seed);
+    let opening = Opening::open(team, brought, own)?;
+    if opening.changed {
+        engine.refresh_copies()?;
+    }
+    Ok(opening)
+}
+
+fn own_part<E: Engine>(
+    engine: &mut E,
+    team: &Team,
+    brought: &Brought,
+    seed: Result<Option<u64>>,
+) -> Result<OwnPart> {
+    let seed = seed?;
     let changed = engine.begin(&brought.devices)?;
     // Compared here, and not with the reports, because gradients may be on their way by then; hashing
     // all names is spared where nothing is summed.
     let compares = brought.kind.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();
-    let size = engine.state().size;
-    let opening = Opening::open(team, brought, OwnPart { size, seed, trained, changed, rank })?;
-    if opening.changed {
-        engine.refresh_copies()?;
-    }
-    Ok(opening)
+    Ok(OwnPart { size: engine.state().size, seed, trained, changed, rank })
 }
 
 /// Adds what was tried to the mini-batches that wait for their commit. Gives the outputs back.

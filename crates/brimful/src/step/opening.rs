@@ -48,6 +48,13 @@ impl Brought {
         let samples = self.samples.and_then(|samples| fits.map(|()| samples));
         Self { samples, devices: [self.devices, devices].concat(), ..self }
     }
+
+    /// The same, refused where this is: by the opening, which tells all ranks. Who returned before it would
+    /// leave the others waiting.
+    pub(crate) fn provided(self, holds: Result<()>) -> Self {
+        let samples = holds.and_then(|()| self.samples);
+        Self { samples, ..self }
+    }
 }
 
 /// What this rank knows of a step beside its mini-batch.
@@ -59,6 +66,26 @@ pub(super) struct OwnPart {
     pub(super) changed: bool,
     /// In the world; where it takes its step alone, the first rank has the first sample all the same.
     pub(super) rank: usize,
+}
+
+impl OwnPart {
+    /// What the others are told of it.
+    fn hello(&self, samples: &Samples, kind: &Kind, hash: Option<String>) -> Result<StepHello> {
+        let any = samples.count() > 0;
+        // A size that cannot cut these samples is refused here, where all ranks still hear of it.
+        if any {
+            self.size.cut(samples)?;
+        }
+        Ok(StepHello {
+            samples: samples.clone(),
+            kind: any.then(|| kind.to_string()),
+            hash,
+            size: format!("{:?}", self.size),
+            seed: self.seed.unwrap_or_default(),
+            trained: self.trained.clone(),
+            changed: self.changed,
+        })
+    }
 }
 
 /// What one rank has.
@@ -119,10 +146,10 @@ pub(crate) struct Opening {
 impl Opening {
     /// Tells and hears what each has; all ranks draw from the first one's seed. All of them say what
     /// they train, or none does.
-    pub(super) fn open(team: &Team, brought: Brought, own: OwnPart) -> Result<Self> {
+    pub(super) fn open(team: &Team, brought: Brought, own: Result<OwnPart>) -> Result<Self> {
         let Brought { samples, kind, hash, .. } = brought;
-        let OwnPart { size, seed, trained, changed, rank } = own;
         if team.is_alone() {
+            let OwnPart { seed, changed, rank, .. } = own?;
             let samples = vec![samples?];
             return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed, kind });
         }
@@ -132,29 +159,17 @@ impl Opening {
             Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(Samples::default()),
             other => other,
         };
-        let own = samples.clone();
-        let hello = samples.and_then(|samples| {
-            let any = samples.count() > 0;
-            // A size that cannot cut these samples is refused here, where all ranks still hear of it.
-            if any {
-                size.cut(&samples)?;
-            }
-            Ok(StepHello {
-                samples,
-                kind: any.then(|| kind.to_string()),
-                hash,
-                size: format!("{size:?}"),
-                seed: seed.unwrap_or_default(),
-                trained,
-                changed,
-            })
-        });
+        // Whatever has gone wrong here until now is told: this is the first that ranks hear of each other.
+        let own = own.and_then(|own| Ok((own, samples?)));
+        let hello = own.as_ref().map_err(Error::clone);
+        let hello = hello.and_then(|(own, samples)| own.hello(samples, &kind, hash));
         let all = team.world.settle(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
+        let (OwnPart { seed, .. }, own) = own?;
         StepHello::check(&all, team)?;
         let mut samples = StepHello::samples_of_replicas(&all, team)?;
         let replica = team.replica();
         // With the order of its own mini-batch, which others need not know.
-        samples[replica] = own?;
+        samples[replica] = own;
         Ok(Self {
             first: samples.iter().position(|samples| samples.count() > 0) == Some(replica),
             samples,
@@ -198,6 +213,7 @@ impl Opening {
         BatchRole {
             unit: self.total() as f64,
             first: self.first && replica == 0,
+            begins: true,
             last: true,
             seed: self.seed.map(|seed| PartSeed { seed, part }),
         }

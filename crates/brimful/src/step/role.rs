@@ -12,6 +12,8 @@ pub(crate) struct BatchRole {
     pub(crate) unit: f64,
     /// Whether it has the step's first sample.
     pub(crate) first: bool,
+    /// Whether it begins the step in its process: no other waits for its commit.
+    pub(crate) begins: bool,
     /// Whether the unit is the step's number of samples, and no other mini-batch follows.
     pub(crate) last: bool,
     /// Random numbers of its own; without them it draws as a plain loop does.

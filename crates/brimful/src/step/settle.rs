@@ -121,6 +121,8 @@ pub(crate) struct PartReport {
     /// For each parameter, whether there is a gradient.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
+    /// The names of statistics that it has moved at every micro-batch.
+    pub(crate) at_once: Vec<String>,
     /// The most memory in use, and a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
     pub(crate) spans: Vec<Span>,
@@ -147,6 +149,8 @@ pub(crate) struct SeenPart {
     /// Which parameters have got gradients.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
+    /// The first replica that has moved statistics at every micro-batch, and their names.
+    pub(crate) at_once: Option<(usize, Vec<String>)>,
 }
 
 impl Whole {
@@ -170,7 +174,11 @@ impl Whole {
             if whole.groups.is_empty() {
                 whole.groups = told.groups;
             }
-            whole.parts[at % parts].add(told.present, told.layers);
+            let part = &mut whole.parts[at % parts];
+            if part.at_once.is_none() && !told.at_once.is_empty() {
+                part.at_once = Some((at / parts, told.at_once));
+            }
+            part.add(told.present, told.layers);
             whole.peaks.push(told.peak);
             whole.spans.push(told.spans);
             whole.buses.push(told.bus);

@@ -1,10 +1,12 @@
 //! The loop over sizes: a mini-batch is run as its size says, and with an automatic one again, in
 //! smaller micro-batches, where memory ran out.
 
+use std::time::Duration;
+
 use super::settle::Team;
 use super::{Cut, Engine, Size};
 use crate::auto::{
-    Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, Sizer, hash_of_variables,
+    Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, hash_of_variables,
 };
 use crate::batch::Samples;
 use crate::bytes::Bytes;
@@ -42,8 +44,6 @@ pub(crate) struct Warnings {
 #[derive(Debug)]
 pub(super) struct ToCut<'a> {
     pub(super) samples: &'a Samples,
-    /// Those of the largest part that runs by itself.
-    pub(super) part: Samples,
     /// The least that a micro-batch of any rank has.
     pub(super) least: usize,
 }
@@ -65,21 +65,24 @@ pub(super) fn until_it_fits<E: Engine, T>(
     // with all others between any two of them.
     let in_pieces = team.is_alone() && engine.runs_in_pieces(kind);
     let mut log = SizeLog::default();
+    let mut ready = Ok(());
     loop {
-        let watch = watch(engine, kind, in_pieces)?;
         let (ran, watch) = if in_pieces {
+            let watch = ready.and_then(|()| watch(engine, kind, in_pieces))?;
             let mut cut = Cut::watched(to_cut.samples.clone(), size, watch);
             let ran = run(engine, &mut cut);
             (ran, cut.into_watch().expect("it was given one"))
         } else {
-            run_whole(engine, to_cut, team, watch, &mut run)
+            run_whole(engine, kind, to_cut, team, ready, &mut log, &mut run)?
         };
-        // The sizer goes back before an error is returned: what it has learnt outlives the step.
-        let (sizer, ended) = learn(engine, watch, ran, &mut log)?;
-        engine.state().sizes.put(kind.clone(), sizer);
-        if let Some(value) = ended? {
-            return Ok((value, log));
-        }
+        let ran_out = matches!(&ran, Err(error) if error.out_of_memory().is_some());
+        ready = match learn(engine, kind, watch, ran, &mut log) {
+            Ok(Some(value)) => return Ok((value, log)),
+            Ok(None) => Ok(()),
+            // Other ranks may be about to try again: they are told before they do.
+            Err(error) if ran_out => Err(error),
+            Err(error) => return Err(error),
+        };
     }
 }
 
@@ -147,61 +150,90 @@ fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     })
 }
 
-/// One try of one size, which all ranks agree on.
+/// One try of one size, which all ranks agree on. What keeps this rank from it is everyone's error.
 fn run_whole<E: Engine, T>(
     engine: &mut E,
+    kind: &Kind,
     to_cut: &ToCut<'_>,
     team: &Team,
-    mut watch: SizeWatch,
+    ready: Result<()>,
+    log: &mut SizeLog,
     run: &mut impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
-) -> (Result<(T, Lesson)>, SizeWatch) {
+) -> Result<(Result<(T, Lesson)>, SizeWatch)> {
+    let planned = ready
+        .and_then(|()| Ok((engine.largest_part(to_cut.samples)?, watch(engine, kind, false)?)));
+    let (part, mut watch) = match planned {
+        Ok(planned) => planned,
+        Err(error) => {
+            // The others wait for this rank's size. Who has an error of its own returns that one.
+            let _ = share_size(team, Err(error.clone()));
+            return Err(error);
+        }
+    };
     // A rank without samples has an opinion on no size, but asks and is asked all the same.
     let has_samples = to_cut.samples.count() > 0;
-    let agree = |size| Ok(smallest(team, size, has_samples)?.max(to_cut.least));
-    let ran = watch.whole(&to_cut.part, agree, |size| {
-        let size = Size::of_units(to_cut.samples, size);
-        let (value, mut lesson) = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
-        let peaks = std::mem::take(&mut lesson.peaks);
-        Ok(((value, lesson), peaks))
-    });
-    (ran, watch)
+    let mut refused = None;
+    let ran = watch.whole(
+        &part,
+        to_cut.least,
+        |own| {
+            let shared = share_size(team, Ok(has_samples.then_some(own)));
+            shared
+                .map(|size| size.unwrap_or(own))
+                .inspect_err(|error| refused = Some(error.clone()))
+        },
+        |size| {
+            let size = Size::of_units(to_cut.samples, size);
+            let (value, mut lesson) = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
+            let peaks = std::mem::take(&mut lesson.peaks);
+            Ok(((value, lesson), peaks))
+        },
+    );
+    match refused {
+        // Not a try, though memory may have run out: who told of it has returned.
+        Some(error) => {
+            engine.state().sizes.put(kind.clone(), watch.ended(log));
+            Err(error)
+        }
+        None => Ok((ran, watch)),
+    }
 }
 
 /// The smallest size of those that ranks with samples would take.
-fn smallest(team: &Team, size: usize, counts: bool) -> Result<usize> {
-    if team.is_alone() {
-        return Ok(size);
-    }
-    let sizes = team.world.share("the micro-batch size", &counts.then_some(size))?;
-    Ok(sizes.into_iter().flatten().min().unwrap_or(size))
+fn share_size(team: &Team, own: Result<Option<usize>>) -> Result<Option<usize>> {
+    let sizes = team.world.settle("the micro-batch size", own, Duration::ZERO)?;
+    Ok(sizes.into_iter().flatten().min())
 }
 
-/// Learns from a try. Gives the sizer back, and the value, or none where there is to be another try.
+/// Learns from a try. Gives the value, or none where there is to be another try. What the sizer has learnt outlives
+/// a step that fails.
 fn learn<E: Engine, T>(
     engine: &mut E,
+    kind: &Kind,
     watch: SizeWatch,
     ran: Result<(T, Lesson)>,
     log: &mut SizeLog,
-) -> Result<(Sizer, Result<Option<T>>)> {
-    let error = match ran {
+) -> Result<Option<T>> {
+    let (sizer, ended) = match ran {
         Ok((value, lesson)) => {
             let (sizer, ending) = watch.succeeded(lesson.captured, log)?;
             engine.state().warnings.look_at(&lesson, ending);
-            return Ok((sizer, Ok(Some(value))));
+            (sizer, Ok(Some(value)))
         }
-        Err(Error::Rehearsed) => return Ok((watch.ended(log), Ok(None))),
-        Err(error) => error,
+        Err(Error::Rehearsed) => (watch.ended(log), Ok(None)),
+        Err(error) => match error.out_of_memory().cloned() {
+            Some(oom) => {
+                // Graphs keep their memory for themselves, and the allocator cannot take it back: what they
+                // have may be just what the next try lacks. They are captured anew later.
+                engine.drop_captures()?;
+                let (sizer, ended) = watch.failed(oom, log)?;
+                (sizer, ended.map(|()| None))
+            }
+            None => (watch.ended(log), Err(error)),
+        },
     };
-    match error.out_of_memory().cloned() {
-        Some(oom) => {
-            // Graphs keep their memory for themselves, and the allocator cannot take it back: what they
-            // have may be just what the next try lacks. They are captured anew later.
-            engine.drop_captures()?;
-            let (sizer, ended) = watch.failed(oom, log)?;
-            Ok((sizer, ended.map(|()| None)))
-        }
-        None => Ok((watch.ended(log), Err(error))),
-    }
+    engine.state().sizes.put(kind.clone(), sizer);
+    ended
 }
 
 impl Warnings {

@@ -10,7 +10,7 @@ use super::StepError;
 use super::caught::into_error_or_panic;
 use super::settle::{PartReport, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
-use super::trained::{Trained, names};
+use super::trained::{Names, Trained, names};
 use super::undo::Undo;
 use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
 use crate::batch::tensor_bytes;
@@ -20,8 +20,11 @@ use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};
 
 /// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
-/// reach 4,294,967,295.
+/// reach 4,294,967,294.
 const STATISTICS_BUCKET: usize = u32::MAX as usize;
+
+/// The same of statistics that move at every micro-batch.
+const AT_ONCE_BUCKET: usize = STATISTICS_BUCKET - 1;
 
 /// What a run has summed up: gradients, losses, and which terms' gradients have a common factor.
 type Summed = (Sums, Tally, Vec<TermGroup>);
@@ -192,8 +195,23 @@ impl Tried {
             report.trained = Trained::of(&self.parameters, &names);
             report.present = self.sums.present(self.parameters.len());
             report.layers = self.undo.statistics.layers(|t| names.of(t).map(str::to_owned));
+            report.at_once = self.moved_at_once(&names);
         }
         Ok(report)
+    }
+
+    /// The names of statistics that were moved at every micro-batch, by choice or by layers that know no other way.
+    fn moved_at_once(&self, names: &Names) -> Vec<String> {
+        // An evaluation, or a replica without a sample, has moved none.
+        if self.parameters.is_empty() || self.samples() == 0 {
+            return Vec::new();
+        }
+        let Undo { statistics, unmanaged, .. } = &self.undo;
+        let foreign = unmanaged.iter().map(|(running, _)| running);
+        let all = statistics.moved_at_once().chain(foreign.filter(|t| !statistics.knows(t)));
+        let mut all: Vec<_> = all.filter_map(|t| names.of(t).map(str::to_owned)).collect();
+        all.sort();
+        all
     }
 
     /// Computes all that a commit needs. `part` says which of the whole's parts this is, and `turn`
@@ -206,15 +224,18 @@ impl Tried {
     ) -> Result<()> {
         let sums = std::mem::take(&mut self.sums);
         let factors = whole.factors(self.unit);
+        let mut first_ones = Moved::default();
         let gradients = match turn {
             None => sums.finish(&self.parameters, &factors)?,
             Some(turn) => {
                 // All ranks call these in one order: a sum is the same call on each of them.
                 self.sum_statistics(&whole.part(part).layers, turn)?;
+                first_ones = self.first_ones(whole.part(part).at_once.as_ref(), turn)?;
                 self.sum_gradients(sums, &factors, whole, part, turn)?
             }
         };
-        let moved = self.moved.take().map_or_else(|| self.undo.statistics.prepare(), Ok)?;
+        let mut moved = self.moved.take().map_or_else(|| self.undo.statistics.prepare(), Ok)?;
+        moved.extend(first_ones);
         self.prepared = Some((gradients, moved));
         Ok(())
     }
@@ -229,6 +250,15 @@ impl Tried {
         statistics.sum_over_ranks(turn, STATISTICS_BUCKET, layers.iter().cloned(), |name| {
             names.tensor(name)
         })
+    }
+
+    /// Statistics that move at every micro-batch, as the first replica that has samples has moved them: each by
+    /// its own, ranks would come to have different models.
+    fn first_ones(&self, first: Option<&(usize, Vec<String>)>, turn: &RanksTurn) -> Result<Moved> {
+        let Some((replica, listed)) = first else { return Ok(Moved::default()) };
+        let names = names(&self.variables);
+        let running = listed.iter().filter_map(|name| names.tensor(name)).collect();
+        Moved::as_at(*replica, running, turn, AT_ONCE_BUCKET)
     }
 
     fn sum_gradients(

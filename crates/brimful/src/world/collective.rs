@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 
 use super::message::TensorOutline;
 use super::{Turn, World, WorldError};
-use crate::Result;
+use crate::{Error, Result};
 
 /// Channels on which a rank gives others its tensors are numbered from 2^29 on; no other channel of a
 /// turn has one of these numbers.
@@ -62,11 +62,36 @@ impl World {
     /// their own back.
     ///
     /// # Errors
-    /// When a rank is lost or has ended.
+    /// When a rank has no memory for it, is lost or has ended: on all ranks.
     pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
-        let names: Vec<String> = named.iter().map(|(name, _)| name.clone()).collect();
-        let names = self.share("gather", &names)?;
+        self.gather_told(Ok(named))
+    }
+
+    /// The same, of ranks that may have failed before: all get the error that came first.
+    pub(crate) fn gather_told(
+        &self,
+        named: Result<Vec<(String, Tensor)>>,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let names = named
+            .as_ref()
+            .map_err(Error::clone)
+            .map(|named| named.iter().map(|(name, _)| name.clone()).collect::<Vec<String>>());
+        let names = self.settle("gather", names, Duration::ZERO)?;
         let turn = self.turn()?;
+        let gathered = named.and_then(|named| self.gather_in(&turn, named, names));
+        let told = gathered.as_ref().map(drop).map_err(Error::clone);
+        // What another rank's failure brings about here is dated after that.
+        let at = if matches!(told, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
+        self.settle("gathered", told, at)?;
+        gathered
+    }
+
+    fn gather_in(
+        &self,
+        turn: &Turn,
+        named: Vec<(String, Tensor)>,
+        names: Vec<Vec<String>>,
+    ) -> Result<Vec<(String, Tensor)>> {
         let stopping = turn.stopping();
         if self.rank() != 0 {
             let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));

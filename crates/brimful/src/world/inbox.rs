@@ -15,7 +15,7 @@ use super::message::{TensorOutline, Tensors};
 use super::waits::Wait;
 use super::wire::{Ticket, Wire};
 use crate::Result;
-use crate::memory::{Arena, Memory};
+use crate::memory::Memory;
 
 /// One channel's tensors.
 #[derive(Debug, Default)]
@@ -190,11 +190,9 @@ fn put(tensors: &Tensors, ahead: &Tensors) -> Result<()> {
     })
 }
 
-/// Room for what nobody here has asked for. It has an account of its own, without a limit: the thread
-/// that happens to move messages on may have an arena that is full, which is none of its sender's.
+/// Room for what nobody here has asked for.
 fn uncharged(outline: &TensorOutline) -> Result<Tensors, WorldError> {
-    let arena = Memory::Arena(Arena::new("messages"));
-    outline.empty(Some(&arena)).map_err(|error| WorldError::Message(error.to_string()))
+    outline.empty(None).map_err(|error| WorldError::Message(error.to_string()))
 }
 
 /// Keeps those that are not done.

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::WorldError;
 use crate::Result;
-use crate::memory::Memory;
+use crate::memory::{Arena, Memory};
 use crate::save::KINDS;
 
 /// Tensors under way, in rows, some of them missing.
@@ -101,9 +101,13 @@ impl TensorOutline {
     }
 
     /// Tensors of this outline in the host's memory, whose numbers are yet to come, and which are
-    /// needed in this memory.
+    /// needed in this memory. Where that is no arena they have an account of their own, without a limit: the thread
+    /// that happens to move messages on may have an arena that is full, which is none of its sender's.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
-        let _inside = memory.and_then(Memory::enter);
+        let _inside = match memory {
+            Some(Memory::Arena(arena)) => arena.enter(),
+            _ => Arena::new("messages").enter(),
+        };
         let tensor = |form: &Form| -> Result<Tensor> {
             let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
             let tensor = Tensor::f_empty(&form.size, (*kind, Device::Cpu))?;

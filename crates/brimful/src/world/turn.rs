@@ -103,6 +103,11 @@ impl Turn {
         Ok(Summing { turn: self.clone(), channel })
     }
 
+    /// The rank that this end of it is in.
+    pub(crate) fn rank(&self) -> usize {
+        self.0.rank
+    }
+
     /// Tells all ranks that it has failed here: whoever waits for something of it waits no more.
     pub(crate) fn stop(&self) {
         // Where there is no world any more, nobody waits.
@@ -338,6 +343,20 @@ mod tests {
             engine.is_broken()
         });
         assert_eq!((broken, arena.refusals()), (Ok(false), 0));
+    }
+
+    #[test]
+    fn what_comes_is_not_charged_to_who_moves_it_on() {
+        let (links, [sender, receiver], _) = two_ranks(64);
+        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("sent");
+        let inlet = receiver.inlet(0, 0, 1, None).expect("an inlet");
+        let arena = Arena::new("full");
+        arena.fail_from_nth_allocation(1);
+        let inside = arena.enter();
+        links[1].with(Messenger::progress).expect("a world");
+        drop(inside);
+        let came = inlet.take().expect("it comes");
+        assert_eq!((only(&came), arena.refusals()), (&number(1.0), 0));
     }
 
     /// A sender that gives signs of life, but whose data never come.

@@ -205,11 +205,12 @@ impl Builder {
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let homes = self.settle_homes(&balance, &one)?;
+        let has_room = self.check_host(balance.sizes(), &homes, one.placement(), &ranks);
         let build = self.stage_build(&homes);
         let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
-        let workers = spawn(&layout, &devices, &ranks, &build)?;
+        let workers = spawn(&layout, &devices, &ranks, &build, has_room)?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
@@ -270,12 +271,11 @@ impl Builder {
         roster.settle_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
-    /// Where each stage lives, which there is room for.
+    /// Where each stage lives.
     fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
         let mut homes = self.homes.of(balance.sizes().len())?;
         bring_together(&mut homes, &self.layers, balance, actions.placement())?;
         check_halves_at_home(actions, &homes, self.slots)?;
-        self.check_host(balance.sizes(), &homes)?;
         Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
     }
 
@@ -332,16 +332,17 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// Starts this rank's workers, and lets each build its stages.
+/// Starts this rank's workers, and lets each build its stages, where all ranks have room for them.
 fn spawn(
     layout: &Arc<StageLayout>,
     devices: &[DeviceSpec],
     ranks: &Ranks,
     build: &StageBuild,
+    has_room: Result<()>,
 ) -> Result<Workers<Worker>> {
     let seeded = devices.iter().map(|device| device.device).collect();
     with_step_seed(seeded, |seed| {
-        let seed = ranks.world().share("seed", &seed)?[0];
+        let seed = ranks.world().settle("seed", has_room.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
         // The account of the host beside a device that is a CPU too: what lives there is not the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));

@@ -1,6 +1,7 @@
 //! Where each stage lives: on its device, or on the host.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use brimful_torch::meta;
 use tch::{Device, Tensor};
@@ -10,6 +11,7 @@ use crate::balance::Balance;
 use crate::bytes::Bytes;
 use crate::memory;
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::ranks::Ranks;
 use crate::plan::PlanRow;
 use crate::ranks::summed_in;
 use crate::schedule::{Action, ActionKind, Actions, DeviceId, Home, StageHome};
@@ -127,33 +129,53 @@ pub(super) fn stage_homes(
 impl Builder {
     /// Refuses what is to live on the host, of stages with so many layers, where there is no room for it: that is
     /// said before any of it is there.
-    pub(super) fn check_host(&self, sizes: &[usize], homes: &[Home]) -> Result<()> {
-        let stages = homes.iter().filter(|home| **home == Home::Host).count();
-        if stages == 0 {
+    pub(super) fn check_host(
+        &self,
+        sizes: &[usize],
+        homes: &[StageHome],
+        placement: &[DeviceId],
+        ranks: &Ranks,
+    ) -> Result<()> {
+        if homes.iter().all(|home| home.weights == Home::Device) {
             return Ok(());
         }
-        let (needed, room) = (self.bytes_at_home(sizes, homes)?, self.host_room()?);
+        let here = ranks.here();
+        let is_here = |(home, device): (&StageHome, &DeviceId)| {
+            home.weights == Home::Host && here.contains(&device.index())
+        };
+        let own: Vec<bool> = homes.iter().zip(placement).map(is_here).collect();
+        let limited = self.host.as_ref().is_some_and(|arena| arena.limit().is_some());
+        let needed = self.bytes_at_home(sizes, &own, ranks.replicas_here);
+        let needs = needed.map(|needed| (needed, limited));
+        let needs = ranks.world().settle("the host's memory", needs, Duration::ZERO)?;
+        // Ranks of one machine share its memory, but for those that have an account of their own.
+        let (me, hosts) = (ranks.world().rank(), ranks.world().hosts());
+        let shares = |rank: usize| !limited && !needs[rank].1 && hosts[rank] == hosts[me];
+        let sharing = (0..needs.len()).filter(|rank| *rank == me || shares(*rank));
+        let (needed, room) = (sharing.map(|rank| needs[rank].0).sum(), self.host_room()?);
         if needed <= room {
             return Ok(());
         }
+        let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
         let (needed, room) = (Bytes(needed), Bytes(room));
         Err(PipelineError::HostTooSmall { stages, needed, room }.into())
     }
 
-    /// Of the weights, the gradients as they come home, and what the optimizer keeps, where it is known.
-    fn bytes_at_home(&self, sizes: &[usize], homes: &[Home]) -> Result<u64> {
+    /// Of these stages, in so many replicas: the weights, the gradients as they come home, and what the optimizer
+    /// keeps, of the first replica alone, where it is known.
+    fn bytes_at_home(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;
         let mut counts = counts.iter();
         let mut numbers = 0;
-        for (size, home) in sizes.iter().zip(homes) {
+        for (size, own) in sizes.iter().zip(own) {
             let stage: u64 = counts.by_ref().take(*size).sum();
-            numbers += if *home == Home::Host { stage } else { 0 };
+            numbers += if *own { stage } else { 0 };
         }
         let each = self.kind.elt_size_in_bytes() + summed_in(self.kind).elt_size_in_bytes();
         let _shapes_alone = meta::enter();
         let all = Tensor::f_empty([numbers as i64], (self.kind, Device::Cpu))?;
         let state = self.reserved.map_or(0, |method| method.state_bytes([&all]));
-        Ok(numbers * each as u64 + state)
+        Ok(numbers * each as u64 * replicas as u64 + state)
     }
 
     fn host_room(&self) -> Result<u64> {

@@ -41,14 +41,13 @@ impl Pipeline {
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
     ) -> Result<Step<R::Outputs>> {
-        step::check_no_window(self)?;
-        check_no_gradients(input)?;
+        let traced = check_no_gradients(input);
         let loss = with_loss(loss);
-        let input = Arranged::of(input)?;
-        let target = input.beside(target)?;
+        let input = Arranged::of(input);
+        let target = input.beside(target);
         let mode = Mode::Train { last: true };
         let step = self.in_order(|this| {
-            let brought = this.brought(Use::Train, &input, target.batch());
+            let brought = this.brought(Use::Train, &input, &target).provided(traced.clone());
             step::run(this, brought, |this, this_try| {
                 this.try_batch(input.batch(), target.batch(), &loss, this_try, mode)
             })
@@ -68,22 +67,23 @@ impl Pipeline {
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
     ) -> Result<R::Outputs> {
-        check_no_gradients(input)?;
+        let traced = check_no_gradients(input);
         let start = Instant::now();
         let is_first = self.state.window.is_none();
         let loss = with_loss(loss);
-        let arranged = Arranged::of(input)?;
-        let target = arranged.beside(target)?;
+        let arranged = Arranged::of(input);
+        let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
         let outputs = self.in_order(|this| {
-            let brought = this.brought(Use::Train, &arranged, target.batch());
+            let brought = this.brought(Use::Train, &arranged, &target).provided(traced.clone());
             step::accumulate(this, brought, |this, this_try| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, this_try, mode)
             })
         })?;
         // The order changes from window to window, so that one part of each tells its rate.
         if is_first {
-            self.learn_order(batch::len(input)?, start.elapsed());
+            // A replica without a sample has taken part all the same.
+            self.learn_order(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
         Ok(outputs)
     }
@@ -108,10 +108,10 @@ impl Pipeline {
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
     ) -> Result<Step<R::Outputs>> {
         let loss = with_loss(loss);
-        let input = Arranged::of(input)?;
-        let target = input.beside(target)?;
+        let input = Arranged::of(input);
+        let target = input.beside(target);
         self.in_order(|this| {
-            let brought = this.brought(Use::Evaluate, &input, target.batch());
+            let brought = this.brought(Use::Evaluate, &input, &target);
             step::run(this, brought, |this, this_try| {
                 this.try_batch(input.batch(), target.batch(), &loss, this_try, Mode::Evaluate)
             })
@@ -143,9 +143,9 @@ impl Pipeline {
         let shared = SharedLoss::new(move |values: Vec<Tensor>, (): &()| {
             Ok((None, f(M::from_tensors(values)?)))
         });
-        let input = Arranged::of(input)?;
+        let input = Arranged::of(input);
         self.in_order(|this| {
-            let brought = this.brought(Use::Map, &input, &());
+            let brought = this.brought(Use::Map, &input, &input.beside(&()));
             step::map(this, brought, |this, this_try| {
                 this.try_batch(input.batch(), &(), &shared, this_try, Mode::Evaluate)
             })
@@ -157,11 +157,13 @@ impl Pipeline {
         &self,
         used: Use,
         arranged: &Arranged<'_, impl Batch>,
-        target: &impl Batch,
+        target: &Arranged<'_, impl Batch>,
     ) -> Brought {
+        let (input, sorted) = (arranged.batch(), target.samples().map(drop));
+        let target = target.batch();
         let brought = Brought::new(used, arranged);
-        let input = arranged.batch();
-        let brought = brought.with(check_common_len(input, target), batch::devices(target));
+        let fits = sorted.and_then(|()| check_common_len(input, target));
+        let brought = brought.with(fits, batch::devices(target));
         // What all ranks of one pipeline must bring alike is compared where there are several.
         match self.ranks.of_pipeline().len() {
             1 => brought,

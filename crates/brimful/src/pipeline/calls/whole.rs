@@ -88,23 +88,27 @@ impl Pipeline {
     /// When the size is automatic, which needs a step that can be tried again:
     /// [`Pipeline::backward_whole`]; and as [`Pipeline::backward`].
     pub fn forward(&mut self, input: &impl Batch) -> Result<Outputs> {
-        step::check_no_window(self)?;
-        check_no_gradients(input)?;
-        if self.state.size.is_automatic() {
-            return Err(PipelineError::AutomaticForward.into());
-        }
         let start = Instant::now();
         let team = self.state.team.clone();
-        let input = Arranged::of(input)?;
-        let brought = self.brought(Use::TrainWhole, &input, &());
+        let is_given = match self.state.size.is_automatic() {
+            true => Err(PipelineError::AutomaticForward.into()),
+            false => Ok(()),
+        };
+        let may = step::check_no_window(self).and(check_no_gradients(input)).and(is_given);
+        let input = Arranged::of(input);
+        let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(may);
         let devices = self.seeded_devices();
         with_step_seed(devices, |seed| {
-            let opening = step::open(self, &team, brought, Some(seed))?;
+            let opening = step::open(self, &team, brought, seed.map(Some))?;
             let mode = Mode::Train { last: true };
-            let plan = self.plan_for(&opening, self.state.size, mode, true)?;
             let exchange = team.exchange()?;
-            let run = self.all_forwards(input.batch(), &plan, &exchange, opening.own());
-            let (run, rows) = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            let plan = self.plan_for(&opening, self.state.size, mode, true).map_err(Failed::from);
+            let run = plan.and_then(|plan| {
+                let ran = self.all_forwards(input.batch(), &plan, &exchange, opening.own())?;
+                Ok((plan, ran))
+            });
+            let (plan, (run, rows)) =
+                run.map_err(|failed| exchange.report_failure(failed, start))?;
             let mut tensors = Vec::new();
             let restored = self.restored(&run, opening.own()).map(|all| tensors = all);
             // Another rank has failed, whose gradients will never come: the graphs are dropped now.
@@ -126,9 +130,15 @@ impl Pipeline {
     /// When the outputs are not of the last forward or have no gradient; and as
     /// [`Pipeline::backward`].
     pub fn backward_from(&mut self, outputs: Outputs) -> Result<Step> {
-        let open = self.open.take_if(|open| open.number == outputs.number);
-        let OpenForward { plan, rows, exchange, opening, start, .. } =
-            open.ok_or(PipelineError::OldOutputs)?;
+        let is_open = |open: &OpenForward| open.number == outputs.number;
+        self.ranks.all_or_none("backward_from", || {
+            match self.open.as_ref().is_some_and(is_open) {
+                true => Ok(()),
+                false => Err(PipelineError::OldOutputs.into()),
+            }
+        })?;
+        let open = self.open.take().ok_or(PipelineError::OldOutputs)?;
+        let OpenForward { plan, rows, exchange, opening, start, .. } = open;
         let gradients = RowGradients::of(&outputs.run);
         let devices = self.seeded_devices();
         // No new seed: a recompute draws by the forward's, which the workers' runs have kept.
@@ -165,10 +175,9 @@ impl Pipeline {
         input: &impl Batch,
         mut loss: impl FnMut(&Outputs) -> Tensor,
     ) -> Result<Step<Outputs>> {
-        step::check_no_window(self)?;
-        check_no_gradients(input)?;
-        let input = Arranged::of(input)?;
-        let brought = self.brought(Use::TrainWhole, &input, &());
+        let traced = check_no_gradients(input);
+        let input = Arranged::of(input);
+        let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
         step::run(self, brought, |this, this_try| {
             this.try_whole(input.batch(), this_try, &mut loss)
         })

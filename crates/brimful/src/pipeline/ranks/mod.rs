@@ -4,16 +4,16 @@ mod ties;
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 pub(crate) use ties::{Leaving, Tie, gather, have_changed, shared, spread};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::Result;
 use crate::ranks::RanksTurn;
 use crate::step::Team;
 use crate::world::{Turn, World, WorldError};
+use crate::{Error, Result};
 
 /// Which rank has which worker.
 #[derive(Debug, Clone)]
@@ -100,28 +100,33 @@ impl Ranks {
         (self.team.replicas > 1).then(|| RanksTurn::of(turn.clone(), peers(), base))
     }
 
-    /// What the workers of this pipeline have, in order, from what those of this rank have.
-    pub(crate) fn of_workers<T>(&self, what: &str, here: Vec<T>) -> Result<Vec<T>>
+    /// What a pipeline's workers have, in order, from what those of this rank have: all ranks get the error of one
+    /// that has none. The first pipeline's, because numbers that others compute may differ in their last bits, and
+    /// models that are changed by them would drift apart.
+    pub(crate) fn of_workers<T>(&self, what: &str, here: Result<Vec<T>>) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
-        if self.is_alone() {
-            return Ok(here);
-        }
-        let all = self.world().share(what, &here)?;
-        let mine = self.of_pipeline();
-        Ok(all.into_iter().skip(mine.start).take(mine.len()).flatten().collect())
+        let all = self.world().settle(what, here, Duration::ZERO)?;
+        Ok(all.into_iter().take(self.team.ranks_of_replica()).flatten().collect())
     }
 
     /// Brings all ranks' tensors, given by worker, to rank 0, in the order of their names; replicas have the same.
-    pub(crate) fn gather(&self, here: Vec<Vec<(String, Tensor)>>) -> Result<Vec<(String, Tensor)>> {
-        let mut all = here.into_iter().flatten().collect();
-        if self.replica() > 0 {
+    /// All ranks get the error of one that has none.
+    pub(crate) fn gather(
+        &self,
+        here: Result<Vec<Vec<(String, Tensor)>>>,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let here = here.map(|here| here.into_iter().flatten().collect::<Vec<_>>());
+        let mut all = match self.replica() {
+            0 => self.world().gather_told(here)?,
             // All ranks make the same call, those of other replicas with nothing: theirs are the same tensors.
-            self.world().gather(Vec::new())?;
-        } else if !self.is_alone() {
-            all = self.world().gather(all)?;
-        }
+            _ => {
+                let nothing = here.as_ref().map(|_| Vec::new()).map_err(Error::clone);
+                self.world().gather_told(nothing)?;
+                here?
+            }
+        };
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(all)
     }

@@ -33,9 +33,9 @@ impl Ranks {
                 |copy: &Variable| Tie { name: copy.name.clone(), copy: number, owner: copy.owner };
             let copies = worker.variables.all().filter(|v| !worker.variables.owns(v));
             Ok(copies.map(tie).collect::<Vec<_>>())
-        })?;
-        let here: Vec<Tie> = ties.into_iter().flatten().collect();
-        let all = self.of_workers("ties", here)?;
+        });
+        let here = ties.map(|ties| ties.into_iter().flatten().collect());
+        let all: Vec<Tie> = self.of_workers("ties", here)?;
         let names: Vec<String> = all.iter().map(|tie| tie.name.clone()).collect();
         self.has_ties = !names.is_empty();
         workers.all(move |worker| {
@@ -107,20 +107,16 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
-    let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
-        worker.settle()?;
-        worker.variables.changed().map(as_sent).collect()
-    })?;
-    let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
-    if ranks.ties.is_empty() {
-        follow(workers, &changed)?;
-    } else {
-        ranks.together("shared variables", |turn| {
-            let mut all = shared(&changed);
-            all.extend(from_others(ranks, turn, &changed)?);
-            follow(workers, &all)
+    // All that may fail is within: the others wait for this rank's vote.
+    ranks.together("shared variables", |turn| {
+        let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
+            worker.settle()?;
+            worker.variables.changed().map(as_sent).collect()
         })?;
-    }
+        let mut all: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
+        all.extend(from_others(ranks, turn, &all)?);
+        follow(workers, &all)
+    })?;
     // Only when all have followed: after a failure, the next step finds the same changes again.
     let noted = workers.all(|worker| {
         worker.variables.followed();

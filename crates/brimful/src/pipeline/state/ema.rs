@@ -95,10 +95,15 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers.turn()?.all(|worker| Ok(ema(worker)?.state()))?;
-        let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let parts = self.workers.turn()?.all(|worker| Ok(ema(worker)?.state()));
         // All workers have the same texts.
-        Ok((self.ranks.gather(tensors)?, metadata.swap_remove(0)))
+        let mut texts = Metadata::new();
+        let tensors = parts.map(|parts| {
+            let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            texts = metadata.swap_remove(0);
+            tensors
+        });
+        Ok((self.ranks.gather(tensors)?, texts))
     }
 
     /// Takes over a state that [`PipelineEma::state`] or [`Ema::state`] gave.
@@ -107,9 +112,9 @@ impl PipelineEma {
     /// As [`Ema::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let workers = self.workers.turn()?;
-        let names = workers.all(|worker| Ok(names(ema(worker)?)))?;
+        let names = workers.all(|worker| Ok(names(ema(worker)?)));
         let names = self.ranks.of_workers("load averages", names)?;
-        let mut parts = portions(&names, tensors)?;
+        let mut parts = self.ranks.all_or_none("load averages", || portions(&names, tensors))?;
         let parts: Vec<_> = parts.drain(self.ranks.here()).collect();
         let with_texts =
             || -> Vec<_> { parts.iter().map(|part| (shared(part), metadata.clone())).collect() };

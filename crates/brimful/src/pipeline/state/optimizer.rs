@@ -65,7 +65,7 @@ impl PipelineOptimizer {
     ) -> Result<()> {
         let (name, method) = (name.to_owned(), config.into());
         let workers = self.workers.turn()?;
-        let names = workers.all(|worker| Ok(names(optimizer(worker)?)))?;
+        let names = workers.all(|worker| Ok(names(optimizer(worker)?)));
         let names = self.ranks.of_workers("group", names)?;
         let Some(chosen) = self.ranks.chosen(&names, members) else {
             let all: Vec<String> = names.into_iter().flatten().collect();
@@ -173,14 +173,14 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
-        optim::check_max_norm(max_norm)?;
         let workers = self.workers.turn()?;
-        let norms = workers.all(|worker| {
+        let norms = workers.all(move |worker| {
+            optim::check_max_norm(max_norm)?;
             let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
             let parameters = optimizer(worker)?.parameters().count();
             Ok((parameters, norm.map(|norm| norm.f_double_value(&[])).transpose()?))
-        })?;
+        });
         let norms = self.ranks.of_workers("clip", norms)?;
         let parameters = norms.iter().map(|(count, _)| count).sum();
         if norms.iter().all(|(_, norm)| norm.is_none()) {
@@ -228,11 +228,13 @@ impl PipelineOptimizer {
         let jobs = vec![group.to_owned(); workers.len()];
         let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker)?.set_group_learning_rate(&group, rate)
-        })?;
-        let (known, unknown): (Vec<_>, Vec<_>) = answers
-            .into_iter()
-            .partition(|answer| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. }))));
-        let anywhere = self.ranks.of_workers("learning rate", vec![!known.is_empty()])?;
+        });
+        let is_known =
+            |answer: &Result<()>| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. })));
+        let here = answers.as_ref().map_err(Error::clone);
+        let here = here.map(|answers| vec![answers.iter().any(is_known)]);
+        let anywhere = self.ranks.of_workers("learning rate", here)?;
+        let (known, unknown): (Vec<_>, Vec<_>) = answers?.into_iter().partition(is_known);
         match unknown.into_iter().next() {
             Some(error) if !anywhere.contains(&true) => error?,
             _ => known.into_iter().collect::<Result<()>>()?,

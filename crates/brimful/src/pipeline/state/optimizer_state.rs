@@ -19,8 +19,14 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers.turn()?.all(|worker| Ok(optimizer(worker)?.state()))?;
-        let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let parts = self.workers.turn()?.all(|worker| Ok(optimizer(worker)?.state()));
+        let (tensors, metadata) = match parts {
+            Ok(parts) => {
+                let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+                (Ok(tensors), Ok(metadata))
+            }
+            Err(error) => (Err(error.clone()), Err(error)),
+        };
         let metadata = self.ranks.of_workers("optimizer state", metadata)?;
         Ok((self.ranks.gather(tensors)?, metadata.into_iter().flatten().collect()))
     }
@@ -50,9 +56,11 @@ impl PipelineOptimizer {
     /// As [`Optimizer::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let workers = self.workers.turn()?;
-        let known = workers.all(|worker| Ok(Known::of(optimizer(worker)?)))?;
+        let known = workers.all(|worker| Ok(Known::of(optimizer(worker)?)));
         let known = self.ranks.of_workers("load state", known)?;
-        let parts = portions(&known, tensors, metadata)?.drain(self.ranks.here()).collect();
+        let portions = || portions(&known, tensors, metadata);
+        let mut parts = self.ranks.all_or_none("load state", portions)?;
+        let parts = parts.drain(self.ranks.here()).collect();
         let answers = workers.each(parts, |worker, (tensors, metadata)| {
             let before = optimizer(worker)?.state();
             optimizer(worker)?.load_state(&tensors, &metadata).map(|()| before)

@@ -29,8 +29,7 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn variables(&self) -> Result<Vec<(String, Tensor)>> {
-        let own = owned(&self.workers(), |variable| variable.tensor.shallow_clone())?;
-        self.ranks.gather(own)
+        self.ranks.gather(owned(&self.workers(), |variable| variable.tensor.shallow_clone()))
     }
 
     /// The gradients of all parameters that have one, with their names; in a world, to rank 0 as by
@@ -39,8 +38,9 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut own = owned(&self.workers(), |variable| variable.tensor.grad())?;
-        own.iter_mut().for_each(|own| own.retain(|(_, gradient)| gradient.defined()));
+        let mut own = owned(&self.workers(), |variable| variable.tensor.grad());
+        let all = own.iter_mut().flatten();
+        all.for_each(|own| own.retain(|(_, gradient)| gradient.defined()));
         self.ranks.gather(own)
     }
 
@@ -98,9 +98,11 @@ impl Pipeline {
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
-        let here = owned(&workers, |variable| variable.tensor.shallow_clone())?;
-        let here = here.into_iter().flatten().map(form).collect();
-        check(self.ranks.of_workers("variables", here)?, &values)?;
+        let here = owned(&workers, |variable| variable.tensor.shallow_clone());
+        let here = here.map(|here| here.into_iter().flatten().map(form).collect());
+        let here = self.ranks.of_workers("variables", here)?;
+        // Nothing is changed on any rank where one was given other values.
+        self.ranks.all_or_none("set variables", || check(here, &values))?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
         let set = workers.each_or_error(jobs, |worker, values| {
             worker.settle()?;
@@ -112,7 +114,7 @@ impl Pipeline {
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
         let workers = self.workers();
         let names = workers
-            .all(|worker| Ok(worker.variables.all().map(|v| v.name.clone()).collect::<Vec<_>>()))?;
+            .all(|worker| Ok(worker.variables.all().map(|v| v.name.clone()).collect::<Vec<_>>()));
         let names = self.ranks.of_workers("freeze", names)?;
         let Some(chosen) = self.ranks.chosen(&names, which) else {
             // Each once: copies in other stages and replicas have their owner's name.

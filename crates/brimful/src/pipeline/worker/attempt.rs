@@ -36,6 +36,15 @@ pub(crate) struct Tells {
     pub(crate) others: bool,
 }
 
+/// A step as those are told of it who have no micro-batch in it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Idle {
+    pub(crate) trains: bool,
+    /// What the others' gradients are divided by until the commit.
+    pub(crate) unit: f64,
+    pub(crate) tells: Tells,
+}
+
 /// Running statistics that nobody reports, each with a copy of what it was.
 type Unmanaged = Vec<(Tensor, Tensor)>;
 
@@ -82,15 +91,19 @@ impl Worker {
     }
 
     /// Takes part in a step in which other pipelines have all micro-batches.
-    pub(crate) fn idle(&mut self, trains: bool, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
+        let Idle { trains, unit, tells } = idle;
         self.undo()?;
-        let nothing = (Sums::default(), Tally::default(), Vec::new());
+        // Those that run wait for each stage's update as they fetch it.
+        self.settle()?;
+        let nothing = (Sums::none(self.site.homes.is_some()), Tally::default(), Vec::new());
         // What is trained is compared with those that run: in an evaluation they train nothing.
         let parameters = if trains { self.parameters() } else { Vec::new() };
         let variables = &self.store.variables_;
         let undo = Undo::default();
-        // Something with no gradients, not nothing: it takes part in votes and sums as all others do.
-        self.tried = Some(Tried::new(parameters, variables, nothing, undo, 1.0, Vec::new()));
+        // Something with no gradients, not nothing: it takes part in votes and sums as all others do, and
+        // divides what they have summed by the same numbers.
+        self.tried = Some(Tried::new(parameters, variables, nothing, undo, unit, Vec::new()));
         (self.spans, self.bus) = Default::default();
         Ok(self.done(Vec::new(), tells)?)
     }
