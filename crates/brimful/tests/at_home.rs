@@ -442,6 +442,61 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(!failed.contains("followed"), "{failed}");
 }
 
+/// Three linear layers at home, two of which have room on the device.
+fn three_at_home() -> Builder {
+    let layers = (0..3).fold(Layers::new(), |layers, at| layers.add(at.to_string(), even));
+    let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
+    builder(layers, 1).schedule(schedule).homes(Homes::Host)
+}
+
+#[test]
+fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
+    let _turn = alone();
+    tch::manual_seed(3);
+    let mut pipe = three_at_home().build().expect("a pipeline");
+    let list = "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1";
+    let refused = pipe.set_actions(list.parse().expect("a valid list"));
+    assert_fails(refused, &["2B0", "room for 2", "2R0"]);
+    let halves = "0F0,1F0,2F0,2R0,2I0,1R0,1I0,0R0,0I0,2W0,1W0,0W0";
+    assert_fails(pipe.set_actions(halves.parse().expect("a valid list")), &["2W0", "room for 2"]);
+    // Computed again, and with halves that nobody comes between.
+    let list = "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,2W0,1R0,1B0,0R0,0B0,2R1,2B1,1R1,1B1,0R1,0B1";
+    pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
+    let x = numbers(&[4, 4], 1);
+    let mean = |out: Tensor| Loss::mean(out.square().mean(Kind::Double));
+    pipe.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
+    let mut plain = three_at_home().homes(Homes::Device).build().expect("a pipeline");
+    plain.set_variables(pipe.variables().expect("variables")).expect("the same values");
+    plain.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
+    let gradients = plain.gradients().expect("gradients");
+    assert_close(&pipe.gradients().expect("gradients"), &gradients, "computed again");
+}
+
+/// Lists are looked at as they are made, for as many micro-batches as they are made for.
+#[test]
+fn every_schedule_at_home_is_right_or_refused() {
+    let _turn = alone();
+    let (x, y) = batch();
+    for schedule in Schedule::all(3) {
+        for micro_batches in [1, 3, 6] {
+            let what = format!("{schedule}, {micro_batches}");
+            let [host, device] = [Homes::Host, Homes::Device].map(|home| {
+                tch::manual_seed(3);
+                let builder = builder(mlp(), 2).schedule(schedule).homes(home);
+                let mut pipe = builder.micro_batches(micro_batches).build()?;
+                // Fewer than were asked for when it was built.
+                pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
+                pipe.backward(&x, &y, MLP.loss)?;
+                pipe.gradients()
+            });
+            match host {
+                Ok(host) => assert_close(&host, &device.expect("gradients"), &what),
+                Err(error) => assert!(error.to_string().contains("room for 2"), "{what}: {error}"),
+            }
+        }
+    }
+}
+
 /// The timelines of three steps with an optimizer, which are asked for their moves.
 fn timed(case: &Case) -> [Timeline; 3] {
     let builder = homes((case.layers)(), Homes::Host);

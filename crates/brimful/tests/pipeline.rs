@@ -665,8 +665,8 @@ fn what_cannot_be_built_is_refused_with_numbers() {
                     .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
                     .homes(Homes::Host),
             ),
-            "3 stages of device 0 live on the host and it has room for 2 at a time, but a split \
-             backward needs its weights until its second half: choose breadth-first",
+            "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has room \
+             for 2 stages that live on the host at a time",
         ),
         (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
         (

@@ -7,7 +7,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::portion::{Portion, portions};
-use super::{Pipeline, ranks};
+use super::{Pipeline, check_graphs_at_home, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
@@ -257,9 +257,12 @@ impl Pipeline {
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
                 // Between the phases every stage is at home.
-                true => Arc::new(
-                    listed.in_two_phases(|stage| self.recompute_of(stage, Recompute::Always))?,
-                ),
+                true => {
+                    let recompute = |stage| self.recompute_of(stage, Recompute::Always);
+                    let listed = listed.in_two_phases(recompute)?;
+                    check_graphs_at_home(&listed, &self.homes, self.slots)?;
+                    Arc::new(listed)
+                }
                 false => listed,
             });
         }

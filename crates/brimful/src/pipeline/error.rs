@@ -8,7 +8,7 @@ use crate::Error;
 use crate::bytes::Bytes;
 use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
-use crate::schedule::{Action, StageId};
+use crate::schedule::{Action, ActionKind, StageId};
 use crate::step::StepError;
 use crate::world::{RankCause, WorldError};
 
@@ -55,20 +55,28 @@ pub enum PipelineError {
         /// The device of each stage in the list.
         given: Vec<usize>,
     },
-    /// Split backwards of more stages that live on the host than a device has room for.
+    /// A backward of a stage that lives on the host through a graph that was made before its weights left.
     #[error(
-        "{stages} stages of device {device} live on the host and it has room for {slots} at a time, but \
-         a split backward needs its weights until its second half: choose breadth-first, or let at most \
-         {slots} stages of a device live on the host"
+        "{action} goes back through a graph that looks at stage {}'s weights on device {device}, but that has room for \
+         {slots} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
+         breadth-first, or let at most {slots} stages of a device live on the host",
+        action.stage,
+        remade(*action)
     )]
-    SplitAtHome {
+    GraphOutlivesWeights {
+        /// The backward.
+        action: Action,
         /// The device, counted from 0.
         device: usize,
-        /// How many of its stages live on the host.
-        stages: usize,
-        /// How many of them can be there at a time.
+        /// How many stages can be there at a time.
         slots: usize,
     },
+    /// The same, as it is about to happen.
+    #[error(
+        "its graph looks at weights that have left the device since, and others lie there: compute it again (R) right \
+         before its backward"
+    )]
+    WeightsLeft,
     /// A model that gives another number of tensors than the call is made for.
     #[error(
         "the model gives {given} tensors, and the closure takes {taken}: let it take a `Vec<Tensor>`, \
@@ -320,6 +328,15 @@ impl Error {
             _ => None,
         }
     }
+}
+
+/// The action right before this one that has its graph look at weights that are there.
+fn remade(action: Action) -> Action {
+    let kind = match action.kind {
+        ActionKind::WeightGradient => ActionKind::InputGradient,
+        _ => ActionKind::Recompute,
+    };
+    Action { kind, ..action }
 }
 
 /// So many differences are told of in one message.

@@ -199,6 +199,11 @@ impl HostedStages {
         self.slots.enter(at, stage, clock)
     }
 
+    /// Which of all fetches a stage's weights came by, where they are on the device; none of one that lives there.
+    pub(crate) fn generation(&self, at: usize) -> Option<u64> {
+        self.slots.generation(at)
+    }
+
     /// Gives a stage's slot up.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
         self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))?;

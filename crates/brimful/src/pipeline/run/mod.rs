@@ -108,7 +108,7 @@ pub(crate) struct WorkerRun {
     /// How often what enters a stage is still to come from the host.
     returns: HashMap<(StageId, MicroBatchId), usize>,
     /// Backwards whose input half has run, in the same way.
-    begun: Vec<Vec<Option<SplitBackward>>>,
+    begun: Vec<Vec<Option<BegunBackward>>>,
     /// By stage, before the exact BatchNorm that it begins with.
     meetings: Vec<Option<Meeting>>,
     /// None in an evaluation.
@@ -127,11 +127,16 @@ pub(crate) struct WorkerRun {
     pub(crate) moving: MoveClock,
 }
 
+/// The half of a backward that is still to run, and which weights its graph looks at.
+type BegunBackward = (SplitBackward, Option<u64>);
+
 /// A micro-batch inside a stage, between its forward and its backward.
 struct HeldMicroBatch {
     input: HeldInput,
     /// None until it is computed again.
     output: Option<Output>,
+    /// Which weights its graph looks at: see [`Site::generation`].
+    generation: Option<u64>,
 }
 
 /// What enters a stage; and the same as it waits on the host, where it does.
@@ -325,7 +330,8 @@ impl WorkerRun {
                 }
             },
         };
-        self.kept[at][i] = Some(HeldMicroBatch { input, output });
+        let generation = site.generation(at);
+        self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
         Ok(())
     }
 
@@ -385,7 +391,8 @@ impl WorkerRun {
             Output::Boundary(site.run_again(at, input, self.draws(i))?)
         };
         let input = HeldInput::Here(held);
-        self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
+        let (output, generation) = (Some(output), site.generation(at));
+        self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
         self.timeline.end(action)
     }
 

@@ -269,6 +269,11 @@ impl Site {
         }
     }
 
+    /// Which weights a graph of the stage that is made now looks at; none of a stage that always has its own there.
+    pub(crate) fn generation(&self, at: usize) -> Option<u64> {
+        self.homes.as_ref().and_then(|homes| homes.generation(at))
+    }
+
     /// A stage's place among this worker's.
     pub(crate) fn place_of(&self, stage: StageId) -> Option<usize> {
         self.stages.iter().position(|own| own.id == stage)
