@@ -6,18 +6,19 @@ mod support;
 use std::collections::BTreeSet;
 
 use brimful::balance;
+use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::pipeline::{Builder, Homes, PipelineOptimizer};
+use brimful::pipeline::{Builder, Homes, PipelineError, PipelineOptimizer};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
 use brimful::schedule::{
     Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
     Schedule, StageHome, StageId,
 };
-use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
+use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{
-    Named, Update, alone, assert_close, assert_fails, assert_same, numbers, test_device,
+    Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
 };
 use tch::{Device, Kind, Tensor, nn};
 
@@ -440,6 +441,158 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     optimizer.follow_backward(false).expect("as before");
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no step").to_string();
     assert!(!failed.contains("followed"), "{failed}");
+}
+
+/// Four stages whose updates follow the backward, by SGD, which keeps no state; and their first values.
+fn following(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
+    tch::manual_seed(3);
+    let mut pipe = builder.build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+    optimizer.follow_backward(true).expect("on one device");
+    let before = copies(&pipe.variables().expect("variables"));
+    (pipe, optimizer, before)
+}
+
+fn partly_updated(error: &Error) -> bool {
+    matches!(error, Error::Pipeline(PipelineError::PartlyUpdated { .. }))
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
+    let _turn = alone();
+    let mixed = || vec![Home::Host, Home::Host, Home::Host, Home::Device].into();
+    for places in [|| Homes::Host, mixed] {
+        for row in [0, 3, 6] {
+            let (mut pipe, mut optimizer, before) = following(homes(mlp(), places()));
+            let (x, y) = batch();
+            let _ = x.get(row).fill_(f64::NAN);
+            let refused = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no loss");
+            assert!(matches!(refused, Error::Loss(LossError::NonFinite { .. })), "{refused}");
+            assert_same("refused", &pipe.variables().expect("variables"), &before);
+            let (x, y) = batch();
+            pipe.backward(&x, &y, MLP.loss).expect("the next step");
+            optimizer.update();
+        }
+    }
+}
+
+#[test]
+fn no_stage_is_updated_by_a_gradient_that_is_refused() {
+    let _turn = alone();
+    for place in 0..STAGES {
+        let layers = (0..STAGES).fold(Layers::new(), |layers, number| match number == place {
+            true => layers.add(number.to_string(), odd),
+            false => layers.add(number.to_string(), even),
+        });
+        let builder = homes(layers, Homes::Host).non_finite(NonFinite::RefuseGradients);
+        let (mut pipe, _optimizer, before) = following(builder);
+        let x = numbers(&[7, 4], 1);
+        let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+        let refused = pipe.backward(&x, &x, loss).map(drop).expect_err("no gradient");
+        let values = pipe.variables().expect("variables");
+        let odd = format!("{place}.");
+        for ((name, value), (_, first)) in values.iter().zip(&before) {
+            // Backwards begin with the last stage.
+            let is_updated = name[..1].parse::<usize>().expect("a number") > place;
+            assert_eq!(*value != *first, is_updated, "{name} at {place}");
+            assert!(!name.starts_with(&odd) || *value == *first, "{name}");
+        }
+        let told = refused.to_string();
+        assert_eq!(partly_updated(&refused), place + 1 < STAGES, "{told}");
+        assert_eq!(told.contains("nothing was changed"), place + 1 == STAGES, "{told}");
+        assert!(told.contains("a gradient is not finite"), "{told}");
+    }
+}
+
+/// On a CPU, whose every allocation can be made to fail: nothing of a step is left, or it is said that some is. An
+/// automatic size would try again, and update twice.
+#[test]
+fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
+    let _turn = alone();
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let (x, y) = batch();
+    let (mut undisturbed, mut optimizer, _) = following(homes(mlp(), Homes::Host));
+    undisturbed.backward(&x, &y, MLP.loss).expect("a step");
+    optimizer.wait().expect("updated");
+    let expected = undisturbed.variables().expect("variables");
+    for size in [Size::Count(3), Size::Largest] {
+        let device = Arena::limited("device", 1 << 20).expect("a limit");
+        let spec = DeviceSpec::from(device.clone()).threads(1);
+        let builder = homes(mlp(), Homes::Host).devices([spec]).micro_batches(size);
+        let (mut pipe, mut optimizer, before) = following(builder.host(Arena::new("host")));
+        let (mut told, mut refused) = (0, 0);
+        for n in 1.. {
+            pipe.set_variables(copies(&before)).expect("values");
+            let refusals = device.refusals();
+            device.fail_nth_allocation(n);
+            let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
+            device.fail_nth_allocation(0);
+            optimizer.wait().expect("updated");
+            let values = pipe.variables().expect("variables");
+            match ran {
+                Ok(()) => assert_close(&values, &expected, &format!("{size:?}, allocation {n}")),
+                Err(error) if partly_updated(&error) => told += 1,
+                Err(error) => {
+                    refused += 1;
+                    assert!(error.out_of_memory().is_some(), "{error}");
+                    assert_same(&format!("{size:?}, allocation {n}"), &values, &before);
+                }
+            }
+            if device.refusals() == refusals {
+                break;
+            }
+        }
+        assert!(told > 0, "{size:?}: what follows an update allocates");
+        assert_eq!(refused > 0, size == Size::Count(3), "an automatic size tries again");
+    }
+}
+
+/// The update's own thread, which makes the optimizer's state at its first step.
+#[test]
+fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() {
+    let _turn = alone();
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let (x, y) = batch();
+    let host = Arena::new("host");
+    let builder = between_arenas(homes(mlp(), Homes::Host)).host(host.clone());
+    let (mut pipe, _sgd, before) = following(builder);
+    let mut told = 0;
+    for n in 1.. {
+        pipe.set_variables(copies(&before)).expect("values");
+        let mut optimizer = pipe.optimizer(AdamW::new(0.1)).expect("a new optimizer");
+        optimizer.follow_backward(true).expect("on one device");
+        let refusals = host.refusals();
+        host.fail_nth_allocation(n);
+        let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
+        // Two ways to hear of it: whoever waits, and the next step, which an automatic size would try again.
+        let heard = match (&ran, n % 2) {
+            (Ok(()), 0) => optimizer.wait(),
+            (Ok(()), _) => pipe.backward(&x, &y, MLP.loss).map(drop),
+            _ => Ok(()),
+        };
+        host.fail_nth_allocation(0);
+        let _ = optimizer.wait();
+        if let Err(error) = heard {
+            // The next step may meet the refusal itself.
+            let is_own = matches!(error, Error::Stage(_));
+            assert!(partly_updated(&error) || is_own, "allocation {n}: {error}");
+            told += usize::from(!is_own);
+        }
+        match ran {
+            Err(error) if !partly_updated(&error) => {
+                assert_same("undone", &pipe.variables().expect("variables"), &before);
+            }
+            _ => {}
+        }
+        if host.refusals() == refusals {
+            break;
+        }
+    }
+    assert!(told > 0, "an update allocates");
 }
 
 /// Three linear layers at home, two of which have room on the device.

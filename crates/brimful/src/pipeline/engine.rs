@@ -12,6 +12,7 @@ use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WaitingRoom, WorkerFailure, wire};
 use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
@@ -22,7 +23,7 @@ use crate::step::{
     gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
-use crate::{Result, device};
+use crate::{Error, Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
 /// with the workers.
@@ -114,6 +115,14 @@ impl Engine for Pipeline {
             .workers()
             .all(|worker| Ok(worker.site.waiting.as_mut().is_some_and(WaitingRoom::make_room)))?;
         Ok(made.contains(&true))
+    }
+
+    fn failed(&mut self, error: Error) -> Error {
+        let updated = self.workers().all(|worker| Ok(std::mem::take(&mut worker.updated)));
+        match updated.map_or(0, |updated| updated.into_iter().sum()) {
+            0 => error,
+            stages => PipelineError::partly_updated(stages, &error).into(),
+        }
     }
 }
 

@@ -146,8 +146,8 @@ pub enum PipelineError {
     },
     /// A step that failed when some of its updates were made.
     #[error(
-        "the updates of {stages} stages had followed the backward when it failed, so the parameters are of no \
-         step: load the model that was saved last. It failed because: {cause}"
+        "the updates of {stages} stages had followed the backward, or were about to, when the step failed, so the \
+         parameters are of no step: load the model that was saved last. It failed because: {cause}"
     )]
     PartlyUpdated {
         /// How many.
@@ -245,6 +245,9 @@ pub enum PipelineError {
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";
 
+/// What errors say of a step that was undone, between what happened and what helps.
+const NOTHING_CHANGED: &str = "nothing was changed; ";
+
 /// A stage that failed: the step was undone, and the pipeline can be used again.
 #[derive(Debug, Clone, PartialEq, Error)]
 pub struct StageError {
@@ -269,6 +272,15 @@ pub enum Cause {
     /// Another error.
     #[error(transparent)]
     Error(Error),
+}
+
+impl PipelineError {
+    /// A step that failed with this error when so many stages were updated, or about to be.
+    pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
+        // Of all errors that say so, it is true before an update alone.
+        let cause = error.to_string().replace(NOTHING_CHANGED, "");
+        Self::PartlyUpdated { stages, cause }
+    }
 }
 
 impl Cause {
@@ -347,5 +359,27 @@ fn listed(differences: &[String]) -> String {
     match differences.len().saturating_sub(LISTED) {
         0 => told,
         more => format!("{told}; and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oom;
+
+    #[test]
+    fn a_step_that_cannot_be_taken_back_is_not_out_of_memory_and_says_nothing_else() {
+        let out = Error::Torch("out of memory in arena 'host': asked for 4 bytes".into());
+        assert!(oom::recognise(&out.to_string()).is_some());
+        let told = PipelineError::partly_updated(2, &out).to_string();
+        assert!(told.contains("asked for 4 bytes") && oom::recognise(&told).is_none(), "{told}");
+        for undone in [
+            LossError::NonFinite { term: 0, micro_batch: 1, value: f64::NAN, weight: 1.0 }.into(),
+            Error::from(StepError::NonFiniteGradient { micro_batch: 1 }),
+        ] {
+            assert!(undone.to_string().contains(NOTHING_CHANGED), "{undone}");
+            let told = PipelineError::partly_updated(2, &undone).to_string();
+            assert!(!told.contains("nothing was changed"), "{told}");
+        }
     }
 }

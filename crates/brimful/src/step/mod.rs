@@ -61,11 +61,11 @@ pub(crate) use undo::{Undo, put_back};
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
-use crate::Result;
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
 use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::random::{Randomness, with_seed};
+use crate::{Error, Result};
 use opening::OwnPart;
 use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
@@ -132,6 +132,12 @@ pub(crate) trait Engine: Sized {
     /// Memory ran out in a step. Says whether one that is cut the same may do with less.
     fn make_room(&mut self) -> Result<bool> {
         Ok(false)
+    }
+
+    /// What a try has failed with, now that it is undone: another error where some of it cannot be, so that nobody
+    /// tries again.
+    fn failed(&mut self, error: Error) -> Error {
+        error
     }
 
     /// Gives back the memory that captured work keeps.
@@ -358,14 +364,15 @@ fn until_done<E: Engine, O, T>(
             // taken for this one's.
             let exchange = team.exchange()?;
             let this_try = Try { cut, opening: &opening, exchange: &exchange };
-            match attempt(engine, this_try) {
+            let ended = match attempt(engine, this_try) {
                 Ok((tried, outputs)) => {
                     // Read before the end, which may consume what was tried.
                     let lesson = tried.lesson();
-                    Ok((end(engine, tried, outputs, &exchange, start)?, lesson))
+                    end(engine, tried, outputs, &exchange, start).map(|value| (value, lesson))
                 }
                 Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
-            }
+            };
+            ended.map_err(|error| engine.failed(error))
         })?;
         Ok((value, opening.seed(), log))
     });

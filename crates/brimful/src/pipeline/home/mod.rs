@@ -270,6 +270,17 @@ impl HostedStages {
         self.handing.is_some() && self.hands_over == HandsOver::Following
     }
 
+    /// Whether the backward that is under way has gradients for the optimizer, or had.
+    pub(crate) fn has_handed(&self) -> bool {
+        self.handing.as_ref().is_some_and(|handing| handing.given + handing.waiting.len() > 0)
+    }
+
+    /// How many stages have no gradients to be read, because they are updated before.
+    pub(crate) fn without_gradients(&self) -> usize {
+        let trained = self.stages.iter().flatten().filter(|stage| stage.is_trained());
+        trained.filter(|_| self.hands_over == HandsOver::Following).count()
+    }
+
     /// Ends what a step hands over; gives how many stages were updated, or will be.
     pub(crate) fn end_handing(&mut self) -> usize {
         let follows = self.is_following();

@@ -12,8 +12,10 @@ use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
 use super::HandsOver;
-use crate::Result;
 use crate::optim::{Optimizer, OptimizerPlan};
+use crate::pipeline::error::PipelineError;
+use crate::step::caught;
+use crate::{Error, Result};
 
 /// A stage's whole gradients, on their way home.
 #[derive(Debug)]
@@ -203,6 +205,7 @@ fn work_off(
     mut result: Result<()>,
 ) -> Result<()> {
     let mut ahead = Vec::new();
+    let mut updated = 0;
     loop {
         let task = match ahead.is_empty() {
             true => tasks.recv().ok(),
@@ -211,7 +214,10 @@ fn work_off(
         match task {
             Some(HomeTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
             Some(HomeTask::Follow(gradients)) => {
-                result = result.and_then(|()| gradients.apply(optimizer));
+                updated += 1;
+                // Nobody may take it for the failure of a step that can be tried again.
+                let told = |error| PipelineError::partly_updated(updated, &error).into();
+                result = result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(told));
             }
             Some(HomeTask::LookAhead(gradients)) => ahead.push(gradients),
             None => match StageGradients::take_newest(&mut ahead) {

@@ -128,7 +128,8 @@ impl PipelineOptimizer {
     /// A step that fails after the first update cannot be taken back:
     /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated) says so, and the way back is
     /// the model that was saved last. It is for losses whose denominator is known beforehand
-    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device; actions of one's own that end a stage's
+    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device; losses that are not finite are refused before
+    /// the first update, gradients before their stage's. Actions of one's own that end a stage's
     /// backward before a later one's that shares its parameters are refused by the step.
     ///
     /// # Errors

@@ -219,9 +219,9 @@ impl Worker {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which puts earlier gradients back where their parameters live.
         let home = self.site.send_all_home(&mut run, result.is_ok());
-        let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
+        self.updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
-        result.map_err(|failure| failure.after_updates(updated))?;
+        result?;
         home?;
         Ok(run)
     }

@@ -99,6 +99,7 @@ impl Worker {
 
     /// Lets the step stand. Nothing is allocated.
     pub(crate) fn commit(&mut self) -> Result<()> {
+        self.updated = 0;
         self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
     }
 

@@ -115,6 +115,8 @@ pub(crate) struct Worker {
     pub(crate) open: Option<(WorkerRun, Undo)>,
     /// A mini-batch that was run and not committed.
     pub(crate) tried: Option<Tried>,
+    /// How many stages the step under way has updated, or is about to: from then on it cannot be undone.
+    pub(crate) updated: usize,
     /// Earlier mini-batches of the same step, which wait for their commit.
     pub(crate) window: Option<Tried>,
     /// The actions of the last mini-batch with their times, and the most memory in use.
@@ -433,6 +435,7 @@ impl Worker {
             store,
             open: None,
             tried: None,
+            updated: 0,
             window: None,
             spans: Vec::new(),
             peak: None,
