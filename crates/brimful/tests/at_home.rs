@@ -595,6 +595,22 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
     assert!(told > 0, "an update allocates");
 }
 
+/// The norm would be that of stages on the device alone.
+#[test]
+fn what_was_updated_already_cannot_be_clipped() {
+    let _turn = alone();
+    let mixed = vec![Home::Host, Home::Host, Home::Host, Home::Device];
+    let (mut pipe, mut optimizer, _) = following(homes(mlp(), mixed.into()));
+    let (x, y) = batch();
+    pipe.backward(&x, &y, MLP.loss).expect("a step");
+    let refused = optimizer.clip_gradient_norm(0.1);
+    assert_fails(refused, &["3 stages", "follow_backward(false)"]);
+    optimizer.follow_backward(false).expect("as before");
+    optimizer.zero_grad().expect("cleared");
+    pipe.backward(&x, &y, MLP.loss).expect("a step");
+    assert!(optimizer.clip_gradient_norm(0.1).is_ok_and(|norm| norm > 0.0));
+}
+
 /// Three linear layers at home, two of which have room on the device.
 fn three_at_home() -> Builder {
     let layers = (0..3).fold(Layers::new(), |layers, at| layers.add(at.to_string(), even));

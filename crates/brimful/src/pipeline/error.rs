@@ -155,6 +155,15 @@ pub enum PipelineError {
         /// What the step failed with.
         cause: String,
     },
+    /// Gradients that are to be clipped together, some of which are gone.
+    #[error(
+        "updates follow the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
+         would be that of the others: to clip, let updates come after it (`follow_backward(false)`)"
+    )]
+    FollowsClipped {
+        /// How many.
+        stages: usize,
+    },
     /// Homes for another number of stages.
     #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
     WrongHomes {

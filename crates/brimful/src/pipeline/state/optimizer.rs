@@ -7,7 +7,7 @@ use super::saved;
 use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::HandsOver;
+use crate::pipeline::home::{HandsOver, HostedStages};
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::workers::SharedWorkers;
@@ -167,10 +167,18 @@ impl PipelineOptimizer {
     /// Gives the norm that they had, for which the host waits.
     ///
     /// # Errors
-    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm).
+    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and where updates
+    /// [follow the backward](Self::follow_backward).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         optim::check_max_norm(max_norm)?;
         let workers = self.workers.turn()?;
+        workers.all(|worker| {
+            let homes = worker.site.homes.as_ref();
+            match homes.map_or(0, HostedStages::without_gradients) {
+                0 => Ok(()),
+                stages => Err(PipelineError::FollowsClipped { stages }.into()),
+            }
+        })?;
         let norms = workers.all(|worker| {
             let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
