@@ -146,8 +146,12 @@ impl Worker {
             HandsOver::Ahead | HandsOver::AtTheStep => {
                 // A gradient that was there before is added to: the step's is another.
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
-                if is_alone && !adds && homes.wants_ahead() {
-                    homes.begin_handing(self.optimizer.take());
+                if is_alone
+                    && !adds
+                    && homes.wants_ahead()
+                    && let Err(cause) = homes.begin_handing(&mut self.optimizer)
+                {
+                    tracing::debug!(%cause, "updates are not computed ahead");
                 }
                 Ok(())
             }
@@ -157,10 +161,10 @@ impl Worker {
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
         self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
-        if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
-            homes.begin_handing(Some(optimizer));
+        match &mut self.site.homes {
+            Some(homes) if self.optimizer.is_some() => homes.begin_handing(&mut self.optimizer),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// A stage is updated when it has run its last backward: by then, others have to have run theirs that add to

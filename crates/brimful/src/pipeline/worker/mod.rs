@@ -480,12 +480,10 @@ impl Worker {
             homes.pause_ahead();
         }
         optimizer.commit(here)?;
-        if let (Some(homes), Some(home)) = (&mut self.site.homes, home)
-            && let Some(optimizer) = self.optimizer.take()
-        {
-            homes.update(optimizer, home);
+        match (&mut self.site.homes, home) {
+            (Some(homes), Some(home)) => homes.update(&mut self.optimizer, home),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
