@@ -100,7 +100,9 @@ impl PipelineOptimizer {
     /// Updates every parameter that has a gradient, on all devices or on none.
     ///
     /// Of stages that live on the host much of it was computed while the gradients came. What is done to gradients since
-    /// counts, unless it goes past their versions (as through [`Tensor::data`]).
+    /// counts, unless it goes past their versions (as through [`Tensor::data`]). They are updated behind this call:
+    /// who keeps their [`variables`](Pipeline::variables) calls [`wait`](Self::wait) before he looks at them or changes
+    /// them.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -113,7 +115,8 @@ impl PipelineOptimizer {
     }
 
     /// Waits until the updates of the last step are done. Stages that live on the host are updated
-    /// while the next step begins; who reads, saves or evaluates waits by itself.
+    /// while the next step begins; calls that read, save or evaluate wait by themselves, but tensors that somebody has
+    /// kept from an earlier [`Pipeline::variables`] are written to until then.
     ///
     /// # Errors
     /// With what an update failed with.
