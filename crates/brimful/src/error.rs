@@ -54,6 +54,17 @@ pub enum Error {
     #[error("what was captured is out of date")]
     OutOfDate,
 
+    /// The system starts no more threads.
+    #[error(
+        "no thread could be started for {what}: {cause}; end other programs, or raise the limit (ulimit -u)"
+    )]
+    NoThread {
+        /// What it was for.
+        what: String,
+        /// What the system says.
+        cause: String,
+    },
+
     /// libtorch refused a call, in its own words.
     #[error("libtorch: {0}")]
     Torch(String),
@@ -223,6 +234,13 @@ impl From<SplitError> for Error {
             SplitError::NoSamples => BatchError::Empty.into(),
             other => Self::Split(other),
         }
+    }
+}
+
+impl Error {
+    /// Of a thread for this, which the system refused.
+    pub(crate) fn no_thread(what: &str, cause: &std::io::Error) -> Self {
+        Self::NoThread { what: what.to_owned(), cause: cause.to_string() }
     }
 }
 

@@ -66,7 +66,9 @@ fn brought<B: Batch>(
     let fed = thread::scope(|scope| {
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
-        scope.spawn(move || feed(slices, copies, &queued, &arrivals, &released));
+        thread::Builder::new()
+            .spawn_scoped(scope, move || feed(slices, copies, &queued, &arrivals, &released))
+            .map_err(|cause| Error::no_thread("copies of micro-batches", &cause))?;
         for i in 0..ranges.len() {
             let (micro_batch, copied) = arrived.recv().map_err(|_| gone())??;
             if let Some(copied) = copied {

@@ -81,6 +81,9 @@ const ARENA: &str = "out of memory in arena '";
 /// Where CUDA's report goes over to advice, which the remedies here take the place of.
 const ADVICE: &str = " If reserved but unallocated memory is large";
 
+/// How an error words it that nothing can be tried again after, though it may tell of memory that ran out.
+pub(crate) const OF_NO_STEP: &str = "so the parameters are of no step";
+
 /// What a guarded call ended with, if not with a result.
 #[derive(Debug)]
 pub enum Caught<E> {
@@ -119,6 +122,9 @@ pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caugh
 
 /// Reads a report of running out of memory; `None` for any other text.
 pub fn recognise(text: &str) -> Option<OutOfMemory> {
+    if text.contains(OF_NO_STEP) {
+        return None;
+    }
     of_arena(text).or_else(|| {
         let (phrase, place) = PHRASES.iter().find(|(phrase, _)| text.contains(phrase))?;
         let message = own_words(text, phrase);

@@ -6,18 +6,19 @@ mod support;
 use std::collections::BTreeSet;
 
 use brimful::balance;
+use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::pipeline::{Builder, Homes, PipelineOptimizer};
+use brimful::pipeline::{Builder, Homes, PipelineError, PipelineOptimizer};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
 use brimful::schedule::{
     Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
     Schedule, StageHome, StageId,
 };
-use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
+use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{
-    Named, Update, alone, assert_close, assert_fails, assert_same, numbers, test_device,
+    Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
 };
 use tch::{Device, Kind, Tensor, nn};
 
@@ -448,24 +449,227 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(!failed.contains("followed"), "{failed}");
 }
 
-#[test]
-fn updates_that_follow_the_backward_are_told_of_where_a_loss_is_refused_behind_them() {
-    let _turn = alone();
-    let (x, y) = batch();
-    let none = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double) * f64::NAN);
-    let mut pipe = homes(mlp(), Homes::Host).build().expect("a pipeline");
+/// Four stages whose updates follow the backward, by SGD, which keeps no state; and their first values.
+fn following(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
+    tch::manual_seed(3);
+    let mut pipe = builder.build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
     optimizer.follow_backward(true).expect("on one device");
-    assert_fails(pipe.backward(&x, &y, none).map(drop), &["had followed the backward", "is NaN"]);
-    optimizer.follow_backward(false).expect("as before");
-    let refused = pipe.backward(&x, &y, none).map(drop).expect_err("no number").to_string();
-    assert!(!refused.contains("followed"), "{refused}");
+    let before = copies(&pipe.variables().expect("variables"));
+    (pipe, optimizer, before)
+}
 
-    let strict = homes(mlp(), Homes::Host).non_finite(NonFinite::RefuseGradients);
-    let pipe = &mut strict.build().expect("a pipeline");
-    let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-    assert_fails(optimizer.follow_backward(true), &["NonFinite::RefuseLoss", "(false)"]);
-    optimizer.follow_backward(false).expect("as it is");
+fn partly_updated(error: &Error) -> bool {
+    matches!(error, Error::Pipeline(PipelineError::PartlyUpdated { .. }))
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
+    let _turn = alone();
+    let mixed = || vec![Home::Host, Home::Host, Home::Host, Home::Device].into();
+    for places in [|| Homes::Host, mixed] {
+        for row in [0, 3, 6] {
+            let (mut pipe, mut optimizer, before) = following(homes(mlp(), places()));
+            let (x, y) = batch();
+            let _ = x.get(row).fill_(f64::NAN);
+            let refused = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no loss");
+            assert!(matches!(refused, Error::Loss(LossError::NonFinite { .. })), "{refused}");
+            assert_same("refused", &pipe.variables().expect("variables"), &before);
+            let (x, y) = batch();
+            pipe.backward(&x, &y, MLP.loss).expect("the next step");
+            optimizer.update();
+        }
+    }
+}
+
+#[test]
+fn no_stage_is_updated_by_a_gradient_that_is_refused() {
+    let _turn = alone();
+    for place in 0..STAGES {
+        let layers = (0..STAGES).fold(Layers::new(), |layers, number| match number == place {
+            true => layers.add(number.to_string(), odd),
+            false => layers.add(number.to_string(), even),
+        });
+        let builder = homes(layers, Homes::Host).non_finite(NonFinite::RefuseGradients);
+        let (mut pipe, _optimizer, before) = following(builder);
+        let x = numbers(&[7, 4], 1);
+        let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+        let refused = pipe.backward(&x, &x, loss).map(drop).expect_err("no gradient");
+        let values = pipe.variables().expect("variables");
+        let odd = format!("{place}.");
+        for ((name, value), (_, first)) in values.iter().zip(&before) {
+            // Backwards begin with the last stage.
+            let is_updated = name[..1].parse::<usize>().expect("a number") > place;
+            assert_eq!(*value != *first, is_updated, "{name} at {place}");
+            assert!(!name.starts_with(&odd) || *value == *first, "{name}");
+        }
+        let told = refused.to_string();
+        assert_eq!(partly_updated(&refused), place + 1 < STAGES, "{told}");
+        assert_eq!(told.contains("nothing was changed"), place + 1 == STAGES, "{told}");
+        assert!(told.contains("a gradient is not finite"), "{told}");
+    }
+}
+
+/// On a CPU, whose every allocation can be made to fail: nothing of a step is left, or it is said that some is. An
+/// automatic size would try again, and update twice.
+#[test]
+fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
+    let _turn = alone();
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let (x, y) = batch();
+    let (mut undisturbed, mut optimizer, _) = following(homes(mlp(), Homes::Host));
+    undisturbed.backward(&x, &y, MLP.loss).expect("a step");
+    optimizer.wait().expect("updated");
+    let expected = undisturbed.variables().expect("variables");
+    for size in [Size::Count(3), Size::Largest] {
+        let device = Arena::limited("device", 1 << 20).expect("a limit");
+        let spec = DeviceSpec::from(device.clone()).threads(1);
+        let builder = homes(mlp(), Homes::Host).devices([spec]).micro_batches(size);
+        let (mut pipe, mut optimizer, before) = following(builder.host(Arena::new("host")));
+        let (mut told, mut refused) = (0, 0);
+        for n in 1.. {
+            pipe.set_variables(copies(&before)).expect("values");
+            let refusals = device.refusals();
+            device.fail_nth_allocation(n);
+            let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
+            device.fail_nth_allocation(0);
+            optimizer.wait().expect("updated");
+            let values = pipe.variables().expect("variables");
+            match ran {
+                Ok(()) => assert_close(&values, &expected, &format!("{size:?}, allocation {n}")),
+                Err(error) if partly_updated(&error) => told += 1,
+                Err(error) => {
+                    refused += 1;
+                    assert!(error.out_of_memory().is_some(), "{error}");
+                    assert_same(&format!("{size:?}, allocation {n}"), &values, &before);
+                }
+            }
+            if device.refusals() == refusals {
+                break;
+            }
+        }
+        assert!(told > 0, "{size:?}: what follows an update allocates");
+        assert_eq!(refused > 0, size == Size::Count(3), "an automatic size tries again");
+    }
+}
+
+/// The update's own thread, which makes the optimizer's state at its first step.
+#[test]
+fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() {
+    let _turn = alone();
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let (x, y) = batch();
+    let host = Arena::new("host");
+    let builder = between_arenas(homes(mlp(), Homes::Host)).host(host.clone());
+    let (mut pipe, _sgd, before) = following(builder);
+    let mut told = 0;
+    for n in 1.. {
+        pipe.set_variables(copies(&before)).expect("values");
+        let mut optimizer = pipe.optimizer(AdamW::new(0.1)).expect("a new optimizer");
+        optimizer.follow_backward(true).expect("on one device");
+        let refusals = host.refusals();
+        host.fail_nth_allocation(n);
+        let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
+        // Two ways to hear of it: whoever waits, and the next step, which an automatic size would try again.
+        let heard = match (&ran, n % 2) {
+            (Ok(()), 0) => optimizer.wait(),
+            (Ok(()), _) => pipe.backward(&x, &y, MLP.loss).map(drop),
+            _ => Ok(()),
+        };
+        host.fail_nth_allocation(0);
+        let _ = optimizer.wait();
+        if let Err(error) = heard {
+            // The next step may meet the refusal itself.
+            let is_own = matches!(error, Error::Stage(_));
+            assert!(partly_updated(&error) || is_own, "allocation {n}: {error}");
+            told += usize::from(!is_own);
+        }
+        match ran {
+            Err(error) if !partly_updated(&error) => {
+                assert_same("undone", &pipe.variables().expect("variables"), &before);
+            }
+            _ => {}
+        }
+        if host.refusals() == refusals {
+            break;
+        }
+    }
+    assert!(told > 0, "an update allocates");
+}
+
+/// The norm would be that of stages on the device alone.
+#[test]
+fn what_was_updated_already_cannot_be_clipped() {
+    let _turn = alone();
+    let mixed = vec![Home::Host, Home::Host, Home::Host, Home::Device];
+    let (mut pipe, mut optimizer, _) = following(homes(mlp(), mixed.into()));
+    let (x, y) = batch();
+    pipe.backward(&x, &y, MLP.loss).expect("a step");
+    let refused = optimizer.clip_gradient_norm(0.1);
+    assert_fails(refused, &["3 stages", "follow_backward(false)"]);
+    optimizer.follow_backward(false).expect("as before");
+    optimizer.zero_grad().expect("cleared");
+    pipe.backward(&x, &y, MLP.loss).expect("a step");
+    assert!(optimizer.clip_gradient_norm(0.1).is_ok_and(|norm| norm > 0.0));
+}
+
+/// Three linear layers at home, two of which have room on the device.
+fn three_at_home() -> Builder {
+    let layers = (0..3).fold(Layers::new(), |layers, at| layers.add(at.to_string(), even));
+    let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
+    builder(layers, 1).schedule(schedule).homes(Homes::Host)
+}
+
+#[test]
+fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
+    let _turn = alone();
+    tch::manual_seed(3);
+    let mut pipe = three_at_home().build().expect("a pipeline");
+    let list = "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1";
+    let refused = pipe.set_actions(list.parse().expect("a valid list"));
+    assert_fails(refused, &["2B0", "room for 2", "2R0"]);
+    let halves = "0F0,1F0,2F0,2R0,2I0,1R0,1I0,0R0,0I0,2W0,1W0,0W0";
+    assert_fails(pipe.set_actions(halves.parse().expect("a valid list")), &["2W0", "room for 2"]);
+    // Computed again, and with halves that nobody comes between.
+    let list = "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,2W0,1R0,1B0,0R0,0B0,2R1,2B1,1R1,1B1,0R1,0B1";
+    pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
+    let x = numbers(&[4, 4], 1);
+    let mean = |out: Tensor| Loss::mean(out.square().mean(Kind::Double));
+    pipe.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
+    let mut plain = three_at_home().homes(Homes::Device).build().expect("a pipeline");
+    plain.set_variables(pipe.variables().expect("variables")).expect("the same values");
+    plain.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
+    let gradients = plain.gradients().expect("gradients");
+    assert_close(&pipe.gradients().expect("gradients"), &gradients, "computed again");
+}
+
+/// Lists are looked at as they are made, for as many micro-batches as they are made for.
+#[test]
+fn every_schedule_at_home_is_right_or_refused() {
+    let _turn = alone();
+    let (x, y) = batch();
+    for schedule in Schedule::all(3) {
+        for micro_batches in [1, 3, 6] {
+            let what = format!("{schedule}, {micro_batches}");
+            let [host, device] = [Homes::Host, Homes::Device].map(|home| {
+                tch::manual_seed(3);
+                let builder = builder(mlp(), 2).schedule(schedule).homes(home);
+                let mut pipe = builder.micro_batches(micro_batches).build()?;
+                // Fewer than were asked for when it was built.
+                pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
+                pipe.backward(&x, &y, MLP.loss)?;
+                pipe.gradients()
+            });
+            match host {
+                Ok(host) => assert_close(&host, &device.expect("gradients"), &what),
+                Err(error) => assert!(error.to_string().contains("room for 2"), "{what}: {error}"),
+            }
+        }
+    }
 }
 
 /// The timelines of three steps with an optimizer, which are asked for their moves.

@@ -11,7 +11,7 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Method, Optimizer, Sgd};
-use brimful::pipeline::{BalanceBy, Builder, Cause, Homes, PipelineError};
+use brimful::pipeline::{BalanceBy, Builder, Cause, Homes, PipelineError, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
@@ -23,8 +23,8 @@ use support::pipeline_cases::{
     descend, eval, mlp,
 };
 use support::{
-    Named, Update, alone, assert_all_close, assert_close, assert_fails, copies, numbers_there,
-    test_device,
+    Named, Update, alone, assert_all_close, assert_close, assert_fails, assert_same, copies,
+    numbers_there, test_device,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -414,6 +414,39 @@ fn what_does_not_fit_is_not_loaded() {
     assert_eq!(optimizer.learning_rate(), 0.1);
 }
 
+/// Where one worker's memory runs out, another, which could load, has none either to take it back.
+#[test]
+fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
+    let _turn = alone();
+    let arenas = ["first", "second"].map(Arena::new);
+    let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
+    let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
+    let mut pipe = builder.micro_batches(2).build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
+    let (x, y) = MLP.data(6, 0);
+    let mut train = |optimizer: &mut PipelineOptimizer| {
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
+        optimizer.update();
+        let (tensors, metadata) = optimizer.state().expect("a state");
+        (copies(&tensors), metadata)
+    };
+    let (saved, texts) = train(&mut optimizer);
+    let before = train(&mut optimizer).0;
+    let [first, second] = &arenas;
+    let asked = first.allocations();
+    optimizer.load_state(&before, &texts).expect("loaded");
+    for n in 1..=first.allocations() - asked + 1 {
+        first.fail_from_nth_allocation(n);
+        second.fail_from_nth_allocation(1);
+        let failed = optimizer.load_state(&saved, &texts);
+        [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
+        assert!(failed.expect_err("no memory").out_of_memory().is_some());
+        assert_same("as before", &optimizer.state().expect("a state").0, &before);
+    }
+    optimizer.load_state(&saved, &texts).expect("loaded");
+    assert_same("loaded", &optimizer.state().expect("a state").0, &saved);
+}
+
 #[test]
 fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
     let _turn = alone();
@@ -637,8 +670,8 @@ fn what_cannot_be_built_is_refused_with_numbers() {
                     .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
                     .homes(Homes::Host),
             ),
-            "3 stages of device 0 live on the host and it has room for 2 at a time, but a split \
-             backward needs its weights until its second half: choose breadth-first",
+            "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has room \
+             for 2 stages that live on the host at a time",
         ),
         (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
         (

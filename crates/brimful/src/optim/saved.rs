@@ -19,6 +19,14 @@ use crate::{Error, Result};
 
 const FORMAT: (&str, &str) = ("format", "brimful optimizer state 1");
 
+/// A saved state that fits, in memory of its own: the states in the order of the parameters, the methods in that of
+/// the groups.
+#[derive(Debug)]
+pub(crate) struct ReadState {
+    states: Vec<Option<ParameterState>>,
+    methods: Vec<Method>,
+}
+
 impl Optimizer {
     /// The whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
     /// own, which its next step changes.
@@ -46,6 +54,17 @@ impl Optimizer {
     /// When it is of other parameters, shapes, groups or methods: the first difference is named,
     /// and nothing is changed. So it is when memory runs out.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
+        let read = self.read_state(tensors, metadata)?;
+        self.take_state(read);
+        Ok(())
+    }
+
+    /// Reads such a state into memory of its own: all of loading that may fail.
+    pub(crate) fn read_state(
+        &mut self,
+        tensors: &[(String, Tensor)],
+        metadata: &Metadata,
+    ) -> Result<ReadState> {
         let _no_grad = tch::no_grad_guard();
         if metadata.get(FORMAT.0).map(String::as_str) != Some(FORMAT.1) {
             let saved = metadata.get(FORMAT.0).map_or("nothing", String::as_str);
@@ -61,17 +80,21 @@ impl Optimizer {
         for parameter in &self.parameters {
             states.push(read_state(parameter, &methods[parameter.group], &mut left)?);
         }
-        if let Some((name, tensor)) = left.first_key_value() {
-            return Err(mismatch(name, describe(tensor), "nothing".into()));
+        match left.first_key_value() {
+            Some((name, tensor)) => Err(mismatch(name, describe(tensor), "nothing".into())),
+            None => Ok(ReadState { states, methods }),
         }
-        for (parameter, state) in self.parameters.iter_mut().zip(states) {
+    }
+
+    /// Lets a state that was read be the optimizer's.
+    pub(crate) fn take_state(&mut self, read: ReadState) {
+        for (parameter, state) in self.parameters.iter_mut().zip(read.states) {
             parameter.state = state;
         }
-        for (group, method) in self.groups.iter_mut().zip(methods) {
+        for (group, method) in self.groups.iter_mut().zip(read.methods) {
             group.method = method;
         }
         self.replay.forget();
-        Ok(())
     }
 
     /// Writes the state to a safetensors file, whole or not at all.

@@ -2,7 +2,7 @@
 
 use brimful_torch::host::prefer_large_pages;
 use brimful_torch::optim::fits;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::Method;
 use crate::Result;
@@ -53,15 +53,40 @@ impl ParameterState {
 
     /// Whether the parameter can be updated with this state as it is.
     pub(super) fn is_current(&self, tensor: &Tensor, method: &Method) -> bool {
+        self.suits(tensor, method) && !self.is_stale(tensor)
+    }
+
+    /// Whether somebody has set the parameter since it was rounded from its master.
+    pub(super) fn is_stale(&self, tensor: &Tensor) -> bool {
+        self.master.is_some() && self.version != version(tensor)
+    }
+
+    /// Whether it is of the parameter's kind, device and layout.
+    pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
         let like = self.master.as_ref().unwrap_or(tensor);
         let dense = fits(like, like);
         self.master.is_some() == has_master(tensor.kind(), method)
-            && (self.master.is_none() || self.version == version(tensor))
             && like.device() == tensor.device()
             // ParameterState of a parameter with gaps is contiguous, as the copy that is updated.
             && self.moments.iter().all(|moment| {
                 if dense { fits(like, moment) } else { moment.is_contiguous() && alike(like, moment) }
             })
+    }
+
+    /// Lets the master be the parameter where somebody has set that; elsewhere it keeps its digits. It takes the
+    /// [scratch space](refresh_scratch) that was made for it, and nothing more.
+    pub(super) fn refresh(&self, tensor: &Tensor, scratch: &[Tensor]) -> Result<()> {
+        let Some(master) = &self.master else { return Ok(()) };
+        for (master, tensor) in pieces(master)?.iter().zip(pieces(&tensor.f_detach()?)?) {
+            let room = |kind| room_in(scratch, kind, &tensor);
+            let (mut rounded, mut present) = (room(tensor.kind())?, room(Kind::Float)?);
+            let unchanged = room(Kind::Bool)?;
+            rounded.f_copy_(master)?;
+            present.f_copy_(&tensor)?;
+            let _ = rounded.f_eq_tensor_out(&unchanged, &tensor)?;
+            let _ = master.f_where_self_out(master, &unchanged, &present)?;
+        }
+        Ok(())
     }
 
     /// The state's tensors with their names.
@@ -107,6 +132,41 @@ pub(super) fn has_master(kind: Kind, method: &Method) -> bool {
 /// How often the parameter was changed in place.
 pub(super) fn version(tensor: &Tensor) -> i64 {
     tensor.f_internal_version().unwrap_or(UNKNOWN_VERSION)
+}
+
+/// A parameter's master is refreshed so many numbers at a time, or a row.
+const REFRESHED: usize = 1 << 20;
+
+/// The tensor in pieces along its first dimension.
+fn pieces(tensor: &Tensor) -> Result<Vec<Tensor>> {
+    match tensor.size().first() {
+        Some(rows) if tensor.numel() > 0 => Ok(tensor.f_split(rows_of_piece(tensor, *rows), 0)?),
+        _ => Ok(vec![tensor.shallow_clone()]),
+    }
+}
+
+fn rows_of_piece(tensor: &Tensor, rows: i64) -> i64 {
+    let row = tensor.numel() as i64 / rows;
+    (REFRESHED as i64 / row).clamp(1, rows)
+}
+
+/// What [`ParameterState::refresh`] takes of scratch space, in elements of each kind.
+pub(super) fn refresh_scratch(tensor: &Tensor) -> [((Kind, Device), usize); 3] {
+    let elements = match tensor.size().first() {
+        Some(&rows) if tensor.numel() > 0 => {
+            tensor.numel() / rows as usize * rows_of_piece(tensor, rows) as usize
+        }
+        _ => tensor.numel(),
+    };
+    [tensor.kind(), Kind::Float, Kind::Bool].map(|kind| ((kind, tensor.device()), elements))
+}
+
+/// Scratch space of this kind, shaped like this.
+fn room_in(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor> {
+    let mut all = scratch.iter();
+    let space = all.find(|space| (space.kind(), space.device()) == (kind, like.device()));
+    let space = space.expect("there is scratch space for every master that is stale");
+    Ok(space.f_narrow(0, 0, like.numel() as i64)?.f_view(like.size().as_slice())?)
 }
 
 /// The parameter in f32. Where it is still what the old master was rounded to, the old one's digits
@@ -158,8 +218,6 @@ fn alike(a: &Tensor, b: &Tensor) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use tch::Device;
-
     use super::*;
     use crate::optim::{AdamW, Sgd};
 

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use super::OptimError;
 use super::method::Lists;
 use super::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
-use super::state::{self, ParameterState};
+use super::state::{self, ParameterState, refresh_scratch};
 use super::{Optimizer, Parameter};
 use crate::Result;
 
@@ -24,6 +24,8 @@ struct Item {
     gradient: Tensor,
     /// What replaces the parameter's state; `None` where that can be used as it is.
     state: Option<ParameterState>,
+    /// Whether the state's master is to be made what somebody has set the parameter to.
+    stale: bool,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
     /// Whether `work` is what it is to be already, and the state too.
@@ -122,7 +124,10 @@ impl Optimizer {
         buckets.sort_by_key(|bucket| bucket.key.part);
         let converted = buckets.iter().filter(|bucket| bucket.key.converted);
         let place = |bucket: &FusedBatch| (bucket.key.kind, bucket.key.device);
-        let scratch = scratch_for(converted.map(|bucket| (place(bucket), bucket.scratch)))?;
+        let converted = converted.map(|bucket| (place(bucket), bucket.scratch));
+        let stale = buckets.iter().flat_map(|bucket| &bucket.items).filter(|item| item.stale);
+        let stale = stale.flat_map(|item| refresh_scratch(&self.parameters[item.index].tensor));
+        let scratch = scratch_for(converted.chain(stale))?;
         Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
 
@@ -146,14 +151,15 @@ impl Optimizer {
         let second = parameter.second.as_ref();
         if let Some(next) = second.filter(|second| second.is_of(tensor, &gradient, method)) {
             let work = next.work.shallow_clone();
-            let item = Item { index, work, gradient, state: None, write_back: true, ahead: true };
+            let (state, stale) = (None, false);
+            let item = Item { index, work, gradient, state, stale, write_back: true, ahead: true };
             return Ok(Some(item));
         }
         let _charged = parameter.enter_home();
         let old = parameter.state.as_ref();
-        let state = match old {
-            Some(old) if old.is_current(tensor, method) => None,
-            _ => Some(ParameterState::new(tensor, method, old)?),
+        let (state, stale) = match old {
+            Some(old) if old.suits(tensor, method) => (None, old.is_stale(tensor)),
+            _ => (Some(ParameterState::new(tensor, method, old)?), false),
         };
         let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
         // Half parameters are updated as f32 masters: an update below their last digit would be lost.
@@ -162,7 +168,7 @@ impl Optimizer {
             None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
             None => (tensor.f_contiguous()?, true),
         };
-        Ok(Some(Item { index, work, gradient, state, write_back, ahead: false }))
+        Ok(Some(Item { index, work, gradient, state, stale, write_back, ahead: false }))
     }
 
     fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
@@ -214,11 +220,15 @@ impl Optimizer {
             items.iter().for_each(|item| self.parameters[item.index].take_over());
             return self.write_back(&items);
         }
-        // State was allocated by `prepare`; that it is put in place only now is what makes a failure
-        // before leave no trace.
+        // State was allocated by `prepare`; that it is put in place, or a stale master refreshed, only now is
+        // what makes a failure before leave no trace.
         for item in &mut items {
-            if let Some(state) = item.state.take() {
-                self.parameters[item.index].state = Some(state);
+            let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
+            if let Some(new) = item.state.take() {
+                *state = Some(new);
+            }
+            if let Some(state) = state.as_ref().filter(|_| item.stale) {
+                state.refresh(tensor, scratch)?;
             }
         }
         let mut gradients: Vec<_> =

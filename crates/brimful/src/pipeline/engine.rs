@@ -7,11 +7,12 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::portion::{Portion, portions};
-use super::{Pipeline, ranks};
+use super::{Pipeline, check_graphs_at_home, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WaitingRoom, WorkerFailure, wire};
 use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
@@ -22,7 +23,7 @@ use crate::step::{
     Try, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
-use crate::{Result, device};
+use crate::{Error, Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
 /// with the workers.
@@ -114,6 +115,14 @@ impl Engine for Pipeline {
             .workers()
             .all(|worker| Ok(worker.site.waiting.as_mut().is_some_and(WaitingRoom::make_room)))?;
         Ok(made.contains(&true))
+    }
+
+    fn failed(&mut self, error: Error) -> Error {
+        let updated = self.workers().all(|worker| Ok(std::mem::take(&mut worker.updated)));
+        match updated.map_or(0, |updated| updated.into_iter().sum()) {
+            0 => error,
+            stages => PipelineError::partly_updated(stages, &error).into(),
+        }
     }
 }
 
@@ -262,9 +271,12 @@ impl Pipeline {
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
                 // Between the phases every stage is at home.
-                true => Arc::new(
-                    listed.in_two_phases(|stage| self.recompute_of(stage, Recompute::Always))?,
-                ),
+                true => {
+                    let recompute = |stage| self.recompute_of(stage, Recompute::Always);
+                    let listed = listed.in_two_phases(recompute)?;
+                    check_graphs_at_home(&listed, &self.homes, self.slots)?;
+                    Arc::new(listed)
+                }
                 false => listed,
             });
         }

@@ -8,7 +8,7 @@ use crate::Error;
 use crate::bytes::Bytes;
 use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
-use crate::schedule::{Action, StageId};
+use crate::schedule::{Action, ActionKind, StageId};
 use crate::step::StepError;
 use crate::world::{RankCause, WorldError};
 
@@ -55,20 +55,28 @@ pub enum PipelineError {
         /// The device of each stage in the list.
         given: Vec<usize>,
     },
-    /// Split backwards of more stages that live on the host than a device has room for.
+    /// A backward of a stage that lives on the host through a graph that was made before its weights left.
     #[error(
-        "{stages} stages of device {device} live on the host and it has room for {slots} at a time, but \
-         a split backward needs its weights until its second half: choose breadth-first, or let at most \
-         {slots} stages of a device live on the host"
+        "{action} goes back through a graph that looks at stage {}'s weights on device {device}, but that has room for \
+         {slots} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
+         breadth-first, or let at most {slots} stages of a device live on the host",
+        action.stage,
+        remade(*action)
     )]
-    SplitAtHome {
+    GraphOutlivesWeights {
+        /// The backward.
+        action: Action,
         /// The device, counted from 0.
         device: usize,
-        /// How many of its stages live on the host.
-        stages: usize,
-        /// How many of them can be there at a time.
+        /// How many stages can be there at a time.
         slots: usize,
     },
+    /// The same, as it is about to happen.
+    #[error(
+        "its graph looks at weights that have left the device since, and others lie there: compute it again (R) right \
+         before its backward"
+    )]
+    WeightsLeft,
     /// A model that gives another number of tensors than the call is made for.
     #[error(
         "the model gives {given} tensors, and the closure takes {taken}: let it take a `Vec<Tensor>`, \
@@ -117,13 +125,6 @@ pub enum PipelineError {
          `Loss::mean`, or let updates come after it (`follow_backward(false)`)"
     )]
     FollowsUnknown,
-    /// Updates that follow the backward, where gradients that are not finite are refused.
-    #[error(
-        "updates follow the backward, but a gradient that is not finite is to be refused before any update: \
-         build the pipeline with `NonFinite::RefuseLoss`, or let updates come after the backward \
-         (`follow_backward(false)`)"
-    )]
-    FollowsUnseen,
     /// Updates that follow the backward, in a step of several mini-batches or of several workers.
     #[error(
         "updates follow the backward, which needs a step of one mini-batch in one pipeline on one device: \
@@ -145,14 +146,23 @@ pub enum PipelineError {
     },
     /// A step that failed when some of its updates were made.
     #[error(
-        "the updates of {stages} stages had followed the backward when it failed, so the parameters are of no \
-         step: load the model that was saved last. It failed because: {cause}"
+        "the updates of {stages} stages had followed the backward, or were about to, when the step failed, so the \
+         parameters are of no step: load the model that was saved last. It failed because: {cause}"
     )]
     PartlyUpdated {
         /// How many.
         stages: usize,
         /// What the step failed with.
         cause: String,
+    },
+    /// Gradients that are to be clipped together, some of which are gone.
+    #[error(
+        "updates follow the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
+         would be that of the others: to clip, let updates come after it (`follow_backward(false)`)"
+    )]
+    FollowsClipped {
+        /// How many.
+        stages: usize,
     },
     /// Homes for another number of stages.
     #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
@@ -240,19 +250,14 @@ pub enum PipelineError {
     ChangesInPlace,
 }
 
-impl PipelineError {
-    /// The error of a step in which the updates of so many stages were made already: it cannot be taken back.
-    pub(crate) fn after_updates(error: Error, stages: usize) -> Error {
-        match stages {
-            0 => error,
-            _ => Self::PartlyUpdated { stages, cause: error.to_string() }.into(),
-        }
-    }
-}
+impl PipelineError {}
 
 /// What libtorch says of it, be it of the tensor itself or of a view.
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";
+
+/// What errors say of a step that was undone, between what happened and what helps.
+const NOTHING_CHANGED: &str = "nothing was changed; ";
 
 /// A stage that failed: the step was undone, and the pipeline can be used again.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -278,6 +283,15 @@ pub enum Cause {
     /// Another error.
     #[error(transparent)]
     Error(Error),
+}
+
+impl PipelineError {
+    /// A step that failed with this error when so many stages were updated, or about to be.
+    pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
+        // Of all errors that say so, it is true before an update alone.
+        let cause = error.to_string().replace(NOTHING_CHANGED, "");
+        Self::PartlyUpdated { stages, cause }
+    }
 }
 
 impl Cause {
@@ -341,6 +355,15 @@ impl Error {
     }
 }
 
+/// The action right before this one that has its graph look at weights that are there.
+fn remade(action: Action) -> Action {
+    let kind = match action.kind {
+        ActionKind::WeightGradient => ActionKind::InputGradient,
+        _ => ActionKind::Recompute,
+    };
+    Action { kind, ..action }
+}
+
 /// So many differences are told of in one message.
 const LISTED: usize = 8;
 
@@ -349,5 +372,27 @@ fn listed(differences: &[String]) -> String {
     match differences.len().saturating_sub(LISTED) {
         0 => told,
         more => format!("{told}; and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oom;
+
+    #[test]
+    fn a_step_that_cannot_be_taken_back_is_not_out_of_memory_and_says_nothing_else() {
+        let out = Error::Torch("out of memory in arena 'host': asked for 4 bytes".into());
+        assert!(oom::recognise(&out.to_string()).is_some());
+        let told = PipelineError::partly_updated(2, &out).to_string();
+        assert!(told.contains("asked for 4 bytes") && oom::recognise(&told).is_none(), "{told}");
+        for undone in [
+            LossError::NonFinite { term: 0, micro_batch: 1, value: f64::NAN, weight: 1.0 }.into(),
+            Error::from(StepError::NonFiniteGradient { micro_batch: 1 }),
+        ] {
+            assert!(undone.to_string().contains(NOTHING_CHANGED), "{undone}");
+            let told = PipelineError::partly_updated(2, &undone).to_string();
+            assert!(!told.contains("nothing was changed"), "{told}");
+        }
     }
 }

@@ -66,7 +66,7 @@ use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageH
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
-use build::StageLayout;
+use build::{StageLayout, check_graphs_at_home, recompute_at_least};
 use calls::OpenForward;
 use engine::PipelineTried;
 use ranks::Ranks;
@@ -170,7 +170,7 @@ impl Pipeline {
     /// The actions of a step of so many micro-batches, as they are executed.
     ///
     /// # Errors
-    /// When there are more than any step has.
+    /// When there are more than any step has, or a graph of a stage that lives on the host would outlive its weights.
     pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
         // A list of the user's own (`set_actions`) stands here in place of the schedule's.
         if let Some(known) = self.actions.get(&micro_batches) {
@@ -183,6 +183,7 @@ impl Pipeline {
                 self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
             }
         };
+        check_graphs_at_home(&made, &self.homes, self.slots)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)
@@ -195,10 +196,7 @@ impl Pipeline {
         let asked = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
         let home = self.homes.get(stage.index()).map(|home| home.weights);
         let is_run_again = home == Some(Home::Host) || self.meet_within_a_limit();
-        match asked {
-            Recompute::Never | Recompute::ExceptLast if is_run_again => least,
-            asked => asked,
-        }
+        recompute_at_least(asked, is_run_again, least)
     }
 
     fn meet_within_a_limit(&self) -> bool {

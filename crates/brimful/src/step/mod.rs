@@ -134,6 +134,12 @@ pub(crate) trait Engine: Sized {
         Ok(false)
     }
 
+    /// What a try has failed with, now that it is undone: another error where some of it cannot be, so that nobody
+    /// tries again.
+    fn failed(&mut self, error: Error) -> Error {
+        error
+    }
+
     /// Gives back the memory that captured work keeps.
     fn drop_captures(&mut self) -> Result<()> {
         Ok(())
@@ -363,14 +369,15 @@ fn until_done<E: Engine, O, T>(
             // taken for this one's.
             let exchange = team.exchange()?;
             let this_try = Try { cut, opening: &opening, exchange: &exchange };
-            match attempt(engine, this_try) {
+            let ended = match attempt(engine, this_try) {
                 Ok((tried, outputs)) => {
                     // Read before the end, which may consume what was tried.
                     let lesson = tried.lesson();
-                    Ok((end(engine, tried, outputs, &exchange, start)?, lesson))
+                    end(engine, tried, outputs, &exchange, start).map(|value| (value, lesson))
                 }
                 Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
-            }
+            };
+            ended.map_err(|error| engine.failed(error))
         })?;
         Ok((value, opening.seed(), log))
     });

@@ -72,7 +72,7 @@ impl<W: 'static> Workers<W> {
             let name = format!("brimful {number}");
             let work = move || work(&device, build, &answer, &received);
             let thread = thread::Builder::new().name(name).spawn(work);
-            let thread = thread.map_err(|error| Error::Torch(format!("no thread: {error}")))?;
+            let thread = thread.map_err(|cause| Error::no_thread("a device's work", &cause))?;
             members.push(WorkerThread { commands: Some(commands), thread: Some(thread) });
             answers.push(built);
         }

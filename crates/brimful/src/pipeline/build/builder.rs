@@ -8,7 +8,7 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
-use super::homes::{Homes, bring_together, check_halves_at_home, stage_homes};
+use super::homes::{Homes, bring_together, check_graphs_at_home, recompute_at_least, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
@@ -22,7 +22,7 @@ use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
 use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
 use crate::{Layers, Result, World};
@@ -206,6 +206,7 @@ impl Builder {
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let homes = self.settle_homes(&balance, &one)?;
         let has_room = self.check_host(balance.sizes(), &homes, one.placement(), &ranks);
+        self.check_lists(schedule, recipe.as_ref(), &one, &homes)?;
         let build = self.stage_build(&homes);
         let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
@@ -275,8 +276,34 @@ impl Builder {
     fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
         let mut homes = self.homes.of(balance.sizes().len())?;
         bring_together(&mut homes, &self.layers, balance, actions.placement())?;
-        check_halves_at_home(actions, &homes, self.slots)?;
         Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
+    }
+
+    /// Refuses a list of as many micro-batches as a step will have by which a graph of a stage at home outlives its
+    /// weights, before anything is built. Others are looked at when they are made.
+    fn check_lists(
+        &self,
+        schedule: Schedule,
+        recipe: Option<&ScheduleRecipe>,
+        one: &Actions,
+        homes: &[StageHome],
+    ) -> Result<()> {
+        if homes.iter().all(|home| home.weights == Home::Device) {
+            return Ok(());
+        }
+        let recompute = |stage: StageId| {
+            let each = self.recompute_each.get(stage.index()).copied();
+            let is_run_again = homes[stage.index()].weights == Home::Host;
+            let asked = each.unwrap_or(self.recompute);
+            recompute_at_least(asked, is_run_again, Recompute::ExceptLast)
+        };
+        let micro_batches = self.usual_micro_batches(one.devices());
+        let listed = match recipe {
+            Some(recipe) => recipe.actions_by_stage(micro_batches, recompute),
+            None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
+        };
+        // A number that no step has does not matter before there is such a mini-batch.
+        listed.map_or(Ok(()), |listed| check_graphs_at_home(&listed, homes, self.slots))
     }
 
     /// This rank's devices, and what all ranks must have in common.

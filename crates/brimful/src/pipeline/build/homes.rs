@@ -1,6 +1,6 @@
 //! Where each stage lives: on its device, or on the host.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use brimful_torch::meta;
@@ -14,7 +14,7 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
 use crate::plan::PlanRow;
 use crate::ranks::summed_in;
-use crate::schedule::{Action, ActionKind, Actions, DeviceId, Home, StageHome};
+use crate::schedule::{ActionKind, Actions, DeviceId, Home, MoveKind, Moves, Recompute, StageHome};
 use crate::{Layers, Result};
 
 /// Where the stages' weights, gradients and optimizer state live between their uses.
@@ -74,19 +74,52 @@ pub(super) fn bring_together(
     Ok(())
 }
 
-/// Where backwards are split, all stages of a device that live on the host must have their place there:
-/// others would take it between the halves, and what a graph has kept of the weights is in that place.
-pub(crate) fn check_halves_at_home(actions: &Actions, homes: &[Home], slots: usize) -> Result<()> {
-    let is_half = |action: &Action| action.kind == ActionKind::WeightGradient;
-    let at_host = |action: &&Action| homes[action.stage.index()] == Home::Host;
+/// A graph looks at its stage's weights where they lay when it was made. So of a stage that lives on the host, they
+/// must not leave, and others take their place, before its last backward.
+pub(crate) fn check_graphs_at_home(
+    actions: &Actions,
+    homes: &[StageHome],
+    slots: usize,
+) -> Result<()> {
+    if homes.iter().all(|home| home.weights == Home::Device) {
+        return Ok(());
+    }
+    let moves = Moves::new(actions, homes, slots)?;
     for (device, list) in actions.lists().iter().enumerate() {
-        let hosted: BTreeSet<_> = list.iter().filter(at_host).map(|a| a.stage).collect();
-        if list.iter().any(is_half) && hosted.len() > slots {
-            let stages = hosted.len();
-            return Err(PipelineError::SplitAtHome { device, stages, slots }.into());
+        let mut leaving = moves.of(device).iter().filter(|one| one.kind == MoveKind::Release);
+        let mut left: Vec<usize> = vec![0; homes.len()];
+        let mut made = HashMap::new();
+        let mut next = leaving.next();
+        for (at, &action) in list.iter().enumerate() {
+            while let Some(one) = next.filter(|one| one.before <= at) {
+                left[one.stage.index()] += 1;
+                next = leaving.next();
+            }
+            let (graph, now) = ((action.stage, action.micro_batch), left[action.stage.index()]);
+            match action.kind {
+                ActionKind::Forward | ActionKind::Recompute => drop(made.insert(graph, now)),
+                _ if made.get(&graph) != Some(&now) => {
+                    let error = PipelineError::GraphOutlivesWeights { action, device, slots };
+                    return Err(error.into());
+                }
+                _ => {}
+            }
         }
     }
     Ok(())
+}
+
+/// What a stage computes again; one that is run again anyhow, because its weights leave between forward and backward,
+/// at least this much.
+pub(crate) fn recompute_at_least(
+    asked: Recompute,
+    is_run_again: bool,
+    least: Recompute,
+) -> Recompute {
+    match asked {
+        Recompute::Never | Recompute::ExceptLast if is_run_again => least,
+        asked => asked,
+    }
 }
 
 impl From<Vec<Home>> for Homes {

@@ -10,5 +10,5 @@ mod roster;
 pub use balance::BalanceBy;
 pub use builder::Builder;
 pub use homes::Homes;
-pub(crate) use homes::check_halves_at_home;
+pub(crate) use homes::{check_graphs_at_home, recompute_at_least};
 pub(crate) use layout::{Export, StageLayout, StagePlan};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::pipeline::Pipeline;
-use crate::pipeline::build::check_halves_at_home;
+use crate::pipeline::build::check_graphs_at_home;
 use crate::pipeline::error::PipelineError;
 use crate::schedule::Actions;
 
@@ -25,9 +25,9 @@ impl Pipeline {
     /// ```
     ///
     /// # Errors
-    /// When the list is for another number of devices, puts a stage on another device, or splits
-    /// backwards of more stages that live on the host than a device has room for; the schedule's own
-    /// stays then.
+    /// When the list is for another number of devices, puts a stage on another device, or goes backward through
+    /// a stage that lives on the host when its weights have left the device since its forward or recompute; the
+    /// schedule's own stays then.
     pub fn set_actions(&mut self, actions: Actions) -> Result<()> {
         let here = self.layout.stages.iter().map(|stage| stage.worker);
         let given = actions.placement().iter().map(|device| device.index());
@@ -35,8 +35,7 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        let weights: Vec<_> = self.homes.iter().map(|home| home.weights).collect();
-        check_halves_at_home(&actions, &weights, self.slots)?;
+        check_graphs_at_home(&actions, &self.homes, self.slots)?;
         // Lists are found by their number of micro-batches: with another size, it would not be run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
@@ -69,6 +68,33 @@ mod tests {
         let placement = refusal("1F0,1B0\n0F0,0B0");
         assert!(placement.contains("on devices [1, 0]") && placement.contains("on [0, 1]"));
         assert_eq!(pipe.state.size, Size::Count(1));
+    }
+
+    #[test]
+    fn a_graph_whose_weights_have_left_goes_backward_in_no_step() {
+        let lists = [
+            // Without a recompute, and with one of which only the first half sees its weights.
+            "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1",
+            "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,1R0,1B0,0R0,0B0,2W0,2R1,2B1,1R1,1B1,0R1,0B1",
+        ];
+        for (list, action) in lists.into_iter().zip(["2B0", "2W0"]) {
+            let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
+            let layers = Layers::new().add("a", linear).add("b", linear).add("c", linear);
+            let schedule = crate::schedule::Schedule::BreadthFirst { stages_per_device: 3 };
+            let builder = Pipeline::builder(layers).schedule(schedule);
+            let builder = builder.homes(crate::pipeline::Homes::Host).micro_batches(2);
+            let mut pipe = builder.build().expect("a pipeline");
+            // Past the check of lists.
+            pipe.actions.insert(2, Arc::new(list.parse().expect("a valid list")));
+            let x = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
+            let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
+            let refused = pipe.backward(&x, &x, loss).map(drop).expect_err("refused");
+            let crate::Error::Stage(refused) = refused else { panic!("not a stage's: {refused}") };
+            assert_eq!(refused.action.to_string(), action);
+            let left = crate::Error::from(PipelineError::WeightsLeft);
+            assert_eq!(refused.cause, crate::pipeline::Cause::Error(left));
+            assert!(pipe.gradients().expect("gradients").is_empty());
+        }
     }
 
     #[test]

@@ -19,7 +19,9 @@ mod update;
 
 pub(crate) use hosted::{HomeMemory, HostedStage};
 pub use speed::HostSpeed;
-use update::{HomeTask, StageGradients, Update};
+use update::{HomeTask, NotStarted, StageGradients, Update};
+
+use std::thread;
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::threads::threads;
@@ -199,6 +201,11 @@ impl HostedStages {
         self.slots.enter(at, stage, clock)
     }
 
+    /// Which of all fetches a stage's weights came by, where they are on the device; none of one that lives there.
+    pub(crate) fn generation(&self, at: usize) -> Option<u64> {
+        self.slots.generation(at)
+    }
+
     /// Gives a stage's slot up.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
         self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))?;
@@ -208,11 +215,15 @@ impl HostedStages {
 
     /// Lets the optimizer follow a step that begins, or look ahead while it goes backward: the one that is here, or
     /// the one whose last update is under way.
-    pub(crate) fn begin_handing(&mut self, here: Option<Optimizer>) {
-        if let Some(optimizer) = here {
-            self.start_update(optimizer, None, self.hands_over);
+    pub(crate) fn begin_handing(&mut self, here: &mut Option<Optimizer>) -> Result<()> {
+        if let Some(optimizer) = here.take()
+            && let Err(refused) = self.start_update(optimizer, None, self.hands_over)
+        {
+            *here = Some(refused.optimizer);
+            return Err(refused.error);
         }
         self.handing = Some(Handing::default());
+        Ok(())
     }
 
     /// Whether the optimizer has gradients to look ahead from.
@@ -263,6 +274,17 @@ impl HostedStages {
     /// Whether updates follow the backward that is under way.
     pub(crate) fn is_following(&self) -> bool {
         self.handing.is_some() && self.hands_over == HandsOver::Following
+    }
+
+    /// Whether the backward that is under way has gradients for the optimizer, or had.
+    pub(crate) fn has_handed(&self) -> bool {
+        self.handing.as_ref().is_some_and(|handing| handing.given + handing.waiting.len() > 0)
+    }
+
+    /// How many stages have no gradients to be read, because they are updated before.
+    pub(crate) fn without_gradients(&self) -> usize {
+        let trained = self.stages.iter().flatten().filter(|stage| stage.is_trained());
+        trained.filter(|_| self.hands_over == HandsOver::Following).count()
     }
 
     /// Ends what a step hands over; gives how many stages were updated, or will be.
@@ -327,20 +349,38 @@ impl HostedStages {
         Some(ParameterHome { part, arena: self.memory.arena.clone() })
     }
 
-    /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
-    pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
+    /// Lets the optimizer that is here do what it has prepared for the stages at home, while others go on.
+    pub(crate) fn update(
+        &mut self,
+        here: &mut Option<Optimizer>,
+        plan: OptimizerPlan,
+    ) -> Result<()> {
+        let Some(optimizer) = here.take() else { return Ok(()) };
         let looks_ahead = self.hands_over == HandsOver::Ahead && self.pause == 0;
         let then = if looks_ahead { HandsOver::Ahead } else { HandsOver::AtTheStep };
-        self.start_update(optimizer, Some(plan), then);
+        let Err(refused) = self.start_update(optimizer, Some(plan), then) else { return Ok(()) };
+        let NotStarted { mut optimizer, plan, error } = *refused;
+        // Other stages and devices have taken the step already.
+        tracing::warn!("{error}: stages on the host are updated while others wait");
+        let done = plan.map_or(Ok(()), |plan| optimizer.commit(plan));
+        *here = Some(optimizer);
+        done
     }
 
-    fn start_update(&mut self, optimizer: Optimizer, plan: Option<OptimizerPlan>, then: HandsOver) {
+    fn start_update(
+        &mut self,
+        optimizer: Optimizer,
+        plan: Option<OptimizerPlan>,
+        then: HandsOver,
+    ) -> Result<(), Box<NotStarted>> {
         let threads = match self.memory.device {
             Device::Cpu => threads(),
             // One is left to the thread that keeps the accelerator busy.
             _ => threads().saturating_sub(1).max(1),
         };
-        self.update = Some(Update::start(optimizer, plan, then, threads));
+        let thread = thread::Builder::new().name("brimful update".to_owned());
+        self.update = Some(Update::start(thread, optimizer, plan, then, threads)?);
+        Ok(())
     }
 
     /// Waits for the update under way, if there is one, and gives the optimizer back.

@@ -19,6 +19,8 @@ pub(crate) struct Slots {
     inward: Stream,
     /// The stage whose parameters are what is in its slot.
     current: Option<usize>,
+    /// How often a slot was filled.
+    fetched: u64,
 }
 
 #[derive(Debug)]
@@ -26,6 +28,8 @@ struct Slot {
     bytes: Tensor,
     /// The place of the stage that is here, or on its way.
     holds: Option<usize>,
+    /// Which of all fetches filled it last.
+    generation: u64,
     /// When the weights are there; none where they are.
     arrived: Option<Event>,
     /// When the last stage's work on it is done.
@@ -35,7 +39,7 @@ struct Slot {
 impl Slots {
     pub(super) fn new(device: Device, count: usize, bytes: usize) -> Result<Self> {
         let inward = Stream::new(device)?;
-        Ok(Self { device, count, bytes, slots: Vec::new(), inward, current: None })
+        Ok(Self { device, count, bytes, slots: Vec::new(), inward, current: None, fetched: 0 })
     }
 
     pub(super) fn is_current(&self, at: usize) -> bool {
@@ -44,6 +48,12 @@ impl Slots {
 
     pub(super) fn has(&self, at: usize) -> bool {
         self.slots.iter().any(|slot| slot.holds == Some(at))
+    }
+
+    /// Which of all fetches the stage's weights came by, where they are here.
+    pub(super) fn generation(&self, at: usize) -> Option<u64> {
+        let slot = self.slots.iter().find(|slot| slot.holds == Some(at));
+        slot.map(|slot| slot.generation)
     }
 
     /// Queues the copy of a stage's weights into a slot that holds none.
@@ -65,6 +75,8 @@ impl Slots {
         clock.moving(one, || stage.copy_to(&slot.bytes), |()| stage.fetched_bytes())?;
         slot.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
         slot.holds = Some(at);
+        self.fetched += 1;
+        slot.generation = self.fetched;
         Ok(())
     }
 
@@ -74,7 +86,8 @@ impl Slots {
             let bytes = |_| Tensor::f_empty([self.bytes as i64], (Kind::Uint8, self.device));
             let made: Vec<Tensor> =
                 (0..self.count).map(bytes).collect::<std::result::Result<_, _>>()?;
-            let slot = |bytes| Slot { bytes, holds: None, arrived: None, left: None };
+            let slot =
+                |bytes| Slot { bytes, holds: None, generation: 0, arrived: None, left: None };
             self.slots = made.into_iter().map(slot).collect();
             // Made on the compute stream: the memory may have been in use there.
             let ready = Event::after(Stream::current(self.device)?)?;

@@ -12,8 +12,10 @@ use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
 use super::HandsOver;
-use crate::Result;
 use crate::optim::{Optimizer, OptimizerPlan};
+use crate::pipeline::error::PipelineError;
+use crate::step::caught;
+use crate::{Error, Result};
 
 /// A stage's whole gradients, on their way home.
 #[derive(Debug)]
@@ -70,6 +72,13 @@ pub(crate) enum HomeTask {
     LookAhead(StageGradients),
 }
 
+/// An optimizer and what it was to do, as they came: no thread could be started for them.
+pub(crate) struct NotStarted {
+    pub(crate) optimizer: Optimizer,
+    pub(crate) plan: Option<OptimizerPlan>,
+    pub(crate) error: Error,
+}
+
 /// An optimizer that is at work.
 #[derive(Debug)]
 pub(crate) struct Update {
@@ -91,11 +100,12 @@ impl Update {
     /// ahead, and then do what it is given. One that follows a backward updates each stage by its gradients as they
     /// are given, until it is [closed](Self::close).
     pub(crate) fn start(
-        mut optimizer: Optimizer,
+        thread: thread::Builder,
+        optimizer: Optimizer,
         plan: Option<OptimizerPlan>,
         hands_over: HandsOver,
         threads: usize,
-    ) -> Self {
+    ) -> Result<Self, Box<NotStarted>> {
         let follows = hands_over == HandsOver::Following;
         // Nothing is to be waited for where there is nothing to do.
         let known = if plan.is_some() || follows { 0 } else { usize::MAX };
@@ -103,13 +113,17 @@ impl Update {
         let (give, given) = channel();
         let wanted = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&wanted);
+        // Sent when the thread is there: one that could not be started would take them with it.
+        let (hand, handed) = channel::<(Optimizer, Option<OptimizerPlan>)>();
         let work = move || {
+            let (mut optimizer, plan) = handed.recv().expect("it is sent at once");
             let _threads = limit_threads(threads);
             // Nobody may listen any more, which is no reason to stop.
             let tell_of = |at| {
                 let _ = tell.send(at);
             };
-            let result = plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of));
+            let result =
+                caught(|| plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of)));
             // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
             // first, and the next step begins with the first.
             let end = if follows {
@@ -127,8 +141,16 @@ impl Update {
             drop(end);
             (optimizer, result)
         };
-        let thread = Some(thread::spawn(work));
-        Self { done, known, tasks: Some(give), looks_ahead: false, wanted, thread }
+        let thread = match thread.spawn(work) {
+            Ok(thread) => thread,
+            Err(cause) => {
+                let error = Error::no_thread("the optimizer's updates on the host", &cause);
+                return Err(Box::new(NotStarted { optimizer, plan, error }));
+            }
+        };
+        hand.send((optimizer, plan)).expect("it listens");
+        let (tasks, thread) = (Some(give), Some(thread));
+        Ok(Self { done, known, tasks, looks_ahead: false, wanted, thread })
     }
 
     /// Gives it something to do when it is done with what it has; tells whether it will.
@@ -189,7 +211,7 @@ impl Drop for Update {
 
 /// Makes room to look ahead while there is nothing else to do; without, the step computes it all.
 fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
-    if let Err(cause) = optimizer.make_room_ahead(|| !wanted.load(Ordering::Relaxed)) {
+    if let Err(cause) = caught(|| optimizer.make_room_ahead(|| !wanted.load(Ordering::Relaxed))) {
         tracing::debug!(%cause, "updates are not computed ahead");
     }
 }
@@ -203,6 +225,7 @@ fn work_off(
     mut result: Result<()>,
 ) -> Result<()> {
     let mut ahead = Vec::new();
+    let mut updated = 0;
     loop {
         let task = match ahead.is_empty() {
             true => tasks.recv().ok(),
@@ -211,13 +234,16 @@ fn work_off(
         match task {
             Some(HomeTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
             Some(HomeTask::Follow(gradients)) => {
-                result = result.and_then(|()| gradients.apply(optimizer));
+                updated += 1;
+                // Nobody may take it for the failure of a step that can be tried again.
+                let told = |error| PipelineError::partly_updated(updated, &error).into();
+                result = result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(told));
             }
             Some(HomeTask::LookAhead(gradients)) => ahead.push(gradients),
             None => match StageGradients::take_newest(&mut ahead) {
                 // Nothing is lost: the step computes what was not computed ahead.
                 Some(gradients) if result.is_ok() => {
-                    if let Err(cause) = gradients.look_ahead(optimizer, wanted) {
+                    if let Err(cause) = caught(|| gradients.look_ahead(optimizer, wanted)) {
                         tracing::debug!(%cause, "a stage's update is not computed ahead");
                     }
                 }
@@ -225,5 +251,31 @@ fn work_off(
                 None => return result,
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::Sgd;
+    use brimful_torch::autograd::set_gradient;
+    use tch::{Device, Kind};
+
+    #[test]
+    fn an_optimizer_without_a_thread_comes_back_with_what_it_was_to_do() {
+        let one = (Kind::Float, Device::Cpu);
+        let mut parameter = Tensor::ones([4], one).set_requires_grad(true);
+        set_gradient(&mut parameter, Some(&Tensor::ones([4], one))).expect("a gradient");
+        let named = vec![("weight".to_owned(), parameter.shallow_clone())];
+        let optimizer = Optimizer::for_named(named, Sgd::new(0.5)).expect("an optimizer");
+        let plan = optimizer.prepare().expect("a plan");
+        // No machine has such a stack.
+        let thread = thread::Builder::new().stack_size(1 << 60);
+        let started = Update::start(thread, optimizer, Some(plan), HandsOver::Ahead, 1);
+        let NotStarted { mut optimizer, plan, error } = *started.expect_err("no thread");
+        assert!(error.to_string().contains("ulimit -u"), "{error}");
+        assert_eq!(parameter, Tensor::ones([4], one), "nothing was done");
+        optimizer.commit(plan.expect("the plan")).expect("a step");
+        assert_eq!(parameter, Tensor::ones([4], one) * 0.5);
     }
 }

@@ -8,6 +8,7 @@ use super::{HeldInput, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
 use crate::schedule::Action;
 use crate::step::{NonFinite, TermGroup, as_wide_as, roots};
@@ -104,7 +105,7 @@ impl WorkerRun {
         if let Some(nodes) = weights.run_whole() {
             site.tell_of_whole(at, &nodes);
         }
-        self.begun[at][i] = Some(weights);
+        self.begun[at][i] = Some((weights, site.generation(at)));
         Ok(by_part(&input, gradients))
     }
 
@@ -112,7 +113,9 @@ impl WorkerRun {
     pub(super) fn weight_gradient(&mut self, site: &Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
         let begun = self.begun[at][i].take();
-        let mut weights = begun.expect("a weight gradient comes after its input gradient");
+        let (mut weights, generation) =
+            begun.expect("a weight gradient comes after its input gradient");
+        check_weights(site, at, generation)?;
         self.timeline.begin()?;
         self.expect_gradients(at);
         for group in 0..weights.groups() {
@@ -126,6 +129,7 @@ impl WorkerRun {
     /// Takes what a backward starts from and where it leads; from here on it is at work.
     fn start(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(Roots, Boundary), Stop> {
         let kept = self.kept[at][i].take().expect("a backward comes after its forward");
+        check_weights(site, at, kept.generation)?;
         let HeldInput::Here(input) = kept.input else {
             unreachable!("its recompute brought it back")
         };
@@ -173,6 +177,14 @@ impl WorkerRun {
             (earlier, largest) => earlier.or(largest),
         };
         Ok(())
+    }
+}
+
+/// A graph that looks at these weights of a stage may go backward only while they are where they were.
+fn check_weights(site: &Site, at: usize, generation: Option<u64>) -> Result<()> {
+    match site.generation(at) == generation {
+        true => Ok(()),
+        false => Err(PipelineError::WeightsLeft.into()),
     }
 }
 

@@ -49,9 +49,9 @@ impl WorkerRun {
     pub(crate) fn bring_in(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(), Stop> {
         match self.kept[at][i].take() {
             None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
-            Some(HeldMicroBatch { input: HeldInput::Host(parcels), output }) => {
+            Some(HeldMicroBatch { input: HeldInput::Host(parcels), output, generation }) => {
                 let input = HeldInput::Here(self.bring_back(site, at, i, &parcels)?);
-                self.kept[at][i] = Some(HeldMicroBatch { input, output });
+                self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
             }
             // The mini-batch itself, which never left.
             here => self.kept[at][i] = here,

@@ -45,7 +45,9 @@ impl Intake {
         let (outlet, inlet) = sync_channel(0);
         let copies = copies.clone();
         // It ends by itself: when all is fed, or when the receiver is dropped with a failed step.
-        thread::spawn(move || feed(ordered, &copies, &queued, &outlet));
+        thread::Builder::new()
+            .spawn(move || feed(ordered, &copies, &queued, &outlet))
+            .map_err(|cause| Error::no_thread("the copies of inputs", &cause))?;
         Ok(Self::Fed(inlet))
     }
 

@@ -45,10 +45,11 @@ use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
+use crate::pipeline::home::HostedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
 use crate::schedule::{Action, ActionKind, MicroBatchId, Move, MoveKind, StageId};
-use crate::step::{Tally, TermGroup};
+use crate::step::{NonFinite, Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
 use intake::Intake;
@@ -67,18 +68,6 @@ pub(crate) enum WorkerFailure {
 impl From<Error> for WorkerFailure {
     fn from(error: Error) -> Self {
         Self::Failed { at: Instant::now(), error }
-    }
-}
-
-impl WorkerFailure {
-    /// The same of a step some of whose updates were made already: it cannot be taken back, nor run again.
-    pub(crate) fn after_updates(self, stages: usize) -> Self {
-        match self {
-            Self::Failed { at, error } => {
-                Self::Failed { at, error: PipelineError::after_updates(error, stages) }
-            }
-            Self::Stopped => Self::Stopped,
-        }
     }
 }
 
@@ -107,7 +96,7 @@ pub(crate) struct WorkerRun {
     /// How often what enters a stage is still to come from the host.
     returns: HashMap<(StageId, MicroBatchId), usize>,
     /// Backwards whose input half has run, in the same way.
-    begun: Vec<Vec<Option<SplitBackward>>>,
+    begun: Vec<Vec<Option<BegunBackward>>>,
     /// By stage, before the exact BatchNorm that it begins with.
     meetings: Vec<Option<Meeting>>,
     /// None in an evaluation.
@@ -126,11 +115,16 @@ pub(crate) struct WorkerRun {
     pub(crate) moving: MoveClock,
 }
 
+/// The half of a backward that is still to run, and which weights its graph looks at.
+type BegunBackward = (SplitBackward, Option<u64>);
+
 /// A micro-batch inside a stage, between its forward and its backward.
 struct HeldMicroBatch {
     input: HeldInput,
     /// None until it is computed again.
     output: Option<Output>,
+    /// Which weights its graph looks at: see [`Site::generation`].
+    generation: Option<u64>,
 }
 
 /// What enters a stage; and the same as it waits on the host, where it does.
@@ -260,6 +254,9 @@ impl WorkerRun {
                     }
                     homes.end_ahead();
                 }
+                if homes.is_following() {
+                    refuse_non_finite(&self.tally, &self.largest, homes, site.non_finite)?;
+                }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
                 homes.send_gradients(at, accumulator, one, &mut self.moving)
@@ -324,7 +321,8 @@ impl WorkerRun {
                 }
             },
         };
-        self.kept[at][i] = Some(HeldMicroBatch { input, output });
+        let generation = site.generation(at);
+        self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
         Ok(())
     }
 
@@ -384,7 +382,8 @@ impl WorkerRun {
             Output::Boundary(site.run_again(at, input, self.draws(i))?)
         };
         let input = HeldInput::Here(held);
-        self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
+        let (output, generation) = (Some(output), site.generation(at));
+        self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
         self.timeline.end(action)
     }
 
@@ -429,12 +428,32 @@ fn row_of_none<T>(micro_batches: usize) -> Vec<Option<T>> {
     (0..micro_batches).map(|_| None).collect()
 }
 
+/// Refuses losses, all of which are known when the first stage's gradients are whole, and with them gradients: before
+/// an update by them.
+fn refuse_non_finite(
+    tally: &Tally,
+    largest: &[Option<Tensor>],
+    homes: &HostedStages,
+    policy: NonFinite,
+) -> Result<()> {
+    // Each reading waits for the device.
+    if !homes.has_handed() && policy != NonFinite::Allow {
+        tally.read(policy)?;
+    }
+    let mut of_gradients = Tally::default();
+    for gradient in largest.iter().flatten() {
+        of_gradients.add_largest(Some(gradient.shallow_clone()))?;
+    }
+    of_gradients.read(policy).map(drop)
+}
+
 fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
     let cause = match caught {
         Caught::Error(Stop::NeighbourGone) => return WorkerFailure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
         // Not this stage's failure.
         Caught::Error(Stop::Error(error @ Error::World(_))) => return error.into(),
+        Caught::Error(Stop::Error(error)) if error.non_finite().is_some() => return error.into(),
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
         Caught::Panic(payload) => Cause::of_panic(panic_message(&*payload)),
     };

@@ -7,10 +7,9 @@ use super::saved;
 use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::HandsOver;
+use crate::pipeline::home::{HandsOver, HostedStages};
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
-use crate::step::NonFinite;
 use crate::workers::SharedWorkers;
 use crate::{Error, Result};
 
@@ -101,7 +100,9 @@ impl PipelineOptimizer {
     /// Updates every parameter that has a gradient, on all devices or on none.
     ///
     /// Of stages that live on the host much of it was computed while the gradients came. What is done to gradients since
-    /// counts, unless it goes past their versions (as through [`Tensor::data`]).
+    /// counts, unless it goes past their versions (as through [`Tensor::data`]). They are updated behind this call:
+    /// who keeps their [`variables`](Pipeline::variables) calls [`wait`](Self::wait) before he looks at them or changes
+    /// them.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -114,7 +115,8 @@ impl PipelineOptimizer {
     }
 
     /// Waits until the updates of the last step are done. Stages that live on the host are updated
-    /// while the next step begins; who reads, saves or evaluates waits by itself.
+    /// while the next step begins; calls that read, save or evaluate wait by themselves, but tensors that somebody has
+    /// kept from an earlier [`Pipeline::variables`] are written to until then.
     ///
     /// # Errors
     /// With what an update failed with.
@@ -129,12 +131,12 @@ impl PipelineOptimizer {
     /// A step that fails after the first update cannot be taken back:
     /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated) says so, and the way back is
     /// the model that was saved last. It is for losses whose denominator is known beforehand
-    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device; actions of one's own that end a stage's
+    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device; losses that are not finite are refused before
+    /// the first update, gradients before their stage's. Actions of one's own that end a stage's
     /// backward before a later one's that shares its parameters are refused by the step.
     ///
     /// # Errors
-    /// When the pipeline has several devices, replicas or ranks, or refuses gradients that are not finite
-    /// ([`NonFinite::RefuseGradients`](crate::NonFinite)): one of a later stage would have been taken by then.
+    /// When the pipeline has several devices, replicas or ranks.
     pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
         let workers = self.workers.turn()?;
         let hands_over = match (follow, hands_over(workers.len(), &self.ranks)) {
@@ -144,9 +146,6 @@ impl PipelineOptimizer {
         };
         let set = workers.all(move |worker| {
             if follow {
-                if worker.site.non_finite == NonFinite::RefuseGradients {
-                    return Err(PipelineError::FollowsUnseen.into());
-                }
                 // Who has room to look ahead has no reason to follow.
                 optimizer(worker)?.drop_ahead();
             }
@@ -171,11 +170,16 @@ impl PipelineOptimizer {
     /// Gives the norm that they had, for which the host waits.
     ///
     /// # Errors
-    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm).
+    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and where updates
+    /// [follow the backward](Self::follow_backward).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         let workers = self.workers.turn()?;
         let norms = workers.all(move |worker| {
             optim::check_max_norm(max_norm)?;
+            let homes = worker.site.homes.as_ref();
+            if let stages @ 1.. = homes.map_or(0, HostedStages::without_gradients) {
+                return Err(PipelineError::FollowsClipped { stages }.into());
+            }
             let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
             let parameters = optimizer(worker)?.parameters().count();

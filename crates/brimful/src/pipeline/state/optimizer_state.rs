@@ -61,25 +61,20 @@ impl PipelineOptimizer {
         let portions = || portions(&known, tensors, metadata);
         let mut parts = self.ranks.all_or_none("load state", portions)?;
         let parts = parts.drain(self.ranks.here()).collect();
-        let answers = workers.each(parts, |worker, (tensors, metadata)| {
-            let before = optimizer(worker)?.state();
-            optimizer(worker)?.load_state(&tensors, &metadata).map(|()| before)
+        // Read beside what is there on all workers before it takes its place on one: nothing has to be undone.
+        let read = self.ranks.all_or_none("load state", || {
+            workers.each_or_error(parts, |worker, (tensors, metadata)| {
+                optimizer(worker)?.read_state(&tensors, &metadata)
+            })
         })?;
-        let failed = answers.iter().find_map(|answer| answer.as_ref().err().cloned());
-        let settled = self.ranks.all_or_none("load state", || failed.map_or(Ok(()), Err));
-        if settled.is_ok() {
-            let rates = workers.all(|worker| Ok(optimizer(worker)?.learning_rate()))?;
-            drop(workers);
-            self.learning_rate = rates[0];
-            return Ok(());
-        }
-        // Those who could load go back to what they had.
-        let befores = answers.into_iter().map(Result::ok).collect();
-        workers.each_or_error(befores, |worker, before| match before {
-            Some((tensors, metadata)) => optimizer(worker)?.load_state(&tensors, &metadata),
-            None => Ok(()),
+        let rates = workers.each_or_error(read, |worker, read| {
+            let optimizer = optimizer(worker)?;
+            optimizer.take_state(read);
+            Ok(optimizer.learning_rate())
         })?;
-        settled
+        drop(workers);
+        self.learning_rate = rates[0];
+        Ok(())
     }
 }
 

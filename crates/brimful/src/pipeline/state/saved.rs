@@ -23,6 +23,10 @@ impl Pipeline {
     /// by the next step to every copy of a shared one, in other stages and ranks too. That goes by
     /// what libtorch counts as a change, which is all but what is done through [`Tensor::data`].
     ///
+    /// It waits for the last update. Later ones, and steps, write to those of stages that live on the host while
+    /// the caller goes on: who keeps them calls [`PipelineOptimizer::wait`](crate::pipeline::PipelineOptimizer::wait)
+    /// after every optimizer step before he looks at them.
+    ///
     /// In a world, all ranks call it: rank 0 gets all, with copies of the others', and each other
     /// rank gets its own.
     ///

@@ -60,8 +60,7 @@ impl Worker {
         }
         let mode = run.job.mode;
         let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
-        // A loss that is refused is read when all is done.
-        self.conclude(run, undo, tells).map_err(|failure| failure.after_updates(self.updated))
+        self.conclude(run, undo, tells)
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
@@ -160,8 +159,12 @@ impl Worker {
             HandsOver::Ahead | HandsOver::AtTheStep => {
                 // A gradient that was there before is added to: the step's is another.
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
-                if is_alone && !adds && homes.wants_ahead() {
-                    homes.begin_handing(self.optimizer.take());
+                if is_alone
+                    && !adds
+                    && homes.wants_ahead()
+                    && let Err(cause) = homes.begin_handing(&mut self.optimizer)
+                {
+                    tracing::debug!(%cause, "updates are not computed ahead");
                 }
                 Ok(())
             }
@@ -171,10 +174,10 @@ impl Worker {
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
         self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
-        if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
-            homes.begin_handing(Some(optimizer));
+        match &mut self.site.homes {
+            Some(homes) if self.optimizer.is_some() => homes.begin_handing(&mut self.optimizer),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// A stage is updated when it has run its last backward: by then, others have to have run theirs that add to
@@ -233,11 +236,10 @@ impl Worker {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which puts earlier gradients back where their parameters live.
         let home = self.site.send_all_home(&mut run, result.is_ok());
-        let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
-        self.updated = updated;
-        let done = result.and_then(|()| Ok(home?));
+        self.updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
-        done.map_err(|failure| failure.after_updates(updated))?;
+        result?;
+        home?;
         Ok(run)
     }
 

@@ -8,7 +8,6 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::Result;
-use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Leaving;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
@@ -36,8 +35,7 @@ impl Worker {
         turn: Option<RanksTurn>,
     ) -> Result<Vec<Leaving>> {
         let Some(tried) = &mut self.tried else { return Ok(Vec::new()) };
-        let prepared = tried.prepare(whole, self.number, turn.as_ref());
-        prepared.map_err(|error| PipelineError::after_updates(error, self.updated))?;
+        tried.prepare(whole, self.number, turn.as_ref())?;
         let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
         let mut leaving = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
@@ -106,6 +104,7 @@ impl Worker {
 
     /// Lets the step stand. Nothing is allocated.
     pub(crate) fn commit(&mut self) -> Result<()> {
+        self.updated = 0;
         self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
     }
 

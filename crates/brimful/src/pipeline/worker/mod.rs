@@ -117,9 +117,9 @@ pub(crate) struct Worker {
     pub(crate) tried: Option<Tried>,
     /// Earlier mini-batches of the same step, which wait for their commit.
     pub(crate) window: Option<Tried>,
-    /// The actions of the last mini-batch with their times, and the most memory in use.
     /// How many stages' updates have followed the last backward.
     pub(crate) updated: usize,
+    /// The actions of the last mini-batch with their times, and the most memory in use.
     pub(crate) spans: Vec<Span>,
     pub(crate) peak: Option<Bytes>,
     /// What crossed the bus meanwhile, where somebody asked.
@@ -269,6 +269,11 @@ impl Site {
             true => values.iter().map(with_channels_last).collect(),
             false => Ok(values),
         }
+    }
+
+    /// Which weights a graph of the stage that is made now looks at; none of a stage that always has its own there.
+    pub(crate) fn generation(&self, at: usize) -> Option<u64> {
+        self.homes.as_ref().and_then(|homes| homes.generation(at))
     }
 
     /// A stage's place among this worker's.
@@ -475,12 +480,10 @@ impl Worker {
             homes.pause_ahead();
         }
         optimizer.commit(here)?;
-        if let (Some(homes), Some(home)) = (&mut self.site.homes, home)
-            && let Some(optimizer) = self.optimizer.take()
-        {
-            homes.update(optimizer, home);
+        match (&mut self.site.homes, home) {
+            (Some(homes), Some(home)) => homes.update(&mut self.optimizer, home),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
