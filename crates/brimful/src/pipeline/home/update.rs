@@ -115,33 +115,13 @@ impl Update {
         let seen = Arc::clone(&wanted);
         // Sent when the thread is there: one that could not be started would take them with it.
         let (hand, handed) = channel::<(Optimizer, Option<OptimizerPlan>)>();
-        let work = move || {
+        let run = move || {
             let (mut optimizer, plan) = handed.recv().expect("it is sent at once");
             let _threads = limit_threads(threads);
-            // Nobody may listen any more, which is no reason to stop.
-            let tell_of = |at| {
-                let _ = tell.send(at);
-            };
-            let result =
-                caught(|| plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of)));
-            // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
-            // first, and the next step begins with the first.
-            let end = if follows {
-                Some(tell)
-            } else {
-                drop(tell);
-                None
-            };
-            // Of gradients that were changed since: the step was another.
-            optimizer.forget_ahead();
-            if hands_over == HandsOver::Ahead && result.is_ok() {
-                make_room(&mut optimizer, &seen);
-            }
-            let result = work_off(&mut optimizer, given, &seen, result);
-            drop(end);
+            let result = work(&mut optimizer, plan, (hands_over, tell), given, &seen);
             (optimizer, result)
         };
-        let thread = match thread.spawn(work) {
+        let thread = match thread.spawn(run) {
             Ok(thread) => thread,
             Err(cause) => {
                 let error = Error::no_thread("the optimizer's updates on the host", &cause);
@@ -207,6 +187,37 @@ impl Drop for Update {
         // Memory at home must not be given back while it is written to.
         let _ = self.end();
     }
+}
+
+/// All that an update's thread does.
+fn work(
+    optimizer: &mut Optimizer,
+    plan: Option<OptimizerPlan>,
+    (hands_over, tell): (HandsOver, Sender<usize>),
+    given: Receiver<HomeTask>,
+    wanted: &AtomicBool,
+) -> Result<()> {
+    // Nobody may listen any more, which is no reason to stop.
+    let tell_of = |at| {
+        let _ = tell.send(at);
+    };
+    let result = caught(|| plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of)));
+    // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
+    // first, and the next step begins with the first.
+    let end = if hands_over == HandsOver::Following {
+        Some(tell)
+    } else {
+        drop(tell);
+        None
+    };
+    // Of gradients that were changed since: the step was another.
+    optimizer.forget_ahead();
+    if hands_over == HandsOver::Ahead && result.is_ok() {
+        make_room(optimizer, wanted);
+    }
+    let result = work_off(optimizer, given, wanted, result);
+    drop(end);
+    result
 }
 
 /// Makes room to look ahead while there is nothing else to do; without, the step computes it all.
