@@ -90,8 +90,8 @@ impl MicroBatcher {
 
     /// Trains together with the other ranks of a world, each of which gives its own part of every
     /// mini-batch, or an empty one: a step leaves on all of them the gradient, the loss and the
-    /// statistics of all parts together. The variables must have been made by now; all ranks get the
-    /// first one's values.
+    /// statistics of all parts together; statistics that move at every micro-batch are those of the first rank
+    /// that has a sample. The variables must have been made by now; all ranks get the first one's values.
     ///
     /// All ranks make the same calls in the same order. A step in which anything fails on one of
     /// them has failed on all, with an error that names it. An automatic size is the same for all.

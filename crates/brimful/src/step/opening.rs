@@ -52,7 +52,7 @@ impl Brought {
     /// The same, refused where this is: by the opening, which tells all ranks. Who returned before it would
     /// leave the others waiting.
     pub(crate) fn provided(self, holds: Result<()>) -> Self {
-        let samples = holds.and_then(|()| self.samples);
+        let samples = holds.and(self.samples);
         Self { samples, ..self }
     }
 }
