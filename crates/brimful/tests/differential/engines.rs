@@ -9,7 +9,9 @@ use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::{Homes, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World};
+use brimful::{
+    DeviceSpec, Loss, MicroBatcher, NonFinite, Pipeline, Replicas, Result, Size, Step, World,
+};
 use proptest::prelude::*;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -77,6 +79,8 @@ pub enum Engine {
         recompute: usize,
         living: Living,
         replicas: usize,
+        /// Whether updates follow the backward, where all stages are offloaded.
+        follows: bool,
         /// Actions of one's own: the schedule's with this recompute, in an order drawn by a seed.
         own_list: Option<(usize, u8)>,
     },
@@ -92,9 +96,10 @@ pub fn engine() -> impl Strategy<Value = Engine> {
     // Breadth first, which offloaded stages mostly run in, more often than others.
     let schedule = prop_oneof![3 => 0usize..10, 1 => Just(BREADTH_FIRST)];
     let replicas = prop_oneof![3 => Just(1), 1 => Just(2)];
-    let pipeline = (1usize..4, schedule, 1usize..4, 0usize..3, living, replicas, own_list);
+    let follows = prop::bool::weighted(0.2);
+    let pipeline = (1usize..4, schedule, 1usize..4, 0usize..3, living, replicas, follows, own_list);
     let pipeline = pipeline.prop_map(
-        |(devices, schedule, stages_per_device, recompute, living, replicas, own_list)| {
+        |(devices, schedule, stages_per_device, recompute, living, replicas, follows, own_list)| {
             Engine::Pipeline {
                 devices,
                 schedule,
@@ -102,6 +107,7 @@ pub fn engine() -> impl Strategy<Value = Engine> {
                 recompute,
                 living,
                 replicas,
+                follows,
                 own_list,
             }
         },
@@ -166,6 +172,14 @@ pub trait Subject {
     fn gradients(&self) -> Named;
     fn save(&self, folder: &Path) -> Result<()>;
     fn load(&mut self, folder: &Path) -> Result<()>;
+    /// Whether a backward updates parameters, and leaves no gradients.
+    fn follows(&self) -> bool {
+        false
+    }
+    /// The head that is a leaf of the loss.
+    fn head(&self) -> Option<Tensor> {
+        None
+    }
     /// Whether it gives leaves of a whole-batch loss their gradients.
     fn sums_other_leaves(&self) -> bool;
 }
@@ -176,6 +190,16 @@ pub struct Setup<'a> {
     pub kind: Kind,
     pub rate: f64,
     pub world: &'a World,
+    /// Whether gradients that are not finite are refused too.
+    pub strict: bool,
+    /// Whether a head's cross-entropy is a further term of the loss.
+    pub head: bool,
+}
+
+impl Setup<'_> {
+    fn non_finite(&self) -> NonFinite {
+        if self.strict { NonFinite::RefuseGradients } else { NonFinite::RefuseLoss }
+    }
 }
 
 impl Engine {
@@ -248,6 +272,7 @@ fn set_trained(store: &VarStore, name: &str, trained: bool) {
 struct OneDevice {
     store: VarStore,
     model: BuiltModel,
+    head: Option<Tensor>,
     micro: MicroBatcher,
     optimizer: Optimizer,
     arenas: Vec<Arena>,
@@ -258,6 +283,8 @@ impl OneDevice {
     fn build(setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
         let mut store = VarStore::new(test_device());
         let model = setup.model.layers().build(&store.root())?;
+        let size = [crate::model::CLASSES, crate::model::WIDTH];
+        let head = setup.head.then(|| store.root().randn("head", &size, 0.0, 1.0));
         store.set_kind(setup.kind);
         let arenas = vec![arena(0)];
         let mut micro = MicroBatcher::new(&store, setup.cut.size());
@@ -265,10 +292,10 @@ impl OneDevice {
             micro = micro.memory(Memory::Arena(arenas[0].clone()));
         }
         let replays = std::env::var_os("BRIMFUL_TEST_REPLAY").is_some();
-        let micro = micro.replay(replays).world(setup.world)?;
+        let micro = micro.replay(replays).non_finite(setup.non_finite()).world(setup.world)?;
         let optimizer = Optimizer::new(&store, sgd(setup.rate))?;
         let world = setup.world.clone();
-        Ok(Box::new(Self { store, model, micro, optimizer, arenas, world }))
+        Ok(Box::new(Self { store, model, head, micro, optimizer, arenas, world }))
     }
 
     fn own(&self, batch: &Samples) -> Pair {
@@ -392,6 +419,10 @@ impl Subject for OneDevice {
         self.optimizer.load(folder.join("optimizer.safetensors"))
     }
 
+    fn head(&self) -> Option<Tensor> {
+        self.head.as_ref().map(Tensor::shallow_clone)
+    }
+
     fn sums_other_leaves(&self) -> bool {
         self.world.size() == 1
     }
@@ -414,7 +445,7 @@ impl Replicated {
         let layers = setup.model.layers();
         let build = move |root: &tch::nn::Path| layers.build(root).expect("built");
         let replicas = Replicas::new(devices, setup.cut.size(), build)?;
-        let mut replicas = replicas.speeds(&vec![1.0; count])?;
+        let mut replicas = replicas.non_finite(setup.non_finite()).speeds(&vec![1.0; count])?;
         replicas.store_mut().set_kind(setup.kind);
         let optimizer = Optimizer::new(replicas.store(), sgd(setup.rate))?;
         Ok(Box::new(Self { replicas, optimizer, arenas }))
@@ -540,11 +571,12 @@ struct Piped {
     world: World,
     /// Whether ranks are replicas, each with samples of its own.
     deals: bool,
+    follows: bool,
 }
 
 impl Piped {
     fn build(engine: &Engine, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
-        let Engine::Pipeline { recompute, living, replicas, own_list, .. } = engine else {
+        let Engine::Pipeline { recompute, living, replicas, follows, own_list, .. } = engine else {
             unreachable!("a pipeline")
         };
         let (schedule, devices) = engine.fitting(setup);
@@ -570,9 +602,14 @@ impl Piped {
             .micro_batches(setup.cut.size())
             .kind(setup.kind)
             .homes(homes)
+            .non_finite(setup.non_finite())
             .world(setup.world);
         let mut pipe = builder.build()?;
-        let optimizer = pipe.optimizer(sgd(setup.rate))?;
+        let mut optimizer = pipe.optimizer(sgd(setup.rate))?;
+        let follows = *follows && *living == Living::OnHost && *replicas == 1 && here * ranks == 1;
+        if follows {
+            optimizer.follow_backward(true)?;
+        }
         if let (Some((recompute, seed)), Cut::Count(count)) = (own_list, setup.cut) {
             let all = if deals { devices } else { devices * ranks };
             let listed = schedule.actions(all, count, Recompute::ALL[*recompute])?;
@@ -580,7 +617,7 @@ impl Piped {
         }
         let parts = if deals { ranks } else { *replicas };
         let world = setup.world.clone();
-        Ok(Box::new(Self { pipe, optimizer, arenas, parts, world, deals }))
+        Ok(Box::new(Self { pipe, optimizer, arenas, parts, world, deals, follows }))
     }
 
     fn own(&self, batch: &Samples) -> Pair {
@@ -758,6 +795,10 @@ impl Subject for Piped {
     fn load(&mut self, folder: &Path) -> Result<()> {
         self.pipe.load(folder.join("model.safetensors"))?;
         self.optimizer.load(folder.join("optimizer.safetensors"))
+    }
+
+    fn follows(&self) -> bool {
+        self.follows
     }
 
     fn sums_other_leaves(&self) -> bool {

@@ -8,8 +8,8 @@ use brimful::Draws;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::{
-    Entry, Input, Model, Policy, Samples, Shape, Terms, Values, first_value, fork, forward,
-    is_statistic, join, joined_skip, leaves, names, owner, term, whole_loss,
+    Entry, Input, Model, Policy, Samples, Shape, Terms, Values, classes, first_value, fork,
+    forward, is_statistic, join, joined_skip, leaves, names, owner, term, whole_loss,
 };
 
 pub const MOMENTUM: f64 = 0.9;
@@ -54,6 +54,8 @@ type Seen = BTreeMap<usize, Vec<(usize, Tensor)>>;
 
 pub struct Plain {
     model: Model,
+    /// Whether a head's cross-entropy is a further term.
+    head: bool,
     entries: Vec<Entry>,
     device: Device,
     pub values: Values,
@@ -64,10 +66,11 @@ pub struct Plain {
 }
 
 impl Plain {
-    pub fn new(model: &Model, device: Device, rate: f64) -> Self {
+    pub fn new(model: &Model, head: bool, device: Device, rate: f64) -> Self {
         let entries = model.entries();
         let mut plain = Self {
             model: model.clone(),
+            head,
             entries,
             device,
             values: Values::new(),
@@ -82,8 +85,11 @@ impl Plain {
 
     fn make_values(&mut self) {
         let mut sizes: Vec<(String, Vec<i64>)> = Vec::new();
-        if self.model.input == Input::Places {
+        if self.model.input != Input::Numbers {
             sizes.push(("table.rows".into(), vec![crate::model::CLASSES, crate::model::WIDTH]));
+        }
+        if self.head {
+            sizes.push(("head".into(), vec![crate::model::CLASSES, crate::model::WIDTH]));
         }
         for (at, entry) in self.entries.iter().enumerate() {
             let own = match entry {
@@ -161,7 +167,7 @@ impl Plain {
         train: bool,
         seen: &mut Seen,
     ) {
-        let shift = usize::from(self.model.input == Input::Places);
+        let shift = usize::from(self.model.input != Input::Numbers);
         if let [Piece { draw: Draw::Seed(seed), .. }] = pieces {
             tch::manual_seed(*seed as i64);
         }
@@ -239,11 +245,17 @@ impl Plain {
         let leaves = self.fresh_leaves();
         let mut seen = Seen::new();
         let outputs = self.outputs(&leaves, samples, pieces, true, &mut seen);
-        let sums = self.sums(&outputs, samples, terms);
+        let sums = self.sums(&leaves, &outputs, samples, terms);
         Run { leaves, sums, outputs: outputs.detach(), seen }
     }
 
-    fn sums(&self, outputs: &Tensor, samples: &Samples, terms: &Terms) -> Vec<(Tensor, f64)> {
+    fn sums(
+        &self,
+        leaves: &Values,
+        outputs: &Tensor,
+        samples: &Samples,
+        terms: &Terms,
+    ) -> Vec<(Tensor, f64)> {
         let wide = |t: &Tensor| t.to_device(self.device).to_kind(Kind::Double);
         let (y, weight, number) = &samples.target;
         let target = (wide(y), wide(weight), number.shallow_clone());
@@ -251,21 +263,30 @@ impl Plain {
             let (sum, count) = term(number, *over, outputs, &target);
             (sum, count.double_value(&[]))
         };
-        terms.iter().enumerate().map(sum).collect()
+        let mut sums: Vec<(Tensor, f64)> = terms.iter().enumerate().map(sum).collect();
+        if self.head {
+            let classes = classes(&target).to_device(self.device).view([-1]);
+            let logits = outputs.matmul(&leaves["head"].tr()).reshape([-1, crate::model::CLASSES]);
+            let each = -logits.log_softmax(1, Kind::Double).gather(1, &classes.unsqueeze(1), false);
+            sums.push((each.sum(Kind::Double), classes.size()[0] as f64));
+        }
+        sums
     }
 
     /// Counts these mini-batches as one step; gives its loss.
     pub fn commit(&mut self, runs: Vec<Run>, terms: &Terms) -> f64 {
         let divisor = |number: usize| {
-            let (over, _) = terms[number];
             let all: f64 = runs.iter().map(|run| run.sums[number].1).sum();
-            if over == crate::model::Over::Nothing { 1.0 } else { all }
+            match terms.get(number) {
+                Some((crate::model::Over::Nothing, _)) => 1.0,
+                _ => all,
+            }
         };
         let mut loss = 0.0;
         let mut seen = Seen::new();
         for run in &runs {
             let scaled = |(number, (sum, _)): (usize, &(Tensor, f64))| {
-                sum * (f64::from(terms[number].1) * 0.25 / divisor(number))
+                sum * (factor(terms, number) / divisor(number))
             };
             let own = run.sums.iter().enumerate().map(scaled).reduce(|a, b| a + b).expect("a term");
             loss += own.double_value(&[]);
@@ -298,12 +319,13 @@ impl Plain {
     /// The loss and outputs without training.
     pub fn evaluate(&self, samples: &Samples, terms: &Terms) -> (f64, Tensor) {
         let piece = Piece { rows: 0..samples.len(), draw: Draw::Loop, part: 0 };
-        let outputs =
-            self.outputs(&self.fresh_leaves(), samples, &[piece], false, &mut Seen::new());
+        let leaves = self.fresh_leaves();
+        let outputs = self.outputs(&leaves, samples, &[piece], false, &mut Seen::new());
         let value = |(number, (sum, count)): (usize, (Tensor, f64))| {
-            sum.double_value(&[]) / count * f64::from(terms[number].1) * 0.25
+            sum.double_value(&[]) / count * factor(terms, number)
         };
-        let loss = self.sums(&outputs, samples, terms).into_iter().enumerate().map(value).sum();
+        let sums = self.sums(&leaves, &outputs, samples, terms);
+        let loss = sums.into_iter().enumerate().map(value).sum();
         (loss, outputs.detach())
     }
 
@@ -378,6 +400,11 @@ impl Plain {
         }
         (!squares.is_empty()).then_some(norm)
     }
+}
+
+/// What a term is multiplied with; a head's counts once.
+fn factor(terms: &Terms, number: usize) -> f64 {
+    terms.get(number).map_or(1.0, |(_, quarters)| f64::from(*quarters) * 0.25)
 }
 
 /// Mean and variance of each channel.

@@ -22,10 +22,13 @@ fn offloaded_own_list() -> Case {
             recompute: 0,
             living: OnHost,
             replicas: 1,
+            follows: false,
             own_list: Some((0, 3)),
         },
         cut: Count(2),
         number: F64,
+        strict: false,
+        head: false,
         terms: vec![(crate::model::Over::Samples, 4)],
         script: vec![Call { op: Backward { samples: 4 }, fault: None, rank: 0 }],
     }

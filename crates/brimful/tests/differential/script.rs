@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use brimful::nn::linear_cross_entropy;
+use brimful::pipeline::PipelineError;
 use brimful::{Draws, Error, Loss, Size, World, split};
 use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
 use proptest::prelude::*;
@@ -108,6 +110,10 @@ pub struct Case {
     pub engine: Engine,
     pub cut: Cut,
     pub number: Number,
+    /// Whether gradients that are not finite are refused too.
+    pub strict: bool,
+    /// Whether a head's cross-entropy is a further term, where the loss may have leaves.
+    pub head: bool,
     pub terms: Terms,
     pub script: Vec<Call>,
 }
@@ -149,12 +155,15 @@ pub fn case() -> impl Strategy<Value = Case> {
     let number =
         prop_oneof![8 => Just(Number::F64), 1 => Just(Number::F32), 1 => Just(Number::Bf16)];
     let script = prop::collection::vec(call(), 1..7);
-    (model(), engine(), cut(), number, terms(), script).prop_map(
-        |(model, engine, cut, number, terms, script)| Case {
+    let policies = (prop::bool::weighted(0.2), prop::bool::weighted(0.2));
+    (model(), engine(), cut(), number, policies, terms(), script).prop_map(
+        |(model, engine, cut, number, (strict, head), terms, script)| Case {
             model,
             engine,
             cut,
             number,
+            strict,
+            head,
             terms,
             script,
         },
@@ -169,6 +178,7 @@ impl Case {
         if !meets {
             replace_exact(&mut self.model.blocks);
         }
+        self.head &= self.engine == Engine::Micro;
         // A list of one's own is for one number of micro-batches.
         let has_list = matches!(self.engine, Engine::Pipeline { own_list: Some(_), .. });
         if let (true, Cut::Fixed(count)) = (has_list, self.cut) {
@@ -272,13 +282,20 @@ struct Duel<'a> {
 /// Runs a case; a difference is a panic.
 pub fn run(case: &Case, world: &World, counts: &mut Counts) {
     tch::manual_seed(7);
-    let setup =
-        Setup { model: &case.model, cut: case.cut, kind: case.number.kind(), rate: RATE, world };
+    let setup = Setup {
+        model: &case.model,
+        cut: case.cut,
+        kind: case.number.kind(),
+        rate: RATE,
+        world,
+        strict: case.strict,
+        head: case.head,
+    };
     let subject = match case.engine.build(&setup) {
         Ok(subject) => subject,
         Err(error) => return Counts::add(&mut counts.refused, format!("build: {}", brief(&error))),
     };
-    let plain = Plain::new(&case.model, test_device(), RATE);
+    let plain = Plain::new(&case.model, case.head, test_device(), RATE);
     let mut duel = Duel {
         case,
         cut: case.cut,
@@ -292,7 +309,9 @@ pub fn run(case: &Case, world: &World, counts: &mut Counts) {
     };
     duel.begin();
     for (number, call) in case.script.iter().enumerate() {
-        duel.call(number, call, counts);
+        if !duel.call(number, call, counts) {
+            break;
+        }
     }
 }
 
@@ -338,10 +357,15 @@ impl Duel<'_> {
 
     fn loss(&self, nan: Option<i64>) -> LossFn {
         let terms = self.case.terms.clone();
+        let head = Mutex::new(self.subject.head());
         Arc::new(move |out: &Tensor, target: &Target| {
             let hit = nan.is_some_and(|sample| target.2.eq(sample).any().int64_value(&[]) != 0);
             let out = if hit { out * f64::NAN } else { out.shallow_clone() };
-            loss_of(&terms, &out, target)
+            let loss = loss_of(&terms, &out, target);
+            match &*head.lock().unwrap_or_else(PoisonError::into_inner) {
+                Some(head) => loss + head_loss(&out, head, target),
+                None => loss,
+            }
         })
     }
 
@@ -350,8 +374,8 @@ impl Duel<'_> {
         Samples::new(&self.case.model, samples, self.batches * 100, self.case.number.kind())
     }
 
-    /// Runs one operation with its fault.
-    fn call(&mut self, number: usize, call: &Call, counts: &mut Counts) {
+    /// Runs one operation with its fault; says whether the two can still be compared.
+    fn call(&mut self, number: usize, call: &Call, counts: &mut Counts) -> bool {
         let op = self.fitting(&call.op);
         let fault = call.fault.filter(|_| self.ranks == 1 || !matches!(op, Op::Accumulate { .. }));
         let call = &Call { fault, ..call.clone() };
@@ -373,6 +397,11 @@ impl Duel<'_> {
                 self.compare(&what);
                 self.resync();
             }
+            Ended::Refused(Error::Pipeline(PipelineError::PartlyUpdated { .. })) => {
+                assert!(self.subject.follows() && call.fault.is_some() && nan.is_none(), "{what}");
+                Counts::add(&mut counts.failed, format!("{name}: behind an update"));
+                return false;
+            }
             Ended::Refused(error) => {
                 let kind =
                     if call.fault.is_some() { &mut counts.failed } else { &mut counts.refused };
@@ -385,6 +414,7 @@ impl Duel<'_> {
                 self.unchanged(&what, &before, &drawn, &op, "a panic");
             }
         }
+        true
     }
 
     /// A step that cannot be taken now, as one that can.
@@ -394,7 +424,12 @@ impl Duel<'_> {
         // Each rank draws for itself until the commit.
         let unknown_draws = apart && self.case.model.draws();
         let unknown_cut = self.cut.is_automatic() && self.case.model.shows_cut() || unknown_draws;
+        let follows = self.subject.follows();
         match *op {
+            Op::Accumulate { samples } | Op::Whole { samples, .. } if follows => {
+                Op::Backward { samples }
+            }
+            Op::Clip(_) if follows => Op::ZeroGrad,
             Op::Backward { samples } if open => Op::Accumulate { samples },
             Op::Accumulate { samples } if unknown_cut && !open => Op::Backward { samples },
             Op::Whole { .. } | Op::Freeze(_) | Op::Unfreeze(_) | Op::Resize(_) if open => {
@@ -555,6 +590,10 @@ impl Duel<'_> {
         now.restore();
         let outputs = run.outputs.shallow_clone();
         let loss = self.plain.commit(vec![run], &self.case.terms);
+        if self.subject.follows() {
+            self.plain.update();
+            self.plain.gradients.clear();
+        }
         self.near(what, "the loss", told.loss, loss);
         self.same_outputs(what, &told.outputs, &outputs, batch.len());
     }
@@ -827,6 +866,11 @@ fn loss_of(terms: &Terms, out: &Tensor, target: &Target) -> Loss {
         loss * (f64::from(*factor) * 0.25)
     };
     terms.iter().enumerate().map(one).reduce(|a, b| a + b).expect("a term")
+}
+
+fn head_loss(out: &Tensor, head: &Tensor, target: &Target) -> Loss {
+    let classes = crate::model::classes(target);
+    linear_cross_entropy(out, head, None, &classes, Default::default()).expect("a loss")
 }
 
 /// How a call ends.
