@@ -10,7 +10,7 @@ WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi install
 
 CHECKS := format typos clippy test own-crate setup-test docs package licences miri
 
-.PHONY: help demo test check bench bench-peers mpi chromium transformers clean rust libtorch $(CHECKS)
+.PHONY: help demo test fuzz check bench bench-peers mpi chromium transformers clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -22,6 +22,10 @@ demo: libtorch ## show what brimful does, in a minute
 test: libtorch ## run all tests
 	scripts/test $(MPI)
 	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
+
+fuzz: libtorch ## draw N cases (default 2000) and compare every engine with the plain model
+	OMP_NUM_THREADS=1 BRIMFUL_FUZZ_CASES=$(or $(N),2000) BRIMFUL_FUZZ_SEED=$(or $(SEED),0) \
+		cargo test -q -p brimful $(MPI) --test differential -- --nocapture --test-threads 1
 
 # What a later build could reuse takes a sixth of the time of a first one, which has nothing to reuse itself.
 check: export CARGO_INCREMENTAL ?= $(if $(wildcard target),1,0)
