@@ -298,7 +298,8 @@ class DirectRun {
 
 namespace brimful {
 
-bool needs_engine() {
+// Whether this thread needs the engine, whatever the graph is.
+static bool needs_engine() {
   // Inside a task of the engine's, nodes would ask that one what to compute. Inside one of ours, a sum could be added
   // to on two streams.
   return wants_engine || AnomalyMode::is_enabled() || is_in_engine() || keeping.has_value();

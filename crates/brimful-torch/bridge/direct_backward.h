@@ -36,9 +36,6 @@ struct DirectBackward {
   std::optional<torch::autograd::variable_list> run(const BackwardGraph& graph);
 };
 
-// Whether this thread needs the engine, whatever the graph is.
-bool needs_engine();
-
 // Whether the backward that is running on this thread, if there is one, leaves its graph for another.
 bool keeps_graph();
 

@@ -46,7 +46,9 @@ at::Tensor global_norm(std::vector<at::Tensor> tensors, double order) {
   // libtorch knows no largest of no numbers.
   const auto is_empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_empty), tensors.end());
-  if (tensors.empty()) return at::zeros({}, first.options());
+  if (tensors.empty()) {
+    return at::zeros({}, first.options().dtype(brimful::sum_kind(first.scalar_type())));
+  }
   std::vector<at::Tensor> norms;
   for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
     // A sum of squares overflows f16 and is coarse in bf16.

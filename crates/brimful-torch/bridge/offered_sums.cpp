@@ -133,6 +133,8 @@ bool takes_partials(const at::Tensor& parameter) {
 
 void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
   auto* offer = offered(parameter);
+  // Taken back by a backward that has failed on another device's thread.
+  if (offer == nullptr) return;
   offer->come_here();
   offer->partials.push_back(partials);
 }

@@ -5,11 +5,11 @@
 // later would be added to both. So every backward ends here, and who shares gets a copy.
 #pragma once
 
-#include "backward_graph.h"
-
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -20,37 +20,49 @@ class OwnedGradients {
  public:
   void add(const torch::autograd::variable_list& others) {
     for (const at::Tensor& other : others) {
-      if (other.defined() && other.has_storage()) is_new(other);
+      if (other.defined() && other.has_storage()) ranges_of(other).push_back(range_of(other));
     }
   }
 
   // The gradient, or a copy of one that is not its owner's alone.
-  at::Tensor make(at::Tensor gradient) {
+  at::Tensor make(const at::Tensor& gradient) {
     // Sparse ones have no storage; whoever sums refuses them.
     if (!gradient.defined() || !gradient.has_storage()) return gradient;
-    const bool is_own = gradient.is_non_overlapping_and_dense() && is_new(gradient);
-    return is_own ? gradient : at::clone(gradient);
+    auto& taken = ranges_of(gradient);
+    const Range range = range_of(gradient);
+    const auto meets = [&](const Range& other) {
+      return range.first < other.second && other.first < range.second;
+    };
+    const bool is_own = gradient.is_non_overlapping_and_dense() &&
+                        std::none_of(taken.begin(), taken.end(), meets);
+    if (is_own) {
+      taken.push_back(range);
+      return gradient;
+    }
+    const at::NoGradGuard no_grad;
+    return at::clone(gradient);
   }
 
+  // Writes only where a copy was made: without memory for one, the leaf keeps what it has.
   void make_in(const at::Tensor& leaf) {
-    at::Tensor& place = leaf.mutable_grad();
-    if (place.defined()) place = make(std::move(place));
+    const at::Tensor& place = leaf.mutable_grad();
+    if (!place.defined()) return;
+    at::Tensor own = make(place);
+    if (!own.is_same(place)) leaf.mutable_grad() = std::move(own);
   }
 
  private:
   using Range = std::pair<const char*, const char*>;
 
   // Parts of one storage that do not meet, such as those of a bucket, are each their owner's alone.
-  bool is_new(const at::Tensor& tensor) {
+  static Range range_of(const at::Tensor& tensor) {
+    if (!tensor.is_non_overlapping_and_dense()) return whole(tensor);
     const auto* start = static_cast<const char*>(tensor.const_data_ptr());
-    const bool dense = tensor.is_non_overlapping_and_dense();
-    const Range range = dense ? Range(start, start + tensor.nbytes()) : whole(tensor);
-    auto& taken = taken_[tensor.storage().unsafeGetStorageImpl()];
-    for (const auto& [from, to] : taken) {
-      if (range.first < to && from < range.second) return false;
-    }
-    taken.push_back(range);
-    return true;
+    return {start, start + tensor.nbytes()};
+  }
+
+  std::vector<Range>& ranges_of(const at::Tensor& tensor) {
+    return taken_[tensor.storage().unsafeGetStorageImpl()];
   }
 
   static Range whole(const at::Tensor& tensor) {

@@ -178,10 +178,10 @@ class SplitBackward {
 
   // Adds the group's gradients to those of the leaves; groups in their order.
   void weight_half(size_t group) {
-    run_outward(group, {});
     brimful::OwnedGradients owned;
-    // Those of later groups are still to be gone on with.
-    for (const auto& later : groups_) owned.add(later.gradients);
+    // What this group begins with may be the caller's, and those of later groups are still to be gone on with.
+    for (const auto& one : groups_) owned.add(one.gradients);
+    run_outward(group, {});
     for (const at::Tensor& leaf : graph_.leaves) owned.make_in(leaf);
   }
 
@@ -197,8 +197,9 @@ class SplitBackward {
     variable_list result(leaves.size());
     // No ends are all of them.
     if (outputs.empty()) return result;
-    auto gradients = run_outward(group, outputs);
     brimful::OwnedGradients owned;
+    for (const auto& one : groups_) owned.add(one.gradients);
+    auto gradients = run_outward(group, outputs);
     for (size_t at = 0; at < gradients.size(); ++at) {
       result[places[at]] = owned.make(std::move(gradients[at]));
     }

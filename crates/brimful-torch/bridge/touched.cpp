@@ -55,7 +55,9 @@ struct Touches {
 
   void add(const at::Tensor& tensor, bool written) {
     if (!tensor.defined() || !tensor.has_storage()) return;
-    if (at::isFloatingType(tensor.scalar_type()) && !tensor.requires_grad()) {
+    const auto kind = tensor.scalar_type();
+    const bool may_train = at::isFloatingType(kind) || at::isComplexType(kind);
+    if (may_train && !tensor.requires_grad()) {
       frozen.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
     }
     const auto& storage = tensor.storage();

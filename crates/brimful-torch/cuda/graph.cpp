@@ -57,6 +57,8 @@ class Graph final : public at::cuda::CUDAGraph {
       // What was not replaced does the same, and later.
     } catch (const c10::OutOfMemoryError&) {
       // Likewise.
+    } catch (const std::bad_alloc&) {
+      // Likewise.
     }
   }
 

@@ -82,7 +82,7 @@ const ARENA: &str = "out of memory in arena '";
 const ADVICE: &str = " If reserved but unallocated memory is large";
 
 /// How an error words it that nothing can be tried again after, though it may tell of memory that ran out.
-pub(crate) const OF_NO_STEP: &str = "so the parameters are of no step";
+const OF_NO_STEP: &str = "so the parameters are of no step";
 
 /// What a guarded call ended with, if not with a result.
 #[derive(Debug)]

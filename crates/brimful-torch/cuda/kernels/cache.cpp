@@ -111,9 +111,15 @@ void write_whole(const std::string& file, const std::string& all) {
   mkdir(folder().c_str(), S_IRWXU);
   const Opened in(open_folder());
   if (!in.serves(S_IFDIR)) return;
-  const std::string part = temporary(file);
   constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
-  const Opened out(openat(in.number, part.c_str(), kNew, S_IRUSR | S_IWUSR));
+  std::string part;
+  int created = -1;
+  // A process of the same number that was killed may have left some.
+  for (int tries = 0; created < 0 && tries < 16; ++tries) {
+    part = temporary(file);
+    created = openat(in.number, part.c_str(), kNew, S_IRUSR | S_IWUSR);
+  }
+  const Opened out(created);
   if (out.number < 0) return;
   const bool whole = write_all(out.number, all);
   const bool placed = whole && renameat(in.number, part.c_str(), in.number, file.c_str()) == 0;

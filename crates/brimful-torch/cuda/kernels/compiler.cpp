@@ -103,8 +103,10 @@ void* open_library() {
   }
   std::string others;
   for (const auto& folder : folders) {
+    // Whoever may write to libraries that are loaded already needs no other to have code of his own run.
+    const bool is_loose = !is_ours_alone(std::filesystem::path(folder));
     for (const auto& beside : folders_beside(folder)) {
-      if (!holds_ours_alone(beside)) {
+      if (!is_loose && !holds_ours_alone(beside)) {
         others = "; others may write to " + beside + ": let LD_LIBRARY_PATH name it if it is to be used";
       } else if (void* library = open_in(beside)) {
         return library;

@@ -66,8 +66,12 @@ void* load_module(const Cubin& cubin) {
   void* module = nullptr;
   int answer = ask_for_module(&module, cubin);
   if (answer == kDriverOutOfMemory && !is_capturing()) {
-    c10::cuda::CUDACachingAllocator::emptyCache();
-    answer = ask_for_module(&module, cubin);
+    try {
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      answer = ask_for_module(&module, cubin);
+    } catch (const c10::Error&) {
+      // Another thread captures: then nothing is given back.
+    }
   }
   driver().load_module.check(answer);
   return module;

@@ -46,11 +46,26 @@ impl Accumulator {
             self.apart = true;
         }
         self.known.add([&leaf])?;
-        let aside = fitting_gradient(&leaf)?;
+        let mut aside = fitting_gradient(&leaf)?;
+        // A plain backward may have left it in one memory with a parameter's.
+        let meets = |other: &Tensor| aside.as_ref().is_some_and(|own| overlap(own, other));
+        if self.aside.iter().flatten().any(meets) {
+            aside = aside.map(|gradient| gradient.f_detach_copy()).transpose()?;
+        }
         set_gradient(&mut leaf, None)?;
         self.aside.push(aside);
         self.parameters.push(leaf);
         self.sums.groups.iter_mut().for_each(|sum| sum.push(None));
         Ok(())
     }
+}
+
+/// Whether two dense tensors share memory.
+fn overlap(one: &Tensor, other: &Tensor) -> bool {
+    let range = |t: &Tensor| {
+        let start = t.data_ptr() as usize;
+        start..start + t.numel() * t.kind().elt_size_in_bytes()
+    };
+    let (one, other) = (range(one), range(other));
+    one.start < other.end && other.start < one.end
 }

@@ -292,6 +292,12 @@ impl SizeWatch {
         self.sizer
     }
 
+    /// The step ended with another error than of memory: what failed before in it is no longer in a row.
+    pub(crate) fn given_up(mut self, log: &mut SizeLog) -> Sizer {
+        self.sizer.policy.given_up();
+        self.ended(log)
+    }
+
     fn rooms(&self) -> Vec<MemoryRoom> {
         self.memories.iter().map(|watched| watched.room).collect()
     }

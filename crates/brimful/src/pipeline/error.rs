@@ -250,8 +250,6 @@ pub enum PipelineError {
     ChangesInPlace,
 }
 
-impl PipelineError {}
-
 /// What libtorch says of it, be it of the tensor itself or of a view.
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";

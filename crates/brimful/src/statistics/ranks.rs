@@ -28,6 +28,16 @@ pub(crate) struct ReportedLayer {
     batches: Option<String>,
 }
 
+impl ReportedLayer {
+    /// Whether this is the name of one of its statistics.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        [Some(&self.mean), Some(&self.variance), self.batches.as_ref()]
+            .into_iter()
+            .flatten()
+            .any(|own| own == name)
+    }
+}
+
 impl Pending {
     /// The layers that have reported, where `name` knows their variables.
     pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<ReportedLayer> {

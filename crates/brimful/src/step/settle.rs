@@ -149,8 +149,8 @@ pub(crate) struct SeenPart {
     /// Which parameters have got gradients.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
-    /// The first replica that has moved statistics at every micro-batch, and their names.
-    pub(crate) at_once: Option<(usize, Vec<String>)>,
+    /// Names of statistics that were moved at every micro-batch, by the first replica that has moved them.
+    pub(crate) at_once: Vec<(usize, Vec<String>)>,
 }
 
 impl Whole {
@@ -175,8 +175,10 @@ impl Whole {
                 whole.groups = told.groups;
             }
             let part = &mut whole.parts[at % parts];
-            if part.at_once.is_none() && !told.at_once.is_empty() {
-                part.at_once = Some((at / parts, told.at_once));
+            let is_new = |name: &String| part.at_once.iter().all(|(_, all)| !all.contains(name));
+            let new: Vec<String> = told.at_once.into_iter().filter(is_new).collect();
+            if !new.is_empty() {
+                part.at_once.push((at / parts, new));
             }
             part.add(told.present, told.layers);
             whole.peaks.push(told.peak);

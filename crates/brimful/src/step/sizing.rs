@@ -229,7 +229,7 @@ fn learn<E: Engine, T>(
                 let (sizer, ended) = watch.failed(oom, log)?;
                 (sizer, ended.map(|()| None))
             }
-            None => (watch.ended(log), Err(error)),
+            None => (watch.given_up(log), Err(error)),
         },
     };
     engine.state().sizes.put(kind.clone(), sizer);

@@ -8,7 +8,7 @@ use tch::nn::Variables;
 
 use super::StepError;
 use super::caught::into_error_or_panic;
-use super::settle::{PartReport, Whole};
+use super::settle::{PartReport, SeenPart, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
@@ -202,8 +202,8 @@ impl Tried {
 
     /// The names of statistics that were moved at every micro-batch, by choice or by layers that know no other way.
     fn moved_at_once(&self, names: &Names) -> Vec<String> {
-        // An evaluation, or a replica without a sample, has moved none.
-        if self.parameters.is_empty() || self.samples() == 0 {
+        // A replica without a sample has moved none. One whose parameters are all frozen has.
+        if self.samples() == 0 {
             return Vec::new();
         }
         let Undo { statistics, unmanaged, .. } = &self.undo;
@@ -230,7 +230,7 @@ impl Tried {
             Some(turn) => {
                 // All ranks call these in one order: a sum is the same call on each of them.
                 self.sum_statistics(&whole.part(part).layers, turn)?;
-                first_ones = self.first_ones(whole.part(part).at_once.as_ref(), turn)?;
+                first_ones = self.first_ones(whole.part(part), turn)?;
                 self.sum_gradients(sums, &factors, whole, part, turn)?
             }
         };
@@ -254,11 +254,17 @@ impl Tried {
 
     /// Statistics that move at every micro-batch, as the first replica that has samples has moved them: each by
     /// its own, ranks would come to have different models.
-    fn first_ones(&self, first: Option<&(usize, Vec<String>)>, turn: &RanksTurn) -> Result<Moved> {
-        let Some((replica, listed)) = first else { return Ok(Moved::default()) };
+    fn first_ones(&self, seen: &SeenPart, turn: &RanksTurn) -> Result<Moved> {
         let names = names(&self.variables);
-        let running = listed.iter().filter_map(|name| names.tensor(name)).collect();
-        Moved::as_at(*replica, running, turn, AT_ONCE_BUCKET)
+        // Of a layer that moves once a step a replica that has never run it knows no better than to list it.
+        let is_deferred = |name: &str| seen.layers.iter().any(|layer| layer.has(name));
+        let mut all = Moved::default();
+        for (bucket, (replica, listed)) in seen.at_once.iter().enumerate() {
+            let listed = listed.iter().filter(|name| !is_deferred(name));
+            let running = listed.filter_map(|name| names.tensor(name)).collect();
+            all.extend(Moved::as_at(*replica, running, turn, AT_ONCE_BUCKET - bucket)?);
+        }
+        Ok(all)
     }
 
     fn sum_gradients(

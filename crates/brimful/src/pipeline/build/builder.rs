@@ -206,12 +206,13 @@ impl Builder {
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let homes = self.settle_homes(&balance, &one)?;
         let has_room = self.check_host(balance.sizes(), &homes, one.placement(), &ranks);
-        self.check_lists(schedule, recipe.as_ref(), &one, &homes)?;
+        // Told to the other ranks in the next handshake, for which they wait.
+        let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &homes));
         let build = self.stage_build(&homes);
         let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
-        let workers = spawn(&layout, &devices, &ranks, &build, has_room)?;
+        let workers = spawn(&layout, &devices, &ranks, &build, fits)?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
@@ -314,9 +315,10 @@ impl Builder {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let Self { schedule, recompute, recompute_each, kind, homes, size, replicas, .. } = self;
+        let Self { slots, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, at home {homes:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, at home {homes:?} with room for {slots} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
