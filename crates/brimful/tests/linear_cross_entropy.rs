@@ -6,7 +6,7 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy};
-use brimful::{Bytes, Error, Size};
+use brimful::{Bytes, Error, MicroBatcher, Size};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
 use support::{
@@ -344,7 +344,7 @@ fn gradient_beside(bytes: i64) -> Tensor {
     let weight = store.variables().remove("weight").expect("a weight");
     let hidden = numbers_there(&[tokens, 8], 1).to_kind(Kind::BFloat16);
     let targets = Tensor::arange(tokens, (Kind::Int64, device)).remainder(classes);
-    let step = micro_batcher(&store, Size::Fixed(tokens as usize)).backward(
+    let step = MicroBatcher::new(&store, Size::Fixed(tokens as usize)).backward(
         &(hidden, targets),
         |(hidden, targets)| {
             linear_cross_entropy(&hidden, &weight, None, &targets, Default::default())

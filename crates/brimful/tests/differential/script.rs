@@ -179,6 +179,13 @@ impl Case {
             replace_exact(&mut self.model.blocks);
         }
         self.head &= self.engine == Engine::Micro;
+        if test_device() != Device::Cpu && self.model.draws() {
+            // A mask depends on the dtype there, and on which device draws it.
+            self.number = Number::F64;
+            if matches!(self.engine, Engine::Replicas { .. }) {
+                self.engine = Engine::Replicas { count: 1 };
+            }
+        }
         // A list of one's own is for one number of micro-batches.
         let has_list = matches!(self.engine, Engine::Pipeline { own_list: Some(_), .. });
         if let (true, Cut::Fixed(count)) = (has_list, self.cut) {
@@ -349,8 +356,10 @@ impl Duel<'_> {
         if self.case.number == Number::F64 || !sees_all || !self.window.is_empty() {
             return;
         }
-        let wide =
-            |(name, value): (String, Tensor)| (name, value.detach().to_kind(Kind::Double).copy());
+        // Those of offloaded stages are on the host.
+        let wide = |(name, value): (String, Tensor)| {
+            (name, value.detach().to_device(test_device()).to_kind(Kind::Double).copy())
+        };
         self.plain.values = self.subject.variables().into_iter().map(wide).collect();
         self.plain.gradients = self.subject.gradients().into_iter().map(wide).collect();
     }
@@ -807,7 +816,9 @@ impl Duel<'_> {
         self.close(&format!("{what}: values"), &found, &self.plain.values);
         if at_once && !open {
             let all = self.subject.variables().into_iter().filter(|(name, _)| is_statistic(name));
-            let wide = |(name, t): (String, Tensor)| (name, t.to_kind(Kind::Double).copy());
+            let wide = |(name, t): (String, Tensor)| {
+                (name, t.to_device(test_device()).to_kind(Kind::Double).copy())
+            };
             self.plain.values.extend(all.map(wide));
         }
         let found = self.subject.gradients();
