@@ -188,8 +188,8 @@ impl Case {
         }
         // A list of one's own is for one number of micro-batches.
         let has_list = matches!(self.engine, Engine::Pipeline { own_list: Some(_), .. });
-        if let (true, Cut::Fixed(count)) = (has_list, self.cut) {
-            self.cut = Cut::Count(count);
+        if let (true, Cut::Fixed(count) | Cut::Count(count)) = (has_list, self.cut) {
+            self.cut = Cut::Count(count.max(2));
         }
         if world.size() > 1 {
             self.engine = self.engine.over_ranks(self.model.layers().len(), world.size());
