@@ -58,18 +58,27 @@ pub(crate) trait InOrder {
     /// Lays the parameters out in the order that it has now, if steps do not do so as they begin.
     fn lay_out(&mut self) -> Result<()>;
 
-    /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own.
+    /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own. The order is to
+    /// blame if that goes well.
     fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
-        if self.arrangement().is_on_trial() {
-            match catch_unseen(|| f(self)) {
-                Ok(done) => return Ok(done),
-                Err(cause) => {
-                    self.arrangement().refuse(&cause);
-                    self.lay_out()?;
-                }
+        if !self.arrangement().is_on_trial() {
+            return f(self);
+        }
+        let cause = match catch_unseen(|| f(self)) {
+            Ok(done) => return Ok(done),
+            Err(cause) => cause,
+        };
+        self.arrangement().set_channels_last(false);
+        self.lay_out()?;
+        let done = f(self);
+        match done {
+            Ok(_) => self.arrangement().refuse(&cause),
+            Err(_) => {
+                self.arrangement().set_channels_last(true);
+                self.lay_out()?;
             }
         }
-        f(self)
+        done
     }
 }
 
@@ -141,10 +150,9 @@ impl Arrangement {
             if self.channels_last {
                 return self.decide();
             }
-            self.channels_last = true;
-            self.changed = true;
             // cuDNN chooses kernels anew for the other order.
             trial.first = true;
+            self.set_channels_last(true);
         } else if trial.steps >= MAX_TRIAL_STEPS {
             self.refuse("shapes that differ from step to step");
         }
@@ -173,8 +181,12 @@ impl Arrangement {
         if self.trial.take().is_some() {
             tracing::warn!(cause, "channels stay where they are in memory");
         }
-        self.changed |= self.channels_last;
-        self.channels_last = false;
+        self.set_channels_last(false);
+    }
+
+    fn set_channels_last(&mut self, channels_last: bool) {
+        self.changed |= self.channels_last != channels_last;
+        self.channels_last = channels_last;
     }
 }
 

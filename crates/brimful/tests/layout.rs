@@ -147,6 +147,22 @@ fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
 }
 
 #[test]
+fn a_call_that_fails_in_any_order_of_memory_ends_no_measurement() {
+    let mut net = ConvNet::new();
+    let mut micro = micro_batcher(&net.store, Size::Fixed(4)).layout(Layout::Measured);
+    for step in 0.. {
+        if micro.is_channels_last() {
+            break;
+        }
+        assert!(step < 8, "it is never tried");
+        net.step(&mut micro, &batch(step));
+    }
+    let refused = micro.backward(&batch(0).0, |x| Loss::mean(x.mean(Kind::Double) / 0.0));
+    refused.expect_err("not finite");
+    assert!(micro.is_channels_last(), "still measured");
+}
+
+#[test]
 fn a_model_without_convolutions_is_left_alone() {
     let store = VarStore::new(test_device());
     let linear = nn::linear(store.root(), 6, 4, Default::default());
