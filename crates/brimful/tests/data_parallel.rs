@@ -575,6 +575,17 @@ fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
         });
         failed.expect_err("not finite");
         assert_same("undone", &statistics(&plain_store), &statistics(&store));
+        // Nothing moves in an evaluation, though each rank should have others.
+        for (_, mut running) in store.variables().into_iter().filter(|(n, _)| n.contains("running"))
+        {
+            let _itself = running.fill_(1.0 + world.rank() as f64);
+        }
+        let before = statistics(&store);
+        let evaluated = micro.evaluate(&batch(6), |(x, _, _)| {
+            Loss::mean(model.layers.forward_t(&x, false).mean(Kind::Double))
+        });
+        evaluated.expect("a loss");
+        assert_same("an evaluation's", &before, &statistics(&store));
     });
 }
 

@@ -195,23 +195,22 @@ impl Tried {
             report.trained = Trained::of(&self.parameters, &names);
             report.present = self.sums.present(self.parameters.len());
             report.layers = self.undo.statistics.layers(|t| names.of(t).map(str::to_owned));
-            report.at_once = self.moved_at_once(&names);
+            report.at_once = self.moved_at_once(&names)?;
         }
         Ok(report)
     }
 
     /// The names of statistics that were moved at every micro-batch, by choice or by layers that know no other way.
-    fn moved_at_once(&self, names: &Names) -> Vec<String> {
-        // A replica without a sample has moved none. One whose parameters are all frozen has.
-        if self.samples() == 0 {
-            return Vec::new();
-        }
+    fn moved_at_once(&self, names: &Names) -> Result<Vec<String>> {
         let Undo { statistics, unmanaged, .. } = &self.undo;
-        let foreign = unmanaged.iter().map(|(running, _)| running);
-        let all = statistics.moved_at_once().chain(foreign.filter(|t| !statistics.knows(t)));
+        let foreign: Vec<_> =
+            unmanaged.iter().filter(|(running, _)| !statistics.knows(running)).collect();
+        let moved = differ(&foreign)?;
+        let foreign = foreign.iter().zip(moved).filter_map(|((t, _), moved)| moved.then_some(t));
+        let all = statistics.moved_at_once().chain(foreign);
         let mut all: Vec<_> = all.filter_map(|t| names.of(t).map(str::to_owned)).collect();
         all.sort();
-        all
+        Ok(all)
     }
 
     /// Computes all that a commit needs. `part` says which of the whole's parts this is, and `turn`
@@ -311,6 +310,16 @@ impl Tried {
         gradients.apply(&mut self.parameters)?;
         moved.apply()
     }
+}
+
+/// Whether each tensor differs from the other one; the host waits once.
+fn differ(pairs: &[&(Tensor, Tensor)]) -> Result<Vec<bool>> {
+    if pairs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let differ = |(one, other): &&(Tensor, Tensor)| Ok(one.f_ne_tensor(other)?.f_any()?);
+    let all = Tensor::f_stack(&pairs.iter().map(differ).collect::<Result<Vec<_>>>()?, 0)?;
+    Ok(Vec::try_from(all)?)
 }
 
 /// Whether each variable that can be trained is.
