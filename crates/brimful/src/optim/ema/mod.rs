@@ -22,6 +22,7 @@
 mod saved;
 mod update;
 
+use brimful_torch::arena::ArenaGuard;
 use brimful_torch::foreach;
 use brimful_torch::optim::fits;
 use tch::{Tensor, nn};
@@ -127,7 +128,7 @@ impl Ema {
         let _no_grad = tch::no_grad_guard();
         let variables = weights(&self.averages)?;
         let own = variables.iter().zip(&self.averages).map(|(variable, average)| {
-            let _charged = average.home.as_ref().map(Arena::enter);
+            let _charged = average.enter_home();
             Ok(variable.f_empty_like()?)
         });
         let own = own.collect::<Result<Vec<Tensor>>>()?;
@@ -156,6 +157,11 @@ impl Average {
         // A copy in any case, in the same order in memory.
         let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
         Ok(Self { name, variable, value, home })
+    }
+
+    /// Charges the host's account with what is made for an average that is there, while the guard lives.
+    fn enter_home(&self) -> Option<ArenaGuard> {
+        self.home.as_ref().map(Arena::enter)
     }
 
     /// Whether it is averaged, not copied.

@@ -7,10 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use brimful_torch::foreach;
 use tch::Tensor;
 
-use super::{Ema, check_decay};
+use super::{Average, Ema, check_decay};
 use crate::optim::OptimError;
 use crate::save::Metadata;
 use crate::{Error, Result};
@@ -20,8 +19,8 @@ const DECAY: &str = "decay";
 const WARMUP: &str = "warmup";
 const UPDATES: &str = "updates";
 
-/// A saved state that fits.
-pub(crate) struct SavedEma {
+/// A saved state that fits, in memory of its own.
+pub(crate) struct ReadEma {
     /// In the order of the averages.
     values: Vec<Tensor>,
     decay: f64,
@@ -49,20 +48,19 @@ impl Ema {
     ///
     /// # Errors
     /// When it is of other variables or shapes: the first difference is named, and nothing is
-    /// changed. So it is while the averages are in the place of the weights.
+    /// changed. So it is while the averages are in the place of the weights, and when memory runs out.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let SavedEma { values, decay, warmup, updates } = self.read(tensors, metadata)?;
-        foreach::copy(&super::values(&self.averages), &values)?;
-        (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
+        let read = self.read_state(tensors, metadata)?;
+        self.take_state(read);
         Ok(())
     }
 
-    /// What a saved state comes to, if it fits.
-    pub(crate) fn read(
+    /// Reads such a state into memory of its own: all of loading that may fail.
+    pub(crate) fn read_state(
         &self,
         tensors: &[(String, Tensor)],
         metadata: &Metadata,
-    ) -> Result<SavedEma> {
+    ) -> Result<ReadEma> {
         if self.own.is_some() {
             return Err(OptimError::AveragesInPlace.into());
         }
@@ -72,7 +70,7 @@ impl Ema {
         }
         let decay = read(metadata, DECAY)?;
         check_decay(decay)?;
-        Ok(SavedEma {
+        Ok(ReadEma {
             values: self.matching(tensors)?,
             decay,
             warmup: read(metadata, WARMUP)?,
@@ -80,18 +78,32 @@ impl Ema {
         })
     }
 
-    /// The saved tensors in the order of the averages: all of them, and no others.
+    /// Lets a state that was read be that of the averages.
+    pub(crate) fn take_state(&mut self, read: ReadEma) {
+        let ReadEma { values, decay, warmup, updates } = read;
+        for (average, value) in self.averages.iter_mut().zip(values) {
+            average.value = value;
+        }
+        (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
+    }
+
+    /// Copies of the saved tensors in the order of the averages: of all of them, and no others.
     fn matching(&self, tensors: &[(String, Tensor)]) -> Result<Vec<Tensor>> {
+        let _no_grad = tch::no_grad_guard();
         let mut left: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         let mut found = Vec::new();
-        for (name, value) in self.averages() {
-            let saved = left.remove(name);
+        for average in &self.averages {
+            let Average { name, value, .. } = average;
+            let saved = left.remove(name.as_str());
             let saved = saved.ok_or_else(|| mismatch(name, "missing".into(), shape(value)))?;
             if saved.size() != value.size() {
                 return Err(mismatch(name, shape(saved), shape(value)));
             }
-            found.push(saved.shallow_clone());
+            let _charged = average.enter_home();
+            let mut copy = value.f_empty_like()?;
+            copy.f_copy_(saved)?;
+            found.push(copy);
         }
         match left.first_key_value() {
             Some((name, tensor)) => Err(mismatch(name, shape(tensor), "missing".into())),

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::optim::{Ema, OptimError};
 use crate::pipeline::Pipeline;
-use crate::pipeline::ranks::{Ranks, shared};
+use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::save::Metadata;
 use crate::workers::SharedWorkers;
@@ -115,19 +115,19 @@ impl PipelineEma {
         let names = workers.all(|worker| Ok(names(ema(worker)?)));
         let names = self.ranks.of_workers("load averages", names)?;
         let mut parts = self.ranks.all_or_none("load averages", || portions(&names, tensors))?;
-        let parts: Vec<_> = parts.drain(self.ranks.here()).collect();
-        let with_texts =
-            || -> Vec<_> { parts.iter().map(|part| (shared(part), metadata.clone())).collect() };
-        // Read twice: it must fit everywhere before anything is changed anywhere.
-        self.ranks.all_or_none("load averages", || {
-            workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
-                ema(worker)?.read(&tensors, &metadata).map(drop)
+        let parts = parts.drain(self.ranks.here());
+        let jobs = parts.map(|part| (part, metadata.clone())).collect();
+        // Read beside what is there on all workers before it takes its place on one: nothing has to be undone.
+        let read = self.ranks.all_or_none("load averages", || {
+            workers.each_or_error(jobs, |worker, (tensors, metadata): (Vec<_>, Metadata)| {
+                ema(worker)?.read_state(&tensors, &metadata)
             })
         })?;
-        let loaded = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
-            ema(worker)?.load_state(&tensors, &metadata)
+        let taken = workers.each_or_error(read, |worker, read| {
+            ema(worker)?.take_state(read);
+            Ok(())
         });
-        loaded.map(drop)
+        taken.map(drop)
     }
 }
 
