@@ -33,7 +33,7 @@ impl Pipeline {
     pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<PipelineOptimizer> {
         let method = config.into();
         let hands_over = hands_over(self.workers().len(), &self.ranks);
-        self.workers().all(move |worker| {
+        let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             worker.settle()?;
@@ -44,7 +44,8 @@ impl Pipeline {
             }
             worker.optimizer = Some(optimizer);
             Ok(())
-        })?;
+        };
+        self.ranks.all_or_none("optimizer", || self.workers().all(make))?;
         let learning_rate = method.learning_rate();
         let (workers, ranks) = (self.workers.clone(), self.ranks.clone());
         Ok(PipelineOptimizer { workers, ranks, learning_rate })
@@ -79,11 +80,11 @@ impl PipelineOptimizer {
                 optimizer(worker)?.check_group(&group, |name| has(&chosen, name), &method)
             })
         })?;
-        let made = workers.each_or_error(chosen, move |worker, chosen| match &*chosen {
+        let make = move |worker: &mut Worker, chosen: Vec<String>| match &*chosen {
             [] => Ok(()),
             chosen => optimizer(worker)?.group(&name, |name| has(chosen, name), method),
-        });
-        made.map(drop)
+        };
+        self.ranks.all_or_none("group", || workers.each_or_error(chosen, make)).map(drop)
     }
 
     /// Takes the weight decay from every parameter of fewer than two dimensions.
@@ -94,7 +95,8 @@ impl PipelineOptimizer {
         let workers = self.workers.turn()?;
         let check = || workers.all(|worker| optimizer(worker)?.check_no_decay());
         self.ranks.all_or_none("group", check)?;
-        workers.all(|worker| optimizer(worker)?.decay_only_matrices()).map(drop)
+        let make = || workers.all(|worker| optimizer(worker)?.decay_only_matrices());
+        self.ranks.all_or_none("group", make).map(drop)
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none.
@@ -192,10 +194,11 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        workers.all(move |worker| match &*gradients(optimizer(worker)?) {
+        let scale = move |worker: &mut Worker| match &*gradients(optimizer(worker)?) {
             [] => Ok(()),
             gradients => Ok(foreach::scale(gradients, factor)?),
-        })?;
+        };
+        self.ranks.all_or_none("clip", || workers.all(scale))?;
         Ok(norm)
     }
 

@@ -98,7 +98,8 @@ impl Pipeline {
     /// Gives all variables these values; what [`Pipeline::load`] passes over is so here.
     ///
     /// # Errors
-    /// When they are not those of the model; nothing is changed then.
+    /// When they are not those of the model; nothing is changed then. Where memory runs out, or a worker has ended,
+    /// some have the new values and some the old: set them again. In a world, all ranks get either error.
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
@@ -108,11 +109,8 @@ impl Pipeline {
         // Nothing is changed on any rank where one was given other values.
         self.ranks.all_or_none("set variables", || check(here, &values))?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
-        let set = workers.each_or_error(jobs, |worker, values| {
-            worker.settle()?;
-            worker.variables.set(&values)
-        });
-        set.map(drop)
+        let set = || workers.each_or_error(jobs, |worker, values| worker.variables.set(&values));
+        self.ranks.all_or_none("set variables", set).map(drop)
     }
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
@@ -126,14 +124,14 @@ impl Pipeline {
             let first = all.first().cloned().unwrap_or_default();
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
         };
-        let done = workers.each_or_error(chosen, move |worker, chosen| {
+        let set = move |worker: &mut Worker, chosen: Vec<String>| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
             }
             worker.variables.compare_anew();
             Ok(())
-        });
-        done.map(drop)
+        };
+        self.ranks.all_or_none("freeze", || workers.each_or_error(chosen, set)).map(drop)
     }
 }
 
