@@ -179,17 +179,19 @@ impl Builder {
         let own: Vec<bool> = homes.iter().zip(placement).map(is_here).collect();
         let limited = self.host.as_ref().is_some_and(|arena| arena.limit().is_some());
         let needed = self.bytes_at_home(sizes, &own, ranks.replicas_here);
-        let needs = needed.map(|needed| (needed, limited));
+        let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
+        let needs = needed.map(|needed| (needed, stages, limited));
         let needs = ranks.world().settle("the host's memory", needs, Duration::ZERO)?;
         // Ranks of one machine share its memory, but for those that have an account of their own.
         let (me, hosts) = (ranks.world().rank(), ranks.world().hosts());
-        let shares = |rank: usize| !limited && !needs[rank].1 && hosts[rank] == hosts[me];
+        let shares = |rank: usize| !limited && !needs[rank].2 && hosts[rank] == hosts[me];
         let sharing = (0..needs.len()).filter(|rank| *rank == me || shares(*rank));
-        let (needed, room) = (sharing.map(|rank| needs[rank].0).sum(), self.host_room()?);
+        let sum =
+            |(bytes, all): (u64, usize), rank: usize| (bytes + needs[rank].0, all + needs[rank].1);
+        let ((needed, stages), room) = (sharing.fold((0, 0), sum), self.host_room()?);
         if needed <= room {
             return Ok(());
         }
-        let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
         let (needed, room) = (Bytes(needed), Bytes(room));
         Err(PipelineError::HostTooSmall { stages, needed, room }.into())
     }
