@@ -1,7 +1,7 @@
 //! A file that is written whole or not at all: beside its place, forced to the disk, and renamed.
 
 use std::fmt::Display;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process;
@@ -36,7 +36,7 @@ impl Beside {
     }
 
     fn open(target: &Path) -> io::Result<Self> {
-        let before = fs::metadata(target).ok();
+        let before = found_at(target)?;
         if before.as_ref().is_some_and(|found| !found.is_file()) {
             let file = OpenOptions::new().write(true).truncate(true).open(target)?;
             return Ok(Self { file, target: target.to_owned(), path: None });
@@ -96,6 +96,15 @@ pub(super) fn in_its_place(
         );
     }
     Ok(())
+}
+
+/// A file or folder that is there already. Where the system does not follow a link, as another user's in `/tmp`,
+/// that is refused.
+pub(super) fn found_at(target: &Path) -> io::Result<Option<Metadata>> {
+    match fs::metadata(target) {
+        Err(reason) if reason.kind() == io::ErrorKind::NotFound => Ok(None),
+        found => found.map(Some),
+    }
 }
 
 /// As many links as Linux follows.

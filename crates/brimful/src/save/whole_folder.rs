@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use super::whole_file::{behind_links, in_its_place, make_beside, refusal};
+use super::whole_file::{behind_links, found_at, in_its_place, make_beside, refusal};
 use crate::{Error, Result};
 
 /// Lets `fill` write files into a new folder, which then takes the place of what was there before, whole or
@@ -36,8 +36,8 @@ struct FolderBeside {
 
 impl FolderBeside {
     fn new(target: &Path) -> io::Result<Self> {
+        let before = found_at(target)?;
         let target = behind_links(target);
-        let before = fs::metadata(&target).ok();
         if before.as_ref().is_some_and(|found| !found.is_dir()) {
             return Err(io::ErrorKind::NotADirectory.into());
         }
@@ -69,7 +69,10 @@ impl FolderBeside {
     fn replace_in_two(&self) -> io::Result<()> {
         // An empty folder gives way to what is renamed to it.
         let (before, ()) = make_beside(&self.target, |path| fs::create_dir(path))?;
-        fs::rename(&self.target, &before)?;
+        if let Err(reason) = fs::rename(&self.target, &before) {
+            let _ = fs::remove_dir(before);
+            return Err(reason);
+        }
         if let Err(reason) = fs::rename(&self.path, &self.target) {
             // Only if this fails too is the old one left beside its place.
             let _ = fs::rename(&before, &self.target);
