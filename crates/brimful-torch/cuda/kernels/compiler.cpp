@@ -44,24 +44,24 @@ std::vector<std::string> matches(const std::string& pattern) {
   return paths;
 }
 
-// The folder of a library that is in the program, if it is one of CUDA's.
-int add_folder(dl_phdr_info* info, size_t, void* folders) {
+// A library that is in the program, if it is one of CUDA's.
+int add_library(dl_phdr_info* info, size_t, void* libraries) {
   const std::string path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
   const auto slash = path.rfind('/');
   if (slash == std::string::npos) return 0;
   const std::string file = path.substr(slash + 1);
   for (const char* start : {"libtorch_cuda", "libcudart", "libcublas", "libcaffe2_nvrtc"}) {
     if (file.rfind(start, 0) == 0) {
-      static_cast<std::vector<std::string>*>(folders)->push_back(path.substr(0, slash));
+      static_cast<std::vector<std::string>*>(libraries)->push_back(path);
       break;
     }
   }
   return 0;
 }
 
-// Where the packages next to a folder have their libraries.
-std::vector<std::string> folders_beside(const std::string& folder) {
-  std::vector<std::string> all;
+// The folder, and where the packages next to it have their libraries.
+std::vector<std::string> folders_from(const std::string& folder) {
+  std::vector<std::string> all{folder};
   for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
     for (const auto& found : matches(folder + beside)) {
       std::error_code failed;
@@ -72,13 +72,18 @@ std::vector<std::string> folders_beside(const std::string& folder) {
   return all;
 }
 
-// Whether nobody else may write to the compiler's libraries in this folder.
-bool holds_ours_alone(const std::string& folder) {
+// Who besides us may write to a file that a path leads to.
+unsigned others_of_file(const std::string& path) {
+  std::error_code failed;
+  const auto file = std::filesystem::canonical(path, failed);
+  return failed ? ~0u : others_of(file);
+}
+
+// Whether nobody but these may write to the compiler's libraries in this folder.
+bool holds_no_others(const std::string& folder, unsigned others) {
   const auto libraries = matches(folder + "/libnvrtc*.so*");
-  return std::all_of(libraries.begin(), libraries.end(), [](const std::string& library) {
-    std::error_code failed;
-    const auto path = std::filesystem::canonical(library, failed);
-    return !failed && is_ours_alone(path);
+  return std::all_of(libraries.begin(), libraries.end(), [others](const std::string& library) {
+    return (others_of_file(library) & ~others) == 0;
   });
 }
 
@@ -95,21 +100,17 @@ void* open_library() {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
     if (void* library = dlopen(name, RTLD_LAZY)) return library;
   }
-  std::vector<std::string> folders;
-  dl_iterate_phdr(&add_folder, &folders);
-  // The program has libraries out of these already.
-  for (const auto& folder : folders) {
-    if (void* library = open_in(folder)) return library;
-  }
+  std::vector<std::string> loaded;
+  dl_iterate_phdr(&add_library, &loaded);
   std::string others;
-  for (const auto& folder : folders) {
-    // Whoever may write to libraries that are loaded already needs no other to have code of his own run.
-    const bool is_loose = !is_ours_alone(std::filesystem::path(folder));
-    for (const auto& beside : folders_beside(folder)) {
-      if (!is_loose && !holds_ours_alone(beside)) {
-        others = "; others may write to " + beside + ": let LD_LIBRARY_PATH name it if it is to be used";
-      } else if (void* library = open_in(beside)) {
-        return library;
+  for (const auto& library : loaded) {
+    // Whoever may write to a library that is loaded already needs no other to have code of his own run.
+    const unsigned trusted = others_of_file(library);
+    for (const auto& folder : folders_from(library.substr(0, library.rfind('/')))) {
+      if (!holds_no_others(folder, trusted)) {
+        others = "; others may write to " + folder + ": let LD_LIBRARY_PATH name it if it is to be used";
+      } else if (void* compiler = open_in(folder)) {
+        return compiler;
       }
     }
   }

@@ -12,20 +12,24 @@ inline bool is_of_ours(const struct stat& seen) {
   return seen.st_uid == 0 || seen.st_uid == geteuid();
 }
 
-// Nobody else may write to it.
-inline bool is_ours_alone(const struct stat& seen) {
-  return is_of_ours(seen) && (seen.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+// Who else may write to it: bits of its mode, and one for another owner.
+inline unsigned others_of(const struct stat& seen) {
+  constexpr unsigned kOwner = 1u << 31;
+  return (seen.st_mode & (S_IWGRP | S_IWOTH)) | (is_of_ours(seen) ? 0 : kOwner);
 }
 
-// Nobody else may write to it, nor put another in its place. In a folder such as /tmp others may add files, and leave
+// Nobody else may write to it.
+inline bool is_ours_alone(const struct stat& seen) { return others_of(seen) == 0; }
+
+// Who else may write to it, or put another in its place. In a folder such as /tmp others may add files, and leave
 // ours alone.
-inline bool is_ours_alone(std::filesystem::path path) {
-  for (;; path = path.parent_path()) {
+inline unsigned others_of(std::filesystem::path path) {
+  for (unsigned others = 0;; path = path.parent_path()) {
     struct stat seen{};
-    if (stat(path.c_str(), &seen) != 0) return false;
+    if (stat(path.c_str(), &seen) != 0) return ~0u;
     const bool leaves_ours = S_ISDIR(seen.st_mode) && (seen.st_mode & S_ISVTX) && is_of_ours(seen);
-    if (!leaves_ours && !is_ours_alone(seen)) return false;
-    if (path == path.parent_path()) return true;
+    if (!leaves_ours) others |= others_of(seen);
+    if (path == path.parent_path()) return others;
   }
 }
 
