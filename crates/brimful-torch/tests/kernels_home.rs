@@ -233,11 +233,8 @@ fn a_cache_that_others_may_write_to_is_not_used() {
     assert!(is_kept() && !file.is_symlink());
     for loose in [0o770, 0o707] {
         set_mode(&folder, loose);
-        assert!(!is_kept() && !is_kept(), "a folder that others may write to");
-        fs::remove_file(&file).expect("removed");
-        assert!(!is_kept() && !file.exists(), "nothing is left there either");
-        set_mode(&folder, 0o700);
-        assert!(!is_kept() && is_kept());
+        assert!(!is_kept(), "a folder that others may have written to");
+        assert!(is_kept() && mode(&folder) == 0o700, "it is ours alone again");
     }
     // Only the superuser can give files away.
     const NOBODY: Option<u32> = Some(65_534);
@@ -337,9 +334,22 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
         assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
         fs::set_permissions(loose, before).expect("as before");
     }
+    // Whoever may write to what is loaded already is trusted with its neighbours, and nobody else.
+    set_mode(&preloaded, 0o775);
+    set_mode(&found, 0o775);
+    assert_passes(&mut program());
+    set_mode(&found, 0o757);
+    assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
+    set_mode(&preloaded, 0o755);
+    set_mode(&found, 0o755);
     // In such a folder others may add files, and leave ours alone.
     set_mode(beside.parent().expect("a folder"), 0o1777);
     assert_passes(&mut program());
+    fs::rename(&found, cuda.join("libnvrtc.so.13")).expect("moved");
+    set_mode(&cuda, 0o1777);
+    assert_passes(&mut program());
+    set_mode(&cuda.join("libnvrtc.so.13"), 0o757);
+    assert_passes(program().env("BRIMFUL_TEST_EXPECTS", cuda.to_str().expect("a plain name")));
 }
 
 #[test]

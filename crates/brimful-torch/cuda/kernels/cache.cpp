@@ -110,6 +110,8 @@ void write_whole(const std::string& file, const std::string& all) {
   fs::create_directories(folder().parent_path());
   mkdir(folder().c_str(), S_IRWXU);
   const Opened in(open_folder());
+  // One of ours that others may write to, as a process with another umask has left it, is ours alone from now on.
+  if (in.number >= 0 && !in.serves(S_IFDIR)) fchmod(in.number, S_IRWXU);
   if (!in.serves(S_IFDIR)) return;
   constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
   std::string part;
