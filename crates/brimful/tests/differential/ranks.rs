@@ -18,6 +18,7 @@ const SHRINKS: usize = 60;
 const SENTENCE: &str = "differential: seed ";
 
 /// The cases that ranks are told to run: so many from a seed on, or one in a simpler form.
+#[allow(clippy::print_stderr, reason = "what a rank fails with is read from there")]
 fn run_as_rank(world: &World) {
     world.set_longest_wait(PATIENCE).expect("a world");
     let told = told();
