@@ -448,6 +448,34 @@ fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
 }
 
 #[test]
+fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
+    let _turn = alone();
+    let arenas = ["first", "second"].map(Arena::new);
+    let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
+    let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
+    let mut pipe = builder.build().expect("a pipeline");
+    let mut ema = pipe.ema(0.5).expect("averages");
+    let (tensors, texts) = ema.state().expect("a state");
+    let before = copies(&tensors);
+    let saved: Vec<_> = tensors.iter().map(|(name, t)| (name.clone(), t + 1.0)).collect();
+    let [first, second] = &arenas;
+    let asked = first.allocations();
+    ema.load_state(&before, &texts).expect("loaded");
+    let needed = first.allocations() - asked;
+    assert!(needed > 0, "read into memory of its own");
+    for n in 1..=needed + 1 {
+        first.fail_from_nth_allocation(n);
+        second.fail_from_nth_allocation(1);
+        let failed = ema.load_state(&saved, &texts);
+        [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
+        assert!(failed.expect_err("no memory").out_of_memory().is_some());
+        assert_same("as before", &ema.state().expect("a state").0, &before);
+    }
+    ema.load_state(&saved, &texts).expect("loaded");
+    assert_same("loaded", &ema.state().expect("a state").0, &saved);
+}
+
+#[test]
 fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
