@@ -176,13 +176,22 @@ impl Case {
         let meets =
             matches!(self.engine, Engine::Pipeline { replicas: 1, .. }) && world.size() == 1;
         if !meets {
-            replace_norms(&mut self.model.blocks, &[Policy::Exact], Policy::Deferred);
+            let deferred = |shape: Shape| match shape {
+                Shape::Norm(Policy::Exact) => Shape::Norm(Policy::Deferred),
+                other => other,
+            };
+            replace_shapes(&mut self.model.blocks, &deferred);
         }
         if self.number != Number::F64 {
-            // Over the few values of a micro-batch, a norm magnifies rounding as much as it likes.
+            // Over a few values that are nearly alike, a norm magnifies rounding without bounds.
             let by_values =
                 [Policy::Deferred, Policy::PerMicroBatch, Policy::Exact, Policy::Foreign];
-            replace_norms(&mut self.model.blocks, &by_values, Policy::Frozen);
+            let steady = |shape: Shape| match shape {
+                Shape::Norm(policy) if by_values.contains(&policy) => Shape::Norm(Policy::Frozen),
+                Shape::LayerNorm => Shape::RmsNorm,
+                other => other,
+            };
+            replace_shapes(&mut self.model.blocks, &steady);
         }
         self.head &= self.engine == Engine::Micro;
         if test_device() != Device::Cpu && self.model.draws() {
@@ -218,13 +227,13 @@ impl Case {
     }
 }
 
-/// BatchNorms of these policies get another one.
-fn replace_norms(blocks: &mut [Block], policies: &[Policy], other: Policy) {
+/// Puts other layers in the places of layers.
+fn replace_shapes(blocks: &mut [Block], other: &impl Fn(Shape) -> Shape) {
     for block in blocks {
         match block {
-            Block::One(Shape::Norm(policy)) if policies.contains(policy) => *policy = other,
-            Block::Skip(inner) => replace_norms(inner, policies, other),
-            _ => {}
+            Block::One(shape) => *shape = other(*shape),
+            Block::Skip(inner) => replace_shapes(inner, other),
+            Block::Fork { .. } => {}
         }
     }
 }
@@ -606,7 +615,8 @@ impl Duel<'_> {
         let loss = self.plain.commit(vec![run], &self.case.terms);
         if self.subject.follows() {
             self.plain.update();
-            self.plain.gradients.clear();
+            // A parameter without elements has nothing to offload, and keeps its gradient.
+            self.plain.gradients.retain(|_, gradient| gradient.numel() == 0);
         }
         self.near(what, "the loss", told.loss, loss);
         self.same_outputs(what, &told.outputs, &outputs, batch.len());
