@@ -11,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use program::{folder, run, text};
+use program::{complains, folder, run, text};
 use serde_json::{Map, Value, json};
 
 /// KiB that a process may take for itself.
@@ -40,6 +40,16 @@ const MORE: [&str; 14] = [
     "exclude_modules",
 ];
 
+/// The tiny Llama that comes with the repository.
+const LLAMA: &str = include_str!("../../../examples/tiny-llama/config.json");
+
+/// A tiny GPT-2.
+fn gpt2() -> String {
+    json!({ "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256,
+        "activation_function": "gelu_new", "n_inner": null, "resid_pdrop": 0.1 })
+    .to_string()
+}
+
 /// A small sequence of numbers that look drawn (splitmix64).
 struct Draws(u64);
 
@@ -62,18 +72,28 @@ struct Tuned {
 #[test]
 fn folders_with_changed_configs_are_taken_or_refused_in_one_line_within_2_gb() {
     let folder = folder("mutations");
-    let llama = include_str!("../../../examples/tiny-llama/config.json");
-    let gpt2 = json!({ "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64,
-        "vocab_size": 256, "activation_function": "gelu_new", "n_inner": null, "resid_pdrop": 0.1 });
-    let tuned =
-        [("llama", llama.to_owned()), ("gpt2", gpt2.to_string())].map(|(name, config)| {
-            tuned(&folder.join(name), &config)
-        });
+    let tuned = [("llama", LLAMA.to_owned()), ("gpt2", gpt2())]
+        .map(|(name, config)| tuned(&folder.join(name), &config));
     let values: Vec<Value> = serde_json::from_str(VALUES).expect("values");
     let first = number("BRIMFUL_FUZZ_SEED", 0);
-    for seed in first..first + number("BRIMFUL_FUZZ_CASES", 200) {
-        check(&tuned, &values, seed);
-    }
+    let seeds = first..first + number("BRIMFUL_FUZZ_CASES", 200);
+    let taken = seeds.clone().filter(|seed| is_taken(&tuned, &values, *seed)).count();
+    // Else what is changed is not what the program goes by.
+    assert!((1..seeds.count()).contains(&taken), "{taken} were taken");
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_by_name() {
+    let folder = folder("other-adapter");
+    let llama = tuned(&folder.join("llama"), LLAMA);
+    let gpt2 = tuned(&folder.join("gpt2"), &gpt2());
+    let output = generate(&gpt2.model, &llama.adapter);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("target_modules means no layer of this model"), "{said}");
+    // What is no model says what it is.
+    let line = format!("generate --device cpu --model {}", llama.adapter.display());
+    complains(&line, 2, "holds what LoRA has added to a model, not a model");
 }
 
 fn number(variable: &str, usual: u64) -> u64 {
@@ -95,8 +115,8 @@ fn tuned(folder: &Path, config: &str) -> Tuned {
     Tuned { model, adapter }
 }
 
-/// Changes a file, lets the program read it, and puts it back.
-fn check(tuned: &[Tuned; 2], values: &[Value], seed: u64) {
+/// Changes a file, lets the program read it, and puts it back; what is refused is refused in one line.
+fn is_taken(tuned: &[Tuned; 2], values: &[Value], seed: u64) -> bool {
     let mut draws = Draws(seed);
     let Tuned { model, adapter } = &tuned[draws.below(2)];
     let file = match draws.below(3) {
@@ -117,14 +137,14 @@ fn check(tuned: &[Tuned; 2], values: &[Value], seed: u64) {
         _ => false,
     };
     assert!(is_told, "seed {seed}: {code:?}: {said}\n{}: {changed}", file.display());
+    code == Some(0)
 }
 
 /// A file with one to three changes.
 fn changed(text: &str, values: &[Value], draws: &mut Draws) -> String {
     let mut config: Map<String, Value> = serde_json::from_str(text).expect("an object");
     for _ in 0..=draws.below(3) {
-        let keys: Vec<String> =
-            config.keys().cloned().chain(MORE.map(str::to_owned)).collect();
+        let keys: Vec<String> = config.keys().cloned().chain(MORE.map(str::to_owned)).collect();
         let key = keys[draws.below(keys.len())].clone();
         match draws.below(10) {
             0 => drop(config.remove(&key)),
@@ -145,7 +165,15 @@ fn changed(text: &str, values: &[Value], draws: &mut Draws) -> String {
 fn generate(model: &Path, adapter: &Path) -> Output {
     let program = env!("CARGO_BIN_EXE_brimful");
     let mut shell = Command::new("sh");
-    shell.args(["-c", r#"ulimit -d "$0"; exec "$@""#, MOST, program, "generate", "--device", "cpu"]);
+    shell.args([
+        "-c",
+        r#"ulimit -d "$0"; exec "$@""#,
+        MOST,
+        program,
+        "generate",
+        "--device",
+        "cpu",
+    ]);
     shell.args(["--prompt", "A", "--tokens", "2", "--model"]).arg(model);
     shell.arg("--adapter").arg(adapter).env("OMP_NUM_THREADS", "1");
     shell.env_remove("LD_LIBRARY_PATH").env_remove("RUST_BACKTRACE");
