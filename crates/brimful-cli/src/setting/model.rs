@@ -239,10 +239,7 @@ impl FromStr for ModelName {
         }
         let Some((family, numbers)) = text.split_once(':') else {
             let slip = did_you_mean(text, WORDS.iter().map(|(word, _)| *word));
-            bail!(
-                "there is no such model, and no folder of that name: give a folder with a config.json, or one of {}{slip}",
-                names!()
-            );
+            bail!("there is no such model: give one of {}{slip}", names!());
         };
         let Some(sized) = SIZED.iter().find(|sized| sized.family == family) else {
             bail!("only unet and amoebanet are followed by numbers");

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 
 use super::ModelName;
 
@@ -37,7 +37,10 @@ impl FromStr for ModelSource {
                  its config.json, model.safetensors and tokenizer.json"
             );
         }
-        text.parse().map(Self::Named)
+        let named: Result<_> = text.parse();
+        named
+            .map(Self::Named)
+            .map_err(|error| anyhow!("{error} (nor is there a folder {text} here)"))
     }
 }
 
@@ -71,7 +74,7 @@ mod tests {
 
     #[test]
     fn names_of_models_that_come_in_folders_say_that_a_folder_is_meant() {
-        for name in ["llama", "Llama-3.2-1B", "mistral", "qwen2"] {
+        for name in ["llama", "Llama-3-8B", "mistral", "qwen2"] {
             let error = name.parse::<ModelSource>().expect_err(name).to_string();
             assert!(error.starts_with(&format!("there is no folder {name} here")), "{error}");
         }
