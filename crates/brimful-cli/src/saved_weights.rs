@@ -21,7 +21,7 @@ pub(crate) const CLASSES: &str = "classes";
 const COUNTER: &str = "num_batches_tracked";
 /// The endings of files that torch.save writes: torchvision's weights are such.
 const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];
-/// That of files that tch writes. Their reader trusts them, whoever they are from.
+/// Ending of files that tch writes. Their reader trusts them, whoever they are from.
 const OF_TCH: &str = "ot";
 
 /// Tensors by name, and what their file says of them.
@@ -112,7 +112,7 @@ fn of_python(path: &Path) -> String {
     )
 }
 
-/// What to do with a file of tch's own.
+/// Remedy for a file of tch's own.
 fn of_tch(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();

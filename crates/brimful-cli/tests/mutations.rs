@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 /// KiB that a process may take for itself.
 const MOST: &str = "2097152";
-/// What is drawn as a value.
+/// Values that are drawn.
 const VALUES: &str = r#"[null, true, false, "", "text", "none", -1, 0, 1, 2, 3, 7, 64, 0.5, 1.5, -0.1, 1e-300, 1e300,
     10000, 1000000, 16777216, 1000000000000, 4611686018427387904, -9223372036854775808, 18446744073709551615,
     [], [1], ["q_proj"], [null], {}, {"factor": 2}, {"rope_type": "linear", "factor": 0},

@@ -45,7 +45,7 @@ impl FromStr for ModelSource {
 }
 
 impl ModelSource {
-    /// What somebody who means the published model of that name has to know.
+    /// Warning for a name that a published model has too, which is not meant by it.
     pub(crate) fn notice(&self) -> Option<String> {
         let Self::Named(name) = self else { return None };
         let published =

@@ -73,7 +73,7 @@ pub fn is_adapter(folder: &Path) -> bool {
     folder.join(CONFIG).is_file()
 }
 
-/// What a file has other than the adapter's variables of a model, a tensor each.
+/// Differences between a file and the adapter's variables of a model, a tensor each.
 fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<String> {
     let mut left_over = file.names();
     let mut differences = Vec::new();

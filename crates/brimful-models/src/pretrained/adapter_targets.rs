@@ -17,7 +17,7 @@ const USUAL: i64 = 8;
 const ALL: &str = "all-linear";
 /// Ways to begin that leave the weights of the model as they are; others take a part out of them.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
-/// What is done with an adapter that is refused.
+/// Remedy for an adapter that is refused.
 const MERGE: &str =
     "merge it into its model with PEFT (merge_and_unload), and give the folder of that";
 
@@ -135,13 +135,13 @@ fn modules(config: &Config) -> Result<BTreeSet<String>, PretrainedError> {
     Ok(modules)
 }
 
-/// What `target_modules` and its companions say.
+/// Answers which modules `target_modules` and its companions mean.
 struct Wanted<'a> {
     fields: &'a Fields<'a>,
     targets: Names<'a>,
     excluded: Names<'a>,
     layers: Vec<i64>,
-    /// What the number of a layer comes after.
+    /// Names up to the number of a layer, which is their last group.
     before_number: Vec<Regex>,
 }
 
@@ -200,7 +200,7 @@ impl<'a> Wanted<'a> {
 enum Names<'a> {
     /// All projections.
     All,
-    /// Whole names, or their ends after a dot.
+    /// Names as a whole, or by their ends after a dot.
     List(Vec<&'a str>),
     /// A regular expression for whole names, and the field that it stands in.
     Matching(Regex, &'static str),

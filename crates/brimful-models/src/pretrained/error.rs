@@ -64,7 +64,7 @@ pub enum PretrainedError {
     Adapter {
         /// The folder.
         folder: String,
-        /// What differs, a tensor each.
+        /// Differences, a tensor each.
         differences: Vec<String>,
     },
     /// A folder that holds something else.

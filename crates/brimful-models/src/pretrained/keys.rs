@@ -20,7 +20,7 @@ use Treatment::{Checked, Used, WithoutEffect};
 pub(super) struct Row {
     pub(super) keys: &'static [&'static str],
     pub(super) treatment: Treatment,
-    /// Where it is not plain from the names, why.
+    /// Reason, where it is not plain from the names.
     #[allow(dead_code, reason = "it is read by people, and by the test of the table")]
     pub(super) why: &'static str,
 }
@@ -53,7 +53,14 @@ const COMMON: &[Row] = &[
         "they tell where a model comes from; its causal language model is meant",
     ),
     row(
-        &["unsloth_version", "unsloth_fixed", "unsloth_tokenized", "transformers.js_config", "mlx"],
+        &[
+            "unsloth_version",
+            "unsloth_fixed",
+            "unsloth_tokenized",
+            "transformers.js_config",
+            "mlx",
+            "is_llama_config",
+        ],
         WithoutEffect,
         "notes of other programs",
     ),
@@ -66,6 +73,7 @@ const COMMON: &[Row] = &[
         &[
             "bos_token_id",
             "pad_token_id",
+            "unk_token_id",
             "sep_token_id",
             "decoder_start_token_id",
             "tokenizer_class",
@@ -114,6 +122,7 @@ const COMMON: &[Row] = &[
             "_attn_implementation",
             "attn_implementation",
             "_attn_implementation_autoset",
+            "_flash_attn_2_enabled",
             "_experts_implementation",
             "gradient_checkpointing",
             "chunk_size_feed_forward",
@@ -170,6 +179,7 @@ const GPT2: &[Row] = &[
     ),
     row(&["scale_attn_by_inverse_layer_idx", "add_cross_attention"], Checked, ""),
     row(&["n_ctx"], WithoutEffect, "older files say n_positions twice"),
+    row(&["n_special", "predict_special_tokens"], WithoutEffect, "of the first published files"),
     row(&["reorder_and_upcast_attn"], WithoutEffect, "another order of the same product"),
     row(
         &[
@@ -193,6 +203,7 @@ const LLAMAS: &[Row] = &[
     row(&["hidden_act", "partial_rotary_factor"], Checked, ""),
     row(&["original_max_position_embeddings"], Checked, "it would go before that of the scaling"),
     row(&["pretraining_tp"], WithoutEffect, "parts of one product"),
+    row(&["max_sequence_length"], WithoutEffect, "older files say max_position_embeddings twice"),
 ];
 
 const LLAMA: &[Row] = &[
@@ -250,6 +261,7 @@ const ADAPTER_ROWS: &[Row] = &[
     row(&["fan_in_fan_out"], WithoutEffect, "PEFT too goes by the layer's kind"),
     row(&["ensure_weight_tying"], WithoutEffect, "heads and tables with adapters are refused"),
     row(&["qalora_group_size", "megatron_core"], WithoutEffect, "without their methods"),
+    row(&["runtime_config"], WithoutEffect, "where PEFT computes"),
     row(
         &["auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"],
         WithoutEffect,

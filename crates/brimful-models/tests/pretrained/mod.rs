@@ -349,6 +349,25 @@ fn folders_that_are_wrong_are_refused_before_anything_is_built() {
         ("hidden_act", json!("relu"), "hidden_act is 'relu': those known are silu"),
         ("num_hidden_layers", json!(-2), "num_hidden_layers is missing, or is no whole number"),
         ("num_key_value_heads", json!(3), "is 3, which 2 is no multiple of"),
+        ("intermediate_size", json!(25), "mlp.down_proj.weight is [16, 24], not [16, 25]"),
+        ("num_hidden_layers", json!(3), "model.layers.2.input_layernorm.weight is missing"),
+        ("num_hidden_layers", json!(1), "model.layers.1.input_layernorm.weight belongs nowhere"),
+        (
+            "rope_parameters",
+            json!({"rope_type": "yarn"}),
+            "rope_type is 'yarn': those known are default, linear, llama3",
+        ),
+    ] {
+        let error = refused(field, value).to_string();
+        assert!(error.contains(words), "{field}: {error}");
+    }
+    let empty = Pretrained::open(scratch("empty")).expect_err("nothing there").to_string();
+    assert!(empty.starts_with("cannot read '") && empty.contains("config.json"), "{empty}");
+}
+
+#[test]
+fn sizes_types_and_signs_that_cannot_be_are_refused_with_the_field() {
+    for (field, value, words) in [
         ("vocab_size", json!(41), "model.embed_tokens.weight is [40, 16], not [41, 16]"),
         ("vocab_size", json!("40"), "vocab_size is missing, or is no whole number above 0"),
         ("hidden_size", json!(1_i64 << 62), "is 4611686018427387904: it can be 16777216 at most"),
@@ -376,20 +395,10 @@ fn folders_that_are_wrong_are_refused_before_anything_is_built() {
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5: it can be 1 alone"),
         ("quantization_config", json!({"bits": 4}), "quantization_config is given, which is not"),
         ("logit_scale", json!(0.0625), "logit_scale is not known here, and may change what is"),
-        ("intermediate_size", json!(25), "mlp.down_proj.weight is [16, 24], not [16, 25]"),
-        ("num_hidden_layers", json!(3), "model.layers.2.input_layernorm.weight is missing"),
-        ("num_hidden_layers", json!(1), "model.layers.1.input_layernorm.weight belongs nowhere"),
-        (
-            "rope_parameters",
-            json!({"rope_type": "yarn"}),
-            "rope_type is 'yarn': those known are default, linear, llama3",
-        ),
     ] {
         let error = refused(field, value).to_string();
         assert!(error.contains(words), "{field}: {error}");
     }
-    let empty = Pretrained::open(scratch("empty")).expect_err("nothing there").to_string();
-    assert!(empty.starts_with("cannot read '") && empty.contains("config.json"), "{empty}");
 }
 
 #[test]
@@ -403,6 +412,8 @@ fn fields_that_are_switched_off_or_without_effect_are_passed_over() {
             ("sliding_window", json!(4)),
             ("pretraining_tp", json!(2)),
             ("unsloth_version", json!("2026.1")),
+            ("is_llama_config", json!(true)),
+            ("max_sequence_length", json!(32)),
         ] {
             config.insert(field.into(), value);
         }

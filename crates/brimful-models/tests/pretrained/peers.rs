@@ -11,8 +11,8 @@ use brimful::save::{self, Metadata};
 use brimful_models::pretrained::{AdapterFolder, Pretrained};
 
 use super::{
-    FOLDERS, adapted_logits, answer, assert_read_and_trained, built, folder, named, reference,
-    reference_in, scratch, trained,
+    FOLDERS, adapted_logits, answer, assert_read_and_trained, built, folder, logits, named,
+    reference, reference_in, scratch, trained,
 };
 
 /// The Python that has them; where there is none, says so, and the test is skipped.
@@ -138,14 +138,19 @@ fn adapters_give_peft_s_logits_or_are_refused_with_the_field() {
     }
 }
 
-/// An adapter of PEFT's that is saved here is the same adapter.
+/// An adapter of PEFT's that is saved here is the same adapter, and the same model where it is merged.
 fn assert_saved_anew(pretrained: &Pretrained, adapter: &AdapterFolder, from: &Path) {
     let (store, model) = built(pretrained, &pretrained.config().layers().lora(adapter.lora()));
     adapter.load(&named(&store)).expect("loaded");
     let again = from.join("again");
     pretrained.save_adapter(&again, adapter.lora(), &named(&store)).expect("saved");
+    let merged = adapter.lora().merged(&named(&store), pretrained.config().weight_order());
+    pretrained.save(from.join("merged"), &merged.expect("merged")).expect("saved");
     let again = AdapterFolder::open(again, pretrained.config()).expect("an adapter");
     let tokens = &reference_in(from)["tokens"];
-    let found = adapted_logits(pretrained, &again, tokens);
-    assert!(found.allclose(&answer(&model, tokens), 0.0, 1e-6, false), "{}", from.display());
+    let expected = answer(&model, tokens);
+    for found in [adapted_logits(pretrained, &again, tokens), logits(&from.join("merged"), tokens)]
+    {
+        assert!(found.allclose(&expected, 0.0, 1e-5, false), "{}", from.display());
+    }
 }

@@ -27,14 +27,14 @@ pub struct Lora {
     /// The projections by their names or the ends of these after a dot, such as `q_proj` or `self_attn.q_proj`; none
     /// for all that there are.
     pub targets: Vec<String>,
-    /// Those with a rank and an alpha of their own; of several that fit, the first.
+    /// Projections with a rank and an alpha of their own; of several entries that fit, the first counts.
     pub overrides: Vec<LoraOverride>,
 }
 
 /// Projections whose rank and alpha are their own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraOverride {
-    /// They, as in [`Lora::targets`].
+    /// Names or ends of names, as in [`Lora::targets`].
     pub target: String,
     /// Their rank.
     pub rank: i64,
