@@ -41,7 +41,10 @@ const MORE: [&str; 14] = [
 ];
 
 /// The tiny Llama that comes with the repository.
-const LLAMA: &str = include_str!("../../../examples/tiny-llama/config.json");
+fn llama() -> String {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+    fs::read_to_string(examples.join("tiny-llama/config.json")).expect("read")
+}
 
 /// A tiny GPT-2.
 fn gpt2() -> String {
@@ -72,7 +75,7 @@ struct Tuned {
 #[test]
 fn folders_with_changed_configs_are_taken_or_refused_in_one_line_within_2_gb() {
     let folder = folder("mutations");
-    let tuned = [("llama", LLAMA.to_owned()), ("gpt2", gpt2())]
+    let tuned = [("llama", llama()), ("gpt2", gpt2())]
         .map(|(name, config)| tuned(&folder.join(name), &config));
     let values: Vec<Value> = serde_json::from_str(VALUES).expect("values");
     let first = number("BRIMFUL_FUZZ_SEED", 0);
@@ -85,7 +88,7 @@ fn folders_with_changed_configs_are_taken_or_refused_in_one_line_within_2_gb() {
 #[test]
 fn an_adapter_of_another_model_is_refused_by_name() {
     let folder = folder("other-adapter");
-    let llama = tuned(&folder.join("llama"), LLAMA);
+    let llama = tuned(&folder.join("llama"), &llama());
     let gpt2 = tuned(&folder.join("gpt2"), &gpt2());
     let output = generate(&gpt2.model, &llama.adapter);
     let said = String::from_utf8_lossy(&output.stderr);
