@@ -23,9 +23,12 @@ test: libtorch ## run all tests
 	scripts/test $(MPI)
 	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
 
-fuzz: libtorch ## draw N cases (default 2000) and compare every engine with the plain model
-	OMP_NUM_THREADS=1 BRIMFUL_FUZZ_CASES=$(or $(N),2000) BRIMFUL_FUZZ_SEED=$(or $(SEED),0) \
-		cargo test -q -p brimful $(MPI) --test differential -- --nocapture --test-threads 1
+fuzz: export OMP_NUM_THREADS := 1
+fuzz: export BRIMFUL_FUZZ_CASES := $(or $(N),2000)
+fuzz: export BRIMFUL_FUZZ_SEED := $(or $(SEED),0)
+fuzz: libtorch ## draw N cases (default 2000): compare every engine with the plain model; change configs of folders
+	cargo test -q -p brimful $(MPI) --test differential -- --nocapture --test-threads 1
+	cargo test -q -p brimful-cli --test mutations -- --nocapture
 
 # What a later build could reuse takes a sixth of the time of a first one, which has nothing to reuse itself.
 check: export CARGO_INCREMENTAL ?= $(if $(wildcard target),1,0)

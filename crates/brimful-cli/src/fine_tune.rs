@@ -10,7 +10,7 @@ use brimful::Layers;
 use brimful::nn::Lora;
 use brimful::save::SaveError;
 use brimful_models::pretrained::{
-    AdapterFolder, Pretrained, PretrainedError, check_adapter_place, check_model_place,
+    Pretrained, PretrainedError, check_adapter_place, check_model_place, is_adapter,
 };
 use clap::Args;
 
@@ -178,13 +178,13 @@ impl FineTune {
 
 /// Why a folder is no model's, with what it is where that is seen.
 pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error {
-    match AdapterFolder::open(folder) {
-        Ok(_) => wrong_use(format!(
+    match is_adapter(folder) {
+        true => wrong_use(format!(
             "{} holds what LoRA has added to a model, not a model: give --model the folder of that one, and this \
              one to --adapter of brimful generate",
             folder.display()
         )),
-        Err(_) => wrong_use(error.to_string()),
+        false => wrong_use(error.to_string()),
     }
 }
 

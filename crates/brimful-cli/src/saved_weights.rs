@@ -1,9 +1,9 @@
 //! The weights of a trained model, by name: from a file of `brimful train --save`, or from any other
-//! safetensors or `.ot` file whose tensors have the model's names.
+//! safetensors file whose tensors have the model's names.
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use brimful::save::{self, Metadata};
 use tch::Tensor;
 
@@ -21,6 +21,8 @@ pub(crate) const CLASSES: &str = "classes";
 const COUNTER: &str = "num_batches_tracked";
 /// The endings of files that torch.save writes: torchvision's weights are such.
 const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];
+/// Ending of files that tch writes. Their reader trusts them, whoever they are from.
+const OF_TCH: &str = "ot";
 
 /// Tensors by name, and what their file says of them.
 #[derive(Debug)]
@@ -37,14 +39,10 @@ impl SavedWeights {
         if OF_PYTHON.into_iter().any(ends_in) {
             return Err(wrong_use(of_python(path)));
         }
-        let (tensors, metadata) = match ends_in("ot") {
-            true => {
-                let read = Tensor::load_multi(path);
-                let tensors = read.with_context(|| format!("cannot read {}", path.display()))?;
-                (tensors, Metadata::new())
-            }
-            false => save::read(path)?,
-        };
+        if ends_in(OF_TCH) {
+            return Err(wrong_use(of_tch(path)));
+        }
+        let (tensors, metadata) = save::read(path)?;
         let averages = taken(AVERAGES, &tensors);
         // Averages are what the run was tested with: they are the better model.
         let tensors = if averages.is_empty() { model_alone(tensors) } else { averages };
@@ -111,6 +109,17 @@ fn of_python(path: &Path) -> String {
     format!(
         "{from} is a file of torch.save, which Python alone reads: turn it into {to} with \
          python3 -c 'import torch, safetensors.torch as s; s.save_file(torch.load(\"{from}\", weights_only=True), \"{to}\")'"
+    )
+}
+
+/// Remedy for a file of tch's own.
+fn of_tch(path: &Path) -> String {
+    let (from, to) = (path.display(), path.with_extension("safetensors"));
+    let to = to.display();
+    format!(
+        "{from} is a file of tch, whose reader runs what is in it: where you trust it, turn it into {to} with \
+         python3 -c 'import torch, safetensors.torch as s; s.save_file({{k.replace(\"|\", \".\"): v.contiguous() for \
+         k, v in torch.jit.load(\"{from}\").state_dict().items()}}, \"{to}\")'"
     )
 }
 

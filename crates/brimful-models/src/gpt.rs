@@ -16,7 +16,7 @@ use crate::attention::{BlockCache, Heads};
 use crate::tokens::{self, TokenTable, add_head, token_table};
 
 /// How far GPT-2's weights spread at the start.
-const SPREAD: f64 = 0.02;
+pub(crate) const SPREAD: f64 = 0.02;
 /// The name of the layer with the table of tokens.
 const TOKEN_TABLE: &str = "wte";
 

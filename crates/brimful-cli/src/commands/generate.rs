@@ -26,7 +26,7 @@ Examples:
   brimful generate --model llama --adapter llama-book --from-host --prompt 'Once'
                                                       with LoRA, from the host's memory")]
 pub struct GenerateOptions {
-    /// A file of brimful train --save, or a safetensors or .ot file with the model's names
+    /// A file of brimful train --save, or a safetensors file with the model's names
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     #[arg(long, value_name = "NAME|FOLDER")]

@@ -29,11 +29,11 @@ Examples:
   brimful train --save digits.safetensors
   brimful predict --weights digits.safetensors
   brimful predict --weights digits.safetensors --json | jq 'select(.class != .target)'
-  brimful predict --model resnet18 --weights resnet18.ot --data ~/fashion-mnist -o answers.jsonl
+  brimful predict --model resnet18 --weights resnet18.safetensors --data ~/fashion-mnist -o answers.jsonl
 
 The samples are those that brimful train tests on.")]
 pub struct PredictOptions {
-    /// A file of brimful train --save, or a safetensors or .ot file with the model's names
+    /// A file of brimful train --save, or a safetensors file with the model's names
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
     #[arg(long, value_name = "NAME", help = format!("{MODELS} [default: as the file tells]"))]

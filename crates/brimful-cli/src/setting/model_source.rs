@@ -4,9 +4,12 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 
 use super::ModelName;
+
+/// How the names of models begin that come in folders alone.
+const FOLDERS_ALONE: [&str; 3] = ["llama", "mistral", "qwen"];
 
 /// What `--model` names.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +31,31 @@ impl FromStr for ModelSource {
         if text.contains(['/', '.']) {
             bail!("there is no folder {text}: name one with a config.json, or a model by its name");
         }
-        text.parse().map(Self::Named)
+        if FOLDERS_ALONE.iter().any(|family| text.to_lowercase().starts_with(family)) {
+            bail!(
+                "there is no folder {text} here, which is where such a model comes from: give the path of a folder with \
+                 its config.json, model.safetensors and tokenizer.json"
+            );
+        }
+        let named: Result<_> = text.parse();
+        named
+            .map(Self::Named)
+            .map_err(|error| anyhow!("{error} (nor is there a folder {text} here)"))
+    }
+}
+
+impl ModelSource {
+    /// Warning for a name that a published model has too, which is not meant by it.
+    pub(crate) fn notice(&self) -> Option<String> {
+        let Self::Named(name) = self else { return None };
+        let published =
+            [ModelName::Gpt2, ModelName::Gpt2Medium, ModelName::Gpt2Large, ModelName::Gpt2Xl];
+        published.contains(name).then(|| {
+            format!(
+                "--model {name}: there is no folder {name} here, so this is its shape with random weights; for the \
+                 published one give the path of its folder"
+            )
+        })
     }
 }
 
@@ -38,5 +65,25 @@ impl fmt::Display for ModelSource {
             Self::Named(name) => name.fmt(f),
             Self::Folder(path) => path.display().fmt(f),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_models_that_come_in_folders_say_that_a_folder_is_meant() {
+        for name in ["llama", "Llama-3-8B", "mistral", "qwen2"] {
+            let error = name.parse::<ModelSource>().expect_err(name).to_string();
+            assert!(error.starts_with(&format!("there is no folder {name} here")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_shape_that_shares_its_name_with_a_published_model_says_so() {
+        let notice = |name: &str| name.parse::<ModelSource>().expect("a model").notice();
+        assert!(notice("gpt2").is_some_and(|notice| notice.contains("random weights")));
+        assert_eq!((notice("gpt"), notice("mlp")), (None, None));
     }
 }

@@ -1,59 +1,54 @@
 //! LoRA's weights in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use brimful::nn::{Lora, WeightOrder};
+use brimful::nn::{Lora, LoraOverride, WeightOrder};
 use brimful::save::{self, Metadata, OpenedFile};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::Tensor;
 
+use super::adapter_targets::lora_of;
 use super::fields::Fields;
 use super::taken_place::check_place;
-use super::{Pretrained, PretrainedError, json as files};
+use super::weights::check_not_of_python;
+use super::{Config, Pretrained, PretrainedError, json as files, keys};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// A file of Python's own, of older versions of PEFT.
+const OF_PYTHON: &str = "adapter_model.bin";
 /// What PEFT puts before the names of the model's own variables.
 const PREFIX: &str = "base_model.model.";
 
 /// A folder with LoRA's weights, which were trained beside those of a model.
 #[derive(Debug)]
 pub struct AdapterFolder {
-    folder: String,
     file: OpenedFile,
     lora: Lora,
 }
 
 impl AdapterFolder {
-    /// Opens a folder, and reads all of it but the weights.
+    /// Opens a folder for this model, and reads all of it but the weights.
     ///
     /// # Errors
-    /// When files are missing or cannot be understood, or ask for another method than LoRA.
-    pub fn open(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
+    /// When files are missing or cannot be understood, ask for another method than LoRA beside projections, or the
+    /// weights are not those that the adapter has beside this model: none may be missing, misshapen or left over.
+    pub fn open(folder: impl AsRef<Path>, model: &Config) -> Result<Self, PretrainedError> {
         let folder = folder.as_ref();
         let path = folder.join(CONFIG);
         let read = files::read(&path)?;
-        let fields = Fields::new(&path, &read);
-        fields.only("peft_type", &["LORA"])?;
-        for field in ["use_dora", "use_rslora", "use_qalora", "lora_bias"] {
-            let set = fields.flag_or(field, false)?;
-            fields.check(field, !set, || "is true: it can be false alone".into())?;
-        }
-        fields.only("bias", &["none"])?;
-        for field in ["modules_to_save", "rank_pattern", "alpha_pattern"] {
-            fields.check(field, fields.is_empty(field), || {
-                "is given: it can be empty alone".into()
-            })?;
-        }
-        let rank = fields.positive("r")?;
-        let alpha = fields.number_or("lora_alpha", rank as f64)?;
-        let targets = fields.value("target_modules").and_then(Value::as_array);
-        let targets = targets
-            .ok_or_else(|| fields.wrong("target_modules", "is missing, or is no list of names"))?;
-        let targets = targets.iter().filter_map(Value::as_str).map(str::to_owned).collect();
-        let lora = Lora { rank, alpha, targets };
+        let lora = lora_of(&Fields::new(&path, &read, keys::ADAPTER), model)?;
+        check_not_of_python(folder, WEIGHTS, OF_PYTHON)?;
         let file = OpenedFile::open(folder.join(WEIGHTS))?;
-        Ok(Self { folder: folder.display().to_string(), file, lora })
+        let differences = differences(&file, &model.layers().lora(&lora).variable_shapes()?);
+        match differences.is_empty() {
+            true => Ok(Self { file, lora }),
+            false => {
+                let folder = folder.display().to_string();
+                Err(PretrainedError::Adapter { folder, differences })
+            }
+        }
     }
 
     /// What the model's layers are to have: see [`Layers::lora`](brimful::Layers::lora).
@@ -61,28 +56,39 @@ impl AdapterFolder {
         &self.lora
     }
 
-    /// Copies the weights into the variables of their names, of a model or of a part of it.
+    /// Copies the weights into the variables of their names, of the model or of a part of it.
     ///
     /// # Errors
-    /// When one has none here, or one of another shape; nothing is changed then.
+    /// When the file cannot be read any more, or the model is another one than that of [`AdapterFolder::open`].
     pub fn load(&self, variables: &[(String, Tensor)]) -> Result<(), PretrainedError> {
-        let wanted = || variables.iter().filter(|(name, _)| Lora::is_adapter(name));
-        let differences: Vec<String> = wanted()
-            .filter_map(|(name, variable)| match self.file.shape(&format!("{PREFIX}{name}")) {
-                Some(found) if found == variable.size() => None,
-                Some(found) => Some(format!("{name} is {found:?}, not {:?}", variable.size())),
-                None => Some(format!("{name} is missing")),
-            })
-            .collect();
-        if !differences.is_empty() {
-            let folder = self.folder.clone();
-            return Err(PretrainedError::Tensors { folder, differences });
-        }
-        for (name, variable) in wanted() {
-            self.file.copy(&format!("{PREFIX}{name}"), variable)?;
-        }
-        Ok(())
+        let mut wanted = variables.iter().filter(|(name, _)| Lora::is_adapter(name));
+        wanted.try_for_each(|(name, variable)| {
+            Ok(self.file.copy(&format!("{PREFIX}{name}"), variable)?)
+        })
     }
+}
+
+/// Whether a folder is an adapter's.
+pub fn is_adapter(folder: &Path) -> bool {
+    folder.join(CONFIG).is_file()
+}
+
+/// Differences between a file and the adapter's variables of a model, a tensor each.
+fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<String> {
+    let mut left_over = file.names();
+    let mut differences = Vec::new();
+    for (name, wanted) in shapes.iter().filter(|(name, _)| Lora::is_adapter(name)) {
+        let full = format!("{PREFIX}{name}");
+        match file.shape(&full) {
+            Some(found) if found == *wanted => {}
+            Some(found) => differences.push(format!("{name} is {found:?}, not {wanted:?}")),
+            None => differences.push(format!("{name} is missing")),
+        }
+        left_over.retain(|found| *found != full);
+    }
+    left_over.sort();
+    differences.extend(left_over.iter().map(|name| format!("{name} belongs nowhere")));
+    differences
 }
 
 impl Pretrained {
@@ -116,12 +122,17 @@ impl Pretrained {
             true => self.config.projections(),
             false => lora.targets.clone(),
         };
+        let patterns = |value: fn(&LoraOverride) -> Value| -> Map<String, Value> {
+            lora.overrides.iter().map(|own| (own.target.clone(), value(own))).collect()
+        };
         json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.folder.display().to_string(),
             "r": lora.rank,
             "lora_alpha": lora.alpha,
+            "rank_pattern": patterns(|own| own.rank.into()),
+            "alpha_pattern": patterns(|own| own.alpha.into()),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": self.config.weight_order() == WeightOrder::InputsFirst,

@@ -55,6 +55,18 @@ pub enum PretrainedError {
         /// What differs, a tensor each.
         differences: Vec<String>,
     },
+    /// Weights that are not those of the adapter that its config tells of, beside this model.
+    #[error(
+        "the weights of '{folder}' are not those of its adapter_config.json beside this model: {}: give the model that \
+         it was trained with",
+        shown(differences)
+    )]
+    Adapter {
+        /// The folder.
+        folder: String,
+        /// Differences, a tensor each.
+        differences: Vec<String>,
+    },
     /// A folder that holds something else.
     #[error(
         "'{folder}' holds {other}, which would be lost: name a folder that is new, or was saved before"

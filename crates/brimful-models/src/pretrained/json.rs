@@ -8,8 +8,20 @@ use serde_json::{Map, Value};
 
 use super::PretrainedError;
 
-/// The object that a file holds.
+/// The largest file that is read as JSON: indexes of the largest models have a few MB.
+const LARGEST: u64 = 64 << 20;
+
+/// Reads the object that a file holds.
 pub(super) fn read(path: &Path) -> Result<Map<String, Value>, PretrainedError> {
+    let found = fs::metadata(path).map_err(|reason| unreadable(path, reason))?;
+    // A device or a pipe would never end.
+    if !found.is_file() {
+        return Err(unreadable(path, "it is no file"));
+    }
+    if found.len() > LARGEST {
+        let length = found.len();
+        return Err(unreadable(path, format!("it has {length} bytes: {LARGEST} are the most")));
+    }
     let text = fs::read(path).map_err(|reason| unreadable(path, reason))?;
     serde_json::from_slice(&text).map_err(|reason| unreadable(path, reason))
 }

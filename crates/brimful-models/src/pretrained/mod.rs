@@ -20,10 +20,12 @@
 //! device that does not hold it, nor twice in the host's memory.
 
 mod adapter;
+mod adapter_targets;
 mod config;
 mod error;
 mod fields;
 mod json;
+mod keys;
 mod taken_place;
 mod weights;
 
@@ -35,7 +37,7 @@ use brimful::save::{self, Metadata};
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
-pub use adapter::{AdapterFolder, check_adapter_place};
+pub use adapter::{AdapterFolder, check_adapter_place, is_adapter};
 pub use config::Config;
 pub use error::PretrainedError;
 use fields::Fields;
@@ -44,6 +46,8 @@ use weights::{WEIGHTS, Weights};
 
 /// What tells of the model.
 const CONFIG: &str = "config.json";
+/// The field that says whether the head is the table of tokens.
+const TIED: &str = "tie_word_embeddings";
 /// What tokenizers and generation are made of: it goes along with the weights.
 const TOKENIZER_FILES: [&str; 9] = [
     "tokenizer.json",
@@ -75,9 +79,16 @@ impl Pretrained {
     /// When files are missing or cannot be understood, the model's type is not known, or the weights are not
     /// those of the model that config.json tells of.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
-        let described = Self::without_weights(folder)?;
-        let weights = Weights::open(&described.folder, described.config.prefix())?;
-        weights.check(&described.config.layers().variable_shapes()?)?;
+        let mut described = Self::described(folder.as_ref())?;
+        let config = &mut described.config;
+        let mut weights = Weights::open(&described.folder, config.prefix())?;
+        weights.check_blocks(config.blocks())?;
+        // As transformers has it: two unlike tensors are two, whatever config.json says.
+        if config.is_tied() && !weights.tie(config.token_table())? {
+            config.untie();
+            described.told.insert(TIED.to_owned(), false.into());
+        }
+        weights.check(&config.layers().variable_shapes()?, config.passed_over())?;
         Ok(Self { weights: Some(weights), ..described })
     }
 
@@ -87,10 +98,18 @@ impl Pretrained {
     /// # Errors
     /// When config.json is missing or cannot be understood, or the model's type is not known.
     pub fn without_weights(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
-        let folder = folder.as_ref();
+        let described = Self::described(folder.as_ref())?;
+        let path = described.folder.join(CONFIG);
+        let fields = Fields::new(&path, &described.told, &[]);
+        described.config.check_beginning(&fields)?;
+        Ok(described)
+    }
+
+    /// Reads config.json alone.
+    fn described(folder: &Path) -> Result<Self, PretrainedError> {
         let path = folder.join(CONFIG);
         let told = json::read(&path)?;
-        let config = Config::of(&Fields::new(&path, &told))?;
+        let config = Config::of(Fields::new(&path, &told, &[]))?;
         Ok(Self { folder: folder.to_owned(), config, told, weights: None })
     }
 

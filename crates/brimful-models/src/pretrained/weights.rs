@@ -1,22 +1,23 @@
 //! A folder's weights: one safetensors file, or several with an index of what is where.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Component, Path};
 
 use brimful::save::OpenedFile;
 use serde_json::Value;
 use tch::Tensor;
 
-use super::PretrainedError;
-use super::json;
+use super::fields::Fields;
+use super::{PretrainedError, json, keys};
 
 /// The file of weights, where there is one.
 pub(super) const WEIGHTS: &str = "model.safetensors";
 /// What tells where each weight is, where there are several.
 const INDEX: &str = "model.safetensors.index.json";
-/// Of a tied head some files hold a second copy, and some hold masks and angles that nobody trains.
-const PASSED_OVER: [&str; 5] =
-    ["lm_head.weight", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "position_ids"];
+/// Files of Python's own, which run code when they are read.
+const OF_PYTHON: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+/// The head's weight.
+const HEAD: &str = "lm_head.weight";
 
 /// The files of a folder's weights, of which nothing but the headers was read.
 #[derive(Debug)]
@@ -36,26 +37,69 @@ struct WeightPlace {
 }
 
 impl Weights {
-    /// Opens the files of a folder. Some leave the prefix of names out.
+    /// Opens the files of a folder: those of one file before those of shards, as transformers does. Some leave the
+    /// prefix of names out.
     pub(super) fn open(folder: &Path, prefix: &str) -> Result<Self, PretrainedError> {
         let index = folder.join(INDEX);
-        let names = if index.is_file() { shards(folder, &index)? } else { vec![WEIGHTS.into()] };
+        let is_one = folder.join(WEIGHTS).is_file() || !index.is_file();
+        if is_one {
+            OF_PYTHON.iter().try_for_each(|other| check_not_of_python(folder, WEIGHTS, other))?;
+        }
+        let names = if is_one { vec![WEIGHTS.into()] } else { shards(folder, &index)? };
         let mut files = Vec::new();
         let mut places = BTreeMap::new();
+        let mut twice = Vec::new();
         for name in names {
             let file = OpenedFile::open(folder.join(name))?;
             for name in file.names() {
                 let is_whole = name.starts_with(prefix) || name.starts_with("lm_head.");
                 let own = if is_whole { name.clone() } else { format!("{prefix}{name}") };
-                places.insert(own, WeightPlace { file: files.len(), name });
+                let place = WeightPlace { file: files.len(), name };
+                if places.insert(own.clone(), place).is_some() {
+                    twice.push(format!("{own} is there twice"));
+                }
             }
             files.push(file);
         }
-        Ok(Self { folder: folder.display().to_string(), files, places })
+        let folder = folder.display().to_string();
+        match twice.is_empty() {
+            true => Ok(Self { folder, files, places }),
+            false => Err(PretrainedError::Tensors { folder, differences: twice }),
+        }
     }
 
-    /// The weights must be these, all of them, in their shapes, and no others but those passed over.
-    pub(super) fn check(&self, wanted: &BTreeMap<String, Vec<i64>>) -> Result<(), PretrainedError> {
+    /// Refuses more blocks than there are tensors, before any of them is described.
+    pub(super) fn check_blocks(&self, blocks: usize) -> Result<(), PretrainedError> {
+        let tensors = self.places.len();
+        if blocks <= tensors {
+            return Ok(());
+        }
+        let differences = vec![format!("{tensors} tensors are too few for {blocks} layers")];
+        Err(PretrainedError::Tensors { folder: self.folder.clone(), differences })
+    }
+
+    /// Makes the head and this table one, whichever of them is there, and says whether they are.
+    pub(super) fn tie(&mut self, table: &str) -> Result<bool, PretrainedError> {
+        let Some(head) = self.places.get(HEAD) else { return Ok(true) };
+        let is_one = match self.places.get(table) {
+            None => true,
+            Some(own) => {
+                let (of_head, of_table) = (&self.files[head.file], &self.files[own.file]);
+                of_head.holds_same(&head.name, of_table, &own.name)?
+            }
+        };
+        if is_one && let Some(head) = self.places.remove(HEAD) {
+            self.places.insert(table.to_owned(), head);
+        }
+        Ok(is_one)
+    }
+
+    /// The weights must be these, all of them, in their shapes, and no others but those that end so.
+    pub(super) fn check(
+        &self,
+        wanted: &BTreeMap<String, Vec<i64>>,
+        passed_over: &[&str],
+    ) -> Result<(), PretrainedError> {
         let missing = wanted.keys().filter(|name| !self.places.contains_key(*name));
         let missing = missing.map(|name| format!("{name} is missing"));
         let misshapen = wanted.iter().filter_map(|(name, wanted)| {
@@ -64,7 +108,7 @@ impl Weights {
             (found != *wanted).then(|| format!("{name} is {found:?}, not {wanted:?}"))
         });
         let left_over = self.places.keys().filter(|name| {
-            !wanted.contains_key(*name) && !PASSED_OVER.iter().any(|end| name.ends_with(end))
+            !wanted.contains_key(*name) && !passed_over.iter().any(|end| name.ends_with(end))
         });
         let left_over = left_over.map(|name| format!("{name} belongs nowhere"));
         let differences: Vec<String> = missing.chain(misshapen).chain(left_over).collect();
@@ -83,12 +127,36 @@ impl Weights {
     }
 }
 
+/// Refuses a folder that has a file of Python's own and not the one that is read.
+pub(super) fn check_not_of_python(
+    folder: &Path,
+    wanted: &str,
+    other: &str,
+) -> Result<(), PretrainedError> {
+    match folder.join(wanted).is_file() || !folder.join(other).is_file() {
+        true => Ok(()),
+        false => Err(json::unreadable(
+            &folder.join(wanted),
+            format!(
+                "there is {other} alone, which runs code when it is read: load it in Python where you trust it, and                  save it there with save_pretrained"
+            ),
+        )),
+    }
+}
+
 /// The files that an index names; all of them are there.
 fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
     let read = json::read(index)?;
-    let map = read.get("weight_map").and_then(Value::as_object);
-    let map = map.ok_or_else(|| json::unreadable(index, "it has no weight_map"))?;
-    let named: BTreeSet<&str> = map.values().filter_map(Value::as_str).collect();
+    let fields = Fields::new(index, &read, keys::INDEX);
+    let map = fields.value("weight_map").and_then(Value::as_object);
+    let map = map.ok_or_else(|| fields.wrong("weight_map", "is missing, or is no object"))?;
+    let named: Option<BTreeSet<&str>> = map.values().map(Value::as_str).collect();
+    let named = named.ok_or_else(|| fields.wrong("weight_map", "names what is no text"))?;
+    if let Some(name) = named.iter().find(|name| !is_file_name(name)) {
+        return Err(
+            fields.wrong("weight_map", format!("names '{name}', which is no file of this folder"))
+        );
+    }
     let is_missing = |name: &&&str| !folder.join(name).is_file();
     let missing: Vec<String> =
         named.iter().filter(is_missing).map(|name| (*name).to_owned()).collect();
@@ -96,5 +164,27 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
         let folder = folder.display().to_string();
         return Err(PretrainedError::Shards { folder, named: named.len(), missing });
     }
+    if let Some(name) = named.iter().find(|name| !stays_inside(folder, name)) {
+        let reason = format!(
+            "names '{name}', which is a link to outside of this folder: copy the file here"
+        );
+        return Err(fields.wrong("weight_map", reason));
+    }
     Ok(named.into_iter().map(str::to_owned).collect())
+}
+
+/// Whether a name is that of a file right in its folder.
+fn is_file_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(only)), None) if only == name)
+}
+
+/// Whether a file is in its folder; or where a cache of Hugging Face's keeps the files of this one.
+fn stays_inside(folder: &Path, name: &str) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    let Some((file, folder)) = real(&folder.join(name)).zip(real(folder)) else { return false };
+    // models--…/snapshots/REVISION is a folder of links to models--…/blobs.
+    let snapshots = folder.parent().filter(|parent| parent.ends_with("snapshots"));
+    let blobs = snapshots.and_then(Path::parent).map(|model| model.join("blobs"));
+    file.starts_with(&folder) || blobs.is_some_and(|blobs| file.starts_with(blobs))
 }

@@ -162,7 +162,8 @@ fn assert_read_and_trained(folders: &Path) {
         let folder = folders.join(name);
         let expected = reference_in(&folder);
         let pretrained = Pretrained::open(&folder).expect("a folder");
-        let adapter = AdapterFolder::open(folder.join("adapter")).expect("an adapter");
+        let adapter =
+            AdapterFolder::open(folder.join("adapter"), pretrained.config()).expect("an adapter");
         let found = adapted_logits(&pretrained, &adapter, &expected["tokens"]);
         assert_near(&format!("{name}, adapted"), &found, &expected["adapted"]);
     }
@@ -254,6 +255,60 @@ fn shards_are_one_model_and_those_that_are_missing_are_named() {
 }
 
 #[test]
+fn shards_stay_inside_their_folder() {
+    let to = scratch("shards-inside");
+    let outside = scratch("shards-outside");
+    let weights = folder("llama").join("model.safetensors");
+    fs::copy(folder("llama/config.json"), to.join("config.json")).expect("copied");
+    fs::copy(&weights, outside.join("one.safetensors")).expect("copied");
+    std::os::unix::fs::symlink(outside.join("one.safetensors"), to.join("link.safetensors"))
+        .expect("linked");
+    let index = to.join("model.safetensors.index.json");
+    let absolute = outside.join("one.safetensors").display().to_string();
+    for (named, words) in [
+        (json!("../pretrained-shards-outside/one.safetensors"), "which is no file of this folder"),
+        (json!(absolute), "which is no file of this folder"),
+        (json!("."), "which is no file of this folder"),
+        (json!("link.safetensors"), "which is a link to outside of this folder"),
+        (json!(3), "weight_map names what is no text"),
+    ] {
+        let map = json!({ "weight_map": { "lm_head.weight": named } });
+        fs::write(&index, map.to_string()).expect("written");
+        let error = Pretrained::open(&to).expect_err("outside").to_string();
+        assert!(error.contains(words), "{named}: {error}");
+    }
+
+    // A cache of Hugging Face's: a folder of links to what is beside it.
+    let cache = scratch("cache");
+    let (blobs, snapshot) = (cache.join("blobs"), cache.join("snapshots/main"));
+    fs::create_dir_all(&blobs).expect("a folder");
+    fs::create_dir_all(&snapshot).expect("a folder");
+    fs::copy(&weights, blobs.join("1234")).expect("copied");
+    std::os::unix::fs::symlink("../../blobs/1234", snapshot.join("one.safetensors"))
+        .expect("linked");
+    fs::copy(folder("llama/config.json"), snapshot.join("config.json")).expect("copied");
+    let map = json!({ "weight_map": { "lm_head.weight": "one.safetensors" } });
+    fs::write(snapshot.join("model.safetensors.index.json"), map.to_string()).expect("written");
+    let expected = reference("llama");
+    assert_near("cache", &logits(&snapshot, &expected["tokens"]), &expected["logits"]);
+}
+
+#[test]
+fn files_that_run_code_and_tensors_that_are_there_twice_are_refused() {
+    let to = scratch("python");
+    fs::copy(folder("gpt2/config.json"), to.join("config.json")).expect("copied");
+    fs::write(to.join("pytorch_model.bin"), "cos\nsystem\n").expect("written");
+    let error = Pretrained::open(&to).expect_err("Python's").to_string();
+    assert!(error.contains("there is pytorch_model.bin alone, which runs code"), "{error}");
+    let (mut tensors, _) = save::read(folder("gpt2").join("model.safetensors")).expect("read");
+    let name = "ln_f.weight";
+    tensors.push((name.into(), Tensor::ones([16], (Kind::Float, Device::Cpu))));
+    save::write(to.join("model.safetensors"), &tensors, &save::Metadata::new()).expect("written");
+    let error = Pretrained::open(&to).expect_err("twice").to_string();
+    assert!(error.contains("transformer.ln_f.weight is there twice"), "{error}");
+}
+
+#[test]
 fn names_without_their_prefix_are_the_same_names() {
     let (tensors, _) = save::read(folder("gpt2").join("model.safetensors")).expect("read");
     let to = scratch("prefix");
@@ -308,6 +363,150 @@ fn folders_that_are_wrong_are_refused_before_anything_is_built() {
     }
     let empty = Pretrained::open(scratch("empty")).expect_err("nothing there").to_string();
     assert!(empty.starts_with("cannot read '") && empty.contains("config.json"), "{empty}");
+}
+
+#[test]
+fn sizes_types_and_signs_that_cannot_be_are_refused_with_the_field() {
+    for (field, value, words) in [
+        ("vocab_size", json!(41), "model.embed_tokens.weight is [40, 16], not [41, 16]"),
+        ("vocab_size", json!("40"), "vocab_size is missing, or is no whole number above 0"),
+        ("hidden_size", json!(1_i64 << 62), "is 4611686018427387904: it can be 16777216 at most"),
+        ("num_hidden_layers", json!(1_000_000_000_000_i64), "it can be 10000 at most"),
+        ("num_hidden_layers", json!(9999), "21 tensors are too few for 9999 layers"),
+        ("head_dim", json!(7), "head_dim makes heads of 7 numbers, which cannot turn in pairs"),
+        ("head_dim", json!(1 << 24), "head_dim is 16777216: it can be 8388608 at most"),
+        ("rms_norm_eps", json!(-1e-6), "give a number from 0 to below 1"),
+        ("attention_dropout", json!(1.5), "attention_dropout is 1.5: give a number from 0"),
+        ("eos_token_id", json!("2"), "eos_token_id is neither a whole number nor a list"),
+        ("tie_word_embeddings", json!("no"), "tie_word_embeddings is neither true nor false"),
+        ("rope_theta", json!(-1), "rope_theta is missing, or is no number above 0"),
+        ("rope_scaling", json!("dynamic"), "rope_scaling is no object of fields"),
+        ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is 'dynamic': those known"),
+        (
+            "rope_scaling",
+            json!({"rope_type": "linear", "factor": 2.0, "mscale": 0.7}),
+            "rope_scaling.mscale is not known here",
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_type": "default", "factor": 2.0}),
+            "rope_parameters.factor is not known here",
+        ),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5: it can be 1 alone"),
+        ("quantization_config", json!({"bits": 4}), "quantization_config is given, which is not"),
+        ("logit_scale", json!(0.0625), "logit_scale is not known here, and may change what is"),
+    ] {
+        let error = refused(field, value).to_string();
+        assert!(error.contains(words), "{field}: {error}");
+    }
+}
+
+#[test]
+fn fields_that_are_switched_off_or_without_effect_are_passed_over() {
+    let to = copied_folder("llama", "switched-off", |config| {
+        for (field, value) in [
+            ("logit_scale", json!(null)),
+            ("use_qk_norm", json!(false)),
+            ("residual_dropout", json!(0.0)),
+            ("quantization_config", json!(null)),
+            ("sliding_window", json!(4)),
+            ("pretraining_tp", json!(2)),
+            ("unsloth_version", json!("2026.1")),
+            ("is_llama_config", json!(true)),
+            ("max_sequence_length", json!(32)),
+        ] {
+            config.insert(field.into(), value);
+        }
+    });
+    let expected = reference("llama");
+    assert_near("switched off", &logits(&to, &expected["tokens"]), &expected["logits"]);
+}
+
+#[test]
+fn windows_and_shared_heads_are_those_of_transformers_where_nothing_is_said() {
+    for (field, value, context) in [
+        ("sliding_window", None, 4096),
+        ("sliding_window", Some(json!(null)), 20_000),
+        ("sliding_window", Some(json!(10)), 10),
+    ] {
+        let to = copied_folder("mistral", "windows", |config| {
+            config.insert("max_position_embeddings".into(), json!(20_000));
+            config.remove(field);
+            config.extend(value.map(|value| (field.to_owned(), value)));
+        });
+        assert_eq!(Pretrained::open(&to).expect("a folder").config().context(), context);
+    }
+    for (fields, context) in [
+        (json!({"sliding_window": 8}), 32),
+        (json!({"sliding_window": 8, "use_sliding_window": true, "layer_types": null}), 32),
+        (
+            json!({"sliding_window": 8, "use_sliding_window": true, "layer_types": null,
+            "max_window_layers": 1}),
+            8,
+        ),
+        (
+            json!({"sliding_window": 8, "use_sliding_window": true,
+            "layer_types": ["sliding_attention", "full_attention"]}),
+            8,
+        ),
+    ] {
+        let to = copied_folder("qwen2", "windows", |config| {
+            config.extend(fields.as_object().expect("fields").clone());
+        });
+        assert_eq!(Pretrained::open(&to).expect("a folder").config().context(), context);
+    }
+    let to = copied_folder("mistral", "windows", |config| {
+        config.remove("num_key_value_heads");
+    });
+    let error = Pretrained::open(&to).expect_err("eight in transformers").to_string();
+    assert!(error.contains("num_key_value_heads is missing"), "{error}");
+}
+
+/// A folder of these elsewhere, with a config that was changed so.
+fn copied_folder(name: &str, to: &str, change: impl FnOnce(&mut Map<String, Value>)) -> PathBuf {
+    let to = scratch(to);
+    write_changed(&format!("{name}/config.json"), &to.join("config.json"), change);
+    let weights = "model.safetensors";
+    fs::copy(folder(name).join(weights), to.join(weights)).expect("copied");
+    to
+}
+
+#[test]
+fn a_tied_head_is_the_table_unless_the_file_has_another() {
+    let name = "llama_grouped";
+    let table = "model.embed_tokens.weight";
+    let read = || save::read(folder(name).join("model.safetensors")).expect("read").0;
+    let to = scratch("tied");
+    fs::copy(folder(name).join("config.json"), to.join("config.json")).expect("copied");
+    let write = |tensors: &Named| {
+        save::write(to.join("model.safetensors"), tensors, &save::Metadata::new())
+            .expect("written");
+    };
+    let expected = reference(name);
+    // The table under the head's name alone; then both.
+    let mut tensors = read();
+    for (name, _) in tensors.iter_mut().filter(|(name, _)| name == table) {
+        *name = "lm_head.weight".into();
+    }
+    write(&tensors);
+    assert_near("head alone", &logits(&to, &expected["tokens"]), &expected["logits"]);
+    let head = tensors.iter().find(|(name, _)| name == "lm_head.weight").expect("it").1.copy();
+    tensors.push((table.into(), head.shallow_clone()));
+    write(&tensors);
+    assert_near("both", &logits(&to, &expected["tokens"]), &expected["logits"]);
+
+    let mut tensors = read();
+    tensors.push(("lm_head.weight".into(), &head * 2.0));
+    write(&tensors);
+    let pretrained = Pretrained::open(&to).expect("a folder");
+    let (store, model) = built(&pretrained, &pretrained.config().layers());
+    let twice = (&expected["logits"] * 2.0).to_kind(Kind::Double);
+    assert_near("another", &answer(&model, &expected["tokens"]), &twice);
+    // What is saved says so.
+    pretrained.save(to.join("saved"), &named(&store)).expect("saved");
+    assert_near("saved", &logits(&to.join("saved"), &expected["tokens"]), &twice);
+    let config = fs::read_to_string(to.join("saved/config.json")).expect("read");
+    assert!(config.contains("\"tie_word_embeddings\": false"), "{config}");
 }
 
 #[test]
@@ -424,7 +623,8 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
         let merged = lora.merged(&variables, pretrained.config().weight_order()).expect("merged");
         pretrained.save(to.join("merged"), &merged).expect("saved");
 
-        let adapter = AdapterFolder::open(to.join("adapter")).expect("an adapter");
+        let adapter =
+            AdapterFolder::open(to.join("adapter"), pretrained.config()).expect("an adapter");
         assert_eq!((adapter.lora().rank, adapter.lora().alpha), (3, 6.0));
         let expected = reference(name);
         let found = adapted_logits(&pretrained, &adapter, &expected["tokens"]);
@@ -437,21 +637,81 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
 
 #[test]
 fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
-    let to = scratch("strange-adapter");
-    let file = to.join("adapter_config.json");
+    let gpt2 = Pretrained::open(folder("gpt2")).expect("a folder");
     for (field, value, words) in [
         ("peft_type", json!("IA3"), "peft_type is 'IA3': those known are LORA"),
-        ("use_dora", json!(true), "use_dora is true: it can be false alone"),
+        ("peft_type", json!(null), "peft_type is missing, or is no text"),
+        ("task_type", json!("SEQ_CLS"), "task_type is 'SEQ_CLS': those known are CAUSAL_LM"),
+        ("use_dora", json!(true), "use_dora is given, which is not known here: merge it"),
+        ("use_dora", json!("yes"), "use_dora is given, which is not known here"),
         ("bias", json!("all"), "bias is 'all': those known are none"),
-        ("alpha_pattern", json!({"c_fc": 9}), "alpha_pattern is given: it can be empty alone"),
-        ("modules_to_save", json!(["wte"]), "modules_to_save is given: it can be empty alone"),
+        ("modules_to_save", json!(["wte"]), "modules_to_save is given, which is not known here"),
+        (
+            "init_lora_weights",
+            json!("pissa_niter_4"),
+            "init_lora_weights is 'pissa_niter_4', which",
+        ),
+        ("target_modules", json!(["c_attn", 3]), "target_modules is neither a text nor a list"),
+        ("target_modules", json!([]), "target_modules is missing, or empty"),
+        ("target_modules", json!(["q_proj"]), "target_modules means no layer of this model"),
+        ("target_modules", json!("("), "target_modules is no regular expression"),
+        ("target_modules", json!(["wte"]), "target_modules means 'transformer.wte' too"),
+        ("target_modules", json!(".*"), "target_modules means 'lm_head' too"),
+        ("layers_pattern", json!("h"), "layers_pattern goes with layers_to_transform alone"),
+        ("r", json!(1_i64 << 62), "r is 4611686018427387904: it can be 1048576 at most"),
+        ("r", json!(2), "c_attn.lora_A.weight is [3, 16], not [2, 16]"),
+        ("rank_pattern", json!({"c_fc": "x"}), "rank_pattern has \"x\", which is no rank"),
+        (
+            "rank_pattern",
+            json!({"c_fc": 3, "fc": 4, "c.*": 2}),
+            "rank_pattern says two numbers for",
+        ),
+        ("use_rslora", json!(1), "use_rslora is neither true nor false"),
+        ("use_mora", json!(true), "use_mora is not known here, and may change what is computed"),
     ] {
-        write_changed("gpt2/adapter/adapter_config.json", &file, |config| {
+        let error = refused_adapter(&gpt2, |config| {
             config.insert(field.into(), value);
         });
-        let error = AdapterFolder::open(&to).expect_err(field).to_string();
         assert!(error.contains(words), "{field}: {error}");
     }
+}
+
+/// The error of the GPT-2's adapter with a config that was changed so, beside a model.
+fn refused_adapter(model: &Pretrained, change: impl FnOnce(&mut Map<String, Value>)) -> String {
+    let to = scratch("strange-adapter");
+    write_changed("gpt2/adapter/adapter_config.json", &to.join("adapter_config.json"), change);
+    let weights = "adapter_model.safetensors";
+    fs::copy(folder("gpt2/adapter").join(weights), to.join(weights)).expect("copied");
+    AdapterFolder::open(&to, model.config()).expect_err("it is changed").to_string()
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_with_what_is_left_over() {
+    let deeper = scratch("deeper");
+    let [llama, gpt2] =
+        ["llama", "gpt2"].map(|name| Pretrained::open(folder(name)).expect("a folder"));
+    let adapter = folder("gpt2/adapter");
+    let error = AdapterFolder::open(&adapter, llama.config()).expect_err("another model");
+    assert!(error.to_string().contains("means no layer of this model"), "{error}");
+
+    // An adapter of three layers on a model of two.
+    let (mut tensors, _) = save::read(adapter.join("adapter_model.safetensors")).expect("read");
+    let more: Named = tensors
+        .iter()
+        .filter(|(name, _)| name.contains(".h.1."))
+        .map(|(name, tensor)| (name.replace(".h.1.", ".h.2."), tensor.shallow_clone()))
+        .collect();
+    tensors.extend(more);
+    fs::copy(adapter.join("adapter_config.json"), deeper.join("adapter_config.json"))
+        .expect("copied");
+    let weights = deeper.join("adapter_model.safetensors");
+    save::write(&weights, &tensors, &save::Metadata::new()).expect("written");
+    let error = AdapterFolder::open(&deeper, gpt2.config()).expect_err("left over").to_string();
+    assert!(error.contains("transformer.h.2.attn.c_attn.lora_A.weight belongs nowhere"), "{error}");
+    assert!(error.ends_with("give the model that it was trained with"), "{error}");
+    fs::rename(&weights, deeper.join("adapter_model.bin")).expect("renamed");
+    let error = AdapterFolder::open(&deeper, gpt2.config()).expect_err("Python's").to_string();
+    assert!(error.contains("adapter_model.bin alone, which runs code"), "{error}");
 }
 
 #[test]

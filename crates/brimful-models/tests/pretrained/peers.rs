@@ -8,10 +8,11 @@ use std::process::Command;
 
 use brimful::nn::Lora;
 use brimful::save::{self, Metadata};
-use brimful_models::pretrained::Pretrained;
+use brimful_models::pretrained::{AdapterFolder, Pretrained};
 
 use super::{
-    FOLDERS, answer, assert_read_and_trained, built, folder, named, reference, scratch, trained,
+    FOLDERS, adapted_logits, answer, assert_read_and_trained, built, folder, logits, named,
+    reference, reference_in, scratch, trained,
 };
 
 /// The Python that has them; where there is none, says so, and the test is skipped.
@@ -78,4 +79,78 @@ fn save_with_answers(name: &str, to: &Path) {
         ("tokens".to_owned(), tokens),
     ];
     save::write(to.join("answers.safetensors"), &answers, &Metadata::new()).expect("written");
+}
+
+/// The kinds of adapters that make_adapters.py writes, with the field that they are refused for; without one, they
+/// give PEFT's logits.
+const KINDS: [(&str, Option<&str>); 21] = [
+    ("name", None),
+    ("dotted", None),
+    ("regex", None),
+    ("all_linear", None),
+    ("rslora", None),
+    ("patterns", None),
+    ("rslora_patterns", None),
+    ("layers", None),
+    ("excluded", None),
+    ("gaussian", None),
+    ("orthogonal", None),
+    ("head", Some("target_modules means 'lm_head' too")),
+    ("embeddings", Some("target_modules means '")),
+    ("saved_modules", Some("modules_to_save")),
+    ("bias_all", Some("bias is 'all'")),
+    ("bias_lora", Some("bias is 'lora_only'")),
+    ("lora_bias", Some("lora_bias")),
+    ("pissa", Some("init_lora_weights is 'pissa'")),
+    ("olora", Some("init_lora_weights is 'olora'")),
+    ("dora", Some("use_dora")),
+    ("tokens", Some("trainable_token_indices")),
+];
+
+#[test]
+fn adapters_give_peft_s_logits_or_are_refused_with_the_field() {
+    let Some(python) = python("adapters_give_peft_s_logits_or_are_refused_with_the_field") else {
+        return;
+    };
+    let folders = scratch("peers-adapters");
+    run(&python, "make_adapters.py", &folders);
+    for name in ["llama", "llama_grouped", "gpt2"] {
+        let pretrained = Pretrained::open(folder(name)).expect("a folder");
+        for (kind, refused) in KINDS {
+            let from = folders.join(name).join(kind);
+            if !from.exists() {
+                assert_eq!((name, kind), ("gpt2", "olora"), "all others were written");
+                continue;
+            }
+            let opened = AdapterFolder::open(&from, pretrained.config());
+            let Some(field) = refused else {
+                let adapter = opened.unwrap_or_else(|error| panic!("{name}, {kind}: {error}"));
+                let expected = reference_in(&from);
+                let found = adapted_logits(&pretrained, &adapter, &expected["tokens"]);
+                let error = (found - &expected["adapted"]).abs().max().double_value(&[]);
+                assert!(error < 1e-5, "{name}, {kind}: {error:e}");
+                assert_saved_anew(&pretrained, &adapter, &from);
+                continue;
+            };
+            let error = opened.expect_err(kind).to_string();
+            assert!(error.contains(field), "{name}, {kind}: {error}");
+        }
+    }
+}
+
+/// An adapter of PEFT's that is saved here is the same adapter, and the same model where it is merged.
+fn assert_saved_anew(pretrained: &Pretrained, adapter: &AdapterFolder, from: &Path) {
+    let (store, model) = built(pretrained, &pretrained.config().layers().lora(adapter.lora()));
+    adapter.load(&named(&store)).expect("loaded");
+    let again = from.join("again");
+    pretrained.save_adapter(&again, adapter.lora(), &named(&store)).expect("saved");
+    let merged = adapter.lora().merged(&named(&store), pretrained.config().weight_order());
+    pretrained.save(from.join("merged"), &merged.expect("merged")).expect("saved");
+    let again = AdapterFolder::open(again, pretrained.config()).expect("an adapter");
+    let tokens = &reference_in(from)["tokens"];
+    let expected = answer(&model, tokens);
+    for found in [adapted_logits(pretrained, &again, tokens), logits(&from.join("merged"), tokens)]
+    {
+        assert!(found.allclose(&expected, 0.0, 1e-5, false), "{}", from.display());
+    }
 }

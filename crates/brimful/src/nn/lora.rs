@@ -24,8 +24,22 @@ pub struct Lora {
     pub rank: i64,
     /// What it adds is multiplied by `alpha / rank`.
     pub alpha: f64,
-    /// The projections by the last part of their names, such as `q_proj`; none for all that there are.
+    /// The projections by their names or the ends of these after a dot, such as `q_proj` or `self_attn.q_proj`; none
+    /// for all that there are.
     pub targets: Vec<String>,
+    /// Projections with a rank and an alpha of their own; of several entries that fit, the first counts.
+    pub overrides: Vec<LoraOverride>,
+}
+
+/// Projections whose rank and alpha are their own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraOverride {
+    /// Names or ends of names, as in [`Lora::targets`].
+    pub target: String,
+    /// Their rank.
+    pub rank: i64,
+    /// Their alpha.
+    pub alpha: f64,
 }
 
 thread_local! {
@@ -46,7 +60,7 @@ impl Drop for Adapting {
 impl Lora {
     /// Of this rank for all projections, with an alpha of twice as much.
     pub fn new(rank: i64) -> Self {
-        Self { rank, alpha: 2.0 * rank as f64, targets: Vec::new() }
+        Self { rank, alpha: 2.0 * rank as f64, targets: Vec::new(), overrides: Vec::new() }
     }
 
     /// Projections that this thread builds have it, until the guard is dropped.
@@ -59,14 +73,18 @@ impl Lora {
         name.rsplit('.').nth(1).is_some_and(|layer| [DOWN, UP].contains(&layer))
     }
 
-    /// What the sum of what it adds is multiplied by.
-    pub fn scale(&self) -> f64 {
-        self.alpha / self.rank as f64
-    }
-
-    fn is_for(&self, path: &Path) -> bool {
-        let last = path.components().last();
-        self.targets.is_empty() || last.is_some_and(|last| self.targets.iter().any(|t| t == last))
+    /// Rank and scale beside the projection of this name; nothing where none is added.
+    fn beside(&self, name: &str) -> Option<(i64, f64)> {
+        let fits = |target: &str| {
+            let before = name.strip_suffix(target);
+            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        };
+        if !self.targets.is_empty() && !self.targets.iter().any(|target| fits(target)) {
+            return None;
+        }
+        let own = self.overrides.iter().find(|own| fits(&own.target));
+        let (rank, alpha) = own.map_or((self.rank, self.alpha), |own| (own.rank, own.alpha));
+        Some((rank, alpha / rank as f64))
     }
 
     /// The variables of a model with LoRA as those of one without: what it adds goes into the weights.
@@ -82,11 +100,12 @@ impl Lora {
         let find = |name: String| variables.iter().find(|(other, _)| *other == name);
         let mut merged = Vec::new();
         for (name, weight) in variables.iter().filter(|(name, _)| !Self::is_adapter(name)) {
-            let layer = name.strip_suffix(WEIGHT);
-            let part = |part| find(format!("{}{part}.{WEIGHT}", layer?));
-            let weight = match (part(DOWN), part(UP)) {
-                (Some((_, down)), Some((_, up))) => {
-                    let added = up.f_detach()?.f_mm(&down.f_detach()?)? * self.scale();
+            let layer = name.strip_suffix(WEIGHT).and_then(|layer| layer.strip_suffix('.'));
+            let part = |part| find(format!("{}.{part}.{WEIGHT}", layer?));
+            let scale = layer.and_then(|layer| self.beside(layer)).map(|(_, scale)| scale);
+            let weight = match (part(DOWN), part(UP), scale) {
+                (Some((_, down)), Some((_, up)), Some(scale)) => {
+                    let added = up.f_detach()?.f_mm(&down.f_detach()?)? * scale;
                     let added = match order {
                         WeightOrder::OutputsFirst => added,
                         WeightOrder::InputsFirst => added.f_tr()?,
@@ -112,15 +131,16 @@ pub(super) struct LowRank {
 impl LowRank {
     /// That of a projection at this path, where this thread builds with one.
     pub(super) fn wanted(path: &Path, inputs: i64, outputs: i64) -> Option<Self> {
-        let lora = WANTED.with_borrow(Clone::clone).filter(|lora| lora.is_for(path))?;
-        let rank = lora.rank;
+        let lora = WANTED.with_borrow(Clone::clone)?;
+        let name = path.components().collect::<Vec<_>>().join(".");
+        let (rank, scale) = lora.beside(&name)?;
         // As PEFT begins.
         let bound = 1.0 / (inputs as f64).sqrt();
         let spread = Init::Uniform { lo: -bound, up: bound };
         Some(Self {
             down: (path / DOWN).var(WEIGHT, &[rank, inputs], spread),
             up: (path / UP).zeros(WEIGHT, &[outputs, rank]),
-            scale: lora.scale(),
+            scale,
         })
     }
 

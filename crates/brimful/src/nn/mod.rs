@@ -45,7 +45,7 @@ pub(crate) use exact::{ExactNorm, Met, NormSettled, built_in};
 pub use linear_cross_entropy::{
     LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,
 };
-pub use lora::Lora;
+pub use lora::{Lora, LoraOverride};
 pub use norm::{
     LayerNorm, NormError, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use brimful_torch::mapped::{self, MappedError};
@@ -11,6 +12,9 @@ use tch::Tensor;
 
 use super::{Metadata, damaged, kind_of, read_header, unreadable};
 use crate::Result;
+
+/// So many bytes of two tensors are compared at once.
+const COMPARED_AT_ONCE: usize = 1 << 20;
 
 /// A safetensors file of which nothing but the header was read.
 #[derive(Debug)]
@@ -61,8 +65,7 @@ impl OpenedFile {
     /// # Errors
     /// When there is no tensor of this name and shape, the file cannot be read any more, or memory runs out.
     pub fn copy(&self, name: &str, into: &Tensor) -> Result<()> {
-        let info = self.header.info(name);
-        let info = info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))?;
+        let info = self.info(name)?;
         let (here, wanted) = (shape_of(info), into.size());
         if here != wanted {
             let reason = format!("'{name}' is of shape {here:?}, not {wanted:?}");
@@ -74,6 +77,40 @@ impl OpenedFile {
             MappedError::File(reason) => unreadable(&self.path, reason),
             MappedError::Torch(error) => error.into(),
         })
+    }
+
+    /// Whether a tensor here and one of another file are of one kind and shape, and byte for byte the same.
+    ///
+    /// # Errors
+    /// When either is not there, or a file cannot be read any more.
+    pub fn holds_same(&self, name: &str, other: &Self, other_name: &str) -> Result<bool> {
+        let (own, others) = (self.info(name)?, other.info(other_name)?);
+        if (own.dtype, &own.shape) != (others.dtype, &others.shape) {
+            return Ok(false);
+        }
+        let length = own.data_offsets.1 - own.data_offsets.0;
+        let mut at = 0;
+        let mut buffers = [vec![0; COMPARED_AT_ONCE], vec![0; COMPARED_AT_ONCE]];
+        while at < length {
+            let part = (length - at).min(COMPARED_AT_ONCE);
+            for ((file, info), buffer) in
+                [(self, own), (other, others)].into_iter().zip(&mut buffers)
+            {
+                let from = file.start + (info.data_offsets.0 + at) as u64;
+                let read = file.file.read_exact_at(&mut buffer[..part], from);
+                read.map_err(|reason| unreadable(&file.path, reason))?;
+            }
+            if buffers[0][..part] != buffers[1][..part] {
+                return Ok(false);
+            }
+            at += part;
+        }
+        Ok(true)
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo> {
+        let info = self.header.info(name);
+        info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))
     }
 
     /// All tensors, on the CPU, in the order of their bytes: the file is read from front to back.

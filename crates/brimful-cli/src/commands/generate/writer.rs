@@ -60,10 +60,10 @@ impl Writer {
         let wrong =
             |error: brimful_models::pretrained::PretrainedError| wrong_use(error.to_string());
         let pretrained = Pretrained::open(folder).map_err(|error| unopened(folder, &error))?;
-        let adapter = options.adapter.as_ref().map(AdapterFolder::open);
+        let config = pretrained.config();
+        let adapter = options.adapter.as_ref().map(|from| AdapterFolder::open(from, config));
         let adapter = adapter.transpose().map_err(wrong)?;
         let tokenizer = checked_tokenizer(&pretrained)?;
-        let config = pretrained.config();
         let prompt = tokenizer.encode(&options.prompt)?;
         let cache = cache(config.context(), &prompt, options);
         let layers = config.layers_with_cache(&cache);

@@ -48,6 +48,10 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
         tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
     }
     let mut trainer = Trainer::new(options)?;
+    let begins_anew = options.files.resume.is_none() && options.files.init.is_none();
+    if let Some(notice) = options.model.notice().filter(|_| begins_anew && trainer.is_first()) {
+        progress::say(&format!("brimful: {notice}"));
+    }
     begin(&mut trainer, options)?;
     let trained = train(&mut trainer);
     let ended = match &trained {
