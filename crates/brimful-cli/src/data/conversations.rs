@@ -28,6 +28,8 @@ pub(super) struct Conversations {
     /// Where each of them ends.
     ends: NumberWriter,
     longest: usize,
+    /// How many are longer, and lose their rest.
+    cut: u64,
     /// How many have no answer within their length, so that there is nothing to learn.
     left_out: u64,
 }
@@ -35,7 +37,7 @@ pub(super) struct Conversations {
 impl Conversations {
     pub(super) fn new(length: i64) -> Result<Self> {
         let (tokens, ends) = (NumberWriter::new(MARKED)?, NumberWriter::new(i64::MAX)?);
-        Ok(Self { length, tokens, ends, longest: 0, left_out: 0 })
+        Ok(Self { length, tokens, ends, longest: 0, cut: 0, left_out: 0 })
     }
 
     pub(super) fn push(&mut self, MarkedTokens { tokens, answers }: MarkedTokens) -> Result<()> {
@@ -49,13 +51,14 @@ impl Conversations {
         let marked: Vec<i64> =
             marked.map(|(token, is_answer)| token << 1 | i64::from(*is_answer)).collect();
         self.longest = self.longest.max(marked.len() - 1);
+        self.cut += u64::from(tokens.len() > most);
         self.tokens.append(&marked)?;
         self.ends.append(&[self.tokens.len() as i64])
     }
 
     /// All of them, padded to the longest; the last tenth is for testing.
     pub(super) fn dataset(self, path: &Path, vocabulary: i64) -> Result<Dataset> {
-        let Self { length, tokens, ends, longest, left_out } = self;
+        let Self { length, tokens, ends, longest, cut, left_out } = self;
         let (path, count) = (path.display(), ends.len());
         ensure!(
             count > 1,
@@ -63,10 +66,15 @@ impl Conversations {
              tokens, but 2 are needed, so that one is for testing: take more of them, or a longer --sequence",
             count + left_out
         );
-        let others = match left_out {
+        let mut others = match cut {
             0 => String::new(),
-            _ => format!("; {left_out} without an answer in them are left out"),
+            _ => format!(
+                "; {cut} of {count} are longer and cut there: raise --sequence to learn all"
+            ),
         };
+        if left_out > 0 {
+            others += &format!("; {left_out} without an answer in them are left out");
+        }
         let (tokens, ends) = (tokens.finish()?, ends.finish()?);
         let rows = |rows| ConversationRows {
             tokens: tokens.clone(),
@@ -146,7 +154,7 @@ mod tests {
 
     #[test]
     fn answers_alone_are_targets_and_short_conversations_are_padded() {
-        let all = conversations(5, &["..AA.A", "..A", "..A", ".....", "......A", ""]);
+        let all = conversations(5, &["..AA.A", "..A", "..A.....", ".....", "......A", ""]);
         let mut data = all.dataset(Path::new("chat.jsonl"), 9).expect("data");
         let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         let inputs = Tensor::from_slice(&[1, 2, 3, 4, 5, 1, 2, 0, 0, 0_i64]).view([2, 5]);
@@ -154,9 +162,11 @@ mod tests {
         assert_eq!(train.inputs, inputs);
         assert_eq!(train.targets, Tensor::from_slice(&targets).view([2, 5]));
         assert_eq!((data.test.len(), test.targets.size()), (1, vec![1, 5]));
-        assert_eq!(test.inputs, train.inputs.narrow(0, 1, 1));
+        assert_eq!(test.inputs, Tensor::from_slice(&[1, 2, 3, 4, 5_i64]).view([1, 5]));
         assert_eq!(data.sample, Sample::Sequence { length: 5, vocabulary: 9 });
-        assert!(data.description.ends_with("; 3 without an answer in them are left out"));
+        let counted = "; 1 of 3 are longer and cut there: raise --sequence to learn all; 3 without an \
+                       answer in them are left out";
+        assert!(data.description.ends_with(counted), "{}", data.description);
     }
 
     #[test]

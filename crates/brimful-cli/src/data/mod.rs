@@ -8,7 +8,10 @@ mod images;
 mod json_lines;
 mod number_file;
 mod number_stream;
+#[cfg(test)]
+mod peer_tokens;
 mod portions;
+mod record;
 mod sample_set;
 mod shuffle;
 mod side_by_side;
@@ -26,6 +29,7 @@ use crate::exit::does_not_fit;
 use crate::tokenizer::Tokenizer;
 pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
+use json_lines::JsonForm;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
@@ -150,9 +154,9 @@ pub(crate) fn open(path: &Path, length: i64, side: Option<usize>) -> Result<Data
 
 /// A file of text, or of JSON that holds texts, in sequences of so many tokens.
 pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl")) {
-        true => json_lines::load(path, length, tokenizer),
-        false => text::load(path, length, tokenizer),
+    match JsonForm::of(path)? {
+        Some(form) => json_lines::load(path, form, length, tokenizer),
+        None => text::load(path, length, tokenizer),
     }
 }
 
