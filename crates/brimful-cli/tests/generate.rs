@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use program::{brimful, folder, refused, run, stdout};
+use program::{brimful, complains, folder, like, refused, run, stdout};
 
 fn generated(weights: &str, arguments: &str) -> String {
     let mut generate = brimful();
@@ -177,4 +177,32 @@ fn folders_that_do_not_do_are_wrong_use() {
     ] {
         refused(&arguments, 2, complaint).stdout("");
     }
+}
+
+#[test]
+fn a_folder_says_how_its_model_writes_and_where_it_ends() {
+    let folder = folder("generate-config");
+    let model = folder.join("model");
+    fs::create_dir(&model).expect("a folder");
+    for file in files(&BASE) {
+        fs::copy(Path::new(&*BASE).join(&file), model.join(file)).expect("copied");
+    }
+    let told = |settings: &str| {
+        fs::write(model.join("generation_config.json"), settings).expect("written");
+    };
+    let generate =
+        format!("generate --device cpu --tokens 20 --prompt x --model {}", model.display());
+    let likeliest = written(&format!("--model {}", *BASE));
+    told(r#"{"do_sample": false, "repetition_penalty": 1.05}"#);
+    run(&generate)
+        .success()
+        .stdout(likeliest.clone())
+        .stderr(like("generation_config.json's repetition_penalty 1.05 is not applied"));
+    told(r#"{"do_sample": true, "top_k": 1}"#);
+    run(&generate).success().stdout(likeliest.clone()).stderr("");
+    // The byte that comes first ends the text, as one of several.
+    let first = likeliest.as_bytes()[1];
+    told(&format!(r#"{{"do_sample": false, "eos_token_id": [255, {first}]}}"#));
+    run(&generate).success().stdout("x\n");
+    complains(&format!("{generate} --top-p 0"), 2, "--top-p 0: give it a number above 0");
 }

@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use crate::exit::{Exit, ensure_use};
 use crate::generation_config::Sampling;
 use crate::output;
-use crate::setting::{MODELS, ModelSource, NumberType, words};
+use crate::setting::{ModelSource, NumberType, TEXT_MODELS, words};
 use crate::tokenizer::Tokenizer;
 use writer::Writer;
 
@@ -31,7 +31,7 @@ pub struct GenerateOptions {
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     #[arg(long, value_name = "NAME|FOLDER")]
-    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    #[arg(help = format!("{TEXT_MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
     model: Option<ModelSource>,
     /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
     #[arg(long, value_name = "FOLDER")]
