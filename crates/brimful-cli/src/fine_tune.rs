@@ -21,7 +21,7 @@ use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
 
 /// How a folder's model is trained.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "A model of a folder")]
 pub struct FineTuneOptions {
     #[arg(long, value_name = "RANK[:ALPHA]")]
