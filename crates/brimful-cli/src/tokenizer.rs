@@ -11,7 +11,7 @@ use crate::folder_tokenizer;
 use crate::tokenizer_config::TokenizerConfig;
 
 /// Tokens that end what one side says in a conversation.
-pub(crate) const TURN_ENDS: [&str; 5] =
+const TURN_ENDS: [&str; 5] =
     ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"];
 /// The numbers that a byte can be.
 const BYTES: i64 = 256;
@@ -85,16 +85,17 @@ impl Tokenizer {
         self.template.as_ref()
     }
 
+    /// The token that the folder's tokenizer calls `eos_token`.
+    pub(crate) fn named_end(&self) -> Option<i64> {
+        self.number(self.named_end.as_deref()?)
+    }
+
     /// Tokens that end an answer: the folder's own, and those with which its conversations end a turn.
     pub(crate) fn answer_ends(&self) -> Vec<i64> {
         let is_used = |token: &&str| self.template.as_ref().is_none_or(|own| own.mentions(token));
-        let turns = TURN_ENDS.iter().copied().filter(is_used);
-        self.named_end
-            .as_deref()
-            .into_iter()
-            .chain(turns)
-            .filter_map(|end| self.number(end))
-            .collect()
+        let turns = TURN_ENDS.iter().filter(|token| is_used(token));
+        let turns = turns.filter_map(|token| self.number(token));
+        self.named_end().into_iter().chain(turns).collect()
     }
 
     /// Number of a token that is in the vocabulary as a whole.
@@ -253,6 +254,11 @@ mod tests {
         assert_eq!(words.encode("to be or not to see").expect("tokens"), [1, 2, 3, 6, 1, 0]);
         assert_eq!(words.decode(&[1, 2]).expect("text"), "to be");
         assert_eq!(words.decode(&[1, 4, 9, 2]).expect("text"), "to be");
+        assert_eq!((words.named_end(), words.answer_ends()), (None, vec![]));
+        fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": "not"}"#)
+            .expect("written");
+        let words = Tokenizer::open(folder.path()).expect("a tokenizer");
+        assert_eq!(words.answer_ends(), [6]);
         let error = words.check(6).expect_err("a smaller model").to_string();
         assert!(error.starts_with("its tokenizer has 7 tokens, but its model knows 6"), "{error}");
         words.check(7).expect("all are known");

@@ -154,7 +154,13 @@ fn folders_that_do_not_do_are_wrong_use() {
     let train = format!("train --model {tiny} --from-scratch --data {text}");
     let words = r#"{"added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 256}}}"#;
     fs::write(format!("{wordy}/tokenizer.json"), words).expect("written");
+    let pieces = tiny_llama(&folder.join("pieces"));
+    fs::write(format!("{pieces}/tokenizer.model"), "SentencePiece's own").expect("written");
     for (arguments, complaint) in [
+        (
+            format!("train --model {pieces} --from-scratch --data {text}"),
+            "has tokenizer.model, but no tokenizer.json, which alone is read: make it with python3",
+        ),
         (
             format!("train --model {wordy} --from-scratch --data {text}"),
             "its tokenizer has 257 tokens, but its model knows 256: they do not go together",
@@ -177,6 +183,21 @@ fn folders_that_do_not_do_are_wrong_use() {
     ] {
         refused(&arguments, 2, complaint).stdout("");
     }
+}
+
+/// A model may know more numbers than its tokenizer, as those whose vocabulary is padded do.
+#[test]
+fn numbers_that_the_tokenizer_does_not_know_are_never_written() {
+    let model = folder("generate-padded");
+    for file in files(&BASE) {
+        fs::copy(Path::new(&*BASE).join(&file), model.join(file)).expect("copied");
+    }
+    let words = r#"{"added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 0, "x": 1, "y": 2}}}"#;
+    fs::write(model.join("tokenizer.json"), words).expect("written");
+    let generate =
+        format!("generate --device cpu --tokens 30 --prompt x --model {}", model.display());
+    run(&generate).success().stdout(like(r"^x( [?xy]){30}\n$"));
 }
 
 #[test]
