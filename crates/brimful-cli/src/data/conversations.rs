@@ -11,7 +11,7 @@ use super::chat_template::MarkedTokens;
 use super::number_file::{NumberFile, NumberWriter};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
-use super::{Dataset, Examples, IGNORED, PADDING, Sample, SampleSet};
+use super::{Dataset, Examples, IGNORED, PADDING, RowLengths, Sample, SampleSet};
 use crate::setting::MeanOver;
 
 /// What marks and tokens are below: both are one number, of which the lowest bit is the mark.
@@ -25,6 +25,7 @@ pub(super) struct Conversations {
     tokens: NumberWriter,
     /// Where each of them ends.
     ends: NumberWriter,
+    longest: i64,
     /// How many are longer, and lose their rest.
     cut: u64,
     /// How many have no answer within their length, so that there is nothing to learn.
@@ -34,7 +35,7 @@ pub(super) struct Conversations {
 impl Conversations {
     pub(super) fn new(length: i64) -> Result<Self> {
         let (tokens, ends) = (NumberWriter::new(MARKED)?, NumberWriter::new(i64::MAX)?);
-        Ok(Self { length, tokens, ends, cut: 0, left_out: 0 })
+        Ok(Self { length, tokens, ends, longest: 0, cut: 0, left_out: 0 })
     }
 
     pub(super) fn push(&mut self, MarkedTokens { tokens, answers }: MarkedTokens) -> Result<()> {
@@ -47,6 +48,7 @@ impl Conversations {
         }
         let marked: Vec<i64> =
             marked.map(|(token, is_answer)| token << 1 | i64::from(*is_answer)).collect();
+        self.longest = self.longest.max(marked.len() as i64 - 1);
         self.cut += u64::from(tokens.len() > most);
         self.tokens.append(&marked)?;
         self.ends.append(&[self.tokens.len() as i64])
@@ -54,7 +56,7 @@ impl Conversations {
 
     /// All of them; the last tenth is for testing.
     pub(super) fn dataset(self, path: &Path, vocabulary: i64) -> Result<Dataset> {
-        let Self { length, tokens, ends, cut, left_out } = self;
+        let Self { length, tokens, ends, longest, cut, left_out } = self;
         let (path, count) = (path.display(), ends.len());
         ensure!(
             count > 1,
@@ -72,8 +74,13 @@ impl Conversations {
             others += &format!("; {left_out} without an answer in them are left out");
         }
         let (tokens, ends) = (tokens.finish()?, ends.finish()?);
-        let rows =
-            |rows| ConversationRows { tokens: tokens.clone(), ends: ends.clone(), rows, length };
+        let rows = |rows| ConversationRows {
+            tokens: tokens.clone(),
+            ends: ends.clone(),
+            rows,
+            longest,
+            length,
+        };
         let first_test = count - (count / 10).max(1);
         Ok(Dataset::of(
             [rows(0..first_test), rows(first_test..count)].map(SampleSet::streamed),
@@ -89,7 +96,8 @@ struct ConversationRows {
     tokens: NumberFile,
     ends: NumberFile,
     rows: Range<u64>,
-    /// As many tokens of each are read at most.
+    /// The longest of all, and as many tokens of each are read at most.
+    longest: i64,
     length: i64,
 }
 
@@ -129,7 +137,8 @@ impl SampleSource for ConversationRows {
         let size = [rows.len() as i64, width as i64];
         let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).view(size);
         let whole = Examples::whole(tensor(&inputs), tensor(&targets));
-        Ok(Examples { lengths: Some((lengths, self.length)), ..whole })
+        let lengths = RowLengths { each: lengths, longest: self.longest, most: self.length };
+        Ok(Examples { lengths: Some(lengths), ..whole })
     }
 }
 
@@ -159,9 +168,13 @@ mod tests {
         assert_eq!(train.inputs, inputs);
         assert_eq!(train.targets, Tensor::from_slice(&targets).view([2, 5]));
         assert_eq!((data.test.len(), test.targets.size()), (1, vec![1, 5]));
-        assert_eq!(train.lengths, Some((vec![5, 2], 5)));
+        let lengths = RowLengths { each: vec![5, 2], longest: 5, most: 5 };
+        assert_eq!(train.lengths, Some(lengths));
         let short = data.train.bring(&SampleRequest::plain([1])).expect("one");
         assert_eq!(short.inputs, Tensor::from_slice(&[1, 2_i64]).view([1, 2]));
+        let (inputs, targets) = short.into_largest();
+        assert_eq!(inputs, Tensor::from_slice(&[1, 2, 0, 0, 0_i64]).view([1, 5]));
+        assert_eq!(targets, Tensor::from_slice(&[NO, 3, NO, NO, NO]).view([1, 5]));
         assert_eq!(test.inputs, Tensor::from_slice(&[1, 2, 3, 4, 5_i64]).view([1, 5]));
         assert_eq!(data.sample, Sample::Sequence { length: 5, vocabulary: 9 });
         let counted = "; 1 of 3 are longer and cut there: raise --sequence to learn all; 3 without an \

@@ -52,8 +52,18 @@ pub(crate) struct Examples {
     pub(crate) targets: Tensor,
     /// The numbers of those that were asked for and could not be made.
     pub(crate) lacking: Vec<usize>,
-    /// Places that count in each, where they are of unlike length, and the most that any of them may have.
-    pub(crate) lengths: Option<(Vec<i64>, i64)>,
+    /// Where they are of unlike length, how long they are.
+    pub(crate) lengths: Option<RowLengths>,
+}
+
+/// Lengths of sequences, in tokens.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct RowLengths {
+    each: Vec<i64>,
+    /// Of all samples, those included that were not asked for.
+    longest: i64,
+    /// No sample may be longer.
+    most: i64,
 }
 
 impl Examples {
@@ -65,11 +75,24 @@ impl Examples {
     /// Inputs and targets as an engine takes them.
     pub(crate) fn into_batch(self) -> Result<(Rows, Rows)> {
         let Self { inputs, targets, lengths, .. } = self;
-        let Some((lengths, most)) = lengths else {
+        let Some(RowLengths { each, most, .. }) = lengths else {
             return Ok((Rows::Alike(inputs), Rows::Alike(targets)));
         };
-        let rows = |rows, padding| Rows::unlike(rows, &lengths, most, padding);
+        let rows = |rows, padding| Rows::unlike(rows, &each, most, padding);
         Ok((rows(&inputs, PADDING)?, rows(&targets, IGNORED)?))
+    }
+
+    /// Inputs and targets as large as any so many samples are.
+    pub(crate) fn into_largest(self) -> (Tensor, Tensor) {
+        let Self { inputs, targets, lengths, .. } = self;
+        let Some(RowLengths { longest, .. }) = lengths else { return (inputs, targets) };
+        let padded = |rows: &Tensor, padding| {
+            let (count, width) = (rows.size()[0], rows.size()[1]);
+            let rest =
+                Tensor::full([count, longest - width], padding, (rows.kind(), rows.device()));
+            Tensor::cat(&[rows, &rest], 1)
+        };
+        (padded(&inputs, PADDING), padded(&targets, IGNORED))
     }
 
     /// How many samples there are.

@@ -22,7 +22,7 @@ use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
 use super::{TrainOptions, advice, ranks, records};
 use crate::claimed_place::ClaimedPlace;
-use crate::data::{Dataset, Examples, Rows, SampleRequest, Shuffle};
+use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
 use crate::progress::Ticker;
@@ -90,9 +90,9 @@ impl Trainer {
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = options.guessed_micro_batch(batch_size);
-            let Examples { inputs, targets, .. } =
-                dataset.train.bring(&SampleRequest::plain(0..samples))?;
-            Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
+            let examples = dataset.train.bring(&SampleRequest::plain(0..samples))?;
+            let (micro_batch, targets) = examples.into_largest();
+            Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
         let engine = engine::build(layers, &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, options))?;
