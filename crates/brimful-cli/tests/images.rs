@@ -59,9 +59,12 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     for (arguments, complaint) in [
         ("", "the model knows the classes cold, warm, but the data have cold, hot"),
         ("--image 64", "and below 64 pixels the first convolution of resnet18 is another one"),
-        ("/no/such.png", "/no/such.png is no .jpg, .jpeg or .png file"),
+        (
+            "/no/such.png",
+            "weather is no .jpg, .jpeg or .png file: give images, or one folder of them",
+        ),
     ] {
-        let code = if complaint.starts_with('/') { 1 } else { 2 };
+        let code = if arguments.starts_with('/') { 1 } else { 2 };
         complains(&format!("{predict} {arguments}"), code, complaint);
     }
 }

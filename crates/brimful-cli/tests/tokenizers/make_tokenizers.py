@@ -78,6 +78,26 @@ def inst_template(mark):
     )
 
 
+def trimming_template(mark):
+    """As Llama-3's: contents are trimmed, and there are neither tools nor documents."""
+    header = "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    said = "message['content'] | trim + '<|eot_id|>'"
+    asks = "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    none = "{%- if tools is not none or documents is not none %}{{ raise_exception('none') }}{%- endif %}\n"
+    if mark:
+        return (
+            none + "{{- bos_token }}{%- for message in messages %}{{- " + header + " }}"
+            "{%- if message['role'] == 'assistant' %}{% generation %}{{- " + said + " }}{% endgeneration %}"
+            "{%- else %}{{- " + said + " }}{%- endif %}{%- endfor %}" + asks
+        )
+    return (
+        none + "{%- set loop_messages = messages %}{%- for message in loop_messages %}\n"
+        "    {%- set content = " + header + " + " + said + " %}\n"
+        "    {%- if loop.index0 == 0 %}\n        {%- set content = bos_token + content %}\n    {%- endif %}\n"
+        "    {{- content }}\n{%- endfor %}" + asks
+    )
+
+
 def byte_level(special, split=None):
     tokenizer = Tokenizer(models.BPE())
     own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
@@ -206,7 +226,7 @@ def main(folder):
     written(folder / "llama3", "llama", tokenizer, told, headers)
     # A class that the file shows to be wrong.
     told["tokenizer_class"] = "LlamaTokenizerFast"
-    written(folder / "llama3_misnamed", "llama", tokenizer, told, headers)
+    written(folder / "llama3_misnamed", "llama", tokenizer, told, trimming_template)
 
     tokenizer = byte_level(["<|endoftext|>"])
     chat_ml = header_template(
