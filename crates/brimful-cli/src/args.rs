@@ -7,7 +7,9 @@ use clap::{Parser, Subcommand};
 
 use crate::command_line::CommandLine;
 use crate::commands::train::TrainOptions;
-use crate::commands::{self, completions, doctor, generate, man, plan, predict, report, verify};
+use crate::commands::{
+    self, completions, doctor, evaluate, generate, man, plan, predict, report, verify,
+};
 use crate::exit::{CODES, Exit};
 use crate::files;
 
@@ -55,6 +57,8 @@ pub enum BrimfulCommand {
     Train(Box<TrainOptions>),
     /// Tell what a trained model answers, sample by sample.
     Predict(predict::PredictOptions),
+    /// Tell a model's loss, perplexity and accuracy on data.
+    Evaluate(evaluate::EvaluateOptions),
     /// Write text with a trained GPT.
     Generate(generate::GenerateOptions),
     /// Predict the time, the bubble and the memory of a step before anything runs.
@@ -75,6 +79,7 @@ Examples:
   brimful train --help               train a model on digits, images or text
   brimful train --config run.toml    the same, with flags from a file
   brimful predict --help             what a trained model answers
+  brimful evaluate --help            loss, perplexity and accuracy on data
   brimful generate --help            text by a trained GPT
   brimful plan --help                predict time and memory of a pipeline before it runs
   brimful report run.json            a page of what happened

@@ -21,7 +21,7 @@ use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
 
 /// How a folder's model is trained.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "A model of a folder")]
 pub struct FineTuneOptions {
     #[arg(long, value_name = "RANK[:ALPHA]")]
@@ -207,7 +207,8 @@ pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
     tokenizer
         .check(known)
         .map_err(|error| wrong_use(format!("{}: {error}", pretrained.folder().display())))?;
-    let end = pretrained.end_tokens().into_iter().find(|end| (0..known).contains(end));
+    let ends = pretrained.end_tokens().into_iter().chain(tokenizer.named_end());
+    let end = ends.into_iter().find(|end| (0..known).contains(end));
     Ok(tokenizer.with_end(end))
 }
 

@@ -4,18 +4,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use serde_json::Value;
 
 use crate::files::text_of;
 use crate::jinja_template::JinjaTemplate;
+use crate::tokenizer_config::TokenizerConfig;
 
-/// The file that says it.
-const FILE: &str = "tokenizer_config.json";
 /// Where newer folders have their template.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// The tokens that templates know by name.
-const TOKENS: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 
 /// How a folder writes conversations.
 #[derive(Debug)]
@@ -30,25 +27,27 @@ pub(crate) struct FolderTemplate {
 }
 
 impl FolderTemplate {
-    /// The folder's template, if it has one.
-    pub(crate) fn read(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join(FILE);
-        let told = match path.is_file() {
-            true => serde_json::from_str(&text_of(&path)?)
-                .with_context(|| format!("{} is no JSON", path.display()))?,
-            false => Value::Null,
-        };
+    /// Reads the folder's template, if it has one; `usual` are tokens that it knows by name unless the folder has others.
+    pub(crate) fn read(
+        folder: &Path,
+        told: &TokenizerConfig,
+        usual: &[(&str, &str)],
+    ) -> Result<Option<Self>> {
         let own = folder.join(TEMPLATE_FILE);
-        let (place, text) = match (own.is_file(), usual_template(&told["chat_template"])) {
+        let (place, text) = match (own.is_file(), usual_template(told.get("chat_template"))) {
             (true, _) => (own.display().to_string(), text_of(&own)?),
             (false, Some(text)) => {
-                (format!("the chat_template of {}", path.display()), text.to_owned())
+                (format!("the chat_template of {}", told.path.display()), text.to_owned())
             }
             (false, None) => return Ok(None),
         };
-        let token = |name: &&str| Some(((*name).to_owned(), token_text(&told[*name])?));
-        let tokens = TOKENS.iter().filter_map(token).collect();
+        let tokens = told.named_tokens(usual);
         Ok(Some(Self { place, text, tokens, understood: OnceLock::new() }))
+    }
+
+    /// Whether the template's text has this in it.
+    pub(crate) fn mentions(&self, text: &str) -> bool {
+        self.text.contains(text)
     }
 
     /// The template, ready to write.
@@ -57,11 +56,6 @@ impl FolderTemplate {
         let new = || JinjaTemplate::new(place, text, tokens).map_err(|error| error.to_string());
         understood.get_or_init(new).as_ref().map_err(|error| anyhow!("{error}"))
     }
-}
-
-/// A token stands there as text, or with how it is found in texts.
-fn token_text(token: &Value) -> Option<String> {
-    token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
 }
 
 /// One template stands there as text; of several, each with its name, one is the usual one.
@@ -77,12 +71,14 @@ mod tests {
 
     use super::*;
 
+    const FILE: &str = "tokenizer_config.json";
+
     fn read(files: &[(&str, &str)]) -> Result<Option<FolderTemplate>> {
         let folder = tempfile::tempdir().expect("a folder");
         for (name, text) in files {
             fs::write(folder.path().join(name), text).expect("written");
         }
-        FolderTemplate::read(folder.path())
+        FolderTemplate::read(folder.path(), &TokenizerConfig::read(folder.path())?, &[])
     }
 
     fn found(files: &[(&str, &str)]) -> FolderTemplate {

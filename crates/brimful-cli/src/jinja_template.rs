@@ -1,17 +1,18 @@
 //! A folder's own chat template, in Jinja: conversations as it writes them, and which part of the text answers are.
 //!
 //! A template may say itself where answers are (`{% generation %}`). Of one that does not, an answer is what comes to
-//! the text with its message, after what the template writes to ask for it. Each part becomes tokens by itself, as it
-//! does for a model that is asked, so no token is half an answer's.
+//! the text with its message, after what the template writes to ask for it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use crate::chat_message::ChatMessage;
+use crate::chat_message::{ChatMessage, ChatText};
 
 const NAME: &str = "chat";
 /// What stands where an answer begins and ends while a text is in the making: Unicode keeps both from all texts.
@@ -31,9 +32,6 @@ pub(crate) struct JinjaTemplate {
     /// Whether it says itself where answers are.
     is_marked: bool,
 }
-
-/// A piece of a text, and whether it is an answer.
-pub(crate) type TextPart = (String, bool);
 
 impl JinjaTemplate {
     /// The template that stands at this place, where these tokens have names.
@@ -57,33 +55,38 @@ impl JinjaTemplate {
         Ok(Self { environment, place: place.to_owned(), end, is_marked })
     }
 
-    /// The conversation's text in pieces.
-    pub(crate) fn write(&self, messages: &[ChatMessage]) -> Result<Vec<TextPart>> {
-        let mut said = messages.iter().flat_map(|message| message.content.chars());
+    /// Writes the conversation's text.
+    pub(crate) fn write(&self, messages: &[ChatMessage]) -> Result<ChatText> {
+        let has_marks = |text: &str| text.contains(MARKS);
         ensure!(
-            !said.any(|character| MARKS.contains(&character)),
+            !messages.iter().any(|message| has_marks(&message.content)),
             "a message has U+FDD0 or U+FDD1, which are no characters of a text: take them out"
         );
         let text = self.render(messages, false)?;
-        match self.is_marked {
-            true => Ok(marked_parts(&text)),
-            false => self.parts(messages, &text),
+        if self.is_marked {
+            return Ok(without_marks(&text));
         }
+        let answers = self.answers(messages, &text)?;
+        Ok(ChatText { text, answers })
     }
 
     /// The conversation's text; where an answer is asked for, up to where it would begin.
     fn render(&self, messages: &[ChatMessage], asks: bool) -> Result<String> {
-        let told = |ChatMessage { role, content }: &ChatMessage| context! { role, content };
+        let told = |message: &ChatMessage| Value::from(Serde(&message.told));
         let messages: Vec<Value> = messages.iter().map(told).collect();
-        let given = context! { messages, add_generation_prompt => asks };
+        // Templates ask whether there are tools and documents.
+        let none = || Value::from(());
+        let given = context! {
+            messages, tools => none(), documents => none(), add_generation_prompt => asks
+        };
         let template = self.environment.get_template(NAME);
         let written = template.and_then(|template| template.render(given));
         written.map_err(|error| unreadable(&self.place, &error))
     }
 
-    /// The text in pieces: an answer is what its message adds to the text that asks for it.
-    fn parts(&self, messages: &[ChatMessage], text: &str) -> Result<Vec<TextPart>> {
-        let (mut parts, mut done) = (Vec::new(), 0);
+    /// Where answers are: each is what its message adds to the text that asks for it.
+    fn answers(&self, messages: &[ChatMessage], text: &str) -> Result<Vec<Range<usize>>> {
+        let (mut answers, mut done) = (Vec::new(), 0);
         for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
             let asked = self.render(&messages[..at], true)?;
             let answered = self.render(&messages[..=at], false)?;
@@ -95,15 +98,10 @@ impl JinjaTemplate {
                      cannot be told: put {{% generation %}} and {{% endgeneration %}} around answers in it, or take it out"
                 )
             })?;
-            let end = asked.len() + self.said(added);
-            parts.extend([
-                (text[done..asked.len()].into(), false),
-                (text[asked.len()..end].into(), true),
-            ]);
-            done = end;
+            done = asked.len() + self.said(added);
+            answers.push(asked.len()..done);
         }
-        parts.push((text[done..].into(), false));
-        Ok(parts)
+        Ok(answers)
     }
 
     /// How many bytes of what an answer has added the model has to say: up to the token that ends it.
@@ -145,13 +143,17 @@ fn next_block(text: &str) -> Option<(&str, (&str, &str))> {
     Some((before, after.split_once("%}")?))
 }
 
-/// A text in pieces, by the marks in it.
-fn marked_parts(text: &str) -> Vec<TextPart> {
-    let [begin, end] = MARKS;
-    let pieces =
-        text.split(begin).enumerate().flat_map(|(at, piece)| match piece.split_once(end) {
-            Some((answer, rest)) => vec![(answer.into(), true), (rest.into(), false)],
-            None => vec![(piece.into(), at > 0)],
-        });
-    pieces.collect()
+/// A text with its answers, by the marks in it, which are left out.
+fn without_marks(text: &str) -> ChatText {
+    let ([begin, end], mut chat) = (MARKS, ChatText::default());
+    for (at, piece) in text.split(begin).enumerate() {
+        let (answer, rest) = match piece.split_once(end) {
+            Some((answer, rest)) => (answer, rest),
+            None if at > 0 => (piece, ""),
+            None => ("", piece),
+        };
+        chat.push(answer, !answer.is_empty());
+        chat.push(rest, false);
+    }
+    chat
 }

@@ -24,6 +24,8 @@ mod files;
 #[doc(hidden)]
 pub mod fine_tune;
 mod folder_template;
+mod folder_tokenizer;
+mod generation_config;
 #[doc(hidden)]
 pub mod home_plan;
 mod interrupt;
@@ -43,3 +45,4 @@ mod saved_weights;
 pub mod setting;
 mod shell;
 mod tokenizer;
+mod tokenizer_config;

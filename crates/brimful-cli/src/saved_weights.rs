@@ -17,6 +17,8 @@ pub(crate) const OPTIMIZER: &str = "optimizer.";
 pub(crate) const AVERAGES: &str = "ema.";
 /// The text that tells what a model's classes are called: a list in JSON.
 pub(crate) const CLASSES: &str = "classes";
+/// The text that tells what normalised the images that it was trained on.
+pub(crate) const PIXELS: &str = "pixels";
 /// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
 const COUNTER: &str = "num_batches_tracked";
 /// The endings of files that torch.save writes: torchvision's weights are such.

@@ -1,18 +1,22 @@
 //! Text as numbers and back: by a model's own tokenizer, or a number for each byte.
 
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use tokenizers::Tokenizer as Vocabulary;
+use tokenizers::{Encoding, PostProcessor, Token, Tokenizer as Vocabulary};
 
 use crate::folder_template::FolderTemplate;
+use crate::folder_tokenizer;
+use crate::tokenizer_config::TokenizerConfig;
 
-/// What a folder's tokenizer is called.
-const FILE: &str = "tokenizer.json";
+/// Tokens that end what one side says in a conversation.
+const TURN_ENDS: [&str; 5] =
+    ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"];
 /// The numbers that a byte can be.
 const BYTES: i64 = 256;
 
-/// How text becomes tokens.
+/// Turns text into tokens, as the folder's tokenizer does in transformers.
 #[derive(Debug)]
 pub(crate) struct Tokenizer {
     way: Way,
@@ -20,34 +24,45 @@ pub(crate) struct Tokenizer {
     end: Option<i64>,
     /// How conversations are written, where the folder says so.
     template: Option<FolderTemplate>,
+    /// The token that the folder calls `eos_token`.
+    named_end: Option<String>,
 }
 
 #[derive(Debug)]
 enum Way {
     Bytes,
-    Words(Box<Vocabulary>),
+    Words(Box<Words>),
 }
 
+/// Tokens of a vocabulary.
+#[derive(Debug)]
+struct Words {
+    /// Without a post-processor: what it puts around a text is in `around`, and places in the text stay whole.
+    vocabulary: Vocabulary,
+    /// Special tokens before and after a whole text.
+    around: [Vec<i64>; 2],
+}
+
+/// A token and its place in the text, in bytes.
+pub(crate) type PlacedToken = (i64, Range<usize>);
+
 impl Tokenizer {
-    /// The tokenizer of a model's folder: its `tokenizer.json`, or bytes where it has none.
+    /// Opens the tokenizer of a model's folder; where it has none, tokens are bytes.
     pub(crate) fn open(folder: &Path) -> Result<Self> {
-        let template = FolderTemplate::read(folder)?;
-        let path = folder.join(FILE);
-        if !path.exists() {
-            return Ok(Self { template, ..Self::bytes() });
-        }
-        let words = Vocabulary::from_file(&path).map_err(|error| anyhow!("{error}"));
-        let mut words = words.with_context(|| format!("{} cannot be read", path.display()))?;
-        // Whoever cuts or pads sequences does so knowing their lengths: a tokenizer's own settings for
-        // that would do it unseen.
-        words.with_padding(None);
-        words.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
-        Ok(Self { way: Way::Words(Box::new(words)), end: None, template })
+        let told = TokenizerConfig::read(folder)?;
+        let (vocabulary, class) = folder_tokenizer::read(folder, &told)?;
+        let template = FolderTemplate::read(folder, &told, class.usual_tokens())?;
+        let way = match vocabulary {
+            Some(vocabulary) => Way::Words(Box::new(Words::new(vocabulary)?)),
+            None => Way::Bytes,
+        };
+        let named_end = told.named_tokens(class.usual_tokens()).remove("eos_token");
+        Ok(Self { way, end: None, template, named_end })
     }
 
     /// A token for each byte.
     pub(crate) fn bytes() -> Self {
-        Self { way: Way::Bytes, end: None, template: None }
+        Self { way: Way::Bytes, end: None, template: None, named_end: None }
     }
 
     /// The same with a token that ends a text.
@@ -70,46 +85,88 @@ impl Tokenizer {
         self.template.as_ref()
     }
 
-    /// Whether this is one token.
-    pub(crate) fn has(&self, token: &str) -> bool {
+    /// The token that the folder's tokenizer calls `eos_token`.
+    pub(crate) fn named_end(&self) -> Option<i64> {
+        self.number(self.named_end.as_deref()?)
+    }
+
+    /// Tokens that end an answer: the folder's own, and those with which its conversations end a turn.
+    pub(crate) fn answer_ends(&self) -> Vec<i64> {
+        let is_used = |token: &&str| self.template.as_ref().is_none_or(|own| own.mentions(token));
+        let turns = TURN_ENDS.iter().filter(|token| is_used(token));
+        let turns = turns.filter_map(|token| self.number(token));
+        self.named_end().into_iter().chain(turns).collect()
+    }
+
+    /// Number of a token that is in the vocabulary as a whole.
+    pub(crate) fn number(&self, token: &str) -> Option<i64> {
         match &self.way {
-            Way::Bytes => token.len() == 1,
-            Way::Words(words) => words.token_to_id(token).is_some(),
+            Way::Bytes => token.bytes().next().filter(|_| token.len() == 1).map(i64::from),
+            Way::Words(words) => words.vocabulary.token_to_id(token).map(i64::from),
         }
     }
 
     /// What stands between texts that follow on each other: the token that ends one, or a line break.
     pub(crate) fn separator(&self) -> Result<Vec<i64>> {
-        self.end.map_or_else(|| self.encode("\n"), |end| Ok(vec![end]))
+        self.end.map_or_else(|| self.encode_part(None, "\n"), |end| Ok(vec![end]))
     }
 
-    /// The tokens of a text, without those that a tokenizer puts around a whole one.
-    pub(crate) fn encode(&self, text: &str) -> Result<Vec<i64>> {
+    /// Special tokens that stand before and after every whole text.
+    pub(crate) fn around(&self) -> [&[i64]; 2] {
         match &self.way {
-            Way::Bytes => Ok(text.bytes().map(i64::from).collect()),
+            Way::Bytes => [&[], &[]],
+            Way::Words(words) => words.around.each_ref().map(Vec::as_slice),
+        }
+    }
+
+    /// Tokens of a whole text, with the special ones around it.
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<i64>> {
+        let ([begin, end], tokens) = (self.around(), self.encode_part(None, text)?);
+        Ok([begin, &tokens, end].concat())
+    }
+
+    /// Tokens of a part of a text that follows on this letter, as they are in the whole text.
+    pub(crate) fn encode_part(&self, before: Option<char>, text: &str) -> Result<Vec<i64>> {
+        if let (Way::Words(_), Some(before)) = (&self.way, before) {
+            let placed = self.encode_placed(&format!("{before}{text}"))?;
+            let own = placed.iter().position(|(_, place)| place.end > before.len_utf8());
+            let own = &placed[own.unwrap_or(placed.len())..];
+            // A token that reaches back is cut: the text before it has gone its way.
+            if own.first().is_none_or(|(_, place)| place.start >= before.len_utf8()) {
+                return Ok(own.iter().map(|(token, _)| *token).collect());
+            }
+        }
+        Ok(self.encode_placed(text)?.into_iter().map(|(token, _)| token).collect())
+    }
+
+    /// Tokens of a text with their places in it, and none around it.
+    pub(crate) fn encode_placed(&self, text: &str) -> Result<Vec<PlacedToken>> {
+        match &self.way {
+            Way::Bytes => {
+                Ok(text.bytes().enumerate().map(|(at, byte)| (byte.into(), at..at + 1)).collect())
+            }
             Way::Words(words) => {
-                let encoded = words.encode(text, false).map_err(|error| anyhow!("{error}"));
+                let encoded =
+                    words.vocabulary.encode(text, false).map_err(|error| anyhow!("{error}"));
                 let encoded = encoded.context("the tokenizer cannot take the text")?;
-                Ok(encoded.get_ids().iter().copied().map(i64::from).collect())
+                let places = encoded.get_offsets().iter().map(|(start, end)| *start..*end);
+                Ok(encoded.get_ids().iter().copied().map(i64::from).zip(places).collect())
             }
         }
     }
 
     /// The text of these tokens; what is no text, such as a part of a letter, is shown as `�`.
+    ///
+    /// A model may know numbers above those of its tokenizer, which stand for no text.
     pub(crate) fn decode(&self, tokens: &[i64]) -> Result<String> {
-        let none = |token: i64| anyhow!("{token} is no token: there are {}", self.vocabulary());
         match &self.way {
             Way::Bytes => {
-                let bytes =
-                    tokens.iter().map(|&token| u8::try_from(token).map_err(|_| none(token)));
-                Ok(String::from_utf8_lossy(&bytes.collect::<Result<Vec<u8>>>()?).into_owned())
+                let bytes = tokens.iter().filter_map(|token| u8::try_from(*token).ok());
+                Ok(String::from_utf8_lossy(&bytes.collect::<Vec<u8>>()).into_owned())
             }
             Way::Words(words) => {
-                let numbers = tokens.iter().map(|&token| {
-                    let number = u32::try_from(token).map_err(|_| none(token))?;
-                    words.id_to_token(number).map(|_| number).ok_or_else(|| none(token))
-                });
-                let text = words.decode(&numbers.collect::<Result<Vec<u32>>>()?, false);
+                let numbers = tokens.iter().filter_map(|token| u32::try_from(*token).ok());
+                let text = words.vocabulary.decode(&numbers.collect::<Vec<u32>>(), false);
                 text.map_err(|error| anyhow!("{error}"))
             }
         }
@@ -120,7 +177,7 @@ impl Tokenizer {
         match &self.way {
             Way::Bytes => BYTES,
             Way::Words(words) => {
-                let largest = words.get_vocab(true).into_values().max();
+                let largest = words.vocabulary.get_vocab(true).into_values().max();
                 largest.map_or(0, |largest| i64::from(largest) + 1)
             }
         }
@@ -130,7 +187,7 @@ impl Tokenizer {
     pub(crate) fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
         let whose = match self.is_bytes() {
-            true => "it has no tokenizer.json, and bytes as tokens are",
+            true => "it has no tokenizer, and bytes as tokens are",
             false => "its tokenizer has",
         };
         ensure!(
@@ -141,12 +198,38 @@ impl Tokenizer {
     }
 }
 
+impl Words {
+    /// Takes the vocabulary's settings apart that are not wanted everywhere.
+    fn new(mut vocabulary: Vocabulary) -> Result<Self> {
+        // Whoever cuts or pads sequences does so knowing their lengths: a tokenizer's own settings for
+        // that would do it unseen.
+        vocabulary.with_padding(None);
+        vocabulary.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
+        let around = tokens_around(&vocabulary)?;
+        vocabulary.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+        Ok(Self { vocabulary, around })
+    }
+}
+
+/// Special tokens that a vocabulary's post-processor puts before and after a text.
+fn tokens_around(vocabulary: &Vocabulary) -> Result<[Vec<i64>; 2]> {
+    let Some(processor) = vocabulary.get_post_processor() else { return Ok([vec![], vec![]]) };
+    let text = Encoding::from_tokens(vec![Token::new(0, String::new(), (0, 0))], 0);
+    let framed = processor.process(text, None, true).map_err(|error| anyhow!("{error}"))?;
+    let is_special = framed.get_special_tokens_mask();
+    let own = is_special.iter().position(|special| *special == 0);
+    let own = own.context("its post_processor leaves the text out")?;
+    let ids: Vec<i64> = framed.get_ids().iter().copied().map(i64::from).collect();
+    Ok([ids[..own].to_vec(), ids[own + 1..].to_vec()])
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
 
     use super::*;
 
+    const FILE: &str = "tokenizer.json";
     const WORDS: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
         "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null,
         "decoder": null, "model": {"type": "WordLevel", "unk_token": "?",
@@ -159,8 +242,7 @@ mod tests {
         assert_eq!(tokens, [110, 195, 169]);
         assert_eq!(bytes.decode(&tokens).expect("text"), "né");
         assert_eq!(bytes.decode(&tokens[..2]).expect("text"), "n�");
-        let error = bytes.decode(&[7, 256]).expect_err("no byte").to_string();
-        assert_eq!(error, "256 is no token: there are 256");
+        assert_eq!(bytes.decode(&[110, 256]).expect("text"), "n");
     }
 
     #[test]
@@ -171,10 +253,12 @@ mod tests {
         assert_eq!(words.vocabulary(), 7);
         assert_eq!(words.encode("to be or not to see").expect("tokens"), [1, 2, 3, 6, 1, 0]);
         assert_eq!(words.decode(&[1, 2]).expect("text"), "to be");
-        assert_eq!(
-            words.decode(&[4]).expect_err("a gap").to_string(),
-            "4 is no token: there are 7"
-        );
+        assert_eq!(words.decode(&[1, 4, 9, 2]).expect("text"), "to be");
+        assert_eq!((words.named_end(), words.answer_ends()), (None, vec![]));
+        fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": "not"}"#)
+            .expect("written");
+        let words = Tokenizer::open(folder.path()).expect("a tokenizer");
+        assert_eq!(words.answer_ends(), [6]);
         let error = words.check(6).expect_err("a smaller model").to_string();
         assert!(error.starts_with("its tokenizer has 7 tokens, but its model knows 6"), "{error}");
         words.check(7).expect("all are known");

@@ -62,7 +62,7 @@ fn what_is_done_ends_with_0() {
 
 #[test]
 fn every_command_has_help_with_examples() {
-    let commands = "doctor demo train predict generate plan report verify completions man";
+    let commands = "doctor demo train predict evaluate generate plan report verify completions man";
     for command in commands.split(' ') {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");
     }

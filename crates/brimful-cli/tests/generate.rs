@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use program::{brimful, folder, refused, run, stdout};
+use program::{brimful, complains, folder, like, refused, run, stdout};
 
 fn generated(weights: &str, arguments: &str) -> String {
     let mut generate = brimful();
@@ -154,7 +154,13 @@ fn folders_that_do_not_do_are_wrong_use() {
     let train = format!("train --model {tiny} --from-scratch --data {text}");
     let words = r#"{"added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 256}}}"#;
     fs::write(format!("{wordy}/tokenizer.json"), words).expect("written");
+    let pieces = tiny_llama(&folder.join("pieces"));
+    fs::write(format!("{pieces}/tokenizer.model"), "SentencePiece's own").expect("written");
     for (arguments, complaint) in [
+        (
+            format!("train --model {pieces} --from-scratch --data {text}"),
+            "has tokenizer.model, but no tokenizer.json, which alone is read: make it with python3",
+        ),
         (
             format!("train --model {wordy} --from-scratch --data {text}"),
             "its tokenizer has 257 tokens, but its model knows 256: they do not go together",
@@ -177,4 +183,47 @@ fn folders_that_do_not_do_are_wrong_use() {
     ] {
         refused(&arguments, 2, complaint).stdout("");
     }
+}
+
+/// A model may know more numbers than its tokenizer, as those whose vocabulary is padded do.
+#[test]
+fn numbers_that_the_tokenizer_does_not_know_are_never_written() {
+    let model = folder("generate-padded");
+    for file in files(&BASE) {
+        fs::copy(Path::new(&*BASE).join(&file), model.join(file)).expect("copied");
+    }
+    let words = r#"{"added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 0, "x": 1, "y": 2}}}"#;
+    fs::write(model.join("tokenizer.json"), words).expect("written");
+    let generate =
+        format!("generate --device cpu --tokens 30 --prompt x --model {}", model.display());
+    run(&generate).success().stdout(like(r"^x( [?xy]){30}\n$"));
+}
+
+#[test]
+fn a_folder_says_how_its_model_writes_and_where_it_ends() {
+    let folder = folder("generate-config");
+    let model = folder.join("model");
+    fs::create_dir(&model).expect("a folder");
+    for file in files(&BASE) {
+        fs::copy(Path::new(&*BASE).join(&file), model.join(file)).expect("copied");
+    }
+    let told = |settings: &str| {
+        fs::write(model.join("generation_config.json"), settings).expect("written");
+    };
+    let generate =
+        format!("generate --device cpu --tokens 20 --prompt x --model {}", model.display());
+    let likeliest = written(&format!("--model {}", *BASE));
+    told(r#"{"do_sample": false, "repetition_penalty": 1.05}"#);
+    run(&generate)
+        .success()
+        .stdout(likeliest.clone())
+        .stderr(like("generation_config.json's repetition_penalty 1.05 is not applied"));
+    told(r#"{"do_sample": true, "top_k": 1}"#);
+    run(&generate).success().stdout(likeliest.clone()).stderr("");
+    // The byte that comes first ends the text, as one of several.
+    let first = likeliest.as_bytes()[1];
+    told(&format!(r#"{{"do_sample": false, "eos_token_id": [255, {first}]}}"#));
+    run(&generate).success().stdout("x\n");
+    complains(&format!("{generate} --top-p 0"), 2, "--top-p 0: give it a number above 0");
 }

@@ -51,24 +51,72 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     let head = tensors.iter().find(|(name, _)| name == "fc.weight").expect("torchvision's name");
     assert_eq!(head.1.size(), [2, 512]);
 
-    let predict = format!("predict --device cpu --weights {saved} --data {data} --json");
-    let answers = lines(&predict);
-    let names: Vec<_> = answers.iter().map(|answer| answer["name"].as_str()).collect();
-    assert_eq!(names, [[Some("cold"); 3], [Some("warm"); 3]].concat());
-    // One that breaks later is missing; the others keep their numbers.
-    let broken = format!("{data}/cold/028.jpg");
-    let whole = fs::read(&broken).expect("an image");
-    fs::write(&broken, &whole[..whole.len() - 20]).expect("written");
-    let answers = lines(&predict);
-    let indices: Vec<_> = answers.iter().map(|answer| answer["index"].as_u64()).collect();
-    assert_eq!(indices, [0, 2, 3, 4, 5].map(Some));
+    assert_all_are_answered(&saved, &data);
+    assert_new_images_are_answered(&saved, &data);
     fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");
     fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
-    complains(
-        &format!("predict --device cpu --weights {saved} --data {data} --image 16"),
-        2,
-        "the model knows the classes cold, warm, but the data have cold, hot",
-    );
+    let predict = format!("predict --device cpu --weights {saved} --data {data}");
+    for (arguments, complaint) in [
+        ("", "the model knows the classes cold, warm, but the data have cold, hot"),
+        ("--image 64", "and below 64 pixels the first convolution of resnet18 is another one"),
+        (
+            "/no/such.png",
+            "weather is no .jpg, .jpeg or .png file: give images, or one folder of them",
+        ),
+    ] {
+        let code = if arguments.starts_with('/') { 1 } else { 2 };
+        complains(&format!("{predict} {arguments}"), code, complaint);
+    }
+}
+
+/// The names that are answered, and the files.
+fn named(arguments: &str) -> Vec<(String, String)> {
+    let text = |answer: &serde_json::Value, key: &str| answer[key].as_str().expect(key).to_owned();
+    let answers = lines(&format!("predict --device cpu --json {arguments}"));
+    answers.iter().map(|answer| (text(answer, "file"), text(answer, "name"))).collect()
+}
+
+/// All of a labelled folder: what cannot be read is missing, and the others keep their numbers.
+fn assert_all_are_answered(saved: &str, data: &str) {
+    let predict = format!("predict --device cpu --weights {saved} --data {data}");
+    let answers = lines(&format!("{predict} --json"));
+    let indices: Vec<_> = answers.iter().filter_map(|answer| answer["index"].as_u64()).collect();
+    // The second of the one class, the first of the other.
+    assert!(indices.into_iter().eq((0..61).filter(|index| ![1, 30].contains(index))));
+    for answer in &answers {
+        let [class, target] = ["class", "target"].map(|key| answer[key].as_i64().expect(key));
+        assert_eq!(class, target, "{answer}");
+        let top = answer["top"].as_array().expect("classes");
+        assert_eq!((top.len(), top[0]["class"].as_i64()), (2, Some(class)));
+        let sum: f64 = top.iter().filter_map(|one| one["probability"].as_f64()).sum();
+        assert!((sum - 1.0).abs() < 1e-5, "{answer}");
+    }
+    let said = predicate::str::contains("59 of 59 are right: 100.0 %");
+    run(&predict).success().stdout(said.and(predicate::str::contains("warm/002.jpg  class   1")));
+    // Some of the classes alone.
+    let one = format!("{data}-one");
+    fill(&Path::new(&one).join("warm"), 3, true);
+    let answers = lines(&format!("predict --device cpu --weights {saved} --data {one} --json"));
+    let targets: Vec<_> = answers.iter().map(|answer| answer["target"].as_i64()).collect();
+    assert_eq!(targets, [Some(1); 3]);
+}
+
+/// One image, several, and a folder without classes.
+fn assert_new_images_are_answered(saved: &str, data: &str) {
+    let [cold, warm] = ["cold/003.png", "warm/004.jpg"].map(|name| format!("{data}/{name}"));
+    let weights = format!("--weights {saved} --data");
+    let answered = |file: &str, name: &str| (file.to_owned(), name.to_owned());
+    assert_eq!(named(&format!("{weights} {warm}")), [answered(&warm, "warm")]);
+    let both = [answered(&warm, "warm"), answered(&cold, "cold")];
+    assert_eq!(named(&format!("{weights} {warm} {cold}")), both);
+    let plain = format!("{data}-plain");
+    fs::create_dir(&plain).expect("a folder");
+    fs::copy(&warm, format!("{plain}/b.jpg")).expect("copied");
+    fs::copy(&cold, format!("{plain}/a.png")).expect("copied");
+    let found = named(&format!("{weights} {plain}"));
+    assert_eq!(found.iter().map(|(_, name)| &**name).collect::<Vec<_>>(), ["cold", "warm"]);
+    let shown = run(&format!("predict --device cpu {weights} {plain}")).success();
+    shown.stdout(predicate::str::contains("2 images\n").and(predicate::str::contains("  cold 0")));
 }
 
 #[test]

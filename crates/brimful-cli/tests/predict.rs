@@ -62,3 +62,21 @@ fn weights_that_are_no_numbers_have_no_answers() {
     let predict = format!("predict --device cpu --weights {}", weights.display());
     refused(&predict, 1, "numbers that are not finite").stdout("");
 }
+
+/// Training images beside the ones that are tested on may be other ones: what normalised the model's is in its file.
+#[test]
+fn pixels_are_normalised_as_those_that_the_model_was_trained_on() {
+    let (weights, _) = &*TRAINED;
+    let (tensors, mut metadata) = save::read(weights).expect("a run");
+    let scale = metadata["pixels"].clone();
+    let (mean, deviation) = scale.split_once(' ').expect("two numbers");
+    let [mean, deviation]: [f64; 2] =
+        [mean, deviation].map(|number| number.parse().expect("a number"));
+    assert!(mean > 4.0 && mean < 6.0 && deviation > 5.0 && deviation < 7.0, "{scale}");
+    metadata.insert("pixels".into(), format!("{} {}", mean + 50.0, deviation));
+    let moved = folder("predict-moved").join("mlp.safetensors");
+    save::write(&moved, &tensors, &metadata).expect("written");
+    let answers =
+        |weights: &str| lines(&format!("predict --device cpu --json --weights {weights}"));
+    assert_ne!(answers(&moved.display().to_string()), answers(weights));
+}

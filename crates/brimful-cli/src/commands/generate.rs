@@ -9,8 +9,9 @@ use clap::Args;
 use tch::{Kind, Tensor};
 
 use crate::exit::{Exit, ensure_use};
+use crate::generation_config::Sampling;
 use crate::output;
-use crate::setting::{MODELS, ModelSource, NumberType, words};
+use crate::setting::{ModelSource, NumberType, TEXT_MODELS, words};
 use crate::tokenizer::Tokenizer;
 use writer::Writer;
 
@@ -30,7 +31,7 @@ pub struct GenerateOptions {
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     #[arg(long, value_name = "NAME|FOLDER")]
-    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    #[arg(help = format!("{TEXT_MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
     model: Option<ModelSource>,
     /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
     #[arg(long, value_name = "FOLDER")]
@@ -44,12 +45,17 @@ pub struct GenerateOptions {
     /// Tokens to write after it; a folder's model may end before
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = words::count)]
     tokens: usize,
-    /// How freely it chooses: 0 takes the likeliest token, 1 draws as the model says
-    #[arg(long, value_name = "T", default_value_t = 1.0)]
-    temperature: f64,
-    /// Draw among the K likeliest tokens alone
+    /// How freely it chooses: 0 takes the likeliest token, 1 draws as the model says [default: as a folder's
+    /// generation_config.json says, else 1]
+    #[arg(long, value_name = "T")]
+    temperature: Option<f64>,
+    /// Draw among the K likeliest tokens alone [default: as a folder's generation_config.json says, else all]
     #[arg(long, value_name = "K", value_parser = words::count)]
     top_k: Option<usize>,
+    /// Draw among the likeliest tokens that have probability P together [default: as a folder's
+    /// generation_config.json says, else 1]
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
@@ -60,20 +66,16 @@ pub struct GenerateOptions {
 
 /// Writes the prompt and what follows it, as it is made.
 pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
-    let temperature = options.temperature;
-    ensure_use!(
-        temperature.is_finite() && temperature >= 0.0,
-        "--temperature {temperature}: give it a number from 0 on"
-    );
-    ensure_use!(!options.prompt.is_empty(), "--prompt is empty: give it a character");
+    options.check()?;
     let mut writer = Writer::open(options)?;
+    let sampling = options.sampling(writer.sampling);
     tch::manual_seed(i64::from_ne_bytes(options.seed.to_ne_bytes()));
     let mut tokens = std::mem::take(&mut writer.prompt);
     let mut text = GrowingText::after(&tokens, &writer.tokenizer)?;
     output::piece(&options.prompt)?;
     for _ in 0..options.tokens {
         let logits = writer.next(&tokens)?;
-        let token = choose(&logits, temperature, options.top_k).int64_value(&[0]);
+        let token = choose(&logits, &sampling).int64_value(&[0]);
         if writer.ends.contains(&token) {
             break;
         }
@@ -84,8 +86,37 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
+impl GenerateOptions {
+    fn check(&self) -> Result<()> {
+        if let Some(temperature) = self.temperature {
+            ensure_use!(
+                temperature.is_finite() && temperature >= 0.0,
+                "--temperature {temperature}: give it a number from 0 on"
+            );
+        }
+        if let Some(top_p) = self.top_p {
+            ensure_use!(
+                top_p > 0.0 && top_p <= 1.0,
+                "--top-p {top_p}: give it a number above 0, 1 at most"
+            );
+        }
+        ensure_use!(!self.prompt.is_empty(), "--prompt is empty: give it a character");
+        Ok(())
+    }
+
+    /// How tokens are chosen: as the flags say, and else as the folder does.
+    fn sampling(&self, told: Sampling) -> Sampling {
+        Sampling {
+            temperature: self.temperature.unwrap_or(told.temperature),
+            top_k: self.top_k.or(told.top_k),
+            top_p: self.top_p.unwrap_or(told.top_p),
+        }
+    }
+}
+
 /// A token by its logit: the likeliest, or one that is drawn among all or the likeliest few.
-fn choose(logits: &Tensor, temperature: f64, top_k: Option<usize>) -> Tensor {
+fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
+    let Sampling { temperature, top_k, top_p } = *sampling;
     if temperature == 0.0 {
         return logits.argmax(-1, true);
     }
@@ -93,6 +124,9 @@ fn choose(logits: &Tensor, temperature: f64, top_k: Option<usize>) -> Tensor {
     let (values, tokens) = logits.topk(count as i64, -1, true, true);
     // From the largest on, so that no temperature is too small for an exponent.
     let chances = ((&values - values.max()) / temperature).softmax(-1, Kind::Double);
+    // Those before which the likelier ones already have enough are left out.
+    let before = chances.cumsum(-1, Kind::Double) - &chances;
+    let chances = if top_p < 1.0 { &chances * before.lt(top_p) } else { chances };
     tokens.index_select(0, &chances.multinomial(1, false))
 }
 
@@ -151,13 +185,23 @@ mod tests {
     #[test]
     fn the_likeliest_is_chosen_at_temperature_0_and_among_1() {
         let logits = Tensor::from_slice(&[0.1, 3.0, -2.0, 2.9]);
-        for (temperature, top_k) in [(0.0, None), (0.0, Some(3)), (5.0, Some(1)), (1e-300, None)] {
-            assert_eq!(choose(&logits, temperature, top_k).int64_value(&[0]), 1);
+        let sampling = |temperature, top_k, top_p| Sampling { temperature, top_k, top_p };
+        for sampling in [
+            sampling(0.0, None, 1.0),
+            sampling(0.0, Some(3), 1.0),
+            sampling(5.0, Some(1), 1.0),
+            sampling(1e-300, None, 1.0),
+            sampling(5.0, None, 0.01),
+        ] {
+            assert_eq!(choose(&logits, &sampling).int64_value(&[0]), 1);
         }
         tch::manual_seed(1);
-        let drawn: Vec<i64> =
-            (0..40).map(|_| choose(&logits, 10.0, Some(2)).int64_value(&[0])).collect();
-        assert!(drawn.iter().all(|token| [1, 3].contains(token)), "{drawn:?}");
-        assert!(drawn.contains(&3), "{drawn:?}");
+        // The two likeliest have 0.5 together.
+        for sampling in [sampling(10.0, Some(2), 1.0), sampling(10.0, None, 0.5)] {
+            let drawn: Vec<i64> =
+                (0..40).map(|_| choose(&logits, &sampling).int64_value(&[0])).collect();
+            assert!(drawn.iter().all(|token| [1, 3].contains(token)), "{drawn:?}");
+            assert!(drawn.contains(&3), "{drawn:?}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 pub(crate) mod completions;
 pub(crate) mod demo;
 pub(crate) mod doctor;
+pub(crate) mod evaluate;
 pub(crate) mod generate;
 pub(crate) mod man;
 pub(crate) mod plan;
@@ -22,6 +23,7 @@ pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile<'_>> {
     match command {
         BrimfulCommand::Train(options) => options.files(),
         BrimfulCommand::Predict(options) => options.files(),
+        BrimfulCommand::Evaluate(options) => options.files(),
         BrimfulCommand::Plan(options) => options.files(),
         BrimfulCommand::Report(options) => options.files(),
         _ => Vec::new(),
@@ -35,6 +37,7 @@ pub(crate) fn run(command: &BrimfulCommand) -> Result<Exit> {
         BrimfulCommand::Demo => demo::run(),
         BrimfulCommand::Train(options) => train::run(options),
         BrimfulCommand::Predict(options) => predict::run(options),
+        BrimfulCommand::Evaluate(options) => evaluate::run(options),
         BrimfulCommand::Generate(options) => generate::run(options),
         BrimfulCommand::Plan(options) => plan::run(options),
         BrimfulCommand::Report(options) => report::run(options),

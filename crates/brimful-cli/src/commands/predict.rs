@@ -1,9 +1,9 @@
 //! `brimful predict`: what a trained model answers, sample by sample.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::{Bytes, MicroBatcher, Size, split};
 use clap::Args;
@@ -11,16 +11,20 @@ use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::data::{Dataset, Examples, Sample, SampleRequest, SampleSizes};
+use crate::data::{self, Examples, NewImages, Sample, SampleRequest, SampleSet, SampleWishes};
 use crate::exit::{Exit, ensure_use, wrong_use};
-use crate::files::{self, FlagFile};
+use crate::files::{self, FileUse, FlagFile};
 use crate::output;
 use crate::progress::Progress;
-use crate::saved_weights::SavedWeights;
-use crate::setting::{self, MODELS, ModelName, NumberType, typed, within, words};
+use crate::saved_weights::{PIXELS, SavedWeights};
+use crate::setting::{self, IMAGE_MODELS, ModelName, NumberType, typed, within, words};
 
 /// Samples that are in memory together where they are streamed.
 const AT_ONCE: usize = 256;
+/// As many of the likeliest classes are told.
+const TOP: i64 = 5;
+/// Of them, as many follow the first one in a line for people.
+const SHOWN: usize = 2;
 
 /// Options of `brimful predict`.
 #[derive(Debug, Args)]
@@ -29,18 +33,23 @@ Examples:
   brimful train --save digits.safetensors
   brimful predict --weights digits.safetensors
   brimful predict --weights digits.safetensors --json | jq 'select(.class != .target)'
+  brimful predict --weights flowers.safetensors --data photo.jpg other.png
+  brimful predict --weights flowers.safetensors --data new-photos --json    a folder, with or without classes
   brimful predict --model resnet18 --weights resnet18.safetensors --data ~/fashion-mnist -o answers.jsonl
 
-The samples are those that brimful train tests on.")]
+Of digits, synthetic and IDX files, the samples are those that brimful train tests on.")]
 pub struct PredictOptions {
     /// A file of brimful train --save, or a safetensors file with the model's names
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
-    #[arg(long, value_name = "NAME", help = format!("{MODELS} [default: as the file tells]"))]
+    #[arg(long, value_name = "NAME", help = format!("{IMAGE_MODELS} [default: as the file tells]"))]
     model: Option<ModelName>,
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
-    data: String,
-    #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
+    /// The samples: images (.jpg, .jpeg, .png), a folder of images, with a subfolder a class or without, or of
+    /// MNIST-format IDX files; digits (shipped) or synthetic (made up)
+    #[arg(long, default_value = "digits", value_name = "NAME|PATH", num_args = 1..)]
+    data: Vec<String>,
+    /// Height and width of the images of files [default: as the model was trained, else 224]
+    #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
@@ -65,8 +74,12 @@ pub struct PredictOptions {
 impl PredictOptions {
     /// The files that were given, each with its flag.
     pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
-        let output = files::written("--output", self.output.as_ref());
-        output.into_iter().chain(files::read("--weights", Some(&self.weights))).collect()
+        let output = files::written("--output", self.output.as_ref()).into_iter();
+        let weights = files::read("--weights", Some(&self.weights));
+        // A name of shipped or made-up data is no file, and so is in nobody's way.
+        let data = self.data.iter().map(Path::new).filter(|path| path.is_file());
+        let data = data.map(|path| FlagFile { flag: "--data", path, purpose: FileUse::Reads });
+        output.chain(weights).chain(data).collect()
     }
 }
 
@@ -75,15 +88,41 @@ impl PredictOptions {
 struct Prediction {
     /// Its number among the samples, from 0 on.
     index: usize,
-    class: i64,
-    probability: f64,
-    target: i64,
-    /// What its class is called, where it has a name.
     #[serde(skip_serializing_if = "Option::is_none")]
-    name: Option<String>,
+    file: Option<String>,
+    #[serde(flatten)]
+    answer: Answer,
+    /// The class that it has, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    target: Option<i64>,
+    /// The likeliest classes, the answer first.
+    top: Vec<Answer>,
     /// What its target is called: the number alone goes into JSON, where names are looked up.
     #[serde(skip)]
     right: Option<String>,
+}
+
+/// A class, and how likely it is.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct Answer {
+    class: i64,
+    probability: f64,
+    /// What the class is called, where it has a name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+}
+
+/// Classes, how likely each is, and the one that a sample has.
+type Likeliest = ((Vec<i64>, Vec<f64>), i64);
+
+/// Samples that are to be answered.
+#[derive(Debug)]
+struct Asked {
+    samples: SampleSet,
+    sample: Sample,
+    /// Where they are, if in files of their own.
+    files: Vec<PathBuf>,
+    class_names: Vec<String>,
 }
 
 /// Answers every sample.
@@ -105,15 +144,8 @@ pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
 fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let weights = SavedWeights::read(&options.weights)?;
     let name = weights.model(options.model)?;
-    let told = weights.told("image").and_then(|pixels| pixels.parse().ok());
-    let sizes = SampleSizes { image: options.image.or(told), sequence: None };
-    let mut dataset = name.data(&options.data, sizes, options.seed)?;
-    ensure_use!(
-        matches!(dataset.sample, Sample::Image { .. }),
-        "predict tells the class of images: for text there is brimful generate"
-    );
-    check_classes(&weights, &dataset)?;
-    let layers = name.layers(&dataset.sample, 0.0);
+    let mut asked = Asked::open(options, &weights, name)?;
+    let layers = name.layers(&asked.sample, 0.0);
     let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
     let device = setting::device(options.device.as_deref())?;
     options.dtype.prepare(device)?;
@@ -125,60 +157,111 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     store.set_kind(kind);
     weights.put_into(store.variables().into_iter().collect(), name)?;
     let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
-    let samples = dataset.test.len();
-    let at_once = dataset.test.at_once(AT_ONCE);
+    let samples = asked.samples.len();
+    let at_once = asked.samples.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);
     let progress = Progress::new(samples, "samples");
     for places in split::by_size(samples, at_once)? {
         let request = SampleRequest::plain(places.clone());
-        let Examples { inputs, targets, lacking } = dataset.test.bring(&request)?;
+        let Examples { inputs, targets, lacking, .. } = asked.samples.bring(&request)?;
         let likeliest = micro.map(&inputs, |x: Tensor| {
             let logits = model.forward_t(&typed(&x, kind), false);
-            logits.softmax(-1, Kind::Float).max_dim(-1, false)
+            let most = TOP.min(*logits.size().last().unwrap_or(&1));
+            logits.softmax(-1, Kind::Float).topk(most, -1, true, true)
         })?;
         let indices = places.clone().filter(|index| !lacking.contains(index));
-        let made = Prediction::of(indices, likeliest, &targets, &dataset.class_names)?;
-        predictions.extend(made);
+        predictions.extend(asked.predictions(indices, likeliest, &targets)?);
         progress.advance(places.len());
     }
     Ok(predictions)
 }
 
-/// A folder with other classes would be answered with the wrong names.
-fn check_classes(weights: &SavedWeights, dataset: &Dataset) -> Result<()> {
-    let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
-    ensure_use!(
-        known == dataset.class_names,
-        "the model knows the classes {}, but the data have {}: give it data with the same ones",
-        known.join(", "),
-        match dataset.class_names.is_empty() {
-            true => "none with a name".to_owned(),
-            false => dataset.class_names.join(", "),
+impl Asked {
+    fn open(options: &PredictOptions, weights: &SavedWeights, name: ModelName) -> Result<Self> {
+        let paths: Vec<PathBuf> = options.data.iter().map(PathBuf::from).collect();
+        let is_files = match &paths[..] {
+            [path] => data::are_images(path)?,
+            _ => true,
+        };
+        if is_files {
+            return Self::files(&paths, options, weights, name);
         }
-    );
-    Ok(())
-}
+        let pixels = weights.told(PIXELS).and_then(|text| text.parse().ok());
+        let wishes = SampleWishes { image: options.image, sequence: None, pixels };
+        let dataset = name.data(&options.data[0], wishes, options.seed)?;
+        ensure_use!(
+            matches!(dataset.sample, Sample::Image { .. }),
+            "predict tells the class of images: for text there is brimful generate"
+        );
+        let names = weights.class_names().unwrap_or_default();
+        ensure_use!(
+            names.is_empty(),
+            "the model knows the classes {}, but the data have none with a name: give it images",
+            names.join(", ")
+        );
+        let (samples, sample) = (dataset.test, dataset.sample);
+        Ok(Self { samples, sample, files: Vec::new(), class_names: Vec::new() })
+    }
 
-impl Prediction {
+    /// Images in files, in the size that the model was trained with.
+    fn files(
+        paths: &[PathBuf],
+        options: &PredictOptions,
+        weights: &SavedWeights,
+        name: ModelName,
+    ) -> Result<Self> {
+        let told = weights.told("image").and_then(|pixels| pixels.parse().ok());
+        if let (Some(asked), Some(told)) = (options.image, told) {
+            ensure_use!(
+                !name.stems_differ(asked, told),
+                "--image {asked}: the model was trained with --image {told}, and below 64 pixels the first \
+                 convolution of {name} is another one: leave --image out"
+            );
+        }
+        let opened = data::open_new(paths, options.image.or(told), weights.class_names())?;
+        let NewImages { samples, files, class_names, side } = opened;
+        ensure_use!(!files.is_empty(), "{}: there is no image", options.data.join(", "));
+        let classes = match class_names.len() {
+            0 => weights.rows("fc.weight"),
+            named => Some(named as i64),
+        };
+        let classes = classes.with_context(|| {
+            let path = options.weights.display();
+            wrong_use(format!(
+                "{path} does not tell how many classes it knows: give --data a folder with a subfolder for each"
+            ))
+        })?;
+        let sample = Sample::Image { shape: [3, side, side], classes };
+        Ok(Self { samples, sample, files, class_names })
+    }
+
     /// Those of the samples of these numbers, of probabilities and classes.
-    fn of(
+    fn predictions(
+        &self,
         indices: impl Iterator<Item = usize>,
         (probabilities, classes): (Tensor, Tensor),
         targets: &Tensor,
-        names: &[String],
-    ) -> Result<Vec<Self>> {
+    ) -> Result<Vec<Prediction>> {
         setting::check_answers(&probabilities)?;
-        let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
-        let classes = Vec::<i64>::try_from(classes)?;
+        let probabilities = Vec::<Vec<f64>>::try_from(probabilities.to_kind(Kind::Double))?;
+        let classes = Vec::<Vec<i64>>::try_from(classes)?;
         let targets = Vec::<i64>::try_from(targets)?;
         let answers = classes.into_iter().zip(probabilities).zip(targets);
-        let prediction = |(index, ((class, probability), target))| {
-            let named =
-                |class| usize::try_from(class).ok().and_then(|class| names.get(class).cloned());
-            let (name, right) = (named(class), named(target));
-            Self { index, class, probability, target, name, right }
+        let prediction = |(index, ((classes, probabilities), target)): (usize, Likeliest)| {
+            let top = classes.into_iter().zip(probabilities);
+            let answer =
+                |(class, probability)| Answer { class, probability, name: self.name(class) };
+            let top: Vec<Answer> = top.map(answer).collect();
+            let file = self.files.get(index).map(|path: &PathBuf| path.display().to_string());
+            let target = Some(target).filter(|target| *target >= 0);
+            let right = target.and_then(|target| self.name(target));
+            Prediction { index, file, answer: top[0].clone(), target, top, right }
         };
         Ok(indices.zip(answers).map(prediction).collect())
+    }
+
+    fn name(&self, class: i64) -> Option<String> {
+        self.class_names.get(usize::try_from(class).ok()?).cloned()
     }
 }
 
@@ -187,20 +270,34 @@ fn json_lines(predictions: &[Prediction]) -> Result<String> {
 }
 
 fn summary(predictions: &[Prediction]) -> String {
-    let right = predictions.iter().filter(|one| one.class == one.target).count();
-    let share = 100.0 * right as f64 / predictions.len().max(1) as f64;
-    format!("{right} of {} are right: {share:.1} %", predictions.len())
+    let known = predictions.iter().filter(|one| one.target.is_some()).count();
+    if known == 0 {
+        return format!("{} images", predictions.len());
+    }
+    let right = predictions.iter().filter(|one| one.target == Some(one.answer.class)).count();
+    let share = 100.0 * right as f64 / known as f64;
+    format!("{right} of {known} are right: {share:.1} %")
 }
 
 impl fmt::Display for Prediction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { index, class, probability, target, name, right } = self;
-        write!(f, "sample {index:>5}  class {class:>3}  {:5.1} %", probability * 100.0)?;
+        let Self { index, file, answer, target, top, right } = self;
+        match file {
+            Some(file) => write!(f, "{file}")?,
+            None => write!(f, "sample {index:>5}")?,
+        }
+        let Answer { class, probability, name } = answer;
+        write!(f, "  class {class:>3}  {:5.1} %", probability * 100.0)?;
         name.iter().try_for_each(|name| write!(f, "  {name}"))?;
-        match (class == target, right) {
-            (true, _) => Ok(()),
-            (false, Some(right)) => write!(f, "  wrong: it is {target}, {right}"),
-            (false, None) => write!(f, "  wrong: it is {target}"),
+        match (target, right) {
+            (Some(target), _) if target == class => Ok(()),
+            (Some(target), Some(right)) => write!(f, "  wrong: it is {target}, {right}"),
+            (Some(target), None) => write!(f, "  wrong: it is {target}"),
+            (None, _) => top.iter().skip(1).take(SHOWN).try_for_each(|answer| {
+                let Answer { class, probability, name } = answer;
+                let class = name.clone().unwrap_or_else(|| class.to_string());
+                write!(f, "  {class} {:.1} %", probability * 100.0)
+            }),
         }
     }
 }

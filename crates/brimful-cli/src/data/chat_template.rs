@@ -1,10 +1,11 @@
 //! A conversation as tokens, in the form that the model's tokenizer knows.
 
+use std::ops::Range;
+
 use anyhow::Result;
 
-pub(super) use crate::chat_message::ChatMessage;
+pub(super) use crate::chat_message::{ChatMessage, ChatText};
 use crate::folder_template::FolderTemplate;
-use crate::jinja_template::TextPart;
 use crate::tokenizer::Tokenizer;
 
 /// The tokens that begin and end a message in ChatML.
@@ -20,7 +21,7 @@ pub(super) struct MarkedTokens {
 /// How a conversation is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ChatTemplate<'a> {
-    /// As the folder says.
+    /// As the folder says, all of it.
     Own(&'a FolderTemplate),
     /// `<|role|>`, a line break, what is said, a line break; after an answer the token that ends a text.
     Plain,
@@ -32,7 +33,7 @@ impl<'a> ChatTemplate<'a> {
     pub(super) fn of(tokenizer: &'a Tokenizer) -> Self {
         match tokenizer.template() {
             Some(own) => Self::Own(own),
-            None if CHAT_ML.iter().all(|token| tokenizer.has(token)) => Self::ChatMl,
+            None if CHAT_ML.iter().all(|token| tokenizer.number(token).is_some()) => Self::ChatMl,
             None => Self::Plain,
         }
     }
@@ -45,38 +46,74 @@ impl<'a> ChatTemplate<'a> {
         messages: &[ChatMessage],
         tokenizer: &Tokenizer,
     ) -> Result<MarkedTokens> {
-        let (parts, end) = match self {
-            Self::Own(template) => (template.understood()?.write(messages)?, None),
-            Self::Plain => (messages.iter().flat_map(plainly).collect(), tokenizer.end()),
-            Self::ChatMl => (messages.iter().flat_map(in_chat_ml).collect(), None),
-        };
-        let mut marked = MarkedTokens::default();
-        for (part, is_answer) in parts {
-            // Each part by itself, so that no token is half an answer's.
-            marked.add(tokenizer.encode(&part)?, is_answer);
-            marked.add(end.filter(|_| is_answer).into_iter().collect(), true);
+        match self {
+            Self::Own(template) => {
+                let chat = template.understood()?.write(messages)?;
+                MarkedTokens::default().with(&chat, None, tokenizer)
+            }
+            Self::Plain => MarkedTokens::of_text(&written(messages, plainly), tokenizer),
+            Self::ChatMl => {
+                let begun = MarkedTokens::begun(tokenizer);
+                begun.with(&written(messages, in_chat_ml), None, tokenizer)
+            }
         }
-        Ok(marked)
     }
 }
 
-fn plainly(message: &ChatMessage) -> [TextPart; 2] {
-    let ChatMessage { role, content } = message;
-    [(format!("<|{role}|>\n"), false), (format!("{content}\n"), message.is_answer())]
+fn written(messages: &[ChatMessage], write: fn(&ChatMessage, &mut ChatText)) -> ChatText {
+    let mut chat = ChatText::default();
+    messages.iter().for_each(|message| write(message, &mut chat));
+    chat
+}
+
+fn plainly(message: &ChatMessage, chat: &mut ChatText) {
+    let ChatMessage { role, content, .. } = message;
+    chat.push(&format!("<|{role}|>\n"), false);
+    chat.push(&format!("{content}\n"), message.is_answer());
 }
 
 /// What a model has to say where the message is an answer is also that it is over.
-fn in_chat_ml(message: &ChatMessage) -> [TextPart; 3] {
-    let ChatMessage { role, content } = message;
+fn in_chat_ml(message: &ChatMessage, chat: &mut ChatText) {
+    let ChatMessage { role, content, .. } = message;
     let [start, end] = CHAT_ML;
-    let said = (format!("{content}{end}"), message.is_answer());
-    [(format!("{start}{role}\n"), false), said, ("\n".to_owned(), false)]
+    chat.push(&format!("{start}{role}\n"), false);
+    chat.push(&format!("{content}{end}"), message.is_answer());
+    chat.push("\n", false);
 }
 
 impl MarkedTokens {
-    fn add(&mut self, tokens: Vec<i64>, are_answers: bool) {
-        self.answers.resize(self.answers.len() + tokens.len(), are_answers);
+    /// Tokens of a text that is whole by itself, with the special one before it, and the one that ends a text after
+    /// each answer.
+    pub(super) fn of_text(chat: &ChatText, tokenizer: &Tokenizer) -> Result<Self> {
+        Self::begun(tokenizer).with(chat, tokenizer.end(), tokenizer)
+    }
+
+    /// Special tokens before a text.
+    fn begun(tokenizer: &Tokenizer) -> Self {
+        let [begin, _] = tokenizer.around();
+        Self { tokens: begin.to_vec(), answers: vec![false; begin.len()] }
+    }
+
+    /// Adds the tokens of a text, encoded at once; a token with a part of an answer is the answer's. After each answer
+    /// comes `end`, if there is one.
+    fn with(mut self, chat: &ChatText, end: Option<i64>, tokenizer: &Tokenizer) -> Result<Self> {
+        let mut answers = chat.answers.iter().filter(|answer| !answer.is_empty()).peekable();
+        for (token, place) in tokenizer.encode_placed(&chat.text)? {
+            while answers.next_if(|answer| answer.end <= place.start).is_some() {
+                self.extend(end, true);
+            }
+            let is_answer =
+                |answer: &&Range<usize>| answer.start < place.end || answer.contains(&place.start);
+            let is_answer = answers.peek().is_some_and(is_answer);
+            self.extend([token], is_answer);
+        }
+        answers.for_each(|_| self.extend(end, true));
+        Ok(self)
+    }
+
+    fn extend(&mut self, tokens: impl IntoIterator<Item = i64>, are_answers: bool) {
         self.tokens.extend(tokens);
+        self.answers.resize(self.tokens.len(), are_answers);
     }
 }
 
@@ -92,10 +129,7 @@ mod tests {
     }
 
     fn tried(tokenizer: &Tokenizer, said: &[(&str, &str)]) -> Result<(String, String)> {
-        let message = |(role, content): &(&str, &str)| ChatMessage {
-            role: (*role).into(),
-            content: (*content).into(),
-        };
+        let message = |(role, content): &(&str, &str)| ChatMessage::new(*role, *content);
         let messages: Vec<ChatMessage> = said.iter().map(message).collect();
         let MarkedTokens { tokens, answers } =
             ChatTemplate::of(tokenizer).encode(&messages, tokenizer)?;

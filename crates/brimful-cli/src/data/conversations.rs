@@ -11,11 +11,9 @@ use super::chat_template::MarkedTokens;
 use super::number_file::{NumberFile, NumberWriter};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
-use super::{Dataset, Examples, IGNORED, Sample, SampleSet};
+use super::{Dataset, Examples, IGNORED, PADDING, RowLengths, Sample, SampleSet};
 use crate::setting::MeanOver;
 
-/// What stands after a conversation's end: any token does, since no answer sees what follows it.
-const PADDING: i64 = 0;
 /// What marks and tokens are below: both are one number, of which the lowest bit is the mark.
 const MARKED: i64 = 1 << 32;
 
@@ -27,7 +25,9 @@ pub(super) struct Conversations {
     tokens: NumberWriter,
     /// Where each of them ends.
     ends: NumberWriter,
-    longest: usize,
+    longest: i64,
+    /// How many are longer, and lose their rest.
+    cut: u64,
     /// How many have no answer within their length, so that there is nothing to learn.
     left_out: u64,
 }
@@ -35,7 +35,7 @@ pub(super) struct Conversations {
 impl Conversations {
     pub(super) fn new(length: i64) -> Result<Self> {
         let (tokens, ends) = (NumberWriter::new(MARKED)?, NumberWriter::new(i64::MAX)?);
-        Ok(Self { length, tokens, ends, longest: 0, left_out: 0 })
+        Ok(Self { length, tokens, ends, longest: 0, cut: 0, left_out: 0 })
     }
 
     pub(super) fn push(&mut self, MarkedTokens { tokens, answers }: MarkedTokens) -> Result<()> {
@@ -48,14 +48,15 @@ impl Conversations {
         }
         let marked: Vec<i64> =
             marked.map(|(token, is_answer)| token << 1 | i64::from(*is_answer)).collect();
-        self.longest = self.longest.max(marked.len() - 1);
+        self.longest = self.longest.max(marked.len() as i64 - 1);
+        self.cut += u64::from(tokens.len() > most);
         self.tokens.append(&marked)?;
         self.ends.append(&[self.tokens.len() as i64])
     }
 
-    /// All of them, padded to the longest; the last tenth is for testing.
+    /// All of them; the last tenth is for testing.
     pub(super) fn dataset(self, path: &Path, vocabulary: i64) -> Result<Dataset> {
-        let Self { length, tokens, ends, longest, left_out } = self;
+        let Self { length, tokens, ends, longest, cut, left_out } = self;
         let (path, count) = (path.display(), ends.len());
         ensure!(
             count > 1,
@@ -63,16 +64,22 @@ impl Conversations {
              tokens, but 2 are needed, so that one is for testing: take more of them, or a longer --sequence",
             count + left_out
         );
-        let others = match left_out {
+        let mut others = match cut {
             0 => String::new(),
-            _ => format!("; {left_out} without an answer in them are left out"),
+            _ => format!(
+                "; {cut} of {count} are longer and cut there: raise --sequence to learn all"
+            ),
         };
+        if left_out > 0 {
+            others += &format!("; {left_out} without an answer in them are left out");
+        }
         let (tokens, ends) = (tokens.finish()?, ends.finish()?);
         let rows = |rows| ConversationRows {
             tokens: tokens.clone(),
             ends: ends.clone(),
             rows,
-            width: longest,
+            longest,
+            length,
         };
         let first_test = count - (count / 10).max(1);
         Ok(Dataset::of(
@@ -89,8 +96,9 @@ struct ConversationRows {
     tokens: NumberFile,
     ends: NumberFile,
     rows: Range<u64>,
-    /// What each is padded to.
-    width: usize,
+    /// The longest of all, and as many tokens of each are read at most.
+    longest: i64,
+    length: i64,
 }
 
 impl ConversationRows {
@@ -113,18 +121,24 @@ impl SampleSource for ConversationRows {
     }
 
     fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
-        let (width, count) = (self.width, request.numbers.len());
-        let mut inputs = vec![PADDING; count * width];
-        let mut targets = vec![IGNORED; count * width];
-        for (place, number) in request.numbers.iter().enumerate() {
-            let row = self.row(*number)?;
+        let rows = request.numbers.iter().map(|number| self.row(*number));
+        let rows = rows.collect::<Result<Vec<_>>>()?;
+        // The first token is no target, and the last one no input.
+        let lengths: Vec<i64> = rows.iter().map(|row| row.len() as i64 - 1).collect();
+        let width = lengths.iter().copied().max().unwrap_or(0) as usize;
+        let mut inputs = vec![PADDING; rows.len() * width];
+        let mut targets = vec![IGNORED; rows.len() * width];
+        for (place, row) in rows.iter().enumerate() {
             for (at, pair) in (place * width..).zip(row.windows(2)) {
                 inputs[at] = pair[0] >> 1;
                 targets[at] = if pair[1] & 1 == 1 { pair[1] >> 1 } else { IGNORED };
             }
         }
-        let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).view([-1, width as i64]);
-        Ok(Examples::whole(tensor(&inputs), tensor(&targets)))
+        let size = [rows.len() as i64, width as i64];
+        let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).view(size);
+        let whole = Examples::whole(tensor(&inputs), tensor(&targets));
+        let lengths = RowLengths { each: lengths, longest: self.longest, most: self.length };
+        Ok(Examples { lengths: Some(lengths), ..whole })
     }
 }
 
@@ -146,7 +160,7 @@ mod tests {
 
     #[test]
     fn answers_alone_are_targets_and_short_conversations_are_padded() {
-        let all = conversations(5, &["..AA.A", "..A", "..A", ".....", "......A", ""]);
+        let all = conversations(5, &["..AA.A", "..A", "..A.....", ".....", "......A", ""]);
         let mut data = all.dataset(Path::new("chat.jsonl"), 9).expect("data");
         let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         let inputs = Tensor::from_slice(&[1, 2, 3, 4, 5, 1, 2, 0, 0, 0_i64]).view([2, 5]);
@@ -154,9 +168,18 @@ mod tests {
         assert_eq!(train.inputs, inputs);
         assert_eq!(train.targets, Tensor::from_slice(&targets).view([2, 5]));
         assert_eq!((data.test.len(), test.targets.size()), (1, vec![1, 5]));
-        assert_eq!(test.inputs, train.inputs.narrow(0, 1, 1));
+        let lengths = RowLengths { each: vec![5, 2], longest: 5, most: 5 };
+        assert_eq!(train.lengths, Some(lengths));
+        let short = data.train.bring(&SampleRequest::plain([1])).expect("one");
+        assert_eq!(short.inputs, Tensor::from_slice(&[1, 2_i64]).view([1, 2]));
+        let (inputs, targets) = short.into_largest();
+        assert_eq!(inputs, Tensor::from_slice(&[1, 2, 0, 0, 0_i64]).view([1, 5]));
+        assert_eq!(targets, Tensor::from_slice(&[NO, 3, NO, NO, NO]).view([1, 5]));
+        assert_eq!(test.inputs, Tensor::from_slice(&[1, 2, 3, 4, 5_i64]).view([1, 5]));
         assert_eq!(data.sample, Sample::Sequence { length: 5, vocabulary: 9 });
-        assert!(data.description.ends_with("; 3 without an answer in them are left out"));
+        let counted = "; 1 of 3 are longer and cut there: raise --sequence to learn all; 3 without an \
+                       answer in them are left out";
+        assert!(data.description.ends_with(counted), "{}", data.description);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use flate2::read::GzDecoder;
 use tch::{Kind, Tensor};
 
-use super::{Dataset, Examples, of_images};
+use super::{Dataset, Examples, PixelScale, of_images};
 
 const FILE: &[u8] = include_bytes!("../../data/digits.csv.gz");
 const PIXELS: usize = 64;
@@ -14,13 +14,13 @@ const CLASSES: i64 = 10;
 /// One line in so many is tested on.
 const TEST_EVERY: i64 = 5;
 
-/// All of them, 8×8 pixels in one channel; every fifth is for testing, from the first on: 360 of 1,797.
-pub(crate) fn load() -> Result<Dataset> {
+/// All of them, normalised as it is told, 8×8 pixels in one channel; every fifth is for testing, from the first on: 360 of 1,797.
+pub(crate) fn load(told: Option<PixelScale>) -> Result<Dataset> {
     let table = read(FILE).context("the digits inside the program are damaged")?;
     let line = Tensor::arange(table.size()[0], (Kind::Int64, table.device()));
     let is_test = line.remainder(TEST_EVERY).eq(0);
     let [train, test] = [is_test.logical_not(), is_test].map(|rows| pick(&table, &rows));
-    of_images(train, test, CLASSES, "UCI handwritten digits (CC BY 4.0)")
+    of_images(train, test, CLASSES, "UCI handwritten digits (CC BY 4.0)", told)
 }
 
 fn pick(table: &Tensor, rows: &Tensor) -> Examples {
@@ -55,7 +55,7 @@ mod tests {
     use tch::nn::{self, ModuleT, OptimizerConfig};
 
     fn loaded() -> (Sample, [Examples; 2]) {
-        let Dataset { train, test, sample, .. } = load().expect("digits");
+        let Dataset { train, test, sample, .. } = load(None).expect("digits");
         (sample, [train, test].map(|mut half| half.all().expect("samples")))
     }
 

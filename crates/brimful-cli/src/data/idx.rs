@@ -11,7 +11,7 @@ use anyhow::{Result, bail, ensure};
 use flate2::read::GzDecoder;
 use tch::{Kind, Tensor};
 
-use super::{Dataset, Examples, of_images};
+use super::{Dataset, Examples, PixelScale, of_images};
 
 /// The kind of numbers that images and labels have.
 const UNSIGNED_BYTES: u8 = 8;
@@ -19,7 +19,7 @@ const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// Reads `train-` and `t10k-`, `images-idx3-ubyte` and `labels-idx1-ubyte`, each with or without
 /// `.gz`.
-pub(super) fn load(folder: &Path) -> Result<Dataset> {
+pub(super) fn load(folder: &Path, told: Option<PixelScale>) -> Result<Dataset> {
     let name = folder.display();
     let [train, test] = [examples(folder, "train")?, examples(folder, "t10k")?];
     let [size, test_size] = [&train, &test].map(|half| half.inputs.size()[2..].to_vec());
@@ -28,8 +28,23 @@ pub(super) fn load(folder: &Path) -> Result<Dataset> {
         "the images in {name} have {size:?} pixels for training and {test_size:?} for testing: is \
          it one data set?"
     );
-    let [last, test_last] = [&train, &test].map(|half| half.targets.max().int64_value(&[]));
-    of_images(train, test, last.max(test_last) + 1, &name.to_string())
+    let classes = classes(&train.targets, &test.targets)?;
+    of_images(train, test, classes, &name.to_string(), told)
+}
+
+/// The number of classes: one more than the largest label, most of which must have an image to learn from.
+fn classes(train: &Tensor, test: &Tensor) -> Result<i64> {
+    let classes = train.max().int64_value(&[]).max(test.max().int64_value(&[])) + 1;
+    let counts = train.bincount(None::<Tensor>, classes);
+    let with_images = counts.gt(0).sum(Kind::Int64).int64_value(&[]);
+    let last = classes - 1;
+    ensure!(
+        2 * with_images >= classes,
+        "the labels are numbers up to {last}, which makes {classes} classes, but {with_images} of them alone have \
+         an image to learn from ({} are labelled {last}): correct the label, or number the classes from 0 on",
+        counts.int64_value(&[last])
+    );
+    Ok(classes)
 }
 
 /// The images and labels of one half, as samples × 1 × height × width and class numbers.
@@ -145,7 +160,7 @@ mod tests {
     }
 
     fn refusal(folder: &TempDir) -> String {
-        format!("{:#}", load(folder.path()).expect_err("it is wrong"))
+        format!("{:#}", load(folder.path(), None).expect_err("it is wrong"))
     }
 
     fn idx(shape: &[u32], numbers: &[u8]) -> Vec<u8> {
@@ -157,7 +172,7 @@ mod tests {
 
     #[test]
     fn reads_both_halves_and_normalises_by_the_first() {
-        let mut data = load(filled().path()).expect("data");
+        let mut data = load(filled().path(), None).expect("data");
         let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         assert_eq!(data.sample, Sample::Image { shape: [1, 2, 2], classes: 3 });
         assert_eq!((data.train.len(), data.test.len()), (3, 2));
@@ -170,7 +185,8 @@ mod tests {
     #[test]
     fn gzipped_files_are_read_under_either_name() {
         let folder = filled();
-        let inputs = || load(folder.path()).expect("data").train.all().expect("samples").inputs;
+        let inputs =
+            || load(folder.path(), None).expect("data").train.all().expect("samples").inputs;
         let plain = inputs();
         for (from, to) in [
             ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"),
@@ -224,6 +240,31 @@ mod tests {
             let error = refusal(&folder);
             assert!(error.contains("says [3, 2, 2], 12 bytes, but more follow"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_stray_label_that_would_make_many_classes_is_refused() {
+        let folder = filled();
+        write(&folder, "train-labels-idx1-ubyte", &idx(&[3], &[0, 1, 77]));
+        let error = refusal(&folder);
+        assert!(
+            error.contains("numbers up to 77, which makes 78 classes, but 3 of them"),
+            "{error}"
+        );
+        assert!(error.contains("(1 are labelled 77)"), "{error}");
+    }
+
+    #[test]
+    fn a_trained_models_own_figures_normalise_other_data() {
+        let folder = filled();
+        let own = load(folder.path(), None).expect("data");
+        let told: PixelScale = own.pixels.expect("figures").to_string().parse().expect("figures");
+        let images = idx(&[3, 2, 2], &[200; 12]);
+        write(&folder, "train-images-idx3-ubyte", &images);
+        let mut other = load(folder.path(), Some(told)).expect("data");
+        assert_eq!(other.pixels, own.pixels);
+        let test = |mut data: Dataset| data.test.all().expect("samples").inputs;
+        assert_eq!(test(own), other.test.all().expect("samples").inputs);
     }
 
     #[test]

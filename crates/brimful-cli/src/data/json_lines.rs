@@ -1,47 +1,104 @@
-//! A file with a JSON object in each line, as sequences of tokens.
+//! JSON objects, one a line or in an array, as sequences of tokens.
 
+use std::fmt;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use serde::Deserialize;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use serde_json::{Map, Value};
 
-use super::chat_template::{ChatMessage, ChatTemplate, MarkedTokens};
+use super::chat_template::ChatTemplate;
 use super::conversations::Conversations;
 use super::number_file::NumberWriter;
 use super::portions::{self, Portion, TextCut};
-use super::{Dataset, text};
+use super::record::{ReadRecord, Record, TOGETHER, WANTED, is_record};
+use super::{Dataset, side_by_side, text};
 use crate::tokenizer::Tokenizer;
 
 /// What some editors write before the first line: it says that UTF-8 follows, and belongs to no line.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-const TOGETHER: &str = "text and messages do not go together: give each a file of its own";
+/// Endings that say that a file holds JSON.
+const LINES: [&str; 2] = ["jsonl", "ndjson"];
+const ANY: &str = "json";
+/// As much of a file is looked at to know what it holds.
+const BEGINNING: u64 = 1 << 24;
+/// Objects of an array that are in memory together.
+const AT_ONCE: usize = 1024;
 
-/// What of a line is read; there may be more.
-#[derive(Debug, Deserialize)]
-struct Line {
-    text: Option<String>,
-    messages: Option<Vec<ChatMessage>>,
+type Object = Map<String, Value>;
+
+/// How a file holds JSON objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum JsonForm {
+    Lines,
+    Array,
 }
 
-impl Line {
-    /// Reads a line, which is counted elsewhere: of the place in it, the column alone says something.
-    fn read(line: &str) -> Result<Self> {
-        const WANTED: &str = "no JSON object with text or messages";
-        ensure!(line.trim_start().starts_with('{'), WANTED);
-        serde_json::from_str(line).map_err(|error| {
-            let (column, error) = (error.column(), error.to_string());
-            let reason =
-                error.rsplit_once(" at line ").map_or(error.as_str(), |(reason, _)| reason);
-            anyhow!("{WANTED}: {reason} at column {column}")
+impl JsonForm {
+    /// The form of a file, by its name and its content; none of a plain text.
+    pub(super) fn of(path: &Path) -> Result<Option<Self>> {
+        let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+        let has_lines = LINES.contains(&&*ending);
+        let is_json = has_lines || ending == ANY;
+        // What comes through a pipe cannot be looked at twice.
+        if !path.is_file() {
+            return Ok(has_lines.then_some(Self::Lines));
+        }
+        let line = first_line(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let object = serde_json::from_str::<Object>(&line).ok();
+        let is_array = line.strip_prefix('[').is_some_and(|rest| {
+            let rest = rest.trim_start();
+            rest.starts_with('{') || (is_json && rest.is_empty())
+        });
+        ensure!(
+            has_lines || !is_json || is_array || object.is_some() || !line.starts_with('{'),
+            "{} is one JSON object over several lines: give an array of objects, or an object a line; to learn its \
+             text as it stands, call it .txt",
+            path.display()
+        );
+        Ok(match object {
+            Some(object) if is_json || is_record(&object) => Some(Self::Lines),
+            _ if is_array => Some(Self::Array),
+            _ => is_json.then_some(Self::Lines),
         })
+    }
+}
+
+/// The first line that is not empty, without what stands around it.
+fn first_line(path: &Path) -> std::io::Result<String> {
+    let mut file = BufReader::new(File::open(path)?.take(BEGINNING));
+    let is_blank = |letter: char| letter == BYTE_ORDER_MARK || letter.is_whitespace();
+    loop {
+        let mut line = Vec::new();
+        let read = file.read_until(b'\n', &mut line)?;
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_matches(is_blank);
+        if read == 0 || !text.is_empty() {
+            return Ok(text.to_owned());
+        }
     }
 }
 
 /// Packs documents one after the other, each ended by the tokenizer's token for that; a conversation is a
 /// sample by itself.
-pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    let (template, vocabulary) = (ChatTemplate::of(tokenizer), tokenizer.vocabulary());
-    let mut kept = KeptLines::None;
+pub(super) fn load(
+    path: &Path,
+    form: JsonForm,
+    length: i64,
+    tokenizer: &Tokenizer,
+) -> Result<Dataset> {
+    let mut kept = KeptRecords { length, vocabulary: tokenizer.vocabulary(), kind: Kind::None };
+    match form {
+        JsonForm::Lines => read_lines(path, tokenizer, &mut kept)?,
+        JsonForm::Array => read_array(path, tokenizer, &mut kept)?,
+    }
+    kept.dataset(path, tokenizer)
+}
+
+fn read_lines(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Result<()> {
+    let template = ChatTemplate::of(tokenizer);
     let place = |line: usize| format!("{}, line {line}", path.display());
     let read = |portion: &Portion| {
         let text = match portion.lines_before {
@@ -51,73 +108,121 @@ pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Da
         let lines = text.lines().zip(portion.lines_before + 1..);
         let lines = lines.filter(|(line, _)| !line.trim().is_empty());
         let read = lines.map(|(line, number)| {
-            let read = ReadLine::new(line, template, tokenizer).with_context(|| place(number))?;
-            Ok((read, number))
+            let record = object_of(line).and_then(Record::of);
+            let read = record.and_then(|record| record.encode(template, tokenizer));
+            Ok((read.with_context(|| place(number))?, number))
         });
         read.collect::<Result<Vec<_>>>()
     };
-    portions::each(path, TextCut::Lines, read, |lines| {
-        let mut lines = lines.into_iter();
-        lines.try_for_each(|(line, number)| {
-            kept.add(line, length, vocabulary).with_context(|| place(number))
-        })
-    })?;
-    match kept {
-        KeptLines::Conversations(conversations) => conversations.dataset(path, vocabulary),
-        KeptLines::Documents(documents) => {
-            text::of_tokens(documents.finish()?, path, length, tokenizer)
+    portions::each(path, TextCut::Lines, read, |records| {
+        let mut records = records.into_iter();
+        records.try_for_each(|(record, number)| kept.add(record).with_context(|| place(number)))
+    })
+}
+
+/// Reads a line, which is counted elsewhere: of the place in it, the column alone says something.
+fn object_of(line: &str) -> Result<Object> {
+    ensure!(line.trim_start().starts_with('{'), WANTED);
+    serde_json::from_str(line).map_err(|error| {
+        let (column, error) = (error.column(), error.to_string());
+        let reason = error.rsplit_once(" at line ").map_or(error.as_str(), |(reason, _)| reason);
+        anyhow!("{WANTED}: {reason} at column {column}")
+    })
+}
+
+fn read_array(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Result<()> {
+    let shown = path.display();
+    let template = ChatTemplate::of(tokenizer);
+    let mut file =
+        BufReader::new(File::open(path).with_context(|| format!("cannot read {shown}"))?);
+    // A mark of three bytes says that UTF-8 follows.
+    if file.fill_buf()?.starts_with("\u{feff}".as_bytes()) {
+        file.consume(BYTE_ORDER_MARK.len_utf8());
+    }
+    let (mut waiting, mut done, mut failed) = (Vec::new(), 0, None);
+    let mut encode = |waiting: Vec<Object>| -> Result<()> {
+        let encode = |object| Record::of(object)?.encode(template, tokenizer);
+        for read in side_by_side::each(waiting, side_by_side::cores(), encode) {
+            done += 1;
+            let added = read.and_then(|record| kept.add(record));
+            added.with_context(|| format!("{shown}, object {done}"))?;
         }
-        KeptLines::None => {
-            text::of_tokens(NumberWriter::new(vocabulary)?.finish()?, path, length, tokenizer)
+        Ok(())
+    };
+    let each = EachObject(|object| {
+        waiting.push(object);
+        if waiting.len() < AT_ONCE {
+            return Ok(());
         }
+        encode(std::mem::take(&mut waiting)).map_err(|error| failed = Some(error))
+    });
+    let mut json = serde_json::Deserializer::from_reader(&mut file);
+    let read = json.deserialize_seq(each).and_then(|()| json.end());
+    match failed {
+        Some(error) => return Err(error),
+        None => read.with_context(|| format!("{shown} is no array of JSON objects"))?,
+    }
+    encode(waiting)
+}
+
+/// Hands on the objects of an array one by one, until one fails.
+struct EachObject<F>(F);
+
+impl<'de, F: FnMut(Object) -> Result<(), ()>> Visitor<'de> for EachObject<F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of objects")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut objects: A) -> Result<(), A::Error> {
+        while let Some(object) = objects.next_element()? {
+            (self.0)(object).map_err(|()| A::Error::custom("it was left"))?;
+        }
+        Ok(())
     }
 }
 
-/// What a line holds.
-#[derive(Debug)]
-enum ReadLine {
-    Document(Vec<i64>),
-    Conversation(MarkedTokens),
+/// The samples so far, of one kind, on the disk.
+struct KeptRecords {
+    length: i64,
+    vocabulary: i64,
+    kind: Kind,
 }
 
-impl ReadLine {
-    fn new(line: &str, template: ChatTemplate<'_>, tokenizer: &Tokenizer) -> Result<Self> {
-        let Line { text, messages } = Line::read(line)?;
-        match (text, messages) {
-            (Some(text), None) => {
-                let mut tokens = tokenizer.encode(&text)?;
-                tokens.extend(tokenizer.separator()?);
-                Ok(Self::Document(tokens))
-            }
-            (None, Some(messages)) => template.encode(&messages, tokenizer).map(Self::Conversation),
-            (None, None) => bail!("it has neither \"text\" nor \"messages\": give one of them"),
-            (Some(_), Some(_)) => bail!(TOGETHER),
-        }
-    }
-}
-
-/// The lines so far, of one kind, on the disk.
-enum KeptLines {
+enum Kind {
     None,
     Documents(NumberWriter),
     Conversations(Conversations),
 }
 
-impl KeptLines {
-    fn add(&mut self, line: ReadLine, length: i64, vocabulary: i64) -> Result<()> {
-        if matches!(self, Self::None) {
-            *self = match line {
-                ReadLine::Document(_) => Self::Documents(NumberWriter::new(vocabulary)?),
-                ReadLine::Conversation(_) => Self::Conversations(Conversations::new(length)?),
+impl KeptRecords {
+    fn add(&mut self, record: ReadRecord) -> Result<()> {
+        if matches!(self.kind, Kind::None) {
+            self.kind = match record {
+                ReadRecord::Document(_) => Kind::Documents(NumberWriter::new(self.vocabulary)?),
+                ReadRecord::Conversation(_) => {
+                    Kind::Conversations(Conversations::new(self.length)?)
+                }
             };
         }
-        match (self, line) {
-            (Self::Documents(documents), ReadLine::Document(tokens)) => documents.append(&tokens),
-            (Self::Conversations(conversations), ReadLine::Conversation(marked)) => {
+        match (&mut self.kind, record) {
+            (Kind::Documents(documents), ReadRecord::Document(tokens)) => documents.append(&tokens),
+            (Kind::Conversations(conversations), ReadRecord::Conversation(marked)) => {
                 conversations.push(marked)
             }
             _ => bail!(TOGETHER),
         }
+    }
+
+    fn dataset(self, path: &Path, tokenizer: &Tokenizer) -> Result<Dataset> {
+        let Self { length, vocabulary, kind } = self;
+        let documents = match kind {
+            Kind::Conversations(conversations) => return conversations.dataset(path, vocabulary),
+            Kind::Documents(documents) => documents,
+            Kind::None => NumberWriter::new(vocabulary)?,
+        };
+        text::of_tokens(documents.finish()?, path, length, tokenizer)
     }
 }
 
@@ -127,13 +232,14 @@ mod tests {
 
     use tch::Tensor;
 
+    use super::super::Examples;
     use super::*;
 
     fn load_lines(lines: &str, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("data.jsonl");
         fs::write(&path, lines).expect("written");
-        load(&path, length, tokenizer)
+        load(&path, JsonForm::of(&path)?.expect("JSON"), length, tokenizer)
     }
 
     fn first(tokens: &Tensor) -> Vec<i64> {
@@ -184,6 +290,112 @@ mod tests {
             let lines = format!("{{\"text\": \"ab\"}}\n\n{line}\n");
             let error = load_lines(&lines, 1, &Tokenizer::bytes()).expect_err(line);
             assert!(format!("{error:#}$").contains(complaint), "{error:#}");
+        }
+    }
+
+    /// The texts of a file's samples, and what of them is learnt.
+    fn read_file(name: &str, content: &str) -> Result<Vec<[String; 2]>> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(name);
+        fs::write(&path, content).expect("written");
+        let tokenizer = Tokenizer::bytes().with_end(Some(i64::from(b'~')));
+        let form = JsonForm::of(&path)?.context("plain text")?;
+        let mut data = load(&path, form, 99, &tokenizer)?;
+        let mut samples = Vec::new();
+        for half in [&mut data.train, &mut data.test] {
+            let Examples { inputs, targets, .. } = half.all()?;
+            for row in 0..inputs.size()[0] {
+                let text = tokenizer.decode(&Vec::<i64>::try_from(inputs.get(row))?)?;
+                let learnt = tokenizer.decode(&Vec::<i64>::try_from(targets.get(row))?)?;
+                samples.push([text.trim_end_matches('\0').to_owned(), learnt]);
+            }
+        }
+        Ok(samples)
+    }
+
+    const TALK: [&str; 2] = ["<|user|>\nhi\n<|assistant|>\nyo\n", "yo\n~"];
+
+    #[test]
+    fn each_form_of_data_sets_becomes_a_conversation() {
+        for (record, expected) in [
+            (
+                r#"{"messages": [{"role": "user", "content": "hi", "name": null}, {"role": "assistant", "content": "yo"}]}"#,
+                TALK,
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, "i"]}, {"role": "assistant", "content": "yo"}]}"#,
+                TALK,
+            ),
+            (
+                r#"{"id": 7, "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}"#,
+                TALK,
+            ),
+            (r#"{"instruction": "hi", "input": "", "output": "yo", "text": null}"#, TALK),
+            (
+                r#"{"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yo"}]}"#,
+                TALK,
+            ),
+            (r#"{"prompt": "hi", "completion": " yo"}"#, ["hi yo", " yo~"]),
+            (
+                r#"{"instruction": "hi", "input": "so", "output": "yo", "system": "s"}"#,
+                ["<|system|>\ns\n<|user|>\nhi\n\nso\n<|assistant|>\nyo\n", "yo\n~"],
+            ),
+        ] {
+            let lines = read_file("chat.ndjson", &format!("{record}\n{record}\n"));
+            assert_eq!(lines.expect(record), [expected; 2]);
+            // An array, on one line or on several, and lines whatever their file is called.
+            for (name, content) in [
+                ("chat.json", format!("[{record}, {record}]")),
+                ("chat.json", format!("\u{feff}\n[\n  {record},\n  {record}\n]\n")),
+                ("chat", format!("[{record}, {record}]")),
+                ("chat.json", format!("{record}\n{record}\n")),
+                ("chat.txt", format!("{record}\n{record}\n")),
+            ] {
+                assert_eq!(read_file(name, &content).expect(record), [expected; 2], "{content}");
+            }
+        }
+    }
+
+    #[test]
+    fn forms_that_are_not_read_are_named() {
+        let talk = |part: &str| format!(r#"{{"messages": [{part}]}}"#);
+        for (name, content, complaint) in [
+            ("a.json", "{\n\"text\": \"ab\"\n}".into(), "a.json is one JSON object over several"),
+            ("a.json", "[{\"text\": \"ab\"}, 7]".into(), "a.json is no array of JSON objects"),
+            (
+                "a.json",
+                "[{\"text\": \"ab\"}, {\"x\": 1}]".into(),
+                "a.json, object 2: it has neither",
+            ),
+            ("a.json", "some text".into(), "a.json, line 1: no JSON object"),
+            (
+                "a.jsonl",
+                r#"{"chosen": "a", "rejected": "b"}"#.into(),
+                "it has neither \"text\" nor",
+            ),
+            (
+                "a.jsonl",
+                r#"{"conversations": [{"from": "bing", "value": "x"}]}"#.into(),
+                "is from bing: known are human, gpt and system",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "user", "content": [{"type": "image_url"}]}"#),
+                "a part of image_url, but text alone is learnt",
+            ),
+            (
+                "a.jsonl",
+                r#"{"instruction": "a", "output": "b", "history": [["c", "d"]]}"#.into(),
+                "its history is not read",
+            ),
+            ("a.jsonl", r#"{"prompt": "a", "completion": []}"#.into(), "are not both text"),
+        ] {
+            let error = format!("{:#}", read_file(name, &content).expect_err(complaint));
+            assert!(error.contains(complaint), "{error}");
+        }
+        for text in ["some text", "{curly}", "[Chapter 1]\n", "{\"key\": 1}"] {
+            let error = read_file("book.txt", text).expect_err("text").to_string();
+            assert_eq!(error, "plain text", "{text}");
         }
     }
 }

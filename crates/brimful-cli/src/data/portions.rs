@@ -30,6 +30,8 @@ pub(super) enum TextCut {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Portion {
     pub(super) text: String,
+    /// The letter before it, if there is one.
+    pub(super) before: Option<char>,
     /// How many lines end before it.
     pub(super) lines_before: usize,
 }
@@ -43,9 +45,10 @@ struct Portions {
     size: usize,
     /// What was read and not handed out.
     rest: Vec<u8>,
-    /// Bytes and lines before it.
+    /// Bytes, lines and the last letter before it.
     bytes_before: u64,
     lines_before: usize,
+    before: Option<char>,
 }
 
 /// Has every portion of the file worked on, several at a time, and takes what comes of them in their order.
@@ -78,7 +81,7 @@ impl Portions {
     fn open(path: &Path, cut: TextCut, size: usize) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
         let (rest, path) = (Vec::new(), path.to_owned());
-        Ok(Self { path, file, cut, size, rest, bytes_before: 0, lines_before: 0 })
+        Ok(Self { path, file, cut, size, rest, bytes_before: 0, lines_before: 0, before: None })
     }
 
     fn read_on(&mut self) -> Result<Option<Portion>> {
@@ -105,7 +108,9 @@ impl Portions {
         let lines_before = self.lines_before;
         self.lines_before += text.bytes().filter(|byte| *byte == b'\n').count();
         self.bytes_before += length as u64;
-        Ok(Portion { text, lines_before })
+        let before = self.before;
+        self.before = text.chars().next_back();
+        Ok(Portion { text, before, lines_before })
     }
 }
 
@@ -149,7 +154,7 @@ mod tests {
         let mut lines = 0;
         Portions::open(&path, cut, size)?
             .map(|portion| {
-                let Portion { text, lines_before } = portion?;
+                let Portion { text, lines_before, .. } = portion?;
                 assert_eq!(lines_before, lines);
                 lines += text.matches('\n').count();
                 Ok(text)

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use tch::Tensor;
 
 use super::number_file::{NumberFile, NumberWriter};
-use super::portions::{self, TextCut};
+use super::portions::{self, Portion, TextCut};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
 use super::{Dataset, Examples, Sample, SampleSet};
@@ -23,8 +23,11 @@ pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Da
         }
         false => {
             let mut tokens = NumberWriter::new(tokenizer.vocabulary())?;
-            let encode = |portion: &portions::Portion| tokenizer.encode(&portion.text);
+            let [begin, end] = tokenizer.around();
+            tokens.append(begin)?;
+            let encode = |portion: &Portion| tokenizer.encode_part(portion.before, &portion.text);
             portions::each(path, TextCut::Words, encode, |encoded| tokens.append(&encoded))?;
+            tokens.append(end)?;
             tokens.finish()?
         }
     };

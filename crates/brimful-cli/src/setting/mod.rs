@@ -18,7 +18,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use crate::data::IGNORED;
 pub use loss_model::LossModel;
 pub use memory::{accounts, room, within};
-pub(crate) use model::{DROPOUT, SEQUENCE};
+pub(crate) use model::{DROPOUT, IMAGE_MODELS, SEQUENCE, TEXT_MODELS};
 pub use model::{MODELS, ModelName};
 pub use model_source::ModelSource;
 pub use norm_statistics::NormStatistics;

@@ -9,25 +9,53 @@ use brimful::Layers;
 use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
-use crate::data::{self, Dataset, Sample, SampleSizes, Synthetic};
+use crate::data::{self, Dataset, Sample, SampleWishes, Synthetic};
 use crate::exit::wrong_use;
 use crate::nearest::did_you_mean;
 use crate::setting::NormStatistics;
 
+macro_rules! image_names {
+    () => {
+        "mlp, resnet18, resnet50, resnet101"
+    };
+}
+
+macro_rules! text_names {
+    () => {
+        "gpt (small: 4 blocks of width 128), gpt2, gpt2-medium, gpt2-large, gpt2-xl"
+    };
+}
+
+macro_rules! amoebanet {
+    () => {
+        "amoebanet:LxF (L cells, F filters)"
+    };
+}
+
 macro_rules! names {
     () => {
-        "mlp, resnet18, resnet50, resnet101, gpt (small: 4 blocks of width 128), gpt2, gpt2-medium, \
-         gpt2-large, gpt2-xl, unet:BxC (B blocks a cell, C channels), amoebanet:LxF (L cells, F \
-         filters)"
+        concat!(
+            image_names!(),
+            ", ",
+            text_names!(),
+            ", unet:BxC (B blocks a cell, C channels), ",
+            amoebanet!()
+        )
     };
 }
 
 /// What is said of `--model` on the command line.
 pub const MODELS: &str = concat!("The model: ", names!());
+/// Of `--model` where images alone are taken.
+pub(crate) const IMAGE_MODELS: &str = concat!("The model: ", image_names!(), ", ", amoebanet!());
+/// Of `--model` where texts alone are taken.
+pub(crate) const TEXT_MODELS: &str = concat!("The model: ", text_names!());
 /// The part of the activations that the models with dropout drop in training.
 pub(crate) const DROPOUT: f64 = 0.1;
 /// Tokens in a sequence where nobody says otherwise.
 pub(crate) const SEQUENCE: i64 = 64;
+/// Residual networks have another first convolution for images below so many pixels.
+const SMALL: usize = 64;
 /// Different tokens of GPT-2.
 const VOCABULARY: i64 = 50_257;
 
@@ -132,6 +160,12 @@ impl ModelName {
         }
     }
 
+    /// Whether images of these sides have unlike first convolutions.
+    pub(crate) fn stems_differ(self, one: usize, other: usize) -> bool {
+        let is_residual = matches!(self, Self::Resnet18 | Self::Resnet50 | Self::Resnet101);
+        is_residual && (one < SMALL) != (other < SMALL)
+    }
+
     /// What a residual network for these samples is like.
     fn residual_shape(self, sample: &Sample) -> Option<ResNet> {
         let Sample::Image { shape, classes } = sample else { return None };
@@ -143,7 +177,7 @@ impl ModelName {
         };
         let [channels, height, _] = *shape;
         // Small images keep their size at the stem.
-        Some(match height < 64 {
+        Some(match height < SMALL as i64 {
             true => network.small_images(channels),
             false => ResNet { in_channels: channels, ..network },
         })
@@ -196,10 +230,10 @@ impl ModelName {
     }
 
     /// The data of this name or at this path; made up, it is what the model takes.
-    pub(crate) fn data(self, name: &str, sizes: SampleSizes, seed: u64) -> Result<Dataset> {
-        let sequence = sizes.sequence.map(|tokens| tokens as i64);
+    pub(crate) fn data(self, name: &str, wishes: SampleWishes, seed: u64) -> Result<Dataset> {
+        let sequence = wishes.sequence.map(|tokens| tokens as i64);
         match name {
-            "digits" => data::digits(),
+            "digits" => data::digits(wishes.pixels),
             "synthetic" => {
                 let mut sample = self.synthetic_sample();
                 if let (Sample::Sequence { length, .. }, Some(tokens)) = (&mut sample, sequence) {
@@ -207,7 +241,7 @@ impl ModelName {
                 }
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
-            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), sizes.image),
+            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), wishes),
         }
     }
 

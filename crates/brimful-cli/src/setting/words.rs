@@ -21,8 +21,9 @@ pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each st
                                   of a machine takes one [default: cuda where there is one]";
 pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
                                images (a subfolder a class) or of MNIST-format IDX files, or a text \
-                               file (.jsonl: a document or a conversation a line)";
-pub const IMAGE: &str = "Height and width of the images: of a folder of these [default: 224]";
+                               file (.jsonl, .json: documents or conversations)";
+pub const IMAGE: &str = "Height and width of the images: of a folder of these; below 64 the first convolution of a resnet is \
+                               one for small images [default: 224]";
 pub const BATCH_NORM: &str =
     "What normalises in the BatchNorms of a resnet or an amoebanet [default: deferred]";
 pub const DTYPE: &str = "Numbers of parameters and activations";

@@ -15,7 +15,9 @@ use tch::{Device, Kind, Tensor};
 use super::GenerateOptions;
 use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::fine_tune::{checked_tokenizer, unopened};
+use crate::generation_config::{GenerationConfig, Sampling};
 use crate::named::Named;
+use crate::progress;
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource};
 use crate::tokenizer::Tokenizer;
@@ -31,6 +33,10 @@ pub(super) struct Writer {
     pub(super) prompt: Vec<i64>,
     /// Tokens that end a text.
     pub(super) ends: Vec<i64>,
+    /// How the folder has tokens chosen.
+    pub(super) sampling: Sampling,
+    /// Tokens that the tokenizer knows: a model may have more, which stand for nothing.
+    known: i64,
 }
 
 /// Who runs the model.
@@ -77,7 +83,17 @@ impl Writer {
         if let Some(adapter) = &adapter {
             adapter.load(&variables).map_err(wrong)?;
         }
-        Ok(Self { runner, cache, device, tokenizer, prompt, ends: pretrained.end_tokens() })
+        let told = GenerationConfig::read(folder)?;
+        if !told.left_out.is_empty() {
+            let (folder, left_out) = (folder.display(), told.left_out.join(", "));
+            progress::say(&format!(
+                "brimful: {folder}: generation_config.json's {left_out} is not applied"
+            ));
+        }
+        let mut ends = told.ends.unwrap_or_else(|| pretrained.end_tokens());
+        ends.extend(tokenizer.answer_ends());
+        let (known, sampling) = (tokenizer.vocabulary(), told.sampling.unwrap_or_default());
+        Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known })
     }
 
     fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
@@ -105,7 +121,8 @@ impl Writer {
         let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
         let (runner, device) = TextRunner::build(gpt_with_cache(&shape, &cache), options)?;
         weights.put_into(runner.variables()?, name)?;
-        Ok(Self { runner, cache, device, tokenizer, prompt, ends: Vec::new() })
+        let (ends, sampling) = (Vec::new(), Sampling::default());
+        Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known: vocabulary })
     }
 
     /// The logits of the token after these.
@@ -121,6 +138,7 @@ impl Writer {
         };
         let input = Tensor::from_slice(unseen).unsqueeze(0).to_device(self.device);
         let logits = self.runner.run(&input)?.select(1, -1).squeeze();
+        let logits = logits.narrow(0, 0, self.known.min(logits.size()[0]));
         self.cache.advance(unseen.len() as i64);
         let logits = logits.to_kind(Kind::Double).to_device(Device::Cpu);
         setting::check_answers(&logits)?;

@@ -14,6 +14,7 @@ use super::advice::FixedBytes;
 use super::offload::MeasuredInputs;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
+use crate::data::Rows;
 use crate::exit::ensure_use;
 use crate::home_plan::StageHomes;
 use crate::named::{Comparison, Named};
@@ -37,12 +38,12 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// samples as their loss is known.
     fn step(
         &mut self,
-        batches: Vec<(Tensor, Tensor)>,
+        batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record>;
 
     /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
+    fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)>;
 
     /// Parameters and statistics under the layers' names: what is done to them is done to the model. In a
     /// pipeline over ranks, the first one gets copies of what others have.

@@ -14,10 +14,11 @@ use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
 use super::offload::MeasuredInputs;
 use super::records;
+use crate::data::Rows;
 use crate::home_plan::StageHomes;
 use crate::named::Named;
 use crate::progress::Ticker;
-use crate::setting::{MeanOver, accounts, mean_loss, right, typed};
+use crate::setting::{MeanOver, accounts, mean_loss, right};
 
 /// A model over several devices.
 #[derive(Debug)]
@@ -93,29 +94,31 @@ impl Pipelined {
     /// The gradient of all of these mini-batches together.
     fn gradient(
         &mut self,
-        batches: &[(Tensor, Tensor)],
+        batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Step> {
         let over = self.over;
-        let mean = move |out: Tensor, y: &Tensor| {
+        let mean = move |out: Tensor, y: &Rows| {
             count(ticker.as_ref(), y);
             mean_loss(&out, y, over)
         };
-        if let [(x, y)] = batches {
-            return self.pipeline.backward(&typed(x, self.kind), y, mean);
+        let typed = batches.into_iter().map(|(x, y)| (x.typed(self.kind), y));
+        let batches: Vec<_> = typed.collect();
+        if let [(x, y)] = &batches[..] {
+            return self.pipeline.backward(x, y, mean);
         }
-        for (x, y) in batches {
-            self.pipeline.accumulate(&typed(x, self.kind), y, mean.clone())?;
+        for (x, y) in &batches {
+            self.pipeline.accumulate(x, y, mean.clone())?;
         }
         self.pipeline.commit()
     }
 
-    fn judge(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
-        let x = typed(&x, self.kind);
+    fn judge(&mut self, (x, y): (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
+        let x = x.typed(self.kind);
         let over = self.over;
-        let step = self
-            .pipeline
-            .evaluate(&x, &y, move |out: Tensor, y| (mean_loss(&out, y, over), right(&out, y)))?;
+        let step = self.pipeline.evaluate(&x, &y, move |out: Tensor, y: &Rows| {
+            (mean_loss(&out, y, over), right(&out, y))
+        })?;
         Ok((step.loss, step.outputs))
     }
 }
@@ -127,11 +130,11 @@ impl TrainingEngine for Pipelined {
 
     fn step(
         &mut self,
-        batches: Vec<(Tensor, Tensor)>,
+        batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record> {
         let start = Instant::now();
-        let step = self.gradient(&batches, ticker)?;
+        let step = self.gradient(batches, ticker)?;
         if let Some(length) = self.clip_norm {
             self.optimizer.clip_gradient_norm(length)?;
         }
@@ -141,7 +144,7 @@ impl TrainingEngine for Pipelined {
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+    fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_in)?;
         let tested = self.judge(batch);
         // Whether it failed or not: training goes on with the weights themselves.

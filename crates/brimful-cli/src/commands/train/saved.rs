@@ -16,7 +16,7 @@ use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 use crate::fine_tune::FineTune;
 use crate::named::Named;
-use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, model_alone, taken};
+use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, taken};
 
 /// How many epochs are done, how many steps of the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
@@ -76,6 +76,7 @@ impl SavedRun {
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
+        metadata.extend(trainer.dataset.pixels.map(|scale| (PIXELS.into(), scale.to_string())));
         metadata.extend(trainer.tests.told());
         Ok(Self { tensors: all_copied(tensors)?, metadata, folder: None })
     }

@@ -7,7 +7,7 @@ use brimful::Layers;
 
 use super::TrainOptions;
 use super::run_files::Keep;
-use crate::data::{Dataset, Sample, SampleSizes};
+use crate::data::{Dataset, Sample, SampleWishes};
 use crate::exit::{ensure_use, wrong_use};
 use crate::fine_tune::FineTune;
 use crate::setting::{DROPOUT, ModelName, ModelSource, NormStatistics};
@@ -44,9 +44,9 @@ impl TrainedModel {
     /// The samples of the options; what does not go with them is refused.
     pub(super) fn data(&self, options: &TrainOptions) -> Result<Dataset> {
         let TrainOptions { data, sequence, image, seed, .. } = options;
-        let sizes = SampleSizes { sequence: *sequence, image: *image };
+        let wishes = SampleWishes { sequence: *sequence, image: *image, pixels: None };
         let dataset = match self {
-            Self::Named(name) => name.data(data, sizes, *seed),
+            Self::Named(name) => name.data(data, wishes, *seed),
             Self::Folder(folder) => folder.data(data, *sequence, *seed),
         }?;
         ensure_use!(

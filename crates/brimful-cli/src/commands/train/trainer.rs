@@ -22,7 +22,7 @@ use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
 use super::{TrainOptions, advice, ranks, records};
 use crate::claimed_place::ClaimedPlace;
-use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
+use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
 use crate::progress::Ticker;
@@ -90,9 +90,9 @@ impl Trainer {
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = options.guessed_micro_batch(batch_size);
-            let Examples { inputs, targets, .. } =
-                dataset.train.bring(&SampleRequest::plain(0..samples))?;
-            Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
+            let examples = dataset.train.bring(&SampleRequest::plain(0..samples))?;
+            let (micro_batch, targets) = examples.into_largest();
+            Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
         let engine = engine::build(layers, &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, options))?;
@@ -217,13 +217,11 @@ impl Trainer {
     }
 
     /// The mini-batches of the next step; those of the one after it are made ready while it runs.
-    fn bring(&mut self) -> Result<Vec<(Tensor, Tensor)>> {
+    fn bring(&mut self) -> Result<Vec<(Rows, Rows)>> {
         let (epoch, step) = (self.epoch, self.running.steps);
         let requests = self.requests(epoch, step)?;
-        let brought = requests.iter().map(|request| {
-            let Examples { inputs, targets, .. } = self.dataset.train.bring(request)?;
-            Ok((inputs, targets))
-        });
+        let brought =
+            requests.iter().map(|request| self.dataset.train.bring(request)?.into_batch());
         let brought = brought.collect::<Result<Vec<_>>>()?;
         let is_last = self.steps_done() + 1 >= self.all_steps();
         if self.dataset.train.is_streamed() && !is_last {
@@ -305,13 +303,13 @@ impl Trainer {
         };
         let mut next = request(self, 0)?;
         while let Some(wanted) = next {
-            let Examples { inputs, targets, .. } = self.dataset.test.bring(&wanted)?;
+            let examples = self.dataset.test.bring(&wanted)?;
             next = request(self, losses.len() + 1)?;
             if let Some(next) = &next {
                 self.dataset.test.prepare(next.clone());
             }
-            counts.push(counted(&targets).double_value(&[]));
-            let tested = self.engine.test((inputs, targets));
+            counts.push(counted(&examples.targets).double_value(&[]));
+            let tested = self.engine.test(examples.into_batch()?);
             let (loss, right) = tested.map_err(|error| self.advise_after_test(error))?;
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);

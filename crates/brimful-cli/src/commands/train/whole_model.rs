@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::TrainOptions;
 use super::advice::FixedBytes;
 use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
+use crate::data::Rows;
 use crate::named::{Named, put};
 use crate::progress::Ticker;
 use crate::setting::{LossModel, accounts, typed, within};
@@ -144,11 +145,11 @@ impl Runner {
     /// The gradient of all of these mini-batches together.
     fn backward(
         &mut self,
-        batches: &[(Tensor, Tensor)],
+        batches: &[(Rows, Rows)],
         kind: Kind,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Step> {
-        let mean = move |model: &LossModel, (x, y): (Tensor, Tensor)| {
+        let mean = move |model: &LossModel, (x, y): (Rows, Rows)| {
             count(ticker.as_ref(), &y);
             model.loss(&typed(&x, kind), &y, true)
         };
@@ -172,9 +173,9 @@ impl Runner {
         }
     }
 
-    fn evaluate(&mut self, batch: &(Tensor, Tensor), kind: Kind) -> brimful::Result<Step<Tensor>> {
+    fn evaluate(&mut self, batch: &(Rows, Rows), kind: Kind) -> brimful::Result<Step<Tensor>> {
         let judged =
-            move |model: &LossModel, (x, y): (Tensor, Tensor)| model.judge(&typed(&x, kind), &y);
+            move |model: &LossModel, (x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
         match self {
             Self::One { micro, model, .. } => micro.evaluate(batch, |part| judged(model, part)),
             Self::Several(replicas) => replicas.evaluate(batch, judged),
@@ -189,7 +190,7 @@ impl TrainingEngine for WholeModel {
 
     fn step(
         &mut self,
-        batches: Vec<(Tensor, Tensor)>,
+        batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record> {
         let start = Instant::now();
@@ -212,7 +213,7 @@ impl TrainingEngine for WholeModel {
         Ok(record)
     }
 
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+    fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         if let Some(averages) = &mut self.averages {
             guard(&self.memory, || averages.swap_in())?;
         }

@@ -10,8 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::view::ImageView;
 
-/// What ends a JPEG.
-const END_OF_JPEG: [u8; 2] = [0xff, 0xd9];
+/// What begins a JPEG.
 const JPEG: [u8; 2] = [0xff, 0xd8];
 /// Of the pixels of photographs, red, green and blue, from 0 to 255: those that torchvision's weights were
 /// trained with.
@@ -28,13 +27,36 @@ pub(super) fn check(path: &Path) -> Result<()> {
 pub(super) fn pixels(path: &Path) -> Result<Tensor> {
     let bytes = fs::read(path)?;
     // The decoder makes grey of what is missing.
-    let is_whole =
-        !bytes.starts_with(&JPEG) || bytes.windows(2).rev().any(|two| two == END_OF_JPEG);
+    let is_whole = bytes.strip_prefix(&JPEG).is_none_or(has_end);
     ensure!(is_whole, "it ends before its image does");
     let image = ImageReader::new(Cursor::new(bytes)).with_guessed_format()?.decode()?.into_rgb8();
     let (width, height) = image.dimensions();
     let pixels = Tensor::from_slice(image.as_raw());
     Ok(pixels.view([1, i64::from(height), i64::from(width), 3]).permute([0, 3, 1, 2]))
+}
+
+/// Whether what follows the beginning of a JPEG has its end: not that of a smaller image within a segment.
+fn has_end(mut rest: &[u8]) -> bool {
+    loop {
+        // Numbers of the image, in which a marker's first byte is followed by a 0, or marks a restart.
+        let marker = rest.windows(2).position(|two| two[0] == 0xff && !is_within(two[1]));
+        let Some((marker, after)) = marker.and_then(|at| rest[at + 1..].split_first()) else {
+            return false;
+        };
+        if *marker == 0xd9 {
+            return true;
+        }
+        let length = after.first_chunk::<2>().map(|length| u16::from_be_bytes(*length).into());
+        let Some(next) = length.and_then(|length: usize| after.get(length..)) else {
+            return false;
+        };
+        rest = next;
+    }
+}
+
+/// Whether a marker's second byte stands within an image's numbers, or fills up.
+fn is_within(byte: u8) -> bool {
+    matches!(byte, 0 | 1 | 0xd0..=0xd7 | 0xff)
 }
 
 /// What is shown of these pixels as floats, 1 × 3 × side × side.
@@ -104,5 +126,25 @@ mod tests {
         assert!(check(&path).is_err() && pixels(&path).is_err());
         fs::write(&path, b"").expect("written");
         assert!(check(&path).is_err());
+    }
+
+    #[test]
+    fn half_of_an_image_with_a_whole_one_in_it_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.jpg");
+        picture().save(&path).expect("written");
+        let small = fs::read(&path).expect("a file");
+        let noise = RgbImage::from_fn(64, 64, |x, y| Rgb([(x * y % 251) as u8, x as u8, y as u8]));
+        noise.save(&path).expect("written");
+        let large = fs::read(&path).expect("a file");
+        // As cameras write it: a small image in a segment of its own before the large one's.
+        let length = (small.len() as u16 + 2).to_be_bytes();
+        let whole = [&large[..2], &[0xff, 0xe1], &length, &small, &large[2..]].concat();
+        fs::write(&path, &whole).expect("written");
+        assert_eq!(pixels(&path).expect("an image").size(), [1, 3, 64, 64]);
+        for left in [whole.len() - 2, whole.len() - large.len() / 2, small.len() + 6] {
+            fs::write(&path, &whole[..left]).expect("written");
+            assert!(pixels(&path).is_err(), "{left}");
+        }
     }
 }

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::side_by_side;
 use super::{Dataset, Sample, SampleSet};
+use crate::exit::wrong_use;
 use crate::progress::{self, Progress};
 pub use loader::ImageLoader;
 use samples::{ImageFile, ImageSamples};
@@ -63,7 +64,85 @@ pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
             "{shown}, images of {side}×{side} pixels, {classes} classes{left_out}"
         ),
         class_names,
+        pixels: None,
     })
+}
+
+/// Images that a model is to answer.
+#[derive(Debug)]
+pub(crate) struct NewImages {
+    pub(crate) samples: SampleSet,
+    /// Where each of them is.
+    pub(crate) files: Vec<PathBuf>,
+    /// What the classes are called, of the model or else of the folder.
+    pub(crate) class_names: Vec<String>,
+    pub(crate) side: i64,
+}
+
+/// Whether a path is an image or a folder with some.
+pub(crate) fn are_images(path: &Path) -> Result<bool> {
+    if !path.is_dir() {
+        return Ok(path.is_file() && is_image(path));
+    }
+    Ok(entries(path)?.iter().any(|entry| entry.is_dir() || is_image(entry)))
+}
+
+/// Opens files of images, or all images of a folder. Where the folder has a subfolder a class, which the model knows,
+/// their targets are told; those of others are -1.
+pub(crate) fn open_new(
+    paths: &[PathBuf],
+    side: Option<usize>,
+    known: Option<Vec<String>>,
+) -> Result<NewImages> {
+    let (files, class_names) = match paths {
+        [folder] if folder.is_dir() && has_classes(folder)? => labelled(folder, known)?,
+        [folder] if folder.is_dir() => {
+            let mut images = entries(folder)?;
+            images.retain(|path| is_image(path));
+            (unlabelled(images)?, known.unwrap_or_default())
+        }
+        files => (unlabelled(files.to_vec())?, known.unwrap_or_default()),
+    };
+    let side = side.map_or(super::SIDE, |pixels| pixels as i64);
+    let paths = files.iter().map(|file| file.path.clone()).collect();
+    let samples = SampleSet::streamed(ImageSamples::new(files, side, side_by_side::cores()));
+    Ok(NewImages { samples, files: paths, class_names, side })
+}
+
+fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
+    let file = |path: PathBuf| {
+        ensure!(
+            path.is_file() && is_image(&path),
+            "{} is no .jpg, .jpeg or .png file: give images, or one folder of them",
+            path.display()
+        );
+        Ok(ImageFile { path, class: -1 })
+    };
+    paths.into_iter().map(file).collect()
+}
+
+/// All images of a folder's classes; where it has halves, of the one to test on.
+fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
+    let classes = match halves_of(folder) {
+        Some([_, test]) => subfolders(&test)?,
+        None => subfolders(folder)?,
+    };
+    let names = known.unwrap_or_else(|| classes.keys().cloned().collect());
+    let mut files = Vec::new();
+    for (name, images) in &classes {
+        let class = names.iter().position(|known| known == name);
+        let class = class.ok_or_else(|| {
+            let had: Vec<_> = classes.keys().map(String::as_str).collect();
+            let (names, had) = (names.join(", "), had.join(", "));
+            wrong_use(format!(
+                "the model knows the classes {names}, but the data have {had}: name subfolders after its classes, or \
+                 give it images without any"
+            ))
+        })?;
+        let file = |path: &PathBuf| ImageFile { path: path.clone(), class: class as i64 };
+        files.extend(images.iter().map(file));
+    }
+    Ok((files, names))
 }
 
 /// The images of these classes, decoded by so many threads.
@@ -75,13 +154,16 @@ fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
     SampleSet::streamed(ImageSamples::new(files, side, threads))
 }
 
-/// The classes to train on, and those to test on where they have a folder of their own.
-fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
+/// The folders of a folder's halves, where it has them.
+fn halves_of(folder: &Path) -> Option<[PathBuf; 2]> {
     let train = folder.join("train");
     let test = ["val", "test"].map(|name| folder.join(name)).into_iter().find(|path| path.is_dir());
-    let Some(test) = test.filter(|_| train.is_dir()) else {
-        return Ok((classes(folder)?, None));
-    };
+    test.filter(|_| train.is_dir()).map(|test| [train, test])
+}
+
+/// The classes to train on, and those to test on where they have a folder of their own.
+fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
+    let Some([train, test]) = halves_of(folder) else { return Ok((classes(folder)?, None)) };
     let [trained, tested] = [classes(&train)?, classes(&test)?];
     let lacks = |folder: &Path, has: &Classes, other: &Classes| {
         let missing = other.keys().find(|class| !has.contains_key(*class));
@@ -93,8 +175,20 @@ fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
     }
 }
 
-/// The classes of a folder, each with an image.
+/// The classes of a folder to learn from: two or more.
 fn classes(folder: &Path) -> Result<Classes> {
+    let classes = subfolders(folder)?;
+    ensure!(
+        classes.len() > 1,
+        "{} has {} subfolders with images, but 2 are needed: give it one for each class",
+        folder.display(),
+        classes.len()
+    );
+    Ok(classes)
+}
+
+/// The classes of a folder, each with an image.
+fn subfolders(folder: &Path) -> Result<Classes> {
     let mut classes = Classes::new();
     for class in entries(folder)?.into_iter().filter(|path| path.is_dir()) {
         let mut images = entries(&class)?;
@@ -111,12 +205,6 @@ fn classes(folder: &Path) -> Result<Classes> {
             folder.display()
         );
     }
-    ensure!(
-        classes.len() > 1,
-        "{} has {} subfolders with images, but 2 are needed: give it one for each class",
-        folder.display(),
-        classes.len()
-    );
     Ok(classes)
 }
 

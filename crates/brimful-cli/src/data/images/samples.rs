@@ -94,7 +94,7 @@ impl SampleSource for ImageSamples {
             true => inputs,
             false => inputs.index_select(0, &Tensor::from_slice(&whole)),
         };
-        Ok(Examples { inputs, targets: Tensor::from_slice(&targets), lacking })
+        Ok(Examples { lacking, ..Examples::whole(inputs, Tensor::from_slice(&targets)) })
     }
 }
 
@@ -144,7 +144,7 @@ mod tests {
     fn what_cannot_be_read_is_left_out_with_its_class() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut samples = samples(folder.path());
-        let Examples { inputs, targets, lacking } =
+        let Examples { inputs, targets, lacking, .. } =
             samples.bring(&request(&[4, 3, 1], None)).expect("two");
         assert_eq!(lacking, [3]);
         assert_eq!(Vec::<i64>::try_from(targets).expect("classes"), [4, 1]);

@@ -1,0 +1,262 @@
+//! `brimful evaluate`: loss, perplexity and accuracy of a model on data.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use brimful::memory::Memory;
+use brimful::{Bytes, Layers, MicroBatcher, Size, split};
+use brimful_models::pretrained::AdapterFolder;
+use clap::Args;
+use serde::Serialize;
+use tch::Kind;
+use tch::nn::VarStore;
+
+use crate::data::{Dataset, Rows, Sample, SampleRequest, SampleWishes};
+use crate::exit::{Exit, ensure_unsaid, ensure_use, wrong_use};
+use crate::files::{self, FlagFile};
+use crate::fine_tune::{FineTune, FineTuneOptions};
+use crate::named::Named;
+use crate::output;
+use crate::progress::Progress;
+use crate::saved_weights::{PIXELS, SavedWeights};
+use crate::setting::{
+    self, LossModel, MODELS, ModelName, ModelSource, NumberType, counted, typed, within, words,
+};
+
+/// Samples that are in memory together where they are streamed.
+const AT_ONCE: usize = 256;
+
+/// Options of `brimful evaluate`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful evaluate --weights digits.safetensors
+  brimful evaluate --weights gpt.safetensors --data book.txt
+  brimful evaluate --model llama --data chat.jsonl --sequence 1024 --dtype bf16     before a training
+  brimful evaluate --model llama --adapter llama-chat --data held-out.jsonl --all --json
+
+The samples are those that brimful train tests on, or all of them with --all.")]
+pub struct EvaluateOptions {
+    #[arg(long, value_name = "NAME|FOLDER")]
+    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    model: Option<ModelSource>,
+    /// A file of brimful train --save, or a safetensors or .ot file with the model's names
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
+    data: String,
+    /// Tokens in a sequence of a text [default: 64, or as many as the weights are for]
+    #[arg(long, value_name = "N", value_parser = words::count)]
+    sequence: Option<usize>,
+    /// Height and width of the images of a folder [default: as the model was trained, else 224]
+    #[arg(long, value_name = "PIXELS", value_parser = words::count)]
+    image: Option<usize>,
+    /// All samples, not only those that brimful train tests on
+    #[arg(long)]
+    all: bool,
+    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    #[arg(value_parser = words::micro_batch)]
+    micro_batch: Size,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
+    dtype: NumberType,
+    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
+    seed: u64,
+    #[arg(long, help = words::JSON)]
+    json: bool,
+}
+
+/// What a model is on data.
+#[derive(Debug, Serialize)]
+struct Evaluation {
+    loss: f64,
+    /// Of texts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    perplexity: Option<f64>,
+    /// Share of right answers.
+    accuracy: f64,
+    samples: usize,
+    /// Tokens, classes or pixels that count.
+    targets: u64,
+}
+
+/// A model with its data, on its way to a device.
+#[derive(Debug)]
+struct Evaluated {
+    dataset: Dataset,
+    layers: Layers,
+    weights: ModelWeights,
+}
+
+#[derive(Debug)]
+enum ModelWeights {
+    File(SavedWeights, ModelName),
+    Folder { folder: Arc<FineTune>, adapter: Option<AdapterFolder> },
+}
+
+impl EvaluateOptions {
+    /// The files that were given, each with its flag.
+    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+        files::read("--weights", self.weights.as_ref()).into_iter().collect()
+    }
+}
+
+/// Evaluates the model, and tells the figures.
+pub(crate) fn run(options: &EvaluateOptions) -> Result<Exit> {
+    let evaluated = Evaluated::open(options)?;
+    output::report(&evaluated.evaluate(options)?, options.json)?;
+    Ok(Exit::Done)
+}
+
+impl Evaluated {
+    fn open(options: &EvaluateOptions) -> Result<Self> {
+        match (&options.model, &options.weights) {
+            (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
+            (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
+                "--weights is for a model that is named: a folder has weights of its own",
+            )),
+            (Some(ModelSource::Named(name)), Some(file)) => {
+                Self::of_file(file, Some(*name), options)
+            }
+            (None, Some(file)) => Self::of_file(file, None, options),
+            (_, None) => {
+                Err(wrong_use("there are no weights: give --weights FILE, or --model FOLDER"))
+            }
+        }
+    }
+
+    fn of_folder(path: &Path, options: &EvaluateOptions) -> Result<Self> {
+        let folder = FineTune::open(path, &FineTuneOptions::default())?;
+        let adapter = options.adapter.as_ref().map(AdapterFolder::open);
+        let adapter = adapter.transpose().map_err(|error| wrong_use(error.to_string()))?;
+        let dataset = folder.data(&options.data, options.sequence, options.seed)?;
+        let layers = match &adapter {
+            Some(adapter) => folder.layers().lora(adapter.lora()),
+            None => folder.layers(),
+        };
+        Ok(Self { dataset, layers, weights: ModelWeights::Folder { folder, adapter } })
+    }
+
+    fn of_file(file: &Path, asked: Option<ModelName>, options: &EvaluateOptions) -> Result<Self> {
+        let flags = [("adapter", options.adapter.is_some())];
+        ensure_unsaid(&flags, "a folder's model: give --model FOLDER")?;
+        let weights = SavedWeights::read(file)?;
+        let name = weights.model(asked)?;
+        let number = |key| weights.told(key).and_then(|number| number.parse().ok());
+        let context = weights.rows("wpe.weight").map(|rows| rows as usize);
+        let wishes = SampleWishes {
+            sequence: options.sequence.or(context),
+            image: options.image.or_else(|| number("image")),
+            pixels: weights.told(PIXELS).and_then(|text| text.parse().ok()),
+        };
+        let dataset = name.data(&options.data, wishes, options.seed)?;
+        let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
+        ensure_use!(
+            known == dataset.class_names,
+            "the model knows the classes {}, but the data have {}: give it data with the same ones",
+            known.join(", "),
+            match dataset.class_names.is_empty() {
+                true => "none with a name".to_owned(),
+                false => dataset.class_names.join(", "),
+            }
+        );
+        let layers = name.layers(&dataset.sample, 0.0);
+        let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
+        Ok(Self { dataset, layers, weights: ModelWeights::File(weights, name) })
+    }
+
+    fn evaluate(self, options: &EvaluateOptions) -> Result<Evaluation> {
+        let Self { mut dataset, layers, weights } = self;
+        let device = setting::device(options.device.as_deref())?;
+        options.dtype.prepare(device)?;
+        let memory = within(Memory::of(device)?, options.memory_limit)?;
+        let _inside = memory.enter();
+        let mut store = VarStore::new(device);
+        let model = LossModel::build(&layers, &store.root()).context("the model was not built")?;
+        let kind = options.dtype.kind();
+        store.set_kind(kind);
+        weights.put_into(store.variables().into_iter().collect())?;
+        let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
+        let judge = |(x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
+        let Dataset { train, test, sample, .. } = &mut dataset;
+        let mut sums = Sums::default();
+        let halves = [Some(test), Some(train).filter(|_| options.all)];
+        for half in halves.into_iter().flatten() {
+            let progress = Progress::new(half.len(), "samples");
+            for places in split::by_size(half.len(), half.at_once(AT_ONCE))? {
+                let examples = half.bring(&SampleRequest::plain(places.clone()))?;
+                let (samples, targets) = (examples.len(), counted(&examples.targets));
+                let judged = micro.evaluate(&examples.into_batch()?, judge)?;
+                let right = judged.outputs.to_kind(Kind::Double).sum(Kind::Double);
+                sums.add(samples, targets.double_value(&[]), judged.loss, right.double_value(&[]));
+                progress.advance(places.len());
+            }
+        }
+        ensure!(sums.loss.is_finite(), "the model's loss is no number: was its training?");
+        Ok(sums.evaluation(matches!(sample, Sample::Sequence { .. })))
+    }
+}
+
+impl ModelWeights {
+    fn put_into(self, variables: Named) -> Result<()> {
+        match self {
+            Self::File(weights, name) => weights.put_into(variables, name),
+            Self::Folder { folder, adapter } => {
+                folder.load(&variables)?;
+                let loaded = adapter.map(|adapter| adapter.load(&variables)).transpose();
+                loaded.map(drop).map_err(|error| wrong_use(error.to_string()))
+            }
+        }
+    }
+}
+
+/// What mini-batches come to, each by its targets.
+#[derive(Debug, Default)]
+struct Sums {
+    samples: usize,
+    targets: f64,
+    loss: f64,
+    right: f64,
+}
+
+impl Sums {
+    fn add(&mut self, samples: usize, targets: f64, loss: f64, right: f64) {
+        self.samples += samples;
+        self.targets += targets;
+        self.loss += loss * targets;
+        self.right += right;
+    }
+
+    fn evaluation(&self, is_text: bool) -> Evaluation {
+        let loss = self.loss / self.targets;
+        Evaluation {
+            loss,
+            perplexity: is_text.then(|| loss.exp()),
+            accuracy: self.right / self.targets,
+            samples: self.samples,
+            targets: self.targets as u64,
+        }
+    }
+}
+
+impl fmt::Display for Evaluation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { loss, perplexity, accuracy, samples, targets } = self;
+        write!(f, "loss {loss:.4}")?;
+        perplexity.iter().try_for_each(|perplexity| write!(f, "  perplexity {perplexity:.2}"))?;
+        write!(f, "  accuracy {:.1} %  of {samples} samples", accuracy * 100.0)?;
+        match *targets == *samples as u64 {
+            true => Ok(()),
+            false => write!(f, ", {targets} targets"),
+        }
+    }
+}

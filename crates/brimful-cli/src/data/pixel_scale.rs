@@ -1,0 +1,49 @@
+//! How pixels of images in memory are normalised.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Result, ensure};
+use tch::Tensor;
+
+/// Mean and deviation of the pixels that a model was trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct PixelScale {
+    mean: f64,
+    deviation: f64,
+}
+
+impl PixelScale {
+    /// Figures of these images, which have a name.
+    pub(super) fn of(images: &Tensor, name: &str) -> Result<Self> {
+        let deviation = images.std(true).double_value(&[]);
+        ensure!(
+            deviation.is_normal(),
+            "every training image in {name} has the same pixels: there is nothing to learn"
+        );
+        Ok(Self { mean: images.mean(None).double_value(&[]), deviation })
+    }
+
+    /// Moves pixels so that those of the training would have mean 0 and deviation 1.
+    pub(super) fn apply(self, images: &Tensor) -> Tensor {
+        (images - self.mean) / self.deviation
+    }
+}
+
+/// As a saved run tells it, to the last bit.
+impl fmt::Display for PixelScale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mean, deviation } = self;
+        write!(f, "{mean:?} {deviation:?}")
+    }
+}
+
+impl FromStr for PixelScale {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (mean, deviation) = text.split_once(' ').ok_or(())?;
+        let number = |text: &str| text.parse().map_err(|_| ());
+        Ok(Self { mean: number(mean)?, deviation: number(deviation)? })
+    }
+}

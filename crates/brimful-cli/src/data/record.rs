@@ -1,0 +1,176 @@
+//! A JSON object as a sample, in the forms that data sets come in.
+
+use anyhow::{Result, anyhow, bail, ensure};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::chat_template::{ChatMessage, ChatTemplate, ChatText, MarkedTokens};
+use crate::chat_message::ANSWERS;
+use crate::tokenizer::Tokenizer;
+
+pub(super) const WANTED: &str = "no JSON object with text or messages";
+pub(super) const TOGETHER: &str =
+    "text and messages do not go together: give each a file of its own";
+/// Keys of the forms; others are passed over.
+const KEYS: [&str; 5] = ["text", "messages", "conversations", "prompt", "instruction"];
+/// Who says something in ShareGPT's form, and the roles that these are.
+const SPEAKERS: [(&str, &str); 7] = [
+    ("human", "user"),
+    ("user", "user"),
+    ("gpt", ANSWERS),
+    ("chatgpt", ANSWERS),
+    ("model", ANSWERS),
+    (ANSWERS, ANSWERS),
+    ("system", "system"),
+];
+
+/// A sample.
+#[derive(Debug)]
+pub(super) enum Record {
+    /// A text by itself.
+    Document(String),
+    Conversation(Vec<ChatMessage>),
+    /// A text that is given, and the rest of it, which is learnt.
+    Completion(ChatText),
+}
+
+/// The tokens of one.
+#[derive(Debug)]
+pub(super) enum ReadRecord {
+    Document(Vec<i64>),
+    Conversation(MarkedTokens),
+}
+
+/// A turn in ShareGPT's form.
+#[derive(Deserialize)]
+struct Turn {
+    from: String,
+    value: String,
+}
+
+/// An instruction in Alpaca's form.
+#[derive(Deserialize)]
+struct Instruction {
+    instruction: String,
+    #[serde(default)]
+    input: Option<String>,
+    output: String,
+    #[serde(default)]
+    system: Option<String>,
+    #[serde(default)]
+    history: Vec<Value>,
+}
+
+/// A text or a conversation, and how it goes on.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Said {
+    Text(String),
+    Messages(Vec<ChatMessage>),
+}
+
+/// Whether an object is in one of the forms.
+pub(super) fn is_record(told: &Map<String, Value>) -> bool {
+    KEYS.iter().any(|key| told.contains_key(*key))
+}
+
+impl Record {
+    /// The sample that an object is.
+    pub(super) fn of(mut told: Map<String, Value>) -> Result<Self> {
+        told.retain(|_, value| !value.is_null());
+        match (told.remove("text"), told.remove("messages")) {
+            (Some(_), Some(_)) => bail!(TOGETHER),
+            (Some(text), None) => read(text).map(Self::Document),
+            (None, Some(messages)) => read(messages).map(Self::Conversation),
+            (None, None) if told.contains_key("conversations") => {
+                shared(read(told["conversations"].take())?).map(Self::Conversation)
+            }
+            (None, None) if told.contains_key("prompt") && told.contains_key("completion") => {
+                let [prompt, completion] = ["prompt", "completion"].map(|key| told[key].take());
+                completed(read(prompt)?, read(completion)?)
+            }
+            (None, None) if told.contains_key("instruction") && told.contains_key("output") => {
+                instructed(read(told.into())?).map(Self::Conversation)
+            }
+            (None, None) => bail!(
+                "it has neither \"text\" nor \"messages\", nor \"conversations\", \"prompt\" with \"completion\", or \
+                 \"instruction\" with \"output\": give one of them"
+            ),
+        }
+    }
+
+    pub(super) fn encode(
+        self,
+        template: ChatTemplate<'_>,
+        tokenizer: &Tokenizer,
+    ) -> Result<ReadRecord> {
+        Ok(match self {
+            Self::Document(text) => {
+                let mut tokens = tokenizer.encode(&text)?;
+                // A tokenizer may end texts by itself.
+                if tokenizer.end().is_none() || tokens.last().copied() != tokenizer.end() {
+                    tokens.extend(tokenizer.separator()?);
+                }
+                ReadRecord::Document(tokens)
+            }
+            Self::Conversation(messages) => {
+                ReadRecord::Conversation(template.encode(&messages, tokenizer)?)
+            }
+            Self::Completion(text) => {
+                ReadRecord::Conversation(MarkedTokens::of_text(&text, tokenizer)?)
+            }
+        })
+    }
+}
+
+/// What a value holds; its place is told elsewhere.
+fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
+    serde_json::from_value(value).map_err(|error| anyhow!("{WANTED}: {error}"))
+}
+
+fn shared(turns: Vec<Turn>) -> Result<Vec<ChatMessage>> {
+    let message = |Turn { from, value }: Turn| {
+        let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == from);
+        let (_, role) = known.ok_or_else(|| {
+            anyhow!("a turn of its conversations is from {from}: known are human, gpt and system")
+        })?;
+        Ok(ChatMessage::new(*role, value))
+    };
+    turns.into_iter().map(message).collect()
+}
+
+fn instructed(told: Instruction) -> Result<Vec<ChatMessage>> {
+    let Instruction { instruction, input, output, system, history } = told;
+    ensure!(
+        history.is_empty(),
+        "its history is not read: write the whole conversation as \"messages\""
+    );
+    let asked = match input.filter(|input| !input.is_empty()) {
+        Some(input) => format!("{instruction}\n\n{input}"),
+        None => instruction,
+    };
+    let system = system.filter(|system| !system.is_empty());
+    let system = system.map(|system| ChatMessage::new("system", system));
+    let turns = [ChatMessage::new("user", asked), ChatMessage::new(ANSWERS, output)];
+    Ok(system.into_iter().chain(turns).collect())
+}
+
+fn completed(prompt: Said, completion: Said) -> Result<Record> {
+    match (prompt, completion) {
+        (Said::Text(prompt), Said::Text(completion)) => {
+            let mut text = ChatText::default();
+            text.push(&prompt, false);
+            text.push(&completion, true);
+            Ok(Record::Completion(text))
+        }
+        (Said::Messages(prompt), Said::Messages(completion)) => {
+            ensure!(
+                !prompt.iter().any(ChatMessage::is_answer),
+                "its prompt has an answer, which would be learnt too: write the whole as \"messages\""
+            );
+            Ok(Record::Conversation(prompt.into_iter().chain(completion).collect()))
+        }
+        _ => bail!("its prompt and its completion are not both text, nor both messages"),
+    }
+}

@@ -1,0 +1,96 @@
+//! Samples side by side as an engine takes them: alike in size, or sequences that are cut by tokens.
+
+use std::ops::Deref;
+
+use brimful::Result;
+use brimful::batch::{Batch, Leaf, Sequences};
+use tch::{Kind, Tensor};
+
+use crate::setting::typed;
+
+/// Widths of micro-batches are multiples of this many tokens, or of fewer that a sample's length is a multiple of.
+const STEP: i64 = 64;
+
+/// What a mini-batch gives the model, or what the model should give.
+#[derive(Debug)]
+pub(crate) enum Rows {
+    /// All of one size.
+    Alike(Tensor),
+    /// Cut by tokens; no micro-batch is wider than its own longest takes.
+    Unlike(Sequences),
+}
+
+impl Rows {
+    /// Rows of which these many places count; after them comes `padding`. None is longer than `most`.
+    pub(super) fn unlike(rows: &Tensor, lengths: &[i64], most: i64, padding: i64) -> Result<Self> {
+        if lengths.is_empty() {
+            return Ok(Self::Alike(rows.shallow_clone()));
+        }
+        let row = |(number, length): (usize, &i64)| {
+            Ok(rows.f_get(number as i64)?.f_narrow(0, 0, *length)?)
+        };
+        let rows = lengths.iter().enumerate().map(row).collect::<Result<Vec<_>>>()?;
+        // No width is more than a model's positions.
+        let step = (1..=STEP).rev().find(|step| most % step == 0).unwrap_or(1);
+        Ok(Self::Unlike(Sequences::in_steps_of(step as usize, &rows, padding as f64)?))
+    }
+
+    /// In the model's number type, where they are no tokens.
+    pub(crate) fn typed(self, kind: Kind) -> Self {
+        match self {
+            Self::Alike(rows) => Self::Alike(typed(&rows, kind)),
+            unlike => unlike,
+        }
+    }
+}
+
+impl Deref for Rows {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        match self {
+            Self::Alike(rows) => rows,
+            Self::Unlike(rows) => rows,
+        }
+    }
+}
+
+impl Batch for Rows {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(Leaf<'a>)) {
+        match self {
+            Self::Alike(rows) => rows.visit(f),
+            Self::Unlike(rows) => rows.visit(f),
+        }
+    }
+
+    fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self> {
+        Ok(match self {
+            Self::Alike(rows) => Self::Alike(rows.map(f)?),
+            Self::Unlike(rows) => Self::Unlike(rows.map(f)?),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use brimful::{MicroBatcher, Size};
+    use tch::Device;
+    use tch::nn::VarStore;
+
+    use super::*;
+
+    #[test]
+    fn micro_batches_are_as_wide_as_their_own_longest_and_no_wider_than_a_sample_may_be() {
+        let tokens = Tensor::ones([3, 90], (Kind::Int64, Device::Cpu));
+        let rows = Rows::unlike(&tokens, &[3, 90, 60], 100, 0).expect("rows");
+        assert_eq!(rows.size(), [3, 100]);
+        let store = VarStore::new(Device::Cpu);
+        let mut widths = Vec::new();
+        let sums = MicroBatcher::new(&store, Size::Fixed(1)).map(&rows, |part: Rows| {
+            widths.push(part.size()[1]);
+            part.sum_dim_intlist([1_i64].as_slice(), false, Kind::Int64)
+        });
+        assert_eq!(widths, [100, 100, 50]);
+        assert_eq!(sums.expect("sums"), Tensor::from_slice(&[3_i64, 90, 60]));
+    }
+}

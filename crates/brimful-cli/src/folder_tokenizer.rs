@@ -1,0 +1,303 @@
+//! A folder's tokenizer, built from its files as transformers' `AutoTokenizer` builds it.
+//!
+//! Some of its classes take the vocabulary and the special tokens of tokenizer.json alone, and normalise and split as
+//! they have it in their code: [`TokenizerClass::rebuild`]. All others are as tokenizer.json describes them.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::{Value, json};
+use tokenizers::{AddedToken, Tokenizer};
+
+use crate::exit::wrong_use;
+use crate::files::text_of;
+use crate::tokenizer_config::{TokenizerConfig, json_of};
+
+const FILE: &str = "tokenizer.json";
+/// The two files of a byte-level tokenizer in its older form.
+const VOCABULARY: &str = "vocab.json";
+const MERGES: &str = "merges.txt";
+/// Files of tokenizers in forms that are not read.
+const OTHERS: [&str; 6] = [
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.txt",
+    VOCABULARY,
+    "tekken.json",
+];
+/// Names of special tokens, in the order in which new ones are numbered.
+const NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// What tokenizer.json has of every byte-level tokenizer, and of no other.
+const BYTE_LEVEL: &str = "\"ByteLevel\"";
+/// How texts are split for Qwen's tokenizers.
+const QWEN_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Class of transformers that a folder's tokenizer is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TokenizerClass {
+    Llama,
+    Gpt2,
+    Qwen2,
+    /// Any other: as tokenizer.json describes it.
+    AsSaved,
+}
+
+/// Reads the folder's tokenizer, if it has one, and the class that it is of.
+pub(crate) fn read(
+    folder: &Path,
+    told: &TokenizerConfig,
+) -> Result<(Option<Tokenizer>, TokenizerClass)> {
+    let path = folder.join(FILE);
+    if !path.is_file() {
+        let class = TokenizerClass::of(folder, told, true)?;
+        return Ok((older(folder, class, told)?, class));
+    }
+    let unread = || format!("{} cannot be read", path.display());
+    let text = text_of(&path)?;
+    let class = TokenizerClass::of(folder, told, text.contains(BYTE_LEVEL))?;
+    let mut parts: Value = serde_json::from_str(&text).with_context(unread)?;
+    class.rebuild(&mut parts, told);
+    let mut tokenizer = built(&parts).with_context(unread)?;
+    let known = tokenizer.get_added_tokens_decoder();
+    let mut special: Vec<_> = class.special_tokens(told);
+    special.retain(|token| {
+        tokenizer.token_to_id(token).is_some()
+            && known.values().all(|known| known.content != *token)
+    });
+    add(&mut tokenizer, special)?;
+    Ok((Some(tokenizer), class))
+}
+
+/// The tokenizer of a folder without tokenizer.json.
+fn older(
+    folder: &Path,
+    class: TokenizerClass,
+    told: &TokenizerConfig,
+) -> Result<Option<Tokenizer>> {
+    let [vocabulary, merges] = [VOCABULARY, MERGES].map(|name| folder.join(name));
+    let is_read = class != TokenizerClass::AsSaved && vocabulary.is_file() && merges.is_file();
+    if !is_read {
+        return match OTHERS.into_iter().find(|name| folder.join(name).is_file()) {
+            Some(found) => Err(wrong_use(unread(folder, found))),
+            None => Ok(None),
+        };
+    }
+    let mut parts = json!({ "version": "1.0", "added_tokens": [], "model": {
+        "type": "BPE", "vocab": json_of(&vocabulary)?, "merges": merges_of(&text_of(&merges)?) } });
+    class.rebuild(&mut parts, told);
+    let mut tokenizer = built(&parts).with_context(|| {
+        format!("{VOCABULARY} and {MERGES} of {} cannot be read", folder.display())
+    })?;
+    add(&mut tokenizer, listed_tokens(folder, told)?)?;
+    add(&mut tokenizer, class.special_tokens(told))?;
+    frame(&mut tokenizer, class, told)?;
+    Ok(Some(tokenizer))
+}
+
+fn built(parts: &Value) -> Result<Tokenizer> {
+    parts.to_string().parse().map_err(|error| anyhow!("{error}"))
+}
+
+/// The lines of merges.txt, without the one that tells its version.
+fn merges_of(text: &str) -> Vec<&str> {
+    text.lines().filter(|line| !line.is_empty() && !line.starts_with("#version")).collect()
+}
+
+/// The remedy for a folder whose tokenizer is in another form.
+fn unread(folder: &Path, found: &str) -> String {
+    let folder = folder.display();
+    format!(
+        "{folder} has {found}, but no {FILE}, which alone is read: make it with python3 -c 'from transformers import \
+         AutoTokenizer; AutoTokenizer.from_pretrained(\"{folder}\").save_pretrained(\"{folder}\")'"
+    )
+}
+
+/// Tokens that are added to an older form's vocabulary, in the order of their numbers.
+fn listed_tokens(folder: &Path, told: &TokenizerConfig) -> Result<Vec<String>> {
+    let decoder = told.get("added_tokens_decoder").as_object();
+    let added = json_of(&folder.join("added_tokens.json"))?;
+    let mut listed: Vec<(u64, String)> = match decoder {
+        Some(decoder) => decoder
+            .iter()
+            .filter_map(|(id, token)| {
+                Some((id.parse().ok()?, token["content"].as_str()?.to_owned()))
+            })
+            .collect(),
+        None => {
+            let added = added.as_object().into_iter().flatten();
+            added.filter_map(|(token, id)| Some((id.as_u64()?, token.clone()))).collect()
+        }
+    };
+    listed.sort();
+    Ok(listed.into_iter().map(|(_, token)| token).collect())
+}
+
+/// Has these tokens found whole wherever they stand.
+fn add(tokenizer: &mut Tokenizer, tokens: Vec<String>) -> Result<()> {
+    let tokens = tokens.into_iter().map(|token| AddedToken::from(token, true));
+    tokenizer.add_special_tokens(tokens).map(drop).map_err(|error| anyhow!("{error}"))
+}
+
+/// Puts the tokens around texts that tokenizer_config.json asks for: with tokenizer.json, that file alone says so.
+fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfig) -> Result<()> {
+    let names = told.named_tokens(class.usual_tokens());
+    let wanted = |flag: &str, name: &str| {
+        names.get(name).filter(|_| told.get(flag) == true).map(|token| token.to_owned())
+    };
+    let [begin, end] = [wanted("add_bos_token", "bos_token"), wanted("add_eos_token", "eos_token")];
+    let special: Vec<_> = begin.iter().chain(&end).collect();
+    if special.is_empty() {
+        return Ok(());
+    }
+    let ids = special.iter().map(|token| {
+        let id = tokenizer.token_to_id(token);
+        Ok((
+            (*token).clone(),
+            id.with_context(|| format!("{token} is no token of its vocabulary"))?,
+        ))
+    });
+    let ids = ids.collect::<Result<Vec<_>>>()?;
+    let single: Vec<String> = begin.into_iter().chain(["$A".to_owned()]).chain(end).collect();
+    let template = tokenizers::processors::template::TemplateProcessing::builder()
+        .try_single(single)
+        .map_err(|error| anyhow!("{error}"))?
+        .special_tokens(ids)
+        .build()?;
+    tokenizer.with_post_processor(Some(template));
+    Ok(())
+}
+
+impl TokenizerClass {
+    /// Class that `AutoTokenizer` takes for the folder.
+    fn of(folder: &Path, told: &TokenizerConfig, is_byte_level: bool) -> Result<Self> {
+        let config = json_of(&folder.join("config.json"))?;
+        let class = [told.get("tokenizer_class"), &config["tokenizer_class"]];
+        let class = class.into_iter().find_map(Value::as_str);
+        let class = class.map(|name| name.strip_suffix("Fast").unwrap_or(name));
+        Ok(match (config["model_type"].as_str(), class) {
+            // Folders of these types often name a class that they are not of.
+            (Some("qwen2"), _) => Self::Qwen2,
+            (Some("mistral"), _) => Self::AsSaved,
+            (_, Some("LlamaTokenizer")) if !is_byte_level => Self::Llama,
+            (_, Some("GPT2Tokenizer")) | (Some("gpt2"), None) => Self::Gpt2,
+            (_, Some("Qwen2Tokenizer")) => Self::Qwen2,
+            _ => Self::AsSaved,
+        })
+    }
+
+    /// Special tokens of the class where the folder names no others.
+    pub(crate) fn usual_tokens(self) -> &'static [(&'static str, &'static str)] {
+        const END: &str = "<|endoftext|>";
+        match self {
+            Self::Llama => &[("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")],
+            Self::Gpt2 => &[("bos_token", END), ("eos_token", END), ("unk_token", END)],
+            Self::Qwen2 => &[("eos_token", END), ("pad_token", END), ("unk_token", END)],
+            Self::AsSaved => &[],
+        }
+    }
+
+    /// Tokens that are found whole wherever they stand.
+    fn special_tokens(self, told: &TokenizerConfig) -> Vec<String> {
+        let mut named = told.named_tokens(self.usual_tokens());
+        let mut tokens: Vec<_> = NAMES.iter().filter_map(|name| named.remove(*name)).collect();
+        tokens.extend(named.into_values());
+        tokens.extend(told.unnamed_tokens());
+        tokens
+    }
+
+    /// Normalises and splits as the class does, whatever tokenizer.json says.
+    fn rebuild(self, parts: &mut Value, told: &TokenizerConfig) {
+        let prefix = told.get("add_prefix_space").as_bool();
+        let (normalizer, splits, decoder, falls_back) = match self {
+            _ if parts["model"]["type"] != "BPE" => return,
+            Self::AsSaved => return,
+            Self::Llama => (Value::Null, llama_splits(prefix, told), llama_decoder(prefix), true),
+            Self::Gpt2 => (Value::Null, bytes(prefix, true), bytes(None, true), false),
+            Self::Qwen2 => {
+                let words = json!({ "type": "Split", "pattern": { "Regex": QWEN_WORDS },
+                                    "behavior": "Isolated", "invert": false });
+                let splits =
+                    json!({ "type": "Sequence", "pretokenizers": [words, bytes(prefix, false)] });
+                (json!({ "type": "NFC" }), splits, bytes(None, true), false)
+            }
+        };
+        let [vocabulary, merges] = ["vocab", "merges"].map(|key| parts["model"][key].take());
+        parts["model"] = json!({ "type": "BPE", "vocab": vocabulary, "merges": merges,
+                                 "fuse_unk": falls_back, "byte_fallback": falls_back });
+        parts["normalizer"] = normalizer;
+        parts["pre_tokenizer"] = splits;
+        parts["decoder"] = decoder;
+    }
+}
+
+/// Each byte as a letter, split into words or as it comes.
+fn bytes(prefix: Option<bool>, splits: bool) -> Value {
+    json!({ "type": "ByteLevel", "add_prefix_space": prefix.unwrap_or(false), "trim_offsets": true,
+            "use_regex": splits })
+}
+
+fn llama_splits(prefix: Option<bool>, told: &TokenizerConfig) -> Value {
+    let scheme = match (prefix, told.get("legacy").as_bool()) {
+        (Some(false), _) => "never",
+        (_, Some(true)) => "always",
+        _ => "first",
+    };
+    json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false })
+}
+
+fn llama_decoder(prefix: Option<bool>) -> Value {
+    let mut steps = vec![
+        json!({ "type": "Replace", "pattern": { "String": "▁" }, "content": " " }),
+        json!({ "type": "ByteFallback" }),
+        json!({ "type": "Fuse" }),
+    ];
+    if prefix != Some(false) {
+        steps.push(json!({ "type": "Strip", "content": " ", "start": 1, "stop": 0 }));
+    }
+    json!({ "type": "Sequence", "decoders": steps })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn tokenizers_in_other_forms_are_refused_with_the_remedy() {
+        for found in OTHERS {
+            let folder = tempfile::tempdir().expect("a folder");
+            fs::write(folder.path().join(found), "{}").expect("written");
+            let told = TokenizerConfig::read(folder.path()).expect("none");
+            let error = read(folder.path(), &told).expect_err(found).to_string();
+            assert!(error.contains(&format!("has {found}, but no tokenizer.json")), "{error}");
+            assert!(error.contains("AutoTokenizer.from_pretrained("), "{error}");
+        }
+    }
+
+    #[test]
+    fn classes_are_those_that_transformers_takes() {
+        for (model, class, is_byte_level, expected) in [
+            ("llama", "LlamaTokenizer", false, TokenizerClass::Llama),
+            ("llama", "LlamaTokenizerFast", true, TokenizerClass::AsSaved),
+            ("mistral", "LlamaTokenizer", false, TokenizerClass::AsSaved),
+            ("qwen2", "LlamaTokenizerFast", true, TokenizerClass::Qwen2),
+            ("gpt2", "", true, TokenizerClass::Gpt2),
+            ("gpt2", "PreTrainedTokenizerFast", true, TokenizerClass::AsSaved),
+            ("llama", "", false, TokenizerClass::AsSaved),
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let class = Some(class).filter(|class| !class.is_empty());
+            let [config, told] =
+                [json!({ "model_type": model }), json!({ "tokenizer_class": class })];
+            fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
+            fs::write(folder.path().join("tokenizer_config.json"), told.to_string())
+                .expect("written");
+            let told = TokenizerConfig::read(folder.path()).expect("settings");
+            let found = TokenizerClass::of(folder.path(), &told, is_byte_level).expect("a class");
+            assert_eq!(found, expected, "{model} {class:?}");
+        }
+    }
+}
