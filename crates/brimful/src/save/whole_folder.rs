@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use super::whole_file::{behind_links, in_its_place, make_beside, refusal};
+use super::whole_file::{in_its_place, make_beside, place, refusal};
 use crate::{Error, Result};
 
 /// Lets `fill` write files into a new folder, which then takes the place of what was there before, whole or
@@ -36,7 +36,7 @@ struct FolderBeside {
 
 impl FolderBeside {
     fn new(target: &Path) -> io::Result<Self> {
-        let target = behind_links(target);
+        let target = place(target).ok_or(io::ErrorKind::NotADirectory)?;
         let before = fs::metadata(&target).ok();
         if before.as_ref().is_some_and(|found| !found.is_dir()) {
             return Err(io::ErrorKind::NotADirectory.into());
