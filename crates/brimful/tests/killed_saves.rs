@@ -16,7 +16,7 @@ use tch::Tensor;
 /// Set for the process that saves, to the folder that it saves in.
 const SAVES: &str = "BRIMFUL_TEST_SAVES";
 /// How often the suite kills.
-const KILLS: u64 = 20;
+const KILLS: u64 = 10;
 /// The longest that a process saves before it is killed, some ten saves.
 const LONGEST_US: u64 = 30_000;
 

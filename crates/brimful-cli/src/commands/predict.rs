@@ -64,9 +64,13 @@ pub struct PredictOptions {
 
 impl PredictOptions {
     /// The files that were given, each with its flag.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
-        let output = files::written("--output", self.output.as_ref());
-        output.into_iter().chain(files::read("--weights", Some(&self.weights))).collect()
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
+        let files = [
+            files::written("--output", self.output.as_ref()),
+            files::read("--weights", Some(&self.weights)),
+            files::read_data(&self.data),
+        ];
+        files.into_iter().flatten().collect()
     }
 }
 

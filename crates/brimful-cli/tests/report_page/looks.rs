@@ -58,8 +58,12 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
                   --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --bus 200MB";
     let page = plan("bus.html", hosted);
     browser.before_pages(KEEP_LABELS);
-    for look in [WIDE, PHONE] {
+    for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {
         browser.open(&page, look);
+        let cut = "(() => { const t = document.getElementById('bus'); return t.scrollWidth - t.clientWidth; })()";
+        assert_eq!(browser.evaluate(cut), 0, "the table of transfers is cut");
+        let plain = "document.querySelectorAll('#legend li:not(:has(.swatch))').length";
+        assert_eq!(browser.evaluate(plain), 0, "an entry of the legend has no swatch");
         let rows = browser.evaluate(
             "window.labels.filter((l) => ['in', 'out', '↓', '↑'].includes(l.text)).length",
         );
@@ -79,6 +83,20 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     browser.mouse("mouseMoved", at, json!({}));
     let shown = tooltip(&mut browser);
     assert!(shown.contains("weights to the device") && shown.contains("crossed"), "{shown}");
+    assert_calm(&browser);
+}
+
+#[test]
+fn every_kind_of_action_has_a_colour_of_its_own() {
+    let Some(mut browser) = Browser::start("colours") else { return };
+    let page = plan("colours.html", "-s 2 -m 2");
+    for look in [WIDE, Look { dark: true, ..WIDE }] {
+        browser.open(&page, look);
+        let of = "KINDS.map((kind) => getComputedStyle(document.documentElement).getPropertyValue(kind.color))";
+        let (kinds, colours) =
+            (browser.evaluate("KINDS.length"), browser.evaluate(&format!("new Set({of}).size")));
+        assert_eq!(kinds, colours);
+    }
     assert_calm(&browser);
 }
 
@@ -102,6 +120,8 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
         }
         let table = browser.text("document.getElementById('bus-table').innerText");
         assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
+        let settings = browser.text("document.getElementById('settings-list').textContent");
+        assert!(settings.contains("recomputechosen for each stage"), "{settings}");
         assert_within(&mut browser, look);
     }
     assert_calm(&browser);
