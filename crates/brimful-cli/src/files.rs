@@ -83,11 +83,12 @@ impl FlagFile {
             return Ok(());
         };
         let (flag, path) = (self.flag, self.path.display());
-        let is_replaced = |purpose| purpose == FileUse::WritesFolder;
         // A folder that is read has other files beside those: what is new there is in nobody's way.
         let is_taken = other.purpose != FileUse::Reads || own.exists();
         let is_in = own != others && own.starts_with(&others) && is_taken;
-        let is_around = own != others && others.starts_with(&own) && is_replaced(self.purpose);
+        // An output that is in another one says so itself.
+        let is_replaced = self.purpose == FileUse::WritesFolder && other.purpose == FileUse::Reads;
+        let is_around = own != others && others.starts_with(&own) && is_replaced;
         let hit = own == others || is_in || is_around;
         // A run that goes on takes the place of the one that it goes on from.
         let goes_on = ["--save", "--keep"].contains(&flag) && other.flag == "--resume";
