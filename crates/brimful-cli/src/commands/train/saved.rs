@@ -151,6 +151,22 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let recipe = &trainer.options.recipe;
     let rate = recipe.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
     let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
+    check_data(&metadata, &running, trainer)?;
+    let tests = TestsSoFar::read(&metadata);
+    let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
+    let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
+    let mut model = model_alone(tensors);
+    if file != path {
+        add_unsaved(path, &mut model, trainer)?;
+    }
+    trainer.engine.load(model, &beside)?;
+    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
+    trainer.rate = rate;
+    Ok(())
+}
+
+/// The samples must be those that the run was made with, as far as it has seen them.
+fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
         "it has {} steps of an epoch, but here one has {}: give it the data that it was made with",
@@ -172,16 +188,6 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
         metadata.get(CLASSES).map_or("without names", String::as_str),
         classes.as_deref().unwrap_or("without names"),
     );
-    let tests = TestsSoFar::read(&metadata);
-    let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
-    let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
-    let mut model = model_alone(tensors);
-    if file != path {
-        add_unsaved(path, &mut model, trainer)?;
-    }
-    trainer.engine.load(model, &beside)?;
-    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
-    trainer.rate = rate;
     Ok(())
 }
 
