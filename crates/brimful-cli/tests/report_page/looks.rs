@@ -86,20 +86,6 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     assert_calm(&browser);
 }
 
-#[test]
-fn every_kind_of_action_has_a_colour_of_its_own() {
-    let Some(mut browser) = Browser::start("colours") else { return };
-    let page = plan("colours.html", "-s 2 -m 2");
-    for look in [WIDE, Look { dark: true, ..WIDE }] {
-        browser.open(&page, look);
-        let of = "KINDS.map((kind) => getComputedStyle(document.documentElement).getPropertyValue(kind.color))";
-        let (kinds, colours) =
-            (browser.evaluate("KINDS.length"), browser.evaluate(&format!("new Set({of}).size")));
-        assert_eq!(kinds, colours);
-    }
-    assert_calm(&browser);
-}
-
 /// As the page of a plan, from what was measured.
 #[test]
 fn a_run_at_home_shows_its_bus_as_a_plan_does() {
@@ -120,6 +106,7 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
         }
         let table = browser.text("document.getElementById('bus-table').innerText");
         assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
+        assert_eq!(browser.evaluate(SHARED_COLOURS), 0, "two kinds have one colour");
         let settings = browser.text("document.getElementById('settings-list').textContent");
         assert!(settings.contains("recomputechosen for each stage"), "{settings}");
         assert_within(&mut browser, look);
@@ -138,6 +125,12 @@ fn overlapping_texts(browser: &mut Browser) -> Value {
          if (!apart(x, y)) pairs.push([a, b]); })); } return pairs; })()",
     )
 }
+
+/// How many kinds of actions in the legend have the colour of another.
+const SHARED_COLOURS: &str = "(() => {
+const swatches = [...document.querySelectorAll('#legend .swatch:not(.wait, .idle, .shades)')];
+const colours = swatches.map((swatch) => getComputedStyle(swatch).backgroundColor);
+return colours.length - new Set(colours).size; })()";
 
 /// Keeps the box of every word that is drawn on a canvas since it was last cleared.
 const KEEP_LABELS: &str = "
