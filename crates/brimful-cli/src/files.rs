@@ -1,6 +1,6 @@
 //! Files and folders that a command reads and writes: the one place that decides whether an output may be written.
-//! What would overwrite an input, another output or an earlier run's results, and what cannot be written, is refused
-//! before any work is put into it.
+//! An output that would overwrite an input, another output or an earlier run's results, or that cannot be written, is
+//! refused before any work is put into it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -103,7 +103,7 @@ pub(crate) struct FineTune {
     pretrained: Pretrained,
     tokenizer: Tokenizer,
     lora: Option<Lora>,
-    /// What the training begins with beside the model.
+    /// Begins the training, beside the model.
     adapter: Option<AdapterFolder>,
     merge: bool,
     from_scratch: bool,

@@ -1,4 +1,4 @@
-//! What a training may write over: nothing that it reads, nothing of others unless that is asked for.
+//! A training writes over nothing that it reads, and over nothing of others unless that is asked for.
 
 mod program;
 

@@ -9,7 +9,7 @@ use super::{Flag, in_files, is_overruled};
 use crate::commands::train::place_of_run;
 use crate::saved_weights::{FLAGS, run_file};
 
-/// What the run was told that `--resume` names, but for what the command line says, and that it saves where it is.
+/// Lists the flags of the run that `--resume` names, but for those that the command line overrules; it saves where it is.
 pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     let run =
         looked.subcommand().and_then(|(name, looked)| Some((root.find_subcommand(name)?, looked)));

@@ -17,9 +17,9 @@ use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use crate::{files, progress};
 
-/// What the names of runs end in, where they are files.
+/// Extension of the names of runs that are files.
 const EXTENSION: &str = "safetensors";
-/// What marks the best run beside the last.
+/// Mark of the best run beside the last.
 const BEST: &str = "best";
 
 /// The saves of a run.

@@ -1,4 +1,4 @@
-//! What tells data and folders of models that were moved from others.
+//! Marks by which data and folders of models are known again that were moved.
 
 use std::fs::{self, File};
 use std::io::{self, Read};

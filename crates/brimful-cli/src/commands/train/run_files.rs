@@ -78,7 +78,7 @@ impl RunFiles {
         self.saved_files(saves_folder).into_iter().chain(written).chain(read).collect()
     }
 
-    /// What `--save` and `--keep` write.
+    /// Files and folders that `--save` and `--keep` write.
     fn saved_files(&self, saves_folder: bool) -> Vec<FlagFile> {
         let Some(save) = &self.save else { return Vec::new() };
         let kept = kept_beside(save, self.keep);

@@ -53,7 +53,7 @@ impl SavedRun {
         Self::with(trainer, !trainer.is_over())
     }
 
-    /// The same run, of which a folder gets the model alone.
+    /// Takes the run after its last finished step, of which a folder gets the model alone.
     pub(super) fn of_best(trainer: &Trainer) -> Result<Self> {
         Self::with(trainer, false)
     }
