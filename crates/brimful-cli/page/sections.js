@@ -73,7 +73,8 @@ function fillLegend(compared) {
     shown.filter(([awaited]) => Boolean(awaited) === isWait).map(([, entry]) => entry));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
   if (steps.some((step) => step.stages > step.lanes.length)) {
-    entries.push(element("li", {}, "deeper: a later stage of the device"));
+    const swatch = element("span", { class: "swatch shades" });
+    entries.push(element("li", {}, swatch, "deeper: a later stage of the device"));
   }
   byId("legend").replaceChildren(...entries, idle, ...waits);
 }

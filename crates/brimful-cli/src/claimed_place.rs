@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use brimful::save;
 
 /// Claims a file for as long as it is open: the lines of two programs would be mixed up.
 pub(crate) fn claim(file: &File) -> Result<()> {
@@ -25,6 +26,8 @@ pub(crate) struct ClaimedPlace {
 
 impl ClaimedPlace {
     pub(crate) fn of(path: &Path) -> Result<Self> {
+        // Through links: what is written is behind them.
+        let path = save::place(path).context("it is no file")?;
         let name = path.file_name().context("it has no name")?.to_string_lossy();
         let path = path.with_file_name(format!(".{name}.lock"));
         loop {
@@ -73,6 +76,10 @@ mod tests {
         drop(first);
         drop(ClaimedPlace::of(&path).expect("free again"));
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
+        let link = folder.path().join("newest");
+        std::os::unix::fs::symlink("model.safetensors", &link).expect("a link");
+        let _first = ClaimedPlace::of(&link).expect("free");
+        ClaimedPlace::of(&path).expect_err("taken under its own name");
     }
 
     #[test]

@@ -1,56 +1,73 @@
-//! The files that a command reads and writes: what would overwrite another, or cannot be written, is
+//! Files and folders that a command reads and writes: the one place that decides whether an output may be written.
+//! An output that would overwrite an input, another output or an earlier run's results, or that cannot be written, is
 //! refused before any work is put into it.
 
-use std::fs::{self, OpenOptions};
-use std::io;
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process;
 
 use anyhow::{Context, Result};
+use brimful::save;
 
 use crate::exit::{ensure_use, wrong_use};
+use crate::saved_weights::run_file;
 
-/// What a command does with a file.
+/// Use that a command makes of a file or a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FileUse {
+    /// Reads a file or a folder.
     Reads,
+    /// Writes a file.
     Writes,
+    /// Writes a folder, in place of the whole folder that was there.
+    WritesFolder,
 }
 
-/// A file that a flag names.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct FlagFile<'a> {
+/// A file or a folder that a flag names.
+#[derive(Debug, Clone)]
+pub(crate) struct FlagFile {
     /// As it is given on the command line, such as `--save`.
     pub(crate) flag: &'static str,
-    pub(crate) path: &'a Path,
+    pub(crate) path: PathBuf,
     pub(crate) purpose: FileUse,
+    /// Whether what is there already is to stay.
+    pub(crate) is_new: bool,
 }
 
-/// The file that a flag names, if it was given.
-pub(crate) fn read<'a>(flag: &'static str, path: Option<&'a PathBuf>) -> Option<FlagFile<'a>> {
-    path.map(|path| FlagFile { flag, path, purpose: FileUse::Reads })
+/// The file or folder that a flag names to be read, if it was given.
+pub(crate) fn read(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Option<FlagFile> {
+    let purpose = FileUse::Reads;
+    path.map(|path| FlagFile { flag, path: path.into(), purpose, is_new: false })
 }
 
-/// The same of one that is written.
-pub(crate) fn written<'a>(flag: &'static str, path: Option<&'a PathBuf>) -> Option<FlagFile<'a>> {
-    path.map(|path| FlagFile { flag, path, purpose: FileUse::Writes })
+/// The file or folder that `--data` names, if it is one: a name of shipped or made-up data is in nobody's way.
+pub(crate) fn read_data(data: &str) -> Option<FlagFile> {
+    read("--data", Some(data).filter(|data| Path::new(data).exists()))
 }
 
-/// Refuses files of which one would overwrite another, and those that cannot be written.
-pub(crate) fn check(files: &[FlagFile<'_>]) -> Result<()> {
-    let writes = || files.iter().filter(|file| file.purpose == FileUse::Writes);
-    writes().try_for_each(|file| file.check_place())?;
+/// The file that a flag names to be written, over what is there, if it was given.
+pub(crate) fn written(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Option<FlagFile> {
+    read(flag, path).map(|file| FlagFile { purpose: FileUse::Writes, ..file })
+}
+
+/// Refuses outputs that would overwrite what they must not, and those that cannot be written.
+pub(crate) fn check(files: &[FlagFile]) -> Result<()> {
+    let writes = || files.iter().filter(|file| file.purpose != FileUse::Reads);
+    writes().try_for_each(FlagFile::check_place)?;
     for file in writes() {
         let mut others = files.iter().filter(|other| other.flag != file.flag);
         others.try_for_each(|other| file.check_beside(other))?;
     }
+    writes().filter(|file| file.is_new).try_for_each(FlagFile::check_new)?;
     // Last, so that nothing is touched for a command that is refused anyway.
-    writes().try_for_each(|file| file.probe())
+    writes().try_for_each(FlagFile::probe)
 }
 
-impl FlagFile<'_> {
+impl FlagFile {
     fn check_place(&self) -> Result<()> {
-        let (flag, path, folder) = (self.flag, self.path.display(), folder_of(self.path));
+        if self.purpose == FileUse::WritesFolder {
+            return Ok(());
+        }
+        let (flag, path, folder) = (self.flag, self.path.display(), folder_of(&self.path));
         ensure_use!(
             fs::metadata(folder).is_ok_and(|folder| folder.is_dir()),
             "{flag} {path}: there is no folder {}",
@@ -60,59 +77,75 @@ impl FlagFile<'_> {
         Ok(())
     }
 
+    /// Refuses an output that is an input or another output, or is in one, or has one in it.
     fn check_beside(&self, other: &Self) -> Result<()> {
+        let (Some(own), Some(others)) = (place(&self.path), place(&other.path)) else {
+            return Ok(());
+        };
+        let (flag, path) = (self.flag, self.path.display());
+        // A folder that is read has other files beside those: what is new there is in nobody's way.
+        let is_taken = other.purpose != FileUse::Reads || own.exists();
+        let is_in = own != others && own.starts_with(&others) && is_taken;
+        // An output that is in another one says so itself.
+        let is_replaced = self.purpose == FileUse::WritesFolder && other.purpose == FileUse::Reads;
+        let is_around = own != others && others.starts_with(&own) && is_replaced;
+        let hit = own == others || is_in || is_around;
         // A run that goes on takes the place of the one that it goes on from.
-        let goes_on = (self.flag, other.flag) == ("--save", "--resume");
-        if goes_on || !is_same(self.path, other.path) {
+        let goes_on = ["--save", "--keep"].contains(&flag) && other.flag == "--resume";
+        if !hit || (goes_on && own == others) {
             return Ok(());
         }
-        let (flag, path) = (self.flag, self.path.display());
         Err(wrong_use(match other.purpose {
             FileUse::Reads => {
-                format!(
-                    "{flag} {path} would overwrite what {} reads: name another file",
-                    other.flag
-                )
+                format!("{flag} {path} would overwrite what {} reads: name another", other.flag)
             }
-            FileUse::Writes => {
-                format!("{flag} and {} both write {path}: name a file for each", other.flag)
+            FileUse::WritesFolder if is_in => {
+                format!("{flag} {path} is in the folder that {} replaces: name another", other.flag)
             }
+            _ => format!("{flag} and {} both write {path}: name a file for each", other.flag),
         }))
+    }
+
+    /// Refuses to write over what is there.
+    fn check_new(&self) -> Result<()> {
+        let Some(place) = place(&self.path) else { return Ok(()) };
+        let is_empty = match fs::read_dir(&place) {
+            Ok(mut entries) => entries.next().is_none(),
+            Err(_) => fs::metadata(&place).map_or(true, |found| found.len() == 0),
+        };
+        let (flag, path) = (self.flag, self.path.display());
+        let going_on = match flag {
+            "--save" if run_file(&place).is_file() => format!("go on with it by --resume {path}, "),
+            _ => String::new(),
+        };
+        ensure_use!(
+            is_empty,
+            "{flag} {path} is there already: {going_on}name another, or give --overwrite to lose what is there"
+        );
+        Ok(())
     }
 
     /// Finds out whether the file could be written, and leaves nothing behind.
     fn probe(&self) -> Result<()> {
+        if self.purpose == FileUse::WritesFolder {
+            return Ok(());
+        }
         let (flag, path) = (self.flag, self.path.display());
-        let probed = match fs::metadata(self.path) {
-            Ok(found) if !found.is_file() => {
-                OpenOptions::new().write(true).open(self.path).map(drop)
-            }
-            _ => probe_beside(self.path),
-        };
-        probed.with_context(|| format!("{flag} {path} cannot be written"))
+        save::probe(&self.path).with_context(|| format!("{flag} {path} cannot be written"))
     }
 }
 
-/// Files are written beside their place and then renamed, so it is the folder that must take them.
-fn probe_beside(path: &Path) -> io::Result<()> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-    let probe = path.with_file_name(format!(".{name}.{}.probe", process::id()));
-    OpenOptions::new().write(true).create_new(true).open(&probe)?;
-    fs::remove_file(probe)
-}
-
-/// Whether two paths name one file, there already or not, that one alone should write.
+/// Whether two paths name one file or folder, there already or not, that one alone should write.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     place(one).is_some_and(|one| place(other) == Some(one))
 }
 
-/// The one path of a file that has many names, there already or not; none of what is no plain file and
-/// can be written to by many, such as `/dev/null`.
+/// The one path of a file or folder that has many names, there already or not; none of what is written to as it is
+/// and by many, such as `/dev/null`.
 fn place(path: &Path) -> Option<PathBuf> {
-    match fs::canonicalize(path) {
-        Ok(whole) => fs::metadata(&whole).is_ok_and(|found| found.is_file()).then_some(whole),
-        Err(_) => Some(fs::canonicalize(folder_of(path)).ok()?.join(path.file_name()?)),
-    }
+    let place = save::place(path)?;
+    let there = fs::canonicalize(&place).ok();
+    there.or_else(|| Some(fs::canonicalize(folder_of(&place)).ok()?.join(place.file_name()?)))
 }
 
 /// What stands in a file.

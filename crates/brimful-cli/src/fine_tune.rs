@@ -1,16 +1,16 @@
 //! A model of a Hugging Face folder in the program: its data, its layers, its weights, and what is saved of it.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::Result;
 use brimful::Layers;
 use brimful::nn::Lora;
-use brimful::save::SaveError;
+use brimful::save::{self, SaveError};
 use brimful_models::pretrained::{
-    Pretrained, PretrainedError, check_adapter_place, check_model_place, is_adapter,
+    AdapterFolder, Pretrained, PretrainedError, check_adapter_place, check_model_place, is_adapter,
 };
 use clap::Args;
 
@@ -27,8 +27,11 @@ pub struct FineTuneOptions {
     #[arg(long, value_name = "RANK[:ALPHA]")]
     #[arg(help = format!("{}: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]", words::LORA))]
     pub(crate) lora: Option<LoraFlag>,
+    /// Train the adapter of this folder on, as --save or PEFT has written it
+    #[arg(long, value_name = "FOLDER", conflicts_with = "lora")]
+    pub(crate) adapter: Option<PathBuf>,
     /// Write the whole model with --save, LoRA's part added to its weights
-    #[arg(long, requires = "lora")]
+    #[arg(long)]
     pub(crate) merge: bool,
     #[arg(long, help = words::FROM_SCRATCH)]
     pub(crate) from_scratch: bool,
@@ -65,8 +68,32 @@ impl fmt::Display for LoraFlag {
 impl FineTuneOptions {
     /// Those of a model that is no folder's: there are none.
     pub(crate) fn check_absent(&self) -> Result<()> {
-        let flags = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
+        let flags = [
+            ("lora", self.lora.is_some()),
+            ("adapter", self.adapter.is_some()),
+            ("merge", self.merge),
+            ("from-scratch", self.from_scratch),
+        ];
         ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")
+    }
+
+    /// Whether the model's own weights stay as they are.
+    pub(crate) fn trains_adapter(&self) -> bool {
+        self.lora.is_some() || self.adapter.is_some()
+    }
+
+    /// Refuses flags that do not go together.
+    fn check(&self) -> Result<()> {
+        ensure_use!(
+            !self.merge || self.trains_adapter(),
+            "--merge is for an adapter: give --lora or --adapter too"
+        );
+        ensure_use!(
+            !self.from_scratch || self.adapter.is_none(),
+            "--adapter {} belongs to weights that --from-scratch does not read: leave one of them out",
+            self.adapter.as_deref().unwrap_or(Path::new("")).display()
+        );
+        Ok(())
     }
 }
 
@@ -76,12 +103,16 @@ pub(crate) struct FineTune {
     pretrained: Pretrained,
     tokenizer: Tokenizer,
     lora: Option<Lora>,
+    /// Begins the training, beside the model.
+    adapter: Option<AdapterFolder>,
     merge: bool,
+    from_scratch: bool,
 }
 
 impl FineTune {
     /// Opens the folder.
     pub(crate) fn open(folder: &Path, options: &FineTuneOptions) -> Result<Arc<Self>> {
+        options.check()?;
         let pretrained = match options.from_scratch {
             true => Pretrained::without_weights(folder),
             false => Pretrained::open(folder),
@@ -91,7 +122,14 @@ impl FineTune {
             false => unopened(folder, &error),
         })?;
         let tokenizer = checked_tokenizer(&pretrained)?;
-        let lora = options.lora.clone().map(|LoraFlag(lora)| lora);
+        let config = pretrained.config();
+        let adapter = options.adapter.as_deref().map(|from| AdapterFolder::open(from, config));
+        let adapter = adapter.transpose();
+        let adapter = adapter.map_err(|error| wrong_use(format!("--adapter: {error}")))?;
+        let lora = match &adapter {
+            Some(adapter) => Some(adapter.lora().clone()),
+            None => options.lora.clone().map(|LoraFlag(lora)| lora),
+        };
         if let Some(Lora { rank, .. }) = &lora {
             let width = pretrained.config().width();
             ensure_use!(
@@ -99,7 +137,8 @@ impl FineTune {
                 "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
             );
         }
-        Ok(Arc::new(Self { pretrained, tokenizer, lora, merge: options.merge }))
+        let FineTuneOptions { merge, from_scratch, .. } = *options;
+        Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }
 
     /// Text as the model takes it, in sequences of so many tokens.
@@ -134,22 +173,46 @@ impl FineTune {
 
     /// Gives the variables their weights.
     pub(crate) fn load(&self, variables: &Named) -> Result<()> {
-        Ok(self.pretrained.load(variables)?)
+        self.pretrained.load(variables)?;
+        let adapter = self.adapter.iter();
+        adapter.map(|adapter| adapter.load(variables)).try_for_each(|loaded| Ok(loaded?))
     }
 
-    /// Refuses a place for the folder of `--save` that would lose something.
+    /// Gives the variables what a folder of [`FineTune::save`] and the model that it was made from have of them.
+    pub(crate) fn load_saved(&self, folder: &Path, variables: &Named) -> Result<()> {
+        match self.lora {
+            Some(_) => Ok(self.pretrained.load(variables)?),
+            None => Ok(Pretrained::open(folder)?.load(variables)?),
+        }
+    }
+
+    /// Whether the variable of this name is in no file of [`FineTune::save`] as it is now, with the model that the
+    /// training began with beside it.
+    pub(crate) fn lacks(&self, name: &str, has_averages: bool) -> bool {
+        match self.lora {
+            Some(_) => Lora::is_adapter(name),
+            // The folder has the averages.
+            None => has_averages,
+        }
+    }
+
+    /// Refuses a place for the folder of `--save` that would lose something, or make something that nobody can use.
     pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
-        let [there, read] = [folder, self.pretrained.folder()].map(|path| path.canonicalize().ok());
         let shown = folder.display();
         ensure_use!(
-            there.is_none() || there != read,
-            "--save {shown} would overwrite what --model reads: name another folder"
+            !(self.from_scratch && self.writes_adapter()),
+            "--save {shown} would write an adapter of a model that --from-scratch makes and nobody has: add --merge to \
+             write the whole model"
         );
-        let place = match self.writes_adapter() {
+        self.refuse_occupied(folder).map_err(|error| wrong_use(format!("--save {shown}: {error}")))
+    }
+
+    /// Refuses a folder with what is not of a model's, which would be lost.
+    fn refuse_occupied(&self, folder: &Path) -> Result<(), PretrainedError> {
+        match self.writes_adapter() {
             true => check_adapter_place(folder),
             false => check_model_place(folder),
-        };
-        place.map_err(|error| wrong_use(format!("--save {shown}: {error}")))
+        }
     }
 
     /// Whether the variable of this name is in what is saved.
@@ -161,8 +224,22 @@ impl FineTune {
         self.lora.is_some() && !self.merge
     }
 
-    /// Writes a folder of the model with these variables, or of what LoRA has added to it.
-    pub(crate) fn save(&self, folder: &Path, variables: &Named) -> brimful::Result<()> {
+    /// Writes a folder of the model with these variables, or of what LoRA has added to it, with what `add` writes into
+    /// it: whole or not at all.
+    pub(crate) fn save(
+        &self,
+        folder: &Path,
+        variables: &Named,
+        add: impl FnOnce(&Path) -> brimful::Result<()>,
+    ) -> brimful::Result<()> {
+        self.refuse_occupied(folder).map_err(|error| unwritten(folder, error))?;
+        save::replace_folder(folder, |new| {
+            self.write(new, variables)?;
+            add(new)
+        })
+    }
+
+    fn write(&self, folder: &Path, variables: &Named) -> brimful::Result<()> {
         let Self { pretrained, lora, merge, .. } = self;
         let saved = match (lora, merge) {
             (None, _) => pretrained.save(folder, variables),
@@ -181,7 +258,7 @@ pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error 
     match is_adapter(folder) {
         true => wrong_use(format!(
             "{} holds what LoRA has added to a model, not a model: give --model the folder of that one, and this \
-             one to --adapter of brimful generate",
+             one to --adapter",
             folder.display()
         )),
         false => wrong_use(error.to_string()),

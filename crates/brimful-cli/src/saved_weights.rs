@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use brimful::save::{self, Metadata};
+use brimful_models::pretrained::RUN_FILE;
 use tch::Tensor;
 
 use crate::exit::wrong_use;
@@ -15,6 +16,8 @@ use crate::setting::ModelName;
 pub(crate) const OPTIMIZER: &str = "optimizer.";
 /// And those of the averages of weights.
 pub(crate) const AVERAGES: &str = "ema.";
+/// The text that tells the flags that a run was given: names and values in JSON.
+pub(crate) const FLAGS: &str = "flags";
 /// The text that tells what a model's classes are called: a list in JSON.
 pub(crate) const CLASSES: &str = "classes";
 /// The text that tells what normalised the images that it was trained on.
@@ -102,6 +105,11 @@ impl SavedWeights {
         }
         named::put(variables, compared.fitting)
     }
+}
+
+/// Names the file of a run of `--save FILE` or, within it, of `--save FOLDER`.
+pub(crate) fn run_file(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(RUN_FILE) } else { path.to_owned() }
 }
 
 /// What to do with a file that only Python reads.

@@ -31,6 +31,13 @@ fn doctor_speaks_json() {
     assert_eq!(report["libtorch"], "2.11.0");
     let folder = std::path::Path::new(report["libtorch_folder"].as_str().expect("a folder"));
     assert!(folder.join("lib/libtorch.so").exists(), "{}", folder.display());
+    let loaded = report["loaded"].as_array().expect("a list");
+    let is_there = |path: &Value| std::path::Path::new(path.as_str().expect("a path")).is_file();
+    assert!(loaded.iter().all(is_there), "{loaded:?}");
+    // As the system names it, behind all links.
+    let library = report["library"].as_str().expect("a path");
+    let library = std::fs::canonicalize(library).expect("it is there").display().to_string();
+    assert!(loaded.contains(&Value::String(library)), "{loaded:?}");
     let cpu = &report["devices"][0];
     assert_eq!(cpu["name"], "cpu");
     assert!(cpu["total_bytes"].as_u64() >= cpu["free_bytes"].as_u64());

@@ -249,7 +249,15 @@ fn a_folder_that_is_no_whole_model_is_told_what_it_is() {
         2,
         "--lora 99999: a rank above the model's width adds nothing: give at most 64",
     );
-    said(&format!("{train} {tiny} --from-scratch --lora 2 --save {adapter}"));
+    let nobody = format!("{train} {tiny} --from-scratch --lora 2 --save {adapter}");
+    refused(
+        &nobody,
+        2,
+        "an adapter of a model that --from-scratch makes and nobody has: add --merge",
+    );
+    let base = shown(&folder.join("base"));
+    said(&format!("{train} {tiny} --from-scratch --save {base}"));
+    said(&format!("{train} --model {base} --lora 2 --save {adapter}"));
     for command in [format!("{train} --model {adapter}"), format!("generate --model {adapter}")] {
         refused(&command, 2, "holds what LoRA has added to a model, not a model: give --model");
     }

@@ -48,8 +48,9 @@ fn a_model_that_outgrows_the_disk_leaves_the_old_file() {
     let model = folder.join("model.safetensors");
     fs::write(&model, "the old one").expect("written");
     let save = model.display();
-    let (code, complaint) =
-        shell(&format!("ulimit -f 64; exec \"$0\" train --epochs 1 --device cpu --save {save}"));
+    let (code, complaint) = shell(&format!(
+        "ulimit -f 64; exec \"$0\" train --epochs 1 --device cpu --overwrite --save {save}"
+    ));
     assert!(complaint.starts_with("brimful: cannot write "), "{complaint}");
     assert!(complaint.contains("File too large"), "{complaint}");
     assert_eq!(code, Some(1));

@@ -152,6 +152,9 @@ fn folders_that_do_not_do_are_wrong_use() {
     fs::write(format!("{strange}/config.json"), r#"{"model_type": "mamba"}"#).expect("written");
     let wordy = tiny_llama(&folder.join("wordy"));
     let train = format!("train --model {tiny} --from-scratch --data {text}");
+    let others = folder.join("others").display().to_string();
+    fs::create_dir_all(&others).expect("a folder");
+    fs::write(format!("{others}/thesis.tex"), "mine").expect("written");
     let words = r#"{"added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 256}}}"#;
     fs::write(format!("{wordy}/tokenizer.json"), words).expect("written");
     let pieces = tiny_llama(&folder.join("pieces"));
@@ -174,7 +177,10 @@ fn folders_that_do_not_do_are_wrong_use() {
             "--sequence 300 is longer than the 256 tokens that the model takes",
         ),
         (format!("{train} --save {tiny}"), "would overwrite what --model reads"),
-        (format!("{train} --save {}", folder.display()), "which would be lost"),
+        (format!("{train} --save {tiny} --overwrite"), "would overwrite what --model reads"),
+        (format!("{train} --save {}", folder.display()), "would overwrite what --data reads"),
+        (format!("{train} --save {others}"), "is there already: name another, or give --overwrite"),
+        (format!("{train} --save {others} --overwrite"), "which would be lost"),
         (format!("{train} --save {tiny}2 --keep 3"), "--keep N is for a file of --save"),
         ("train --lora 4".into(), "--lora is for a model of a folder: give --model FOLDER"),
         ("train --lora four".into(), "give a rank from 1 on"),

@@ -39,9 +39,10 @@ fn a_run_goes_on_at_home_and_back_on_the_device() {
     let at_home = format!("{AT_HOME} --memory-limit 5200kB");
     train(&format!("--epochs 1 --save one {at_home}"));
     train(&format!("--epochs 2 --resume one --save home {at_home}"));
-    train("--epochs 2 --resume one --save device --micro-batches 4");
+    let back = "--offload none --memory-limit 64MB";
+    train(&format!("--epochs 2 --resume one --save device {back}"));
     assert_alike(folder.join("device"), folder.join("home"));
-    train("--epochs 3 --resume home --save back");
+    train(&format!("--epochs 3 --resume home --save back {back}"));
 }
 
 /// The mlp's first layer has most of its parameters: within the limit, one of the others stays.

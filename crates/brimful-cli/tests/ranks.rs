@@ -63,7 +63,8 @@ fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
     let alone = losses(&train(None, &["--stages", "2", "--epochs", "3"]));
     let flags = ["--stages", "2", "--epochs", "2", "--save", file];
     assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
-    let flags = ["--stages", "2", "--epochs", "3", "--resume", file];
+    let on = &new_file("ranks-on.safetensors");
+    let flags = ["--epochs", "3", "--resume", file, "--save", on, "--overwrite"];
     assert_alike(&losses(&train(None, &flags)), &alone[2..]);
     assert_alike(&losses(&train(Some(2), &flags)), &alone[2..]);
     // Each pipeline cuts its part into four.
@@ -79,9 +80,11 @@ fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
     // Two in each rank.
     let flags = ["--replicas", "4", "--epochs", "2", "--save", file];
     assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
-    let flags = ["--epochs", "3", "--resume", file];
+    let on = &new_file("replicas-on.safetensors");
+    let goes_on = ["--epochs", "3", "--resume", file, "--save", on, "--overwrite", "--replicas"];
+    let flags = [&goes_on[..], &["1"]].concat();
     assert_alike(&losses(&train(None, &flags)), &alone[2..]);
-    let flags = ["--replicas", "3", "--epochs", "3", "--resume", file];
+    let flags = [&goes_on[..], &["3"]].concat();
     assert_alike(&losses(&train(Some(3), &flags)), &alone[2..]);
 }
 

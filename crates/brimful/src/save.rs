@@ -35,8 +35,8 @@ use crate::{Error, Result};
 
 pub use error::SaveError;
 pub use opened::OpenedFile;
-pub use whole_file::replace;
 use whole_file::{Beside, unwritable};
+pub use whole_file::{place, probe, remove_left_over, replace, replace_by_link};
 pub use whole_folder::replace_folder;
 
 /// Texts that go with the tensors: what was saved, and with which options.

@@ -1,8 +1,8 @@
 //! `brimful doctor`: what this machine has, what is wrong with its set-up, and how to mend it.
 
-use std::fmt;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::thread;
+use std::{fmt, fs, thread};
 
 use anyhow::Result;
 use brimful::nn::kernels;
@@ -37,6 +37,8 @@ struct Diagnosis {
     brimful: &'static str,
     libtorch: String,
     library: Option<PathBuf>,
+    /// Libraries in this process, but for the system's own.
+    loaded: Vec<PathBuf>,
     /// What `LIBTORCH` is to be where a crate elsewhere is built against the same libtorch.
     libtorch_folder: Option<PathBuf>,
     cuda: Cuda,
@@ -85,6 +87,7 @@ impl Diagnosis {
             libtorch,
             libtorch_folder: library.as_deref().and_then(libtorch_folder),
             library,
+            loaded: loaded(&fs::read_to_string("/proc/self/maps").unwrap_or_default()),
             features: if cuda.loaded { vec!["cpu", "cuda"] } else { vec!["cpu"] },
             cuda,
             cpu_capability: libtorch::cpu_capability(),
@@ -110,6 +113,32 @@ impl From<memory::DeviceInfo> for DeviceRow {
         let kernels = info.device.is_cuda().then(|| kernels::state(info.device).to_string());
         Self { name: info.name, model: info.model, total_bytes, free_bytes, kernels }
     }
+}
+
+/// Parts of the C library and of the compiler, which every program has.
+const OF_EVERY_PROGRAM: [&str; 9] = [
+    "ld-linux",
+    "libc.",
+    "libm.",
+    "libdl.",
+    "librt.",
+    "libpthread.",
+    "libgcc_s.",
+    "libstdc++.",
+    "libutil.",
+];
+
+/// Names the libraries in a table of mapped files as Linux shows it: what is run, wherever it came from.
+fn loaded(maps: &str) -> Vec<PathBuf> {
+    // A file's path begins after five columns, and ends the line.
+    let file = |line: &str| line.find('/').map(|start| PathBuf::from(&line[start..]));
+    let is_library = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let is_of_all = OF_EVERY_PROGRAM.iter().any(|known| name.starts_with(known));
+        name.contains(".so") && !is_of_all
+    };
+    let found: BTreeSet<PathBuf> = maps.lines().filter_map(file).filter(is_library).collect();
+    found.into_iter().collect()
 }
 
 /// The folder around the library that a crate can be built with: it has headers, and every library
@@ -173,6 +202,10 @@ impl fmt::Display for Diagnosis {
                 writeln!(f, "          {kernels}")?;
             }
         }
+        writeln!(f, "\nloaded")?;
+        for library in &self.loaded {
+            writeln!(f, "          {}", library.display())?;
+        }
         if self.problems.is_empty() {
             return writeln!(f, "\nNothing is wrong.");
         }
@@ -196,7 +229,6 @@ impl fmt::Display for Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     fn cuda(driver: Option<&str>, loaded: bool) -> Cuda {
         let error = (!loaded).then(|| "libcudnn.so.9: not found".to_owned());
@@ -207,6 +239,18 @@ mod tests {
     fn a_good_set_up_has_no_problem() {
         assert_eq!(diagnose("2.11.0", &cuda(None, false), 0), []);
         assert_eq!(diagnose("2.11.0", &cuda(Some("13.0"), true), 1), []);
+    }
+
+    #[test]
+    fn libraries_are_named_once_and_without_those_of_every_program() {
+        let maps = "7f00-7f01 r-xp 00000000 08:01 12   /opt/my torch/lib/libtorch_cpu.so\n\
+                    7f01-7f02 rw-p 00001000 08:01 12   /opt/my torch/lib/libtorch_cpu.so\n\
+                    7f02-7f03 r-xp 00000000 08:01 13   /usr/lib/libgomp-98b21ff3.so.1\n\
+                    7f03-7f04 r-xp 00000000 08:01 14   /usr/lib/libc.so.6\n\
+                    7f04-7f05 r-xp 00000000 08:01 15   /usr/bin/brimful\n\
+                    7ffc-7ffd rw-p 00000000 00:00 0    [stack]\n";
+        let found = ["/opt/my torch/lib/libtorch_cpu.so", "/usr/lib/libgomp-98b21ff3.so.1"];
+        assert_eq!(loaded(maps), found.map(PathBuf::from));
     }
 
     #[test]

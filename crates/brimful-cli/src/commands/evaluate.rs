@@ -7,7 +7,6 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use brimful::memory::Memory;
 use brimful::{Bytes, Layers, MicroBatcher, Size, split};
-use brimful_models::pretrained::AdapterFolder;
 use clap::Args;
 use serde::Serialize;
 use tch::Kind;
@@ -42,7 +41,7 @@ pub struct EvaluateOptions {
     #[arg(long, value_name = "NAME|FOLDER")]
     #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
     model: Option<ModelSource>,
-    /// A file of brimful train --save, or a safetensors or .ot file with the model's names
+    /// A file of brimful train --save, or a safetensors file with the model's names
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
@@ -100,12 +99,12 @@ struct Evaluated {
 #[derive(Debug)]
 enum ModelWeights {
     File(SavedWeights, ModelName),
-    Folder { folder: Arc<FineTune>, adapter: Option<AdapterFolder> },
+    Folder(Arc<FineTune>),
 }
 
 impl EvaluateOptions {
     /// The files that were given, each with its flag.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
         files::read("--weights", self.weights.as_ref()).into_iter().collect()
     }
 }
@@ -135,15 +134,10 @@ impl Evaluated {
     }
 
     fn of_folder(path: &Path, options: &EvaluateOptions) -> Result<Self> {
-        let folder = FineTune::open(path, &FineTuneOptions::default())?;
-        let adapter = options.adapter.as_ref().map(AdapterFolder::open);
-        let adapter = adapter.transpose().map_err(|error| wrong_use(error.to_string()))?;
+        let adapter = options.adapter.clone();
+        let folder = FineTune::open(path, &FineTuneOptions { adapter, ..Default::default() })?;
         let dataset = folder.data(&options.data, options.sequence, options.seed)?;
-        let layers = match &adapter {
-            Some(adapter) => folder.layers().lora(adapter.lora()),
-            None => folder.layers(),
-        };
-        Ok(Self { dataset, layers, weights: ModelWeights::Folder { folder, adapter } })
+        Ok(Self { dataset, layers: folder.layers(), weights: ModelWeights::Folder(folder) })
     }
 
     fn of_file(file: &Path, asked: Option<ModelName>, options: &EvaluateOptions) -> Result<Self> {
@@ -210,11 +204,7 @@ impl ModelWeights {
     fn put_into(self, variables: Named) -> Result<()> {
         match self {
             Self::File(weights, name) => weights.put_into(variables, name),
-            Self::Folder { folder, adapter } => {
-                folder.load(&variables)?;
-                let loaded = adapter.map(|adapter| adapter.load(&variables)).transpose();
-                loaded.map(drop).map_err(|error| wrong_use(error.to_string()))
-            }
+            Self::Folder(folder) => folder.load(&variables),
         }
     }
 }

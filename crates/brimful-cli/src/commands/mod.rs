@@ -19,7 +19,7 @@ use crate::exit::Exit;
 use crate::files::FlagFile;
 
 /// The files that a command reads and writes.
-pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile<'_>> {
+pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile> {
     match command {
         BrimfulCommand::Train(options) => options.files(),
         BrimfulCommand::Predict(options) => options.files(),

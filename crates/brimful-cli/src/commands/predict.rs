@@ -1,7 +1,7 @@
 //! `brimful predict`: what a trained model answers, sample by sample.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, NewImages, Sample, SampleRequest, SampleSet, SampleWishes};
 use crate::exit::{Exit, ensure_use, wrong_use};
-use crate::files::{self, FileUse, FlagFile};
+use crate::files::{self, FlagFile};
 use crate::output;
 use crate::progress::Progress;
 use crate::saved_weights::{PIXELS, SavedWeights};
@@ -73,13 +73,13 @@ pub struct PredictOptions {
 
 impl PredictOptions {
     /// The files that were given, each with its flag.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
-        let output = files::written("--output", self.output.as_ref()).into_iter();
-        let weights = files::read("--weights", Some(&self.weights));
-        // A name of shipped or made-up data is no file, and so is in nobody's way.
-        let data = self.data.iter().map(Path::new).filter(|path| path.is_file());
-        let data = data.map(|path| FlagFile { flag: "--data", path, purpose: FileUse::Reads });
-        output.chain(weights).chain(data).collect()
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
+        let files = [
+            files::written("--output", self.output.as_ref()),
+            files::read("--weights", Some(&self.weights)),
+        ];
+        let data = self.data.iter().filter_map(|data| files::read_data(data));
+        files.into_iter().flatten().chain(data).collect()
     }
 }
 

@@ -29,7 +29,7 @@ pub struct ReportOptions {
 
 impl ReportOptions {
     /// The files that it reads and writes.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
         let files = [files::read("RUN", Some(&self.run)), files::written("-o", Some(&self.output))];
         files.into_iter().flatten().collect()
     }

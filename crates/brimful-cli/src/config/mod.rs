@@ -12,8 +12,9 @@
 //!
 //! The words are added to those of the command line. One that the command line says otherwise, or
 //! that cannot be beside what it says, is left out. A switch has no other way to be said: there
-//! `--json=false` leaves it out.
+//! `--json=false` leaves it out. So it is with the flags of a run that goes on, which come after the file's.
 
+mod run_flags;
 mod value;
 
 use std::ffi::OsString;
@@ -33,24 +34,30 @@ use crate::nearest::nearest;
 /// The flags that no file gives.
 const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
-/// Reads the command line, with the flags of the config that it names.
+/// Reads the command line, with the flags of the config that it names, and those of the run that it goes on with.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
-    let (off, words): (Vec<OsString>, Vec<OsString>) =
+    let (off, mut words): (Vec<OsString>, Vec<OsString>) =
         words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
-    // What is missing may be in the file, so only the second look is a strict one.
-    let looked = command.clone().ignore_errors(true).try_get_matches_from(&words)?;
-    let Some(path) = looked.get_one::<PathBuf>("config") else {
-        return Ok(command.try_get_matches_from(words)?);
+    // What is missing may be in a file, so only the last look is a strict one.
+    let look = |command: &Command, words: &[OsString]| {
+        command.clone().ignore_errors(true).try_get_matches_from(words)
     };
-    let text = text_of(path)?;
+    let is_on = |flag: &&Flag| off.iter().all(|word| switched_off(word) != Some(&flag.name));
+    let mut looked = look(&command, &words)?;
+    let path = looked.get_one::<PathBuf>("config").cloned();
     command.build();
     let program = command.get_name().to_owned();
-    let file = ConfigFile { program: &program, path, text: &text };
+    let text = path.as_deref().map(text_of).transpose()?.unwrap_or_default();
+    let path = path.unwrap_or_default();
+    let file = ConfigFile { program: &program, path: &path, text: &text };
     let flags = file.flags(&command, &looked)?;
-    let is_on = |flag: &&Flag| off.iter().all(|word| switched_off(word) != Some(&flag.name));
-    let added = flags.iter().filter(is_on).map(|flag| flag.word.clone());
-    let all = words.into_iter().chain(added);
-    command.try_get_matches_from(all).map_err(|error| file.place(error, &flags))
+    if !flags.is_empty() {
+        words.extend(flags.iter().filter(is_on).map(|flag| flag.word.clone()));
+        looked = look(&command, &words)?;
+    }
+    let of_run = run_flags::flags(&command, &looked);
+    words.extend(of_run.iter().filter(is_on).map(|flag| flag.word.clone()));
+    command.try_get_matches_from(words).map_err(|error| file.place(error, &flags))
 }
 
 /// The name in `--name=false`.

@@ -1,7 +1,7 @@
 //! A folder that TensorBoard reads: an event a step, and one for every test.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -14,6 +14,11 @@ use crate::exit::ensure_use;
 const FILE: &str = "events.out.tfevents.brimful";
 /// What a test's loss is called.
 const TEST_LOSS: &str = "test/loss";
+
+/// Names the file of a folder that holds its events.
+pub(crate) fn events_file(folder: &Path) -> PathBuf {
+    folder.join(FILE)
+}
 
 /// A folder of events.
 #[derive(Debug)]
@@ -29,7 +34,7 @@ impl EventLog {
     pub(crate) fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
         let made = fs::create_dir_all(folder);
         made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
-        let path = folder.join(FILE);
+        let path = events_file(folder);
         let Some(last) = resumed else { return Ok(Self::new(AppendedFile::empty(&path)?)) };
         let (mut file, bytes) = AppendedFile::existing(&path)?;
         if bytes.is_empty() {

@@ -17,6 +17,8 @@ use anyhow::Result;
 use brimful::report::Record;
 use serde::Serialize;
 
+pub(crate) use event_log::events_file;
+
 use event_log::EventLog;
 use step_log::StepLog;
 

@@ -3,6 +3,8 @@
 use brimful::nn::BatchNormPolicy;
 use clap::ValueEnum;
 
+use super::shown_as_given;
+
 /// What BatchNorms make of micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum NormStatistics {
@@ -15,6 +17,8 @@ pub enum NormStatistics {
     /// What evaluation uses normalises in training too, and never moves
     Frozen,
 }
+
+shown_as_given!(NormStatistics);
 
 impl NormStatistics {
     pub fn policy(self) -> BatchNormPolicy {

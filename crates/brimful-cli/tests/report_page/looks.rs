@@ -58,8 +58,12 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
                   --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --bus 200MB";
     let page = plan("bus.html", hosted);
     browser.before_pages(KEEP_LABELS);
-    for look in [WIDE, PHONE] {
+    for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {
         browser.open(&page, look);
+        let cut = "(() => { const t = document.getElementById('bus'); return t.scrollWidth - t.clientWidth; })()";
+        assert_eq!(browser.evaluate(cut), 0, "the table of transfers is cut");
+        let plain = "document.querySelectorAll('#legend li:not(:has(.swatch))').length";
+        assert_eq!(browser.evaluate(plain), 0, "an entry of the legend has no swatch");
         let rows = browser.evaluate(
             "window.labels.filter((l) => ['in', 'out', '↓', '↑'].includes(l.text)).length",
         );
@@ -102,6 +106,9 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
         }
         let table = browser.text("document.getElementById('bus-table').innerText");
         assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
+        assert_eq!(browser.evaluate(SHARED_COLOURS), 0, "two kinds have one colour");
+        let settings = browser.text("document.getElementById('settings-list').textContent");
+        assert!(settings.contains("recomputechosen for each stage"), "{settings}");
         assert_within(&mut browser, look);
     }
     assert_calm(&browser);
@@ -118,6 +125,12 @@ fn overlapping_texts(browser: &mut Browser) -> Value {
          if (!apart(x, y)) pairs.push([a, b]); })); } return pairs; })()",
     )
 }
+
+/// How many kinds of actions in the legend have the colour of another.
+const SHARED_COLOURS: &str = "(() => {
+const swatches = [...document.querySelectorAll('#legend .swatch:not(.wait, .idle, .shades)')];
+const colours = swatches.map((swatch) => getComputedStyle(swatch).backgroundColor);
+return colours.length - new Set(colours).size; })()";
 
 /// Keeps the box of every word that is drawn on a canvas since it was last cleared.
 const KEEP_LABELS: &str = "

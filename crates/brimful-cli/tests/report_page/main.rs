@@ -28,7 +28,8 @@ fn plan(name: &str, arguments: &str) -> PathBuf {
 /// A page of a training on a CPU.
 fn trained(name: &str, arguments: &str) -> PathBuf {
     let page = file(name);
-    run(&format!("train --device cpu {arguments} --report {}", page.display())).success();
+    run(&format!("train --device cpu {arguments} --overwrite --report {}", page.display()))
+        .success();
     page
 }
 

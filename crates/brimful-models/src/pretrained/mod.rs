@@ -41,6 +41,7 @@ pub use adapter::{AdapterFolder, check_adapter_place, is_adapter};
 pub use config::Config;
 pub use error::PretrainedError;
 use fields::Fields;
+pub use taken_place::RUN_FILE;
 use taken_place::check_place;
 use weights::{WEIGHTS, Weights};
 

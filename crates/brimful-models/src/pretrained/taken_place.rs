@@ -6,6 +6,10 @@ use std::path::Path;
 use super::json::unreadable;
 use super::{PretrainedError, TOKENIZER_FILES};
 
+/// Name under which a program may keep the state of a training beside the model or the adapter that it trains: it goes
+/// where the folder is written anew.
+pub const RUN_FILE: &str = "brimful_run.safetensors";
+
 /// Refuses a place that is taken by other files than these and a tokenizer's: they would be lost.
 ///
 /// # Errors
@@ -23,6 +27,7 @@ pub(super) fn check_place(folder: &Path, own: &[&str]) -> Result<(), PretrainedE
     let mut names: Vec<String> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
-    let is_own = |name: &str| own.contains(&name) || TOKENIZER_FILES.contains(&name);
+    let is_own =
+        |name: &str| own.contains(&name) || TOKENIZER_FILES.contains(&name) || name == RUN_FILE;
     names.into_iter().find(|name| !is_own(name)).map_or(Ok(()), |other| Err(occupied(other)))
 }

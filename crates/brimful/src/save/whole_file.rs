@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +12,7 @@ use super::SaveError;
 use crate::{Error, Result};
 
 /// Writes bytes in place of what the file held before, whole or not at all. Links to it and its permissions
-/// stay. What is no plain file, as `/dev/stdout`, is written to as it is.
+/// stay. What is no plain file, and `/dev/stdout` wherever it leads, is written to as it is.
 ///
 /// # Errors
 /// When the file system refuses, with the remedy. The old file, if there was one, is then as before,
@@ -20,6 +21,14 @@ pub fn replace(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     let beside = Beside::new(path.as_ref())?;
     (&beside.file).write_all(bytes).map_err(|reason| beside.refused(&reason))?;
     beside.replace()
+}
+
+/// Finds out whether [`replace`] could begin to write, and leaves nothing behind.
+///
+/// # Errors
+/// With what the file system refuses.
+pub fn probe(path: impl AsRef<Path>) -> io::Result<()> {
+    Beside::open(path.as_ref()).map(drop)
 }
 
 /// A new file beside its final place, removed unless it gets there.
@@ -36,16 +45,18 @@ impl Beside {
     }
 
     fn open(target: &Path) -> io::Result<Self> {
-        let before = found_at(target)?;
-        if before.as_ref().is_some_and(|found| !found.is_file()) {
-            let file = OpenOptions::new().write(true).truncate(true).open(target)?;
+        let Some(place) = place(target) else {
+            let file = open_as_it_is(target)?;
             return Ok(Self { file, target: target.to_owned(), path: None });
+        };
+        let before = found_at(target)?;
+        if before.as_ref().is_some_and(Metadata::is_dir) {
+            return Err(io::ErrorKind::IsADirectory.into());
         }
-        let target = behind_links(target);
         // One that is there already is somebody else's, or a way to elsewhere.
         let create = |path: &Path| OpenOptions::new().write(true).create_new(true).open(path);
-        let (path, file) = make_beside(&target, create)?;
-        let beside = Self { file, target, path: Some(path) };
+        let (path, file) = make_beside(&place, create)?;
+        let beside = Self { file, target: place, path: Some(path) };
         if let Some(before) = before {
             // Before anything is in it, which may not be for everyone's eyes. A file system without permissions
             // refuses.
@@ -84,8 +95,7 @@ pub(super) fn in_its_place(
     target: &Path,
     rename: impl FnOnce() -> io::Result<()>,
 ) -> io::Result<()> {
-    let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = File::open(folder.unwrap_or(Path::new(".")))?;
+    let folder = File::open(folder_of(target))?;
     rename()?;
     // From here on the new one is in its place: nothing that fails now is a failed write.
     if let Err(error) = folder.sync_all() {
@@ -107,17 +117,92 @@ pub(super) fn found_at(target: &Path) -> io::Result<Option<Metadata>> {
     }
 }
 
+fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
 /// As many links as Linux follows.
 const MOST_LINKS: usize = 40;
 
-/// The place that a path leads to: links stay, and what is written is found through them.
-pub(super) fn behind_links(path: &Path) -> PathBuf {
+/// Follows links to the place at which [`replace`] and [`replace_folder`](super::replace_folder) put what is new, there
+/// already or not. None for what is written to as it is: devices, pipes, and open files of this process, as
+/// `/dev/stdout` is, wherever they lead.
+pub fn place(path: impl AsRef<Path>) -> Option<PathBuf> {
+    let place = behind_links(path.as_ref());
+    let found = fs::metadata(&place);
+    let is_replaced = found.map_or(true, |found| found.is_file() || found.is_dir());
+    (is_replaced && open_number(&place).is_none()).then_some(place)
+}
+
+/// Follows links to what they lead to, or to the name of an open file of this process.
+fn behind_links(path: &Path) -> PathBuf {
     let mut place = path.to_owned();
     for _ in 0..MOST_LINKS {
         let Ok(next) = fs::read_link(&place) else { break };
+        if open_number(&place).is_some() {
+            break;
+        }
         place = place.with_file_name("").join(next);
     }
     place
+}
+
+/// Number of an open file of this process, where a path is its name among those.
+fn open_number(path: &Path) -> Option<&str> {
+    let folder = fs::canonicalize(path.parent()?).ok()?;
+    let is_of_open = fs::canonicalize("/proc/self/fd").is_ok_and(|open| open == folder);
+    path.file_name()?.to_str().filter(|_| is_of_open)
+}
+
+/// Opens what is no place of its own. The standard streams go on where they are: opened anew, a file that they lead
+/// to would be written over from its beginning.
+fn open_as_it_is(path: &Path) -> io::Result<File> {
+    match open_number(&behind_links(path)) {
+        Some("1") => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),
+        Some("2") => Ok(io::stderr().as_fd().try_clone_to_owned()?.into()),
+        _ => OpenOptions::new().append(true).open(path),
+    }
+}
+
+/// Lets `path` be a second name of `file`, on the same file system, in place of what it named before and without a
+/// moment in which it names nothing.
+///
+/// # Errors
+/// When the file system refuses, as some do that know no second names. What was there before is there then.
+pub fn replace_by_link(file: impl AsRef<Path>, path: impl AsRef<Path>) -> Result<()> {
+    let (file, path) = (file.as_ref(), path.as_ref());
+    let place = place(path).ok_or_else(|| unwritable(path, "it is no file"))?;
+    let linked = make_beside(&place, |link| fs::hard_link(file, link)).and_then(|(link, ())| {
+        let replaced = in_its_place(&place, || fs::rename(&link, &place));
+        // Two names of one file are not renamed onto each other: the new one stays.
+        let _ = fs::remove_file(&link);
+        replaced
+    });
+    linked.map_err(|reason| refusal(path, &reason))
+}
+
+/// Removes what killed processes have left beside a path that they were writing to. Only for one who knows that
+/// nobody is writing there now.
+pub fn remove_left_over(path: impl AsRef<Path>) {
+    let Some(place) = place(path) else { return };
+    let Some(name) = place.file_name().map(|name| name.to_string_lossy().into_owned()) else {
+        return;
+    };
+    let is_left_over = |found: &str| {
+        let mark = found.strip_prefix('.')?.strip_prefix(&name)?.strip_prefix('.')?;
+        let (process, number) = mark.strip_suffix(".part")?.split_once('-')?;
+        let is_number = |text: &str| text.parse::<u64>().is_ok();
+        (is_number(process) && is_number(number)).then_some(())
+    };
+    let Ok(entries) = fs::read_dir(folder_of(&place)) else { return };
+    for entry in entries.flatten() {
+        if entry.file_name().to_str().and_then(is_left_over).is_some() {
+            let path = entry.path();
+            // What cannot be removed does no harm.
+            let _ = fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path));
+        }
+    }
 }
 
 /// Lets `make` make something new beside the target, under a name that nobody has: an earlier process of this

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use super::whole_file::{behind_links, found_at, in_its_place, make_beside, refusal};
+use super::whole_file::{found_at, in_its_place, make_beside, place, refusal};
 use crate::{Error, Result};
 
 /// Lets `fill` write files into a new folder, which then takes the place of what was there before, whole or
@@ -37,7 +37,7 @@ struct FolderBeside {
 impl FolderBeside {
     fn new(target: &Path) -> io::Result<Self> {
         let before = found_at(target)?;
-        let target = behind_links(target);
+        let target = place(target).ok_or(io::ErrorKind::NotADirectory)?;
         if before.as_ref().is_some_and(|found| !found.is_dir()) {
             return Err(io::ErrorKind::NotADirectory.into());
         }

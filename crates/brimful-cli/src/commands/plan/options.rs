@@ -172,7 +172,7 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
 
 impl PlanOptions {
     /// The files that it reads and writes.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
         let files = [
             files::written("--svg", self.svg.as_ref()),
             files::written("--trace", self.trace.as_ref()),

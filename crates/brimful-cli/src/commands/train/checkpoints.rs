@@ -10,11 +10,17 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
+use brimful::save;
 
 use super::Trainer;
 use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use crate::{files, progress};
+
+/// Extension of the names of runs that are files.
+const EXTENSION: &str = "safetensors";
+/// Mark of the best run beside the last.
+const BEST: &str = "best";
 
 /// The saves of a run.
 #[derive(Debug)]
@@ -46,16 +52,16 @@ impl Checkpoints {
             Keep::Newest(count) => Some((beside(&path, &step_mark(steps)), count)),
             Keep::Last | Keep::Best => None,
         };
-        self.write(trainer, move |run| match numbered {
+        self.write(trainer, SavedRun::of, move |run| match numbered {
             // The numbered one first: a run that is killed in between goes on from before it, and
             // writes the same once more.
             Some((file, count)) => {
-                run.write(&file)?;
-                replace_by_link(&file, &path).or_else(|_| run.write(&path))?;
+                write(run, &file)?;
+                save::replace_by_link(&file, &path).or_else(|_| write(run, &path))?;
                 remove_older(&path, steps, count);
                 Ok(())
             }
-            None => run.write(&path),
+            None => write(run, &path),
         })
     }
 
@@ -64,8 +70,8 @@ impl Checkpoints {
         let files = &trainer.options.files;
         match &files.save {
             Some(path) if files.keep == Keep::Best => {
-                let best = beside(path, "best");
-                self.write(trainer, move |run| run.write(&best))
+                let best = beside(path, BEST);
+                self.write(trainer, SavedRun::of_best, move |run| write(run, &best))
             }
             _ => Ok(()),
         }
@@ -85,10 +91,11 @@ impl Checkpoints {
     fn write(
         &mut self,
         trainer: &Trainer,
+        copy: impl FnOnce(&Trainer) -> Result<SavedRun>,
         write: impl FnOnce(&SavedRun) -> brimful::Result<()> + Send + 'static,
     ) -> Result<()> {
         self.finish(trainer)?;
-        let run = SavedRun::of(trainer)?;
+        let run = copy(trainer)?;
         if trainer.is_first() {
             self.writer = Some(thread::spawn(move || write(&run)));
         }
@@ -106,10 +113,17 @@ impl Drop for Checkpoints {
     }
 }
 
-/// `model.step-40.safetensors` beside `model.safetensors`.
+/// Writes the run to a place that is this run's own, where one that was killed may have left something.
+fn write(run: &SavedRun, path: &Path) -> brimful::Result<()> {
+    save::remove_left_over(path);
+    run.write(path)
+}
+
+/// Names `model.step-40.safetensors` beside `model.safetensors`, and `llama-3.1.best` beside `llama-3.1`, where the last
+/// dot begins no extension.
 fn beside(path: &Path, mark: &str) -> PathBuf {
-    match path.extension().and_then(|extension| extension.to_str()) {
-        Some(extension) => path.with_extension(format!("{mark}.{extension}")),
+    match path.extension().filter(|extension| *extension == EXTENSION) {
+        Some(_) => path.with_extension(format!("{mark}.{EXTENSION}")),
         None => path.with_added_extension(mark),
     }
 }
@@ -118,16 +132,24 @@ fn step_mark(steps: usize) -> String {
     format!("step-{steps}")
 }
 
-/// Lets `path` be the same file, without a moment in which there is none.
-fn replace_by_link(file: &Path, path: &Path) -> std::io::Result<()> {
-    let link = path.with_added_extension("new");
-    // One that a killed run has left.
-    let _ = fs::remove_file(&link);
-    fs::hard_link(file, &link)?;
-    fs::rename(&link, path)?;
-    // Two names of one file are not renamed onto each other: the link stays.
-    let _ = fs::remove_file(&link);
-    Ok(())
+/// Names the place of `--save` of the run that has kept this file, by what it was told to keep.
+pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
+    let whole = || file.to_owned();
+    let (Some(keep), Some(name)) = (keep, file.file_name().and_then(|name| name.to_str())) else {
+        return whole();
+    };
+    let (name, end) = match name.strip_suffix(&format!(".{EXTENSION}")) {
+        Some(name) => (name, format!(".{EXTENSION}")),
+        None => (name, String::new()),
+    };
+    let is_kept = |mark: &str| match keep {
+        BEST => mark == BEST,
+        _ => mark.strip_prefix("step-").is_some_and(|steps| steps.parse::<usize>().is_ok()),
+    };
+    match name.rsplit_once('.').filter(|(_, mark)| is_kept(mark)) {
+        Some((name, _)) => file.with_file_name(format!("{name}{end}")),
+        None => whole(),
+    }
 }
 
 /// Removes the numbered files of up to so many steps, but for the newest. One that stays does no harm.
@@ -157,8 +179,20 @@ pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
     let is_there = |path: &Path| usize::from(path.exists());
     match keep {
         Keep::Last => (1, is_there(path)),
-        Keep::Best => (2, is_there(path) + is_there(&beside(path, "best"))),
+        Keep::Best => (2, is_there(path) + is_there(&beside(path, BEST))),
         Keep::Newest(count) => (count, numbered(path).len()),
+    }
+}
+
+/// Paths beside that of `--save` that are written too, or are there already and may go.
+pub(super) fn kept_beside(path: &Path, keep: Keep) -> Vec<PathBuf> {
+    match keep {
+        Keep::Last => Vec::new(),
+        Keep::Best => vec![beside(path, BEST)],
+        Keep::Newest(_) => {
+            let steps = numbered(path).into_iter();
+            steps.map(|steps| beside(path, &step_mark(steps))).collect()
+        }
     }
 }
 
@@ -171,6 +205,21 @@ mod tests {
         let named = |path| beside(Path::new(path), &step_mark(40));
         assert_eq!(named("a/model.safetensors"), Path::new("a/model.step-40.safetensors"));
         assert_eq!(named("model"), Path::new("model.step-40"));
+        assert_eq!(named("llama-3.1-tuned"), Path::new("llama-3.1-tuned.step-40"));
+    }
+
+    #[test]
+    fn a_file_that_was_kept_tells_the_place_of_its_run() {
+        for (file, keep, place) in [
+            ("a/m.step-40.safetensors", Some("3"), "a/m.safetensors"),
+            ("a/m.step-40.safetensors", Some("best"), "a/m.step-40.safetensors"),
+            ("m.best.safetensors", Some("best"), "m.safetensors"),
+            ("m.best.safetensors", None, "m.best.safetensors"),
+            ("llama-3.1.best", Some("best"), "llama-3.1"),
+            ("llama-3.1", Some("best"), "llama-3.1"),
+        ] {
+            assert_eq!(place_of_run(Path::new(file), keep), Path::new(place), "{file}");
+        }
     }
 
     #[test]

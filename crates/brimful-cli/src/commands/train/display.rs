@@ -57,7 +57,8 @@ impl Display {
     /// A step is done.
     pub(super) fn step(&self, step: &Record, trainer: &Trainer) {
         let Record { loss, micro_batch, .. } = step;
-        let (epoch, epochs) = (trainer.epoch + 1, trainer.options.length.epochs);
+        let epochs = trainer.options.length.epochs(trainer.steps());
+        let epoch = trainer.epoch + 1;
         let peak = step.peak();
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(

@@ -65,6 +65,11 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
         None
     }
 
+    /// Whether stages are on the host between their uses.
+    fn uses_host(&self) -> bool {
+        false
+    }
+
     /// Where it trains, in words.
     fn place(&self) -> String;
 

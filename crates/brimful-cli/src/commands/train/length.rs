@@ -11,8 +11,8 @@ pub struct Length {
     #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
     #[arg(value_parser = words::count_or_none)]
     pub(crate) epochs: usize,
-    /// Stop after so many steps, if the epochs have more
-    #[arg(long, value_name = "STEPS", value_parser = words::count)]
+    /// Train for so many steps, in place of --epochs
+    #[arg(long, value_name = "STEPS", value_parser = words::count, conflicts_with = "epochs")]
     pub(crate) max_steps: Option<usize>,
     /// Test after every so many steps, besides after every epoch
     #[arg(long, value_name = "STEPS", value_parser = words::count)]
@@ -25,8 +25,12 @@ pub struct Length {
 impl Length {
     /// All steps, where an epoch has so many.
     pub(super) fn steps(&self, in_epoch: usize) -> usize {
-        let all = self.epochs.saturating_mul(in_epoch);
-        self.max_steps.map_or(all, |most| most.min(all))
+        self.max_steps.unwrap_or_else(|| self.epochs.saturating_mul(in_epoch))
+    }
+
+    /// All epochs, where one has so many steps; the last may be a part of one.
+    pub(super) fn epochs(&self, in_epoch: usize) -> usize {
+        self.max_steps.map_or(self.epochs, |steps| steps.div_ceil(in_epoch.max(1)))
     }
 }
 

@@ -143,17 +143,17 @@ fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
     world.size() * options.ranks.replicas > 1
         || options.batch_norm == Some(NormStatistics::Exact)
         || options.stages.schedule.is_some()
-        || options.fine_tune.lora.is_some()
+        || options.fine_tune.trains_adapter()
 }
 
 /// Weights, their gradients, and what the optimizer keeps of each.
 fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
     let kind = options.dtype.kind();
     let weights = layers.parameter_count()? * kind.elt_size_in_bytes() as u64;
-    let each = match options.fine_tune.lora {
+    let each = match options.fine_tune.trains_adapter() {
         // What LoRA trains is small beside the weights.
-        Some(_) => 1.0,
-        None => 1.0 + gradient_factor(kind) + options.recipe.method().state_factor_in(kind),
+        true => 1.0,
+        false => 1.0 + gradient_factor(kind) + options.recipe.method().state_factor_in(kind),
     };
     Ok((weights as f64 * each) as u64)
 }

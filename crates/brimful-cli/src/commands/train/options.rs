@@ -9,12 +9,13 @@ use brimful::{Bytes, Size, World, device};
 use clap::Args;
 use tch::Device;
 
+use super::given_flags::GivenFlags;
 use super::length::Length;
 use super::ranks::RankOptions;
 use super::recipe::Recipe;
 use super::run_files::RunFiles;
 use super::stages::Stages;
-use crate::files::{self, FileUse, FlagFile};
+use crate::files::{self, FlagFile};
 use crate::fine_tune::{FineTuneOptions, is_folder};
 use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
 
@@ -35,7 +36,7 @@ Examples:
   brimful train --model resnet50 --data flowers --batch-size 256 --save flowers.safetensors
                                                       a folder of images, with a subfolder a class
   brimful train --data ~/fashion-mnist --save model.safetensors
-  brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  brimful train --resume model.safetensors            goes on with that run, if it was interrupted
   brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\
                 --learning-rate-decay cosine --eval-every 200 --save book.safetensors \\
                 --save-every 100 --keep best --log book.csv      a longer run, and its log
@@ -45,10 +46,14 @@ Examples:
                                                       two pipelines of two processes each
   brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
                                                       a folder of Hugging Face's, fine-tuned
+  brimful train --model llama --data notes.txt --adapter llama-book --save llama-notes
+                                                      begins with the adapter of another training
   brimful train --model llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
-                --save llama-book                         all of its weights, from the host's memory
+                --save llama-whole                        all of its weights, from the host's memory
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
 pub struct TrainOptions {
+    #[command(flatten)]
+    pub(crate) given: GivenFlags,
     #[arg(long, default_value = "mlp", value_name = "NAME|FOLDER")]
     #[arg(help = format!("{MODELS}; or a folder of Hugging Face's: gpt2, llama, mistral, qwen2"))]
     pub(crate) model: ModelSource,
@@ -107,17 +112,22 @@ pub struct TrainOptions {
 }
 
 impl TrainOptions {
-    /// The files that it reads and writes, as far as they were given, each with its flag.
-    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
-        let mut files = self.files.flag_files();
-        // A folder is no file, and is looked at when its model is known.
-        files.retain(|file| Some(file.path) != self.saved_folder());
-        files.extend(files::written("--trace", self.stages.trace.as_ref()));
-        // A name of shipped or made-up data is no file, and so is in nobody's way.
-        let data = Path::new(&self.data);
-        if data.is_file() {
-            files.push(FlagFile { flag: "--data", path: data, purpose: FileUse::Reads });
-        }
+    /// The files and folders that it reads and writes, as far as they were given, each with its flag.
+    pub(crate) fn files(&self) -> Vec<FlagFile> {
+        let is_new = !self.files.overwrite && self.files.resume.is_none();
+        let trace = files::written("--trace", self.stages.trace.as_ref());
+        let model = match &self.model {
+            ModelSource::Folder(folder) => Some(folder),
+            ModelSource::Named(_) => None,
+        };
+        let read = [
+            files::read_data(&self.data),
+            files::read("--model", model),
+            files::read("--adapter", self.fine_tune.adapter.as_ref()),
+        ];
+        let mut files = self.files.flag_files(self.saved_folder().is_some());
+        files.extend(trace.map(|trace| FlagFile { is_new, ..trace }));
+        files.extend(read.into_iter().flatten());
         files
     }
 

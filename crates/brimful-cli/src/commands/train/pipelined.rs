@@ -179,6 +179,10 @@ impl TrainingEngine for Pipelined {
         Some(self.pipeline.schedule())
     }
 
+    fn uses_host(&self) -> bool {
+        !self.place.home.is_empty()
+    }
+
     fn place(&self) -> String {
         let StagePlaces { home, devices, ranks, replicas } = &self.place;
         let (schedule, names) = (self.pipeline.schedule(), names(devices));

@@ -111,7 +111,7 @@ pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
 fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let all = world.share("what the run was told", &saved::told(options))?;
     // A place may have another name on each machine.
-    let is_place = |flag: &str| ["data", "model"].contains(&flag);
+    let is_place = |flag: &str| ["adapter", "data", "model"].contains(&flag);
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
     let differing = all.iter().enumerate().find_map(|(rank, told)| {
         let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;

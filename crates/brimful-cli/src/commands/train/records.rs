@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use brimful::report::{Device, Ended, Recorder};
+use brimful::schedule::Recompute;
 use brimful::{Size, libtorch, save};
 
 use super::engine::TrainingEngine;
@@ -46,7 +47,10 @@ fn settings(
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
         ("number type", options.dtype.to_string()),
-        ("epochs", options.length.epochs.to_string()),
+        match options.length.max_steps {
+            Some(steps) => ("steps", steps.to_string()),
+            None => ("epochs", options.length.epochs.to_string()),
+        },
         ("seed", options.seed.to_string()),
     ];
     let stages = &options.stages;
@@ -54,7 +58,14 @@ fn settings(
     settings.extend(stages.stages.map(|count| ("stages", count.to_string())));
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
-        settings.push(("recompute", stages.recompute.unwrap_or_default().to_string()));
+        let recompute = match stages.recompute.unwrap_or_default() {
+            // Stages on the host are run again whatever was asked, and a plan chooses for each.
+            Recompute::Never | Recompute::ExceptLast if engine.uses_host() => {
+                "chosen for each stage".into()
+            }
+            asked => asked.to_string(),
+        };
+        settings.push(("recompute", recompute));
         settings.extend(stages.offload.map(|offload| ("offload", offload.to_string())));
     }
     settings.extend([

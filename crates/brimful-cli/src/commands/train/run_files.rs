@@ -6,8 +6,10 @@ use std::str::FromStr;
 use anyhow::Result;
 use clap::Args;
 
+use super::checkpoints::kept_beside;
 use crate::exit::ensure_use;
-use crate::files::{self, FlagFile};
+use crate::files::{self, FileUse, FlagFile};
+use crate::log_files;
 use crate::setting::words;
 
 /// The files of a run.
@@ -15,7 +17,8 @@ use crate::setting::words;
 #[command(next_help_heading = "Files")]
 pub struct RunFiles {
     /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
-    /// interrupted; of a folder's model, the model alone to this folder, unless it ends in .safetensors
+    /// interrupted; of a folder's model, the model or its adapter to this folder, unless it ends in
+    /// .safetensors, with what the run needs to go on beside it until it is done
     #[arg(long, value_name = "FILE|FOLDER")]
     pub(crate) save: Option<PathBuf>,
     /// Write it after every so many steps too, while the next one runs
@@ -25,9 +28,10 @@ pub struct RunFiles {
     /// .best), or so many of the newest (FILE with .step-N)
     #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
     pub(crate) keep: Keep,
-    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
-    /// interruption
-    #[arg(long, value_name = "FILE")]
+    /// Go on from what --save has written, with the flags of that run, and save there again; flags that
+    /// are given besides change them. With a given --micro-batch, it ends with the same parameters as
+    /// without the interruption
+    #[arg(long, value_name = "FILE|FOLDER")]
     pub(crate) resume: Option<PathBuf>,
     /// Begin with the weights of this safetensors file, by their names
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
@@ -41,6 +45,9 @@ pub struct RunFiles {
     /// Write what each step came to into this folder, for TensorBoard
     #[arg(long, value_name = "FOLDER")]
     pub(crate) events: Option<PathBuf>,
+    /// Write over what is there already: another run's files, logs or folder
+    #[arg(long)]
+    pub(crate) overwrite: bool,
     /// Write what happened to this file, for brimful report
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
@@ -50,17 +57,39 @@ pub struct RunFiles {
 }
 
 impl RunFiles {
-    /// Those that were given, each with its flag.
-    pub(super) fn flag_files(&self) -> Vec<FlagFile<'_>> {
-        let files = [
-            files::written("--save", self.save.as_ref()),
+    /// Those that were given, each with its flag; `--save` may name a folder.
+    pub(super) fn flag_files(&self, saves_folder: bool) -> Vec<FlagFile> {
+        let log = self.events.as_ref().map(|folder| log_files::events_file(folder));
+        // A run that goes on cuts its logs back to where it goes on from, and writes its own files again.
+        let is_new = !self.overwrite && self.resume.is_none();
+        let written = [
             files::written("--log", self.log.as_ref()),
+            // Its folder is made where there is none.
+            files::written("--events", log.filter(|log| log.exists())),
             files::written("--record", self.record.as_ref()),
             files::written("--report", self.report.as_ref()),
+        ];
+        let written = written.into_iter().flatten().map(|file| FlagFile { is_new, ..file });
+        let read = [
             files::read("--resume", self.resume.as_ref()),
             files::read("--init", self.init.as_ref()),
         ];
-        files.into_iter().flatten().collect()
+        let read = read.into_iter().flatten();
+        self.saved_files(saves_folder).into_iter().chain(written).chain(read).collect()
+    }
+
+    /// Files and folders that `--save` and `--keep` write.
+    fn saved_files(&self, saves_folder: bool) -> Vec<FlagFile> {
+        let Some(save) = &self.save else { return Vec::new() };
+        let kept = kept_beside(save, self.keep);
+        let goes_on = self.resume.as_ref().is_some_and(|from| {
+            files::is_same(from, save) || kept.iter().any(|kept| files::is_same(from, kept))
+        });
+        let purpose = if saves_folder { FileUse::WritesFolder } else { FileUse::Writes };
+        let is_new = !self.overwrite && !goes_on;
+        let written = |flag, path| FlagFile { flag, path, purpose, is_new };
+        let kept = kept.into_iter().map(|path| written("--keep", path));
+        kept.chain([written("--save", save.clone())]).collect()
     }
 
     /// Refuses a folder of events that is none.

@@ -1,10 +1,9 @@
 //! The place of `--save`: no other run's, and with room for what will be written there.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use brimful::{Bytes, Layers, World};
+use brimful::{Bytes, Layers, World, save};
 use brimful_torch::meta;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
@@ -33,7 +32,7 @@ impl ToSave<'_> {
     /// all are told.
     pub(super) fn claim(&self, world: &World) -> Result<Option<ClaimedPlace>> {
         let path = self.options.files.save.as_deref();
-        let path = path.filter(|path| world.rank() == 0 && !is_device(path));
+        let path = path.filter(|path| world.rank() == 0 && save::place(path).is_some());
         let claimed = path.map(|path| {
             let claimed = ClaimedPlace::of(path);
             let claimed = claimed.and_then(|claimed| self.check_room(path).map(|()| claimed));
@@ -66,7 +65,7 @@ impl ToSave<'_> {
     }
 
     /// The bytes of one file: the model, what its optimizer keeps, and averages of weights; of a folder, the
-    /// model alone.
+    /// model, and what the run needs beside it to go on.
     fn bytes(&self) -> Result<Bytes> {
         let options = self.options;
         let _shapes_alone = meta::enter();
@@ -74,15 +73,21 @@ impl ToSave<'_> {
         self.layers.build(&store.root())?;
         let kind = options.dtype.kind();
         let bytes = |numbers: usize| (numbers * kind.elt_size_in_bytes()) as u64;
-        let mut variables = store.variables();
-        if let (Some(folder), Some(_)) = (self.folder, options.saved_folder()) {
-            variables.retain(|name, _| folder.writes(name));
-            return Ok(Bytes(bytes(variables.values().map(Tensor::numel).sum())));
-        }
-        let model = bytes(variables.values().map(Tensor::numel).sum());
+        let recipe = &options.recipe;
+        let variables = store.variables();
+        let of = |is_wanted: &dyn Fn(&str) -> bool| {
+            let wanted = variables.iter().filter(|(name, _)| is_wanted(name));
+            bytes(wanted.map(|(_, variable)| variable.numel()).sum())
+        };
+        let model = match (self.folder, options.saved_folder()) {
+            (Some(folder), Some(_)) => {
+                let lacks = |name: &str| folder.lacks(name, recipe.ema.is_some());
+                of(&|name| folder.writes(name)) + of(&lacks)
+            }
+            _ => of(&|_| true),
+        };
         let trained = store.trainable_variables();
         let trained = trained.iter().filter(|variable| variable.requires_grad());
-        let recipe = &options.recipe;
         let factor = recipe.method().state_factor_in(kind);
         let state = bytes(trained.map(Tensor::numel).sum()) as f64 * factor;
         let averages = recipe.ema.map_or(0, |_| model);
@@ -102,11 +107,6 @@ impl ToSave<'_> {
         let written = if files.keep == Keep::Best { 2 * saves } else { saves };
         more.min(written) as u64
     }
-}
-
-/// Whether it is no file, but written to as it is, and by many.
-fn is_device(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
 /// What the file system of this path has left for this user; not known of some.

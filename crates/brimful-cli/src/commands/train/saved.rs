@@ -1,22 +1,24 @@
 //! A training run in one safetensors file: the model under its own names, the optimizer's state
-//! beside it, and what the run was told.
+//! beside it, and what the run was told. In a folder of a model the file has what the folder's own files lack.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use brimful::save::{self, Metadata};
+use brimful_models::pretrained::RUN_FILE;
 use tch::{Device, Tensor};
 
 use super::engine::Kept;
+use super::moved::CONTENT;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 use crate::fine_tune::FineTune;
 use crate::named::Named;
-use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, taken};
+use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, run_file, taken};
 
 /// How many epochs are done, how many steps of the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
@@ -32,21 +34,50 @@ const LEARNING_RATE: &str = "learning-rate";
 pub(super) struct SavedRun {
     tensors: Named,
     metadata: Metadata,
-    /// What knows the form of a folder, where the model alone is saved to one.
-    folder: Option<Arc<FineTune>>,
+    /// The folder's model, where it is saved to a folder.
+    model: Option<SavedModel>,
+}
+
+/// A model as it goes into a folder.
+#[derive(Debug)]
+struct SavedModel {
+    tensors: Named,
+    folder: Arc<FineTune>,
+    /// Whether the run that it is of goes on, and so is saved beside it.
+    goes_on: bool,
 }
 
 impl SavedRun {
     /// The run after its last finished step. Of several ranks, all take part.
     pub(super) fn of(trainer: &Trainer) -> Result<Self> {
-        match (&trainer.folder, trainer.options.saved_folder()) {
-            (Some(folder), Some(_)) => Self::of_model(trainer, folder),
-            _ => Self::of_run(trainer),
-        }
+        Self::with(trainer, !trainer.is_over())
+    }
+
+    /// Takes the run after its last finished step, of which a folder gets the model alone.
+    pub(super) fn of_best(trainer: &Trainer) -> Result<Self> {
+        Self::with(trainer, false)
+    }
+
+    fn with(trainer: &Trainer, goes_on: bool) -> Result<Self> {
+        let (Some(folder), Some(_)) = (&trainer.folder, trainer.options.saved_folder()) else {
+            return Self::of_run(trainer, |_| true);
+        };
+        let model = SavedModel {
+            tensors: Self::of_model(trainer, folder)?,
+            folder: Arc::clone(folder),
+            goes_on,
+        };
+        let has_averages = trainer.options.recipe.ema.is_some();
+        let run = match goes_on {
+            // What the folder's own files have is not written twice, nor what is not trained.
+            true => Self::of_run(trainer, |name| folder.lacks(name, has_averages))?,
+            false => Self { tensors: Vec::new(), metadata: Metadata::new(), model: None },
+        };
+        Ok(Self { model: Some(model), ..run })
     }
 
     /// The model alone: its averages, where there are any.
-    fn of_model(trainer: &Trainer, folder: &Arc<FineTune>) -> Result<Self> {
+    fn of_model(trainer: &Trainer, folder: &FineTune) -> Result<Named> {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
         if trainer.options.recipe.ema.is_some() {
@@ -56,13 +87,14 @@ impl SavedRun {
                 *tensor = averages.remove(name).unwrap_or_else(|| tensor.shallow_clone());
             }
         }
-        let folder = Some(Arc::clone(folder));
-        Ok(Self { tensors: all_copied(tensors)?, metadata: Metadata::new(), folder })
+        all_copied(tensors)
     }
 
-    fn of_run(trainer: &Trainer) -> Result<Self> {
+    /// All of the run, with those of the model's tensors that are wanted.
+    fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
+        tensors.retain(|(name, _)| is_wanted(name));
         let mut metadata = told(&trainer.options);
         let kept = [(OPTIMIZER, Some(optimizer)), (AVERAGES, averages)];
         for (prefix, (state, texts)) in kept.into_iter().filter_map(|(p, kept)| Some((p, kept?))) {
@@ -78,14 +110,18 @@ impl SavedRun {
         metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
         metadata.extend(trainer.dataset.pixels.map(|scale| (PIXELS.into(), scale.to_string())));
         metadata.extend(trainer.tests.told());
-        Ok(Self { tensors: all_copied(tensors)?, metadata, folder: None })
+        metadata.extend(trainer.contents.clone());
+        trainer.options.given.tell(&mut metadata);
+        Ok(Self { tensors: all_copied(tensors)?, metadata, model: None })
     }
 
     /// Writes it whole, or not at all.
     pub(super) fn write(&self, path: &Path) -> brimful::Result<()> {
-        match &self.folder {
-            Some(folder) => folder.save(path, &self.tensors),
-            None => save::write(path, &self.tensors, &self.metadata),
+        let run = |path: &Path| save::write(path, &self.tensors, &self.metadata);
+        match &self.model {
+            Some(SavedModel { tensors, folder, goes_on }) => folder
+                .save(path, tensors, |new| if *goes_on { run(&run_file(new)) } else { Ok(()) }),
+            None => run(path),
         }
     }
 }
@@ -102,14 +138,36 @@ fn copied(tensor: &Tensor) -> Result<Tensor> {
     Ok(own)
 }
 
-/// Takes a run over from its file. Nothing is changed if it does not fit.
+/// Takes a run over from its file or folder. Nothing is changed if it does not fit.
 pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
-    let (tensors, metadata) = save::read(path)?;
-    check_told(&metadata, &trainer.options)?;
+    let file = run_file(path);
+    ensure!(
+        file == path || file.exists(),
+        "it is a folder without {RUN_FILE}: name a file of --save, or a folder of --save whose run is not done; \
+         a model goes into --model, an adapter into --adapter"
+    );
+    let (tensors, metadata) = save::read(&file)?;
+    check_told(&metadata, trainer)?;
     let epoch = number(&metadata, EPOCH)?;
     let recipe = &trainer.options.recipe;
     let rate = recipe.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
     let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
+    check_data(&metadata, &running, trainer)?;
+    let tests = TestsSoFar::read(&metadata);
+    let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
+    let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
+    let mut model = model_alone(tensors);
+    if file != path {
+        add_unsaved(path, &mut model, trainer)?;
+    }
+    trainer.engine.load(model, &beside)?;
+    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
+    trainer.rate = rate;
+    Ok(())
+}
+
+/// The samples must be those that the run was made with, as far as it has seen them.
+fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
         "it has {} steps of an epoch, but here one has {}: give it the data that it was made with",
@@ -131,12 +189,6 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
         metadata.get(CLASSES).map_or("without names", String::as_str),
         classes.as_deref().unwrap_or("without names"),
     );
-    let tests = TestsSoFar::read(&metadata);
-    let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
-    let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
-    trainer.engine.load(model_alone(tensors), &beside)?;
-    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
-    trainer.rate = rate;
     Ok(())
 }
 
@@ -154,21 +206,41 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
     (taken(prefix, tensors), metadata.iter().filter_map(text).collect())
 }
 
-/// A run goes on as it began: with the same words.
-fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
-    for (flag, now) in flags(options) {
+/// Adds the model's tensors that a folder's run does not have, because the folder itself has them, or because they are
+/// those of the model that it began with.
+fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
+    let Some(folder) = &trainer.folder else {
+        bail!("it is a folder of a folder's model: give --model FOLDER")
+    };
+    let variables = trainer.engine.variables()?;
+    folder.load_saved(path, &variables)?;
+    let saved: HashSet<String> = model.iter().map(|(name, _)| name.clone()).collect();
+    model.extend(variables.into_iter().filter(|(name, _)| !saved.contains(name)));
+    Ok(())
+}
+
+/// A run goes on as it began: with the same words, but for the places of what is the same.
+fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
+    let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
+    for (flag, now) in flags(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
             // As a mini-batch's size was once written.
             text.trim_start_matches("samples(").trim_end_matches(')')
         });
-        let now = now.as_deref();
-        ensure!(
-            then == now,
-            "it was made with {}, but this run has {}: say the same",
-            shown(flag, then),
-            shown(flag, now)
-        );
+        let content = format!("{flag}{CONTENT}");
+        let was_moved =
+            metadata.get(&content).is_some_and(|then| trainer.contents.get(&content) == Some(then));
+        if then != now.as_deref() && !was_moved {
+            then_told.push(shown(flag, then));
+            now_told.push(shown(flag, now.as_deref()));
+        }
     }
+    ensure!(
+        then_told.is_empty(),
+        "it was made with {}, but this run has {}: say the same",
+        then_told.join(", "),
+        now_told.join(", ")
+    );
     Ok(())
 }
 
@@ -192,14 +264,16 @@ pub(super) fn told(options: &TrainOptions) -> Metadata {
 }
 
 /// All such flags, in the order in which they are compared; `None` for one that may be left out and was.
-fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 16] {
+fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())
     }
     let recipe = &options.recipe;
     [
         ("accumulate", said((recipe.accumulate != 1).then_some(recipe.accumulate))),
+        ("adapter", said(options.fine_tune.adapter.as_ref().map(|path| path.display()))),
         ("batch-size", said(Some(options.batch_size))),
+        ("batch-norm", said(options.batch_norm)),
         ("clip-norm", said(recipe.clip_norm)),
         ("data", said(Some(&options.data))),
         ("dtype", said(Some(options.dtype))),

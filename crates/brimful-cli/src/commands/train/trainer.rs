@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
+use brimful::save::Metadata;
 use brimful::{Bytes, World, split};
 use serde::Serialize;
 use tch::{Kind, Tensor};
@@ -20,7 +21,7 @@ use super::running::Running;
 use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, advice, ranks, records};
+use super::{TrainOptions, advice, moved, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -50,6 +51,8 @@ pub struct Trainer {
     pub(super) running: Running,
     pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
+    /// Marks of what it reads.
+    pub(super) contents: Metadata,
     /// Where it saves to, which nobody else does meanwhile.
     _place: Option<ClaimedPlace>,
 }
@@ -111,6 +114,7 @@ impl Trainer {
             running: Running::default(),
             tests: TestsSoFar::default(),
             recorder,
+            contents: moved::contents(options),
             _place: place,
         })
     }

@@ -1,0 +1,37 @@
+//! Flags of a run that goes on, from the file that it goes on from.
+
+use std::path::PathBuf;
+
+use brimful::save::{Metadata, OpenedFile};
+use clap::{Arg, ArgAction, ArgMatches, Command};
+
+use super::{Flag, in_files, is_overruled};
+use crate::commands::train::place_of_run;
+use crate::saved_weights::{FLAGS, run_file};
+
+/// Lists the flags of the run that `--resume` names, but for those that the command line overrules; it saves where it is.
+pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
+    let run =
+        looked.subcommand().and_then(|(name, looked)| Some((root.find_subcommand(name)?, looked)));
+    let Some((command, looked)) = run else { return Vec::new() };
+    let Ok(Some(path)) = looked.try_get_one::<PathBuf>("resume") else { return Vec::new() };
+    // What cannot be read is told when the run is to go on.
+    let Ok(file) = OpenedFile::open(run_file(path)) else { return Vec::new() };
+    let mut told = file.metadata();
+    let given = told.remove(FLAGS).and_then(|flags| serde_json::from_str::<Metadata>(&flags).ok());
+    told.extend(given.unwrap_or_default());
+    let place = place_of_run(path, told.get("keep").map(String::as_str));
+    told.insert("save".into(), place.to_string_lossy().into_owned());
+    let said = in_files(command).filter(|arg| !is_overruled(command, arg, looked));
+    said.filter_map(|arg| flag(arg, &told)).collect()
+}
+
+fn flag(arg: &Arg, told: &Metadata) -> Option<Flag> {
+    let name = arg.get_long()?;
+    let value = told.get(name)?;
+    let word = match arg.get_action() {
+        ArgAction::SetTrue => format!("--{name}"),
+        _ => format!("--{name}={value}"),
+    };
+    Some(Flag { name: name.to_owned(), word: word.into(), line: 0 })
+}
