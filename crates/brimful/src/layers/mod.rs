@@ -45,6 +45,7 @@ mod adapted;
 mod building;
 mod description;
 mod error;
+mod kind;
 mod model;
 mod names;
 mod skips;

@@ -76,8 +76,12 @@ pub fn measure_of_kind(
         batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect();
     let meter = Meter::of(device)?;
     let measurement = Measurement { meter, samples: batch::len(batch)? as i64, kind };
+    let layers = match kind {
+        Kind::Float => layers.clone(),
+        kind => layers.clone().kind(kind),
+    };
     let random = Randomness::now(device)?;
-    let profile = tch::with_grad(|| measurement.profile(layers, &values, watch));
+    let profile = tch::with_grad(|| measurement.profile(&layers, &values, watch));
     random.restore()?;
     profile
 }
@@ -133,11 +137,8 @@ impl Measurement {
         input: &[Tensor],
         stashed: Stashed,
     ) -> Result<(LayerCost, Vec<Tensor>, Stashed)> {
-        let mut store = VarStore::new(self.meter.device);
+        let store = VarStore::new(self.meter.device);
         let model = layers.build_range(&store.root(), position..position + 1)?;
-        if self.kind != Kind::Float {
-            store.set_kind(self.kind);
-        }
         let name = model.names().next().unwrap_or_default().to_owned();
         let subject = MeasuredLayer {
             meter: &self.meter,

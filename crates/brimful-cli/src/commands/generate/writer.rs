@@ -140,9 +140,9 @@ impl TextRunner {
         options.dtype.prepare(device)?;
         let kind = options.dtype.kind();
         if !options.from_host {
-            let mut store = VarStore::new(device);
-            let model = layers.build(&store.root()).context("the model was not built")?;
-            store.set_kind(kind);
+            let store = VarStore::new(device);
+            let model = layers.kind(kind).build(&store.root());
+            let model = model.context("the model was not built")?;
             return Ok((Self::Whole { model, store }, device));
         }
         let stages_per_device = layers.len();
