@@ -1,7 +1,7 @@
 //! The files of `--save`: when they are written, by whom, and which are kept.
 //!
-//! A run is copied after its step and written while the next ones run. There is one writer at a time:
-//! the next save waits for it, and finds out what came of it.
+//! A run is written after its step, straight from where it lives, and forced to the disk and put in its place while
+//! the next steps run. There is one such thread at a time: the next save waits for it, and finds out what came of it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,6 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
+use brimful::save::{self, WrittenFile};
 
 use super::Trainer;
 use super::run_files::{Keep, RunFiles};
@@ -19,7 +20,7 @@ use crate::{files, progress};
 /// The saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
-    writer: Option<JoinHandle<brimful::Result<()>>>,
+    writer: Option<brimful::Result<JoinHandle<brimful::Result<()>>>>,
     /// After how many steps the last one was; none before the first.
     last: Option<usize>,
 }
@@ -46,17 +47,16 @@ impl Checkpoints {
             Keep::Newest(count) => Some((beside(&path, &step_mark(steps)), count)),
             Keep::Last | Keep::Best => None,
         };
-        self.write(trainer, move |run| match numbered {
+        match numbered {
             // The numbered one first: a run that is killed in between goes on from before it, and
             // writes the same once more.
-            Some((file, count)) => {
-                run.write(&file)?;
-                replace_by_link(&file, &path).or_else(|_| run.write(&path))?;
+            Some((file, count)) => self.write(trainer, &file.clone(), move || {
+                replace_by_link(&file, &path).or_else(|_| save::replace_by_copy(&path, &file))?;
                 remove_older(&path, steps, count);
                 Ok(())
-            }
-            None => run.write(&path),
-        })
+            }),
+            None => self.write(trainer, &path, || Ok(())),
+        }
     }
 
     /// Saves the run as the best so far, where those are kept.
@@ -65,7 +65,7 @@ impl Checkpoints {
         match &files.save {
             Some(path) if files.keep == Keep::Best => {
                 let best = beside(path, "best");
-                self.write(trainer, move |run| run.write(&best))
+                self.write(trainer, &best, || Ok(()))
             }
             _ => Ok(()),
         }
@@ -73,24 +73,31 @@ impl Checkpoints {
 
     /// Waits until everything is written. Of several ranks, all take part.
     pub(super) fn finish(&mut self, trainer: &Trainer) -> Result<()> {
-        let written = match self.writer.take() {
-            Some(writer) => writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-            None => Ok(()),
+        let join = |writer: JoinHandle<_>| {
+            writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
+        let written = self.writer.take().map_or(Ok(()), |writer| writer.and_then(join));
         trainer.world.settle("save", written, Duration::ZERO)?;
         Ok(())
     }
 
-    /// Lets the first rank's writer write the run, once it has written the one before.
+    /// Lets the first rank write the run, once the one before is in its place; then comes what is left to do.
     fn write(
         &mut self,
         trainer: &Trainer,
-        write: impl FnOnce(&SavedRun) -> brimful::Result<()> + Send + 'static,
+        path: &Path,
+        then: impl FnOnce() -> brimful::Result<()> + Send + 'static,
     ) -> Result<()> {
         self.finish(trainer)?;
         let run = SavedRun::of(trainer)?;
         if trainer.is_first() {
-            self.writer = Some(thread::spawn(move || write(&run)));
+            let put = |written: Option<WrittenFile>| {
+                thread::spawn(move || {
+                    written.map_or(Ok(()), WrittenFile::replace)?;
+                    then()
+                })
+            };
+            self.writer = Some(run.write(path).map(put));
         }
         Ok(())
     }
@@ -100,7 +107,12 @@ impl Drop for Checkpoints {
     /// Where the run breaks off, what is being written is finished: the program would else end in the midst
     /// of it, and leave half a file.
     fn drop(&mut self) {
-        if let Some(Ok(Err(error))) = self.writer.take().map(JoinHandle::join) {
+        let failed = match self.writer.take() {
+            Some(Ok(writer)) => writer.join().ok().and_then(Result::err),
+            Some(Err(error)) => Some(error),
+            None => None,
+        };
+        if let Some(error) = failed {
             progress::say(&format!("brimful: {error}"));
         }
     }

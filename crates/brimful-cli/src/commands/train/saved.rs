@@ -7,8 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use brimful::save::{self, Metadata};
-use tch::{Device, Tensor};
+use brimful::save::{self, Metadata, WrittenFile};
 
 use super::engine::Kept;
 use super::running::Running;
@@ -27,7 +26,7 @@ const SAMPLES: &str = "samples";
 /// Of the first step.
 const LEARNING_RATE: &str = "learning-rate";
 
-/// A run as it was after a step: its own copy, which later steps do not change.
+/// A run as it is after a step: the tensors are its own, which the next step changes.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     tensors: Named,
@@ -57,7 +56,7 @@ impl SavedRun {
             }
         }
         let folder = Some(Arc::clone(folder));
-        Ok(Self { tensors: all_copied(tensors)?, metadata: Metadata::new(), folder })
+        Ok(Self { tensors, metadata: Metadata::new(), folder })
     }
 
     fn of_run(trainer: &Trainer) -> Result<Self> {
@@ -77,28 +76,16 @@ impl SavedRun {
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
         metadata.extend(trainer.tests.told());
-        Ok(Self { tensors: all_copied(tensors)?, metadata, folder: None })
+        Ok(Self { tensors, metadata, folder: None })
     }
 
-    /// Writes it whole, or not at all.
-    pub(super) fn write(&self, path: &Path) -> brimful::Result<()> {
+    /// Writes it beside its place; a folder at once to its place, of which there is nothing left to do.
+    pub(super) fn write(&self, path: &Path) -> brimful::Result<Option<WrittenFile>> {
         match &self.folder {
-            Some(folder) => folder.save(path, &self.tensors),
-            None => save::write(path, &self.tensors, &self.metadata),
+            Some(folder) => folder.save(path, &self.tensors).map(|()| None),
+            None => save::write_beside(path, &self.tensors, &self.metadata).map(Some),
         }
     }
-}
-
-fn all_copied(tensors: Named) -> Result<Named> {
-    tensors.into_iter().map(|(name, tensor)| Ok((name, copied(&tensor)?))).collect()
-}
-
-/// On the host, in memory of its own.
-fn copied(tensor: &Tensor) -> Result<Tensor> {
-    let tensor = tensor.f_detach()?;
-    let mut own = Tensor::f_empty(tensor.size(), (tensor.kind(), Device::Cpu))?;
-    own.f_copy_(&tensor)?;
-    Ok(own)
 }
 
 /// Takes a run over from its file. Nothing is changed if it does not fit.
@@ -198,10 +185,10 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 16] {
     let recipe = &options.recipe;
     [
         ("accumulate", said((recipe.accumulate != 1).then_some(recipe.accumulate))),
-        ("batch-size", said(Some(options.batch_size))),
+        ("batch-size", said(Some(options.batch_size()))),
         ("clip-norm", said(recipe.clip_norm)),
         ("data", said(Some(&options.data))),
-        ("dtype", said(Some(options.dtype))),
+        ("dtype", said(Some(options.dtype()))),
         ("ema", said(recipe.ema)),
         ("image", said(options.image)),
         ("learning-rate-decay", said(Some(recipe.learning_rate_decay))),
@@ -211,7 +198,7 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 16] {
         ("optimizer", said(Some(recipe.optimizer))),
         ("seed", said(Some(options.seed))),
         ("sequence", said(options.sequence)),
-        ("warmup", said((recipe.warmup != 0).then_some(recipe.warmup))),
+        ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),
         ("weight-decay", said(recipe.weight_decay)),
     ]
 }
