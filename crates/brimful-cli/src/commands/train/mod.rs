@@ -22,6 +22,7 @@ mod stages;
 mod tested;
 mod trained_model;
 mod trainer;
+mod usual;
 mod whole_model;
 
 use anyhow::{Context, Result};

@@ -126,7 +126,7 @@ fn question(
             && !changes_gradients
             && !is_divided_later,
         rooms,
-        kind: options.dtype.kind(),
+        kind: options.dtype().kind(),
         method: recipe.method(),
         loss,
         batch_size: inputs.batch_size,
@@ -148,7 +148,7 @@ fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
 
 /// Weights, their gradients, and what the optimizer keeps of each.
 fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
-    let kind = options.dtype.kind();
+    let kind = options.dtype().kind();
     let weights = layers.parameter_count()? * kind.elt_size_in_bytes() as u64;
     let each = match options.fine_tune.lora {
         // What LoRA trains is small beside the weights.
@@ -180,7 +180,7 @@ fn resident(
         // It has every layer, whatever they cost.
         return Ok(([layers.len()].into(), schedule));
     }
-    let sample = typed(&inputs.micro_batch, options.dtype.kind());
+    let sample = typed(&inputs.micro_batch, options.dtype().kind());
     Ok((BalanceBy::by_time(&sample).optimizer(options.recipe.method()), schedule))
 }
 

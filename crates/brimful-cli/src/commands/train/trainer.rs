@@ -14,12 +14,13 @@ use tch::{Kind, Tensor};
 
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
-use super::length::{Length, is_due};
+use super::length::is_due;
 use super::offload::MeasuredInputs;
 use super::running::Running;
 use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
+use super::usual::UsualSettings;
 use super::{TrainOptions, advice, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
@@ -32,6 +33,8 @@ use crate::setting::counted;
 #[derive(Debug)]
 pub struct Trainer {
     pub(super) options: TrainOptions,
+    /// What of these was not said.
+    pub(super) usual: UsualSettings,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// What it is trained from, where that is a folder.
@@ -75,9 +78,11 @@ impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
         let model = TrainedModel::open(options)?;
+        let usual = UsualSettings::of(&model, options);
         let mut dataset = model.data(options)?;
+        let options = &usual.fill_in(options, &dataset.sample);
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
-        let batch_size = options.batch_size.of(dataset.train.len());
+        let batch_size = options.batch_size().of(dataset.train.len());
         dataset.sample.check_room(batch_size)?;
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
@@ -85,6 +90,7 @@ impl Trainer {
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
         let in_epoch = cut.steps();
+        options.recipe.check_warmup(options.length.steps(in_epoch))?;
         let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
         let place = to_save.claim(&world)?;
         let over = dataset.train.mean_over();
@@ -96,9 +102,10 @@ impl Trainer {
         };
         let engine = engine::build(layers, &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, options))?;
-        let recorder = records::recorder(options, &*engine, &dataset)?;
+        let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
         Ok(Self {
             options: options.clone(),
+            usual,
             engine,
             parts: options.ranks.parts(&world),
             world,
@@ -153,9 +160,9 @@ impl Trainer {
 
     /// Why nothing is left, and what would leave something.
     pub(super) fn why_over(&self) -> String {
-        let Length { epochs, max_steps, .. } = self.options.length;
+        let epochs = self.options.length.epochs(self.steps());
         let steps = self.steps_done();
-        match (self.has_stopped_improving(), max_steps) {
+        match (self.has_stopped_improving(), self.options.length.max_steps) {
             (true, _) => {
                 let tests = self.tests.since_best;
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
