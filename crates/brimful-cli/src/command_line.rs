@@ -87,5 +87,8 @@ fn prepare(global: &Global) -> Result<()> {
         progress::be_quiet();
     }
     log::listen(global.verbose);
+    if let Some(threads) = global.threads {
+        tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
+    }
     interrupt::survive_file_limits()
 }

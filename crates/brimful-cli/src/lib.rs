@@ -26,6 +26,7 @@ pub mod fine_tune;
 mod folder_template;
 #[doc(hidden)]
 pub mod home_plan;
+mod idle_threads;
 mod interrupt;
 mod jinja_template;
 mod log;

@@ -45,9 +45,6 @@ pub use trainer::{Epoch, Trainer};
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     check(options)?;
-    if let Some(threads) = options.threads {
-        tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
-    }
     let mut trainer = Trainer::new(options)?;
     begin(&mut trainer, options)?;
     let trained = train(&mut trainer);

@@ -68,7 +68,8 @@ pub struct TrainOptions {
     #[arg(long, value_name = "N|all")]
     pub(crate) batch_size: Option<BatchSize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
-    /// gradient does not depend on it
+    /// gradient does not depend on it, but for what --seed says; what is the fastest may be another from run
+    /// to run
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch: Size,
@@ -90,12 +91,10 @@ pub struct TrainOptions {
     pub(crate) dtype: Option<NumberType>,
     #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
     pub(crate) batch_norm: Option<NormStatistics>,
-    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
-    #[arg(value_parser = words::seed)]
+    /// Where all random numbers start. The masks of dropout, and BatchNorm where a micro-batch has its own,
+    /// go by the micro-batches too: for the same numbers in every run give --micro-batch N
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     pub(crate) seed: u64,
-    /// Threads that libtorch computes with on a CPU [default: one a core]
-    #[arg(long, value_name = "N", value_parser = words::threads)]
-    pub(crate) threads: Option<usize>,
     #[arg(long, help = words::JSON_LINES)]
     pub(crate) json: bool,
     #[command(flatten)]

@@ -12,6 +12,7 @@ use brimful::{Bytes, World, split};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
+use super::advice::{self, ModelSize};
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
 use super::length::is_due;
@@ -21,7 +22,7 @@ use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
 use super::usual::UsualSettings;
-use super::{TrainOptions, advice, ranks, records};
+use super::{TrainOptions, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -35,6 +36,8 @@ pub struct Trainer {
     pub(super) options: TrainOptions,
     /// What of these was not said.
     pub(super) usual: UsualSettings,
+    /// Of its model.
+    pub(super) size: ModelSize,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// What it is trained from, where that is a folder.
@@ -100,12 +103,14 @@ impl Trainer {
                 dataset.train.bring(&SampleRequest::plain(0..samples))?;
             Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
         };
+        let size = ModelSize::of(&layers, options)?;
         let engine = engine::build(layers, &world, options, over, inputs)
-            .map_err(|error| advice::of_building(error, options))?;
+            .map_err(|error| advice::of_building(error, size, options))?;
         let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
         Ok(Self {
             options: options.clone(),
             usual,
+            size,
             engine,
             parts: options.ranks.parts(&world),
             world,
@@ -303,7 +308,10 @@ impl Trainer {
 
     /// The loss and the share of right answers on the test samples.
     fn judge(&mut self) -> Result<(f64, f64)> {
-        let at_once = self.dataset.test.at_once(self.cut.largest());
+        let largest = self.cut.largest();
+        let at_once = self.dataset.test.at_once(largest);
+        // In stages all that is between two of them waits on the device: no more than in a step.
+        let at_once = if self.engine.schedule().is_some() { at_once.min(largest) } else { at_once };
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
         let request = |trainer: &Self, part| {
