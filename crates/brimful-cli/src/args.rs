@@ -141,11 +141,7 @@ mod tests {
         let guide = include_str!("../../../guide/src/program.md");
         let readme = include_str!("../../../README.md");
         let line = |line: &'static str| {
-            let starts = [
-                "brimful ",
-                "cargo run -p brimful-cli -- ",
-                "cargo run --release -p brimful-cli -- ",
-            ];
+            let starts = ["brimful ", "cargo run -p brimful-cli -- "];
             starts.into_iter().find_map(|start| line.strip_prefix(start))
         };
         let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();

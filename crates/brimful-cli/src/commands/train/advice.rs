@@ -12,7 +12,7 @@ use brimful::{Bytes, Error, Layers, Size};
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::offload::{self, Offload};
+use super::offload::{LeastBytes, Offload};
 use super::{TrainOptions, Trainer};
 use crate::exit::{does_not_fit, ran_out};
 use crate::output;
@@ -70,20 +70,19 @@ impl fmt::Display for FixedBytes {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelSize {
     layers: usize,
-    /// The least that it takes of a device where all of it lives on the host.
-    least: u64,
+    least: LeastBytes,
 }
 
 impl ModelSize {
     pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
-        Ok(Self { layers: layers.len(), least: offload::least_bytes(layers, options)? })
+        Ok(Self { layers: layers.len(), least: LeastBytes::of(layers, options)? })
     }
 
     /// What leaves more memory to a training, of what it does not do yet and may be enough.
     fn remedies(self, options: &TrainOptions) -> Vec<&'static str> {
         let stages = &options.stages;
         let is_offloaded = stages.offload == Some(Offload::All);
-        let is_too_large = options.memory_limit.is_some_and(|limit| self.least > limit.0);
+        let fits = |least: u64| options.memory_limit.is_none_or(|limit| least <= limit.0);
         let recomputes = stages.recompute == Some(Recompute::Always);
         let has_finer = stages.stages.unwrap_or(1) < self.layers;
         let is_wide =
@@ -100,8 +99,11 @@ impl ModelSize {
                 stages.stages.is_some() && !recomputes,
                 "compute activations again by --recompute always",
             ),
-            (has_finer && !is_offloaded, cut),
-            (!is_offloaded && !is_too_large, "let it live on the host by --offload all"),
+            (has_finer && !is_offloaded && fits(self.least.of_stage), cut),
+            (
+                !is_offloaded && fits(self.least.offloaded),
+                "let it live on the host by --offload all",
+            ),
             (is_wide, "take --dtype bf16"),
         ];
         remedies.into_iter().filter_map(|(helps, remedy)| helps.then_some(remedy)).collect()
@@ -156,7 +158,8 @@ impl Trainer {
                 None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
             };
         }
-        match cause.out_of_memory().and_then(|oom| self.remedy(oom)) {
+        let remedies = || listed(&self.size.remedies(&self.options));
+        match cause.out_of_memory().map(|oom| self.remedy(oom).unwrap_or_else(remedies)) {
             Some(remedy) => {
                 let told = format!("{cause}; {remedy}");
                 anyhow::Error::from(cause).context(told)

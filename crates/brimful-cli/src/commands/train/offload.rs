@@ -167,16 +167,26 @@ fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
     Ok((weights as f64 * (1.0 + trained_share(layers)? * of_trained)) as u64)
 }
 
-/// The least that a model of which all lives on the host takes of a device: its two largest stages, which are there
-/// together, and the gradients of one.
-pub(super) fn least_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
-    let kind = options.dtype().kind();
-    let mut counts = parameters_used(layers)?;
-    counts.sort_unstable_by(|a, b| b.cmp(a));
-    let bytes = |count: &u64| (count * kind.elt_size_in_bytes() as u64) as f64;
-    let weights: f64 = counts.iter().take(2).map(bytes).sum();
-    let largest = counts.first().map_or(0.0, bytes);
-    Ok((weights + largest * trained_share(layers)? * gradient_factor(kind)) as u64)
+/// The least that a model takes of a device, weights and gradients alone.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LeastBytes {
+    /// Where it is cut as fine as can be: its largest layer.
+    pub(super) of_stage: u64,
+    /// Where all of it lives on the host: the two largest layers, which are there together, and the gradients of one.
+    pub(super) offloaded: u64,
+}
+
+impl LeastBytes {
+    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
+        let kind = options.dtype().kind();
+        let mut bytes = parameters_used(layers)?;
+        bytes.iter_mut().for_each(|numbers| *numbers *= kind.elt_size_in_bytes() as u64);
+        bytes.sort_unstable_by(|a, b| b.cmp(a));
+        let [largest, second] = [0, 1].map(|place| bytes.get(place).copied().unwrap_or(0));
+        let gradients = largest as f64 * trained_share(layers)? * gradient_factor(kind);
+        let of_stage = largest + gradients as u64;
+        Ok(Self { of_stage, offloaded: of_stage + second })
+    }
 }
 
 /// How a model is cut into stages, and in which order they run.
