@@ -71,7 +71,7 @@ impl Recipe {
         }
         let momentum = self.momentum.unwrap_or_default();
         ensure_use!(
-            momentum < 1.0,
+            momentum.total_cmp(&1.0).is_lt(),
             "--momentum {momentum}: give it a number from 0 to below 1, such as 0.9"
         );
         if let Some(length) = self.clip_norm {
