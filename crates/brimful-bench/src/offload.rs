@@ -152,6 +152,7 @@ impl OffloadOptions {
                 let question = HomeQuestion {
                     device,
                     loss,
+                    trained: 1.0,
                     kept_beside: 0,
                     looks_ahead: !home.follows(),
                     rooms: vec![room],

@@ -245,9 +245,8 @@ impl RaggedModel {
             dropout: 0.0,
             tied: true,
         };
-        let mut store = VarStore::new(device);
-        let model = gpt(&shape).build(&store.root())?;
-        store.set_kind(kind);
+        let store = VarStore::new(device);
+        let model = gpt(&shape).kind(kind).build(&store.root())?;
         let samples = (options.token_budget / LONGEST) as usize;
         let by_samples = MicroBatcher::new(&store, Size::Fixed(samples));
         let by_tokens = MicroBatcher::new(&store, Size::Tokens(options.token_budget as usize));

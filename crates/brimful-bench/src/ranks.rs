@@ -124,8 +124,8 @@ pub(crate) fn run(options: &RanksOptions) -> Result<()> {
 
 impl RanksContestant {
     fn new(work: &Workload, device: Device, world: Option<&World>) -> Result<Self> {
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
+        let store = VarStore::new(device);
+        let model = work.build(&store)?;
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         let (name, ranks, micro) = match world {
             Some(world) => ("brimful", world.size(), micro.world(world)?),

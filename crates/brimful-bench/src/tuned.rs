@@ -31,8 +31,8 @@ pub(crate) struct TunedModel {
 impl TunedModel {
     pub(crate) fn new(work: &Workload, device: Device, tuning: Tuning) -> Result<Self> {
         let before = in_use(device)?;
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
+        let store = VarStore::new(device);
+        let model = work.build(&store)?;
         let layout = if tuning.channels_last { Layout::ChannelsLast } else { Layout::AsIs };
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         let micro = micro.replay(tuning.replay).layout(layout);

@@ -97,10 +97,8 @@ impl Workload {
     }
 
     /// Builds the model in a store, with its number type.
-    pub(crate) fn build(&self, store: &mut VarStore) -> Result<LossModel> {
-        let model = LossModel::build(&self.layers()?, &store.root())?;
-        store.set_kind(self.dtype.kind());
-        Ok(model)
+    pub(crate) fn build(&self, store: &VarStore) -> Result<LossModel> {
+        Ok(LossModel::build(&self.layers()?.kind(self.dtype.kind()), &store.root())?)
     }
 
     /// The model, without dropout: contestants must agree on the loss.

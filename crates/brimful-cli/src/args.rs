@@ -11,7 +11,8 @@ use crate::commands::{
     self, completions, doctor, evaluate, generate, man, plan, predict, report, verify,
 };
 use crate::exit::{CODES, Exit};
-use crate::files;
+use crate::setting::words;
+use crate::{files, idle_threads};
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
@@ -43,6 +44,9 @@ pub struct Global {
     /// Show results and errors alone: no progress
     #[arg(long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
+    /// Threads that libtorch computes with on a CPU [default: one a core]
+    #[arg(long, global = true, value_name = "N", value_parser = words::threads)]
+    pub threads: Option<usize>,
 }
 
 /// What the program can do.
@@ -71,6 +75,14 @@ pub enum BrimfulCommand {
     Completions(completions::CompletionsOptions),
     /// Print the manual, as a man page.
     Man(man::ManOptions),
+}
+
+impl BrimfulCommand {
+    /// Whether libtorch's threads have work.
+    fn computes(&self) -> bool {
+        use BrimfulCommand::{Completions, Doctor, Man, Report};
+        !matches!(self, Doctor(_) | Report(_) | Completions(_) | Man(_))
+    }
 }
 
 const EXAMPLES: &str = "\
@@ -107,6 +119,11 @@ impl CommandLine for BrimfulArgs {
     }
 
     fn run(&self) -> Result<Exit> {
+        // What is read through a pipe cannot be read again.
+        if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
+        {
+            idle_threads::sleep_soon();
+        }
         let mut files = commands::files(&self.command);
         files.extend(files::read("--config", self.global.config.as_ref()));
         files::check(&files)?;
@@ -129,11 +146,7 @@ mod tests {
         let guide = include_str!("../../../guide/src/program.md");
         let readme = include_str!("../../../README.md");
         let line = |line: &'static str| {
-            let starts = [
-                "brimful ",
-                "cargo run -p brimful-cli -- ",
-                "cargo run --release -p brimful-cli -- ",
-            ];
+            let starts = ["brimful ", "cargo run -p brimful-cli -- "];
             starts.into_iter().find_map(|start| line.strip_prefix(start))
         };
         let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();

@@ -10,7 +10,7 @@ use brimful::memory;
 use clap::{Arg, ArgAction, Command, Parser};
 
 use crate::args::Global;
-use crate::exit::Exit;
+use crate::exit::{Exit, without_panic};
 use crate::{config, interrupt, log, output, progress};
 
 /// What a program can be told.
@@ -34,7 +34,7 @@ pub fn run<C: CommandLine>() -> ExitCode {
         Err(exit) => exit.into(),
         Ok(line) => {
             memory::keep_freed_blocks();
-            let outcome = prepare(line.global()).and_then(|()| line.run());
+            let outcome = prepare(line.global()).and_then(|()| without_panic(|| line.run()));
             ended::<C>(outcome, line.global().verbose).into()
         }
     }
@@ -87,5 +87,8 @@ fn prepare(global: &Global) -> Result<()> {
         progress::be_quiet();
     }
     log::listen(global.verbose);
+    if let Some(threads) = global.threads {
+        tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
+    }
     interrupt::survive_file_limits()
 }

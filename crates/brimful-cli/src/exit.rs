@@ -1,11 +1,14 @@
 //! How the program ends: few codes, each with one meaning.
 
+use std::convert::Infallible;
 use std::fmt;
+use std::panic::resume_unwind;
 use std::process::ExitCode;
 
 use brimful::Error;
 use brimful::balance::BalanceError;
 use brimful::memory::MemoryError;
+use brimful::oom::{self, Caught};
 
 /// What `--help` and the man page say of the codes.
 pub const CODES: &str = "\
@@ -51,14 +54,14 @@ impl Exit {
         if cause.is::<clap::Error>() {
             return Some(Self::WrongUse);
         }
-        match cause.downcast_ref::<Error>()? {
-            Error::NoDevice(_) | Error::Memory(MemoryError::LimitOfZero { .. }) => {
+        match cause.downcast_ref::<Error>() {
+            Some(Error::NoDevice(_) | Error::Memory(MemoryError::LimitOfZero { .. })) => {
                 Some(Self::WrongUse)
             }
-            Error::DoesNotFit(_) | Error::Balance(BalanceError::DoesNotFit { .. }) => {
+            Some(Error::DoesNotFit(_) | Error::Balance(BalanceError::DoesNotFit { .. })) => {
                 Some(Self::DoesNotFit)
             }
-            error => error.out_of_memory().map(|_| Self::DoesNotFit),
+            _ => tells_of_memory(cause).then_some(Self::DoesNotFit),
         }
     }
 
@@ -126,13 +129,32 @@ pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
 
 /// Whether memory ran out.
 pub fn ran_out(error: &anyhow::Error) -> bool {
-    error.downcast_ref().and_then(Error::out_of_memory).is_some()
+    error.chain().any(tells_of_memory)
+}
+
+/// Whether an error is one of memory that ran out, the library's own, tch's or another's around it.
+fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
+    match cause.downcast_ref::<Error>() {
+        Some(error) => error.out_of_memory().is_some(),
+        None => oom::recognise(&cause.to_string()).is_some(),
+    }
+}
+
+/// Runs a command; memory that runs out in a panic, as tch's plain calls have it, is an error like any other.
+pub(crate) fn without_panic(run: impl FnOnce() -> anyhow::Result<Exit>) -> anyhow::Result<Exit> {
+    match oom::catch(|| Ok::<_, Infallible>(run())) {
+        Ok(outcome) => outcome,
+        Err(Caught::OutOfMemory(oom)) => Err(Error::from(oom).into()),
+        Err(Caught::Panic(panic)) => resume_unwind(panic),
+        Err(Caught::Error(never)) => match never {},
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use anyhow::{Context, anyhow};
+    use brimful_models::pretrained::PretrainedError;
 
     #[test]
     fn an_error_is_known_under_whatever_is_said_around_it() {
@@ -142,6 +164,24 @@ mod tests {
         assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);
         let wrapped = Err::<(), _>(zero()).context("the model was not built");
         assert_eq!(Exit::of(&wrapped.expect_err("wrapped")), Exit::WrongUse);
+    }
+
+    #[test]
+    fn memory_that_runs_out_is_known_whoever_reports_it() {
+        const WORDS: &str = "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: \
+                             you tried to allocate 512 bytes.";
+        let torch = || tch::TchError::Torch(WORDS.into());
+        let loaded = PretrainedError::Brimful(Error::from(torch()));
+        let panicked = without_panic(|| panic!("called `Result::unwrap()`: {:?}", torch()));
+        let errors = [torch().into(), loaded.into(), panicked.expect_err("a panic")];
+        for error in errors {
+            let error: anyhow::Error = error;
+            let around = Err::<(), _>(error).context("the model was not loaded");
+            let around = around.expect_err("an error");
+            assert!(ran_out(&around), "{around:?}");
+            assert_eq!(Exit::of(&around), Exit::DoesNotFit, "{around:?}");
+        }
+        assert!(!ran_out(&anyhow!("a mother without memory")));
     }
 
     #[test]

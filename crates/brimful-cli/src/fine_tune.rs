@@ -13,12 +13,16 @@ use brimful_models::pretrained::{
     AdapterFolder, Pretrained, PretrainedError, check_adapter_place, check_model_place, is_adapter,
 };
 use clap::Args;
+use tch::Kind;
 
 use crate::data::{self, Dataset, Sample, Synthetic};
 use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
+
+/// The most tokens of a sequence where nobody says otherwise and weights are tuned.
+const TUNED_SEQUENCE: i64 = 2048;
 
 /// How a folder's model is trained.
 #[derive(Debug, Clone, Default, Args)]
@@ -141,11 +145,17 @@ impl FineTune {
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }
 
+    /// The dtype of the weights in the folder's files; none of a model that begins with random numbers.
+    pub(crate) fn stored_kind(&self) -> Option<Kind> {
+        self.pretrained.stored_kind()
+    }
+
     /// Text as the model takes it, in sequences of so many tokens.
     pub(crate) fn data(&self, name: &str, sequence: Option<usize>, seed: u64) -> Result<Dataset> {
         let config = self.pretrained.config();
         let (context, vocabulary) = (config.context(), config.vocabulary());
-        let length = sequence.map_or(SEQUENCE.min(context), |tokens| tokens as i64);
+        let usual = if self.stored_kind().is_some() { TUNED_SEQUENCE } else { SEQUENCE };
+        let length = sequence.map_or(usual.min(context), |tokens| tokens as i64);
         ensure_use!(
             length <= context,
             "--sequence {length} is longer than the {context} tokens that the model takes"
@@ -158,7 +168,13 @@ impl FineTune {
                 let sample = Sample::Sequence { length, vocabulary };
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
-            path => data::open_text(Path::new(path), length, &self.tokenizer),
+            path => {
+                let open = |length| data::open_text(Path::new(path), length, &self.tokenizer);
+                open(length).or_else(|error| match data::usual_length(&error) {
+                    Some(shorter) if sequence.is_none() => open(shorter),
+                    _ => Err(error),
+                })
+            }
         }
     }
 

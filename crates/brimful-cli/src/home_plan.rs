@@ -48,6 +48,8 @@ pub struct HomeQuestion {
     pub loss: fn(&Tensor, &Tensor) -> Tensor,
     /// Samples in a mini-batch.
     pub batch_size: usize,
+    /// The share of the parameters that is trained, and has gradients and an optimizer's state.
+    pub trained: f64,
     /// How many numbers are kept of each parameter beside the optimizer's state, in the type of the sums: averages
     /// of weights, and gradients of mini-batches that make a step together.
     pub kept_beside: usize,
@@ -147,11 +149,12 @@ impl HomePlan {
         let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
         let limited = |room| PlanDevice { memory: Some(spared(room)), ..PlanDevice::default() };
         let devices = self.question.rooms.iter().map(limited).collect();
-        let beside = self.question.kept_beside as f64 * gradient_factor(kind);
+        let (trained, gradient) = (self.question.trained, gradient_factor(kind));
+        let beside = self.question.kept_beside as f64 * gradient;
         Request {
-            gradient_bytes: gradient_factor(kind),
+            gradient_bytes: trained * gradient,
             sums_apart: sums_apart(device, kind),
-            optimizer_bytes: method.state_factor_in(kind) + beside,
+            optimizer_bytes: trained * method.state_factor_in(kind) + beside,
             schedules: vec![schedule],
             recompute: Some(recompute),
             ..Request::new(&self.profile, devices, self.question.batch_size)

@@ -28,6 +28,7 @@ mod folder_tokenizer;
 mod generation_config;
 #[doc(hidden)]
 pub mod home_plan;
+mod idle_threads;
 mod interrupt;
 mod jinja_template;
 mod log;

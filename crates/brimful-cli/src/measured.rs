@@ -2,10 +2,10 @@
 
 use anyhow::Result;
 use brimful::balance::{self, Profile};
-use brimful::{Layers, batch::Batch};
+use brimful::{Layers, batch::Batch, device};
 use tch::{Device, Kind};
 
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 
 /// The times and sizes of the layers on this device, with these inputs and parameters of this number type.
 pub(crate) fn profile(
@@ -14,6 +14,11 @@ pub(crate) fn profile(
     inputs: &impl Batch,
     kind: Kind,
 ) -> Result<Profile> {
+    progress::note(&format!(
+        "brimful: measuring the time and the memory of {} layers on {}",
+        layers.len(),
+        device::name(device)
+    ));
     let progress = Progress::new(layers.len(), "layers");
     Ok(balance::measure_of_kind(layers, device, inputs, kind, |layer| {
         progress.doing(format!("measured {}", layer.name));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use brimful::save::{self, Metadata};
 use brimful_models::pretrained::RUN_FILE;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::exit::wrong_use;
 use crate::named::{self, Comparison, Named};
@@ -88,6 +88,11 @@ impl SavedWeights {
     /// The names of its classes, in their order, where it tells them.
     pub(crate) fn class_names(&self) -> Option<Vec<String>> {
         serde_json::from_str(self.told(CLASSES)?).ok()
+    }
+
+    /// The dtype of its tensors: that of the first.
+    pub(crate) fn kind(&self) -> Kind {
+        self.tensors.first().map_or(Kind::Float, |(_, tensor)| tensor.kind())
     }
 
     /// The rows of a tensor, if there is one of this name.

@@ -225,15 +225,26 @@ fn data_that_cannot_be_trained_on_leaves_no_file() {
 #[test]
 fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
     for (flags, says) in [
-        ("500kB", "cut the model by --stages, or let it live on the host by --offload all"),
-        ("500kB -s 2", "give more --stages, or let it live on the host by --offload all"),
-        ("1000kB -s 2", "compute activations again by --recompute always, give more --stages"),
+        // Neither a stage nor the host is a remedy where the largest layer does not fit.
+        ("500kB", "or take --dtype bf16"),
+        ("1000kB -s 2", "compute activations again by --recompute always, or take --dtype bf16"),
+        (
+            "1100kB -s 2 --offload none",
+            "compute activations again by --recompute always, give more",
+        ),
+        (
+            "1150kB -s 2 --offload none --recompute always",
+            "give more --stages, or take --dtype bf16",
+        ),
     ] {
         let train = format!("train --device cpu --epochs 1 --memory-limit {flags}");
         refused(&train, 3, &format!("raise --memory-limit, {says}"));
     }
-    let at_home = "train --device cpu --epochs 1 --memory-limit 100kB --offload all";
-    refused(at_home, 3, "limit 100000: raise --memory-limit");
+    let all = "train --device cpu --epochs 1 --memory-limit 100kB --offload all --dtype bf16";
+    refused(all, 3, "limit 100000: raise --memory-limit\n");
+    let one =
+        "train --device cpu --epochs 1 --memory-limit 1100kB -s 2 --offload none --micro-batch 1";
+    refused(one, 3, "limit 1100000; raise --memory-limit, compute activations again by");
 }
 
 #[test]

@@ -187,3 +187,24 @@ fn what_cannot_be_is_one_clear_line() {
         refused(&format!("train {flags}"), 2, expected);
     }
 }
+
+/// With LoRA, whose weights are frozen, a plan goes by what is trained.
+#[test]
+fn auto_trains_lora_wherever_either_place_does() {
+    let folder = folder("offload-lora");
+    let text = text(&folder);
+    let tiny = "--model ../../examples/tiny-llama --from-scratch --lora 4";
+    let trains = |offload: &str, limit: &str| {
+        let line = format!(
+            "train --device cpu {tiny} --data {text} --sequence 32 --batch-size 4 --max-steps 1 \
+             --offload {offload} --memory-limit {limit}"
+        );
+        run(&line).get_output().status.success()
+    };
+    let limits = ["300kB", "400kB", "500kB", "600kB", "700kB", "900kB", "2MB"];
+    let [device, host, auto] =
+        ["none", "all", "auto"].map(|offload| limits.map(|limit| trains(offload, limit)));
+    let either: Vec<_> = device.iter().zip(&host).map(|(device, host)| *device || *host).collect();
+    assert_eq!(auto.to_vec(), either);
+    assert!(device.contains(&false) && host != device, "{device:?}, {host:?}");
+}

@@ -88,7 +88,9 @@ fn plans_a_model_that_it_measures() {
 
 #[test]
 fn a_model_that_cannot_be_measured_is_refused() {
-    insta::assert_snapshot!(refusal("--model mlp --batch-size 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6: lower --stages");
+    let refused = refusal("--model mlp --batch-size 8 -s 9");
+    let last = refused.lines().last().unwrap();
+    insta::assert_snapshot!(last, @"brimful: 9 stages need as many layers, but the model has 6: lower --stages");
     let refused = refusal("--model mlp --batch-size 8 -s 2 --device gpu");
     assert!(
         refused.starts_with("brimful: there is no device 'gpu' here; there is cpu"),
@@ -135,4 +137,13 @@ fn refuses_with_the_fix() {
     ");
     insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch-size 8 -s 2"), @"brimful: tests/data/mine.csv is not a profile: line 2: key with no value, expected `=`");
     insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch-size 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18: lower --stages");
+}
+
+#[test]
+fn a_folder_s_model_is_measured_and_planned() {
+    let plan = "plan --model ../../examples/tiny-llama --batch-size 8 --stages 2 --schedule 1f1b";
+    let run = run(&format!("{plan} -m 2 --json")).success();
+    let said: Value = serde_json::from_str(&stdout(&run)).expect("JSON");
+    assert_eq!(said["rows"][0]["schedule"], "1f1b", "{said}");
+    run.stderr(predicates::str::contains("measuring the time and the memory of "));
 }

@@ -95,7 +95,7 @@ fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
     let last = &lines[3];
     assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
     assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 8 << 20), "{last}");
-    assert_eq!((&last["micro_batch_size"], &last["done"]), (&24.into(), &true.into()));
+    assert_eq!((&last["micro_batch_size"], &last["done"]), (&26.into(), &true.into()));
     let trace: Value =
         serde_json::from_str(&fs::read_to_string(trace).expect("a trace")).expect("JSON");
     let names = trace["traceEvents"].as_array().expect("events").iter().map(|e| &e["name"]);

@@ -137,7 +137,9 @@ fn body(config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
     let Gpt { layers, width, context, vocabulary, dropout, .. } = *config;
     let blocks = (0..layers).fold(Layers::new(), |blocks, number| {
         let (shape, cache) = (config.clone(), BlockCache::of(cache, number));
-        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, &shape, cache.clone()))
+        let blocks = blocks
+            .add(number.to_string(), move |p| TransformerBlock::new(p, &shape, cache.clone()));
+        if number == 0 { blocks } else { blocks.like_before() }
     });
     let tokens = TokenTable { rows: vocabulary, width, spread: SPREAD };
     let places = TokenTable { rows: context, width, spread: SPREAD };

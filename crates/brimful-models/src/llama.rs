@@ -87,7 +87,9 @@ pub(crate) fn llama_keeping(config: &Llama, cache: Option<&KeyValueCache>) -> La
         let shape = Arc::clone(&shape);
         let rotary = Arc::clone(&rotary);
         let cache = BlockCache::of(cache, number);
-        blocks.add(number.to_string(), move |p| LlamaBlock::new(p, &shape, &rotary, cache.clone()))
+        let blocks = blocks
+            .add(number.to_string(), move |p| LlamaBlock::new(p, &shape, &rotary, cache.clone()));
+        if number == 0 { blocks } else { blocks.like_before() }
     });
     let table = TokenTable { rows: vocabulary, width, spread };
     let body = Layers::new()

@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -40,6 +41,17 @@ int32_t brimful_host_bytes(
     const auto skipped = (alignment - start % alignment) % alignment;
     *out = new at::Tensor(
         all.narrow(0, static_cast<int64_t>(skipped), static_cast<int64_t>(bytes)));
+  });
+}
+
+// Bytes of somebody else's, who is told by `release(owner)` when no tensor looks at them any more.
+int32_t brimful_lent_bytes(
+    void* start, size_t bytes, void* owner, void (*release)(void*), at::Tensor** out,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const auto give_back = [owner, release](void*) { release(owner); };
+    *out = new at::Tensor(
+        at::from_blob(start, {static_cast<int64_t>(bytes)}, give_back, at::kByte));
   });
 }
 

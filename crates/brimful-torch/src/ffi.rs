@@ -192,6 +192,12 @@ guarded! {
     fn brimful_record_stream(tensor: Lent, device: i32, id: i64);
 
     fn brimful_host_bytes(bytes: usize, alignment: usize) -> Made;
+    fn brimful_lent_bytes(
+        start: *mut c_void,
+        bytes: usize,
+        owner: *mut c_void,
+        release: unsafe extern "C" fn(*mut c_void),
+    ) -> Made;
     fn brimful_lock_pages(memory: *mut c_void, bytes: usize, device: i32);
     fn brimful_unlock_pages(memory: *mut c_void);
     fn brimful_pin(tensor: Lent) -> Made;

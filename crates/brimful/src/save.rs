@@ -1,8 +1,8 @@
 //! Named tensors to and from a safetensors file, whole or not at all.
 //!
 //! A file is written beside its place, forced to the disk, and renamed: whoever is interrupted
-//! leaves the old file or the new one. One tensor at a time is copied, so neither way needs memory
-//! for the file beside that for the tensors. The same tensors make the same bytes.
+//! leaves the old file or the new one. Tensors are written in pieces and read as they are looked at, so neither way
+//! needs memory for the file beside that for the tensors. The same tensors make the same bytes.
 //!
 //! ```
 //! use brimful::save::{self, Metadata};
@@ -29,14 +29,16 @@ use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata as Header, TensorInfo};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
 pub use error::SaveError;
 pub use opened::OpenedFile;
-use whole_file::{Beside, unwritable};
-pub use whole_file::{place, probe, remove_left_over, replace, replace_by_link};
+use whole_file::unwritable;
+pub use whole_file::{
+    WrittenFile, place, probe, remove_left_over, replace, replace_by_copy, replace_by_link,
+};
 pub use whole_folder::replace_folder;
 
 /// Texts that go with the tensors: what was saved, and with which options.
@@ -48,6 +50,8 @@ const METADATA: &str = "__metadata__";
 const LENGTH_BYTES: u64 = 8;
 /// What readers of the format accept.
 const LARGEST_HEADER: u64 = 100_000_000;
+/// As many bytes of a tensor are copied at a time.
+const PIECE: usize = 16 << 20;
 
 /// What libtorch and safetensors call the same kind of number.
 pub(crate) const KINDS: [(Kind, Dtype); 13] = [
@@ -76,20 +80,36 @@ pub fn write(
     tensors: &[(String, Tensor)],
     metadata: &Metadata,
 ) -> Result<()> {
+    write_beside(path, tensors, metadata)?.replace()
+}
+
+/// Writes the tensors to a new file beside its place, which [`WrittenFile::replace`] puts there: the tensors may
+/// change before that, as on a thread that waits for the disk while a training goes on.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_beside(
+    path: impl AsRef<Path>,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+) -> Result<WrittenFile> {
     let path = path.as_ref();
     let (order, header) = lay_out(tensors, metadata).map_err(|reason| unwritable(path, reason))?;
-    let beside = Beside::new(path)?;
+    let beside = WrittenFile::new(path)?;
     let mut out = BufWriter::new(&beside.file);
-    out.write_all(&header).map_err(|reason| beside.refused(&reason))?;
-    for tensor in order {
-        out.write_all(&bytes_of(tensor)?).map_err(|reason| beside.refused(&reason))?;
-    }
+    let mut write = |bytes: &[u8]| out.write_all(bytes).map_err(|reason| beside.refused(&reason));
+    write(&header)?;
+    order.into_iter().try_for_each(|tensor| in_pieces(tensor, &mut write))?;
     out.flush().map_err(|reason| beside.refused(&reason))?;
     drop(out);
-    beside.replace()
+    Ok(beside)
 }
 
 /// Reads all tensors, in the order of their names and on the CPU, and the texts that go with them.
+///
+/// Large ones are the system's own pages of the file, read as they are looked at, so that they take no memory that
+/// it could not have back: nobody may write to the file or cut it off while they are in use. A file that
+/// [`write`] replaces stays whole for them.
 ///
 /// # Errors
 /// When the file cannot be read, is no safetensors file, was cut off, or holds a kind of number
@@ -148,11 +168,26 @@ fn dtype_of(name: &str, tensor: &Tensor) -> Result<Dtype, String> {
     })
 }
 
-fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let elements = tensor.numel();
-    let mut bytes = vec![0; elements * tensor.kind().elt_size_in_bytes()];
-    tensor.f_copy_data_u8(&mut bytes, elements)?;
-    Ok(bytes)
+/// Hands a tensor's bytes out, a piece at a time.
+fn in_pieces(tensor: &Tensor, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let tensor = tensor.f_detach()?;
+    let flat = match tensor.is_contiguous() {
+        true => tensor,
+        // In rows on the host, where there is more room than on a device.
+        false => tensor.f_to_device(Device::Cpu)?.f_contiguous()?,
+    };
+    let flat = flat.f_view([-1])?;
+    let (numbers, each) = (flat.numel(), flat.kind().elt_size_in_bytes());
+    let most = PIECE / each;
+    let mut bytes = vec![0; numbers.min(most) * each];
+    for first in (0..numbers).step_by(most) {
+        let count = most.min(numbers - first);
+        let piece = flat.f_narrow(0, first as i64, count as i64)?;
+        let bytes = &mut bytes[..count * each];
+        piece.f_copy_data_u8(bytes, count)?;
+        take(bytes)?;
+    }
+    Ok(())
 }
 
 fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header> {

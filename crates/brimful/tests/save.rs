@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use brimful::Error;
+use brimful::memory::Arena;
 use brimful::save::SaveError;
 use brimful::save::{self, Metadata, OpenedFile};
 use support::{Named, assert_fails, test_device};
@@ -384,4 +385,45 @@ fn an_open_file_whose_header_ends_anywhere_is_read_all_the_same() {
     let opened = OpenedFile::open(&path).expect("open");
     file.set_len(64).expect("cut off");
     assert_fails(opened.copy("x", &into), &["cannot read", "but the numbers end at byte"]);
+}
+
+#[test]
+fn neither_writing_nor_reading_takes_memory_for_a_second_copy() {
+    const NUMBERS: i64 = 24 << 20;
+    let folder = folder();
+    let path = folder.path().join("large.safetensors");
+    let large = Tensor::arange(NUMBERS, (Kind::Int, Device::Cpu)).view([NUMBERS / 4, 4]);
+    let tensors = named(vec![("large", large), ("small", Tensor::from_slice(&[1.0, 2.0]))]);
+    let arena = Arena::limited("spare", 4096).expect("a limit");
+    let inside = arena.enter();
+    save::write(&path, &tensors, &Metadata::new()).expect("written, piece by piece");
+    let (back, _) = save::read(&path).expect("read, page by page");
+    drop(inside);
+    assert_eq!(back, tensors);
+    // What is done to a tensor is not done to the file.
+    let mut read = back[0].1.shallow_clone();
+    let _changed = read.fill_(0);
+    assert_eq!(save::read(&path).expect("read").0, tensors);
+    // A file that another replaces stays whole for those who look at it.
+    let (before, _) = save::read(&path).expect("read");
+    save::write(&path, &one(1.0), &Metadata::new()).expect("written");
+    assert_eq!(before, tensors);
+}
+
+#[test]
+fn a_file_that_was_written_beside_its_place_gets_there_later_or_never() {
+    let folder = folder();
+    let path = folder.path().join("x.safetensors");
+    save::write(&path, &one(1.0), &Metadata::new()).expect("written");
+    let tensors = one(2.0);
+    let written = save::write_beside(&path, &tensors, &Metadata::new()).expect("written");
+    // The tensor is free to change.
+    let mut tensor = tensors[0].1.shallow_clone();
+    let _changed = tensor.fill_(3.0);
+    assert_eq!(save::read(&path).expect("read").0, one(1.0));
+    std::thread::spawn(|| written.replace()).join().expect("a thread").expect("in its place");
+    assert_eq!(save::read(&path).expect("read").0, one(2.0));
+    drop(save::write_beside(&path, &one(4.0), &Metadata::new()).expect("written"));
+    assert_eq!(save::read(&path).expect("read").0, one(2.0));
+    assert_eq!(files(&folder), 1);
 }

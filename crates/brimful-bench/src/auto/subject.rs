@@ -44,8 +44,8 @@ impl LimitedWork {
         let memory = self.memory()?;
         let _inside = memory.enter();
         tch::manual_seed(0);
-        let mut store = VarStore::new(self.device);
-        let model = self.work.build(&mut store)?;
+        let store = VarStore::new(self.device);
+        let model = self.work.build(&store)?;
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         if self.replay {
             micro = micro.replay(true).layout(Layout::Measured);

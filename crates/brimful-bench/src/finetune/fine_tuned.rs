@@ -58,9 +58,8 @@ impl WholeTuned {
     fn new(layers: &Layers, device: Device, micro_batch: usize) -> Result<Self> {
         let memory = Memory::of(device)?;
         let _inside = memory.enter();
-        let mut store = VarStore::new(device);
-        let model = LossModel::build(layers, &store.root())?;
-        store.set_kind(Kind::BFloat16);
+        let store = VarStore::new(device);
+        let model = LossModel::build(&layers.clone().kind(Kind::BFloat16), &store.root())?;
         let method = AdamW::new(LEARNING_RATE);
         let micro = MicroBatcher::new(&store, Size::Fixed(micro_batch))
             .memory(memory.clone())

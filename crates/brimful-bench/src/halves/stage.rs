@@ -47,11 +47,10 @@ pub(super) type BackwardGradients = Vec<Tensor>;
 
 impl MiddleStage {
     pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
-        let layers = work.layers()?;
+        let layers = work.layers()?.kind(work.dtype.kind());
         let built = |range| -> Result<(VarStore, Model)> {
-            let mut store = VarStore::new(device);
+            let store = VarStore::new(device);
             let model = layers.build_range(&store.root(), range)?;
-            store.set_kind(work.dtype.kind());
             Ok((store, model))
         };
         let (_outside, first) = built(0..1)?;

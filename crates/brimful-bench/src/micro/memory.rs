@@ -83,9 +83,9 @@ impl CountedModel {
             Device::Cpu => Memory::Arena(Arena::new("bench")),
             _ => Memory::Accelerator(device),
         };
-        let mut store = VarStore::new(device);
+        let store = VarStore::new(device);
         let inside = memory.enter();
-        let model = work.build(&mut store)?;
+        let model = work.build(&store)?;
         drop(inside);
         Ok(Self { memory, store, model })
     }

@@ -23,8 +23,8 @@ pub(super) struct OneThread {
 
 impl OneThread {
     pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
+        let store = VarStore::new(device);
+        let model = work.build(&store)?;
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         Ok(Self { store, model, micro })
     }

@@ -23,7 +23,7 @@ Examples:
   brimful generate --weights gpt.safetensors --prompt 'Once upon a time'
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0.8 --top-k 20 --seed 7
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   always the likeliest
-  brimful generate --model llama --prompt 'Once' --dtype bf16          a folder of Hugging Face's
+  brimful generate --model llama --prompt 'Once' --dtype f32           a folder of Hugging Face's
   brimful generate --model llama --adapter llama-book --from-host --prompt 'Once'
                                                       with LoRA, from the host's memory")]
 pub struct GenerateOptions {
@@ -60,8 +60,8 @@ pub struct GenerateOptions {
     seed: u64,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
-    dtype: NumberType,
+    #[arg(long, value_enum, help = format!("{} [default: as the weights are stored]", words::DTYPE))]
+    dtype: Option<NumberType>,
 }
 
 /// Writes the prompt and what follows it, as it is made.

@@ -151,10 +151,9 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     options.dtype.prepare(device)?;
     let memory = within(Memory::of(device)?, options.memory_limit)?;
     let _inside = memory.enter();
-    let mut store = VarStore::new(device);
-    let model = layers.build(&store.root())?;
+    let store = VarStore::new(device);
     let kind = options.dtype.kind();
-    store.set_kind(kind);
+    let model = layers.kind(kind).build(&store.root())?;
     weights.put_into(store.variables().into_iter().collect(), name)?;
     let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
     let samples = asked.samples.len();

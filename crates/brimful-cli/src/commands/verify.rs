@@ -101,10 +101,9 @@ impl VerifiedModel {
         tch::manual_seed(i64::from_ne_bytes(seed.to_ne_bytes()));
         let device = device::find(&options.device)?;
         options.dtype.prepare(device)?;
-        let mut store = VarStore::new(device);
-        let model = layers.build(&store.root())?;
+        let store = VarStore::new(device);
         let kind = options.dtype.kind();
-        store.set_kind(kind);
+        let model = layers.kind(kind).build(&store.root())?;
         let trains = options.batch_norm.is_some();
         Ok(Self { store, model, examples: (inputs, targets), kind, trains })
     }

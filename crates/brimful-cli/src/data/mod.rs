@@ -38,6 +38,7 @@ pub(crate) use rows::Rows;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
+pub(crate) use text::usual_length;
 
 /// The target of a place that does not count, as the losses of libtorch know it.
 pub(crate) const IGNORED: i64 = -100;

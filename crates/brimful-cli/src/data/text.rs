@@ -5,6 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use tch::Tensor;
+use thiserror::Error;
 
 use super::number_file::{NumberFile, NumberWriter};
 use super::portions::{self, Portion, TextCut};
@@ -54,17 +55,8 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
     let length = length as u64;
-    let shorter = match test {
-        0 | 1 => String::new(),
-        _ => format!(", or --sequence {} at most", test - 1),
-    };
     // The shorter part needs a sequence, and one token more as its last target.
-    ensure!(
-        test > length,
-        "it has {all} tokens, but at least {} are needed, so that the tenth of it that is for testing holds \
-         a sequence of {length} and one more: take a longer text{shorter}",
-        length.saturating_add(1).saturating_mul(10),
-    );
+    ensure!(test > length, ShortText { tokens: all, length });
     let windows = |first, end| TokenWindows {
         tokens: tokens.clone(),
         first,
@@ -72,6 +64,36 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
         length,
     };
     Ok([windows(0, all - test), windows(all - test, all)])
+}
+
+/// A text that has no sequence of a length for each of its parts.
+#[derive(Debug, Error)]
+#[error(
+    "it has {tokens} tokens, but at least {} are needed, so that the tenth of it that is for testing holds a \
+     sequence of {length} and one more: take a longer text{}", length.saturating_add(1).saturating_mul(10), self.shorter()
+)]
+struct ShortText {
+    tokens: u64,
+    length: u64,
+}
+
+/// Sequences that the tenth of a text that is for testing holds, where their length is made for it.
+const USUAL_TESTS: u64 = 4;
+
+impl ShortText {
+    fn shorter(&self) -> String {
+        match self.tokens / 10 {
+            0 | 1 => String::new(),
+            test => format!(", or --sequence {} at most", test - 1),
+        }
+    }
+}
+
+/// The length of a sequence that would do for the text that this error refuses; none for any other error.
+pub(crate) fn usual_length(error: &anyhow::Error) -> Option<i64> {
+    let ShortText { tokens, .. } = error.downcast_ref()?;
+    let length = (tokens / 10).saturating_sub(1) / USUAL_TESTS;
+    i64::try_from(length).ok().filter(|length| *length > 0)
 }
 
 /// Sequences that follow on each other; a rest that is too short is left out.

@@ -29,6 +29,15 @@ impl NumberType {
         }
     }
 
+    /// The type that loses nothing of numbers of this dtype.
+    pub(crate) fn holding(kind: Kind) -> Self {
+        match kind {
+            Kind::Double => Self::F64,
+            Kind::BFloat16 => Self::Bf16,
+            _ => Self::F32,
+        }
+    }
+
     /// Lets CUDA compute as the type says, in the whole process.
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure_use!(

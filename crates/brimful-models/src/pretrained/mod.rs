@@ -124,6 +124,12 @@ impl Pretrained {
         &self.config
     }
 
+    /// The dtype of the weights in the folder's files: that of the first by name. None where there are no
+    /// weights, as of [`Pretrained::without_weights`].
+    pub fn stored_kind(&self) -> Option<Kind> {
+        self.weights.as_ref().and_then(Weights::kind)
+    }
+
     /// The tokens that end a text, if the model has any.
     pub fn end_tokens(&self) -> Vec<i64> {
         match self.told.get("eos_token_id") {

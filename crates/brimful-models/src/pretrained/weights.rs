@@ -5,7 +5,7 @@ use std::path::{Component, Path};
 
 use brimful::save::OpenedFile;
 use serde_json::Value;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::fields::Fields;
 use super::{PretrainedError, json, keys};
@@ -116,6 +116,12 @@ impl Weights {
             true => Ok(()),
             false => Err(PretrainedError::Tensors { folder: self.folder.clone(), differences }),
         }
+    }
+
+    /// The dtype of the first weight.
+    pub(super) fn kind(&self) -> Option<Kind> {
+        let place = self.places.values().next()?;
+        self.files[place.file].kind(&place.name)
     }
 
     /// Copies a weight into the variable of its name, if there is one.

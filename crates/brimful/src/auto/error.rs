@@ -12,7 +12,7 @@ use crate::oom::OutOfMemory;
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
      recompute activations, take a smaller model or number type, or spread the layers over \
      more devices. The last report: {cause}",
-    tried_in_words(tried), needed.map(|needed| format!("about {needed} needed, ")).unwrap_or_default()
+    tried_in_words(tried), needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default()
 )]
 #[non_exhaustive]
 pub struct DoesNotFit {

@@ -26,6 +26,8 @@ pub(super) struct Description {
     pub(super) normalises: bool,
     /// Whether it keeps what flows for layers that pop it.
     pub(super) stashes: bool,
+    /// Whether it computes what the layer before it does.
+    pub(super) is_alike: bool,
     /// The skip that it takes beside what flows.
     pub(super) pops: Option<Name>,
     pub(super) build: Arc<Build>,

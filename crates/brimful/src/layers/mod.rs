@@ -45,6 +45,7 @@ mod adapted;
 mod building;
 mod description;
 mod error;
+mod kind;
 mod model;
 mod names;
 mod skips;
@@ -210,6 +211,32 @@ impl Layers {
         built.with_last(|last| last.shares = Some(with.into()))
     }
 
+    /// Tells that the last layer computes what the one before it does, with weights of its own, as the blocks of
+    /// a transformer do: where layers are measured, both have one measurement.
+    ///
+    /// ```
+    /// # use brimful::{Layers, balance};
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// let layers = (0..12).fold(Layers::new(), |layers, number| {
+    ///     let more = layers
+    ///         .add(format!("block{number}"), |p| nn::linear(p, 8, 8, Default::default()));
+    ///     if number == 0 { more } else { more.like_before() }
+    /// });
+    /// let batch = Tensor::ones([16, 8], (Kind::Float, Device::Cpu));
+    /// let profile = balance::measure(&layers, Device::Cpu, &batch)?;
+    /// assert_eq!(profile.layers[11].forward, profile.layers[0].forward);
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn like_before(self) -> Self {
+        self.with_last(|last| last.is_alike = true)
+    }
+
+    /// Whether the layer at this position computes what the one before it does.
+    pub(crate) fn is_alike(&self, position: usize) -> bool {
+        self.list.get(position).is_some_and(|layer| layer.is_alike)
+    }
+
     /// Appends a function. It must leave its input as it is.
     #[must_use]
     pub fn add_fn<F>(self, name: impl Into<String>, function: F) -> Self
@@ -324,6 +351,7 @@ impl Layers {
             shares: None,
             normalises: false,
             stashes: false,
+            is_alike: false,
             pops: None,
             build: Arc::new(build),
         });

@@ -4,6 +4,7 @@ use super::*;
 use crate::Error;
 use crate::memory::Arena;
 use crate::nn::{BatchNormConfig, BatchNormPolicy, Lora, batch_norm1d};
+use crate::random::Draws;
 use std::ops::Range;
 use tch::nn::VarStore;
 use tch::{Device, Kind, nn};
@@ -291,4 +292,49 @@ fn a_layer_of_one_tensor_says_so() {
     let layers = layers.add_fn("relu", Tensor::relu);
     let model = layers.build(&VarStore::new(Device::Cpu).root()).expect("built");
     let _ = model.forward_t(&Tensor::ones([2, 2], CPU), true);
+}
+
+/// Four layers of 1 MiB in f32, the last of which has the weights of the first.
+fn wide() -> Layers {
+    let layers = (0..4).fold(Layers::new(), |layers, number| {
+        layers.add(format!("fc{number}"), |p| {
+            nn::linear(p, 512, 512, nn::LinearConfig { bias: false, ..Default::default() })
+        })
+    });
+    layers.add_sharing("head", "fc0", |_, p| {
+        let weight = p.get("weight").expect("it is the first layer's");
+        nn::func(move |x| x.linear(&weight, None::<Tensor>))
+    })
+}
+
+#[test]
+fn layers_of_a_dtype_are_never_all_there_in_another() {
+    const LAYER: u64 = 512 * 512 * 4;
+    let arena = Arena::new("half");
+    let _inside = arena.enter();
+    let store = VarStore::new(Device::Cpu);
+    let build = |layers: Layers, store: &VarStore| {
+        let built = layers.build_range_drawing(&store.root(), 0..5, Draws::new(3, 0));
+        built.expect("a model")
+    };
+    build(wide().kind(Kind::BFloat16), &store);
+    // All layers in two bytes a number, and one in four, with its copy of two.
+    assert_eq!(arena.current(), 4 * LAYER / 2);
+    assert!(arena.peak() <= 4 * LAYER / 2 + 2 * LAYER, "{}", arena.peak());
+    // The values are those of a model that was converted at the end.
+    let mut plain = VarStore::new(Device::Cpu);
+    build(wide(), &plain);
+    plain.set_kind(Kind::BFloat16);
+    assert_eq!(store.variables(), plain.variables());
+}
+
+#[test]
+fn memory_that_runs_out_in_a_conversion_is_an_error() {
+    const LAYER: u64 = 512 * 512 * 4;
+    let arena = Arena::limited("half", LAYER + LAYER / 4).expect("a limit");
+    let _inside = arena.enter();
+    let store = VarStore::new(Device::Cpu);
+    let error = wide().kind(Kind::BFloat16).build(&store.root()).expect_err("no room for a copy");
+    let oom = error.out_of_memory().expect("memory ran out");
+    assert_eq!(oom.limit.map(|limit| limit.0), Some(LAYER + LAYER / 4));
 }

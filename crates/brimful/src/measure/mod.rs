@@ -20,6 +20,8 @@ use meter::Meter;
 /// Each layer is built, run and freed before the next one, so a model that is larger than the
 /// device can be measured on it. Random numbers go on afterwards as if nothing had been drawn.
 ///
+/// A layer that is [like the one before it](Layers::like_before) is not run: it costs what that does.
+///
 /// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which
 /// tells the time of a call from the time of a sample. A layer that shares another's variables
 /// is measured with its own copy of them, which is what it has on another device than theirs.
@@ -76,8 +78,12 @@ pub fn measure_of_kind(
         batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect();
     let meter = Meter::of(device)?;
     let measurement = Measurement { meter, samples: batch::len(batch)? as i64, kind };
+    let layers = match kind {
+        Kind::Float => layers.clone(),
+        kind => layers.clone().kind(kind),
+    };
     let random = Randomness::now(device)?;
-    let profile = tch::with_grad(|| measurement.profile(layers, &values, watch));
+    let profile = tch::with_grad(|| measurement.profile(&layers, &values, watch));
     random.restore()?;
     profile
 }
@@ -110,6 +116,13 @@ impl Measurement {
         let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };
         let (owners, own) = (layers.shared()?, layers.parameter_counts()?);
         for (position, name) in layers.names().enumerate() {
+            if let Some(before) = profile.layers.last().filter(|_| layers.is_alike(position)) {
+                // Its output is of the shape of its input, which is at hand.
+                let layer = LayerCost { name: name.to_owned(), ..before.clone() };
+                watch(&layer);
+                profile.layers.push(layer);
+                continue;
+            }
             let measured = self.layer(layers, position, &input, stashed);
             let (layer, output, kept) = measured.map_err(|error| named(error, name))?;
             let owner = owners.iter().find(|(user, _)| *user == position);
@@ -133,11 +146,8 @@ impl Measurement {
         input: &[Tensor],
         stashed: Stashed,
     ) -> Result<(LayerCost, Vec<Tensor>, Stashed)> {
-        let mut store = VarStore::new(self.meter.device);
+        let store = VarStore::new(self.meter.device);
         let model = layers.build_range(&store.root(), position..position + 1)?;
-        if self.kind != Kind::Float {
-            store.set_kind(self.kind);
-        }
         let name = model.names().next().unwrap_or_default().to_owned();
         let subject = MeasuredLayer {
             meter: &self.meter,

@@ -2,16 +2,19 @@
 //! those that want them.
 
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::BufReader;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use brimful_torch::mapped::{self, MappedError};
 use safetensors::tensor::{Metadata as Header, TensorInfo};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::{Metadata, damaged, kind_of, read_header, unreadable};
-use crate::Result;
+use crate::{Error, Result};
+
+/// A tensor of fewer bytes is copied: mapped, it would take a page and a place in the system's list of maps.
+const SMALL: usize = 1 << 20;
 
 /// So many bytes of two tensors are compared at once.
 const COMPARED_AT_ONCE: usize = 1 << 20;
@@ -54,6 +57,11 @@ impl OpenedFile {
         self.header.info(name).map(shape_of)
     }
 
+    /// The dtype of the tensor of this name, if there is one and libtorch has its dtype.
+    pub fn kind(&self, name: &str) -> Option<Kind> {
+        kind_of(&self.path, name, self.header.info(name)?).ok()
+    }
+
     /// The texts that go with the tensors.
     pub fn metadata(&self) -> Metadata {
         self.header.metadata().clone().unwrap_or_default().into_iter().collect()
@@ -73,10 +81,7 @@ impl OpenedFile {
         }
         let kind = kind_of(&self.path, name, info)?;
         let start = self.start + info.data_offsets.0 as u64;
-        mapped::copy(&self.file, start, kind, into).map_err(|error| match error {
-            MappedError::File(reason) => unreadable(&self.path, reason),
-            MappedError::Torch(error) => error.into(),
-        })
+        mapped::copy(&self.file, start, kind, into).map_err(|error| self.refused(error))
     }
 
     /// Whether a tensor here and one of another file are of one kind and shape, and byte for byte the same.
@@ -113,21 +118,32 @@ impl OpenedFile {
         info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))
     }
 
-    /// All tensors, on the CPU, in the order of their bytes: the file is read from front to back.
+    /// All tensors, on the CPU, in the order of their bytes: large ones as pages of the file, small ones as
+    /// copies.
     pub(super) fn read_all(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut file = BufReader::new(&self.file);
-        let begun = file.seek(SeekFrom::Start(self.start));
-        begun.map_err(|reason| unreadable(&self.path, reason))?;
-        let mut tensors = Vec::new();
-        for name in self.names() {
+        let read = |name: String| {
             let info = self.header.info(&name).expect("the name is one of the header's");
             let kind = kind_of(&self.path, &name, info)?;
-            let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
-            file.read_exact(&mut bytes).map_err(|reason| unreadable(&self.path, reason))?;
-            let tensor = Tensor::f_from_data_size(&bytes, &shape_of(info), kind)?;
-            tensors.push((name, tensor));
+            let (shape, bytes) = (shape_of(info), info.data_offsets.1 - info.data_offsets.0);
+            let start = self.start + info.data_offsets.0 as u64;
+            if bytes >= SMALL {
+                let mapped = mapped::tensor(&self.file, start, kind, &shape);
+                return Ok((name, mapped.map_err(|error| self.refused(error))?));
+            }
+            let mut copied = vec![0; bytes];
+            let read = self.file.read_exact_at(&mut copied, start);
+            read.map_err(|reason| unreadable(&self.path, reason))?;
+            Ok((name, Tensor::f_from_data_size(&copied, &shape, kind)?))
+        };
+        self.names().into_iter().map(read).collect()
+    }
+
+    fn refused(&self, error: MappedError) -> Error {
+        match error {
+            MappedError::File(reason) => unreadable(&self.path, reason),
+            MappedError::Torch(error) => error.into(),
+            MappedError::Bridge(error) => error.into(),
         }
-        Ok(tensors)
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::SaveError;
+use super::{SaveError, unreadable};
 use crate::{Error, Result};
 
 /// Writes bytes in place of what the file held before, whole or not at all. Links to it and its permissions
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 /// When the file system refuses, with the remedy. The old file, if there was one, is then as before,
 /// and nothing is left beside it.
 pub fn replace(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
-    let beside = Beside::new(path.as_ref())?;
+    let beside = WrittenFile::new(path.as_ref())?;
     (&beside.file).write_all(bytes).map_err(|reason| beside.refused(&reason))?;
     beside.replace()
 }
@@ -28,18 +28,31 @@ pub fn replace(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
 /// # Errors
 /// With what the file system refuses.
 pub fn probe(path: impl AsRef<Path>) -> io::Result<()> {
-    Beside::open(path.as_ref()).map(drop)
+    WrittenFile::open(path.as_ref()).map(drop)
+}
+
+/// Writes what is in another file in place of what the file held before, as [`replace`] does.
+///
+/// # Errors
+/// As [`replace`], and when the other file cannot be read.
+pub fn replace_by_copy(path: impl AsRef<Path>, other: impl AsRef<Path>) -> Result<()> {
+    let other = other.as_ref();
+    let mut source = File::open(other).map_err(|reason| unreadable(other, reason))?;
+    let beside = WrittenFile::new(path.as_ref())?;
+    io::copy(&mut source, &mut &beside.file).map_err(|reason| beside.refused(&reason))?;
+    beside.replace()
 }
 
 /// A new file beside its final place, removed unless it gets there.
-pub(crate) struct Beside {
+#[derive(Debug)]
+pub struct WrittenFile {
     pub(crate) file: File,
     target: PathBuf,
     /// None where the target itself is written to, because it is no plain file.
     path: Option<PathBuf>,
 }
 
-impl Beside {
+impl WrittenFile {
     pub(crate) fn new(target: &Path) -> Result<Self> {
         Self::open(target).map_err(|reason| refusal(target, &reason))
     }
@@ -65,9 +78,11 @@ impl Beside {
         Ok(beside)
     }
 
-    /// Puts the file in its place, on the disk and in the folder, before it returns. After an error
-    /// the old file is there.
-    pub(crate) fn replace(self) -> Result<()> {
+    /// Puts the file in its place, on the disk and in the folder, before it returns.
+    ///
+    /// # Errors
+    /// When the file system refuses: the old file is there then.
+    pub fn replace(self) -> Result<()> {
         self.put().map_err(|reason| self.refused(&reason))
     }
 
@@ -83,7 +98,7 @@ impl Beside {
     }
 }
 
-impl Drop for Beside {
+impl Drop for WrittenFile {
     fn drop(&mut self) {
         // After the rename there is nothing to remove, and that is fine.
         let _ = self.path.as_ref().map(fs::remove_file);

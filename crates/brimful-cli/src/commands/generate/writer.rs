@@ -19,7 +19,7 @@ use crate::generation_config::{GenerationConfig, Sampling};
 use crate::named::Named;
 use crate::progress;
 use crate::saved_weights::SavedWeights;
-use crate::setting::{self, ModelSource};
+use crate::setting::{self, ModelSource, NumberType};
 use crate::tokenizer::Tokenizer;
 
 /// A model that goes on with a text.
@@ -77,7 +77,8 @@ impl Writer {
             Some(adapter) => layers.lora(adapter.lora()),
             None => layers,
         };
-        let (runner, device) = TextRunner::build(layers, options)?;
+        let stored = pretrained.stored_kind().unwrap_or(Kind::Float);
+        let (runner, device) = TextRunner::build(layers, stored, options)?;
         let variables = runner.variables()?;
         pretrained.load(&variables)?;
         if let Some(adapter) = &adapter {
@@ -119,7 +120,8 @@ impl Writer {
         let cache = cache(context, &prompt, options);
         let shape = name.text_shape(context, vocabulary, 0.0);
         let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
-        let (runner, device) = TextRunner::build(gpt_with_cache(&shape, &cache), options)?;
+        let layers = gpt_with_cache(&shape, &cache);
+        let (runner, device) = TextRunner::build(layers, weights.kind(), options)?;
         weights.put_into(runner.variables()?, name)?;
         let (ends, sampling) = (Vec::new(), Sampling::default());
         Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known: vocabulary })
@@ -152,15 +154,17 @@ fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCac
 }
 
 impl TextRunner {
-    /// The model on the device that was asked for, or with its layers brought to that.
-    fn build(layers: Layers, options: &GenerateOptions) -> Result<(Self, Device)> {
+    /// The model on the device that was asked for, or with its layers brought to that; its weights are stored in
+    /// this dtype.
+    fn build(layers: Layers, stored: Kind, options: &GenerateOptions) -> Result<(Self, Device)> {
         let device = setting::device(options.device.as_deref())?;
-        options.dtype.prepare(device)?;
-        let kind = options.dtype.kind();
+        let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(stored));
+        dtype.prepare(device)?;
+        let kind = dtype.kind();
         if !options.from_host {
-            let mut store = VarStore::new(device);
-            let model = layers.build(&store.root()).context("the model was not built")?;
-            store.set_kind(kind);
+            let store = VarStore::new(device);
+            let model = layers.kind(kind).build(&store.root());
+            let model = model.context("the model was not built")?;
             return Ok((Self::Whole { model, store }, device));
         }
         let stages_per_device = layers.len();

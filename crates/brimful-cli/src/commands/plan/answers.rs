@@ -112,7 +112,7 @@ fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
 fn profile(options: &PlanOptions) -> Result<Option<Profile>> {
     let MeasuredModel { model, device, profile, .. } = &options.measured;
     match (model, profile) {
-        (Some(model), _) => measure::measure(*model, device).map(Some),
+        (Some(model), _) => measure::measure(model, device).map(Some),
         (None, Some(path)) => read_profile(path).map(Some),
         (None, None) => Ok(None),
     }

@@ -3,12 +3,14 @@
 use anyhow::Result;
 use brimful::balance::Profile;
 use brimful::{device, sums_apart};
+use brimful_models::pretrained::Pretrained;
 use tch::Kind;
 
 use super::options::MeasuredModel;
-use crate::data::{self, Synthetic};
+use crate::data::{self, Sample, Synthetic};
+use crate::fine_tune::unopened;
 use crate::measured;
-use crate::setting::{DROPOUT, ModelName};
+use crate::setting::{DROPOUT, ModelSource, SEQUENCE};
 
 /// Samples that are measured together: enough to tell a sample's time from a call's.
 const SAMPLES: usize = 16;
@@ -17,10 +19,21 @@ const SAMPLES: usize = 16;
 pub(super) const KIND: Kind = Kind::Float;
 
 /// The times and sizes of the model's layers on this device.
-pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
+pub(super) fn measure(model: &ModelSource, device: &str) -> Result<Profile> {
     let device = device::find(device)?;
-    let sample = model.synthetic_sample();
-    let layers = model.layers(&sample, DROPOUT)?;
+    let (layers, sample) = match model {
+        ModelSource::Named(name) => {
+            let sample = name.synthetic_sample();
+            (name.layers(&sample, DROPOUT)?, sample)
+        }
+        ModelSource::Folder(folder) => {
+            let described = Pretrained::without_weights(folder);
+            let described = described.map_err(|error| unopened(folder, &error))?;
+            let config = described.config();
+            let length = SEQUENCE.min(config.context());
+            (config.layers(), Sample::Sequence { length, vocabulary: config.vocabulary() })
+        }
+    };
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.all()?.inputs;
     measured::profile(&layers, device, &batch, KIND)

@@ -9,7 +9,7 @@ use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
 use crate::files::{self, FlagFile};
-use crate::setting::{self, MODELS, ModelName, words};
+use crate::setting::{self, MODELS, ModelSource, words};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
@@ -102,10 +102,11 @@ pub(super) struct PlainNumbers {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A measured model")]
 pub(super) struct MeasuredModel {
-    #[arg(long, value_name = "NAME", requires = "batch_size", help = MODELS)]
+    #[arg(long, value_name = "NAME|FOLDER", requires = "batch_size")]
+    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's"))]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
-    pub(super) model: Option<ModelName>,
+    pub(super) model: Option<ModelSource>,
 
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     pub(super) device: String,

@@ -32,7 +32,7 @@ pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) 
         setting("activations of a device", numbers.activations.map(|bytes| bytes.to_string()));
         setting("parameters of a device", numbers.parameters.map(|bytes| bytes.to_string()));
     }
-    setting("model", measured.model.map(|model| model.to_string()));
+    setting("model", measured.model.as_ref().map(|model| model.to_string()));
     setting("profile", measured.profile.as_ref().map(|path| path.display().to_string()));
     setting("mini-batch", measured.batch_size.map(|samples| format!("{samples} samples")));
     setting("memory of a device", options.memory_limit.map(|memory| memory.to_string()));

@@ -2,18 +2,21 @@
 
 use std::fmt;
 
+use anyhow::Result;
 use brimful::auto::DoesNotFit;
 use brimful::loss::NonFiniteValue;
 use brimful::oom::OutOfMemory;
 use brimful::optim::Method;
-use brimful::{Bytes, Error, Size};
+use brimful::schedule::Recompute;
+use brimful::{Bytes, Error, Layers, Size};
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::offload::Offload;
+use super::offload::{LeastBytes, Offload};
 use super::{TrainOptions, Trainer};
 use crate::exit::{does_not_fit, ran_out};
 use crate::output;
+use crate::setting::NumberType;
 
 /// Bytes that a step needs whatever the size of its micro-batches.
 #[derive(Debug, Clone, Copy)]
@@ -34,10 +37,11 @@ impl FixedBytes {
         let mut trained = store.trainable_variables();
         trained.retain(Tensor::requires_grad);
         let gradients = trained.iter().map(bytes).sum();
+        let kept = |tensor: &Tensor| bytes(tensor) as f64 * method.state_factor_in(tensor.kind());
         Self {
             parameters: store.variables().values().map(bytes).sum(),
             gradients,
-            state: (gradients as f64 * method.state_factor()) as u64,
+            state: trained.iter().map(kept).sum::<f64>() as u64,
             largest_gradient: trained.iter().map(bytes).max().unwrap_or(0),
             optimizer: method.name(),
         }
@@ -62,21 +66,72 @@ impl fmt::Display for FixedBytes {
     }
 }
 
+/// A model as far as advice goes by it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelSize {
+    layers: usize,
+    least: LeastBytes,
+}
+
+impl ModelSize {
+    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
+        Ok(Self { layers: layers.len(), least: LeastBytes::of(layers, options)? })
+    }
+
+    /// What leaves more memory to a training, of what it does not do yet and may be enough.
+    fn remedies(self, options: &TrainOptions) -> Vec<&'static str> {
+        let stages = &options.stages;
+        let is_offloaded = stages.offload == Some(Offload::All);
+        let fits = |least: u64| options.memory_limit.is_none_or(|limit| least <= limit.0);
+        let recomputes = stages.recompute == Some(Recompute::Always);
+        let has_finer = stages.stages.unwrap_or(1) < self.layers;
+        let is_wide =
+            matches!(options.dtype(), NumberType::F64 | NumberType::F32 | NumberType::Tf32);
+        let cut = if stages.stages.is_some() {
+            "give more --stages"
+        } else {
+            "cut the model by --stages"
+        };
+        let remedies = [
+            (options.memory_limit.is_some(), "raise --memory-limit"),
+            (options.memory_limit.is_none(), "take a smaller model"),
+            (
+                stages.stages.is_some() && !recomputes,
+                "compute activations again by --recompute always",
+            ),
+            (has_finer && !is_offloaded && fits(self.least.of_stage), cut),
+            (
+                !is_offloaded && fits(self.least.offloaded),
+                "let it live on the host by --offload all",
+            ),
+            (is_wide, "take --dtype bf16"),
+        ];
+        remedies.into_iter().filter_map(|(helps, remedy)| helps.then_some(remedy)).collect()
+    }
+}
+
+/// `a, b, or c`.
+fn listed(remedies: &[&str]) -> String {
+    match remedies {
+        [] => String::new(),
+        [only] => (*only).to_owned(),
+        [others @ .., last] => format!("{}, or {last}", others.join(", ")),
+    }
+}
+
 /// The error of a model that could not be built, with what lets it be where memory ran out.
-pub(super) fn of_building(error: anyhow::Error, options: &TrainOptions) -> anyhow::Error {
+pub(super) fn of_building(
+    error: anyhow::Error,
+    size: ModelSize,
+    options: &TrainOptions,
+) -> anyhow::Error {
     if !ran_out(&error) {
         return error;
     }
-    let more = match options.memory_limit {
-        Some(_) => "raise --memory-limit",
-        None => "take a smaller model, or --dtype bf16",
-    };
-    let finer = match (options.stages.offload, options.stages.stages) {
-        (Some(Offload::All), _) => "",
-        (_, Some(_)) => ", give more --stages, or let it live on the host by --offload all",
-        (_, None) => ", cut the model by --stages, or let it live on the host by --offload all",
-    };
-    does_not_fit(format!("{}: {more}{finer}", output::causes(&error)))
+    // Nothing is run yet, so that nothing is kept for a backward.
+    let mut remedies = size.remedies(options);
+    remedies.retain(|remedy| !remedy.contains("--recompute"));
+    does_not_fit(format!("{}: {}", output::causes(&error), listed(&remedies)))
 }
 
 impl Trainer {
@@ -88,7 +143,7 @@ impl Trainer {
                 "{value} in the test after step {steps}: the weights are no numbers that can be gone on from; \
                  lower --learning-rate (it is {learning_rate:?}), or look at the data"
             ),
-            None => cause.into(),
+            None => self.advise(cause),
         }
     }
 
@@ -103,7 +158,8 @@ impl Trainer {
                 None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
             };
         }
-        match cause.out_of_memory().and_then(|oom| self.remedy(oom)) {
+        let remedies = || listed(&self.size.remedies(&self.options));
+        match cause.out_of_memory().map(|oom| self.remedy(oom).unwrap_or_else(remedies)) {
             Some(remedy) => {
                 let told = format!("{cause}; {remedy}");
                 anyhow::Error::from(cause).context(told)
@@ -114,14 +170,10 @@ impl Trainer {
 
     /// What is said where a single sample does not fit, and it is not known what else a step needs.
     fn smaller(&self, end: &DoesNotFit) -> String {
-        let needed = end.needed.map(|needed| format!(", about {needed},")).unwrap_or_default();
-        let cut = match self.engine.fixed_bytes() {
-            Some(_) => "cut the model by --stages, let it live on the host by --offload all",
-            None => "compute activations again by --recompute always, give more --stages",
-        };
         format!(
-            "what a micro-batch of one sample takes{needed} does not fit either: raise --memory-limit, {cut}, or \
-             take --dtype bf16"
+            "a micro-batch of one sample does not fit into the {} that are free either: {}",
+            end.available,
+            listed(&self.size.remedies(&self.options))
         )
     }
 
@@ -151,13 +203,13 @@ impl Trainer {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
-            let smaller = match fixed.state {
-                0 => "",
-                _ => "take --optimizer sgd, which keeps less, ",
-            };
+            let mut remedies = self.size.remedies(&self.options);
+            if fixed.state > 0 {
+                remedies.insert(1, "take --optimizer sgd, which keeps less");
+            }
             format!(
-                "{fixed} whatever the size of the micro-batches, and the limit is {limit}: raise it, \
-                 {smaller}cut the model by --stages, or let it live on the host by --offload all"
+                "{fixed} whatever the size of the micro-batches, and the limit is {limit}: {}",
+                listed(&remedies)
             )
         })
     }

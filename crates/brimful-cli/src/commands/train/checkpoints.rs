@@ -1,7 +1,7 @@
 //! The files of `--save`: when they are written, by whom, and which are kept.
 //!
-//! A run is copied after its step and written while the next ones run. There is one writer at a time:
-//! the next save waits for it, and finds out what came of it.
+//! A run is written after its step, straight from where it lives, and forced to the disk and put in its place while
+//! the next steps run. There is one such thread at a time: the next save waits for it, and finds out what came of it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
-use brimful::save;
+use brimful::save::{self, SaveError, WrittenFile};
 
 use super::Trainer;
 use super::run_files::{Keep, RunFiles};
@@ -25,7 +25,7 @@ const BEST: &str = "best";
 /// The saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
-    writer: Option<JoinHandle<brimful::Result<()>>>,
+    writer: Option<brimful::Result<JoinHandle<brimful::Result<()>>>>,
     /// After how many steps the last one was; none before the first.
     last: Option<usize>,
 }
@@ -56,12 +56,20 @@ impl Checkpoints {
             // The numbered one first: a run that is killed in between goes on from before it, and
             // writes the same once more.
             Some((file, count)) => {
-                write(run, &file)?;
-                save::replace_by_link(&file, &path).or_else(|_| write(run, &path))?;
-                remove_older(&path, steps, count);
-                Ok(())
+                let written = run.write(&file)?;
+                if written.is_none() {
+                    run.write(&path)?;
+                }
+                Ok(Put::new(written, move |is_file| {
+                    if is_file {
+                        let linked = save::replace_by_link(&file, &path);
+                        linked.or_else(|_| save::replace_by_copy(&path, &file))?;
+                    }
+                    remove_older(&path, steps, count);
+                    Ok(())
+                }))
             }
-            None => write(run, &path),
+            None => Ok(Put::new(run.write(&path)?, |_| Ok(()))),
         })
     }
 
@@ -71,7 +79,8 @@ impl Checkpoints {
         match &files.save {
             Some(path) if files.keep == Keep::Best => {
                 let best = beside(path, BEST);
-                self.write(trainer, SavedRun::of_best, move |run| write(run, &best))
+                let write = move |run: &SavedRun| Ok(Put::new(run.write(&best)?, |_| Ok(())));
+                self.write(trainer, SavedRun::of_best, write)
             }
             _ => Ok(()),
         }
@@ -79,27 +88,52 @@ impl Checkpoints {
 
     /// Waits until everything is written. Of several ranks, all take part.
     pub(super) fn finish(&mut self, trainer: &Trainer) -> Result<()> {
-        let written = match self.writer.take() {
-            Some(writer) => writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-            None => Ok(()),
+        let join = |writer: JoinHandle<_>| {
+            writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
+        let written = self.writer.take().map_or(Ok(()), |writer| writer.and_then(join));
         trainer.world.settle("save", written, Duration::ZERO)?;
         Ok(())
     }
 
-    /// Lets the first rank's writer write the run, once it has written the one before.
+    /// Lets the first rank write the run, once the one before is in its place; what is left to do is done by a thread.
     fn write(
         &mut self,
         trainer: &Trainer,
-        copy: impl FnOnce(&Trainer) -> Result<SavedRun>,
-        write: impl FnOnce(&SavedRun) -> brimful::Result<()> + Send + 'static,
+        take: impl FnOnce(&Trainer) -> Result<SavedRun>,
+        write: impl FnOnce(&SavedRun) -> brimful::Result<Put>,
     ) -> Result<()> {
         self.finish(trainer)?;
-        let run = copy(trainer)?;
+        let run = take(trainer)?;
         if trainer.is_first() {
-            self.writer = Some(thread::spawn(move || write(&run)));
+            self.writer = Some(write(&run).and_then(Put::start));
         }
         Ok(())
+    }
+}
+
+/// A run that was written beside its place, and how it gets there.
+struct Put(Box<dyn FnOnce() -> brimful::Result<()> + Send>);
+
+impl Put {
+    /// Puts the file in its place, if it is one, and lets `then` do the rest, which is told whether it is.
+    fn new(
+        written: Option<WrittenFile>,
+        then: impl FnOnce(bool) -> brimful::Result<()> + Send + 'static,
+    ) -> Self {
+        Self(Box::new(move || {
+            let is_file = written.is_some();
+            written.map_or(Ok(()), WrittenFile::replace)?;
+            then(is_file)
+        }))
+    }
+
+    fn start(self) -> brimful::Result<JoinHandle<brimful::Result<()>>> {
+        let thread = thread::Builder::new().name("brimful save".to_owned());
+        thread.spawn(self.0).map_err(|reason| {
+            let reason = format!("{reason}: no thread can be started: look at ulimit -u");
+            SaveError::File { action: "write", path: "the run".to_owned(), reason }.into()
+        })
     }
 }
 
@@ -107,16 +141,15 @@ impl Drop for Checkpoints {
     /// Where the run breaks off, what is being written is finished: the program would else end in the midst
     /// of it, and leave half a file.
     fn drop(&mut self) {
-        if let Some(Ok(Err(error))) = self.writer.take().map(JoinHandle::join) {
+        let failed = match self.writer.take() {
+            Some(Ok(writer)) => writer.join().ok().and_then(Result::err),
+            Some(Err(error)) => Some(error),
+            None => None,
+        };
+        if let Some(error) = failed {
             progress::say(&format!("brimful: {error}"));
         }
     }
-}
-
-/// Writes the run to a place that is this run's own, where one that was killed may have left something.
-fn write(run: &SavedRun, path: &Path) -> brimful::Result<()> {
-    save::remove_left_over(path);
-    run.write(path)
 }
 
 /// Names `model.step-40.safetensors` beside `model.safetensors`, and `llama-3.1.best` beside `llama-3.1`, where the last

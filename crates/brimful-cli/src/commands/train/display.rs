@@ -5,11 +5,14 @@ use std::{fmt, mem};
 use anyhow::Result;
 use brimful::Bytes;
 use brimful::auto::{Decision, Why};
+use brimful::nn::Lora;
 use brimful::report::Record;
 use serde::Serialize;
+use tch::Tensor;
 
 use super::{Epoch, Trainer};
 use crate::log_files::TestFigures;
+use crate::named::Named;
 use crate::output;
 use crate::progress::{self, Progress, Ticker};
 
@@ -130,17 +133,35 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
 
 fn introduce(trainer: &Trainer) -> Result<String> {
     let variables = trainer.engine.variables()?;
-    let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = &trainer.dataset;
-    Ok(format!(
-        "{}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
+    let introduction = format!(
+        "{}, {}, {}\n{} samples to train on, {} to test on, {}",
         trainer.options.model,
-        parameters.map(|(_, parameter)| parameter.numel()).sum::<usize>(),
+        parameters(&variables),
         trainer.engine.place(),
         dataset.train.len(),
         dataset.test.len(),
         dataset.description
-    ))
+    );
+    Ok([introduction]
+        .into_iter()
+        .chain(trainer.usual.lines(trainer))
+        .collect::<Vec<_>>()
+        .join("\n"))
+}
+
+/// How many parameters there are, and of how many all are trained.
+fn parameters(variables: &Named) -> String {
+    let count = |which: fn(&Tensor) -> bool| -> usize {
+        let of_these = variables.iter().filter(|(_, variable)| which(variable));
+        of_these.map(|(_, variable)| variable.numel()).sum()
+    };
+    let (trained, frozen) = (count(Tensor::requires_grad), count(|one| !one.requires_grad()));
+    match variables.iter().any(|(name, _)| Lora::is_adapter(name)) {
+        true => format!("{trained} of {} parameters trained", trained + frozen),
+        // What is not trained here is running statistics.
+        false => format!("{trained} parameters"),
+    }
 }
 
 impl fmt::Display for TestFigures {

@@ -3,25 +3,24 @@
 
 use std::ops::Range;
 
-use brimful::split;
-
-/// How an epoch is cut: into near-equal mini-batches, of which some make a step together.
+/// How an epoch is cut: into mini-batches of a size and one of the rest, of which some make a step together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
     samples: usize,
-    batches: usize,
+    /// Samples of a mini-batch.
+    size: usize,
     /// Mini-batches of a step; the last step may lack some.
     accumulate: usize,
 }
 
 impl EpochCut {
-    /// So many samples, of which there is one at least, in mini-batches of at most this size.
+    /// So many samples, of which there is one at least, in mini-batches of this size.
     pub(super) fn new(samples: usize, batch_size: usize, accumulate: usize) -> Self {
-        Self { samples, batches: samples.div_ceil(batch_size.max(1)), accumulate }
+        Self { samples, size: batch_size.clamp(1, samples.max(1)), accumulate }
     }
 
     pub(super) fn steps(&self) -> usize {
-        self.batches.div_ceil(self.accumulate)
+        self.batches().div_ceil(self.accumulate)
     }
 
     /// The places of a step's mini-batches in the order of the epoch.
@@ -37,16 +36,20 @@ impl EpochCut {
 
     /// The samples of the largest mini-batch.
     pub(super) fn largest(&self) -> usize {
-        self.samples.div_ceil(self.batches)
+        self.size
+    }
+
+    fn batches(&self) -> usize {
+        self.samples.div_ceil(self.size)
     }
 
     fn batches_of(&self, steps: usize) -> usize {
-        (steps * self.accumulate).min(self.batches)
+        (steps * self.accumulate).min(self.batches())
     }
 
     /// The place at which a mini-batch begins.
     fn first(&self, batch: usize) -> usize {
-        split::start(self.samples, self.batches, batch)
+        (batch * self.size).min(self.samples)
     }
 }
 
@@ -55,12 +58,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_epoch_is_cut_as_a_mini_batch_is() {
+    fn an_epoch_is_cut_into_mini_batches_of_a_size_and_one_of_the_rest() {
         for (samples, size, accumulate) in
-            [(1, 5, 1), (10, 3, 2), (65, 16, 2), (64, 16, 4), (7, 1, 3)]
+            [(1, 5, 1), (10, 3, 2), (65, 16, 2), (64, 16, 4), (7, 1, 3), (1437, 1000, 1)]
         {
             let cut = EpochCut::new(samples, size, accumulate);
-            let batches = split::by_size(samples, size).expect("a cut");
+            let places: Vec<_> = (0..samples).collect();
+            let batches = places.chunks(size).map(|places| places[0]..places[0] + places.len());
+            let batches: Vec<_> = batches.collect();
             let steps: Vec<Vec<_>> =
                 (0..cut.steps()).map(|step| cut.step(step).collect()).collect();
             let expected: Vec<_> = batches.chunks(accumulate).map(<[_]>::to_vec).collect();

@@ -4,13 +4,18 @@ use clap::Args;
 
 use crate::setting::words;
 
+/// Epochs where nobody says otherwise.
+const EPOCHS: usize = 10;
+/// The same of weights that others have trained.
+const TUNING_EPOCHS: usize = 3;
+
 /// When to test, and when to stop.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Length and tests")]
 pub struct Length {
-    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
-    #[arg(value_parser = words::count_or_none)]
-    pub(crate) epochs: usize,
+    #[arg(long, value_name = "N", value_parser = words::count_or_none)]
+    #[arg(help = format!("{} [default: 10; of a folder's weights 3]", words::EPOCHS))]
+    pub(crate) epochs: Option<usize>,
     /// Train for so many steps, in place of --epochs
     #[arg(long, value_name = "STEPS", value_parser = words::count, conflicts_with = "epochs")]
     pub(crate) max_steps: Option<usize>,
@@ -20,17 +25,21 @@ pub struct Length {
     /// Stop when so many tests in a row had no lower loss than the best one before
     #[arg(long, value_name = "TESTS", value_parser = words::count)]
     pub(crate) stop_after: Option<usize>,
+    /// Whether weights that others have trained are tuned.
+    #[arg(skip)]
+    pub(super) tunes: bool,
 }
 
 impl Length {
     /// All steps, where an epoch has so many.
     pub(super) fn steps(&self, in_epoch: usize) -> usize {
-        self.max_steps.unwrap_or_else(|| self.epochs.saturating_mul(in_epoch))
+        let usual = if self.tunes { TUNING_EPOCHS } else { EPOCHS };
+        self.max_steps.unwrap_or_else(|| self.epochs.unwrap_or(usual).saturating_mul(in_epoch))
     }
 
     /// All epochs, where one has so many steps; the last may be a part of one.
     pub(super) fn epochs(&self, in_epoch: usize) -> usize {
-        self.max_steps.map_or(self.epochs, |steps| steps.div_ceil(in_epoch.max(1)))
+        self.steps(in_epoch).div_ceil(in_epoch.max(1))
     }
 }
 

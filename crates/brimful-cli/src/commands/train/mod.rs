@@ -24,6 +24,7 @@ mod stages;
 mod tested;
 mod trained_model;
 mod trainer;
+mod usual;
 mod whole_model;
 
 use anyhow::{Context, Result};
@@ -47,9 +48,6 @@ pub use trainer::{Epoch, Trainer};
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     check(options)?;
-    if let Some(threads) = options.threads {
-        tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
-    }
     let mut trainer = Trainer::new(options)?;
     let begins_anew = options.files.resume.is_none() && options.files.init.is_none();
     if let Some(notice) = options.model.notice().filter(|_| begins_anew && trainer.is_first()) {

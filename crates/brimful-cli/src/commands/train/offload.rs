@@ -3,6 +3,7 @@
 
 use anyhow::Result;
 use brimful::balance;
+use brimful::nn::Lora;
 use brimful::pipeline::{BalanceBy, Builder, Homes};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, Layers, Pipeline, Size, World, gradient_factor};
@@ -81,7 +82,7 @@ impl StageHomes {
             return Ok(Self::Device);
         }
         let inputs = inputs()?;
-        let question = question(device, vec![room; devices], options, over, &inputs);
+        let question = question(device, vec![room; devices], options, over, &inputs, layers)?;
         let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
             // Unasked, it is no worse than without a plan: what fits nowhere is told in the words for a device.
@@ -115,47 +116,77 @@ fn question(
     options: &TrainOptions,
     over: MeanOver,
     inputs: &MeasuredInputs,
-) -> HomeQuestion {
+    layers: &Layers,
+) -> Result<HomeQuestion> {
     let recipe = &options.recipe;
     let changes_gradients = recipe.clip_norm.is_some() || recipe.accumulate > 1;
     let is_divided_later = over != MeanOver::Samples;
-    HomeQuestion {
+    Ok(HomeQuestion {
         device,
         looks_ahead: rooms.len() == 1
             && !options.stages.follow_backward
             && !changes_gradients
             && !is_divided_later,
         rooms,
-        kind: options.dtype.kind(),
+        kind: options.dtype().kind(),
         method: recipe.method(),
         loss,
         batch_size: inputs.batch_size,
+        trained: trained_share(layers)?,
         kept_beside: usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some()),
         adapts: !matches!(options.size(), Size::Fixed(_) | Size::Count(_)),
         schedule: Schedule::OneFOneB,
         recompute: options.stages.recompute.unwrap_or(Recompute::Never),
-    }
+    })
+}
+
+/// The share of a model's numbers that is trained: with LoRA little beside the weights.
+fn trained_share(layers: &Layers) -> Result<f64> {
+    let shapes = layers.variable_shapes()?;
+    let numbers = |which: fn(&str) -> bool| -> i64 {
+        let of_these = shapes.iter().filter(|(name, _)| which(name));
+        of_these.map(|(_, shape)| shape.iter().product::<i64>()).sum()
+    };
+    let (added, all) = (numbers(Lora::is_adapter), numbers(|_| true));
+    Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
 }
 
 /// Whether homes cannot be planned stage by stage: ranks would measure each their own; exact BatchNorms and
-/// a given order make stages of their own; and of LoRA's layers few numbers are trained.
+/// a given order make stages of their own.
 fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
     world.size() * options.ranks.replicas > 1
         || options.batch_norm == Some(NormStatistics::Exact)
         || options.stages.schedule.is_some()
-        || options.fine_tune.trains_adapter()
 }
 
 /// Weights, their gradients, and what the optimizer keeps of each.
 fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
-    let kind = options.dtype.kind();
+    let kind = options.dtype().kind();
     let weights = layers.parameter_count()? * kind.elt_size_in_bytes() as u64;
-    let each = match options.fine_tune.trains_adapter() {
-        // What LoRA trains is small beside the weights.
-        true => 1.0,
-        false => 1.0 + gradient_factor(kind) + options.recipe.method().state_factor_in(kind),
-    };
-    Ok((weights as f64 * each) as u64)
+    let of_trained = gradient_factor(kind) + options.recipe.method().state_factor_in(kind);
+    Ok((weights as f64 * (1.0 + trained_share(layers)? * of_trained)) as u64)
+}
+
+/// The least that a model takes of a device, weights and gradients alone.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LeastBytes {
+    /// Where it is cut as fine as can be: its largest layer.
+    pub(super) of_stage: u64,
+    /// Where all of it lives on the host: the two largest layers, which are there together, and the gradients of one.
+    pub(super) offloaded: u64,
+}
+
+impl LeastBytes {
+    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
+        let kind = options.dtype().kind();
+        let mut bytes = parameters_used(layers)?;
+        bytes.iter_mut().for_each(|numbers| *numbers *= kind.elt_size_in_bytes() as u64);
+        bytes.sort_unstable_by(|a, b| b.cmp(a));
+        let [largest, second] = [0, 1].map(|place| bytes.get(place).copied().unwrap_or(0));
+        let gradients = largest as f64 * trained_share(layers)? * gradient_factor(kind);
+        let of_stage = largest + gradients as u64;
+        Ok(Self { of_stage, offloaded: of_stage + second })
+    }
 }
 
 /// How a model is cut into stages, and in which order they run.
@@ -180,7 +211,7 @@ fn resident(
         // It has every layer, whatever they cost.
         return Ok(([layers.len()].into(), schedule));
     }
-    let sample = typed(&inputs.micro_batch, options.dtype.kind());
+    let sample = typed(&inputs.micro_batch, options.dtype().kind());
     Ok((BalanceBy::by_time(&sample).optimizer(options.recipe.method()), schedule))
 }
 
@@ -219,7 +250,9 @@ mod tests {
         let options = BrimfulArgs::training(words.split_whitespace()).expect("a training");
         let number = || Tensor::from(0.0);
         let inputs = MeasuredInputs { micro_batch: number(), targets: number(), batch_size: 8 };
-        question(Device::Cpu, vec![Bytes(0); devices], &options, over, &inputs).looks_ahead
+        let asked =
+            question(Device::Cpu, vec![Bytes(0); devices], &options, over, &inputs, &Layers::new());
+        asked.expect("a question").looks_ahead
     }
 
     #[test]

@@ -19,6 +19,9 @@ use crate::files::{self, FlagFile};
 use crate::fine_tune::{FineTuneOptions, is_folder};
 use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
 
+/// Samples of a mini-batch where nobody says otherwise.
+const BATCH_SIZE: usize = 128;
+
 /// Options of `brimful train`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
@@ -59,16 +62,19 @@ pub struct TrainOptions {
     pub(crate) model: ModelSource,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
     pub(crate) data: String,
-    /// Tokens in a sequence of a text [default: 64]
+    /// Tokens in a sequence of a text [default: 64; of a folder's weights as many as the model takes and the
+    /// text has, up to 2048]
     #[arg(long, value_name = "N", value_parser = words::count)]
     pub(crate) sequence: Option<usize>,
     #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
     pub(crate) image: Option<usize>,
-    /// Samples in a mini-batch: a number, or all of the training set
-    #[arg(long, default_value = "128", value_name = "N|all")]
-    pub(crate) batch_size: BatchSize,
+    /// Samples in a mini-batch: a number, or all of the training set [default: 128; of a folder's weights
+    /// 16384 tokens]
+    #[arg(long, value_name = "N|all")]
+    pub(crate) batch_size: Option<BatchSize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
-    /// gradient does not depend on it
+    /// gradient does not depend on it, but for what --seed says; what is the fastest may be another from run
+    /// to run
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch: Size,
@@ -85,16 +91,15 @@ pub struct TrainOptions {
     /// CUDA alone
     #[arg(long)]
     pub(crate) no_replay: bool,
-    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
-    pub(crate) dtype: NumberType,
+    #[arg(long, value_enum)]
+    #[arg(help = format!("{} [default: f32; of a folder's weights as they are stored]", words::DTYPE))]
+    pub(crate) dtype: Option<NumberType>,
     #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
     pub(crate) batch_norm: Option<NormStatistics>,
-    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
-    #[arg(value_parser = words::seed)]
+    /// Where all random numbers start. The masks of dropout, and BatchNorm where a micro-batch has its own,
+    /// go by the micro-batches too: for the same numbers in every run give --micro-batch N
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     pub(crate) seed: u64,
-    /// Threads that libtorch computes with on a CPU [default: one a core]
-    #[arg(long, value_name = "N", value_parser = words::threads)]
-    pub(crate) threads: Option<usize>,
     #[arg(long, help = words::JSON_LINES)]
     pub(crate) json: bool,
     #[command(flatten)]
@@ -137,6 +142,16 @@ impl TrainOptions {
         self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
     }
 
+    /// The number type of parameters and activations.
+    pub(super) fn dtype(&self) -> NumberType {
+        self.dtype.unwrap_or(NumberType::F32)
+    }
+
+    /// The samples of a mini-batch.
+    pub(super) fn batch_size(&self) -> BatchSize {
+        self.batch_size.unwrap_or(BatchSize::Samples(BATCH_SIZE))
+    }
+
     /// How a mini-batch is cut.
     pub(super) fn size(&self) -> Size {
         self.micro_batches.map_or(self.micro_batch, Size::Count)
@@ -161,7 +176,7 @@ impl TrainOptions {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
         let devices = device::spread(name, before * each..(before + 1) * each)?;
-        devices.iter().try_for_each(|device| self.dtype.prepare(*device))?;
+        devices.iter().try_for_each(|device| self.dtype().prepare(*device))?;
         Ok(devices)
     }
 }

@@ -57,7 +57,7 @@ impl Pipelined {
         homes: StageHomes,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
-        let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
+        let (kind, size, stages) = (options.dtype().kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
         let each = options.ranks.devices_of_pipeline(world, stages);
         let replicas = options.ranks.replicas;

@@ -14,14 +14,16 @@ pub struct Recipe {
     /// What updates the parameters
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: OptimizerName,
-    /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
-    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
+    /// Learning rate [default: 0.05 for sgd, 0.001 for the others; of a folder's weights 2e-5, with --lora
+    /// 2e-4]
+    #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", help = words::LEARNING_RATE_DECAY)]
     pub(crate) learning_rate_decay: Decay,
-    /// Steps over which the learning rate rises to its full height at first
-    #[arg(long, value_name = "STEPS", default_value_t = 0)]
-    pub(crate) warmup: usize,
+    /// Steps over which the learning rate rises to its full height at first [default: 0; of a folder's
+    /// weights 3 % of all]
+    #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
+    pub(crate) warmup: Option<usize>,
     /// How strongly weights are drawn to 0; biases and norms are not [default: 0.01 for adamw, 0 for
     /// the others]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
@@ -39,7 +41,20 @@ pub struct Recipe {
     /// Mini-batches that are run one after the other and make one step together
     #[arg(long, value_name = "N", value_parser = words::count, default_value_t = 1)]
     pub(crate) accumulate: usize,
+    /// Whether weights that others have trained are tuned, for which rates are lower.
+    #[arg(skip)]
+    pub(super) tunes: Option<TunedWeights>,
 }
+
+/// What of a folder's weights is trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TunedWeights {
+    All,
+    Lora,
+}
+
+/// A tuning's steps for each of which its learning rate rises.
+const STEPS_PER_WARMUP: usize = 33;
 
 impl Recipe {
     /// Refuses numbers that no step can be made with.
@@ -54,6 +69,11 @@ impl Recipe {
             let shown = number.unwrap_or_default();
             ensure_use!(is_right, "--{flag} {shown}: give it a number from 0 on");
         }
+        let momentum = self.momentum.unwrap_or_default();
+        ensure_use!(
+            momentum.total_cmp(&1.0).is_lt(),
+            "--momentum {momentum}: give it a number from 0 to below 1, such as 0.9"
+        );
         if let Some(length) = self.clip_norm {
             ensure_use!(
                 length.is_finite() && length > 0.0,
@@ -76,20 +96,42 @@ impl Recipe {
     /// The optimizer, with the weight decay of what is neither bias nor norm.
     pub(super) fn method(&self) -> Method {
         let rate = |default| self.learning_rate.unwrap_or(default);
+        let of_adam = match self.tunes {
+            None => 1e-3,
+            Some(TunedWeights::All) => 2e-5,
+            Some(TunedWeights::Lora) => 2e-4,
+        };
         let decay = |default| self.weight_decay.unwrap_or(default);
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))
                 .momentum(self.momentum.unwrap_or(0.9))
                 .weight_decay(decay(0.0))
                 .into(),
-            OptimizerName::Adam => Adam::new(rate(1e-3)).weight_decay(decay(0.0)).into(),
-            OptimizerName::Adamw => AdamW::new(rate(1e-3)).weight_decay(decay(0.01)).into(),
+            OptimizerName::Adam => Adam::new(rate(of_adam)).weight_decay(decay(0.0)).into(),
+            OptimizerName::Adamw => AdamW::new(rate(of_adam)).weight_decay(decay(0.01)).into(),
         }
+    }
+
+    /// Steps of so many over which the learning rate rises.
+    pub(super) fn warmup(&self, steps: usize) -> usize {
+        let usual = self.tunes.map_or(0, |_| steps.div_ceil(STEPS_PER_WARMUP));
+        self.warmup.unwrap_or(usual)
+    }
+
+    /// Refuses a warm-up that a training of so many steps would not end.
+    pub(super) fn check_warmup(&self, steps: usize) -> Result<()> {
+        let warmup = self.warmup(steps);
+        ensure_use!(
+            warmup <= steps,
+            "--warmup {warmup}: the training has {steps} steps, so that the learning rate would not reach its full \
+             height: give it {steps} at most"
+        );
+        Ok(())
     }
 
     /// The learning rate of every step of so many, from its full height.
     pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
-        let curve = RateCurve::new(rate).warmup(self.warmup);
+        let curve = RateCurve::new(rate).warmup(self.warmup(steps));
         match self.learning_rate_decay {
             Decay::None => curve,
             Decay::Linear => curve.linear(steps),

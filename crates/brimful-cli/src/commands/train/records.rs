@@ -15,9 +15,10 @@ pub(super) fn recorder(
     options: &TrainOptions,
     engine: &dyn TrainingEngine,
     dataset: &Dataset,
+    in_epoch: usize,
 ) -> Result<Recorder> {
     let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));
-    for (name, value) in settings(options, engine, dataset) {
+    for (name, value) in settings(options, engine, dataset, in_epoch) {
         recorder.setting(name, value);
     }
     for Device { name, limit } in engine.devices()? {
@@ -30,8 +31,9 @@ fn settings(
     options: &TrainOptions,
     engine: &dyn TrainingEngine,
     dataset: &Dataset,
+    in_epoch: usize,
 ) -> Vec<(&'static str, String)> {
-    let batch_size = match options.batch_size {
+    let batch_size = match options.batch_size() {
         BatchSize::All => format!("all {}", dataset.train.len()),
         BatchSize::Samples(samples) => samples.to_string(),
     };
@@ -46,10 +48,10 @@ fn settings(
         ("learning rate decay", options.recipe.learning_rate_decay.to_string()),
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
-        ("number type", options.dtype.to_string()),
+        ("number type", options.dtype().to_string()),
         match options.length.max_steps {
             Some(steps) => ("steps", steps.to_string()),
-            None => ("epochs", options.length.epochs.to_string()),
+            None => ("epochs", options.length.epochs(in_epoch).to_string()),
         },
         ("seed", options.seed.to_string()),
     ];

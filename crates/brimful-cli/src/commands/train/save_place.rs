@@ -71,7 +71,7 @@ impl ToSave<'_> {
         let _shapes_alone = meta::enter();
         let store = VarStore::new(Device::Cpu);
         self.layers.build(&store.root())?;
-        let kind = options.dtype.kind();
+        let kind = options.dtype().kind();
         let bytes = |numbers: usize| (numbers * kind.elt_size_in_bytes()) as u64;
         let recipe = &options.recipe;
         let variables = store.variables();

@@ -7,9 +7,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use brimful::save::{self, Metadata};
+use brimful::save::{self, Metadata, WrittenFile};
 use brimful_models::pretrained::RUN_FILE;
-use tch::{Device, Tensor};
 
 use super::engine::Kept;
 use super::moved::CONTENT;
@@ -29,7 +28,7 @@ const SAMPLES: &str = "samples";
 /// Of the first step.
 const LEARNING_RATE: &str = "learning-rate";
 
-/// A run as it was after a step: its own copy, which later steps do not change.
+/// A run as it is after a step: the tensors are its own, which the next step changes.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     tensors: Named,
@@ -87,7 +86,7 @@ impl SavedRun {
                 *tensor = averages.remove(name).unwrap_or_else(|| tensor.shallow_clone());
             }
         }
-        all_copied(tensors)
+        Ok(tensors)
     }
 
     /// All of the run, with those of the model's tensors that are wanted.
@@ -112,30 +111,21 @@ impl SavedRun {
         metadata.extend(trainer.tests.told());
         metadata.extend(trainer.contents.clone());
         trainer.options.given.tell(&mut metadata);
-        Ok(Self { tensors: all_copied(tensors)?, metadata, model: None })
+        Ok(Self { tensors, metadata, model: None })
     }
 
-    /// Writes it whole, or not at all.
-    pub(super) fn write(&self, path: &Path) -> brimful::Result<()> {
+    /// Writes it beside its place; a folder at once to its place, of which there is nothing left to do.
+    pub(super) fn write(&self, path: &Path) -> brimful::Result<Option<WrittenFile>> {
+        // The place is this run's own: one that was killed may have left something there.
+        save::remove_left_over(path);
         let run = |path: &Path| save::write(path, &self.tensors, &self.metadata);
         match &self.model {
             Some(SavedModel { tensors, folder, goes_on }) => folder
-                .save(path, tensors, |new| if *goes_on { run(&run_file(new)) } else { Ok(()) }),
-            None => run(path),
+                .save(path, tensors, |new| if *goes_on { run(&run_file(new)) } else { Ok(()) })
+                .map(|()| None),
+            None => save::write_beside(path, &self.tensors, &self.metadata).map(Some),
         }
     }
-}
-
-fn all_copied(tensors: Named) -> Result<Named> {
-    tensors.into_iter().map(|(name, tensor)| Ok((name, copied(&tensor)?))).collect()
-}
-
-/// On the host, in memory of its own.
-fn copied(tensor: &Tensor) -> Result<Tensor> {
-    let tensor = tensor.f_detach()?;
-    let mut own = Tensor::f_empty(tensor.size(), (tensor.kind(), Device::Cpu))?;
-    own.f_copy_(&tensor)?;
-    Ok(own)
 }
 
 /// Takes a run over from its file or folder. Nothing is changed if it does not fit.
@@ -272,11 +262,11 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
     [
         ("accumulate", said((recipe.accumulate != 1).then_some(recipe.accumulate))),
         ("adapter", said(options.fine_tune.adapter.as_ref().map(|path| path.display()))),
-        ("batch-size", said(Some(options.batch_size))),
+        ("batch-size", said(Some(options.batch_size()))),
         ("batch-norm", said(options.batch_norm)),
         ("clip-norm", said(recipe.clip_norm)),
         ("data", said(Some(&options.data))),
-        ("dtype", said(Some(options.dtype))),
+        ("dtype", said(Some(options.dtype()))),
         ("ema", said(recipe.ema)),
         ("image", said(options.image)),
         ("learning-rate-decay", said(Some(recipe.learning_rate_decay))),
@@ -286,7 +276,7 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
         ("optimizer", said(Some(recipe.optimizer))),
         ("seed", said(Some(options.seed))),
         ("sequence", said(options.sequence)),
-        ("warmup", said((recipe.warmup != 0).then_some(recipe.warmup))),
+        ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),
         ("weight-decay", said(recipe.weight_decay)),
     ]
 }

@@ -18,7 +18,7 @@ pub(crate) struct Stages {
     pub(crate) stages: Option<usize>,
     /// Where weights, gradients and the optimizer's state live: on the host, a model is cut into a stage
     /// a layer, of which two are on the device at a time [default: auto with --stages or --memory-limit, but
-    /// with --schedule, --replicas, --lora, exact BatchNorms or over ranks none, as without these two]
+    /// with --schedule, --replicas, exact BatchNorms or over ranks none, as without these two]
     #[arg(long, value_enum, value_name = "WHAT")]
     pub(crate) offload: Option<Offload>,
     /// Let the updates of a model on the host follow its backward, stage by stage, instead of coming after

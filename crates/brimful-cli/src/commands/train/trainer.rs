@@ -13,15 +13,17 @@ use brimful::{Bytes, World, split};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
+use super::advice::{self, ModelSize};
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
-use super::length::{Length, is_due};
+use super::length::is_due;
 use super::offload::MeasuredInputs;
 use super::running::Running;
 use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, advice, moved, ranks, records};
+use super::usual::UsualSettings;
+use super::{TrainOptions, moved, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -33,6 +35,10 @@ use crate::setting::counted;
 #[derive(Debug)]
 pub struct Trainer {
     pub(super) options: TrainOptions,
+    /// What of these was not said.
+    pub(super) usual: UsualSettings,
+    /// Of its model.
+    pub(super) size: ModelSize,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// What it is trained from, where that is a folder.
@@ -78,9 +84,11 @@ impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
         let model = TrainedModel::open(options)?;
+        let usual = UsualSettings::of(&model, options);
         let mut dataset = model.data(options)?;
+        let options = &usual.fill_in(options, &dataset.sample);
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
-        let batch_size = options.batch_size.of(dataset.train.len());
+        let batch_size = options.batch_size().of(dataset.train.len());
         dataset.sample.check_room(batch_size)?;
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
@@ -88,6 +96,7 @@ impl Trainer {
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
         let in_epoch = cut.steps();
+        options.recipe.check_warmup(options.length.steps(in_epoch))?;
         let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
         let place = to_save.claim(&world)?;
         let over = dataset.train.mean_over();
@@ -97,11 +106,14 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
+        let size = ModelSize::of(&layers, options)?;
         let engine = engine::build(layers, &world, options, over, inputs)
-            .map_err(|error| advice::of_building(error, options))?;
-        let recorder = records::recorder(options, &*engine, &dataset)?;
+            .map_err(|error| advice::of_building(error, size, options))?;
+        let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
         Ok(Self {
             options: options.clone(),
+            usual,
+            size,
             engine,
             parts: options.ranks.parts(&world),
             world,
@@ -157,9 +169,9 @@ impl Trainer {
 
     /// Why nothing is left, and what would leave something.
     pub(super) fn why_over(&self) -> String {
-        let Length { epochs, max_steps, .. } = self.options.length;
+        let epochs = self.options.length.epochs(self.steps());
         let steps = self.steps_done();
-        match (self.has_stopped_improving(), max_steps) {
+        match (self.has_stopped_improving(), self.options.length.max_steps) {
             (true, _) => {
                 let tests = self.tests.since_best;
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
@@ -298,7 +310,10 @@ impl Trainer {
 
     /// The loss and the share of right answers on the test samples.
     fn judge(&mut self) -> Result<(f64, f64)> {
-        let at_once = self.dataset.test.at_once(self.cut.largest());
+        let largest = self.cut.largest();
+        let at_once = self.dataset.test.at_once(largest);
+        // In stages all that is between two of them waits on the device: no more than in a step.
+        let at_once = if self.engine.schedule().is_some() { at_once.min(largest) } else { at_once };
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
         let request = |trainer: &Self, part| {

@@ -60,6 +60,7 @@ impl WholeModel {
             _ => accounts(&devices, options.memory_limit)?,
         };
         let memory = accounts[0].clone();
+        let layers = layers.kind(options.dtype().kind());
         let runner = match each {
             1 => Runner::one(&layers, devices[0], memory.clone(), world, options)?,
             _ => Runner::several(layers, accounts, world, options)?,
@@ -71,7 +72,7 @@ impl WholeModel {
         let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
         let averages = averages.transpose()?.map(|averages| averages.warmup(true));
         Ok(Self {
-            kind: options.dtype.kind(),
+            kind: options.dtype().kind(),
             clip_norm: options.recipe.clip_norm,
             fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
             replays: devices[0].is_cuda() && !options.no_replay,
@@ -94,10 +95,9 @@ impl Runner {
         options: &TrainOptions,
     ) -> Result<Self> {
         let _inside = memory.enter();
-        let mut store = VarStore::new(device);
+        let store = VarStore::new(device);
         let built = LossModel::build_drawing(layers, &store.root(), Draws::of_first_values()?);
         let model = built.context("the model was not built")?;
-        store.set_kind(options.dtype.kind());
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
             .reserve(options.recipe.method())
@@ -121,9 +121,8 @@ impl Runner {
             let built = LossModel::build_drawing(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
         };
-        let mut replicas =
+        let replicas =
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;
-        replicas.store_mut().set_kind(options.dtype.kind());
         let device = replicas.device();
         let replicas = replicas
             // Of one kind; and what they have is not to depend on the clock.

@@ -210,7 +210,12 @@ impl Builder {
         let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &homes));
         let build = self.stage_build(&homes);
         let mut state = self.first_state(team);
-        let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
+        // As they are where nothing was asked for: a layer may have a dtype of its own.
+        let layers = match self.kind {
+            Kind::Float => self.layers,
+            kind => self.layers.kind(kind),
+        };
+        let layout = Arc::new(StageLayout::new(layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
         let workers = spawn(&layout, &devices, &ranks, &build, fits)?;
         ranks.tie(&workers)?;

@@ -418,12 +418,9 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, replica, device, build, .. } = blueprint;
-        let mut store = VarStore::new(device.device);
+        let Blueprint { layout, number, replica, device, .. } = blueprint;
+        let store = VarStore::new(device.device);
         let site = blueprint.site(&store)?;
-        if build.kind != tch::Kind::Float {
-            store.set_kind(build.kind);
-        }
         Ok(Self {
             number: *number,
             site,

@@ -1,0 +1,114 @@
+//! Weights of a folder are tuned as weights that others have trained are, and every setting is said.
+
+mod program;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use brimful::save;
+use predicates::prelude::*;
+use program::{folder, refused, run, stdout, text, train_in};
+use tch::Kind;
+
+/// A folder with a model of a few steps, in bf16, and a text beside it.
+fn trained(name: &str) -> PathBuf {
+    let folder = folder(name);
+    text(&folder);
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-llama");
+    let from = format!("--model {} --from-scratch --dtype bf16", tiny.display());
+    let train = "--data text --sequence 16 --batch-size 8 --max-steps 2 --save model";
+    train_in(&folder, &format!("{from} {train}")).success();
+    folder
+}
+
+/// The settings that a run says before its first step, each with where it is from.
+fn settings(said: &str) -> Vec<String> {
+    let lines = said.lines().filter(|line| line.starts_with("  --"));
+    lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+}
+
+#[test]
+fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_from() {
+    let folder = trained("tuning-defaults");
+    let run = train_in(&folder, "--model model --data text --save tuned");
+    let said = stdout(&run.success());
+    let expected = [
+        "--learning-rate 0.00002 usual for a folder's weights",
+        "--warmup 1 3 % of all steps",
+        "--epochs 3 usual for a folder's weights",
+        "--sequence 256 tokens, up to 2048 of what model and text have",
+        "--batch-size 64 16384 tokens",
+        "--dtype bf16 as the weights are stored",
+    ];
+    assert_eq!(settings(&said), expected, "{said}");
+    let (tensors, _) = save::read(folder.join("tuned/model.safetensors")).expect("saved");
+    assert!(tensors.iter().all(|(_, tensor)| tensor.kind() == Kind::BFloat16));
+
+    let flags = "--lr 0.5 --warmup 0 --epochs 1 --sequence 8 --batch-size 64 --dtype f32 --lora 2";
+    let run = train_in(&folder, &format!("--model model --data text {flags}")).success();
+    let said = stdout(&run);
+    let given =
+        ["--learning-rate 0.5", "--warmup 0", "--epochs 1", "--sequence 8", "--batch-size 64"];
+    let given: Vec<_> =
+        given.iter().chain(&["--dtype f32"]).map(|flag| format!("{flag} given")).collect();
+    assert_eq!(settings(&said), given, "{said}");
+    let counted = "model, 6720 of 152576 parameters trained, on cpu";
+    assert!(said.starts_with(counted), "{said}");
+
+    // As long as a short text has sequences of.
+    fs::write(folder.join("short"), "Once upon a time. ".repeat(60)).expect("written");
+    let run = train_in(&folder, "--model model --data short --lora 2 --max-steps 40").success();
+    let said = settings(&stdout(&run));
+    assert_eq!(said[0], "--learning-rate 0.0002 usual for LoRA");
+    assert_eq!(said[3], "--sequence 26 tokens, up to 2048 of what model and text have");
+    assert_eq!(said[1..3], ["--warmup 2 3 % of all steps", "--max-steps 40 given"]);
+}
+
+#[test]
+fn a_run_goes_on_with_the_settings_that_were_not_said() {
+    let folder = trained("tuning-resume");
+    let train = "--model model --data text --lora 2";
+    train_in(&folder, &format!("{train} --epochs 1 --save run.safetensors")).success();
+    let metadata = program::saved(folder.join("run.safetensors")).1;
+    assert_eq!((metadata["dtype"].as_str(), metadata["sequence"].as_str()), ("bf16", "256"));
+    let resumed = format!("{train} --epochs 2 --resume run.safetensors");
+    train_in(&folder, &resumed).success();
+    train_in(&folder, &format!("{resumed} --dtype f32"))
+        .failure()
+        .stderr(predicate::str::contains("it was made with --dtype bf16"));
+}
+
+#[test]
+fn a_model_that_begins_with_random_numbers_has_the_settings_of_training() {
+    let folder = trained("tuning-scratch");
+    let run = train_in(&folder, "--model model --from-scratch --data text --max-steps 1").success();
+    let said = stdout(&run);
+    assert_eq!(settings(&said), Vec::<String>::new());
+    assert!(said.contains("sequences of 64 tokens"), "{said}");
+}
+
+#[test]
+fn a_folder_writes_in_the_dtype_that_its_weights_are_stored_in() {
+    let folder = trained("tuning-generate");
+    let generate = |flags: &str| {
+        let line = format!("generate --model model --prompt A --tokens 4 --temperature 0 {flags}");
+        stdout(&program::run_in(&folder, &line).success())
+    };
+    assert_eq!(generate(""), generate("--dtype bf16"));
+}
+
+#[test]
+fn numbers_that_no_training_can_have_are_refused_in_words() {
+    refused("train --warmup -3 --epochs 1", 2, "--warmup <STEPS>': give a whole number from 0 on");
+    refused(
+        "train --optimizer sgd --momentum 2",
+        2,
+        "--momentum 2: give it a number from 0 to below 1",
+    );
+    refused(
+        "train --max-steps 5 --warmup 6 --device cpu",
+        2,
+        "--warmup 6: the training has 5 steps",
+    );
+    run("train --max-steps 5 --warmup 5 --device cpu").success();
+}

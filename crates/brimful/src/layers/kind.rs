@@ -1,0 +1,51 @@
+//! Layers in a dtype: each is converted as soon as it is built.
+
+use std::sync::Arc;
+
+use tch::Kind;
+use tch::nn::Path;
+
+use super::Layers;
+use super::description::Description;
+
+impl Layers {
+    /// Builds the same layers with floating-point variables of this dtype.
+    ///
+    /// First values are drawn in f32 and rounded, a layer at a time: beside the model there is never more than
+    /// one layer of it in f32, which a `VarStore::set_kind` after the build would hold whole.
+    ///
+    /// ```
+    /// use brimful::Layers;
+    /// use tch::{Device, Kind, nn};
+    ///
+    /// let layers = Layers::new().add("fc", |p| nn::linear(p, 8, 4, Default::default()));
+    /// let store = nn::VarStore::new(Device::Cpu);
+    /// layers.kind(Kind::BFloat16).build(&store.root())?;
+    /// assert!(store.variables().values().all(|variable| variable.kind() == Kind::BFloat16));
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn kind(self, kind: Kind) -> Self {
+        let converted = |layer: Description| {
+            let build = layer.build;
+            let build = Arc::new(move |own: &Path, other: &Path| {
+                let module = build(own, other);
+                [own, other].into_iter().for_each(|path| convert(&mut path.clone(), kind));
+                module
+            });
+            Description { build, ..layer }
+        };
+        Self { list: self.list.into_iter().map(converted).collect() }
+    }
+}
+
+/// Converts the floating-point variables under a path.
+fn convert(path: &mut Path, kind: Kind) {
+    match kind {
+        Kind::BFloat16 => path.bfloat16(),
+        Kind::Half => path.half(),
+        Kind::Double => path.double(),
+        Kind::Float => path.float(),
+        other => path.set_kind(other),
+    }
+}
