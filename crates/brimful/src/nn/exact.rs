@@ -85,7 +85,8 @@ impl ExactNorm {
     pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
         let WholeStatistics { count, mean, variance } = whole.settle(&self.running, kind)?;
         let [weight, bias] = &self.affine;
-        let of_kind = |own: &Tensor| own.f_detach()?.f_to_kind(mean.kind());
+        // Copies: those of an offloaded stage lie where another stage's weights do by the time of its recompute.
+        let of_kind = |own: &Tensor| own.f_detach()?.f_to_dtype(mean.kind(), false, true);
         let scale = weight.as_ref().map_or_else(|| mean.f_ones_like(), of_kind)?;
         let offset = bias.as_ref().map_or_else(|| mean.f_zeros_like(), of_kind)?;
         let mut one_over = variance.f_add_scalar(self.eps)?.f_rsqrt_()?;

@@ -34,6 +34,34 @@ fn offloaded_own_list() -> Case {
     }
 }
 
+/// An exact BatchNorm of an offloaded stage: between its forward and its recompute, what it kept of its weights was
+/// another stage's.
+fn offloaded_exact_norm() -> Case {
+    let exact = One(Norm(crate::model::Policy::Exact));
+    Case {
+        model: Model { input: Numbers, blocks: vec![One(Linear), exact, One(Linear), One(Linear)] },
+        engine: Pipeline {
+            devices: 1,
+            schedule: 2,
+            stages_per_device: 4,
+            recompute: 0,
+            living: OnHost,
+            replicas: 1,
+            follows: false,
+            own_list: None,
+        },
+        cut: Fixed(1),
+        number: F64,
+        strict: false,
+        head: false,
+        terms: vec![(crate::model::Over::Samples, 4)],
+        script: vec![Call { op: Whole { samples: 1, leaf: false }, fault: None, rank: 0 }],
+    }
+}
+
 pub fn cases() -> Vec<(&'static str, Case)> {
-    vec![("an offloaded list of one's own", offloaded_own_list())]
+    vec![
+        ("an offloaded list of one's own", offloaded_own_list()),
+        ("an offloaded exact norm", offloaded_exact_norm()),
+    ]
 }

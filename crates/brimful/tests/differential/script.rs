@@ -45,7 +45,7 @@ impl Number {
         match self {
             Self::F64 => (1e-10, 1e-2),
             Self::F32 => (2e-3, 1e-1),
-            Self::Bf16 => (0.6, 2.0),
+            Self::Bf16 => (0.6, 6.0),
         }
     }
 }
