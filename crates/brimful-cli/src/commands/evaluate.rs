@@ -44,7 +44,7 @@ pub struct EvaluateOptions {
     /// A file of brimful train --save, or a safetensors file with the model's names
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
-    /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
+    /// A folder with a LoRA adapter of the model: of brimful train --lora or of PEFT
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
@@ -52,7 +52,7 @@ pub struct EvaluateOptions {
     /// Tokens in a sequence of a text [default: 64, or as many as the weights are for]
     #[arg(long, value_name = "N", value_parser = words::count)]
     sequence: Option<usize>,
-    /// Height and width of the images of a folder [default: as the model was trained, else 224]
+    /// Height and width of the images: of a folder of these [default: as the model was trained, else 224]
     #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
     /// All samples, not only those that brimful train tests on
@@ -66,8 +66,8 @@ pub struct EvaluateOptions {
     memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
-    dtype: NumberType,
+    #[arg(long, value_enum, help = format!("{} [default: as the weights are stored]", words::DTYPE))]
+    dtype: Option<NumberType>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
     #[arg(long, help = words::JSON)]
@@ -171,13 +171,14 @@ impl Evaluated {
     fn evaluate(self, options: &EvaluateOptions) -> Result<Evaluation> {
         let Self { mut dataset, layers, weights } = self;
         let device = setting::device(options.device.as_deref())?;
-        options.dtype.prepare(device)?;
+        let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(weights.stored_kind()));
+        dtype.prepare(device)?;
         let memory = within(Memory::of(device)?, options.memory_limit)?;
         let _inside = memory.enter();
-        let mut store = VarStore::new(device);
-        let model = LossModel::build(&layers, &store.root()).context("the model was not built")?;
-        let kind = options.dtype.kind();
-        store.set_kind(kind);
+        let store = VarStore::new(device);
+        let kind = dtype.kind();
+        let model = LossModel::build(&layers.kind(kind), &store.root());
+        let model = model.context("the model was not built")?;
         weights.put_into(store.variables().into_iter().collect())?;
         let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
         let judge = |(x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
@@ -201,6 +202,14 @@ impl Evaluated {
 }
 
 impl ModelWeights {
+    /// Returns the dtype of the weights in their file.
+    fn stored_kind(&self) -> Kind {
+        match self {
+            Self::File(weights, _) => weights.kind(),
+            Self::Folder(folder) => folder.stored_kind().unwrap_or(Kind::Float),
+        }
+    }
+
     fn put_into(self, variables: Named) -> Result<()> {
         match self {
             Self::File(weights, name) => weights.put_into(variables, name),

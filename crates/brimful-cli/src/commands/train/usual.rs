@@ -28,9 +28,9 @@ struct Tuning {
 impl UsualSettings {
     /// Those of a training of this model.
     pub(super) fn of(model: &TrainedModel, options: &TrainOptions) -> Self {
-        let weights = match options.fine_tune.lora {
-            Some(_) => TunedWeights::Lora,
-            None => TunedWeights::All,
+        let weights = match options.fine_tune.trains_adapter() {
+            true => TunedWeights::Lora,
+            false => TunedWeights::All,
         };
         let tuning = |stored| Tuning { said: Box::new(options.clone()), weights, stored };
         Self(model.folder().and_then(|folder| folder.stored_kind()).map(tuning))
