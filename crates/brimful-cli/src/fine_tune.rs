@@ -31,7 +31,7 @@ pub struct FineTuneOptions {
     #[arg(long, value_name = "RANK[:ALPHA]")]
     #[arg(help = format!("{}: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]", words::LORA))]
     pub(crate) lora: Option<LoraFlag>,
-    /// Train the adapter of this folder on, as --save or PEFT has written it
+    /// A folder with a LoRA adapter of the model: train it on, as --save or PEFT has written it
     #[arg(long, value_name = "FOLDER", conflicts_with = "lora")]
     pub(crate) adapter: Option<PathBuf>,
     /// Write the whole model with --save, LoRA's part added to its weights

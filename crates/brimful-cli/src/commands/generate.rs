@@ -33,7 +33,7 @@ pub struct GenerateOptions {
     #[arg(long, value_name = "NAME|FOLDER")]
     #[arg(help = format!("{TEXT_MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
     model: Option<ModelSource>,
-    /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
+    /// A folder with a LoRA adapter of the model: of brimful train --lora or of PEFT
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
     /// Keep a folder's model on the host; its layers come to the device one after the other

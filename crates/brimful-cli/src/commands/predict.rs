@@ -48,7 +48,7 @@ pub struct PredictOptions {
     /// MNIST-format IDX files; digits (shipped) or synthetic (made up)
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", num_args = 1..)]
     data: Vec<String>,
-    /// Height and width of the images of files [default: as the model was trained, else 224]
+    /// Height and width of the images: of files [default: as the model was trained, else 224]
     #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)

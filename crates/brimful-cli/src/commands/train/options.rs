@@ -96,7 +96,7 @@ pub struct TrainOptions {
     pub(crate) dtype: Option<NumberType>,
     #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
     pub(crate) batch_norm: Option<NormStatistics>,
-    /// Where all random numbers start. The masks of dropout, and BatchNorm where a micro-batch has its own,
+    /// Where all random numbers start: the masks of dropout, and BatchNorm where a micro-batch has its own,
     /// go by the micro-batches too: for the same numbers in every run give --micro-batch N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     pub(crate) seed: u64,
