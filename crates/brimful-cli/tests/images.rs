@@ -116,7 +116,9 @@ fn assert_new_images_are_answered(saved: &str, data: &str) {
     let found = named(&format!("{weights} {plain}"));
     assert_eq!(found.iter().map(|(_, name)| &**name).collect::<Vec<_>>(), ["cold", "warm"]);
     let shown = run(&format!("predict --device cpu {weights} {plain}")).success();
-    shown.stdout(predicate::str::contains("2 images\n").and(predicate::str::contains("%  warm  cold ")));
+    shown.stdout(
+        predicate::str::contains("2 images\n").and(predicate::str::contains("%  warm  cold ")),
+    );
 }
 
 #[test]
