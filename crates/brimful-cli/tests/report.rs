@@ -38,7 +38,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
     assert_eq!(run.ended, Ended::Finished);
     assert_eq!((run.steps.every, &run.steps.number[..]), (1, &[1, 2, 3, 4, 5, 6, 7, 8][..]));
     assert!(run.steps.loss.iter().all(|loss| loss.is_some_and(|loss| loss > 0.0)));
-    assert!(run.steps.micro_batch.iter().all(|size| *size == 90), "{:?}", run.steps);
+    assert_eq!(run.steps.micro_batch, [100, 100, 100, 60, 100, 100, 100, 60]);
     assert_eq!(run.tests.iter().map(|test| test.step).collect::<Vec<_>>(), [4, 8]);
     let limits = run.devices.iter().map(|device| device.limit.map(|limit| limit.0));
     assert_eq!(limits.collect::<Vec<_>>(), [Some(16 << 20); 2]);

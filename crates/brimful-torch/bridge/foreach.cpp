@@ -11,10 +11,12 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <utility>
 
 using brimful::guarded;
 using brimful::list_of;
@@ -69,7 +71,23 @@ int32_t brimful_foreach_scale(
     const at::Tensor* const* tensors, size_t count, double factor, char** message) noexcept {
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
-    if (count > 0) at::_foreach_mul_(list_of(tensors, count), factor);
+    if (count == 0) return;
+    // On a CPU each product with a number makes a tensor of it: memory that ran out then would leave some scaled.
+    // One of each dtype is made before the first product. In half precision it would be rounded.
+    std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> groups;
+    for_each_alike(list_of(tensors, count), [&](const std::vector<at::Tensor>& alike) {
+      const auto& one = alike[0];
+      const bool is_exact = one.scalar_type() == at::kFloat || one.scalar_type() == at::kDouble;
+      const bool made = one.is_cpu() && is_exact;
+      groups.emplace_back(alike, made ? at::scalar_tensor(factor, one.options()) : at::Tensor());
+    });
+    for (const auto& [alike, by] : groups) {
+      if (by.defined()) {
+        at::_foreach_mul_(alike, by);
+      } else {
+        at::_foreach_mul_(alike, factor);
+      }
+    }
   });
 }
 
