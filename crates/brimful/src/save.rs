@@ -87,7 +87,7 @@ pub fn write(
 /// change before that, as on a thread that waits for the disk while a training goes on.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn write_beside(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],
@@ -109,7 +109,7 @@ pub fn write_beside(
 ///
 /// Large ones are the system's own pages of the file, read as they are looked at, so that they take no memory that
 /// it could not have back: nobody may write to the file or cut it off while they are in use. A file that
-/// [`write`] replaces stays whole for them.
+/// [`write()`] replaces stays whole for them.
 ///
 /// # Errors
 /// When the file cannot be read, is no safetensors file, was cut off, or holds a kind of number
