@@ -130,15 +130,19 @@ pub(crate) fn preserving_generators<T>(
     devices: Vec<Device>,
     f: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let before = of_accelerators(devices)?;
+    preserving(of_accelerators(devices)?, f)
+}
+
+/// Runs `f`; the generators are as they were `before` afterwards.
+pub(crate) fn preserving<T>(before: Randomness, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = f();
     // Whether it failed or not: a step's own seeds are not to steer what the user draws next.
     before.restore()?;
     result
 }
 
-/// Those of these devices that have generators of their own.
-fn of_accelerators(devices: Vec<Device>) -> Result<Randomness> {
+/// States of the generators that accelerators among these devices have.
+pub(crate) fn of_accelerators(devices: Vec<Device>) -> Result<Randomness> {
     let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
     Randomness::of(accelerators.collect())
 }

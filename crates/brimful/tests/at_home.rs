@@ -390,6 +390,29 @@ fn steps_that_were_looked_ahead_of_are_those_of_the_device_whatever_comes_betwee
     }
 }
 
+/// An update goes on behind `step()`, and writes to tensors that the caller has kept.
+#[test]
+fn kept_variables_are_the_plain_models_after_wait() {
+    let _turn = alone();
+    let (x, y) = batch();
+    let trained = both(mlp).map(|mut pipe| {
+        let kept = pipe.variables().expect("variables");
+        let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+        let mut seen = Vec::new();
+        for _ in 0..6 {
+            pipe.backward(&x, &y, MLP.loss).expect("a step");
+            optimizer.step().expect("updated");
+            optimizer.wait().expect("updated");
+            seen.extend(copies(&kept));
+            optimizer.zero_grad().expect("cleared");
+        }
+        assert_same("kept", &kept, &pipe.variables().expect("variables"));
+        seen
+    });
+    let [device, host] = trained;
+    assert_close(&host, &device, "kept");
+}
+
 /// The state beside the state is made while a step goes backward, and taken over: none is made again.
 #[test]
 fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {

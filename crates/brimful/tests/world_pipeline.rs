@@ -549,6 +549,17 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
         let error = pipe.set_variables(foreign()).expect_err("others");
         assert!(error.to_string().contains("fc1.bias"), "{error}");
         assert_same("refused", &before, &pipe.variables().expect("variables"));
+        let values = if second { foreign() } else { copies(&before) };
+        told(pipe.set_variables(values).expect_err("others on one rank"), "missing");
+        assert_same("refused", &before, &pipe.variables().expect("variables"));
+        let name = if second { "nothing" } else { "fc1.weight" };
+        let error = optimizer.group("own", |other| other == name, Adam::new(0.1));
+        told(error.expect_err("an empty group on one rank"), "own");
+        let rate = if second { -1.0 } else { 0.1 };
+        let error = optimizer.group("own", |other| other == "fc1.weight", Adam::new(rate));
+        told(error.expect_err("a rate below 0 on one rank"), "rate");
+        told(pipe.freeze(|other| other == name).expect_err("no such on one rank"), "fc1.bias");
+        assert!(pipe.variables().expect("variables").iter().all(|(_, v)| v.requires_grad()));
         optimizer.step().expect("the next call");
     });
 }

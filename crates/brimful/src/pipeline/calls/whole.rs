@@ -17,7 +17,7 @@ use crate::pipeline::engine::{PipelineTried, TryPlan};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
-use crate::random::{preserving_generators, with_step_seed};
+use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
     self, Counted, Exchange, Failed, Opening, RowGradients, Step, StepError, Tally, TermGroup, Try,
     as_leaves,
@@ -131,18 +131,18 @@ impl Pipeline {
     /// [`Pipeline::backward`].
     pub fn backward_from(&mut self, outputs: Outputs) -> Result<Step> {
         let is_open = |open: &OpenForward| open.number == outputs.number;
-        self.ranks.all_or_none("backward_from", || {
+        let devices = self.seeded_devices();
+        let before = self.ranks.all_or_none("backward_from", || {
             match self.open.as_ref().is_some_and(is_open) {
-                true => Ok(()),
+                true => of_accelerators(devices),
                 false => Err(PipelineError::OldOutputs.into()),
             }
         })?;
         let open = self.open.take().ok_or(PipelineError::OldOutputs)?;
         let OpenForward { plan, rows, exchange, opening, start, .. } = open;
         let gradients = RowGradients::of(&outputs.run);
-        let devices = self.seeded_devices();
         // No new seed: a recompute draws by the forward's, which the workers' runs have kept.
-        preserving_generators(devices, || {
+        preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
             let step = step::finish(self, tried, (), &exchange, start)?;

@@ -2,6 +2,7 @@
 
 mod ties;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -148,18 +149,28 @@ impl Ranks {
         Ok(own.expect("all ranks went well, this one too"))
     }
 
-    /// Those of all workers' names that are chosen, as this rank's workers have them; none where no worker has one.
+    /// Chosen names, by worker of this rank, of those that all workers have. Fails on all ranks where a rank
+    /// chooses none, with `none` of their number and the first.
     pub(crate) fn chosen(
         &self,
+        what: &str,
         names: &[Vec<String>],
         is_chosen: impl Fn(&str) -> bool,
-    ) -> Option<Vec<Vec<String>>> {
-        let of_worker = |names: &Vec<String>| -> Vec<String> {
-            names.iter().filter(|name| is_chosen(name)).cloned().collect()
-        };
-        let mut chosen: Vec<_> = names.iter().map(of_worker).collect();
-        let any = chosen.iter().any(|names| !names.is_empty());
-        any.then(|| chosen.drain(self.here()).collect())
+        none: impl FnOnce(usize, String) -> Error,
+    ) -> Result<Vec<Vec<String>>> {
+        self.all_or_none(what, || {
+            let of_worker = |names: &Vec<String>| -> Vec<String> {
+                names.iter().filter(|name| is_chosen(name)).cloned().collect()
+            };
+            let mut chosen: Vec<_> = names.iter().map(of_worker).collect();
+            if chosen.iter().all(Vec::is_empty) {
+                // Each once: copies in other stages and replicas have their owner's name.
+                let all: BTreeSet<&String> = names.iter().flatten().collect();
+                let first = all.first().map(|name| (*name).clone()).unwrap_or_default();
+                return Err(none(all.len(), first));
+            }
+            Ok(chosen.drain(self.here()).collect())
+        })
     }
 
     /// Does this rank's part of a turn of its own. All ranks get all results, or all get the error

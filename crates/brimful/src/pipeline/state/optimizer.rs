@@ -67,11 +67,10 @@ impl PipelineOptimizer {
         let workers = self.workers.turn()?;
         let names = workers.all(|worker| Ok(names(optimizer(worker)?)));
         let names = self.ranks.of_workers("group", names)?;
-        let Some(chosen) = self.ranks.chosen(&names, members) else {
-            let all: Vec<String> = names.into_iter().flatten().collect();
-            let first = all.first().cloned().unwrap_or_default();
-            return Err(OptimError::EmptyGroup { group: name, parameters: all.len(), first }.into());
+        let none = |parameters, first| {
+            OptimError::EmptyGroup { group: name.clone(), parameters, first }.into()
         };
+        let chosen = self.ranks.chosen("group", &names, members, none)?;
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
         // Checked on all workers before it is made on one, or a refusal would leave it half made.
         self.ranks.all_or_none("group", || {

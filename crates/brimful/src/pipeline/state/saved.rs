@@ -3,7 +3,7 @@
 //! What is saved does not tell how the model was cut: it loads into any other balance, and into the
 //! plain model's `VarStore`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use brimful_torch::autograd::set_gradient;
@@ -118,12 +118,8 @@ impl Pipeline {
         let names = workers
             .all(|worker| Ok(worker.variables.all().map(|v| v.name.clone()).collect::<Vec<_>>()));
         let names = self.ranks.of_workers("freeze", names)?;
-        let Some(chosen) = self.ranks.chosen(&names, which) else {
-            // Each once: copies in other stages and replicas have their owner's name.
-            let all: BTreeSet<String> = names.into_iter().flatten().collect();
-            let first = all.first().cloned().unwrap_or_default();
-            return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
-        };
+        let none = |variables, first| PipelineError::NoSuchVariable { variables, first }.into();
+        let chosen = self.ranks.chosen("freeze", &names, which, none)?;
         let set = move |worker: &mut Worker, chosen: Vec<String>| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
