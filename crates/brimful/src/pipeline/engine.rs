@@ -1,5 +1,5 @@
-//! A pipeline as a kind of step engine: which memories it uses, how its workers try a mini-batch, and
-//! what becomes of that.
+//! Implements the step engine for pipelines: their memories, their workers' attempts at a mini-batch, and
+//! the end of those attempts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,21 +25,21 @@ use crate::step::{
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Error, Result, device};
 
-/// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
-/// with the workers.
+/// Mini-batch that all workers of this process have run, or several of an accumulation window; the workers
+/// keep what commits or undoes it.
 #[derive(Debug)]
 pub(crate) struct PipelineTried {
     actions: Arc<Actions>,
     shares: Vec<usize>,
     sizes: Vec<usize>,
-    /// What gradients are divided by until the commit.
+    /// Divisor of the gradients until the commit.
     unit: f64,
-    /// What each memory must have.
+    /// Bytes that each memory must have.
     needs: Vec<Option<Bytes>>,
     normalised: bool,
-    /// What the workers have told, if they did at once.
+    /// Reports of the workers, if they made them at once.
     reports: Option<Vec<PartReport>>,
-    /// A loss on all outputs, which no worker has counted.
+    /// Loss on all outputs, which no worker counted.
     pub(crate) loss: Option<(Counted, Vec<TermGroup>)>,
     /// Whether it waits for later mini-batches.
     waits: bool,
@@ -59,7 +59,7 @@ impl Engine for Pipeline {
     }
 
     fn begin(&mut self, devices: &[Device]) -> Result<bool> {
-        // Workers drop their open runs where they begin another: `backward_from` must be refused.
+        // Workers drop an open forward when they begin another step, so `backward_from` must refuse it.
         self.open = None;
         let mut workers = self.workers();
         workers.involve(devices.iter().copied());
@@ -133,7 +133,7 @@ impl Attempted<Pipeline> for PipelineTried {
             Some(reports) => reports,
             None => pipeline.ask_all(self, others)?,
         };
-        // All ranks have computed the same loss on all outputs: the first one's counts.
+        // All ranks computed the same loss on all outputs: the first one's counts.
         if let (Some((counted, groups)), 0) = (self.loss.take(), exchange.team.world.rank()) {
             reports[0].counted = counted;
             reports[0].groups = groups;
@@ -157,7 +157,7 @@ impl Attempted<Pipeline> for PipelineTried {
         if pipeline.state.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }
-        // Not before: what copies have gathered is a part of it.
+        // After `gather`, which adds the gradients of copies.
         workers.all(|worker| worker.check_finite()).map(drop)
     }
 
@@ -167,8 +167,8 @@ impl Attempted<Pipeline> for PipelineTried {
 
     fn undo(self, pipeline: &mut Pipeline) -> Result<()> {
         let undone = pipeline.workers().all(move |worker| {
-            // `undo` leaves a worker's window alone, because a mini-batch that fails must not take
-            // earlier ones with it; a window that is itself given up becomes what was tried last.
+            // `undo` does not touch a worker's accumulation window, because a failed mini-batch must not
+            // take earlier ones with it. To undo the window, make it the current attempt first.
             if self.waits {
                 worker.reopen();
             }
@@ -229,7 +229,7 @@ impl Attempted<Pipeline> for PipelineTried {
     }
 }
 
-/// What one try is to do, as a pipeline's calls know it.
+/// Plan of one attempt.
 #[derive(Debug)]
 pub(crate) struct TryPlan {
     pub(crate) portions: Vec<Portion>,
@@ -240,8 +240,8 @@ pub(crate) struct TryPlan {
 }
 
 impl Pipeline {
-    /// The portions of this try, and the actions that run them; in two phases, all forwards come before
-    /// the first backward.
+    /// Plans the portions of this attempt, and the actions that run them; with two phases, all forwards
+    /// come before the first backward.
     pub(crate) fn plan(
         &mut self,
         this_try: &Try<'_>,
@@ -259,7 +259,7 @@ impl Pipeline {
         mode: Mode,
         two_phases: bool,
     ) -> Result<TryPlan> {
-        // An evaluation amid a window's mini-batches is no part of it, and has a unit of its own.
+        // An evaluation within an accumulation window is not part of it, and has its own unit.
         let role = match mode.trains() {
             true => step::role(self, opening, 0, mode.is_last()),
             false => BatchRole { last: mode.is_last(), ..opening.role(0) },
@@ -267,10 +267,11 @@ impl Pipeline {
         let portions = portions(opening, role, size, self.ranks.replicas_here)?;
         let mut actions = Vec::with_capacity(portions.len());
         for portion in &portions {
-            // There is no list of nothing: who has no sample has the shortest, and runs none of it.
+            // An empty list does not exist: a pipeline without samples gets the shortest list, and runs
+            // none of it.
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
-                // Between the phases every stage is at home.
+                // Between the phases every offloaded stage is on the host.
                 true => {
                     let recompute = |stage| self.recompute_of(stage, Recompute::Always);
                     let listed = listed.in_two_phases(recompute)?;
@@ -284,8 +285,8 @@ impl Pipeline {
         Ok(TryPlan { portions, mode, actions, unit: role.unit, seed })
     }
 
-    /// Lets every worker try, with these inputs by micro-batch, and these closures for the outputs of
-    /// each pipeline.
+    /// Runs an attempt on every worker, with these inputs by micro-batch, and these closures for each
+    /// pipeline's outputs.
     pub(crate) fn attempt(
         &self,
         plan: &TryPlan,
@@ -301,7 +302,7 @@ impl Pipeline {
         Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
-    /// Runs all forwards, and gives the outputs of each pipeline, by micro-batch.
+    /// Runs all forwards; returns each worker's outputs, by micro-batch.
     pub(crate) fn attempt_forward(
         &self,
         plan: &TryPlan,
@@ -338,15 +339,13 @@ impl Pipeline {
         Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
-    /// Whether workers tell what they have run as soon as it was run: replicas of this process put
-    /// their statistics together first.
+    /// Returns whether workers report at once: replicas of this process pool their statistics first.
     fn tells(&self, last: bool, exchange: &Exchange) -> Tells {
         let at_once = last && self.ranks.replicas_here == 1;
         Tells { at_once, others: exchange.team.replicas > 1 }
     }
 
-    /// Lets every worker of this process do its job, if it has one; those that have none are told what the others
-    /// do. Where one fails, all undo.
+    /// Runs each worker's job; workers without one take part as idle. If one fails, all undo.
     fn run_all<J: Send + 'static>(
         &self,
         jobs: Vec<Option<J>>,
@@ -357,7 +356,7 @@ impl Pipeline {
         let turn = exchange.turn.clone();
         let workers = self.workers();
         let answers = workers.each(jobs, move |worker, job| {
-            // Others may wait for this one, in other ranks too.
+            // Other workers may wait for this one, in other ranks too.
             let stopping = turn.stopping();
             let done = match job {
                 Some(job) => f(worker, job),
@@ -366,7 +365,8 @@ impl Pipeline {
             if done.is_ok() {
                 stopping.all_went_well();
             }
-            // Not as an error, which would be dated when it is read: a failure brings its own time.
+            // Wrapped in `Ok`: an error would get the time at which it is read, but a failure has its own
+            // time.
             Ok(done)
         });
         let done = answers.map_err(Failed::from).and_then(first_failure);
@@ -376,7 +376,7 @@ impl Pipeline {
         done
     }
 
-    /// What the workers have to tell of what they have tried, or of the mini-batches that wait.
+    /// Collects the workers' reports on the attempt, or on the accumulation window.
     fn ask_all(&self, tried: &mut PipelineTried, others: bool) -> Result<Vec<PartReport>> {
         let workers = self.workers();
         if std::mem::take(&mut tried.waits) {
@@ -389,7 +389,7 @@ impl Pipeline {
         workers.all(move |worker| worker.tell(others))
     }
 
-    /// Brings what layers have seen in later replicas of this process to those of the first.
+    /// Moves the layers' statistics of later replicas of this process to those of the first.
     fn gather_statistics(&self, workers: &Workers<Worker>) -> Result<()> {
         if self.ranks.replicas_here == 1 {
             return Ok(());
@@ -413,7 +413,7 @@ impl Pipeline {
         workers.each_or_error(arriving, |worker, seen| worker.join_statistics(seen)).map(drop)
     }
 
-    /// What each worker of this process is to do; nothing where its pipeline has no micro-batch.
+    /// Returns the job of each worker of this process; none if its pipeline has no micro-batch.
     fn jobs(
         &self,
         plan: &TryPlan,
@@ -435,7 +435,7 @@ impl Pipeline {
         Ok(all)
     }
 
-    /// What the workers of one pipeline are to do.
+    /// Returns the jobs of one pipeline's workers.
     fn jobs_of(
         &self,
         replica: usize,
@@ -452,12 +452,13 @@ impl Pipeline {
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let mut inputs = Some(inputs);
         let mut end = Some(end);
-        // Gradients of a window set out at its commit: no mini-batch of it is known to be the last.
+        // An accumulation window sums its gradients at the commit: none of its mini-batches is known to be
+        // the last.
         let sums = plan.mode == Mode::Train { last: true };
         let job = |number| Job {
             actions: Arc::clone(actions),
             ports: (self.layout.of_worker(number))
-                // Moved: whoever else held an end would keep a failed worker's neighbours waiting.
+                // Moved: a second holder of an end would keep a failed worker's neighbours waiting.
                 .filter_map(|(stage, _)| ports[stage.index()].take())
                 .collect(),
             inputs: (inputs.take_if(|_| number == self.layout.first_worker())).unwrap_or_default(),
@@ -474,13 +475,13 @@ impl Pipeline {
         Ok(self.ranks.here().map(job).collect())
     }
 
-    /// The numbers of this process's workers in their pipelines, in order.
+    /// Numbers of this process's workers in their pipelines, in order.
     fn numbers(&self) -> impl Iterator<Item = usize> {
         let here = self.ranks.here();
         (0..self.ranks.replicas_here).flat_map(move |_| here.clone())
     }
 
-    /// The device of a worker of one of this process's pipelines.
+    /// Returns the device of a worker of one of this process's pipelines.
     pub(crate) fn device_of(&self, replica: usize, number: usize) -> &DeviceSpec {
         let here = self.ranks.here();
         &self.devices[replica * here.len() + number - here.start]
@@ -502,7 +503,7 @@ fn tried(plan: &TryPlan, done: Vec<WorkerDone>) -> PipelineTried {
     }
 }
 
-/// All answers, or the failure that came first: those that came later may be its consequences.
+/// Returns all answers, or the earliest failure: later ones may be its consequences.
 fn first_failure(
     answers: Vec<Result<Result<WorkerDone, WorkerFailure>>>,
 ) -> Result<Vec<WorkerDone>, Failed> {
@@ -517,13 +518,13 @@ fn first_failure(
                     first = Some(Failed::at(at, error));
                 }
             }
-            // Somebody else failed before, here or in another rank.
+            // Another worker failed first, here or in another rank.
             Err(WorkerFailure::Stopped) => stopped = stopped.or(Some(worker)),
         }
     }
     match (first, stopped) {
         (Some(failed), _) => Err(failed),
-        // The failure is another rank's, whose error takes the place of this one in the vote.
+        // Another rank failed; its error replaces this one in the vote.
         (None, Some(worker)) => Err(Failed::stopped(WorkerError::Gone { worker }.into())),
         (None, None) => Ok(all),
     }

@@ -1,4 +1,4 @@
-//! Why a pipeline cannot be built, and where one of its stages failed.
+//! Errors of building and using a pipeline, and of its stages.
 
 use std::fmt;
 
@@ -12,14 +12,14 @@ use crate::schedule::{Action, ActionKind, StageId};
 use crate::step::StepError;
 use crate::world::{RankCause, WorldError};
 
-/// A pipeline that cannot be built or used as asked.
+/// Pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PipelineError {
-    /// A model of nothing.
+    /// Model without a layer.
     #[error("the model has no layer: add at least one")]
     NoLayers,
-    /// More stages than devices can take.
+    /// More stages than the devices can take.
     #[error(
         "{stages} stages, {per_device} on a device, need {} devices, but there are {devices}: name a \
          device more than once to put several workers on it, or use fewer stages",
@@ -33,7 +33,7 @@ pub enum PipelineError {
         /// Devices given.
         devices: usize,
     },
-    /// A balance that leaves a device with fewer stages than the others.
+    /// Balance that leaves a device with fewer stages than the others.
     #[error(
         "the schedule puts {per_device} stages on each device, which {stages} stages do not fill: \
          give a balance of a multiple of {per_device} stages"
@@ -44,7 +44,7 @@ pub enum PipelineError {
         /// Stages that the schedule puts on a device.
         per_device: usize,
     },
-    /// Actions for other devices than the pipeline's.
+    /// Actions for another placement of stages on devices than the pipeline's.
     #[error(
         "the actions put the stages on devices {given:?}, but the pipeline has them on {here:?}: give \
          a list for that placement, or build the pipeline with another balance or schedule"
@@ -55,7 +55,7 @@ pub enum PipelineError {
         /// The device of each stage in the list.
         given: Vec<usize>,
     },
-    /// A backward of a stage that lives on the host through a graph that was made before its weights left.
+    /// Backward of an offloaded stage through a graph that was made before its weights left.
     #[error(
         "{action} goes back through a graph that looks at stage {}'s weights on device {device}, but that has room for \
          {slots} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
@@ -68,46 +68,46 @@ pub enum PipelineError {
         action: Action,
         /// The device, counted from 0.
         device: usize,
-        /// How many stages can be there at a time.
+        /// Number of device buffers for offloaded stages.
         slots: usize,
     },
-    /// The same, as it is about to happen.
+    /// Backward of an offloaded stage whose weights have left, noticed when it is about to run.
     #[error(
         "its graph looks at weights that have left the device since, and others lie there: compute it again (R) right \
          before its backward"
     )]
     WeightsLeft,
-    /// A model that gives another number of tensors than the call is made for.
+    /// Model with another number of output tensors than the closure takes.
     #[error(
         "the model gives {given} tensors, and the closure takes {taken}: let it take a `Vec<Tensor>`, \
          or a tuple of {given}"
     )]
     OutputCount {
-        /// How many the model gives.
+        /// Tensors that the model returns.
         given: usize,
-        /// How many the closure takes.
+        /// Tensors that the closure takes.
         taken: usize,
     },
-    /// Devices that cannot be dealt out to several pipelines.
+    /// Devices that cannot be divided evenly among several pipelines.
     #[error(
         "{devices} devices cannot be dealt out to {replicas} replicas of a pipeline: give each as many"
     )]
     UnevenReplicas {
-        /// How many devices there are.
+        /// Number of devices.
         devices: usize,
-        /// How many pipelines.
+        /// Number of pipelines.
         replicas: usize,
     },
-    /// An input that has a graph, or is to get a gradient.
+    /// Input that has a graph or requires a gradient.
     #[error(
         "input {leaf} requires a gradient, which a pipeline does not give back: make what computes it \
          a layer, or detach it"
     )]
     InputGradient {
-        /// Which of the mini-batch's tensors, counted from 0.
+        /// Index of the tensor in the mini-batch, from 0.
         leaf: usize,
     },
-    /// A forward that could not be tried again with its backward.
+    /// Separate forward with an automatic size, which must be able to retry it with its backward.
     #[error(
         "an automatic size must try forward, loss and backward together: use `backward_whole`, or give a \
          number of micro-batches"
@@ -119,91 +119,91 @@ pub enum PipelineError {
          next `forward`, `backward`, `evaluate` or `map`"
     )]
     OldOutputs,
-    /// Updates that follow the backward, of a loss that is divided at the end.
+    /// Updates in the backward, with a loss whose denominator is known only at the end.
     #[error(
         "updates follow the backward, but what this loss is divided by is known only at its end: use \
          `Loss::mean`, or let updates come after it (`follow_backward(false)`)"
     )]
     FollowsUnknown,
-    /// Updates that follow the backward, in a step of several mini-batches or of several workers.
+    /// Updates in the backward, in a step of several mini-batches or several workers.
     #[error(
         "updates follow the backward, which needs a step of one mini-batch in one pipeline on one device: \
          let them come after it (`follow_backward(false)`)"
     )]
     FollowsParts,
-    /// Updates that follow the backward, by actions that end a stage's backward before all of a shared parameter's
-    /// gradient is there.
+    /// Updates in the backward, with actions that end a stage's backward before the gradient of a shared
+    /// parameter is complete.
     #[error(
         "updates follow the backward, but by these actions stage {owner} has its last one before stage {user}, which \
          adds to the gradient of a parameter that both have: run stage {user}'s weight halves before that, or let \
          updates come after the backward (`follow_backward(false)`)"
     )]
     FollowsTooEarly {
-        /// The stage that the parameter belongs to.
+        /// Stage that owns the parameter.
         owner: StageId,
-        /// The later one that shares it.
+        /// Later stage that shares it.
         user: StageId,
     },
-    /// A step that failed when some of its updates were made.
+    /// Step that failed after some of its updates in the backward.
     #[error(
         "the updates of {stages} stages had followed the backward, or were about to, when the step failed, so the \
          parameters are of no step: load the model that was saved last. It failed because: {cause}"
     )]
     PartlyUpdated {
-        /// How many.
+        /// Number of updated stages.
         stages: usize,
-        /// What the step failed with.
+        /// Error that the step failed with.
         cause: String,
     },
-    /// Gradients that are to be clipped together, some of which are gone.
+    /// Gradients that cannot be clipped, because updates in the backward have consumed some.
     #[error(
         "updates follow the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
          would be that of the others: to clip, let updates come after it (`follow_backward(false)`)"
     )]
     FollowsClipped {
-        /// How many.
+        /// Number of stages without gradients.
         stages: usize,
     },
-    /// Homes for another number of stages.
+    /// Offload settings for another number of stages than the pipeline's.
     #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
     WrongHomes {
-        /// How many were given.
+        /// Number of settings given.
         given: usize,
-        /// How many stages there are.
+        /// Number of stages.
         stages: usize,
     },
-    /// A host that cannot hold what is to live there.
+    /// Host memory too small for the offloaded stages.
     #[error(
         "{stages} stages that live on the host need {needed} there (weights, gradients and the optimizer's \
          state), but it has {room}: let fewer live there, choose a smaller number type or an optimizer that \
          keeps less, or use more devices"
     )]
     HostTooSmall {
-        /// How many stages live there.
+        /// Number of offloaded stages.
         stages: usize,
-        /// What they need.
+        /// Bytes that they need.
         needed: Bytes,
-        /// What the host has for them.
+        /// Bytes that the host has for them.
         room: Bytes,
     },
-    /// Outputs that no loss was traced back to.
+    /// Outputs without a gradient from any loss.
     #[error("the outputs have no gradient: compute a loss from them and call its `backward` first")]
     NoOutputGradient,
-    /// A name that no layer's variable has.
+    /// Condition on names that no variable satisfies.
     #[error("no variable's name satisfies the condition; the first of {variables} is '{first}'")]
     NoSuchVariable {
-        /// How many there are.
+        /// Number of variables.
         variables: usize,
-        /// One of them.
+        /// Name of the first one.
         first: String,
     },
-    /// Saved variables that are not the model's.
+    /// Saved variables that differ from the model's.
     #[error("{}: load what was saved from this model", listed(differences))]
     Mismatch {
-        /// For each variable that differs, what it is in the file and in the model.
+        /// Differences, each with the variable in the file and in the model.
         differences: Vec<String>,
     },
-    /// Exact BatchNorms where micro-batches do not meet.
+    /// Exact BatchNorms on several devices, replicas or ranks.
     #[error(
         "exact BatchNorms are of the samples of one device, but there are {devices} devices, {replicas} \
          replicas and {ranks} ranks: give the pipeline one device, or take `BatchNormPolicy::Deferred`"
@@ -211,38 +211,38 @@ pub enum PipelineError {
     ExactOnSeveral {
         /// Devices of this process.
         devices: usize,
-        /// Pipelines.
+        /// Number of pipelines.
         replicas: usize,
-        /// Ranks.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// An exact BatchNorm without a layer before it.
+    /// Exact BatchNorm without a layer before it.
     #[error(
         "'{layer}' is an exact BatchNorm and the first layer, but all micro-batches must pass a layer \
          before they meet: put one before it, such as `.add_fn(\"input\", |x| x * 1.0)`"
     )]
     ExactFirst {
-        /// Its name.
+        /// Name of the layer.
         layer: String,
     },
-    /// Actions that let a micro-batch pass an exact BatchNorm before all have come to it.
+    /// Actions that let a micro-batch pass an exact BatchNorm before all have reached it.
     #[error(
         "{came} of {micro_batches} micro-batches have come to an exact BatchNorm that one of them is to \
          pass: give a list of actions in which each stage runs all before the next stage runs one"
     )]
     NotAllMet {
-        /// Those that have come.
+        /// Micro-batches that have reached it.
         came: usize,
-        /// All.
+        /// Micro-batches of the step.
         micro_batches: usize,
     },
-    /// An input that is needed again and is not what it was.
+    /// Input that recomputation needs, but that a layer changed in place.
     #[error(
         "a layer changed the stage's input in place, but it is to be computed from again: let the \
          stage's first layer make a tensor of its own, or do not recompute"
     )]
     InputChanged,
-    /// A layer that libtorch lets change nothing in place.
+    /// In-place change of a tensor that gets a gradient, which libtorch refuses.
     #[error(
         "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let it make a \
          tensor of its own (`relu` for `relu_`), or be one layer with what comes before it"
@@ -250,50 +250,51 @@ pub enum PipelineError {
     ChangesInPlace,
 }
 
-/// What libtorch says of it, be it of the tensor itself or of a view.
+/// Part of libtorch's message about such a change, of the tensor itself or of a view.
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";
 
-/// What errors say of a step that was undone, between what happened and what helps.
+/// Phrase in errors of an undone step, between the cause and the remedy.
 const NOTHING_CHANGED: &str = "nothing was changed; ";
 
-/// A stage that failed: the step was undone, and the pipeline can be used again.
+/// Failure of a stage: the step was undone, and the pipeline can be used again.
 #[derive(Debug, Clone, PartialEq, Error)]
 pub struct StageError {
-    /// What the stage was doing, with which micro-batch.
+    /// Action that the stage was running, with its micro-batch.
     pub action: Action,
-    /// The layer that was running; none in a backward, a transfer or the loss.
+    /// Layer that was running; none in a backward, a transfer or the loss.
     pub layer: Option<String>,
-    /// What happened. The message says it, so it is no source that would say it again.
+    /// Cause, which the message includes: so it is not a `source`, which would repeat it.
     pub cause: Cause,
 }
 
-/// What happened in a stage.
+/// Cause of a stage's failure.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Cause {
     /// Memory ran out.
     #[error(transparent)]
     OutOfMemory(OutOfMemory),
-    /// A layer or the loss panicked, in its own words.
+    /// Panic of a layer or the loss, with its message.
     #[error("it panicked: {0}")]
     Panic(String),
-    /// Another error.
+    /// Any other error.
     #[error(transparent)]
     Error(Error),
 }
 
 impl PipelineError {
-    /// A step that failed with this error when so many stages were updated, or about to be.
+    /// Returns the error of a step that failed when so many stages were updated, or about to be.
     pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
-        // Of all errors that say so, it is true before an update alone.
+        // Errors say that nothing was changed, which holds only before an update.
         let cause = error.to_string().replace(NOTHING_CHANGED, "");
         Self::PartlyUpdated { stages, cause }
     }
 }
 
 impl Cause {
-    /// A layer's or a loss's panic: libtorch's refusals say neither which stage they are of nor what helps.
+    /// Returns the cause of a layer's or a loss's panic. libtorch's own message about in-place changes
+    /// names neither the stage nor a remedy.
     pub(crate) fn of_panic(words: String) -> Self {
         match words.contains(REFUSED_IN_PLACE) {
             true => Self::Error(PipelineError::ChangesInPlace.into()),
@@ -315,7 +316,7 @@ impl fmt::Display for StageError {
 }
 
 impl Error {
-    /// The report of memory that ran out, be it here or in a stage of a pipeline.
+    /// Returns the out-of-memory report, from here, a stage of a pipeline or another rank.
     pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
         match self {
             Self::OutOfMemory(oom) => Some(oom),
@@ -332,8 +333,8 @@ impl Error {
         }
     }
 
-    /// The loss or gradient that was refused because it is not finite, be it here, in a stage of a pipeline
-    /// or on another rank.
+    /// Returns the non-finite loss or gradient that was refused, here, in a stage of a pipeline or on
+    /// another rank.
     pub fn non_finite(&self) -> Option<NonFiniteValue> {
         match self {
             Self::Loss(LossError::NonFinite { value, .. }) => Some(NonFiniteValue::Loss(*value)),
@@ -353,7 +354,7 @@ impl Error {
     }
 }
 
-/// The action right before this one that has its graph look at weights that are there.
+/// Returns the action that, right before this one, makes a graph of weights that are on the device.
 fn remade(action: Action) -> Action {
     let kind = match action.kind {
         ActionKind::WeightGradient => ActionKind::InputGradient,
@@ -362,7 +363,7 @@ fn remade(action: Action) -> Action {
     Action { kind, ..action }
 }
 
-/// So many differences are told of in one message.
+/// Most differences that one message lists.
 const LISTED: usize = 8;
 
 fn listed(differences: &[String]) -> String {

@@ -74,36 +74,36 @@ use worker::Worker;
 
 /// A model spread over devices.
 ///
-/// Made by [`Pipeline::builder`]. Dropped, it waits until its threads have ended.
+/// Made by [`Pipeline::builder`]. Dropping it waits until its threads have ended.
 #[derive(Debug)]
 pub struct Pipeline {
-    /// Shared with the optimizers, which take turns with the pipeline.
+    /// Shared with the optimizers and averages; one holder at a time sends work.
     workers: SharedWorkers<Worker>,
     layout: Arc<StageLayout>,
     ranks: Ranks,
-    /// Of this process, those of its first pipeline first.
+    /// Devices of this process, those of its first pipeline first.
     devices: Vec<DeviceSpec>,
     balance: crate::balance::Balance,
     schedule: Schedule,
-    /// What automatic lists are made from.
+    /// Costs that automatic schedules are made from.
     recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
-    /// The same of each stage, where a plan says it.
+    /// Recomputation of each stage, if a plan sets it.
     recompute_each: Vec<Recompute>,
-    /// Whether micro-batches meet at exact BatchNorms.
+    /// Whether micro-batches meet at barriers before exact BatchNorms.
     meet: bool,
-    /// Where each stage lives, and how many of those on the host a device has room for at one time.
+    /// Device or host for each stage, and the number of device buffers for offloaded stages.
     homes: Vec<StageHome>,
     slots: usize,
-    /// The lists of actions, by number of micro-batches.
+    /// Lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
-    /// The forward that waits for its backward.
+    /// Forward that waits for its backward.
     open: Option<OpenForward>,
     forwards: u64,
-    /// Whether the moves of steps are timed.
+    /// Whether to time the transfers of steps.
     times_moves: bool,
     state: StepState<PipelineTried>,
-    /// The order of images and convolutions in memory.
+    /// Memory format of images and convolutions.
     arrangement: Arrangement,
 }
 
@@ -113,17 +113,17 @@ impl Pipeline {
         Builder::new(layers)
     }
 
-    /// How many layers each stage has.
+    /// Number of layers of each stage.
     pub fn balance(&self) -> &crate::balance::Balance {
         &self.balance
     }
 
-    /// The order of the actions: the one that was asked for, or, with exact BatchNorms, breadth first.
+    /// Returns the schedule: the one that was asked for, or breadth-first with exact BatchNorms.
     pub fn schedule(&self) -> Schedule {
         self.schedule
     }
 
-    /// How many stages live on the host; in a world, of this rank.
+    /// Number of offloaded stages; in a world, of this rank.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -134,45 +134,45 @@ impl Pipeline {
         Ok(self.workers().all(of_worker)?.into_iter().sum())
     }
 
-    /// The devices that have a stage, in the order of the schedule; in a world, those of this rank.
+    /// Returns the devices that have a stage, in the order of the schedule; in a world, those of this rank.
     pub fn devices(&self) -> &[DeviceSpec] {
         &self.devices
     }
 
-    /// The device of the last stage, where outputs and losses are; in ranks without it, the CPU.
+    /// Returns the device of the last stage, where outputs and losses are; in ranks without it, the CPU.
     pub fn output_device(&self) -> Device {
         let last = self.layout.last_worker();
         if self.ranks.has(last) { self.device_of(0, last).device } else { Device::Cpu }
     }
 
-    /// The layers' names, in order.
+    /// Names of the layers, in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.layout.layers.names()
     }
 
-    /// How mini-batches are cut.
+    /// Returns the size by which mini-batches are cut.
     pub fn size(&self) -> Size {
         self.state.size
     }
 
-    /// How mini-batches are cut from now on: into so many micro-batches, or by a [`Size`].
+    /// Sets the number of micro-batches, or the [`Size`], by which mini-batches are cut from now on.
     pub fn set_size(&mut self, size: impl Into<Size>) {
         self.state.set_size(size.into());
     }
 
-    /// Whether steps from now on tell when weights, gradients and boundaries crossed the bus, and what compute
-    /// waited for ([`Timeline::buses`](crate::Timeline::buses)); off unless it is asked for. In a world, all ranks
-    /// ask alike.
+    /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link,
+    /// and of compute's waits for them ([`Timeline::buses`](crate::Timeline::buses)). Disabled by default.
+    /// In a world, all ranks set it alike.
     pub fn time_moves(&mut self, on: bool) {
         self.times_moves = on;
     }
 
-    /// The actions of a step of so many micro-batches, as they are executed.
+    /// Returns the actions of a step of so many micro-batches, as they are executed.
     ///
     /// # Errors
-    /// When there are more than any step has, or a graph of a stage that lives on the host would outlive its weights.
+    /// When there are more than any step has, or a graph of an offloaded stage would outlive its weights.
     pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
-        // A list of the user's own (`set_actions`) stands here in place of the schedule's.
+        // Holds the user's own lists (`set_actions`) too, in place of the schedule's.
         if let Some(known) = self.actions.get(&micro_batches) {
             return Ok(Arc::clone(known));
         }
@@ -189,9 +189,9 @@ impl Pipeline {
         Ok(made)
     }
 
-    /// What a stage computes again; one that lives on the host at least this much: graphs look at weights
-    /// that leave between forward and backward. So where micro-batches meet in a memory that ends somewhere,
-    /// unless there is room for activations when it comes to it.
+    /// Returns the recomputation of a stage. An offloaded stage recomputes at least `least`, because graphs
+    /// refer to weights that leave between forward and backward. So does a stage with a barrier in limited
+    /// memory, unless the activation cache has enough free bytes at run time.
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
         let asked = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
         let home = self.homes.get(stage.index()).map(|home| home.weights);
@@ -208,7 +208,7 @@ impl Pipeline {
         self.workers.lock()
     }
 
-    /// Learns from a step which order in memory is the faster.
+    /// Measures a step for the choice of the faster memory format.
     fn learn_order(&mut self, samples: usize, time: Duration) {
         if let Some(factor) = self.arrangement.observe(samples, time, false) {
             self.state.sizes.rearranged(factor);

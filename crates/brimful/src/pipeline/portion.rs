@@ -1,4 +1,4 @@
-//! Which micro-batches each of this process's pipelines runs in a step.
+//! Divides a mini-batch's micro-batches among this process's pipelines.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,12 +8,13 @@ use crate::loss::MicroBatchWeight;
 use crate::step::{BatchRole, Opening, Size};
 use crate::{Error, Result};
 
-/// One pipeline's micro-batches in a step.
+/// Micro-batches of one pipeline in a step.
 #[derive(Debug, Clone)]
 pub(crate) struct Portion {
-    /// The samples of each, counted in this process's mini-batch; none where there are too few.
+    /// Sample ranges of the micro-batches within this process's mini-batch; none if there are too few
+    /// samples.
     pub(crate) ranges: Vec<Range<usize>>,
-    /// The number of the first of them among those of all replicas.
+    /// Number of its first micro-batch, counted over all replicas.
     pub(crate) first: usize,
     pub(crate) weights: Arc<[MicroBatchWeight]>,
 }
@@ -24,7 +25,7 @@ impl Portion {
     }
 }
 
-/// The portions of so many pipelines in this process: near-equal parts of its samples, each cut by the
+/// Divides this process's samples into near-equal portions for so many pipelines, and cuts each by the
 /// size.
 pub(crate) fn portions(
     opening: &Opening,
@@ -36,7 +37,7 @@ pub(crate) fn portions(
         0 => Ok(Vec::new()),
         _ => size.cut(samples)?.ok_or(Error::from(BatchError::NothingToCut)),
     };
-    // Counted on through all replicas: two micro-batches of one number would draw the same.
+    // Counted through all replicas: two micro-batches with one number would draw the same random numbers.
     let mut first = 0;
     for samples in opening.before() {
         first += cut(samples)?.len();

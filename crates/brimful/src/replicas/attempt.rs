@@ -1,4 +1,4 @@
-//! All replicas' parts of a mini-batch: run at once and joined, or all undone.
+//! Runs all replicas' parts of a mini-batch at once, and merges them or undoes them all.
 
 use std::mem;
 use std::ops::Range;
@@ -13,11 +13,11 @@ use crate::step::{BatchRole, Parts, Size, Tried};
 use crate::workers::into_error;
 use crate::{Error, Result};
 
-/// How a replica's part ended; a replica without a sample has none.
+/// Result of a replica's part; none for a replica without a sample.
 type Ended<T> = Option<Result<T, Caught<Error>>>;
 
 impl<M: 'static> Replicas<M> {
-    /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
+    /// Runs every replica's part, and merges the parts. If one fails, undoes all.
     pub(super) fn attempt<J: Send + 'static, O: Batch + 'static>(
         &self,
         jobs: Vec<Option<J>>,
@@ -38,7 +38,7 @@ impl<M: 'static> Replicas<M> {
         Ok((Parts { tried, figures }, outputs))
     }
 
-    /// Lets every replica run its part, with the first one's variables.
+    /// Runs every replica's part, with the first one's variables.
     pub(super) fn run<J: Send + 'static, T: Send + 'static>(
         &self,
         jobs: Vec<Option<J>>,
@@ -47,13 +47,13 @@ impl<M: 'static> Replicas<M> {
         let run = move |replica: &mut Replica<M>, job: Option<J>| {
             Ok(job.map(|job| oom::catch(|| work(replica, job))))
         };
-        // Before every try, not after every step: an optimizer, a user or a load may have changed the
+        // Before every attempt, not after every step: an optimizer, the user or a load may have changed the
         // first replica's variables since.
         self.workers.all(Replica::take_over)?;
         Ok(self.workers.each_or_error(jobs, run)?)
     }
 
-    /// All replicas' parts as one, in their order; undone where that fails.
+    /// Merges all replicas' parts, in their order; undoes them if that fails.
     fn joined<O: Batch>(
         &self,
         mut parts: Vec<Tried>,
@@ -64,7 +64,8 @@ impl<M: 'static> Replicas<M> {
         let (sums, addends) = Sums::of_replicas(sums);
         let mut parts = parts.into_iter();
         let mut whole = parts.next().ok_or(BatchError::Empty)?;
-        // The first replica's device holds all sums, and may run out here though every part has fitted.
+        // The first replica's device holds all sums, and may run out of memory here though every part
+        // fitted.
         let joined = oom::catch(|| {
             reduce(&self.workers, addends)?;
             whole.sums = self.home(sums)?;
@@ -74,15 +75,15 @@ impl<M: 'static> Replicas<M> {
         whole.unless_failed(joined.map_err(into_error))
     }
 
-    /// The sums on the first replica's device, brought there by its own thread.
+    /// Moves the sums to the first replica's device, on its own thread.
     fn home(&self, sums: Sums) -> Result<Sums> {
         let home = self.device();
         if sums.are_on(home) { Ok(sums) } else { self.workers.one(0, move |_| sums.on(home)) }
     }
 }
 
-/// Each replica's samples, cut by the size. The first replica has a part even without a sample: it
-/// commits what other ranks have done.
+/// Cuts each replica's samples by the size. The first replica has a part even without a sample: it commits
+/// the sums of the other ranks.
 pub(super) fn jobs<B: Batch>(
     batch: &B,
     samples: &Samples,
@@ -100,7 +101,7 @@ pub(super) fn jobs<B: Batch>(
     shares.iter().enumerate().map(job).collect()
 }
 
-/// What all have done, or how the first of those that failed ended: then it is all undone.
+/// Returns all results, or the failure of the first replica that failed, after undoing all parts.
 fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>>, Caught<Error>> {
     let mut all = Vec::with_capacity(ended.len());
     let mut failure = None;
@@ -111,7 +112,7 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
         }
     }
     let Some(failure) = failure else { return Ok(all) };
-    // Parts that went well too: a step is whole or not at all. One that cannot be undone does not keep the others.
+    // Successful parts too, because a step is atomic. A failed undo does not stop the others'.
     let undone = all.into_iter().flatten().map(|done| done.tried.undo.run());
     undone.fold(Ok(()), Result::and)?;
     Err(failure)

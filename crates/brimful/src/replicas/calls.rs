@@ -1,4 +1,4 @@
-//! What replicas are asked for: every one runs its part, and then all of it counts, or nothing.
+//! Calls of replicas: every replica runs its part of an atomic step.
 
 use std::sync::Arc;
 
@@ -11,16 +11,16 @@ use crate::step::{self, Brought, Failed, Outcome, Parts, Step, Try};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
-    /// Runs forward and backward, and adds to the gradients of the first replica exactly what the
-    /// plain model would have added on the whole mini-batch.
+    /// Runs forward and backward, and adds to the gradients of the first replica exactly what the plain
+    /// model would have added on the whole mini-batch.
     ///
     /// The closure gets a replica's model and a micro-batch on its device, and returns its
-    /// [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of them. It is
-    /// called on all replicas' threads at once.
+    /// [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of either. All replicas'
+    /// threads call it at once.
     ///
     /// # Errors
-    /// As [`MicroBatcher::backward`](crate::MicroBatcher::backward): whatever fails on whatever
-    /// replica, all is as before. Of several failures the first replica's is told.
+    /// As [`MicroBatcher::backward`](crate::MicroBatcher::backward): if any replica fails, everything is as
+    /// before. Of several failures, the error is the first replica's.
     pub fn backward<B: Batch + 'static, R: Outcome + 'static>(
         &mut self,
         batch: &B,
@@ -32,15 +32,15 @@ impl<M: 'static> Replicas<M> {
         let step = step::run(self, Brought::new(Use::Train, &arranged), |this, this_try| {
             this.spread(arranged.batch(), this_try, true, &train)
         })?;
-        // From steps that went well alone: a failed try tells how fast memory ran out.
+        // Only from successful steps: a failed attempt measures how soon memory ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
-        // A rank without a sample has taken part in the step all the same.
+        // A rank without a sample takes part in the step too.
         let samples = arranged.samples().unwrap_or_default();
         self.speeds.observe(units_of(&step.shares, &samples).into_iter().zip(times));
         Ok(step)
     }
 
-    /// Runs `f` on every micro-batch without gradients, and gives the mini-batch's loss and outputs.
+    /// Runs `f` on every micro-batch without gradients, and returns the mini-batch's loss and outputs.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
@@ -61,8 +61,8 @@ impl<M: 'static> Replicas<M> {
         })
     }
 
-    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order. Where
-    /// there are other ranks, it is this one's own matter.
+    /// Runs `f` on every micro-batch without gradients, and joins its results in sample order. Other ranks
+    /// need not call it.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
@@ -84,11 +84,10 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Runs forward and backward, and keeps the result for [`Replicas::commit`]: a step over several
-    /// mini-batches, each of which may have its own length. Where there are other ranks, it is this
-    /// one's own matter until then.
+    /// mini-batches, which may differ in length. Other ranks take part only in the commit.
     ///
     /// # Errors
-    /// As [`Replicas::backward`]; the mini-batches before are kept.
+    /// As [`Replicas::backward`]; earlier mini-batches are kept.
     pub fn accumulate<B: Batch + 'static, R: Outcome + 'static>(
         &mut self,
         batch: &B,
@@ -102,7 +101,7 @@ impl<M: 'static> Replicas<M> {
         })
     }
 
-    /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+    /// Commits the gradients of all mini-batches since the last commit, as if they were one.
     ///
     /// # Errors
     /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
@@ -110,7 +109,7 @@ impl<M: 'static> Replicas<M> {
         step::commit(self)
     }
 
-    /// One try at a mini-batch, spread over the replicas.
+    /// Runs one attempt at a mini-batch, spread over the replicas.
     fn spread<B: Batch + 'static, O: Batch + 'static>(
         &mut self,
         batch: &B,
@@ -128,7 +127,7 @@ impl<M: 'static> Replicas<M> {
     }
 }
 
-/// What the replicas' parts have: samples, or tokens.
+/// Returns the units of each replica's part: samples, or tokens.
 fn units_of(shares: &[usize], samples: &Samples) -> Vec<usize> {
     let mut start = 0;
     let mut units = Vec::with_capacity(shares.len());

@@ -1,5 +1,5 @@
-//! Replicas as a kind of step engine: which memories they use, and what becomes of what they have
-//! tried. It is settled on the caller's thread, in the first replica's memory.
+//! Implements the step engine for replicas: their memories, and the end of an attempt, on the caller's
+//! thread and in the first replica's memory.
 
 use tch::{Device, Tensor};
 
@@ -25,14 +25,14 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn begin(&mut self, devices: &[Device]) -> Result<bool> {
-        // The caller may have computed the batch on a stream of its own, which the threads come after.
+        // The caller may have computed the batch on its own stream, which the threads' work must follow.
         self.workers.involve(devices.iter().copied());
         self.apply_settings()?;
         Ok(false)
     }
 
     fn trained(&mut self) -> Result<Option<Trained>> {
-        // Gradients set out after all ranks have told what they train.
+        // Ranks send gradients only after all have reported which parameters they train.
         Ok(None)
     }
 
@@ -47,7 +47,7 @@ impl<M: 'static> Engine for Replicas<M> {
 
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
         let training = kind.is_training();
-        // Every replica has gradients of its own while it runs, though only the first keeps them.
+        // Every replica has its own gradients during a step, though only the first keeps them.
         let floor = if training { gradient_bytes(&self.store.variables_) } else { 0 };
         Ok(vec![floor; self.devices.len()])
     }

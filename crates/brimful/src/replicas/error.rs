@@ -1,4 +1,4 @@
-//! Why replicas cannot be built.
+//! Errors of building replicas.
 
 use tch::Device;
 use thiserror::Error;
@@ -10,7 +10,7 @@ use crate::{Result, device};
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ReplicasError {
-    /// Replicas on nothing.
+    /// No device for a replica.
     #[error("there is no device to put a replica on: name at least one")]
     NoDevices,
     /// Two replicas on one accelerator.
@@ -19,7 +19,7 @@ pub enum ReplicasError {
          name each accelerator once"
     )]
     SameDevice {
-        /// Its name.
+        /// Name of the accelerator.
         device: String,
     },
     /// Replicas of different models.
@@ -28,34 +28,34 @@ pub enum ReplicasError {
          in the first; let the closure build the same on every device"
     )]
     ModelsDiffer {
-        /// Which one, counted from 0.
+        /// Index of the replica, from 0.
         replica: usize,
-        /// The first variable that differs.
+        /// First variable that differs.
         variable: String,
-        /// What the first replica has.
+        /// Description of it in the first replica.
         first: String,
-        /// What this one has.
+        /// Description of it in this replica.
         here: String,
     },
-    /// Speeds that are not one a replica.
+    /// Another number of speeds than of replicas.
     #[error("{given} speeds are given for {replicas} replicas: give one each")]
     SpeedsCount {
-        /// How many were given.
+        /// Number of speeds given.
         given: usize,
-        /// How many replicas there are.
+        /// Number of replicas.
         replicas: usize,
     },
-    /// A speed that nothing can be divided by.
+    /// Speed that is not a finite number above 0.
     #[error("the speed of replica {replica} cannot be {speed}: give a finite number above 0")]
     BadSpeed {
-        /// Which one, counted from 0.
+        /// Index of the replica, from 0.
         replica: usize,
-        /// What was given.
+        /// Speed given.
         speed: f64,
     },
 }
 
-/// There is a device, and no accelerator twice.
+/// Checks that there is a device, and that no accelerator is given twice.
 pub(super) fn check(devices: &[DeviceSpec]) -> Result<()> {
     if devices.is_empty() {
         return Err(ReplicasError::NoDevices.into());

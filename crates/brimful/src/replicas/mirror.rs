@@ -1,4 +1,4 @@
-//! The first replica's variables, taken over by the others.
+//! Copies the first replica's variables to the others.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
@@ -17,16 +17,16 @@ pub(super) struct Mirror {
 }
 
 impl Mirror {
-    /// Both lists are of one model's variables, in the order of their names.
+    /// Pairs two lists of one model's variables, both in the order of their names.
     pub(super) fn new(own: Vec<(String, Tensor)>, first: Vec<(String, Tensor)>) -> Self {
         let pairs = own.into_iter().zip(first).map(|((_, own), (_, first))| (own, first));
         Self { pairs: pairs.collect() }
     }
 
-    /// Takes over values, kinds of number, and what is frozen.
+    /// Copies values, dtypes, and which variables are frozen.
     pub(super) fn take_over(&mut self) -> Result<()> {
         let _without = tch::no_grad_guard();
-        // Gathered, and copied by a few kernels: this runs before every step.
+        // Gathered, so that a few kernels copy all: this runs before every step.
         let mut into = Vec::new();
         let mut from = Vec::new();
         for (own, first) in &mut self.pairs {
@@ -35,7 +35,7 @@ impl Mirror {
                 into.push(own.f_detach()?);
                 from.push(value);
             } else {
-                // Another kind of number cannot be copied in place; captured graphs see the new address.
+                // Another dtype cannot be copied in place; CUDA graphs then see the new address.
                 own.set_data(&value.f_to_device(own.device())?.f_detach_copy()?);
             }
             if own.requires_grad() != first.requires_grad() {
@@ -45,18 +45,18 @@ impl Mirror {
         Ok(foreach::copy(&into, &from)?)
     }
 
-    /// For each of its own variables, the first replica's.
+    /// Returns the first replica's variable for each of its own.
     pub(super) fn twins(&self) -> HashMap<*mut c_void, Tensor> {
         let pairs = self.pairs.iter();
         pairs.map(|(own, first)| (own.data_ptr(), first.shallow_clone())).collect()
     }
 }
 
-/// What a model's variables are, without their values.
+/// Description of a model's variables, without their values.
 #[derive(Debug)]
 pub(super) struct ModelOutline {
     named: BTreeMap<String, String>,
-    /// Those that can be trained, in the order in which they were made.
+    /// Names of the trainable variables, in the order in which they were made.
     trainable: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ impl ModelOutline {
     }
 }
 
-/// All replicas must have the first one's variables.
+/// Checks that all replicas have the first one's variables.
 pub(super) fn check_alike(outlines: &[ModelOutline]) -> Result<()> {
     let Some((first, others)) = outlines.split_first() else { return Ok(()) };
     for (replica, other) in (1..).zip(others) {

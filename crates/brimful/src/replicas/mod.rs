@@ -1,10 +1,11 @@
-//! The same model on several devices of one process: each mini-batch is spread over them.
+//! Data parallelism in one process: replicas of a model on several devices, each with a part of every
+//! mini-batch.
 //!
 //! ```text
-//!   mirror   every replica takes over the first one's variables
+//!   mirror   every replica copies the first one's variables
 //!   attempt  every replica runs its part of the mini-batch in micro-batches, as `MicroBatcher` does
-//!   reduce   the gradients are added up in the replicas' order, each thread a part of the parameters
-//!   settle   loss, gradients and statistics are those of the whole mini-batch, on the first replica
+//!   reduce   the gradients are summed in the replicas' order, each thread a part of the parameters
+//!   commit   loss, gradients and statistics are those of the whole mini-batch, on the first replica
 //! ```
 //!
 //! ```
@@ -31,21 +32,19 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! *The first replica is the model.* Its [`store`](Replicas::store) has the gradients after a step,
-//! and whatever is done to it (an optimizer's step, a clipped norm, loading, freezing, another kind
-//! of number) is done to all: the others take its variables over before they run. So any optimizer
-//! will do, its state is there once, and parameters are always equal, bit by bit. Stepping
-//! everywhere would read and write the optimizer's state once for each replica, which takes more
-//! memory traffic than one copy of the parameters.
+//! *The first replica is the model.* Its [`store`](Replicas::store) has the gradients after a step, and
+//! every change of it (an optimizer's step, clipping, loading, freezing, another dtype) reaches the others,
+//! which copy its variables before they run. So any optimizer works, its state exists once, and parameters
+//! are always equal, bit by bit. If every replica made the optimizer's step, each would read and write the
+//! optimizer's state, which takes more memory traffic than one copy of the parameters.
 //!
-//! *Parts* are in proportion to the replicas' speeds, measured in real steps; see
-//! [`Replicas::speeds`]. Sums are in the replicas' order, so results do not depend on timing unless
-//! the parts do.
+//! *Parts* are in proportion to the replicas' speeds, measured in real steps; see [`Replicas::speeds`].
+//! Sums are in the replicas' order, so results depend on timing only through the parts.
 //!
 //! *Random numbers* belong to a step, a replica and a micro-batch ([`Step::seed`](crate::Step::seed)).
 //!
-//! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that move
-//! theirs at every micro-batch do so on the first replica's micro-batches alone.
+//! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that update theirs at
+//! every micro-batch do so only on the first replica's micro-batches.
 
 mod attempt;
 mod calls;
@@ -74,13 +73,13 @@ use replica::Replica;
 use settings::Setting;
 use shares::Speeds;
 
-/// A model on several devices. Dropped, it waits until its threads have ended.
+/// Model on several devices. Dropping it waits until its threads have ended.
 pub struct Replicas<M> {
     workers: Workers<Replica<M>>,
     devices: Vec<DeviceSpec>,
     store: VarStore,
     speeds: Speeds,
-    /// Whether micro-batches are to be replayed.
+    /// Whether micro-batches run as CUDA graphs.
     replays: bool,
     settings: Vec<Setting>,
     state: StepState<Parts>,
@@ -93,16 +92,15 @@ impl<M> std::fmt::Debug for Replicas<M> {
 }
 
 impl<M: 'static> Replicas<M> {
-    /// Builds the model on every device, each on a thread of its own, where it stays.
+    /// Builds the model on every device, each on its own thread, where it stays.
     ///
-    /// A CPU can be given several times, with threads and a memory account of its own each time
-    /// ([`DeviceSpec`]); an accelerator once. The first values of the parameters are those that the
-    /// plain model would have on the first device. A size, be it a number of samples or of
-    /// micro-batches, is that of each replica's part.
+    /// A CPU can be given several times, each time with its own threads and arena ([`DeviceSpec`]); an
+    /// accelerator once. The parameters' initial values are those that the plain model would have on the
+    /// first device. The size, a number of samples or of micro-batches, applies to each replica's part.
     ///
     /// # Errors
-    /// When there is no device, one is not here or is given twice, the model cannot be built, or
-    /// `build` does not build the same model everywhere.
+    /// When there is no device, one does not exist or is given twice, the model cannot be built, or `build`
+    /// does not build the same model everywhere.
     pub fn new<D: Into<DeviceSpec>>(
         devices: impl IntoIterator<Item = D>,
         size: Size,
@@ -117,8 +115,8 @@ impl<M: 'static> Replicas<M> {
         let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();
         let build = Arc::new(build);
         let places = devices.iter().zip(&stores).enumerate();
-        // Each model is built on the thread that it stays on, because it need not be `Send`: of it,
-        // only the variables are shared with the caller.
+        // Each model is built on the thread that it stays on, because it need not be `Send`: the caller
+        // shares only its variables.
         let builders = places.map(|(number, (device, store))| {
             let device = device.clone();
             let store = sharing(store);
@@ -126,7 +124,7 @@ impl<M: 'static> Replicas<M> {
             move || Replica::build(number, store, &device, &*build)
         });
         let others = devices[1..].iter().map(|device| device.device).collect();
-        // The others draw first values that are replaced: their generators are as if they had not.
+        // The initial values of the others are replaced, so their draws must not move the generators.
         let workers =
             preserving_generators(others, || Workers::spawn(&devices, builders.collect()))?;
         mirror::check_alike(&stores.iter().map(ModelOutline::of).collect::<Vec<_>>())?;
@@ -143,33 +141,33 @@ impl<M: 'static> Replicas<M> {
         })
     }
 
-    /// The first replica's variables, which are the model's.
+    /// Returns the first replica's variables, which are the model's.
     pub fn store(&self) -> &VarStore {
         &self.store
     }
 
-    /// The same, to load, freeze or convert them.
+    /// Returns the first replica's variables, to load, freeze or convert them.
     pub fn store_mut(&mut self) -> &mut VarStore {
         &mut self.store
     }
 
-    /// The device of the first replica, where gradients and outputs are.
+    /// Returns the device of the first replica, where gradients and outputs are.
     pub fn device(&self) -> Device {
         self.devices[0].device
     }
 
-    /// How many replicas there are.
+    /// Number of replicas.
     pub fn len(&self) -> usize {
         self.devices.len()
     }
 
-    /// Never: there is at least one.
+    /// Returns false: there is at least one replica.
     pub fn is_empty(&self) -> bool {
         self.devices.is_empty()
     }
 }
 
-/// Lets all replicas take over the variables of the first one, in this store, from now on.
+/// Makes all replicas copy the first one's variables, in this store, from now on.
 fn follow_first<M: 'static>(workers: &Workers<Replica<M>>, store: &VarStore) -> Result<()> {
     let first = (0..workers.len()).map(|_| names(&store.variables_).into_list()).collect();
     let home = store.device();
@@ -180,7 +178,7 @@ fn follow_first<M: 'static>(workers: &Workers<Replica<M>>, store: &VarStore) -> 
     workers.each_or_error(first, follow).map(drop)
 }
 
-/// A store of the same variables.
+/// Returns a store that shares the variables of this one.
 fn sharing(store: &VarStore) -> VarStore {
     let mut other = VarStore::new(store.device());
     other.variables_ = Arc::clone(&store.variables_);

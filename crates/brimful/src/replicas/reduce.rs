@@ -1,7 +1,7 @@
-//! Adds the replicas' gradients up: in their order, each thread a part of the parameters.
+//! Sums the replicas' gradients, in their order; each thread sums a part of the parameters.
 //!
-//! Every number is ((g₀ + g₁) + g₂) …, whoever computes it and whenever, so the result depends on
-//! nothing but the parts. Each gradient is read once, and nothing is allocated on a CPU.
+//! Every sum is ((g₀ + g₁) + g₂) …, whatever thread computes it and whenever, so the result depends only on
+//! the parts. Each gradient is read once, and on a CPU nothing is allocated.
 
 use brimful_torch::foreach;
 
@@ -10,7 +10,7 @@ use crate::Result;
 use crate::accumulate::Addends;
 use crate::workers::Workers;
 
-/// Adds to every sum what is to be added to it.
+/// Adds its addends to every sum.
 pub(super) fn reduce<M: 'static>(
     workers: &Workers<Replica<M>>,
     addends: Vec<Addends>,
@@ -22,9 +22,9 @@ pub(super) fn reduce<M: 'static>(
     workers.each_or_error(dealt(addends, workers.len()), |_, addends| add(addends)).map(drop)
 }
 
-/// So many parts with nearly the same number of elements.
+/// Divides the sums into so many parts with nearly equal numbers of elements.
 fn dealt(mut addends: Vec<Addends>, parts: usize) -> Vec<Vec<Addends>> {
-    // The largest first, each to the lightest part: near-equal, though one embedding may be half of all.
+    // The largest first, each to the smallest part: nearly equal, though one embedding may be half of all.
     addends.sort_by_key(|sum| std::cmp::Reverse(sum.into.numel()));
     let mut dealt: Vec<(usize, Vec<Addends>)> = (0..parts).map(|_| (0, Vec::new())).collect();
     for sum in addends {
@@ -40,7 +40,7 @@ fn add(addends: Vec<Addends>) -> Result<()> {
     let _without = tch::no_grad_guard();
     let longest = addends.iter().map(|sum| sum.what.len()).max().unwrap_or(0);
     for turn in 0..longest {
-        // One replica after the other, in order: the same bits whoever finishes first.
+        // One replica after the other, in order: the bits do not depend on which finishes first.
         let mut into = Vec::new();
         let mut what = Vec::new();
         for sum in &addends {

@@ -1,4 +1,4 @@
-//! One replica: a model on its own thread, and its part of a step.
+//! Replica: a model on its own thread, and its part of a step.
 
 use std::time::Instant;
 
@@ -14,19 +14,19 @@ use crate::step::{BatchRole, Cut, Outcome, PartFigures, Size, Tried, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
-/// A model and what runs it.
+/// Model, with what runs it.
 pub(super) struct Replica<M> {
     number: usize,
     pub(super) model: M,
     pub(super) micro: MicroBatcher,
     pub(super) store: VarStore,
-    /// The first one's variables; nothing on the first one itself.
+    /// Pairs with the first replica's variables; empty on the first replica.
     mirror: Mirror,
-    /// The device of the first one.
+    /// Device of the first replica.
     pub(super) home: Device,
 }
 
-/// A replica's part of a mini-batch, and how it is to be run.
+/// A replica's part of a mini-batch, with its size and role.
 #[derive(Debug)]
 pub(super) struct ReplicaJob<B> {
     pub(super) batch: B,
@@ -41,7 +41,7 @@ impl<B> ReplicaJob<B> {
     }
 }
 
-/// What came of it; nothing is committed.
+/// Result of a replica's part, not committed.
 #[derive(Debug)]
 pub(super) struct PartDone<O> {
     pub(super) tried: Tried,
@@ -51,15 +51,15 @@ pub(super) struct PartDone<O> {
 }
 
 impl<M> Replica<M> {
-    /// Builds the model in this store, on the thread that it will stay on.
+    /// Builds the model in this store, on the thread that it stays on.
     pub(super) fn build(
         number: usize,
         store: VarStore,
         device: &DeviceSpec,
         build: impl Fn(&Path<'_>) -> M,
     ) -> Result<Self> {
-        // The first one draws its parameters as the plain model does. What others draw is replaced,
-        // and must not disturb that.
+        // The first replica draws its parameters as the plain model does. The draws of the others are
+        // replaced, and must not disturb the first's.
         let generator = (number > 0).then(|| Generator::new(device.device));
         let model = build(&store.root());
         drop(generator);
@@ -70,7 +70,7 @@ impl<M> Replica<M> {
         Ok(Self { number, model, micro, store, mirror: Mirror::default(), home: device.device })
     }
 
-    /// Takes these variables of the first replica over from now on.
+    /// Makes this replica copy these variables of the first one from now on.
     pub(super) fn follow(&mut self, home: Device, first: Vec<(String, Tensor)>) {
         self.home = home;
         if self.number > 0 {
@@ -78,12 +78,12 @@ impl<M> Replica<M> {
         }
     }
 
-    /// Takes over what the first replica's variables are now.
+    /// Copies the current values of the first replica's variables.
     pub(super) fn take_over(&mut self) -> Result<()> {
         self.mirror.take_over()
     }
 
-    /// Runs forward and backward.
+    /// Runs forward and backward on a part.
     pub(super) fn train<B: Batch, R: Outcome>(
         &mut self,
         job: ReplicaJob<B>,
@@ -100,7 +100,7 @@ impl<M> Replica<M> {
         Ok(done)
     }
 
-    /// Runs a part as `how` says.
+    /// Runs `how` on a part.
     pub(super) fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,
@@ -113,14 +113,14 @@ impl<M> Replica<M> {
         self.hand_in(tried, &outputs, start)
     }
 
-    /// Makes what was done ready to be added to what the others did; undone where that fails.
+    /// Prepares a part for the merge with the others; undoes it if that fails.
     pub(super) fn hand_in<O: Batch>(
         &mut self,
         tried: Tried,
         outputs: &O,
         start: Instant,
     ) -> Result<PartDone<O>> {
-        // On this thread, whose device computed them: all replicas wait for their devices at one time.
+        // On this thread, whose device computed it: all replicas wait for their devices at the same time.
         let (tried, outputs) = tried.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();
@@ -129,7 +129,7 @@ impl<M> Replica<M> {
             }
             feed::moved(outputs, self.home)
         })?;
-        // After the loss has come from the device: before, it would be the time of the launches.
+        // After the loss was read from the device: before, this would time the launches.
         let figures = self.micro.figures_of(&tried, start);
         let (tried, figures) = tried.unless_failed(figures)?;
         Ok(PartDone { tried, outputs, figures })

@@ -1,4 +1,4 @@
-//! How replicas run their parts: as a `MicroBatcher` is told, and what replicas alone have.
+//! Settings of replicas: those of `MicroBatcher`, and those that only replicas have.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use crate::optim::Method;
 use crate::step::{Engine, NonFinite, Size, Team, names, parameters};
 use crate::world::World;
 
-/// What every replica's `MicroBatcher` is told before the next step.
+/// Setting that every replica's `MicroBatcher` gets before the next step.
 pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
 
 impl<M: 'static> Replicas<M> {
-    /// Says what is refused because it is not finite.
+    /// Sets the policy for non-finite values.
     pub fn non_finite(mut self, policy: NonFinite) -> Self {
         self.state.non_finite = policy;
         self.set(move |micro| micro.state().non_finite = policy)
     }
 
-    /// Captures micro-batches of each shape once and replays them, on every replica that has a CUDA
-    /// device: see [`MicroBatcher::replay`], and what it asks of the closure.
+    /// Captures micro-batches of each shape once as CUDA graphs, on every replica with a CUDA device: see
+    /// [`MicroBatcher::replay`], and what it requires of the closure.
     pub fn replay(mut self, wanted: bool) -> Self {
         self.replays = wanted;
         self.set(move |micro| micro.set_replay(wanted))
     }
 
-    /// Why a replica's micro-batches run eagerly although [`Replicas::replay`] was asked for; none
-    /// where nothing stands in the way on any of them.
+    /// Returns the reason why a replica's micro-batches run eagerly although [`Replicas::replay`] was set;
+    /// none if all replicas can run CUDA graphs.
     ///
     /// # Errors
     /// When a replica's thread has ended.
@@ -41,8 +41,8 @@ impl<M: 'static> Replicas<M> {
         Ok(self.workers.all(cause)?.into_iter().flatten().next())
     }
 
-    /// Says in which order images and convolutions are to be in memory, as
-    /// [`MicroBatcher::layout`] does. What is measured is measured by each replica for itself.
+    /// Sets the memory format of images and convolutions, as [`MicroBatcher::layout`] does. Each replica
+    /// measures formats for itself.
     pub fn layout(self, layout: Layout) -> Self {
         let measures = self.state.team.is_alone();
         self.set(move |micro| {
@@ -53,38 +53,38 @@ impl<M: 'static> Replicas<M> {
         })
     }
 
-    /// Keeps memory on the first device for the state that an optimizer makes at its first step, as
+    /// Reserves memory on the first device for the state that an optimizer makes at its first step, as
     /// [`MicroBatcher::reserve`] does.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
         let bytes = method.into().state_bytes(&parameters(&self.store.variables_));
-        // With the first replica alone: the others take over its parameters.
+        // Only on the first replica, because the others copy its parameters.
         self.state.reserved = vec![bytes];
         self
     }
 
-    /// Reads automatic sizes that an earlier run has found for this model on these devices, and
-    /// writes there what is found now, as [`MicroBatcher::remember`] does.
+    /// Reads automatic sizes that an earlier run found for this model on these devices, and writes the
+    /// sizes of this run to the same file, as [`MicroBatcher::remember`] does.
     pub fn remember(mut self, path: impl AsRef<Path>) -> Self {
         self.state.remember(path.as_ref());
         self
     }
 
-    /// How fast each replica is, relative to the others, in place of what is measured: the parts
-    /// then depend on nothing else, so that a run can be repeated bit by bit on unlike devices.
+    /// Sets each replica's speed relative to the others, instead of measuring it: the parts then depend on
+    /// nothing else, so that a run repeats bit by bit on unlike devices.
     ///
     /// # Errors
-    /// When there is not one number a replica, or one is not above 0.
+    /// When there is not one number for each replica, or one is not above 0.
     pub fn speeds(mut self, speeds: &[f64]) -> Result<Self> {
         error::check_speeds(speeds, self.devices.len())?;
         self.speeds = Speeds::given(speeds);
         Ok(self)
     }
 
-    /// Trains together with the other ranks of a world, each of which gives its own part of every
+    /// Trains together with the other ranks of a world, each of which passes its own part of every
     /// mini-batch, as [`MicroBatcher::world`] does.
     ///
     /// # Errors
-    /// As there.
+    /// As [`MicroBatcher::world`].
     pub fn world(mut self, world: &World) -> Result<Self> {
         if world.size() == 1 {
             return Ok(self);
@@ -94,23 +94,23 @@ impl<M: 'static> Replicas<M> {
         Ok(self.set(MicroBatcher::measure_no_layout))
     }
 
-    /// How each replica's part is cut.
+    /// Returns the size by which each replica's part is cut.
     pub fn size(&self) -> Size {
         self.state.size
     }
 
-    /// How each replica's part is cut from now on.
+    /// Sets the size by which each replica's part is cut from now on.
     pub fn set_size(&mut self, size: Size) {
         self.state.set_size(size);
     }
 
     fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {
-        // Told at the next step: a thread may have ended, and `replay` or `layout` cannot say so.
+        // Applied at the next step: a thread may have ended, and `replay` or `layout` cannot report that.
         self.settings.push(Box::new(setting));
         self
     }
 
-    /// Lets every replica know what was set since the last step.
+    /// Applies the settings since the last step to every replica.
     pub(super) fn apply_settings(&mut self) -> Result<()> {
         if self.settings.is_empty() {
             return Ok(());

@@ -1,44 +1,45 @@
-//! How a mini-batch is spread over replicas: in proportion to their measured speeds.
+//! Divides a mini-batch among replicas, in proportion to their measured speeds.
 //!
-//! The first steps are spread evenly. Speeds are medians over the last steps, and the parts change
-//! only where that makes a step faster by more than chance: every change means new shapes, and
-//! other sums of rounding errors.
+//! The first steps divide it evenly. Speeds are medians over the last steps, and the parts change only if
+//! that makes a step faster by more than chance: every change means new shapes, and other rounding errors
+//! in sums.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::batch::Samples;
 
-/// A speed is the median of the last 5 readings. The first step, which warms up, is none of them.
+/// Number of last readings that a speed is the median of, without the first step, which warms up.
 const READINGS: usize = 5;
-/// 3 readings of every replica come before the first change: the least whose median drops an outlier.
+/// Readings of every replica before the first change: the least number whose median drops an outlier.
 const MIN_READINGS: usize = 3;
-/// Parts change only for a step expected to be 5 % faster: less is noise.
+/// Least expected speedup of a step for a change of the parts: less is noise.
 const MIN_SPEEDUP: f64 = 1.05;
 
-/// What is known of the replicas' speeds.
+/// Speeds of the replicas.
 #[derive(Debug, Clone)]
 pub(super) struct Speeds {
-    /// In proportion to these.
+    /// Speeds that the parts are in proportion to.
     current: Vec<f64>,
-    /// The last readings of each, in samples a second; `None` where speeds were given.
+    /// Last readings of each replica, in samples a second; none if speeds were given.
     readings: Option<Vec<VecDeque<f64>>>,
     warm: bool,
 }
 
 impl Speeds {
-    /// The same for all until something is known.
+    /// Makes equal speeds, until measured.
     pub(super) fn even(replicas: usize) -> Self {
         let readings = Some(vec![VecDeque::new(); replicas]);
         Self { current: vec![1.0; replicas], readings, warm: false }
     }
 
-    /// Given speeds, which are never measured.
+    /// Makes given speeds, which are never measured.
     pub(super) fn given(speeds: &[f64]) -> Self {
         Self { current: speeds.to_vec(), readings: None, warm: true }
     }
 
-    /// Each replica's samples. Those of the first replica, which has the result, are never none.
+    /// Returns each replica's samples. The first replica, which has the result, gets at least one
+    /// if there are any.
     pub(super) fn shares(&self, samples: &Samples) -> Vec<Range<usize>> {
         let mut start = 0;
         let range = |length: usize| {
@@ -52,7 +53,7 @@ impl Speeds {
         lengths.into_iter().map(range).collect()
     }
 
-    /// Learns from a step: how many samples each replica had, and in how many seconds.
+    /// Records a step: each replica's samples, and the seconds that they took.
     pub(super) fn observe(&mut self, step: impl Iterator<Item = (usize, Option<f64>)>) {
         let Some(readings) = &mut self.readings else { return };
         if !std::mem::replace(&mut self.warm, true) {
@@ -77,7 +78,7 @@ impl Speeds {
         if now > best * MIN_SPEEDUP {
             tracing::info!(samples_per_s = ?measured, "replicas get parts by their speeds");
             self.current = measured;
-            // What was read in other parts may not hold in the new ones.
+            // Readings with the old parts may not hold with the new ones.
             readings.iter_mut().for_each(VecDeque::clear);
         }
     }
@@ -89,7 +90,7 @@ fn median(readings: &VecDeque<f64>) -> f64 {
     sorted[sorted.len() / 2]
 }
 
-/// Whole numbers in these proportions: rounded down, and what is left to the largest remainders.
+/// Divides samples in these proportions: rounds down, and gives the rest to the largest remainders.
 fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     let whole: f64 = speeds.iter().sum();
     let exact: Vec<f64> = speeds.iter().map(|speed| samples as f64 * speed / whole).collect();
@@ -99,7 +100,7 @@ fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     order.sort_by(|&a, &b| rest(b).total_cmp(&rest(a)));
     let left = samples.saturating_sub(shares.iter().sum());
     order.into_iter().cycle().take(left).for_each(|i| shares[i] += 1);
-    // What the others have done is added to the first replica's part: so it always has one.
+    // The first replica's part gets the others' sums, so it always has a sample.
     if samples > 0
         && shares[0] == 0
         && let Some(largest) = (0..shares.len()).rev().max_by_key(|&i| shares[i])
@@ -110,7 +111,7 @@ fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     shares
 }
 
-/// Numbers of samples that follow each other, whose lengths are in these proportions.
+/// Divides consecutive samples so that the parts' lengths are in these proportions.
 fn apportioned_by_length(lengths: &[usize], speeds: &[f64]) -> Vec<usize> {
     let per_speed = lengths.iter().sum::<usize>() as f64 / speeds.iter().sum::<f64>();
     let mut shares = vec![0; speeds.len()];
@@ -118,7 +119,7 @@ fn apportioned_by_length(lengths: &[usize], speeds: &[f64]) -> Vec<usize> {
     let mut end = speeds[0] * per_speed;
     let mut before = 0.0;
     for &length in lengths {
-        // A sample is in the part that has its middle; the first one's is the first replica's.
+        // A sample belongs to the part that has its middle; the first sample to the first replica.
         while replica + 1 < speeds.len() && before > 0.0 && before + length as f64 / 2.0 > end {
             replica += 1;
             end += speeds[replica] * per_speed;

@@ -1,9 +1,10 @@
-//! Losses over the whole mini-batch: outputs from all replicas, the loss on the first, and back.
+//! Computes losses over the whole mini-batch: outputs from all replicas, the loss on the first, and the
+//! backward on all.
 //!
 //! ```text
-//!   1. every replica   its part forward, without a graph           → the mini-batch's outputs
-//!   2. the first one   the loss on all of them, and its backward   → a gradient for each output
-//!   3. every replica   its part forward again, with the same random numbers, and backward
+//!   1. every replica   forward of its part, without a graph                → the mini-batch's outputs
+//!   2. the first one   the loss on all outputs, and its backward           → a gradient for each output
+//!   3. every replica   recomputation of its part's forward, with the same random numbers, and backward
 //! ```
 
 use std::sync::Arc;
@@ -25,12 +26,11 @@ use crate::{Error, Result, feed};
 
 impl<M: 'static> Replicas<M> {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward, as
-    /// [`MicroBatcher::backward_whole`](crate::MicroBatcher::backward_whole) does. `loss` gets the
-    /// first replica's model, and the outputs on its device.
+    /// [`MicroBatcher::backward_whole`](crate::MicroBatcher::backward_whole) does. `loss` gets the first
+    /// replica's model, and the outputs on its device.
     ///
     /// # Errors
-    /// As [`Replicas::backward`]; and where there are other ranks, because all outputs must be in
-    /// one process.
+    /// As [`Replicas::backward`]; and with other ranks, because all outputs must be in one process.
     pub fn backward_whole<B: Batch + 'static, O: Batch + 'static>(
         &mut self,
         batch: &B,
@@ -61,9 +61,9 @@ impl<M: 'static> Replicas<M> {
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
         let parts = || jobs(batch, samples, &shares, size, |replica| opening.role(replica));
         let outputs = self.outputs(parts()?, samples, Arc::clone(forward))?;
-        // The loss draws as if it were one more replica.
+        // The loss draws random numbers as if it were one more replica.
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
-        // On the first replica alone: a contrastive loss compares every sample with every other.
+        // Only on the first replica: a contrastive loss compares every sample with every other.
         let (tried, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
         let ready = oom::catch(|| {
             let pairs = parts()?.into_iter().zip(&shares);
@@ -77,7 +77,8 @@ impl<M: 'static> Replicas<M> {
         Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
     }
 
-    /// All outputs, on the first replica's device. Statistics and random state do not see it.
+    /// Computes all outputs, on the first replica's device, without an effect on statistics and random
+    /// state.
     fn outputs<B: Batch + 'static, O: Batch + 'static>(
         &self,
         parts: Vec<Option<ReplicaJob<B>>>,
@@ -98,7 +99,7 @@ impl<M: 'static> Replicas<M> {
         oom::catch(|| samples.join(outputs))
     }
 
-    /// What the loss adds to the step itself, and each output's gradient.
+    /// Computes the loss on the first replica; returns its attempt, and each output's gradient.
     fn loss_on<O: Batch + 'static>(
         &self,
         outputs: &O,
@@ -117,8 +118,8 @@ impl<M: 'static> Replicas<M> {
         })?
     }
 
-    /// All replicas' parts, backward from their outputs' gradients, and the loss's own; undone where
-    /// that fails.
+    /// Runs all replicas' backwards from their outputs' gradients, and merges them into the loss's attempt;
+    /// undoes everything if that fails.
     fn returned<B: Batch + 'static, O: Batch + 'static>(
         &self,
         parts: Vec<Option<(ReplicaJob<B>, RowGradients)>>,
@@ -140,7 +141,7 @@ impl<M: 'static> Replicas<M> {
         };
         let attempted = self.attempt(parts, samples, &back);
         let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
-            // The loss was counted before: these parts have nothing to add to it.
+            // The loss is already counted: these parts add nothing to it.
             parts.tally = whole.tally.following();
             whole.extend(parts)?;
             Ok(figures)

@@ -1,4 +1,4 @@
-//! A device that stages or a replica live on: a CUDA device, or a share of the CPU.
+//! Device of stages or of a replica: a CUDA device, or a share of the CPU.
 
 use brimful_torch::threads;
 use tch::Device;
@@ -6,10 +6,10 @@ use tch::Device;
 use crate::memory::{Arena, Memory};
 use crate::{Result, device};
 
-/// A device of a pipeline or of replicas: one thread, which owns the stages or the model put there.
+/// Device of a pipeline or of replicas: one thread, which owns the stages or the model there.
 ///
-/// A [`tch::Device`] is one. A CPU can be given more than once, each with threads of its own and,
-/// if wanted, an [`Arena`] that counts and limits its memory:
+/// A [`tch::Device`] converts into one. A CPU can be named more than once, each time with its own threads
+/// and, optionally, an [`Arena`] that counts and limits its memory:
 ///
 /// ```
 /// use brimful::DeviceSpec;
@@ -28,22 +28,22 @@ pub struct DeviceSpec {
 }
 
 impl DeviceSpec {
-    /// A CPU. Unless told otherwise, CPU devices share the caller's threads evenly.
+    /// Makes a CPU device. By default, CPU devices share the caller's threads evenly.
     pub fn cpu() -> Self {
         Device::Cpu.into()
     }
 
-    /// How many threads each operation there may use, on a CPU.
+    /// Sets the number of threads of each operation on a CPU.
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads.max(1)), ..self }
     }
 
-    /// The arena that its CPU memory is charged to.
+    /// Sets the arena that the device's CPU memory is charged to.
     pub fn arena(self, arena: Arena) -> Self {
         Self { arena: Some(arena), ..self }
     }
 
-    /// The same with an account of what it uses, as an automatic size needs.
+    /// Adds an arena if the device's memory is not counted yet, as automatic sizes need.
     pub(crate) fn counted(self) -> Self {
         match (&self.arena, self.device) {
             (None, Device::Cpu) => self.arena(Arena::new("cpu")),
@@ -51,7 +51,7 @@ impl DeviceSpec {
         }
     }
 
-    /// The memory whose figures are known.
+    /// Returns the device's memory, if it is counted.
     pub(crate) fn memory(&self) -> Option<Memory> {
         match (&self.arena, self.device) {
             (Some(arena), Device::Cpu) => Some(Memory::Arena(arena.clone())),
@@ -82,7 +82,7 @@ impl From<Memory> for DeviceSpec {
     }
 }
 
-/// The devices, each known to be there; CPUs that were not told their threads share the caller's.
+/// Checks that the devices exist; CPUs without a number of threads share the caller's.
 pub(crate) fn settled(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
     // With all threads each, they would outnumber the cores and slow each other down many times.

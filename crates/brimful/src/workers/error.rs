@@ -1,4 +1,4 @@
-//! What goes wrong with a thread itself, whatever it was doing.
+//! Errors of the worker threads themselves.
 
 use std::any::Any;
 
@@ -7,32 +7,32 @@ use thiserror::Error;
 use crate::Error;
 use crate::oom::{self, Caught};
 
-/// A thread of a pipeline or of replicas that failed as such.
+/// Failure of a thread of a pipeline or of replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WorkerError {
-    /// A panic where none was expected.
+    /// Unexpected panic.
     #[error("a worker panicked: {message}; what it was doing was undone")]
     Panicked {
-        /// Its words.
+        /// Its message.
         message: String,
     },
-    /// A call to the workers by what they run, which would wait for itself.
+    /// Call to the workers by code that they run, which would wait for itself.
     #[error(
         "a pipeline's optimizer or averages were used inside one of its own steps, which would wait for \
          itself: use them when the step is over"
     )]
     InStep,
-    /// A thread that has ended.
+    /// Thread that has ended.
     #[error("the thread of device {worker} has ended: build the pipeline or the replicas again")]
     Gone {
-        /// Which one, counted from 0.
+        /// Index of the device, from 0.
         worker: usize,
     },
 }
 
-/// The error that a guarded call has ended with. tch turns numbers into tensors by calls that panic
-/// where memory runs out, so a panic may be just that.
+/// Converts the failure of a guarded call to an error. tch converts numbers to tensors by calls that panic
+/// when memory runs out, so a panic may be out of memory.
 pub(crate) fn into_error(caught: Caught<Error>) -> Error {
     match caught {
         Caught::OutOfMemory(oom) => oom.into(),
@@ -43,7 +43,7 @@ pub(crate) fn into_error(caught: Caught<Error>) -> Error {
     }
 }
 
-/// What a panic says.
+/// Returns the message of a panic.
 pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
     oom::panic_words(payload).unwrap_or_else(|| "without a word".to_owned())
 }

@@ -1,10 +1,11 @@
-//! One long-lived thread for each device: it owns what lives there, and does what it is sent.
+//! Worker threads, one long-lived thread for each device: it owns its part of the model, and runs the
+//! closures that it is sent.
 //!
-//! The workers of a pipeline and the replicas of a model are such workers.
+//! Pipelines and replicas both run on such workers.
 //!
-//! *Streams.* Workers queue their work on the devices' common streams. A caller that does so too need
-//! not care; for one that has entered another stream, a worker's work comes after what the caller has
-//! queued until then, and what it queues afterwards comes after the worker's.
+//! *Streams.* Workers queue their work on the devices' default streams, as most callers do. If the caller
+//! has entered another stream, a worker's work follows the work queued there before the call, and later
+//! work there follows the worker's.
 
 mod device;
 mod error;
@@ -26,31 +27,31 @@ pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
 pub(crate) use shared::SharedWorkers;
 
-/// Work for a worker, which answers for itself.
+/// Closure for a worker, which sends its own answer.
 type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
 
-/// All workers. Dropped, it waits until their threads have ended.
+/// Workers of all devices. Dropping it waits until their threads have ended.
 pub(crate) struct Workers<W> {
     members: Vec<WorkerThread<W>>,
-    /// On which the order of a caller's and the workers' streams is kept.
+    /// Accelerators on which the caller's and the workers' streams keep their order.
     accelerators: Vec<Device>,
 }
 
 struct WorkerThread<W> {
-    /// None when the thread is to end.
+    /// None once the thread is to end.
     commands: Option<Sender<Command<W>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A worker's answer that will come.
+/// Pending answer of a worker.
 struct Answer<T> {
     worker: usize,
-    /// With what the worker has queued until then.
+    /// The value, with a stream fence after the work that the worker has queued.
     answered: Receiver<(Result<T>, Result<Queued>)>,
 }
 
 impl<T> Answer<T> {
-    /// Waits for it; this thread's streams come after the worker's from then on.
+    /// Waits for the answer; this thread's streams then follow the worker's.
     fn wait(self) -> Result<Result<T>> {
         let (value, queued) = self.answered.recv().map_err(|_| gone(self.worker))?;
         queued?.precede()?;
@@ -77,7 +78,7 @@ impl<W: 'static> Workers<W> {
             answers.push(built);
         }
         let accelerators = accelerators(devices.iter().map(|device| device.device));
-        // Before the answers are read: dropped by an error, it ends the threads and waits for them.
+        // Before the answers are read: an error drops it, which ends the threads and waits for them.
         let workers = Self { members, accelerators };
         let built: Vec<Result<()>> = answers
             .iter()
@@ -88,7 +89,7 @@ impl<W: 'static> Workers<W> {
         Ok(workers)
     }
 
-    /// Keeps the order on these devices too, which tensors for the workers are on.
+    /// Keeps the order on these devices too, because tensors for the workers are on them.
     pub(crate) fn involve(&mut self, devices: impl Iterator<Item = Device>) {
         self.accelerators = accelerators(self.accelerators.iter().copied().chain(devices));
     }
@@ -97,13 +98,13 @@ impl<W: 'static> Workers<W> {
         self.members.len()
     }
 
-    /// Lets every worker do its job at the same time; their answers, in the workers' order.
+    /// Runs every worker's job at the same time; returns their answers, in the workers' order.
     pub(crate) fn each<J: Send + 'static, T: Send + 'static>(
         &self,
         jobs: Vec<J>,
         f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Result<T>>> {
-        // All are asked before one is waited for: the workers of a pipeline wait for each other.
+        // All get their jobs before one is waited for: the workers of a pipeline wait for each other.
         let mut answers = Vec::with_capacity(jobs.len());
         for (d, job) in jobs.into_iter().enumerate() {
             let f = f.clone();
@@ -112,7 +113,7 @@ impl<W: 'static> Workers<W> {
         answers.into_iter().map(Answer::wait).collect()
     }
 
-    /// The same; all answers, or the first error.
+    /// Runs every worker's job at the same time; returns all answers, or the first error.
     pub(crate) fn each_or_error<J: Send + 'static, T: Send + 'static>(
         &self,
         jobs: Vec<J>,
@@ -121,7 +122,7 @@ impl<W: 'static> Workers<W> {
         self.each(jobs, f)?.into_iter().collect()
     }
 
-    /// Lets every worker do the same; all answers, or the first error.
+    /// Runs `f` on every worker; returns all answers, or the first error.
     pub(crate) fn all<T: Send + 'static>(
         &self,
         f: impl Fn(&mut W) -> Result<T> + Clone + Send + 'static,
@@ -130,7 +131,7 @@ impl<W: 'static> Workers<W> {
         self.each_or_error(jobs, move |worker, ()| f(worker))
     }
 
-    /// Lets one worker do something, and waits for it.
+    /// Runs `f` on one worker, and waits for it.
     pub(crate) fn one<T: Send + 'static>(
         &self,
         d: usize,
@@ -139,18 +140,18 @@ impl<W: 'static> Workers<W> {
         self.ask(d, f)?.wait()?
     }
 
-    /// Sends a worker something to do; the answer will come.
+    /// Sends `f` to a worker; returns the pending answer.
     fn ask<T: Send + 'static>(
         &self,
         d: usize,
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
-        // On this thread: which stream was entered is known to the thread that did.
+        // On this thread, which alone knows the stream that it has entered.
         let before = Queued::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value = before.precede().and_then(|()| begun(|| f(worker)));
-            // Whoever asked may have gone.
+            // The caller may have gone.
             let _ = answer.send((value, before.since()));
         });
         let commands = self.members[d].commands.as_ref().ok_or_else(|| gone(d))?;
@@ -160,7 +161,7 @@ impl<W: 'static> Workers<W> {
 }
 
 impl<W> Workers<W> {
-    /// Those that still run.
+    /// Returns the ids of the threads that still run.
     fn threads(&self) -> impl Iterator<Item = ThreadId> {
         self.members.iter().filter_map(|member| Some(member.thread.as_ref()?.thread().id()))
     }
@@ -176,13 +177,13 @@ impl<W> Drop for Workers<W> {
     fn drop(&mut self) {
         self.members.iter_mut().for_each(|member| member.commands = None);
         for thread in self.members.iter_mut().filter_map(|member| member.thread.take()) {
-            // A thread that panicked has been reported as gone.
+            // A thread that panicked was reported as gone.
             let _ = thread.join();
         }
     }
 }
 
-/// A worker's thread, from its beginning to its end.
+/// Body of a worker's thread.
 fn work<W>(
     device: &DeviceSpec,
     build: impl FnOnce() -> Result<W>,
@@ -201,7 +202,7 @@ fn work<W>(
     }
 }
 
-/// Does a worker's work, which begins with graphs whatever the work before it has left.
+/// Runs a worker's closure, with grad mode enabled whatever the closure before it left.
 fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     oom::catch(|| with_graphs(true, work)).map_err(error::into_error)
 }

@@ -1,4 +1,4 @@
-//! Workers with several holders, such as a pipeline, its optimizer and its averages, who take turns.
+//! Workers shared by several holders, such as a pipeline, its optimizer and its averages.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -31,15 +31,16 @@ impl<W> SharedWorkers<W> {
         Self { workers: Arc::new(Mutex::new(workers)), threads }
     }
 
-    /// Waits for the holder's turn.
+    /// Waits until no other holder uses the workers.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Workers<W>> {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same for a holder that may be asked by what the workers run.
+    /// Locks the workers for a holder that closures on the workers may call.
     ///
     /// # Errors
-    /// On a thread of these workers while another holder has its turn: that one waits for this thread.
+    /// On a thread of these workers while another holder has locked them, because that holder waits for
+    /// this thread.
     pub(crate) fn turn(&self) -> Result<MutexGuard<'_, Workers<W>>> {
         match self.workers.try_lock() {
             Ok(turn) => Ok(turn),

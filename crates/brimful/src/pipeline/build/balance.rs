@@ -1,4 +1,4 @@
-//! How the layers are cut into stages: given, evenly, or by measuring them.
+//! Cuts the layers into stages: by given sizes, evenly, or by measurement.
 
 use brimful_torch::threads::limit_threads;
 use tch::Tensor;
@@ -15,13 +15,13 @@ use crate::plan::{self, Misfit, Request};
 use crate::schedule::{DeviceId, ScheduleRecipe, StageId};
 use crate::workers::DeviceSpec;
 
-/// How the layers are cut into stages: given, or found by measuring them.
+/// Balance of the layers over the stages: given, or found by measurement.
 ///
 /// `[3, 4]` is a balance, as is a `Vec` and a [`balance::Balance`].
 #[derive(Debug, Default)]
 pub struct BalanceBy {
     choice: Choice,
-    /// The optimizer, where what it keeps is to be counted.
+    /// Optimizer whose state is counted, if any.
     method: Option<Method>,
 }
 
@@ -35,22 +35,22 @@ enum Choice {
 }
 
 impl BalanceBy {
-    /// The slowest stage as fast as can be, within the devices' limits. The layers are measured on
-    /// the first device with these samples, which are a micro-batch or like one, and parameters of the
-    /// [pipeline's kind](crate::pipeline::Builder::kind).
+    /// Makes the slowest stage as fast as possible, within the devices' limits. Measures the layers on the
+    /// first device with these samples, which are a micro-batch or like one, and with parameters of the
+    /// [pipeline's dtype](crate::pipeline::Builder::kind).
     pub fn by_time(sample: &impl Batch) -> Self {
         Choice::ByTime(leaves(sample)).into()
     }
 
-    /// The fullest stage as empty as can be: parameters, their gradients, what an
-    /// [optimizer](BalanceBy::optimizer) keeps, and the activations that the schedule holds. Measured as
-    /// by [`BalanceBy::by_time`].
+    /// Makes the stage that needs the most memory need as little as possible: parameters, their gradients,
+    /// an [optimizer](BalanceBy::optimizer)'s state, and the activations that the schedule holds. Measures
+    /// as [`BalanceBy::by_time`] does.
     pub fn by_bytes(sample: &impl Batch) -> Self {
         Choice::ByBytes(leaves(sample)).into()
     }
 
-    /// Counts what this optimizer will keep beside the parameters, where bytes are counted: with
-    /// Adam, twice as much as they take themselves, and more in half precision.
+    /// Counts this optimizer's state when bytes are counted: with Adam, twice the parameters' own bytes,
+    /// and more in half precision.
     #[must_use]
     pub fn optimizer(self, config: impl Into<Method>) -> Self {
         Self { method: Some(config.into()), ..self }
@@ -87,25 +87,25 @@ impl From<Choice> for BalanceBy {
     }
 }
 
-/// What a balance is for.
+/// Inputs of the search for a balance.
 pub(super) struct Question<'a> {
     pub(super) builder: &'a Builder,
-    /// The device that layers are measured on.
+    /// Device that layers are measured on.
     pub(super) first: &'a DeviceSpec,
-    /// Where each device's memory ends, if that is known.
+    /// Memory limit of each device, if known.
     pub(super) limits: &'a [Option<u64>],
     pub(super) micro_batches: usize,
 }
 
-/// A balance in numbers.
+/// Balance in numbers.
 pub(super) struct SettledBalance {
     pub(super) balance: balance::Balance,
-    /// What automatic lists are made from, where the stages' times are known.
+    /// Costs that automatic schedules are made from, if the stages' times are known.
     pub(super) recipe: Option<ScheduleRecipe>,
 }
 
 impl Question<'_> {
-    /// The balance in numbers.
+    /// Finds the balance in numbers.
     pub(super) fn settle(&self) -> Result<SettledBalance> {
         let Builder { layers, balance, kind, recipe, .. } = self.builder;
         let state = balance.method.map_or(0.0, |method| method.state_factor_in(*kind));
@@ -125,7 +125,7 @@ impl Question<'_> {
         Ok(balance::by_time(&vec![load; layers.len()], &vec![Slot::default(); stages])?)
     }
 
-    /// The planner's balance for this schedule, with the sample as a micro-batch.
+    /// Returns the planner's balance for this schedule, with the sample as a micro-batch.
     fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<SettledBalance> {
         let &Builder { schedule, recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
@@ -170,9 +170,9 @@ impl Question<'_> {
         Ok(balance::by_bytes(&loads, &slots)?)
     }
 
-    /// What the layers cost on the first device.
+    /// Measures the layers on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
-        // As its worker will run them: with all of the caller's threads they would seem faster.
+        // With its worker's threads: with all of the caller's they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         let Builder { layers, kind, .. } = self.builder;
         balance::measure_of_kind(layers, self.first.device, sample, *kind, |_| {})
@@ -183,7 +183,7 @@ fn leaves(sample: &impl Batch) -> Vec<Tensor> {
     batch::tensors(sample).into_iter().map(Tensor::shallow_clone).collect()
 }
 
-/// Where the device's memory ends, if that is known.
+/// Returns the device's memory limit, if known.
 pub(super) fn limit(device: &DeviceSpec) -> Option<u64> {
     match device.memory()? {
         Memory::Arena(arena) => arena.limit(),

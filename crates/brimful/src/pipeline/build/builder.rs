@@ -1,4 +1,4 @@
-//! Describes a pipeline, and checks all of it before anything is built.
+//! Describes a pipeline, and checks the whole description before it builds anything.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
 use crate::{Layers, Result, World};
 
-/// A pipeline that is not built yet.
+/// Builder of a pipeline.
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
@@ -36,14 +36,14 @@ pub struct Builder {
     pub(super) balance: BalanceBy,
     size: Size,
     pub(super) schedule: Schedule,
-    /// Of a plan.
+    /// Costs for automatic schedules, from a plan.
     pub(super) recipe: Option<ScheduleRecipe>,
     pub(super) recompute: Recompute,
-    /// The same of each stage, where a plan says it.
+    /// Recomputation of each stage, if a plan sets it.
     recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
     homes: Homes,
-    /// Where what enters each stage waits, where a plan says it.
+    /// Device or host for each stage's boundaries, if a plan sets it.
     boundaries: Vec<Home>,
     slots: usize,
     pub(super) host: Option<Arena>,
@@ -80,69 +80,68 @@ impl Builder {
         }
     }
 
-    /// The devices, in the order of the stages: one worker thread each. One that no stage needs is
-    /// left out. The default is one CPU.
+    /// Sets the devices, in the order of the stages: one worker thread each. A device that no stage needs
+    /// is left out. The default is one CPU.
     pub fn devices<D: Into<DeviceSpec>>(self, devices: impl IntoIterator<Item = D>) -> Self {
         Self { devices: devices.into_iter().map(Into::into).collect(), ..self }
     }
 
     /// Builds one pipeline over the ranks of a world, or as many as there are
-    /// [replicas](Builder::replicas): the stages of rank 0's devices come first. Every rank builds the
-    /// same pipeline, names its own devices, and makes the same calls.
+    /// [replicas](Builder::replicas); the stages of rank 0's devices come first. Every rank builds the same
+    /// pipeline, names its own devices, and makes the same calls.
     ///
-    /// As everywhere, every replica brings its own part of each mini-batch, or an empty one; the ranks
-    /// of one replica bring the same.
+    /// Every replica passes its own part of each mini-batch, or an empty one; the ranks of one replica pass
+    /// the same.
     pub fn world(self, world: &World) -> Self {
         Self { world: world.clone(), ..self }
     }
 
     /// Trains so many pipelines, each with its part of every mini-batch. The default is one.
     ///
-    /// In one process, the devices are dealt out to them in order, as many each, and a mini-batch is
-    /// spread over them. In a world, each is in as many ranks as the others. A number of micro-batches
-    /// is that of each pipeline.
+    /// In one process, each pipeline gets an equal number of the devices, in order, and every mini-batch is
+    /// divided among the pipelines. In a world, each pipeline has an equal number of ranks. A number of
+    /// micro-batches applies to each pipeline.
     pub fn replicas(self, replicas: usize) -> Self {
         Self { replicas, ..self }
     }
 
-    /// Keeps memory for the state that an optimizer makes at its first step, until the first step of
-    /// the pipeline is over: see [`MicroBatcher::reserve`](crate::MicroBatcher::reserve).
+    /// Reserves memory for the state that an optimizer makes at its first step, until the pipeline's first
+    /// step is over: see [`MicroBatcher::reserve`](crate::MicroBatcher::reserve).
     pub fn reserve(self, method: impl Into<Method>) -> Self {
         Self { reserved: Some(method.into()), ..self }
     }
 
-    /// Reads automatic sizes that an earlier run has found for this model on these devices, and
-    /// writes there what is found now: see [`MicroBatcher::remember`](crate::MicroBatcher::remember).
+    /// Reads automatic sizes that an earlier run found for this model on these devices, and writes the
+    /// sizes of this run to the same file: see [`MicroBatcher::remember`](crate::MicroBatcher::remember).
     pub fn remember(self, path: impl AsRef<Path>) -> Self {
         Self { remembered: Some(path.as_ref().to_owned()), ..self }
     }
 
-    /// How many layers each stage gets. By default, as many as the others.
+    /// Sets the number of layers of each stage. By default, all stages get equally many.
     pub fn balance(self, balance: impl Into<BalanceBy>) -> Self {
         Self { balance: balance.into(), ..self }
     }
 
-    /// How a mini-batch is cut: into so many micro-batches, or by a [`Size`]. The default is one.
+    /// Sets the number of micro-batches of a mini-batch, or a [`Size`]. The default is one.
     pub fn micro_batches(self, size: impl Into<Size>) -> Self {
         Self { size: size.into(), ..self }
     }
 
-    /// The order of the actions. The default is 1F1B.
+    /// Sets the schedule. The default is 1F1B.
     ///
-    /// [`Schedule::Auto`] goes by the stages' times where they are known: those of a
-    /// [plan](Self::plan), or of layers that are measured for a balance
-    /// [by time](BalanceBy::by_time). Over ranks the first one's are taken.
+    /// [`Schedule::Auto`] uses the stages' times if they are known: from a [plan](Self::plan), or from a
+    /// balance that measures layers [by time](BalanceBy::by_time). Over ranks, rank 0's times count.
     pub fn schedule(self, schedule: Schedule) -> Self {
         Self { schedule, ..self }
     }
 
-    /// Which activations are computed again. The default is none.
+    /// Sets activation recomputation. The default is none.
     pub fn recompute(self, recompute: Recompute) -> Self {
         Self { recompute, recompute_each: Vec::new(), ..self }
     }
 
-    /// Balance, schedule, number of micro-batches, and of each stage home and recompute, of a planner's
-    /// answer.
+    /// Takes balance, schedule, number of micro-batches, and each stage's offload and recomputation from a
+    /// row of a plan.
     pub fn plan(self, row: &PlanRow) -> Self {
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let (balance, recipe) = ((&row.balance).into(), row.recipe.clone());
@@ -154,63 +153,63 @@ impl Builder {
         Self { balance, schedule, recipe, size, recompute, ..of_stages }
     }
 
-    /// The number type of the parameters. The default is f32.
+    /// Sets the parameters' dtype. The default is f32.
     pub fn kind(self, kind: Kind) -> Self {
         Self { kind, ..self }
     }
 
-    /// Where each stage's weights, gradients and optimizer state live. The default is on its device.
+    /// Sets which stages are offloaded: their weights, gradients and optimizer state are in host memory. By
+    /// default, every stage stays on its device.
     ///
-    /// A stage that lives on the host computes on its device: see [`Homes`].
+    /// An offloaded stage computes on its device: see [`Homes`].
     pub fn homes(self, homes: impl Into<Homes>) -> Self {
         Self { homes: homes.into(), boundaries: Vec::new(), slots: SLOTS, ..self }
     }
 
-    /// The arena that what lives on the host is charged to, where the device is a CPU.
+    /// Sets the arena that offloaded stages are charged to, if the device is a CPU.
     pub fn host(self, arena: Arena) -> Self {
         Self { host: Some(arena), ..self }
     }
 
-    /// The order in memory of images that enter the model and of its convolutions: see
-    /// [`MicroBatcher::layout`](crate::MicroBatcher::layout). By default, and with stages that live on the
-    /// host, they are as the user has them; in a [world](Self::world) nothing is measured.
+    /// Sets the memory format of images and convolutions: see
+    /// [`MicroBatcher::layout`](crate::MicroBatcher::layout). By default, and with offloaded stages, they
+    /// keep the user's format; in a [world](Self::world) formats are not measured.
     pub fn layout(self, layout: Layout) -> Self {
         Self { layout, ..self }
     }
 
-    /// What is refused because it is not finite: by default a loss.
+    /// Sets the policy for non-finite values. By default, a non-finite loss is refused.
     pub fn non_finite(self, policy: NonFinite) -> Self {
         Self { non_finite: policy, ..self }
     }
 
-    /// Starts the devices' threads and builds each stage on its own.
+    /// Starts the devices' threads, each of which builds its stages.
     ///
-    /// The parameters' first values are ruled by `tch::manual_seed`, and do not depend on the
-    /// balance.
+    /// `tch::manual_seed` determines the parameters' initial values, which do not depend on the balance.
     ///
     /// # Errors
-    /// When the layers, balance, devices, schedule and number of micro-batches do not go together,
-    /// a device is not here, or a layer cannot be built.
+    /// When the layers, balance, devices, schedule and number of micro-batches do not fit together, a
+    /// device does not exist, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
-        // Not `?`: a rank that cannot build tells the others, who wait for it in the handshake.
+        // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
         let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
         let (balance, schedule, meet) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
-        // A plan's may be of another schedule, if one was named after it.
+        // A plan's costs may be for another schedule, if one was set after the plan.
         let recipe = recipe.filter(|recipe| recipe.is_of(schedule, workers));
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let homes = self.settle_homes(&balance, &one)?;
         let has_room = self.check_host(balance.sizes(), &homes, one.placement(), &ranks);
-        // Told to the other ranks in the next handshake, for which they wait.
+        // Reported in the next handshake, where the other ranks wait.
         let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &homes));
         let build = self.stage_build(&homes);
         let mut state = self.first_state(team);
-        // As they are where nothing was asked for: a layer may have a dtype of its own.
+        // Unchanged unless a dtype was set: a layer may have its own.
         let layers = match self.kind {
             Kind::Float => self.layers,
             kind => self.layers.kind(kind),
@@ -219,7 +218,7 @@ impl Builder {
         let devices = used(devices, replicas_here, ranks.here().len());
         let workers = spawn(&layout, &devices, &ranks, &build, fits)?;
         ranks.tie(&workers)?;
-        // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
+        // The seed of the sharing layer drew the copy's values: it takes its owner's instead.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
         let arrangement = arrangement(&workers, self.layout, self.world.size())?;
@@ -245,7 +244,7 @@ impl Builder {
         })
     }
 
-    /// How every worker builds its stages, which live there.
+    /// Returns the settings by which every worker builds its stages.
     fn stage_build(&self, homes: &[StageHome]) -> StageBuild {
         StageBuild {
             keeps_activations: self.recompute == Recompute::Never,
@@ -257,7 +256,7 @@ impl Builder {
         }
     }
 
-    /// What steps begin with.
+    /// Returns the steps' initial state.
     fn first_state<T>(&self, team: Team) -> StepState<T> {
         let mut state = StepState::new(self.size);
         (state.team, state.non_finite) = (team, self.non_finite);
@@ -265,28 +264,28 @@ impl Builder {
         state
     }
 
-    /// How many replicas this process has, and how many the ranks make up: alone, a process has all on
-    /// its own devices.
+    /// Returns the numbers of replicas in this process and over the ranks: a single process has all of them
+    /// on its own devices.
     fn replicas_here_and_of_ranks(&self) -> (usize, usize) {
         if self.world.size() == 1 { (self.replicas, 1) } else { (1, self.replicas) }
     }
 
-    /// The balance that all ranks take.
+    /// Returns the balance that all ranks use.
     fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<SettledBalance> {
         let limits = &roster.limits;
         let micro_batches = self.usual_micro_batches(limits.len());
         roster.settle_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
-    /// Where each stage lives.
+    /// Returns device or host for each stage.
     fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
         let mut homes = self.homes.of(balance.sizes().len())?;
         bring_together(&mut homes, &self.layers, balance, actions.placement())?;
         Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
     }
 
-    /// Refuses a list of as many micro-batches as a step will have by which a graph of a stage at home outlives its
-    /// weights, before anything is built. Others are looked at when they are made.
+    /// Checks a list of as many micro-batches as steps will have for graphs of offloaded stages that
+    /// outlive their weights, before anything is built. Other lists are checked when they are made.
     fn check_lists(
         &self,
         schedule: Schedule,
@@ -308,11 +307,11 @@ impl Builder {
             Some(recipe) => recipe.actions_by_stage(micro_batches, recompute),
             None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
         };
-        // A number that no step has does not matter before there is such a mini-batch.
+        // A number of micro-batches that no schedule takes matters only once a mini-batch has it.
         listed.map_or(Ok(()), |listed| check_graphs_at_home(&listed, homes, self.slots))
     }
 
-    /// This rank's devices, and what all ranks must have in common.
+    /// Returns this rank's devices, and the settings that must be equal on all ranks.
     fn bring(&self) -> Result<(Vec<DeviceSpec>, String)> {
         self.check()?;
         let mut devices = settled(self.devices.clone())?;
@@ -341,11 +340,12 @@ impl Builder {
         if self.world.size() == 1 && !(replicas > 0 && devices.is_multiple_of(replicas)) {
             return Err(PipelineError::UnevenReplicas { devices, replicas }.into());
         }
-        // A size or count of 0 is refused before anything is built.
+        // Refuses a size or count of 0 before anything is built.
         self.size.check()
     }
 
-    /// The number of micro-batches, where it does not depend on the mini-batch; else one a stage.
+    /// Returns the number of micro-batches, if it does not depend on the mini-batch; otherwise one for each
+    /// stage.
     fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
             Size::Count(count) => count,
@@ -354,7 +354,7 @@ impl Builder {
     }
 }
 
-/// How many workers so many stages need.
+/// Number of workers that so many stages need.
 fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
     let per_device = schedule.stages_per_device();
     if per_device == 0 || !stages.is_multiple_of(per_device) {
@@ -366,7 +366,7 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// Starts this rank's workers, and lets each build its stages, where all ranks have room for them.
+/// Starts this rank's workers, which build their stages, if all ranks have enough free bytes for them.
 fn spawn(
     layout: &Arc<StageLayout>,
     devices: &[DeviceSpec],
@@ -378,7 +378,7 @@ fn spawn(
     with_step_seed(seeded, |seed| {
         let seed = ranks.world().settle("seed", has_room.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
-        // The account of the host beside a device that is a CPU too: what lives there is not the device's.
+        // The host's arena beside a CPU device: offloaded stages are not charged to the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
         let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
@@ -401,15 +401,15 @@ fn spawn(
     })
 }
 
-/// The devices that have a worker, of each pipeline of this process.
+/// Returns the devices that have a worker, of each pipeline of this process.
 fn used(devices: Vec<DeviceSpec>, replicas: usize, workers: usize) -> Vec<DeviceSpec> {
     let each = devices.len() / replicas;
     let used = devices.into_iter().enumerate().filter(|(at, _)| at % each < workers);
     used.map(|(_, device)| device).collect()
 }
 
-/// Bytes that an optimizer's state will take on each worker's device: that of stages that live on the
-/// host is there.
+/// Bytes that an optimizer's state will take on each worker's device; that of offloaded stages is on the
+/// host.
 fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64>> {
     let Some(method) = method else { return Ok(Vec::new()) };
     workers.all(move |worker| {
@@ -422,8 +422,8 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
     })
 }
 
-/// The order in memory that these workers' models begin with: measured alone, because ranks would choose
-/// differently, and where there are convolutions.
+/// Returns the initial memory format of these workers' models. Measured only in a single process, because
+/// ranks would choose differently, and only with convolutions.
 fn arrangement(workers: &Workers<Worker>, layout: Layout, ranks: usize) -> Result<Arrangement> {
     let convolves = workers.all(|worker| {
         let mut all = worker.variables.all();
@@ -436,7 +436,7 @@ fn arrangement(workers: &Workers<Worker>, layout: Layout, ranks: usize) -> Resul
     }
 }
 
-/// A lock for each accelerator that several workers share.
+/// Returns a lock for each accelerator that several workers share.
 fn turns(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
     let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
     let shared = |device: &DeviceSpec| {

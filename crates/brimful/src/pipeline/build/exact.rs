@@ -1,4 +1,4 @@
-//! Cuts a model before its exact BatchNorms, so that all micro-batches meet there.
+//! Cuts a model before its exact BatchNorms, where all micro-batches meet at a barrier.
 
 use super::Builder;
 use crate::Result;
@@ -7,8 +7,8 @@ use crate::pipeline::error::PipelineError;
 use crate::schedule::Schedule;
 
 impl Builder {
-    /// The balance with a cut before each exact BatchNorm, the order in which all micro-batches pass a stage
-    /// before the first passes the next, and whether there is such a layer; without, both stay.
+    /// Returns the balance with a cut before each exact BatchNorm, the breadth-first schedule, and whether
+    /// there is such a layer. Without one, balance and schedule stay.
     pub(super) fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
         let norms = self.layers.exact_norms()?;
         match norms.first() {

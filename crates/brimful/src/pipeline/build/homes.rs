@@ -1,4 +1,4 @@
-//! Where each stage lives: on its device, or on the host.
+//! Offload of stages: on the device, or on the host.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -17,27 +17,27 @@ use crate::ranks::summed_in;
 use crate::schedule::{ActionKind, Actions, DeviceId, Home, MoveKind, Moves, Recompute, StageHome};
 use crate::{Layers, Result};
 
-/// Where the stages' weights, gradients and optimizer state live between their uses.
+/// Memory of the stages' weights, gradients and optimizer state between their uses.
 ///
-/// A stage that lives on the host computes on its device as others do: its weights come over the bus
-/// ahead of their use, its gradients go home when they are whole, and the optimizer works on them
-/// there. So a model may be as large as the host's memory. With
-/// [breadth first](crate::schedule::Schedule::BreadthFirst), weights cross once forward and once
-/// backward, however many micro-batches there are.
+/// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
+/// their use, its gradients go to the host when they are complete, and the optimizer updates the weights
+/// there. So a model may be as large as host memory. With a
+/// [breadth-first](crate::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
+/// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Homes {
-    /// Every stage on its device.
+    /// Keeps every stage on its device.
     #[default]
     Device,
-    /// Every stage on the host.
+    /// Offloads every stage to the host.
     Host,
-    /// One by one, in the order of the stages.
+    /// Sets each stage, in order.
     Each(Vec<Home>),
 }
 
 impl Homes {
-    /// The home of each of so many stages.
+    /// Returns the setting of each of so many stages.
     pub(crate) fn of(&self, stages: usize) -> Result<Vec<Home>> {
         match self {
             Self::Device => Ok(vec![Home::Device; stages]),
@@ -50,8 +50,8 @@ impl Homes {
     }
 }
 
-/// Stages of one device that share parameters live in one place, where those are one tensor: on the host, if
-/// one of them does.
+/// Offloads all stages of one device that share parameters if one of them is offloaded, because a shared
+/// parameter is one tensor.
 pub(super) fn bring_together(
     homes: &mut [Home],
     layers: &Layers,
@@ -63,7 +63,7 @@ pub(super) fn bring_together(
         .filter_map(|(user, owner)| Some((stage_of(user)?, stage_of(owner)?)))
         .filter(|(user, owner)| placement[*user] == placement[*owner])
         .collect();
-    // Owners first: one may have several users.
+    // Owners first: one owner may have several users.
     let owners = shared.iter().copied();
     let users = shared.iter().map(|&(user, owner)| (owner, user));
     for (one, other) in owners.chain(users) {
@@ -74,8 +74,9 @@ pub(super) fn bring_together(
     Ok(())
 }
 
-/// A graph looks at its stage's weights where they lay when it was made. So of a stage that lives on the host, they
-/// must not leave, and others take their place, before its last backward.
+/// Checks that no graph outlives its weights: a graph refers to its stage's weights in the device buffer
+/// that held them. An offloaded stage's weights must not leave the buffer to others before its last
+/// backward.
 pub(crate) fn check_graphs_at_home(
     actions: &Actions,
     homes: &[StageHome],
@@ -109,8 +110,8 @@ pub(crate) fn check_graphs_at_home(
     Ok(())
 }
 
-/// What a stage computes again; one that is run again anyhow, because its weights leave between forward and backward,
-/// at least this much.
+/// Returns the recomputation asked for, but at least `least` for a stage that must recompute, such as one
+/// whose weights leave between forward and backward.
 pub(crate) fn recompute_at_least(
     asked: Recompute,
     is_run_again: bool,
@@ -140,8 +141,8 @@ impl From<&PlanRow> for Homes {
     }
 }
 
-/// Where all that belongs to each stage lives. Where nobody has said it of `boundaries`, those wait on the
-/// host that a device with stages at home makes or takes: such a device has no room for all that waits.
+/// Returns device or host for all that belongs to each stage. Without `boundaries`, those that an
+/// offloading device sends or receives wait on the host: such a device has no capacity for all of them.
 pub(super) fn stage_homes(
     weights: &[Home],
     boundaries: &[Home],
@@ -160,8 +161,8 @@ pub(super) fn stage_homes(
 }
 
 impl Builder {
-    /// Refuses what is to live on the host, of stages with so many layers, where there is no room for it: that is
-    /// said before any of it is there.
+    /// Refuses offloaded stages of these sizes that exceed the host's free memory, before any of it is
+    /// allocated.
     pub(super) fn check_host(
         &self,
         sizes: &[usize],
@@ -182,7 +183,7 @@ impl Builder {
         let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
         let needs = needed.map(|needed| (needed, stages, limited));
         let needs = ranks.world().settle("the host's memory", needs, Duration::ZERO)?;
-        // Ranks of one machine share its memory, but for those that have an account of their own.
+        // Ranks of one machine share its memory, except those with a limited arena.
         let (me, hosts) = (ranks.world().rank(), ranks.world().hosts());
         let shares = |rank: usize| !limited && !needs[rank].2 && hosts[rank] == hosts[me];
         let sharing = (0..needs.len()).filter(|rank| *rank == me || shares(*rank));
@@ -196,8 +197,8 @@ impl Builder {
         Err(PipelineError::HostTooSmall { stages, needed, room }.into())
     }
 
-    /// Of these stages, in so many replicas: the weights, the gradients as they come home, and what the optimizer
-    /// keeps, of the first replica alone, where it is known.
+    /// Bytes on the host of these stages, in so many replicas: weights, gradients, and the first replica's
+    /// optimizer state, if the optimizer is known.
     fn bytes_at_home(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;
         let mut counts = counts.iter();

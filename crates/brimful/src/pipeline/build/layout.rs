@@ -1,4 +1,4 @@
-//! Which layers, skip connections and workers each stage has.
+//! Layers, skip connections and worker of each stage.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -7,35 +7,35 @@ use crate::layers::{Layers, Skip};
 use crate::schedule::{DeviceId, StageId};
 use crate::{Result, balance};
 
-/// The model, cut into stages and spread over workers.
+/// Model, cut into stages and spread over workers.
 #[derive(Debug)]
 pub(crate) struct StageLayout {
     pub(crate) layers: Layers,
     pub(crate) stages: Vec<StagePlan>,
     pub(crate) workers: usize,
-    /// Of the layers, by name.
+    /// Positions of the layers, by name.
     positions: HashMap<String, usize>,
-    /// The pairs (user, owner) of layers that share variables.
+    /// Pairs (user, owner) of layers that share variables.
     shared: Vec<(usize, usize)>,
 }
 
-/// One stage on paper.
+/// Plan of one stage.
 #[derive(Debug)]
 pub(crate) struct StagePlan {
     pub(crate) worker: usize,
     pub(crate) range: Range<usize>,
-    /// Skips that are popped here and come from an earlier stage, by the position of their stash.
+    /// Stash positions of skips that this stage pops and an earlier one stashes.
     pub(crate) imports: Vec<usize>,
-    /// Skips that are stashed here and go to later stages.
+    /// Skips that this stage stashes and later ones pop.
     pub(crate) exports: Vec<Export>,
 }
 
-/// A skip that leaves its stage.
+/// Skip that leaves its stage.
 #[derive(Debug, Clone)]
 pub(crate) struct Export {
-    /// The position of its stash.
+    /// Position of its stash.
     pub(crate) stash: usize,
-    /// The stages that it goes to, straight.
+    /// Stages that it goes to directly.
     pub(crate) targets: Vec<usize>,
 }
 
@@ -61,20 +61,20 @@ impl StageLayout {
         Ok(Self { layers, stages, workers, positions, shared })
     }
 
-    /// The stages of a worker, in order.
+    /// Returns the stages of a worker, in order.
     pub(crate) fn of_worker(&self, worker: usize) -> impl Iterator<Item = (StageId, &StagePlan)> {
         let numbered = self.stages.iter().enumerate().map(|(j, stage)| (StageId::at(j), stage));
         numbered.filter(move |(_, stage)| stage.worker == worker)
     }
 
-    /// The position of the layer that a variable of this name belongs to.
+    /// Returns the position of the layer that a variable of this name belongs to.
     pub(crate) fn position_of(&self, name: &str) -> Option<usize> {
-        // Layers' names may have dots, but none is inside another: at most one is found.
+        // Layers' names may contain dots, but none is inside another: at most one matches.
         let mut outer = name.match_indices('.').map(|(dot, _)| &name[..dot]);
         outer.find_map(|outer| self.positions.get(outer).copied())
     }
 
-    /// Whether a stage's layers use the variable of this name, their own or another's.
+    /// Returns whether a stage's layers use the variable of this name, their own or another's.
     pub(crate) fn uses(&self, plan: &StagePlan, name: &str) -> bool {
         let Some(position) = self.position_of(name) else { return false };
         let shares =
@@ -82,7 +82,7 @@ impl StageLayout {
         plan.range.contains(&position) || self.shared.iter().any(shares)
     }
 
-    /// The worker that has the layer at this position.
+    /// Returns the worker that has the layer at this position.
     pub(crate) fn worker_of(&self, position: usize) -> usize {
         let found = self.stages.iter().find(|stage| stage.range.contains(&position));
         found.expect("the balance covers every layer").worker

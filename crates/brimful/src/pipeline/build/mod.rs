@@ -1,4 +1,4 @@
-//! How a pipeline is described and built: which layers, devices and ranks it has.
+//! Describes and builds a pipeline: its layers, devices and ranks.
 
 mod balance;
 mod builder;

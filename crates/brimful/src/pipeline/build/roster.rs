@@ -1,4 +1,4 @@
-//! What ranks tell each other before they build a pipeline together.
+//! Handshake of the ranks that build a pipeline together.
 
 use std::time::Duration;
 
@@ -9,17 +9,17 @@ use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
 
-/// The devices of one pipeline, as all its ranks know them.
+/// Devices of one pipeline, as all its ranks know them.
 #[derive(Debug)]
 pub(crate) struct Roster<'a> {
     world: &'a World,
-    /// Where each device's memory ends, if that is known.
+    /// Memory limit of each device, if known.
     pub(crate) limits: Vec<Option<u64>>,
-    /// How many devices each rank has.
+    /// Number of devices of each rank.
     pub(crate) devices: Vec<usize>,
 }
 
-/// What a rank brings with it.
+/// Data that a rank sends in the handshake.
 #[derive(Debug, Serialize, Deserialize)]
 struct RosterHello {
     common: String,
@@ -27,7 +27,8 @@ struct RosterHello {
 }
 
 impl<'a> Roster<'a> {
-    /// Makes sure that all ranks build the same, and counts their devices. Gives this rank's, too.
+    /// Checks that all ranks build the same pipeline, and counts their devices. Returns this rank's devices
+    /// too.
     pub(crate) fn handshake(
         world: &'a World,
         replicas: usize,
@@ -45,7 +46,7 @@ impl<'a> Roster<'a> {
             return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
         }
         let ranks = world.size() / replicas;
-        // Of several pipelines in one process each has its part of the devices, as many as the others.
+        // With several pipelines in one process, each has an equal part of the devices.
         let devices: Vec<usize> =
             all.iter().map(|hello| hello.limits.len() / replicas_here).collect();
         let rows = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
@@ -54,12 +55,12 @@ impl<'a> Roster<'a> {
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
         let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
-        // Cannot fail here: had this rank brought an error, `settle` would have returned one.
+        // Cannot fail here: an error of this rank would have ended `settle` with an error.
         Ok((brought?.0, roster))
     }
 
-    /// The balance in numbers and what automatic lists are made from, as rank 0 finds them: measured
-    /// times differ from rank to rank, and all must make the same lists.
+    /// Returns the balance in numbers, and the costs for automatic schedules, as rank 0 finds them:
+    /// measured times differ from rank to rank, but all must make the same lists.
     pub(super) fn settle_balance(&self, question: &Question<'_>) -> Result<SettledBalance> {
         if self.world.size() == 1 {
             return question.settle();

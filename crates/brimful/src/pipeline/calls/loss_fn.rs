@@ -1,4 +1,4 @@
-//! The caller's closure as the last stage runs it, and what it gives beside the losses.
+//! Adapts the caller's closure to the last stage, and collects its outputs.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,12 +11,12 @@ use crate::pipeline::portion::Portion;
 use crate::pipeline::run::LossFn;
 use crate::{Error, Loss, Result, feed};
 
-/// What a model gives, as a closure takes it: one tensor, a list of them, an array or a tuple.
+/// Output of a model, as a closure takes it: one tensor, a list of them, an array or a tuple.
 pub trait ModelOutput: Sized {
-    /// Made from the model's output tensors.
+    /// Converts the model's output tensors.
     ///
     /// # Errors
-    /// When there are more or fewer.
+    /// When their number does not fit.
     fn from_tensors(tensors: Vec<Tensor>) -> Result<Self>;
 }
 
@@ -51,11 +51,11 @@ impl ModelOutput for (Tensor, Tensor, Tensor) {
     }
 }
 
-/// What a closure gave beside its losses, by micro-batch of each pipeline in this process.
+/// Outputs of a closure, by micro-batch of each pipeline in this process.
 pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
-/// The caller's closure, whatever it takes and gives, which may be needed for more than one try: a loss, or
-/// none, and outputs.
+/// The caller's closure, of any arguments and results, shared because several attempts may need it. It
+/// returns outputs, and a loss if there is one.
 pub(crate) struct SharedLoss<Y, O>(Arc<Mutex<UserLoss<Y, O>>>);
 
 type UserLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;
@@ -67,7 +67,8 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
         Self(Arc::new(Mutex::new(loss)))
     }
 
-    /// The closure as the last stage of each pipeline calls it: with the number of a micro-batch.
+    /// Returns the closure as the last stage of each pipeline calls it, with the number of a micro-batch;
+    /// and the collection of its outputs.
     pub(crate) fn for_each(
         &self,
         target: &Y,
@@ -86,7 +87,7 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
         Ok((all, collected))
     }
 
-    /// Of one pipeline, which puts what the closure gives there, from this place on.
+    /// Returns the closure for one pipeline, which collects its outputs from this index on.
     fn on(
         &self,
         target: &Y,
@@ -99,12 +100,13 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
         let loss = Arc::clone(&self.0);
         let mut lender = Lender::default();
         Ok(Box::new(move |i: usize, values: &[Tensor]| {
-            // Not before it is needed: all at once, targets would fill the last stage's device.
+            // Moved only when needed: all targets together would fill the last stage's device.
             let target = feed::moved(&targets[i], device)?;
             let values = values.iter().map(Tensor::shallow_clone).collect();
             let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
             let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
-            // Kept until the step is over: its graph would keep the micro-batch's activations.
+            // Detached, because it is kept until the step's end: its graph would keep the micro-batch's
+            // activations.
             let output = batch::detached(&output)?;
             let mut all = collected.lock().unwrap_or_else(PoisonError::into_inner);
             all[start + i] = Some(output);
@@ -113,7 +115,7 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
     }
 }
 
-/// What the closure gave beside its losses, in sample order; none of a pipeline without a sample.
+/// Joins the closure's outputs in sample order; none if the pipeline has no sample.
 pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<Option<O>> {
     let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
     match samples.join(parts.iter_mut().filter_map(Option::take).collect()) {
@@ -122,7 +124,7 @@ pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> R
     }
 }
 
-/// The samples of both must be as many; a target may also have nothing to cut.
+/// Fails if input and target differ in length; a target without a tensor to cut is allowed.
 pub(crate) fn check_common_len(input: &impl Batch, target: &impl Batch) -> Result<()> {
     let input = batch::len(input)?;
     match batch::len(target) {

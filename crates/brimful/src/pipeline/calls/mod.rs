@@ -1,4 +1,4 @@
-//! What a pipeline is asked for: forward and backward, with or without a commit, or forward alone.
+//! Calls of a pipeline: forward and backward, with or without a commit, or only forward.
 
 mod loss_fn;
 mod outputs;
@@ -26,15 +26,14 @@ impl Pipeline {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
     /// would have added on the whole mini-batch.
     ///
-    /// `loss` runs on the last stage's thread, for each micro-batch once, and again where an automatic
-    /// size tries the step again. It gets the model's output (a [`Tensor`], or several as a `Vec`, an
-    /// array or a tuple: [`ModelOutput`]) and the micro-batch's part of `target`, both on that stage's
-    /// device, and returns its [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of
-    /// them.
+    /// `loss` runs on the last stage's thread, once for each micro-batch, and again if an automatic size
+    /// retries the step. It gets the model's output (a [`Tensor`], or several as a `Vec`, an array or a
+    /// tuple: [`ModelOutput`]) and the micro-batch's part of `target`, both on that stage's device. It
+    /// returns its [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of either.
     ///
     /// # Errors
-    /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
-    /// and the pipeline can be used again.
+    /// When anything fails, in any stage: gradients, statistics and random state are then as before, and
+    /// the pipeline can be used again.
     pub fn backward<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
         &mut self,
         input: &X,
@@ -57,10 +56,10 @@ impl Pipeline {
     }
 
     /// Runs forward and backward, and keeps the result for [`Pipeline::commit`]: a step over several
-    /// mini-batches, each of which may have its own length.
+    /// mini-batches, which may differ in length.
     ///
     /// # Errors
-    /// As [`Pipeline::backward`]; the mini-batches before are kept.
+    /// As [`Pipeline::backward`]; earlier mini-batches are kept.
     pub fn accumulate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
         &mut self,
         input: &X,
@@ -80,15 +79,16 @@ impl Pipeline {
                 this.try_batch(arranged.batch(), target.batch(), &loss, this_try, mode)
             })
         })?;
-        // The order changes from window to window, so that one part of each tells its rate.
+        // The memory format changes from window to window, so the first mini-batch of each measures its
+        // speed.
         if is_first {
-            // A replica without a sample has taken part all the same.
+            // A replica without a sample takes part too.
             self.learn_order(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
         Ok(outputs)
     }
 
-    /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+    /// Commits the gradients of all mini-batches since the last commit, as if they were one.
     ///
     /// # Errors
     /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
@@ -96,8 +96,8 @@ impl Pipeline {
         step::commit(self)
     }
 
-    /// The mini-batch's loss, not in training and without gradients, with what the closure gives
-    /// beside it.
+    /// Computes the mini-batch's loss in evaluation mode, without gradients, and collects the closure's
+    /// outputs.
     ///
     /// # Errors
     /// As [`Pipeline::backward`].
@@ -118,9 +118,9 @@ impl Pipeline {
         })
     }
 
-    /// Runs `f` on the model's output for every micro-batch, not in training and without gradients, and
-    /// joins what it returns in sample order; in a world, on every rank of the pipeline. `|out| out`
-    /// gives the outputs themselves.
+    /// Runs `f` on the model's output for every micro-batch, in evaluation mode and without gradients, and
+    /// joins its results in sample order; in a world, on every rank of the pipeline. `|out| out` returns
+    /// the outputs themselves.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline};
@@ -152,7 +152,7 @@ impl Pipeline {
         })
     }
 
-    /// A mini-batch as the step is told of it.
+    /// Returns the request for a step with this mini-batch.
     pub(crate) fn brought(
         &self,
         used: Use,
@@ -164,14 +164,14 @@ impl Pipeline {
         let brought = Brought::new(used, arranged);
         let fits = sorted.and_then(|()| check_common_len(input, target));
         let brought = brought.with(fits, batch::devices(target));
-        // What all ranks of one pipeline must bring alike is compared where there are several.
+        // Ranks of one pipeline must pass equal mini-batches: compares dtypes, shapes and a hash of values.
         match self.ranks.of_pipeline().len() {
             1 => brought,
             _ => brought.with_hash(format!("{}; {}", described(input), described(target))),
         }
     }
 
-    /// One try at a mini-batch: every worker runs its actions, and the closure gets the outputs.
+    /// Runs one attempt at a mini-batch: every worker runs its actions, and the closure gets the outputs.
     fn try_batch<Y: Batch + 'static, O: Batch + 'static>(
         &mut self,
         input: &impl Batch,
@@ -186,7 +186,7 @@ impl Pipeline {
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;
         let last = self.layout.last_worker();
-        // Every rank makes the closure; without the last stage it never runs: any device will do.
+        // Every rank makes the closure; without the last stage it never runs, so any device will do.
         let device = |replica| match self.ranks.has(last) {
             true => self.device_of(replica, last).device,
             false => Device::Cpu,
@@ -203,7 +203,7 @@ impl Pipeline {
     }
 }
 
-/// The closure as the last stage calls it.
+/// Wraps the closure as the last stage calls it.
 fn with_loss<Y: Batch + 'static, M: ModelOutput, R: Outcome>(
     mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
 ) -> SharedLoss<Y, R::Outputs> {
@@ -213,7 +213,7 @@ fn with_loss<Y: Batch + 'static, M: ModelOutput, R: Outcome>(
     })
 }
 
-/// There must be no graph behind what is trained with: a gradient for it would be lost.
+/// Fails if a tensor of the mini-batch requires a gradient, which would be lost.
 pub(crate) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
     let mut traced = Vec::new();
     batch.visit(&mut |leaf| traced.push(leaf.tensor().requires_grad()));
@@ -223,7 +223,7 @@ pub(crate) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
     }
 }
 
-/// The leaves of each micro-batch, without the graph behind them.
+/// Returns the tensors of each micro-batch, detached.
 pub(crate) fn inputs(
     batch: &impl Batch,
     ranges: impl Iterator<Item = std::ops::Range<usize>>,

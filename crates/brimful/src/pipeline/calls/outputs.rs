@@ -1,4 +1,4 @@
-//! What the last stage gives beside losses, brought to all ranks that need it.
+//! Collects the last stage's outputs on all ranks that need them.
 
 use std::ops::Range;
 
@@ -12,8 +12,7 @@ use crate::step::Exchange;
 use crate::world::WorldError;
 
 impl Ranks {
-    /// What the closure gave beside its losses, in sample order, on this device of every rank of the
-    /// pipeline.
+    /// Returns the closure's outputs, in sample order, on this device of every rank of the pipeline.
     pub(crate) fn outputs<O: Batch>(
         &self,
         exchange: &Exchange,
@@ -27,7 +26,7 @@ impl Ranks {
             let outputs = joined(collected, samples)?.or(blank);
             return Ok(outputs.ok_or(BatchError::NothingToJoin)?);
         }
-        // The type alone tells that there is no tensor: so all ranks leave the exchange out alike.
+        // The type alone shows that there is no tensor, so all ranks skip the exchange alike.
         if let Some(empty) = blank.as_ref().filter(|blank| batch::leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
@@ -38,7 +37,7 @@ impl Ranks {
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
         let ranks: Vec<usize> = self.of_pipeline().collect();
         let came = self.world().spread_in(&exchange.turn, self.of(last), &ranks, &tensors)?;
-        // Without a sample the last stage's rank sends an empty list, for which the others wait.
+        // Without a sample, the last stage's rank sends an empty list, which the others wait for.
         if came.is_empty() {
             return Ok(form);
         }
@@ -49,8 +48,8 @@ impl Ranks {
         })
     }
 
-    /// The model's outputs of all replicas, in sample order, on this device of every rank, and which
-    /// rows are this rank's replica's; `own` are those of its last stage, by micro-batch.
+    /// Returns the model outputs of all replicas, in sample order, on this device of every rank, and the
+    /// range of rows of this rank's replica; `own` are the outputs of its last stage, by micro-batch.
     pub(crate) fn model_outputs(
         &self,
         exchange: &Exchange,
@@ -75,7 +74,7 @@ impl Ranks {
                 mine = start..end;
             }
             if !part.is_empty() {
-                // What has come from other ranks is in the host's memory.
+                // Tensors from other ranks arrive in host memory.
                 let here = part.iter().map(|tensor| tensor.f_to_device(device));
                 parts.push(here.collect::<Result<Vec<_>, _>>()?);
             }
@@ -85,7 +84,7 @@ impl Ranks {
     }
 }
 
-/// How many rows these outputs have.
+/// Number of rows of these outputs.
 fn rows(outputs: &[Tensor]) -> usize {
     let first = outputs.first().map(Tensor::size).unwrap_or_default();
     first.first().map_or(0, |rows| *rows as usize)

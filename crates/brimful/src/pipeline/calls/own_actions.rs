@@ -1,4 +1,4 @@
-//! A list of actions of the user's own, in the place of the schedule's.
+//! Replaces the schedule's list of actions by the user's own.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use crate::pipeline::error::PipelineError;
 use crate::schedule::Actions;
 
 impl Pipeline {
-    /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
-    /// own, and cuts mini-batches into as many. A mini-batch with fewer samples than that is still
-    /// run by the schedule. In a world, all ranks give the same list.
+    /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's own,
+    /// and cuts mini-batches into that many. A mini-batch with fewer samples still runs by the schedule. In
+    /// a world, all ranks pass the same list.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline};
@@ -25,9 +25,9 @@ impl Pipeline {
     /// ```
     ///
     /// # Errors
-    /// When the list is for another number of devices, puts a stage on another device, or goes backward through
-    /// a stage that lives on the host when its weights have left the device since its forward or recompute; the
-    /// schedule's own stays then.
+    /// When the list is for another number of devices, puts a stage on another device, or runs the backward
+    /// of an offloaded stage whose weights have left the device since its forward or recomputation; the
+    /// schedule's own list then stays.
     pub fn set_actions(&mut self, actions: Actions) -> Result<()> {
         let here = self.layout.stages.iter().map(|stage| stage.worker);
         let given = actions.placement().iter().map(|device| device.index());
@@ -36,7 +36,7 @@ impl Pipeline {
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
         check_graphs_at_home(&actions, &self.homes, self.slots)?;
-        // Lists are found by their number of micro-batches: with another size, it would not be run.
+        // Lists are found by their number of micro-batches: with another size, this one would not run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
         Ok(())
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
     use crate::{Layers, Loss, Size};
 
-    /// Two layers on two devices, which get so many micro-batches.
+    /// Builds two layers on two devices, with so many micro-batches.
     fn pipeline(micro_batches: usize) -> Pipeline {
         let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
         let layers = Layers::new().add("a", linear).add("b", linear);
@@ -73,7 +73,8 @@ mod tests {
     #[test]
     fn a_graph_whose_weights_have_left_goes_backward_in_no_step() {
         let lists = [
-            // Without a recompute, and with one of which only the first half sees its weights.
+            // Without recomputation, and with one whose weight gradient (dW) runs after its weights have
+            // left.
             "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1",
             "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,1R0,1B0,0R0,0B0,2W0,2R1,2B1,1R1,1B1,0R1,0B1",
         ];
@@ -84,7 +85,7 @@ mod tests {
             let builder = Pipeline::builder(layers).schedule(schedule);
             let builder = builder.homes(crate::pipeline::Homes::Host).micro_batches(2);
             let mut pipe = builder.build().expect("a pipeline");
-            // Past the check of lists.
+            // Bypasses the check of `set_actions`.
             pipe.actions.insert(2, Arc::new(list.parse().expect("a valid list")));
             let x = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
             let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));

@@ -1,4 +1,4 @@
-//! Any loss on the outputs of the whole mini-batch: all forwards, the caller's loss, all backwards.
+//! Computes losses over the whole mini-batch: all forwards, the caller's loss, all backwards.
 
 use std::ops::{Deref, Range};
 use std::time::Instant;
@@ -24,21 +24,21 @@ use crate::step::{
 };
 use crate::{Error, Result, oom};
 
-/// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
+/// Model outputs for a whole mini-batch, in sample order and on the last stage's device.
 ///
-/// They have a graph of their own: compute a loss from them, call its `backward`, and give
-/// them to [`Pipeline::backward_from`]. A model of one output can be used as that tensor.
+/// They have a graph of their own: compute a loss from them, call its `backward`, and pass them to
+/// [`Pipeline::backward_from`]. With a model of one output, `Outputs` dereferences to that tensor.
 #[derive(Debug)]
 pub struct Outputs {
     tensors: Vec<Tensor>,
-    /// What they are made of, in the order in which samples are run: where gradients arrive.
+    /// Leaves of the graph, in the order in which samples run: gradients arrive here.
     run: Vec<Tensor>,
-    /// Which forward they are of.
+    /// Number of the forward that made them.
     number: u64,
 }
 
 impl Outputs {
-    /// All of them.
+    /// Returns all outputs.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
@@ -47,13 +47,13 @@ impl Outputs {
 impl Deref for Outputs {
     type Target = Tensor;
 
-    /// The first output.
+    /// Returns the first output.
     fn deref(&self) -> &Tensor {
         &self.tensors[0]
     }
 }
 
-/// A forward that waits for its backward.
+/// Forward that waits for its backward.
 #[derive(Debug)]
 pub(crate) struct OpenForward {
     number: u64,
@@ -67,8 +67,8 @@ pub(crate) struct OpenForward {
 impl Pipeline {
     /// Runs forward in training, and keeps what [`Pipeline::backward_from`] needs.
     ///
-    /// All forwards come before the first backward, so every stage holds all micro-batches, as with
-    /// GPipe; with recompute, it holds their inputs alone. To look at outputs without training, use
+    /// All forwards come before the first backward, so every stage holds all micro-batches, as with GPipe;
+    /// with recomputation, it holds only their inputs. To compute outputs without training, use
     /// [`Pipeline::map`].
     ///
     /// ```
@@ -85,7 +85,7 @@ impl Pipeline {
     /// ```
     ///
     /// # Errors
-    /// When the size is automatic, which needs a step that can be tried again:
+    /// When the size is automatic, which needs a step that can be retried: use
     /// [`Pipeline::backward_whole`]; and as [`Pipeline::backward`].
     pub fn forward(&mut self, input: &impl Batch) -> Result<Outputs> {
         let start = Instant::now();
@@ -111,7 +111,7 @@ impl Pipeline {
                 run.map_err(|failed| exchange.report_failure(failed, start))?;
             let mut tensors = Vec::new();
             let restored = self.restored(&run, opening.own()).map(|all| tensors = all);
-            // Another rank has failed, whose gradients will never come: the graphs are dropped now.
+            // If another rank failed, its gradients will never come: drop the graphs now.
             if let Err(error) = exchange.report(restored, start) {
                 self.workers().all(|worker| worker.undo())?;
                 return Err(error);
@@ -123,8 +123,8 @@ impl Pipeline {
         })
     }
 
-    /// Runs backward from the outputs' gradients, and adds to the parameters' gradients what the
-    /// plain model would have added. The step's loss, which it does not know, is NaN.
+    /// Runs backward from the outputs' gradients, and adds to the parameters' gradients what the plain
+    /// model would have added. The step's loss, which the pipeline does not know, is NaN.
     ///
     /// # Errors
     /// When the outputs are not of the last forward or have no gradient; and as
@@ -141,7 +141,7 @@ impl Pipeline {
         let open = self.open.take().ok_or(PipelineError::OldOutputs)?;
         let OpenForward { plan, rows, exchange, opening, start, .. } = open;
         let gradients = RowGradients::of(&outputs.run);
-        // No new seed: a recompute draws by the forward's, which the workers' runs have kept.
+        // No new seed: recomputation draws from the forward's, which the workers' runs keep.
         preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
@@ -150,11 +150,11 @@ impl Pipeline {
         })
     }
 
-    /// Runs forward, any loss on the outputs of the whole mini-batch, and backward, as one step: where
-    /// memory runs out in any of them, an automatic size tries again with smaller micro-batches.
+    /// Runs forward, any loss on the outputs of the whole mini-batch, and backward, as one step: if memory
+    /// runs out in any of them, an automatic size retries with smaller micro-batches.
     ///
-    /// Gradients are the stages' alone: a loss that depends on other tensors that require one is refused
-    /// ([`OtherLeaf`]), which takes [`Pipeline::forward`] and [`Pipeline::backward_from`]. In a world, the
+    /// Only the stages get gradients: a loss that depends on other tensors that require one is refused
+    /// ([`OtherLeaf`]); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
     /// loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
@@ -195,7 +195,8 @@ impl Pipeline {
         let (run, rows) = self.all_forwards(input, &plan, exchange, samples)?;
         let counted = || {
             let tensors = self.restored(&run, samples)?;
-            // Forwards are counted from 1: `backward_from` refuses these, whose backward is run here.
+            // The numbers of forwards start at 1: `backward_from` refuses these outputs, whose backward
+            // runs here.
             let outputs = Outputs { tensors, run, number: 0 };
             Ok::<_, Error>((self.loss_of(&outputs, loss)?, outputs))
         };
@@ -203,13 +204,14 @@ impl Pipeline {
         let ((counted, gradients), outputs) = counted.map_err(|caught| self.given_up(caught))?;
         let mut tried = self.all_backwards(&plan, &gradients, &rows, exchange)?;
         tried.loss = Some(counted);
-        // Leaves would keep their gradients, as large as the outputs, while the caller has them.
+        // Detached: leaves would keep their gradients, as large as the outputs, as long as the caller has
+        // them.
         let tensors = outputs.tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>();
         let tensors = tensors.map_err(Error::from)?;
         Ok((tried, Outputs { tensors, run: Vec::new(), ..outputs }))
     }
 
-    /// All outputs, as leaves, and which rows of them are this process's.
+    /// Runs all forwards; returns all outputs, as leaves, and the range of rows that are this process's.
     fn all_forwards(
         &self,
         input: &impl Batch,
@@ -227,7 +229,7 @@ impl Pipeline {
         leaves.map_err(|error| self.given_up(error))
     }
 
-    /// All workers undo what they have under way, because of this; or what keeps one from it.
+    /// Undoes all workers' runs after this failure; returns the failure, or the error of the undo.
     fn given_up(&self, cause: impl Into<Failed>) -> Failed {
         match self.workers().all(|worker| worker.undo()) {
             Ok(_) => cause.into(),
@@ -235,16 +237,16 @@ impl Pipeline {
         }
     }
 
-    /// The loss, counted, and its gradient for each output.
+    /// Computes and counts the loss, and its gradient for each output.
     fn loss_of(
         &self,
         outputs: &Outputs,
         loss: &mut impl FnMut(&Outputs) -> Tensor,
     ) -> Result<((Counted, Vec<TermGroup>), RowGradients)> {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
-        // Before the backward, which a loss that is refused is spared.
+        // Before the backward, which a refused loss then skips.
         let counted = tally.read(self.state.non_finite)?;
-        // The outputs alone: what else got a gradient would keep it if the step failed later.
+        // Only for the outputs: another tensor would keep its gradient if the step failed later.
         let ends: Vec<&Tensor> = outputs.run.iter().collect();
         match backward_to(&KnownLeaves::new(&[])?, &ends, &[&loss], &[None], false)? {
             Reach::Known(()) => Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run))),
@@ -252,16 +254,16 @@ impl Pipeline {
         }
     }
 
-    /// The outputs in the user's order.
+    /// Returns the outputs in the user's order.
     fn restored(&self, run: &[Tensor], samples: &Samples) -> Result<Vec<Tensor>> {
-        // Of sequences, the orders of other ranks' mini-batches are not known here.
+        // The orders of other ranks' sequences are not known here.
         if samples.lengths().is_some() && !self.ranks.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.ranks.world().size() }.into());
         }
         samples.restored(run.iter().map(Tensor::shallow_clone).collect())
     }
 
-    /// Runs all backwards from this process's rows of the outputs' gradients.
+    /// Runs all backwards, from this process's rows of the outputs' gradients.
     fn all_backwards(
         &self,
         plan: &TryPlan,
@@ -277,7 +279,7 @@ impl Pipeline {
     }
 }
 
-/// Each micro-batch's rows of the outputs' gradients; those of this process begin at `start`.
+/// Cuts the outputs' gradients into each micro-batch's rows; those of this process begin at `start`.
 fn cut(gradients: &RowGradients, plan: &TryPlan, start: usize) -> Result<Vec<Tensors>> {
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
     let rows = ranges.map(|range| {

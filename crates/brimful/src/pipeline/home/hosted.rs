@@ -1,4 +1,4 @@
-//! A stage that lives on the host: its variables' places at home, in a slot, and among gradients.
+//! Offloaded stage: the places of its variables in host memory, in a device buffer, and among gradients.
 
 use brimful_torch::host;
 use brimful_torch::slab::Slab;
@@ -10,45 +10,46 @@ use crate::accumulate::Sum;
 use crate::batch::tensor_bytes;
 use crate::memory::Arena;
 
-/// Variables begin at multiples of 256 bytes, as what an accelerator's allocator gives does.
+/// Alignment of variables in bytes, which is also that of an accelerator's allocator.
 const ALIGNMENT: usize = 256;
 
-/// A variable that lives on the host.
+/// Offloaded variable.
 #[derive(Debug)]
 pub(crate) struct HostedVariable {
     name: String,
-    /// The one that layers, optimizers and files know: at home its numbers are `at_home`.
+    /// Tensor that layers, optimizers and files use; on the host its storage is `at_home`.
     tensor: Tensor,
     at_home: Tensor,
-    /// Where its bytes begin in its stage's slot.
+    /// Offset of its bytes in its stage's device buffer.
     in_slot: usize,
 }
 
-/// Makes room for so many numbers behind the others, which end at this byte, and gives the place.
+/// Appends so many numbers to a buffer that ends at this byte, and returns their offset.
 fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
     let place = *end;
     *end += room(numbers, kind);
     place
 }
 
-/// A stage's part of the host's memory.
+/// Offloaded stage, with its host buffers.
 #[derive(Debug)]
 pub(crate) struct HostedStage {
-    /// Its own first, in the order of their bytes; then those that it shares with an earlier stage.
+    /// The stage's own variables first, in the order of their offsets; then those that it shares with an
+    /// earlier stage.
     variables: Vec<HostedVariable>,
-    /// Of its own variables, which cross in one piece.
+    /// Host buffer of the stage's own variables, which are copied in one piece.
     weights: Slab,
     own: usize,
-    /// What a slot must hold.
+    /// Bytes of a device buffer that this stage needs.
     pub(crate) slot_bytes: usize,
-    /// One a group of loss terms; more where somebody keeps the gradients of an earlier step. Each is as large
-    /// as what is trained: of what is frozen nothing comes.
+    /// Host buffers of gradients: one a group of loss terms, more while the gradients of an earlier step
+    /// are in use. Frozen parameters take no space.
     gradients: Vec<Slab>,
 }
 
 impl HostedStage {
-    /// Brings these variables, which are on their device, home, as numbers of this kind; `shared` ones
-    /// have a home already.
+    /// Moves these variables from their device to the host, with this dtype; `shared` ones are already
+    /// there.
     pub(crate) fn take_in(
         own: Vec<(String, Tensor)>,
         shared: Vec<HostedVariable>,
@@ -72,7 +73,8 @@ impl HostedStage {
             })?;
             variables.push(HostedVariable { name, tensor, at_home, in_slot });
         }
-        // Where the device is the host itself, what the stage was built in would stay between the homes.
+        // If the device is the CPU, freed memory of the stage's construction would otherwise stay between
+        // the host buffers.
         host::give_freed_back();
         for guest in shared {
             let in_slot = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
@@ -81,7 +83,7 @@ impl HostedStage {
         Ok(Self { variables, weights, own, slot_bytes: end, gradients: Vec::new() })
     }
 
-    /// The variable of this name, for another stage that shares it.
+    /// Returns the variable of this name, for another stage that shares it.
     pub(crate) fn share(&self, name: &str) -> Option<HostedVariable> {
         let variable = self.variables.iter().find(|variable| variable.name == name)?;
         Some(HostedVariable {
@@ -92,7 +94,7 @@ impl HostedStage {
         })
     }
 
-    /// Whether the variable's home is here.
+    /// Returns whether the variable is one of the stage's own.
     pub(crate) fn owns(&self, name: &str) -> bool {
         self.variables.iter().any(|variable| variable.name == name && variable.in_slot < self.own)
     }
@@ -101,12 +103,12 @@ impl HostedStage {
         self.variables.iter().any(|variable| variable.tensor.requires_grad())
     }
 
-    /// Whether it has this parameter.
+    /// Returns whether the stage has the parameter at this host address.
     pub(crate) fn has(&self, place: usize) -> bool {
         self.variables.iter().any(|variable| variable.at_home.data_ptr() as usize == place)
     }
 
-    /// Queues copies of all weights into the slot, on this thread's stream.
+    /// Queues copies of all weights into the device buffer, on this thread's stream.
     pub(crate) fn copy_to(&self, slot: &Tensor) -> Result<()> {
         let own = self.own as i64;
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
@@ -117,22 +119,22 @@ impl HostedStage {
         Ok(())
     }
 
-    /// What these copies take over the bus.
+    /// Bytes of these copies.
     pub(crate) fn fetched_bytes(&self) -> u64 {
         self.own as u64 + self.guests().map(|guest| tensor_bytes(&guest.at_home)).sum::<u64>()
     }
 
-    /// The variables that it shares with an earlier stage, whose home is there.
+    /// Returns the variables that an earlier stage owns.
     fn guests(&self) -> impl Iterator<Item = &HostedVariable> {
         self.variables.iter().filter(|variable| variable.in_slot >= self.own)
     }
 
-    /// The names of those that are trained.
+    /// Returns the names of the trained variables that an earlier stage owns.
     pub(crate) fn trained_guests(&self) -> impl Iterator<Item = &str> {
         self.guests().filter(|guest| guest.tensor.requires_grad()).map(|guest| guest.name.as_str())
     }
 
-    /// Lets the variables be what is in the slot.
+    /// Points the variables to the device buffer.
     pub(crate) fn point_to(&self, slot: &Tensor) -> Result<()> {
         tch::no_grad(|| {
             let mut all = self.variables.iter();
@@ -140,11 +142,11 @@ impl HostedStage {
         })
     }
 
-    /// Lets the variables that are in this slot be what is at home.
+    /// Points the variables that are in this device buffer back to the host.
     pub(crate) fn leave(&self, slot: &Tensor) -> Result<()> {
         tch::no_grad(|| {
             for variable in &self.variables {
-                // A shared one may be in another stage's slot by now.
+                // A shared variable may already be in another stage's device buffer.
                 if variable.tensor.data_ptr() == variable.in_slot(slot)?.data_ptr() {
                     variable.tensor.shallow_clone().f_set_data(&variable.at_home)?;
                 }
@@ -153,8 +155,8 @@ impl HostedStage {
         })
     }
 
-    /// Queues copies of these sums, by parameter, into memory at home, on this thread's stream.
-    /// `place_of` gives a parameter's place at home.
+    /// Queues copies of these gradients, by parameter, to host memory, on this thread's stream. `place_of`
+    /// holds the parameters' host addresses.
     pub(crate) fn bring_home(
         &mut self,
         sums: &Sum,
@@ -186,9 +188,9 @@ impl HostedStage {
         Ok(home)
     }
 
-    /// The sums at home, by group and parameter, under the names of the stage's own variables, together
-    /// with what later stages have left in `shared` of them; those of variables that an earlier stage
-    /// owns are left there.
+    /// Returns the gradients on the host under the names of the stage's own variables, together with those
+    /// that later stages left in `shared`. Leaves the gradients of variables that an earlier stage owns in
+    /// `shared`.
     pub(crate) fn named(
         &self,
         home: &[Sum],
@@ -214,7 +216,8 @@ impl HostedStage {
         own
     }
 
-    /// The place of a slab of so many bytes that nobody looks at: gradients of an earlier step may be in use.
+    /// Returns the index of a free gradient buffer of at least so many bytes: those of an earlier step may
+    /// be in use.
     fn free_gradients(&mut self, bytes: usize, memory: &HomeMemory) -> Result<usize> {
         for (at, slab) in self.gradients.iter().enumerate() {
             if slab.bytes().numel() >= bytes && slab.is_free() {
@@ -232,23 +235,23 @@ impl HostedVariable {
     }
 }
 
-/// Where homes are made.
+/// Host memory of offloaded stages.
 #[derive(Debug)]
 pub(crate) struct HomeMemory {
-    /// What they are charged to; none where the device's own account does not see the host's memory.
+    /// Arena that it is charged to; none if the device's own arena does not count host memory.
     pub(crate) arena: Option<Arena>,
     pub(crate) device: Device,
 }
 
 impl HomeMemory {
-    /// So many bytes, page-locked for an accelerator where the system allows it.
+    /// Allocates a host buffer, pinned for an accelerator if the system allows it.
     fn slab(&self, bytes: usize) -> Result<Slab> {
         let _charged = self.arena.as_ref().map(Arena::enter);
         let mut slab = Slab::new(bytes)?;
         if self.device != Device::Cpu
             && let Err(refusal) = slab.lock(self.device)
         {
-            // It works all the same; said, because copies then take about nine times as long.
+            // Works unpinned too; a warning, because copies then take about nine times as long.
             tracing::warn!(
                 bytes,
                 "the system locks no more pages, so copies between host and device will be slow \
@@ -259,12 +262,12 @@ impl HomeMemory {
     }
 }
 
-/// Bytes of so many numbers, up to where the next ones may begin.
+/// Bytes of so many numbers, rounded up to the alignment.
 fn room(numbers: usize, kind: Kind) -> usize {
     (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
 }
 
-/// A tensor of this shape and kind that begins at this byte.
+/// Returns a tensor of this shape and dtype that begins at this byte.
 fn view(bytes: &Tensor, start: usize, shape: &[i64], kind: Kind) -> Result<Tensor> {
     let numbers = shape.iter().product::<i64>();
     let length = numbers * kind.elt_size_in_bytes() as i64;

@@ -1,16 +1,16 @@
-//! Stages that live in the host's memory: their weights come to the device when they are needed, their
-//! gradients go home when they are whole, and the optimizer works on them there.
+//! Offloads stages to host memory: weights come to the device when they are needed, gradients go to the
+//! host when they are complete, and the optimizer updates the weights there.
 //!
 //! ```text
-//!   host      weights ──┐             ┌──▶ gradients ── optimizer ──▶ weights
-//!             one slab a stage        │    a slab a stage     a thread of its own
-//!                     inward stream   outward stream
-//!   device    slot 0 │ slot 1 ── compute ──▶ sums of one stage
+//!   host      weights ──┐                    ┌──▶ gradients ── optimizer ──▶ weights
+//!             one host buffer a stage        │    one host buffer a stage   a thread of its own
+//!               host-to-device stream   device-to-host stream
+//!   device    buffer 0 │ buffer 1 ── compute ──▶ summed gradients of one stage
 //! ```
 //!
-//! A parameter is one tensor for all who know it. At home its numbers are the slab's; while its stage
-//! is at work they are the slot's, and all that a step does with it is as on a device. Between steps,
-//! and after one that failed, every parameter is at home.
+//! A parameter is one tensor for layers, optimizer and files. Its storage is the host buffer's; while its
+//! stage is on the device it is the device buffer's, and a step uses it like any other parameter. Between
+//! steps, and after one that failed, every offloaded parameter is on the host.
 
 mod hosted;
 mod slots;
@@ -35,62 +35,62 @@ use crate::pipeline::run::{MoveClock, RestingPlace};
 use crate::schedule::{Awaited, Move};
 use slots::Slots;
 
-/// How many stages are in slots at a time, unless a plan says it: one computes while the next is on its
-/// way.
+/// Default number of device buffers: one stage computes while the next one's weights arrive.
 pub(crate) const SLOTS: usize = 2;
 
-/// A worker's stages that live on the host.
+/// Offloaded stages of a worker.
 #[derive(Debug)]
 pub(crate) struct HostedStages {
     memory: HomeMemory,
-    /// By place among the worker's stages; none for those that live on the device.
+    /// By place among the worker's stages; none for stages that stay on the device.
     stages: Vec<Option<HostedStage>>,
     slots: Slots,
-    /// The stages that wait for their last update before they are brought to a slot.
+    /// Stages whose last update must finish before their weights are fetched.
     late: Vec<(usize, Move)>,
-    /// Where gradients and boundaries leave by.
+    /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: RestingPlace,
-    /// The place at home of each parameter of the step under way.
+    /// Host address of each parameter of the step under way.
     places: Vec<usize>,
-    /// Sums on their way home, and when they are there.
+    /// Gradients that are being copied to the host, and the event at which they have arrived.
     leaving: Option<(Vec<Sum>, Event)>,
-    /// Sums that have set out, as they are at home, by group of terms.
+    /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
+    /// group of terms.
     home: Vec<Vec<Sum>>,
-    /// When the optimizer gets gradients, and what the step under way has for it.
+    /// When the optimizer gets gradients, and those of the step under way that it gets before its step.
     pub(crate) hands_over: HandsOver,
     handing: Option<Handing>,
-    /// For so many steps nothing is computed ahead, because nobody took the last over.
+    /// Number of steps without speculative updates, because the last ones went unused.
     pause: usize,
     update: Option<Update>,
 }
 
-/// 8 steps are taken without looking ahead after one that had no use for it, as with gradients that are clipped.
+/// Steps without speculative updates after a step that could not use them, as with clipped gradients.
 const PAUSE: usize = 8;
 
-/// When the optimizer at home gets a step's gradients.
+/// Time at which the host optimizer gets a step's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandsOver {
-    /// When it is asked for its step.
+    /// At the optimizer's step.
     AtTheStep,
-    /// Stage by stage while the backward goes on, to compute beside the state what the step will come to.
+    /// Stage by stage during the backward, to compute the update speculatively beside the current state.
     Ahead,
-    /// Stage by stage, to update by them.
+    /// Stage by stage during the backward, to update the parameters at once.
     Following,
 }
 
 /// Gradients of the backward under way that the optimizer gets before its step.
 #[derive(Debug, Default)]
 struct Handing {
-    /// Of stages whose parameters are still in their slots.
+    /// Gradients of stages whose parameters are still in device buffers.
     waiting: Vec<(usize, StageGradients)>,
-    /// Of parameters that an earlier stage has too: theirs are whole when its are.
+    /// Gradients of tied parameters, complete once the owning stage has run.
     shared: Vec<(String, Tensor)>,
-    /// How many stages were given.
+    /// Number of stages whose gradients the optimizer got.
     given: usize,
 }
 
 impl HostedStages {
-    /// None where every stage lives on its device.
+    /// Makes the device buffers; returns none if every stage stays on the device.
     pub(crate) fn new(
         stages: Vec<Option<HostedStage>>,
         memory: HomeMemory,
@@ -116,12 +116,13 @@ impl HostedStages {
         }))
     }
 
-    /// Whether the stage at this place is trained; none of one that lives on the device.
+    /// Returns whether the stage at this place has trained parameters; none for a stage that stays on the
+    /// device.
     pub(crate) fn is_trained(&self, at: usize) -> Option<bool> {
         self.stages[at].as_ref().map(HostedStage::is_trained)
     }
 
-    /// The places (owner, user) of stages that share a parameter which is trained.
+    /// Returns the places (owner, user) of stages that share a trained parameter.
     pub(crate) fn ties(&self) -> impl Iterator<Item = (usize, usize)> {
         let hosted =
             || self.stages.iter().enumerate().filter_map(|(at, s)| Some((at, s.as_ref()?)));
@@ -131,30 +132,30 @@ impl HostedStages {
         })
     }
 
-    /// How many live on the host.
+    /// Number of offloaded stages.
     pub(crate) fn count(&self) -> usize {
         self.stages.iter().flatten().count()
     }
 
-    /// How many stages are in slots at a time.
+    /// Number of device buffers.
     pub(crate) fn slots(&self) -> usize {
         self.slots.count
     }
 
-    /// A step begins that sums the gradients of these parameters, all at home.
+    /// Begins a step that sums the gradients of these parameters, all of which are on the host.
     pub(crate) fn begin(&mut self, parameters: &[Tensor]) {
         self.places = parameters.iter().map(|p| p.data_ptr() as usize).collect();
         self.home.clear();
     }
 
-    /// Starts to bring a stage's weights to a slot, at once or when its last update is done: the stage before
-    /// it computes meanwhile.
+    /// Starts to fetch a stage's weights into a device buffer, at once or when its last update is done; the
+    /// stage before it computes meanwhile.
     pub(crate) fn fetch(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         self.late.push((at, one));
         self.fetch_late(clock)
     }
 
-    /// Starts to bring those whose last update is done by now.
+    /// Starts the late fetches of stages whose last update is done.
     fn fetch_late(&mut self, clock: &mut MoveClock) -> Result<()> {
         let late = std::mem::take(&mut self.late);
         let follows = self.is_following();
@@ -165,8 +166,8 @@ impl HostedStages {
         done.into_iter().try_for_each(|(at, one)| self.bring(at, one, clock))
     }
 
-    /// Waits for the stage's last update, and starts to bring its weights to a slot: by the move that is late, or
-    /// by this one.
+    /// Waits for the stage's last update, and fetches its weights: as the transfer that is late, or as this
+    /// one.
     fn fetch_now(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         let late = self.late.iter().position(|(late, _)| *late == at);
         let one = late.map_or(one, |late| self.late.remove(late).1);
@@ -185,15 +186,17 @@ impl HostedStages {
         stage.map_or(Ok(()), |stage| self.slots.fetch(at, stage, one, clock))
     }
 
-    /// Lets a stage compute: its parameters are what is in its slot, which this move fills where none has.
+    /// Points a stage's parameters to its device buffer, and makes this thread's work wait for the weights.
+    /// Fetches them first, as this transfer, if no buffer holds them.
     pub(crate) fn enter(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         self.fetch_late(clock)?;
         if self.stages[at].is_none() || self.slots.is_current(at) {
             return Ok(());
         }
-        // It is late. Or its moves were made for a list that was run in one go: one that was left in between, as
-        // that of a loss on all outputs is, has sent everything home. A slot is free in both cases: fewer stages are
-        // in slots than the moves, which never have more than there are, take for granted.
+        // Either the fetch is late, or the list of transfers was interrupted: a loss on all outputs sends
+        // every stage to the host between forward and backward. In both cases a buffer is free, because
+        // fewer stages are on the device than the list assumes, and the list never needs more buffers than
+        // there are.
         if !self.slots.has(at) {
             self.fetch_now(at, one, clock)?;
         }
@@ -201,20 +204,21 @@ impl HostedStages {
         self.slots.enter(at, stage, clock)
     }
 
-    /// Which of all fetches a stage's weights came by, where they are on the device; none of one that lives there.
+    /// Returns the number of the fetch that brought a stage's weights to the device; none if the stage is
+    /// not in a device buffer.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
         self.slots.generation(at)
     }
 
-    /// Gives a stage's slot up.
+    /// Frees a stage's device buffer.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
         self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))?;
         self.give_gradients(|stage| stage == at);
         Ok(())
     }
 
-    /// Lets the optimizer follow a step that begins, or look ahead while it goes backward: the one that is here, or
-    /// the one whose last update is under way.
+    /// Starts to hand gradients to the optimizer during a step's backward, for updates at once or
+    /// speculative ones. The optimizer is either idle here or still at work on its last update.
     pub(crate) fn begin_handing(&mut self, here: &mut Option<Optimizer>) -> Result<()> {
         if let Some(optimizer) = here.take()
             && let Err(refused) = self.start_update(optimizer, None, self.hands_over)
@@ -226,35 +230,35 @@ impl HostedStages {
         Ok(())
     }
 
-    /// Whether the optimizer has gradients to look ahead from.
+    /// Returns whether the optimizer got gradients for speculative updates.
     pub(crate) fn is_looking_ahead(&self) -> bool {
         self.update.as_ref().is_some_and(|update| update.looks_ahead)
     }
 
-    /// Whether the step that begins is to be looked ahead of.
+    /// Returns whether to compute updates speculatively in the step that begins.
     pub(crate) fn wants_ahead(&mut self) -> bool {
         let pauses = self.pause > 0;
         self.pause = self.pause.saturating_sub(1);
         self.hands_over == HandsOver::Ahead && !pauses
     }
 
-    /// What was computed ahead was of no use: the next steps go without.
+    /// Pauses speculative updates for the next steps, because the last ones went unused.
     pub(crate) fn pause_ahead(&mut self) {
         self.pause = PAUSE;
     }
 
-    /// Does not look further ahead in the step under way.
+    /// Ends speculative updates in the step under way.
     pub(crate) fn end_ahead(&mut self) {
         self.handing = None;
     }
 
-    /// Lets the optimizer take this learning rate, which was checked, when it is done with its update; tells
-    /// whether there is such.
+    /// Sets the optimizer's learning rate, already checked, when its update is done; returns false if no
+    /// update is under way.
     pub(crate) fn give_rate(&mut self, rate: f64) -> bool {
         self.update.as_mut().is_some_and(|update| update.give(HomeTask::Rate(rate)))
     }
 
-    /// Gives the optimizer the gradients of these stages, whose parameters are at home.
+    /// Gives the optimizer the gradients of these stages, whose parameters are on the host.
     pub(crate) fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
         let follows = self.is_following();
         let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
@@ -271,23 +275,24 @@ impl HostedStages {
         }
     }
 
-    /// Whether updates follow the backward that is under way.
+    /// Returns whether the optimizer updates parameters in the backward under way.
     pub(crate) fn is_following(&self) -> bool {
         self.handing.is_some() && self.hands_over == HandsOver::Following
     }
 
-    /// Whether the backward that is under way has gradients for the optimizer, or had.
+    /// Returns whether the backward under way has, or had, gradients for the optimizer.
     pub(crate) fn has_handed(&self) -> bool {
         self.handing.as_ref().is_some_and(|handing| handing.given + handing.waiting.len() > 0)
     }
 
-    /// How many stages have no gradients to be read, because they are updated before.
+    /// Number of stages whose gradients cannot be read, because the optimizer updates them in the backward.
     pub(crate) fn without_gradients(&self) -> usize {
         let trained = self.stages.iter().flatten().filter(|stage| stage.is_trained());
         trained.filter(|_| self.hands_over == HandsOver::Following).count()
     }
 
-    /// Ends what a step hands over; gives how many stages were updated, or will be.
+    /// Ends the handing over of gradients; returns the number of stages that the optimizer has updated or
+    /// will update.
     pub(crate) fn end_handing(&mut self) -> usize {
         let follows = self.is_following();
         let Some(handing) = self.handing.take().filter(|_| follows) else { return 0 };
@@ -297,8 +302,8 @@ impl HostedStages {
         handing.given
     }
 
-    /// Starts to bring a stage's sums home. The sums of the stage before it are given up by now: two
-    /// stages' are on the device at most.
+    /// Starts to copy a stage's summed gradients to the host. Frees those of the stage before it: the
+    /// device holds the gradients of two stages at most.
     pub(crate) fn send_gradients(
         &mut self,
         at: usize,
@@ -332,24 +337,24 @@ impl HostedStages {
         Ok(())
     }
 
-    /// Waits until all sums are at home, and adds them to the step's.
+    /// Waits until all gradients are on the host, and adds them to the step's sums.
     pub(crate) fn finish(&mut self, accumulator: &mut Accumulator) -> Result<()> {
         if let Some((_, arrived)) = self.leaving.take() {
             arrived.synchronize()?;
         }
-        // The first stages' first: what several share is added up where its owner has it, and other stages' gradients
-        // stay what was looked ahead from.
+        // The first stages' first: a tied parameter's gradients are then added up at its owner, and other
+        // stages' gradients stay the tensors that speculative updates were computed from.
         self.home.drain(..).rev().try_for_each(|home| accumulator.add_home(home))
     }
 
-    /// Where a variable's home is among the worker's stages, for the optimizer.
+    /// Returns the stage and arena of an offloaded variable, for the optimizer.
     pub(crate) fn home_of(&self, name: &str) -> Option<ParameterHome> {
         let mut stages = self.stages.iter().enumerate();
         let part = stages.find_map(|(at, stage)| stage.as_ref()?.owns(name).then_some(at))?;
         Some(ParameterHome { part, arena: self.memory.arena.clone() })
     }
 
-    /// Lets the optimizer that is here do what it has prepared for the stages at home, while others go on.
+    /// Starts the update of offloaded stages that the optimizer has prepared, on a thread of its own.
     pub(crate) fn update(
         &mut self,
         here: &mut Option<Optimizer>,
@@ -360,7 +365,7 @@ impl HostedStages {
         let then = if looks_ahead { HandsOver::Ahead } else { HandsOver::AtTheStep };
         let Err(refused) = self.start_update(optimizer, Some(plan), then) else { return Ok(()) };
         let NotStarted { mut optimizer, plan, error } = *refused;
-        // Other stages and devices have taken the step already.
+        // Other stages and devices have already made the step.
         tracing::warn!("{error}: stages on the host are updated while others wait");
         let done = plan.map_or(Ok(()), |plan| optimizer.commit(plan));
         *here = Some(optimizer);
@@ -375,7 +380,7 @@ impl HostedStages {
     ) -> Result<(), Box<NotStarted>> {
         let threads = match self.memory.device {
             Device::Cpu => threads(),
-            // One is left to the thread that keeps the accelerator busy.
+            // Leaves one thread for the launches on the accelerator.
             _ => threads().saturating_sub(1).max(1),
         };
         let thread = thread::Builder::new().name("brimful update".to_owned());
@@ -383,25 +388,25 @@ impl HostedStages {
         Ok(())
     }
 
-    /// Waits for the update under way, if there is one, and gives the optimizer back.
+    /// Waits for the update under way, if any, and returns the optimizer.
     pub(crate) fn settle(&mut self) -> Option<(Optimizer, Result<()>)> {
         self.handing = None;
         self.update.take().map(Update::finish)
     }
 
-    /// Sends every parameter home, whatever was under way.
+    /// Moves every parameter to the host, whatever was under way.
     pub(crate) fn send_all_home(&mut self) -> Result<()> {
         self.late.clear();
         self.slots.leave_all(&self.stages)
     }
 
-    /// Lets go what a step that failed has left.
+    /// Drops the gradients that a failed step left.
     pub(crate) fn forget(&mut self, clock: &mut MoveClock) -> Result<()> {
         self.home.clear();
         self.forget_left(clock)
     }
 
-    /// The sums that have left may be written over from now on, by work that comes after their copy.
+    /// Lets work that comes after the gradients' copy reuse their device memory.
     fn forget_left(&mut self, clock: &mut MoveClock) -> Result<()> {
         let device = self.memory.device;
         if let Some((_, arrived)) = self.leaving.take()

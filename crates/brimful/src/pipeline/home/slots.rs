@@ -1,4 +1,4 @@
-//! Memory on the device for stages that live on the host: filled in turn, used over and over.
+//! Device buffers for offloaded stages, filled in turn and reused.
 
 use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Kind, Tensor};
@@ -8,31 +8,31 @@ use crate::Result;
 use crate::pipeline::run::MoveClock;
 use crate::schedule::{Awaited, Move};
 
-/// A device's slots.
+/// Device buffers of a worker.
 #[derive(Debug)]
 pub(crate) struct Slots {
     device: Device,
     pub(super) count: usize,
     bytes: usize,
-    /// Made when the first stage is fetched.
+    /// Allocated at the first fetch.
     slots: Vec<Slot>,
     inward: Stream,
-    /// The stage whose parameters are what is in its slot.
+    /// Stage whose parameters point to its device buffer.
     current: Option<usize>,
-    /// How often a slot was filled.
+    /// Number of fetches so far.
     fetched: u64,
 }
 
 #[derive(Debug)]
 struct Slot {
     bytes: Tensor,
-    /// The place of the stage that is here, or on its way.
+    /// Place of the stage that is in the buffer, or on its way there.
     holds: Option<usize>,
-    /// Which of all fetches filled it last.
+    /// Number of the fetch that filled it last.
     generation: u64,
-    /// When the weights are there; none where they are.
+    /// Event at which the weights have arrived; none if they have.
     arrived: Option<Event>,
-    /// When the last stage's work on it is done.
+    /// Event at which the last stage's work on the buffer is done.
     left: Option<Event>,
 }
 
@@ -50,13 +50,13 @@ impl Slots {
         self.slots.iter().any(|slot| slot.holds == Some(at))
     }
 
-    /// Which of all fetches the stage's weights came by, where they are here.
+    /// Returns the number of the fetch that brought the stage's weights, if they are on the device.
     pub(super) fn generation(&self, at: usize) -> Option<u64> {
         let slot = self.slots.iter().find(|slot| slot.holds == Some(at));
         slot.map(|slot| slot.generation)
     }
 
-    /// Queues the copy of a stage's weights into a slot that holds none.
+    /// Queues the copy of a stage's weights into a free buffer.
     pub(super) fn fetch(
         &mut self,
         at: usize,
@@ -80,7 +80,7 @@ impl Slots {
         Ok(())
     }
 
-    /// All slots, at once: a step whose slots do not fit fails before it has begun.
+    /// Allocates all buffers at once: a step whose buffers do not fit fails before it begins.
     fn make(&mut self) -> Result<()> {
         if self.slots.is_empty() {
             let bytes = |_| Tensor::f_empty([self.bytes as i64], (Kind::Uint8, self.device));
@@ -89,15 +89,15 @@ impl Slots {
             let slot =
                 |bytes| Slot { bytes, holds: None, generation: 0, arrived: None, left: None };
             self.slots = made.into_iter().map(slot).collect();
-            // Made on the compute stream: the memory may have been in use there.
+            // The buffers come from the compute stream, which may have used their memory.
             let ready = Event::after(Stream::current(self.device)?)?;
             self.inward.wait(&ready)?;
         }
         Ok(())
     }
 
-    /// Lets this thread's work on the device come after the stage's weights, and the stage's
-    /// parameters be what is there.
+    /// Makes this thread's work on the device wait for the stage's weights, and points its parameters to
+    /// the buffer.
     pub(super) fn enter(
         &mut self,
         at: usize,
@@ -115,14 +115,14 @@ impl Slots {
         Ok(())
     }
 
-    /// Sends the stage's parameters home, and lets the next one have its slot when its work is done.
+    /// Points the stage's parameters to the host, and frees its buffer once its work is done.
     pub(super) fn release(&mut self, at: usize, stage: &HostedStage) -> Result<()> {
         let Some(slot) = self.slots.iter_mut().find(|slot| slot.holds == Some(at)) else {
             return Ok(());
         };
         stage.leave(&slot.bytes)?;
         if let Some(arrived) = slot.arrived.take() {
-            // Fetched and not used: whoever comes next must not be overtaken by it.
+            // Fetched but unused: the next stage's work must come after this copy.
             Stream::current(self.device)?.wait(&arrived)?;
         }
         if self.device != Device::Cpu {
@@ -133,7 +133,7 @@ impl Slots {
         Ok(())
     }
 
-    /// Releases every slot.
+    /// Releases every buffer.
     pub(super) fn leave_all(&mut self, stages: &[Option<HostedStage>]) -> Result<()> {
         let held: Vec<usize> = self.slots.iter().filter_map(|slot| slot.holds).collect();
         held.into_iter().try_for_each(|at| match &stages[at] {

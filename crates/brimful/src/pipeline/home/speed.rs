@@ -1,4 +1,4 @@
-//! How fast the host is for stages that live there: the bus, and the optimizer's update.
+//! Measures the host's speed for offloaded stages: the host link (PCIe) and the optimizer's update.
 
 use std::time::Instant;
 
@@ -12,19 +12,19 @@ use crate::Result;
 use crate::optim::{Method, Optimizer};
 use crate::schedule::BusCost;
 
-/// Bytes that are moved each way: enough to tell the bus's speed from the start of a copy.
+/// Bytes that are copied each way: enough to separate bandwidth from a copy's latency.
 const MOVED: i64 = 32 << 20;
 /// Numbers that are updated: more than a core's caches hold.
 const UPDATED: i64 = 1 << 22;
-/// What is measured is the least of so many runs, after one that does not count.
+/// Number of timed runs, of which the fastest counts; one untimed run comes before them.
 const RUNS: usize = 3;
 
-/// What a [plan](crate::plan) of stages that live on the host goes by.
+/// Speeds that a [plan](crate::plan) with offloaded stages uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HostSpeed {
-    /// The way between the device and the host's memory, in bytes a second.
+    /// Bandwidth between the device and host memory, in bytes a second.
     pub bus: BusCost,
-    /// Seconds of the optimizer's update on the host for each number that it trains.
+    /// Seconds of the optimizer's update on the host for each trained number.
     pub update: f64,
 }
 
@@ -63,11 +63,11 @@ fn update(method: Method) -> Result<f64> {
     let gradient = Tensor::f_ones([UPDATED], (Kind::Float, Device::Cpu))?;
     set_gradient(&mut parameter, Some(&gradient))?;
     let mut optimizer = Optimizer::for_named(vec![("updated".to_owned(), parameter)], method)?;
-    // The first run, which does not count, makes the optimizer's state.
+    // The first, untimed run makes the optimizer's state.
     Ok(least(Device::Cpu, || optimizer.step())? / UPDATED as f64)
 }
 
-/// Seconds until the device has done the work.
+/// Returns the least seconds until the device has done the work.
 fn least(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut least = f64::INFINITY;
     for run in 0..=RUNS {
@@ -79,6 +79,6 @@ fn least(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
             least = least.min(start.elapsed().as_secs_f64());
         }
     }
-    // No clock's tick is a rate.
+    // Keeps rates finite if the clock did not advance.
     Ok(least.max(f64::MIN_POSITIVE))
 }

@@ -1,5 +1,5 @@
-//! The optimizer at home: it works through its stages on a thread of its own, while the next step
-//! begins with those that are done; then it looks ahead at what that step's gradients will come to.
+//! Runs the optimizer of offloaded stages on a thread of its own, while the next step begins with the
+//! stages that are updated; then computes that step's update speculatively from its gradients.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +17,10 @@ use crate::pipeline::error::PipelineError;
 use crate::step::caught;
 use crate::{Error, Result};
 
-/// A stage's whole gradients, on their way home.
+/// Complete gradients of a stage, in transfer to the host.
 #[derive(Debug)]
 pub(crate) struct StageGradients {
-    /// By parameter: those of several stages that share it are still to be added up.
+    /// By parameter; a tied parameter has one gradient for each of its stages, not yet added up.
     pub(crate) of: Vec<(String, Vec<Tensor>)>,
     pub(crate) arrived: Event,
 }
@@ -40,19 +40,19 @@ impl StageGradients {
         optimizer.commit(plan)
     }
 
-    /// Of several in the order in which they were sent, those that have arrived last; or those that will first.
+    /// Takes the stage that was sent last among those that have arrived; if none has, the one sent first.
     fn take_newest(sent: &mut Vec<Self>) -> Option<Self> {
         let has_arrived = |gradients: &Self| gradients.arrived.is_reached().unwrap_or(false);
         let newest = sent.iter().rposition(has_arrived).unwrap_or(0);
         (newest < sent.len()).then(|| sent.remove(newest))
     }
 
-    /// Computes what a step with them comes to, until somebody wants the optimizer back.
+    /// Computes the update speculatively, until another thread wants the optimizer back.
     fn look_ahead(self, optimizer: &mut Optimizer, wanted: &AtomicBool) -> Result<()> {
         self.arrived.synchronize()?;
         let go_on = || !wanted.load(Ordering::Relaxed);
         for (name, parts) in self.of.iter().filter(|_| go_on()) {
-            // What several stages share is added up by the step.
+            // The step adds up the gradients of tied parameters.
             if let [gradient] = &parts[..] {
                 optimizer.look_ahead(name, gradient, go_on)?;
             }
@@ -61,44 +61,44 @@ impl StageGradients {
     }
 }
 
-/// What the optimizer is given to do at home.
+/// Task of the host optimizer.
 #[derive(Debug)]
 pub(crate) enum HomeTask {
-    /// Takes the learning rate, which was checked.
+    /// Sets the learning rate, already checked.
     Rate(f64),
     /// Updates a stage by its gradients.
     Follow(StageGradients),
-    /// Computes what a step will make of a stage.
+    /// Computes a stage's update speculatively.
     LookAhead(StageGradients),
 }
 
-/// An optimizer and what it was to do, as they came: no thread could be started for them.
+/// Optimizer and plan of an update whose thread could not be started.
 pub(crate) struct NotStarted {
     pub(crate) optimizer: Optimizer,
     pub(crate) plan: Option<OptimizerPlan>,
     pub(crate) error: Error,
 }
 
-/// An optimizer that is at work.
+/// Optimizer at work on its thread.
 #[derive(Debug)]
 pub(crate) struct Update {
-    /// The places of stages, as they are done, in their order.
+    /// Places of stages, in order, as their updates finish.
     done: Receiver<usize>,
-    /// How many stages, from the first on, are known to be done.
+    /// Number of leading stages known to be updated.
     known: usize,
-    /// None where nothing more will come.
+    /// None once no further task will come.
     tasks: Option<Sender<HomeTask>>,
-    /// Whether it was given gradients to look ahead from.
+    /// Whether the optimizer got gradients for speculative updates.
     pub(crate) looks_ahead: bool,
-    /// Whether somebody waits for the optimizer, who has no use for what is only computed ahead.
+    /// Whether a thread waits for the optimizer, which then stops computing speculatively.
     wanted: Arc<AtomicBool>,
     thread: Option<JoinHandle<(Optimizer, Result<()>)>>,
 }
 
 impl Update {
-    /// Lets the optimizer do what it has prepared, with so many threads an operation, make room if it will look
-    /// ahead, and then do what it is given. One that follows a backward updates each stage by its gradients as they
-    /// are given, until it is [closed](Self::close).
+    /// Starts a thread with so many threads an operation. It commits the plan, makes memory for speculative
+    /// updates if it will compute any, and then works on tasks. An optimizer that updates in the backward
+    /// updates each stage as its gradients arrive, until it is [closed](Self::close).
     pub(crate) fn start(
         thread: thread::Builder,
         optimizer: Optimizer,
@@ -107,13 +107,13 @@ impl Update {
         threads: usize,
     ) -> Result<Self, Box<NotStarted>> {
         let follows = hands_over == HandsOver::Following;
-        // Nothing is to be waited for where there is nothing to do.
+        // Without work, callers need not wait for any stage.
         let known = if plan.is_some() || follows { 0 } else { usize::MAX };
         let (tell, done) = channel();
         let (give, given) = channel();
         let wanted = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&wanted);
-        // Sent when the thread is there: one that could not be started would take them with it.
+        // Sent once the thread exists: a failed start would drop them.
         let (hand, handed) = channel::<(Optimizer, Option<OptimizerPlan>)>();
         let run = move || {
             let (mut optimizer, plan) = handed.recv().expect("it is sent at once");
@@ -133,30 +133,30 @@ impl Update {
         Ok(Self { done, known, tasks, looks_ahead: false, wanted, thread })
     }
 
-    /// Gives it something to do when it is done with what it has; tells whether it will.
+    /// Gives the optimizer a further task; returns whether it will do it.
     pub(crate) fn give(&mut self, task: HomeTask) -> bool {
         self.looks_ahead |= matches!(task, HomeTask::LookAhead(_));
-        // The thread listens until its channel is dropped.
+        // The thread receives until its channel is dropped.
         self.tasks.as_ref().is_some_and(|tasks| tasks.send(task).is_ok())
     }
 
-    /// Nothing more will come.
+    /// Ends the tasks: no further one will come.
     pub(crate) fn close(&mut self) {
         self.tasks = None;
     }
 
-    /// Waits until the stage at this place, and all before it, are done.
+    /// Waits until the stage at this place, and all before it, are updated.
     pub(crate) fn wait_for(&mut self, at: usize) {
         while self.known <= at {
             match self.done.recv() {
                 Ok(done) => self.known = done + 1,
-                // It has ended: all are done that ever will be. How it ended, `finish` says.
+                // The thread has ended, so no further update will come; `finish` returns its result.
                 Err(_) => self.known = usize::MAX,
             }
         }
     }
 
-    /// Whether the stage at this place, and all before it, are done; waits for nothing.
+    /// Returns whether the stage at this place, and all before it, are updated; does not wait.
     pub(crate) fn has_done(&mut self, at: usize) -> bool {
         while self.known <= at {
             match self.done.try_recv() {
@@ -168,7 +168,7 @@ impl Update {
         true
     }
 
-    /// Waits for the end of what it has to do, and gives the optimizer back; looking ahead is left off.
+    /// Waits for the end of the updates, and returns the optimizer; stops computing speculatively.
     pub(crate) fn finish(mut self) -> (Optimizer, Result<()>) {
         let ended = self.end().expect("it is joined once");
         ended.expect("libtorch's refusals are errors, not panics")
@@ -176,7 +176,7 @@ impl Update {
 
     fn end(&mut self) -> Option<thread::Result<(Optimizer, Result<()>)>> {
         self.wanted.store(true, Ordering::Relaxed);
-        // Before the thread is waited for, which goes on as long as it may be given something.
+        // Before the join: the thread runs until its task channel is closed.
         self.close();
         self.thread.take().map(JoinHandle::join)
     }
@@ -184,12 +184,12 @@ impl Update {
 
 impl Drop for Update {
     fn drop(&mut self) {
-        // Memory at home must not be given back while it is written to.
+        // Host memory must not be freed while the thread writes to it.
         let _ = self.end();
     }
 }
 
-/// All that an update's thread does.
+/// Body of an update's thread.
 fn work(
     optimizer: &mut Optimizer,
     plan: Option<OptimizerPlan>,
@@ -197,20 +197,20 @@ fn work(
     given: Receiver<HomeTask>,
     wanted: &AtomicBool,
 ) -> Result<()> {
-    // Nobody may listen any more, which is no reason to stop.
+    // The receiver may be gone, which is no reason to stop.
     let tell_of = |at| {
         let _ = tell.send(at);
     };
     let result = caught(|| plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of)));
-    // All is done that anybody may wait for. Of what follows nothing is told but the end: stages come last
-    // first, and the next step begins with the first.
+    // From here on only the channel's end is reported: updates in the backward finish with the first stage,
+    // which the next step begins with, so they keep the channel open until all are done.
     let end = if hands_over == HandsOver::Following {
         Some(tell)
     } else {
         drop(tell);
         None
     };
-    // Of gradients that were changed since: the step was another.
+    // Gradients that changed since belong to another step.
     optimizer.forget_ahead();
     if hands_over == HandsOver::Ahead && result.is_ok() {
         make_room(optimizer, wanted);
@@ -220,15 +220,16 @@ fn work(
     result
 }
 
-/// Makes room to look ahead while there is nothing else to do; without, the step computes it all.
+/// Allocates memory for speculative updates while idle; without it, the step computes the whole update.
 fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
     if let Err(cause) = caught(|| optimizer.make_room_ahead(|| !wanted.load(Ordering::Relaxed))) {
         tracing::debug!(%cause, "updates are not computed ahead");
     }
 }
 
-/// Does what comes, until nothing will; updates only while all went well. Looking ahead comes last, at the stage whose
-/// gradients came last: what there is no time for is then of stages that the next step wants late.
+/// Works on tasks until the channel closes; updates only while no update has failed. Speculative updates
+/// come last, for the stage whose gradients arrived last: stages that remain undone are those that the next
+/// step needs late.
 fn work_off(
     optimizer: &mut Optimizer,
     tasks: Receiver<HomeTask>,
@@ -246,13 +247,13 @@ fn work_off(
             Some(HomeTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
             Some(HomeTask::Follow(gradients)) => {
                 updated += 1;
-                // Nobody may take it for the failure of a step that can be tried again.
+                // A caller must not take this for a failed step that can be retried.
                 let told = |error| PipelineError::partly_updated(updated, &error).into();
                 result = result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(told));
             }
             Some(HomeTask::LookAhead(gradients)) => ahead.push(gradients),
             None => match StageGradients::take_newest(&mut ahead) {
-                // Nothing is lost: the step computes what was not computed ahead.
+                // The step computes whatever was not computed speculatively.
                 Some(gradients) if result.is_ok() => {
                     if let Err(cause) = caught(|| gradients.look_ahead(optimizer, wanted)) {
                         tracing::debug!(%cause, "a stage's update is not computed ahead");

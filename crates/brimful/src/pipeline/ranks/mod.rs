@@ -1,4 +1,4 @@
-//! The pipeline's place in the world: which rank has which worker, and what ranks settle together.
+//! Maps the pipeline to the ranks of the world, and runs what ranks do together.
 
 mod ties;
 
@@ -16,22 +16,23 @@ use crate::step::Team;
 use crate::world::{Turn, World, WorldError};
 use crate::{Error, Result};
 
-/// Which rank has which worker.
+/// Assignment of workers to ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct Ranks {
     pub(crate) team: Team,
-    /// How many pipelines this rank has, each with all workers of `here`: several where it is alone.
+    /// Number of this rank's pipelines, each with all workers of `here`: several only in a world of one
+    /// rank.
     pub(crate) replicas_here: usize,
-    /// The rank of each worker of this rank's pipeline, in order.
+    /// Rank of each worker of this rank's pipeline, in order.
     workers: Arc<[usize]>,
     /// Variables with copies in other ranks.
     pub(crate) ties: Arc<[Tie]>,
-    /// Whether any has a copy, wherever.
+    /// Whether any variable has a copy, in this rank or another.
     pub(crate) has_ties: bool,
 }
 
 impl Ranks {
-    /// The ranks of one pipeline, which have so many devices each; those of the first come first.
+    /// Assigns workers to the ranks of one pipeline, which have so many devices each, in order.
     pub(crate) fn new(
         team: Team,
         replicas_here: usize,
@@ -55,12 +56,12 @@ impl Ranks {
         &self.team.world
     }
 
-    /// Which of the world's pipelines is this rank's.
+    /// Returns the index of this rank's pipeline in the world.
     pub(crate) fn replica(&self) -> usize {
         self.team.replica()
     }
 
-    /// The rank that has a worker.
+    /// Returns the rank of a worker.
     pub(crate) fn of(&self, worker: usize) -> usize {
         self.workers[worker]
     }
@@ -69,7 +70,7 @@ impl Ranks {
         self.workers[worker] == self.world().rank()
     }
 
-    /// The workers of this rank.
+    /// Returns the workers of this rank.
     pub(crate) fn here(&self) -> Range<usize> {
         let first = self.workers.iter().position(|rank| *rank == self.world().rank()).unwrap_or(0);
         first..first + self.workers.iter().filter(|rank| **rank == self.world().rank()).count()
@@ -79,31 +80,31 @@ impl Ranks {
         self.team.is_alone()
     }
 
-    /// The ranks of this rank's pipeline.
+    /// Returns the ranks of this rank's pipeline.
     pub(crate) fn of_pipeline(&self) -> Range<usize> {
         let ranks = self.team.ranks_of_replica();
         self.replica() * ranks..(self.replica() + 1) * ranks
     }
 
-    /// The rank of that worker in every pipeline.
+    /// Returns the ranks of this worker in every pipeline.
     pub(crate) fn in_every_pipeline(&self, worker: usize) -> Vec<usize> {
         let ranks = self.team.ranks_of_replica();
         let at = self.of(worker) - self.replica() * ranks;
         (0..self.team.replicas).map(|replica| replica * ranks + at).collect()
     }
 
-    /// In which a worker's gradients are added up with those of the same worker in all pipelines;
-    /// none where there is but one.
+    /// Returns the collective that sums a worker's gradients with those of the same worker in all
+    /// pipelines; none if there is only one pipeline.
     pub(crate) fn summing(&self, turn: &Turn, worker: usize) -> Option<RanksTurn> {
-        // A worker's buckets are counted from a number that is none of a channel's.
+        // Numbers a worker's buckets from a base that no channel uses.
         let base = (worker as u32 + 1) << 16;
         let peers = || self.in_every_pipeline(worker).into();
         (self.team.replicas > 1).then(|| RanksTurn::of(turn.clone(), peers(), base))
     }
 
-    /// What a pipeline's workers have, in order, from what those of this rank have: all ranks get the error of one
-    /// that has none. The first pipeline's, because numbers that others compute may differ in their last bits, and
-    /// models that are changed by them would drift apart.
+    /// Gathers the values of a pipeline's workers, in order, from those of each rank; all ranks get the
+    /// error of a failed one. Takes the first pipeline's values, because those computed elsewhere may
+    /// differ in their last bits, and models changed by them would drift apart.
     pub(crate) fn of_workers<T>(&self, what: &str, here: Result<Vec<T>>) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
@@ -112,8 +113,8 @@ impl Ranks {
         Ok(all.into_iter().take(self.team.ranks_of_replica()).flatten().collect())
     }
 
-    /// Brings all ranks' tensors, given by worker, to rank 0, in the order of their names; replicas have the same.
-    /// All ranks get the error of one that has none.
+    /// Gathers all ranks' tensors, given by worker, on rank 0, in the order of their names; other replicas
+    /// keep their own equal ones. All ranks get the error of a failed one.
     pub(crate) fn gather(
         &self,
         here: Result<Vec<Vec<(String, Tensor)>>>,
@@ -121,7 +122,8 @@ impl Ranks {
         let here = here.map(|here| here.into_iter().flatten().collect::<Vec<_>>());
         let mut all = match self.replica() {
             0 => self.world().gather_told(here)?,
-            // All ranks make the same call, those of other replicas with nothing: theirs are the same tensors.
+            // All ranks make the same call; those of other replicas send nothing, because their tensors are
+            // equal.
             _ => {
                 let nothing = here.as_ref().map(|_| Vec::new()).map_err(Error::clone);
                 self.world().gather_told(nothing)?;
@@ -132,14 +134,14 @@ impl Ranks {
         Ok(all)
     }
 
-    /// Lets rank 0 do something; all ranks get its error.
+    /// Runs `f` on rank 0; all ranks get its error.
     pub(crate) fn on_first(&self, what: &str, f: impl FnOnce() -> Result<()>) -> Result<()> {
         let is_first = self.world().rank() == 0;
         self.all_or_none(what, || if is_first { f() } else { Ok(()) })
     }
 
-    /// Does this rank's part, and gives what it came to where all ranks' went well; all get the error that came
-    /// first.
+    /// Runs this rank's part, and returns its result if all ranks succeed; otherwise all get the first
+    /// error.
     pub(crate) fn all_or_none<T>(&self, what: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut own = None;
         self.together(what, |_| {
@@ -173,8 +175,8 @@ impl Ranks {
         })
     }
 
-    /// Does this rank's part of a turn of its own. All ranks get all results, or all get the error
-    /// that came first.
+    /// Runs this rank's part of a collective of its own. All ranks get all results, or all get the first
+    /// error.
     pub(crate) fn together<T>(
         &self,
         what: &str,

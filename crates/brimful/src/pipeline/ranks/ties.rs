@@ -1,5 +1,5 @@
-//! Variables that several workers have, in this rank or in others: copies' gradients go to the owner,
-//! the owner's values to the copies.
+//! Tied variables of several workers, in this rank or in others: the copies' gradients go to the owner, the
+//! owner's values to the copies.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use crate::pipeline::worker::{Variable, Worker};
 use crate::workers::Workers;
 use crate::world::Turn;
 
-/// A copy of a variable in another rank than the variable.
+/// Copy of a variable in another rank than its owner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Tie {
     name: String,
-    /// The workers.
+    /// Workers of the copy and of the owner.
     copy: usize,
     owner: usize,
 }
 
-/// A gradient of a copy, with the variable's name and its owner.
+/// Gradient of a copy, with its owner and the variable's name.
 pub(crate) type Leaving = (usize, String, Tensor);
 
 impl Ranks {
@@ -48,15 +48,15 @@ impl Ranks {
         Ok(())
     }
 
-    /// The ties that start, or end, here, each with its number, which is no other channel's.
+    /// Returns the ties with this end in this rank, each with a number that no other channel has.
     fn ties_of(&self, end: fn(&Tie) -> usize) -> impl Iterator<Item = (u32, &Tie)> {
-        // Below 2^28 are the ways between stages and the buckets of gradients.
+        // Numbers below 2^28 belong to channels between stages and to buckets of gradients.
         (1 << 28..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))
     }
 }
 
-/// Brings copies' gradients, given by each worker of this rank, to their owners, and lets those add
-/// them to their own.
+/// Sends the copies' gradients, given by each worker of this rank, to their owners, which add them to their
+/// own.
 pub(crate) fn gather(
     workers: &Workers<Worker>,
     ranks: &Ranks,
@@ -65,8 +65,8 @@ pub(crate) fn gather(
 ) -> Result<()> {
     let first = ranks.here().start;
     let mut arriving: Vec<Vec<(String, Tensor)>> = (0..workers.len()).map(|_| Vec::new()).collect();
-    // All is sent before anything is taken, with a place for everything: two ranks that have copies of
-    // each other's variables would else wait for each other.
+    // Sends everything, with unlimited capacity, before it receives anything: two ranks with copies of each
+    // other's variables would otherwise wait for each other.
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
         let mut own = leaving[tie.copy - first].iter();
         let gradient = own.find(|(_, name, _)| *name == tie.name);
@@ -90,7 +90,7 @@ pub(crate) fn gather(
     workers.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
 }
 
-/// Whether an owner of this rank was changed since its copies followed it.
+/// Returns whether an owner of this rank changed since its copies last followed it.
 pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<bool> {
     if !ranks.has_ties {
         return Ok(false);
@@ -102,12 +102,12 @@ pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<b
     Ok(changed.contains(&true))
 }
 
-/// Makes all copies what their owners are now, those in other ranks too: all ranks call it.
+/// Copies the owners' current values to all copies, in other ranks too: all ranks call it.
 pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
-    // All that may fail is within: the others wait for this rank's vote.
+    // Everything that may fail is inside: the others wait for this rank's vote.
     ranks.together("shared variables", |turn| {
         let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
             worker.settle()?;
@@ -125,14 +125,14 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     noted.map(drop)
 }
 
-/// A variable without its graph, and whether it is trained.
+/// Returns a variable's name and its detached tensor, which requires a gradient if the variable is trained.
 fn as_sent(variable: &Variable) -> Result<(String, Tensor)> {
     let tensor = &variable.tensor;
     let sent = tensor.f_detach()?.f_set_requires_grad(tensor.requires_grad())?;
     Ok((variable.name.clone(), sent))
 }
 
-/// Gives the owners of these names to all workers that have copies.
+/// Sends these owners' values to all workers that have copies.
 fn follow(workers: &Workers<Worker>, owners: &[(String, Tensor)]) -> Result<()> {
     if owners.is_empty() {
         return Ok(());
@@ -141,8 +141,7 @@ fn follow(workers: &Workers<Worker>, owners: &[(String, Tensor)]) -> Result<()> 
     workers.each_or_error(jobs, |worker, owners| worker.variables.follow(&owners)).map(drop)
 }
 
-/// Gives this rank's values to copies elsewhere, and takes those of copies here: nothing of what has
-/// not changed.
+/// Sends this rank's changed values to copies elsewhere, and receives those for copies here.
 fn from_others(
     ranks: &Ranks,
     turn: &Turn,
@@ -150,7 +149,7 @@ fn from_others(
 ) -> Result<Vec<(String, Tensor)>> {
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let value = changed.iter().find(|(name, _)| *name == tie.name);
-        // An empty parcel where it has not changed: the other rank cannot know, and waits for one.
+        // Sends an empty list if unchanged: the other rank cannot know, and waits for one.
         let value = value.map(|(_, value)| on_host(value)).transpose()?;
         turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }

@@ -1,4 +1,5 @@
-//! The backward of one stage, whole or in two halves: from its output's gradients to its input's.
+//! Runs the backward of one stage, whole or split into dX and dW: from its output's gradients to its
+//! input's.
 
 use tch::Tensor;
 
@@ -13,10 +14,10 @@ use crate::pipeline::worker::Site;
 use crate::schedule::Action;
 use crate::step::{NonFinite, TermGroup, as_wide_as, roots};
 
-/// Tensors to start from, each with its gradient, for every group of loss terms.
+/// Tensors to start a backward from, each with its gradient, for every group of loss terms.
 type Roots = Vec<Vec<(Tensor, Tensor)>>;
 
-/// The terms of a loss, in groups of one common denominator.
+/// Returns a loss's terms as roots, grouped by denominator.
 fn roots_of_terms(
     terms: &[Term],
     weight: &MicroBatchWeight,
@@ -27,15 +28,15 @@ fn roots_of_terms(
     Ok(groups.into_iter().map(|roots| roots.into_iter().map(owned).collect()).collect())
 }
 
-/// A stage's output, with the gradients of its values and of each skip.
+/// Returns a stage's output values and skips as roots, each with its gradient.
 fn roots_of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Roots> {
     let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
     let mut groups: Roots = (0..count).map(|_| Vec::new()).collect();
     let parts = std::iter::once(&output.values).chain(&output.skips);
     for (values, gradients) in parts.zip(gradients) {
         for (roots, gradients) in groups.iter_mut().zip(gradients) {
-            // A forward that is run again had no graph, and guessed what would be traced: some
-            // of these gradients come for values that have none either.
+            // The first forward of a recomputed stage had no graph and guessed which outputs would require
+            // a gradient, so some gradients come for outputs that require none.
             let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
             for (value, gradient) in pairs {
                 let gradient = gradient.map(|gradient| as_wide_as(value, gradient));
@@ -47,7 +48,7 @@ fn roots_of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Roots
 }
 
 impl WorkerRun {
-    /// Runs a whole backward, or the half of it that the stage before waits for, and keeps the other one.
+    /// Runs a whole backward, or only its input gradient (dX) and keeps the weight gradient (dW) for later.
     pub(super) fn backward(
         &mut self,
         site: &mut Site,
@@ -57,8 +58,8 @@ impl WorkerRun {
         let i = action.micro_batch.index();
         let is_whole = action.kind.releases();
         let (roots, input) = self.start(site, at, i)?;
-        // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
-        // activations.
+        // The graph is freed in there, before this stage may wait for its neighbour: a waiting stage keeps
+        // no activations.
         let mut gradients = match is_whole {
             true => self.run_whole(at, roots, input)?,
             false => self.run_input_half(site, at, i, roots, input)?,
@@ -71,13 +72,13 @@ impl WorkerRun {
         self.hand_back(site, at, action, gradients)
     }
 
-    /// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
-    /// normalises it.
+    /// Runs backward from the roots; returns the gradients of the input's values, of each skip, and of the
+    /// normalising statistics.
     fn run_whole(&mut self, at: usize, groups: Roots, input: Boundary) -> Result<Vec<Tensors>> {
         self.expect_gradients(at);
         let accumulator = self.accumulator();
         accumulator.expect_groups(groups.len());
-        // Of those with roots: it frees the graph, which an empty group behind it could not.
+        // The last group with roots frees the graph; an empty group after it could not.
         let last = groups.iter().rposition(|roots| !roots.is_empty());
         let ends: Vec<&Tensor> = input.leaves().flatten().collect();
         let mut gradients = Vec::with_capacity(groups.len());
@@ -85,13 +86,13 @@ impl WorkerRun {
             if !roots.is_empty() {
                 accumulator.add(group, roots, &ends, Some(group) != last)?;
             }
-            // Taken after each group, or the next group's would be added to it in the same leaf.
+            // Taken after each group: otherwise the next group's gradient would add to it in the same leaf.
             gradients.push(ends.iter().map(|leaf| taken(leaf)).collect::<Result<_>>()?);
         }
         Ok(by_part(&input, gradients))
     }
 
-    /// Runs the input half from the roots; gives the same gradients.
+    /// Computes the input gradient (dX) from the roots; returns the same gradients as `run_whole`.
     fn run_input_half(
         &mut self,
         site: &mut Site,
@@ -109,7 +110,7 @@ impl WorkerRun {
         Ok(by_part(&input, gradients))
     }
 
-    /// Runs the half of a backward that nobody waits for.
+    /// Computes the weight gradient (dW), which no other stage waits for.
     pub(super) fn weight_gradient(&mut self, site: &Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
         let begun = self.begun[at][i].take();
@@ -126,7 +127,7 @@ impl WorkerRun {
         self.timeline.end(action)
     }
 
-    /// Takes what a backward starts from and where it leads; from here on it is at work.
+    /// Returns the roots of a backward and the input that it leads to, and starts the action's clock.
     fn start(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(Roots, Boundary), Stop> {
         let kept = self.kept[at][i].take().expect("a backward comes after its forward");
         check_weights(site, at, kept.generation)?;
@@ -152,10 +153,11 @@ impl WorkerRun {
         self.accumulator.as_mut().expect("training has an accumulator")
     }
 
-    /// A stage's gradients come next, to its own parameters; where a closure follows, to any that it looks at.
+    /// Announces which parameters get gradients next: the stage's own or, if a closure follows, any that it
+    /// refers to.
     ///
-    /// They are complete after the worker's last backward, or weight half of one, of whatever
-    /// stage: from then on they may set out to other replicas.
+    /// Gradients are complete after the worker's last whole backward or weight gradient (dW), of any stage:
+    /// from then on they may leave for the other replicas.
     fn expect_gradients(&mut self, at: usize) {
         let part = (!self.ends_in_closure(at)).then_some(at);
         self.accumulator().expect_part(part);
@@ -164,14 +166,14 @@ impl WorkerRun {
         }
     }
 
-    /// Takes the largest of the gradients so far, where one that is not finite is refused.
+    /// Records the largest gradient so far, if non-finite gradients are refused.
     fn note_largest(&mut self, site: &Site, i: usize) -> Result<()> {
         if site.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }
         let largest = self.accumulator().largest()?;
         let earlier = self.largest[i].take().filter(|_| site.homes.is_some());
-        // Sums that went home are not looked at again, so what was found of them stays.
+        // Gradients that went to the host are not checked again, so the earlier maximum stays.
         self.largest[i] = match (earlier, largest) {
             (Some(earlier), Some(largest)) => Some(earlier.f_maximum(&largest)?),
             (earlier, largest) => earlier.or(largest),
@@ -180,7 +182,7 @@ impl WorkerRun {
     }
 }
 
-/// A graph that looks at these weights of a stage may go backward only while they are where they were.
+/// Fails unless the device still holds the fetch of the weights that the graph refers to.
 fn check_weights(site: &Site, at: usize, generation: Option<u64>) -> Result<()> {
     match site.generation(at) == generation {
         true => Ok(()),
@@ -188,8 +190,8 @@ fn check_weights(site: &Site, at: usize, generation: Option<u64>) -> Result<()> 
     }
 }
 
-/// The gradients of all leaves of an input, by group of terms, as those of its values, of each skip, and of what
-/// normalises it.
+/// Groups the gradients of an input's leaves by part: its values, each skip, and the normalising
+/// statistics.
 fn by_part(input: &Boundary, groups: Tensors) -> Vec<Tensors> {
     let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
     for group in groups {
@@ -201,7 +203,7 @@ fn by_part(input: &Boundary, groups: Tensors) -> Vec<Tensors> {
     gradients
 }
 
-/// The gradients of both, tensor by tensor; of one, where the other is still empty.
+/// Adds gradients tensor by tensor; returns `what` if `sum` is still empty.
 pub(crate) fn add(sum: Tensors, what: Tensors) -> Result<Tensors> {
     if sum.is_empty() {
         return Ok(what);
@@ -216,7 +218,7 @@ pub(crate) fn add(sum: Tensors, what: Tensors) -> Result<Tensors> {
     rows.map(|(sum, what)| sum.into_iter().zip(what).map(add).collect()).collect()
 }
 
-/// The gradient that has gathered in a leaf, which is without one afterwards.
+/// Takes the accumulated gradient out of a leaf.
 fn taken(leaf: &Tensor) -> Result<Option<Tensor>> {
     if !leaf.requires_grad() {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! What a worker exchanges with the others, and with the pipeline's two ends.
+//! Exchanges tensors with the other stages, the model's inputs and its outputs.
 
 use tch::Tensor;
 
@@ -13,7 +13,7 @@ use crate::pipeline::worker::Site;
 use crate::schedule::{Action, MicroBatchId, Move, MoveKind, StageId};
 
 impl WorkerRun {
-    /// What enters the stage; and the same as it waits on the host, where it does.
+    /// Receives the stage's input, with its copy on the host if it waited there.
     pub(crate) fn receive(
         &mut self,
         site: &mut Site,
@@ -45,7 +45,7 @@ impl WorkerRun {
         Ok((Boundary { values, skips, met: None }, all.then_some(resting)))
     }
 
-    /// Lets what a stage needs for its next run of a micro-batch come back from the host.
+    /// Brings what a stage needs for its next run of a micro-batch back from the host.
     pub(crate) fn bring_in(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(), Stop> {
         match self.kept[at][i].take() {
             None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
@@ -59,7 +59,7 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// What entered the stage, once more on the device.
+    /// Copies the stage's input from the host to the device again.
     pub(crate) fn bring_back(
         &mut self,
         site: &mut Site,
@@ -77,12 +77,13 @@ impl WorkerRun {
         Ok(Boundary { values, skips: parts, met: None })
     }
 
-    /// What crosses the bus for the action that is next, or under way: it is where the list of moves has it.
+    /// Returns the transfer that belongs to the next or current action, as the list of transfers has it.
     pub(crate) fn crossing(&self, kind: MoveKind, stage: StageId, i: usize) -> Move {
         Move { kind, stage, micro_batch: Some(MicroBatchId::at(i)), before: self.next }
     }
 
-    /// Sends the output on, or ends the model with it. Gives what its backward will start from.
+    /// Sends the output to the next stage, or ends the model with it. Returns what its backward starts
+    /// from.
     pub(crate) fn hand_on(
         &mut self,
         site: &Site,
@@ -97,7 +98,7 @@ impl WorkerRun {
             return Ok(output);
         }
         self.count_in(at, &output)?;
-        // The action ends here: what leaves for the host, or waits for a place, is not its work.
+        // The action ends here: transfers to the host and waits for a channel are not its work.
         self.timeline.end(action)?;
         let leaving =
             self.crossing(MoveKind::BoundaryOut, action.stage, action.micro_batch.index());
@@ -109,12 +110,12 @@ impl WorkerRun {
         let mut parcels = Vec::new();
         let targets = site.stages[at].targets();
         for ((values, ends), targets) in output.skips.iter().zip(&ports.skips_out).zip(targets) {
-            // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
+            // Each target gets its own leaf: gradients accumulate in it, on the target's thread.
             for ((outlet, _), to) in ends.iter().zip(targets) {
                 parcels.push((outlet, pack(values, outlet, StageId::at(*to))?));
             }
         }
-        // After the skips, which never wait for a place: they are on their way while this waits.
+        // After the skips, which never wait for a channel: they travel while this waits.
         if let Some(outlet) = &ports.values_out {
             let next = StageId(action.stage.0 + 1);
             parcels.push((outlet, pack(&output.values, outlet, next)?));
@@ -131,7 +132,7 @@ impl WorkerRun {
         Ok(Output::Boundary(output))
     }
 
-    /// The gradients of the stage's output: of its values, then of each skip.
+    /// Returns the gradients of the stage's output: of its values, then of each skip.
     pub(crate) fn receive_gradients(
         &mut self,
         site: &mut Site,
@@ -159,7 +160,7 @@ impl WorkerRun {
         Ok(gradients)
     }
 
-    /// Sends the input's gradients to where the input came from.
+    /// Sends the input's gradients to the stages that the input came from.
     pub(crate) fn hand_back(
         &mut self,
         site: &Site,
@@ -179,7 +180,7 @@ impl WorkerRun {
                 parcels.push((outlet, site.settle(parcel, outlet, leaving, clock)?));
             }
         }
-        // The values' come last: theirs is the channel that may be full.
+        // Values last: only their channel may be full.
         parcels.reverse();
         send(parcels)
     }

@@ -1,7 +1,7 @@
-//! The model's inputs on their way to the first stage, one ahead of its use.
+//! Brings the model's inputs to the first stage, one ahead of its use.
 //!
-//! Where that is an accelerator, a thread of their own brings them there: putting them into page-locked
-//! memory takes the host longer than launching a layer does.
+//! For an accelerator a separate thread copies them: copying them to pinned memory takes the host longer
+//! than launching a layer.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -13,19 +13,19 @@ use crate::copies::{Arriving, Copies};
 use crate::queued::Queued;
 use crate::{Error, Result};
 
-/// The inputs of a step, in the order in which the first stage takes them.
+/// Inputs of a step, in the order in which the first stage takes them.
 #[derive(Debug)]
 pub(crate) enum Intake {
-    /// By micro-batch; each is taken once. They may still be computed where they are.
+    /// Copied when taken, by micro-batch. The work that computes them may still be queued on their device.
     Here(Vec<Vec<Tensor>>, Queued),
-    /// The mini-batch's own memory, by micro-batch; and whether one was lent already.
+    /// Parts of the mini-batch's own memory, by micro-batch, and whether one was lent already.
     Lent(Vec<Vec<Tensor>>, bool),
     Fed(Receiver<Result<Vec<Arriving>>>),
 }
 
 impl Intake {
-    /// Sends the inputs on their way, in this order of micro-batches, after all that this thread's
-    /// streams have to do first: the caller's work is behind that.
+    /// Starts to bring the inputs, in this order of micro-batches, after all work that this thread's
+    /// streams have queued: the caller computes the inputs there.
     pub(crate) fn new(
         mut inputs: Vec<Vec<Tensor>>,
         order: impl Iterator<Item = usize>,
@@ -41,23 +41,23 @@ impl Intake {
             return Ok(Self::Here(inputs, queued));
         }
         let ordered: Vec<_> = order.map(|i| std::mem::take(&mut inputs[i])).collect();
-        // Without a place: one is on its way while another is in use.
+        // Capacity 0: one input travels while another is in use.
         let (outlet, inlet) = sync_channel(0);
         let copies = copies.clone();
-        // It ends by itself: when all is fed, or when the receiver is dropped with a failed step.
+        // The thread ends when all inputs are sent, or when a failed step drops the receiver.
         thread::Builder::new()
             .spawn(move || feed(ordered, &copies, &queued, &outlet))
             .map_err(|cause| Error::no_thread("the copies of inputs", &cause))?;
         Ok(Self::Fed(inlet))
     }
 
-    /// Whether micro-batches are the mini-batch itself, which must stay as it is.
+    /// Returns whether micro-batches are the mini-batch's own memory, which must stay unchanged.
     pub(crate) fn lends(&self) -> bool {
         matches!(self, Self::Lent(..))
     }
 
-    /// The input of this micro-batch, which is the next, for this thread's work on the device. The
-    /// first that is lent is a copy: see [`Lender`](crate::batch::Lender).
+    /// Returns the input of this micro-batch, which is the next one, ready for this thread's work on the
+    /// device. The first input that is lent is a copy: see [`Lender`](crate::batch::Lender).
     pub(crate) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
         let arriving = match self {
             Self::Lent(inputs, has_lent) => {
@@ -72,7 +72,7 @@ impl Intake {
     }
 }
 
-/// Starts copy after copy; ends early where nobody listens.
+/// Starts one copy after another; ends early if the receiver is gone.
 fn feed(
     inputs: Vec<Vec<Tensor>>,
     copies: &Copies,

@@ -1,4 +1,4 @@
-//! What one worker is told to do in a step.
+//! Describes one worker's work in a step.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,37 +11,37 @@ use crate::loss::{Loss, MicroBatchWeight};
 use crate::ranks::RanksTurn;
 use crate::schedule::Actions;
 
-/// What becomes of a micro-batch's outputs, from its number: a loss, or none.
+/// Function from a micro-batch's number and outputs to its loss, if it has one.
 pub(crate) type LossFn = Box<dyn FnMut(usize, &[Tensor]) -> Result<Option<Loss>> + Send>;
 
-/// What one worker is to do in a step.
+/// Work of one worker in a step.
 pub(crate) struct Job {
     pub(crate) actions: Arc<Actions>,
-    /// Of the worker's stages, in order.
+    /// Channel ends of the worker's stages, in order.
     pub(crate) ports: Vec<Ports>,
     /// The micro-batches that enter the first stage; empty for other workers.
     pub(crate) inputs: Vec<Vec<Tensor>>,
     pub(crate) end: End,
-    /// Where the gradients are added to those of other pipelines while the last backward still runs.
+    /// Collective that sums gradients over the pipelines while the last backward still runs.
     pub(crate) summing: Option<RanksTurn>,
     /// The number of the first micro-batch in the step.
     pub(crate) first: usize,
     pub(crate) mode: Mode,
     pub(crate) seed: u64,
     pub(crate) weights: Arc<[MicroBatchWeight]>,
-    /// Whether images and convolutions have their channels last in memory.
+    /// Whether images and convolutions are in channels-last memory format.
     pub(crate) channels_last: bool,
     pub(crate) start: Instant,
-    /// Whether somebody wants to know when weights, gradients and boundaries moved.
+    /// Whether to time the transfers of weights, gradients and boundaries.
     pub(crate) times_moves: bool,
 }
 
-/// What a mini-batch is run for.
+/// Purpose of a mini-batch's run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Forward alone.
+    /// Runs only the forward.
     Evaluate,
-    /// Forward and backward, as the last mini-batch of its step or not.
+    /// Runs forward and backward; `last` marks the last mini-batch of its step.
     Train { last: bool },
 }
 
@@ -55,12 +55,12 @@ impl Mode {
     }
 }
 
-/// What becomes of the model's outputs.
+/// Destination of the model's outputs.
 pub(crate) enum End {
-    /// The worker does not have the last stage.
+    /// Another worker has the last stage.
     Elsewhere,
-    /// A closure gets them; a loss of its is, in training, traced back.
+    /// A closure gets the outputs; in training, its loss is traced back.
     Closure(LossFn),
-    /// They are gathered.
+    /// The worker gathers the outputs.
     Gather,
 }

@@ -1,10 +1,10 @@
-//! Where all micro-batches of a step meet: before a stage that begins with an exact BatchNorm.
+//! Barrier across all micro-batches of a step, before a stage that begins with an exact BatchNorm.
 //!
 //! ```text
-//!   F of the stage before   each micro-batch is counted as it is handed on
-//!   F of the stage          all are counted: their statistics normalise each one
-//!   B of the stage          each brings its share of the gradient of these statistics
-//!   B of the stage before   all shares are there: they complete the gradient of each one
+//!   F of the previous stage   counts each micro-batch as it sends it
+//!   F of the stage            all are counted: their statistics normalise each one
+//!   B of the stage            each adds its share of the gradient of these statistics
+//!   B of the previous stage   all shares are there: they complete the gradient of each one
 //! ```
 
 use tch::Tensor;
@@ -18,23 +18,23 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
 use crate::statistics::{PairSum, WholeBatch};
 
-/// A meeting under way.
+/// State of a barrier.
 #[derive(Debug, Default)]
 pub(super) struct Meeting {
     micro_batches: usize,
-    /// Those that have been counted.
+    /// Number of micro-batches counted.
     arrived: usize,
     whole: WholeBatch,
-    /// From the time on when all have been counted.
+    /// Statistics, once all micro-batches are counted.
     settled: Option<NormSettled>,
-    /// Those that are back, and the sums of what they bring, by group of terms.
+    /// Number of micro-batches whose backward is done, and the sums of their shares, by group of terms.
     returned: usize,
     sums: Vec<PairSum>,
-    /// What is missing in gradients by these, from the time on when all are back.
+    /// Missing part of the gradients, by group, once all shares are there.
     missing: Vec<Option<[Tensor; 2]>>,
 }
 
-/// The meeting before each of a worker's stages, where it has one.
+/// Returns the barrier before each of a worker's stages, where it has one.
 pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Meeting>> {
     let meeting =
         |stage: &Stage| stage.exact_norm().map(|_| Meeting { micro_batches, ..Meeting::default() });
@@ -42,7 +42,7 @@ pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Meeti
 }
 
 impl WorkerRun {
-    /// Counts what is handed on to a stage that begins with an exact BatchNorm.
+    /// Counts the output for the next stage, if that begins with an exact BatchNorm.
     pub(super) fn count_in(&mut self, at: usize, output: &Boundary) -> Result<()> {
         let trains = self.job.mode.trains();
         let next = self.meetings.get_mut(at + 1).and_then(Option::as_mut).filter(|_| trains);
@@ -51,7 +51,7 @@ impl WorkerRun {
         meeting.whole.add(x)
     }
 
-    /// What enters a stage, with what normalises it where the stage begins with an exact BatchNorm.
+    /// Adds the normalising statistics to a stage's input, if the stage begins with an exact BatchNorm.
     pub(super) fn let_meet(&mut self, site: &Site, at: usize, input: Boundary) -> Result<Boundary> {
         let trains = self.job.mode.trains();
         let meeting = self.meetings[at].as_mut().filter(|_| trains);
@@ -72,8 +72,8 @@ impl WorkerRun {
         Ok(Boundary { met, ..input })
     }
 
-    /// Takes what a micro-batch has brought back to the meeting before its stage out of its gradients. The
-    /// last one makes the sums complete.
+    /// Takes a micro-batch's share for the barrier before its stage out of the gradients. The last one
+    /// completes the sums.
     pub(super) fn note_probe(
         &mut self,
         site: &Site,
@@ -92,8 +92,8 @@ impl WorkerRun {
         if meeting.returned < meeting.micro_batches { Ok(()) } else { self.end_meeting(site, at) }
     }
 
-    /// All are back: their sums are the gradients of the BatchNorm's weight and bias, and what completes the
-    /// gradients of the stage before.
+    /// Completes the barrier: the sums are the gradients of the BatchNorm's weight and bias, and complete
+    /// the gradients of the previous stage.
     fn end_meeting(&mut self, site: &Site, at: usize) -> Result<()> {
         let (Some(meeting), Some(accumulator)) = (&mut self.meetings[at], &mut self.accumulator)
         else {
@@ -108,7 +108,7 @@ impl WorkerRun {
                 continue;
             }
             let total = sum.total()?;
-            // First: the accumulator goes on adding in what it is given.
+            // Before `add_gradient`, because the accumulator adds in place to what it is given.
             meeting.missing.push(Some(settled.missing(&total)?));
             for (place, parameter) in norm.trained() {
                 accumulator.add_gradient(group, parameter, total.f_select(0, place as i64)?)?;
@@ -117,7 +117,7 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// The gradients of a stage's output, with what the statistics of the meeting behind it add.
+    /// Completes the gradients of a stage's output by the statistics of the barrier after it.
     pub(super) fn complete(
         &mut self,
         at: usize,

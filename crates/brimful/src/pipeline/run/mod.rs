@@ -1,16 +1,16 @@
-//! One worker's part of a step: its list of actions, one after the other.
+//! Runs one worker's part of a step: its list of actions, in order.
 //!
 //! ```text
-//!   F   take the input · run the layers · hand the output on          keep input and output's graph
-//!   R   run the layers again                                          keep the output's graph
-//!   B   take the output's gradient · run backward · hand the input's back            keep nothing
-//!   I   take the output's gradient · run its input half · hand the input's back   keep its weight half
-//!   W   run the weight half                                                          keep nothing
+//!   F   receive the input · run the layers · send the output          keeps the input and the output's graph
+//!   R   run the layers again (activation recomputation)               keeps the output's graph
+//!   B   receive the output's gradient · run backward · send the input's      keeps nothing
+//!   I   receive the output's gradient · compute dX · send it                 keeps what dW needs
+//!   W   compute dW                                                           keeps nothing
 //! ```
 //!
-//! A forward that will be run again keeps its input alone, unless the device has room for all of it: then its
-//! R has nothing to do. On the last stage of a step nobody waits
-//! for such a forward, so it is left to its recompute, and costs nothing.
+//! A forward with recomputation keeps only its input, unless the device has free bytes for its activations:
+//! then R does nothing. On the last stage no other stage waits for such a forward, so the stage skips it
+//! and runs only R.
 
 mod backward;
 mod exchange;
@@ -56,12 +56,12 @@ use intake::Intake;
 use meeting::Meeting;
 use timeline::ActionClock;
 
-/// Why a worker did not come to the end of its list.
+/// Reason why a worker did not finish its list.
 #[derive(Debug)]
 pub(crate) enum WorkerFailure {
-    /// Another one did not.
+    /// Another worker or rank failed first.
     Stopped,
-    /// It failed itself.
+    /// This worker failed.
     Failed { at: Instant, error: Error },
 }
 
@@ -71,7 +71,7 @@ impl From<Error> for WorkerFailure {
     }
 }
 
-/// Why an action was not done.
+/// Reason why an action was not done.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Stop {
     #[error("a neighbour is gone")]
@@ -80,64 +80,65 @@ pub(crate) enum Stop {
     Error(#[from] Error),
 }
 
-/// A step under way in one worker.
+/// State of one worker during a step.
 pub(crate) struct WorkerRun {
     pub(crate) job: Job,
     list: Vec<Action>,
-    /// What moves between host and device meanwhile, in the order in which it is started.
+    /// Transfers between host and device that remain, in the order in which they start.
     moves: VecDeque<Move>,
-    /// How far it has come.
+    /// Index of the next action.
     next: usize,
-    /// By stage and micro-batch.
+    /// Micro-batches between forward and backward, by stage and micro-batch.
     kept: Vec<Vec<Option<HeldMicroBatch>>>,
-    /// What has come ahead of the action that needs it, in the same way: inputs, and gradients of outputs.
+    /// Inputs and output gradients that arrived before the action that needs them, indexed likewise.
     arrived: Vec<Vec<Option<Entered>>>,
     gradients: Vec<Vec<Option<Vec<Tensors>>>>,
-    /// How often what enters a stage is still to come from the host.
+    /// Number of times that a stage's input must still come back from the host.
     returns: HashMap<(StageId, MicroBatchId), usize>,
-    /// Backwards whose input half has run, in the same way.
+    /// Split backwards whose input gradient (dX) is done, indexed like `kept`.
     begun: Vec<Vec<Option<BegunBackward>>>,
-    /// By stage, before the exact BatchNorm that it begins with.
+    /// Barriers before stages that begin with an exact BatchNorm, by stage.
     meetings: Vec<Option<Meeting>>,
-    /// None in an evaluation.
+    /// Gradient accumulator; none in an evaluation.
     pub(crate) accumulator: Option<Accumulator>,
     pub(crate) tally: Tally,
-    /// Outputs that were gathered, by micro-batch.
+    /// Gathered outputs, by micro-batch.
     pub(crate) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(crate) output_gradients: Vec<Tensors>,
     /// The largest gradient after each micro-batch's last backward, where that is asked for.
     pub(crate) largest: Vec<Option<Tensor>>,
-    /// The model's inputs; none but on the first stage's worker.
+    /// The model's inputs; empty except on the first stage's worker.
     pub(crate) intake: Intake,
     pub(crate) timeline: ActionClock,
-    /// The same of what moves.
+    /// Clock of the transfers between host and device.
     pub(crate) moving: MoveClock,
 }
 
-/// The half of a backward that is still to run, and which weights its graph looks at.
+/// Weight-gradient part (dW) of a split backward, and the generation of the weights that its graph refers
+/// to.
 type BegunBackward = (SplitBackward, Option<u64>);
 
 /// A micro-batch inside a stage, between its forward and its backward.
 struct HeldMicroBatch {
     input: HeldInput,
-    /// None until it is computed again.
+    /// Output of the forward or of the recomputation; none until R has run.
     output: Option<Output>,
-    /// Which weights its graph looks at: see [`Site::generation`].
+    /// Generation of the weights that the graph refers to: see [`Site::generation`].
     generation: Option<u64>,
 }
 
-/// What enters a stage; and the same as it waits on the host, where it does.
+/// Input of a stage, with its copy on the host if it waited there.
 pub(crate) type Entered = (Boundary, Option<Vec<StageParcel>>);
 
-/// What entered a stage, to be run again or traced back to.
+/// Input of a stage, kept for recomputation or as the end of its backward.
 pub(crate) enum HeldInput {
     Here(Boundary),
-    /// On the host: its values, then each skip.
+    /// Transfers on the host: the values, then each skip.
     Host(Vec<StageParcel>),
 }
 
-/// What a backward starts from.
+/// Start of a backward: the stage's output, or the terms of the loss.
 pub(crate) enum Output {
     Boundary(Boundary),
     Terms(Vec<Term>),
@@ -158,11 +159,11 @@ impl WorkerRun {
         let device = worker.site.device;
         let timeline = ActionClock::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == ActionKind::Forward && a.stage.index() == 0;
-        // Fed inputs are taken as they come, so they set out in the order that the list has.
+        // The first stage takes inputs in the order in which they are sent, so this is the list's order.
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
-        // Losses are counted after those of mini-batches that wait.
+        // The loss continues the count of the accumulation window's earlier mini-batches.
         let tally = worker.window.as_ref().map(|window| window.tally.following());
         Ok(Self {
             kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
@@ -186,18 +187,18 @@ impl WorkerRun {
         })
     }
 
-    /// Runs the actions that come next, as long as they are of a wanted kind.
+    /// Runs the next actions while they are of a wanted kind.
     pub(crate) fn execute(
         &mut self,
         site: &mut Site,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(), WorkerFailure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
-            // A failure before the first layer must not be put down to the last action's.
+            // A failure before the first layer must not name the previous action's layer.
             site.layer.set(None);
             let done = oom::catch(|| {
                 self.start_moves(site)?;
-                // Before the action is done: a backward looks for others behind it.
+                // Before the action runs: a backward searches the list for others after it.
                 self.next += 1;
                 with_graphs(self.job.mode.trains(), || self.perform(site, action))
             });
@@ -206,18 +207,18 @@ impl WorkerRun {
         let Some(&last) = self.list.last().filter(|_| self.next == self.list.len()) else {
             return Ok(());
         };
-        // What follows the last action: its gradients go home.
+        // Transfers that follow the last action: its gradients go to the host.
         let done = oom::catch(|| self.start_moves(site));
         done.map_err(|caught| failure(site, last, caught))
     }
 
-    /// Starts what is to move before the next action.
+    /// Starts the transfers that come before the next action.
     fn start_moves(&mut self, site: &mut Site) -> Result<(), Stop> {
         while let Some(one) = self.moves.front().filter(|one| one.before <= self.next).copied() {
             self.moves.pop_front();
             let at = |stage| site.place_of(stage).expect("moves are of the worker's own stages");
             match (one.kind, one.micro_batch) {
-                // The action that made it has sent it on its way.
+                // The action that computed it has started this transfer.
                 (MoveKind::BoundaryOut | MoveKind::GradientOut, _) => {}
                 (MoveKind::BoundaryIn, Some(i)) => {
                     let place = at(one.stage);
@@ -237,7 +238,7 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// Starts to move a stage's weights, or its gradients.
+    /// Starts to transfer a stage's weights, or its gradients.
     fn move_weights(&mut self, site: &mut Site, at: usize, one: Move) -> Result<()> {
         let Some(homes) = &mut site.homes else { return Ok(()) };
         match one.kind {
@@ -296,21 +297,22 @@ impl WorkerRun {
             let output = self.run_lent(site, at, i, input.share())?;
             Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
         } else if self.ends_in_closure(at) {
-            // Nobody needs its first result: the loss is computed when it is run again.
+            // No stage needs this result: the loss is computed during the recomputation.
             self.timeline.end(action)?;
             None
         } else {
             let output = self.run_for_now(site, at, i, &input)?;
-            // It ran without a graph, so `requires_grad` says nothing; the recompute's output will have one.
+            // This forward has no graph, so `requires_grad` says nothing; the recomputation's output will
+            // have one.
             let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
             self.hand_on(site, at, action, output, traced)?;
             None
         };
         let input = match output {
-            // Its own graph looks at the input.
+            // The output's graph refers to the input.
             Some(_) => HeldInput::Here(input),
-            // The mini-batch itself takes no memory of the device's.
+            // The mini-batch itself takes no further device memory.
             None if self.is_lent(at) => HeldInput::Here(input),
             None if !self.comes_back(action) && site.keeps_inputs() => HeldInput::Here(input),
             None => match resting {
@@ -326,19 +328,19 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// Whether what the forward computes is kept for its backward.
+    /// Returns whether the forward's activations are kept for its backward.
     fn keeps_activations(&self, site: &Site, action: Action) -> bool {
         !self.job.actions.is_recomputed(action.stage, action.micro_batch)
             || site.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
     }
 
-    /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
+    /// Runs a stage; if its input is the mini-batch's own memory, checks that no layer changed it.
     fn run_lent(&self, site: &Site, at: usize, i: usize, input: Boundary) -> Result<Boundary> {
         let trains = self.job.mode.trains();
         if !self.is_lent(at) {
             return Ok(site.run(at, input, self.draws(i), trains));
         }
-        // A layer that writes into its input would change the user's mini-batch, for every retry too.
+        // A layer that writes into its input would change the user's mini-batch, for retries too.
         let lent = input.share();
         let before = Versions::of(lent.all());
         let output = site.run(at, input, self.draws(i), trains);
@@ -347,7 +349,7 @@ impl WorkerRun {
         Ok(output)
     }
 
-    /// Runs a stage that will be run again, from the same input and without a graph.
+    /// Runs a stage without a graph, from an input that its recomputation will use again.
     fn run_for_now(&self, site: &Site, at: usize, i: usize, input: &Boundary) -> Result<Boundary> {
         let _without = tch::no_grad_guard();
         let before = Versions::of(input.all());
@@ -362,19 +364,20 @@ impl WorkerRun {
         let i = action.micro_batch.index();
         let kept = self.kept[at][i].take().expect("a recompute comes after its forward");
         if kept.output.is_some() {
-            // There was room for its activations.
+            // The forward kept its activations.
             self.kept[at][i] = Some(kept);
             return Ok(());
         }
         let held = match kept.input {
             HeldInput::Here(input) => input,
-            // It waited there for want of room, which no move knows of.
+            // The activation cache moved it to the host, outside the planned transfers.
             HeldInput::Host(parcels) => self.bring_back(site, at, i, &parcels)?,
         };
         self.timeline.begin()?;
         let held = self.let_meet(site, at, held)?;
         let input = held.share();
-        // Where a closure follows, no forward was run: this is the first, and statistics count it.
+        // With a closure at the end the forward was skipped: this is the first run, and statistics count
+        // it.
         let output = if self.ends_in_closure(at) {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
@@ -391,11 +394,12 @@ impl WorkerRun {
         Draws::new(self.job.seed, self.job.first + i)
     }
 
-    /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
+    /// Computes the micro-batch's loss, counts it, and returns its terms; none if the closure returns no
+    /// loss.
     pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let seed = self.draws(i).seed(site.layout.layers.len());
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
-        // Seeding and drawing are one: stages on one accelerator share its generator.
+        // Holds the generator's lock from seeding to drawing: stages on one accelerator share a generator.
         let _turn = site.turn();
         site.generator.seed(seed);
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
@@ -404,12 +408,12 @@ impl WorkerRun {
         Ok(terms)
     }
 
-    /// Whether the action's input is to come from the host once more.
+    /// Returns whether the action's input will come back from the host.
     fn comes_back(&self, action: Action) -> bool {
         self.returns.get(&(action.stage, action.micro_batch)).is_some_and(|times| *times > 0)
     }
 
-    /// Whether the stage's input is the mini-batch itself.
+    /// Returns whether the stage's input is the mini-batch's own memory.
     fn is_lent(&self, at: usize) -> bool {
         self.job.ports[at].values_in.is_none() && self.intake.lends()
     }
@@ -423,20 +427,20 @@ impl WorkerRun {
     }
 }
 
-/// One place a micro-batch, and nothing in it.
+/// Returns an empty entry for each micro-batch.
 fn row_of_none<T>(micro_batches: usize) -> Vec<Option<T>> {
     (0..micro_batches).map(|_| None).collect()
 }
 
-/// Refuses losses, all of which are known when the first stage's gradients are whole, and with them gradients: before
-/// an update by them.
+/// Refuses non-finite losses and gradients before the optimizer updates by them. All losses are known when
+/// the first stage's gradients are complete.
 fn refuse_non_finite(
     tally: &Tally,
     largest: &[Option<Tensor>],
     homes: &HostedStages,
     policy: NonFinite,
 ) -> Result<()> {
-    // Each reading waits for the device.
+    // Every read waits for the device.
     if !homes.has_handed() && policy != NonFinite::Allow {
         tally.read(policy)?;
     }
@@ -451,7 +455,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
     let cause = match caught {
         Caught::Error(Stop::NeighbourGone) => return WorkerFailure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
-        // Not this stage's failure.
+        // A failure of the world, not of this stage.
         Caught::Error(Stop::Error(error @ Error::World(_))) => return error.into(),
         Caught::Error(Stop::Error(error)) if error.non_finite().is_some() => return error.into(),
         Caught::Error(Stop::Error(error)) => Cause::Error(error),

@@ -1,5 +1,4 @@
-//! When what moves between host and device began and ended, and what compute waited for meanwhile; nothing
-//! is noted where nobody asked.
+//! Times the transfers between host and device, and compute's waits for them; records nothing unless asked.
 
 use tch::Device;
 
@@ -7,17 +6,17 @@ use crate::Result;
 use crate::moment::Moment;
 use crate::schedule::{Awaited, BusUse, Move, MoveKind, MoveSpan, WaitSpan};
 
-/// The times of one worker's moves, by the clock on a CPU and by events on the streams that copy.
+/// Times of one worker's transfers, by the clock on a CPU and by events on the copy streams.
 #[derive(Debug)]
 pub(crate) struct MoveClock {
     device: Device,
-    /// None where nobody asked.
+    /// None unless the caller asked for the times.
     noted: Option<NotedMoves>,
 }
 
 #[derive(Debug, Default)]
 struct NotedMoves {
-    /// Each with its beginning, its end, and the bytes that crossed.
+    /// Transfers with their start, their end and their bytes.
     moves: Vec<(Move, Moment, Moment, u64)>,
     waits: Vec<(Awaited, Moment, Moment)>,
 }
@@ -27,7 +26,7 @@ impl MoveClock {
         Self { device, noted: is_asked.then(NotedMoves::default) }
     }
 
-    /// Queues copies on the stream that this thread has entered.
+    /// Queues copies on the stream that this thread has entered, and times them.
     pub(crate) fn moving<T>(
         &mut self,
         one: Move,
@@ -38,7 +37,7 @@ impl MoveClock {
         self.moving_by(one, || Moment::now(device), copy, bytes)
     }
 
-    /// Queues copies on a stream whose moments `now` gives.
+    /// Queues copies on another stream, and times them; `now` reads that stream's clock.
     pub(crate) fn moving_by<T>(
         &mut self,
         one: Move,
@@ -53,18 +52,18 @@ impl MoveClock {
         Ok(moved)
     }
 
-    /// A slot is free when this thread's work so far is done.
+    /// Records that a device buffer is free when this thread's work so far is done.
     pub(crate) fn release(&mut self, one: Move) -> Result<()> {
         self.moving(one, || Ok(()), |()| 0)
     }
 
-    /// Lets this thread's work on the device wait.
+    /// Runs a wait of this thread's work on the device, and times it.
     pub(crate) fn waiting<T>(
         &mut self,
         awaited: Awaited,
         wait: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        // A CPU has waited while it copied. The optimizer has a thread of its own there too.
+        // A CPU waits for every copy because it makes it. Only the optimizer has a thread of its own there.
         let is_apart = self.device != Device::Cpu || awaited == Awaited::Update;
         let Some(noted) = self.noted.as_mut().filter(|_| is_apart) else { return wait() };
         let start = Moment::now(self.device)?;
@@ -73,7 +72,7 @@ impl MoveClock {
         Ok(waited)
     }
 
-    /// The times in seconds from this moment on. Waits for the last copy.
+    /// Returns the times in seconds since `origin`. Waits for the last copy.
     pub(crate) fn read(self, origin: &Moment) -> Result<BusUse> {
         let Some(NotedMoves { moves, waits }) = self.noted else { return Ok(BusUse::default()) };
         let move_span = |(moved, start, end, bytes): (Move, Moment, Moment, u64)| {
@@ -99,8 +98,8 @@ impl MoveClock {
     }
 }
 
-/// The moves by their beginnings. Weights and boundaries come by streams of their own, but a way of the bus
-/// carries one copy at a time: what was queued meanwhile began when the one before it was over.
+/// Sorts the transfers by their start. Weights and boundaries have streams of their own, but each direction
+/// of the host link carries one copy at a time: a queued copy starts when the one before it ends.
 fn one_at_a_time(mut moves: Vec<MoveSpan>) -> Vec<MoveSpan> {
     moves.sort_by(|a, b| a.end.total_cmp(&b.end));
     let mut free = [0.0_f64; 2];

@@ -1,4 +1,4 @@
-//! One stage at work: its layers on a micro-batch, with the skips that come in and go out.
+//! Runs one stage: its layers on a micro-batch, with the skips that enter and leave.
 
 use tch::Tensor;
 
@@ -17,12 +17,12 @@ pub(crate) struct Stage {
     exports: Vec<Export>,
 }
 
-/// What enters a stage, or leaves it: the values that flow, and skips beside them.
+/// Input or output of a stage: the values, and the skips beside them.
 #[derive(Debug, Default)]
 pub(crate) struct Boundary {
     pub(crate) values: Vec<Tensor>,
     pub(crate) skips: Vec<Vec<Tensor>>,
-    /// What normalises the first value, where a stage begins with an exact BatchNorm.
+    /// Statistics that normalise the first value if the stage begins with an exact BatchNorm.
     pub(crate) met: Option<Met>,
 }
 
@@ -31,7 +31,7 @@ impl Stage {
         Self { id, model, imports: plan.imports.clone(), exports: plan.exports.clone() }
     }
 
-    /// Runs the layers; `before` is told the position of each.
+    /// Runs the layers; calls `before` with each layer's position.
     ///
     /// # Panics
     /// When one of them does.
@@ -47,12 +47,12 @@ impl Stage {
         Boundary { values, skips: self.exports.iter().map(leaving).collect(), met: None }
     }
 
-    /// Of each export, the stages that it goes to.
+    /// Target stages of each export.
     pub(crate) fn targets(&self) -> impl Iterator<Item = &[usize]> {
         self.exports.iter().map(|export| export.targets.as_slice())
     }
 
-    /// The exact BatchNorm that it begins with.
+    /// Returns the exact BatchNorm that the stage begins with.
     pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
         self.model.exact_norm()
     }
@@ -64,14 +64,15 @@ impl Boundary {
         self.values.iter().chain(self.skips.iter().flatten())
     }
 
-    /// The leaves that gradients gather in: of the values, of each skip, and of what normalises.
+    /// Leaves that accumulate gradients: those of the values, of each skip, and of the normalising
+    /// statistics.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = &[Tensor]> {
         let probes = self.met.iter().map(|met| met.probes.as_slice());
         let skips = self.skips.iter().map(Vec::as_slice);
         std::iter::once(self.values.as_slice()).chain(skips).chain(probes)
     }
 
-    /// The same tensors, not copied.
+    /// Returns shallow clones of all tensors.
     pub(crate) fn share(&self) -> Self {
         let share = |values: &Vec<Tensor>| values.iter().map(Tensor::shallow_clone).collect();
         Self {
@@ -82,8 +83,7 @@ impl Boundary {
     }
 }
 
-/// The tensors as the next stage gets them: without the graph behind them, and with a gradient where
-/// `traced` says so.
+/// Detaches the tensors for the next stage; `traced` says which of them require a gradient.
 pub(crate) fn leaves(values: &[Tensor], traced: impl Fn(&Tensor) -> bool) -> Result<Vec<Tensor>> {
     let leaf = |value: &Tensor| Ok(value.f_detach()?.f_set_requires_grad(traced(value))?);
     values.iter().map(leaf).collect()

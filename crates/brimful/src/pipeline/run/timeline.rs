@@ -1,5 +1,5 @@
-//! When each action began and ended, by the clock on a CPU and by events where work is queued; and
-//! what its arena held.
+//! Times each action, by the clock on a CPU and by events on an accelerator, and records what its arena
+//! held.
 
 use std::time::Instant;
 
@@ -11,19 +11,19 @@ use crate::memory::{Arena, Memory};
 use crate::moment::Moment;
 use crate::schedule::{Action, BusUse, Span};
 
-/// The times of one worker's actions, from the step's start on.
+/// Times of one worker's actions since the step's start.
 #[derive(Debug)]
 pub(crate) struct ActionClock {
     device: Device,
-    /// Its account, where reading it costs nothing: an accelerator's is left alone.
+    /// The worker's arena; none on an accelerator, whose figures cost time to read.
     arena: Option<Arena>,
-    /// The step's start; in the device's own queue, where it has one.
+    /// The step's start; an event on an accelerator's stream.
     origin: Moment,
     begun: Option<TimeMark>,
     spans: Vec<(Action, TimeMark, TimeMark)>,
 }
 
-/// A moment, and the bytes in use then.
+/// Time, and the bytes in use then.
 #[derive(Debug)]
 struct TimeMark {
     at: Moment,
@@ -43,19 +43,19 @@ impl ActionClock {
         };
         let origin = match device {
             Device::Cpu => Moment::Host(start),
-            // Events tell the time since another event alone: the host's `start` is none.
+            // An event measures time only from another event: the host's `start` is none.
             device => Moment::now(device)?,
         };
         Ok(Self { device, arena, origin, begun: None, spans: Vec::with_capacity(actions) })
     }
 
-    /// Work begins: all that it needs is there.
+    /// Marks the start of an action's work: its inputs are there.
     pub(crate) fn begin(&mut self) -> Result<()> {
         self.begun = Some(self.mark()?);
         Ok(())
     }
 
-    /// Work ends; what follows is waiting for others.
+    /// Marks the end of an action's work; after it, the worker waits for others.
     pub(crate) fn end(&mut self, action: Action) -> Result<()> {
         if let Some(begun) = self.begun.take() {
             let ended = self.mark()?;
@@ -69,9 +69,9 @@ impl ActionClock {
         Ok(TimeMark { at: Moment::now(self.device)?, bytes })
     }
 
-    /// The times in seconds, and those of what moved. Waits for the device's last action.
+    /// Returns the times of actions and transfers, in seconds. Waits for the device's last action.
     pub(crate) fn read(self, moves: MoveClock) -> Result<(Vec<Span>, BusUse)> {
-        // All are in one queue: when the last one has come, so have the others.
+        // All events are on one stream: when the last one is reached, so are the others.
         if let Some((.., last)) = self.spans.last() {
             last.at.wait()?;
         }

@@ -1,7 +1,7 @@
-//! Tensors on their way from stage to stage, and when the sender's device has computed them.
+//! Transfers tensors from stage to stage, with an event for when the sender's device has computed them.
 //!
-//! On one device, and between CPU devices, they are handed over as they are: nothing is copied, and
-//! their memory stays charged to the arena that it came from. Else [`Copies`] brings them.
+//! On one device, and between CPU devices, a stage passes tensors on without a copy, and their memory stays
+//! charged to the arena that it came from. Otherwise [`Copies`] transfers them.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::batch::{copy_of, tensor_bytes};
 use crate::copies::{Arriving, Copies};
 use crate::memory::Arena;
 use crate::schedule::{Awaited, Move};
-/// Tensors under way; gradients come once for each group of loss terms.
+/// Tensors of a transfer; gradients have one list for each group of loss terms.
 pub(crate) use crate::world::Tensors;
 
-/// The host's memory, as a place for parcels to wait in.
+/// Host staging memory for transfers that wait.
 #[derive(Debug, Clone)]
 pub(crate) struct RestingPlace {
     pub(crate) outward: Stream,
-    /// What they are charged to there.
+    /// Arena that the copies are charged to.
     arena: Option<Arena>,
 }
 
@@ -31,43 +31,43 @@ impl RestingPlace {
         Ok(Self { outward: Stream::new(device)?, arena })
     }
 
-    /// Queues a copy to the host, on the stream outward, which this thread has entered.
+    /// Queues a copy to the host on the stream `outward`, which this thread has entered.
     fn take(&self, tensor: &Tensor) -> Result<Tensor> {
         let room = {
             let _charged = self.arena.as_ref().map(Arena::enter);
-            // It comes back with its channels where they were: layers are slow where these change places.
+            // Keeps the memory format, channels last included: layers are slow when it changes.
             transfer::room_like(tensor)?
         };
         transfer::copy(&room, tensor)?;
-        // Its memory must not be used for something else before it has been copied.
+        // The allocator must not reuse the tensor's memory before it is copied.
         self.outward.keep(tensor)?;
         Ok(room.f_set_requires_grad(tensor.requires_grad())?)
     }
 }
 
-/// What travels between stages.
+/// Tensors that one stage sends to another.
 #[derive(Debug)]
 pub(crate) struct StageParcel {
     tensors: Tensors,
-    /// When they are what they are to be, on the sender's device or on the host; none where that is now, or
-    /// where the receiver's work is behind the sender's anyway.
+    /// Event after which the tensors are complete, on the sender's device or on the host; none if they
+    /// already are, or if the receiver's work follows the sender's on one stream.
     ready: Option<Arc<Event>>,
-    /// Whether they wait on the host, for a device that has no room for all that waits.
+    /// Whether the tensors wait on the host, because the device has too few free bytes.
     pub(crate) rests: bool,
 }
 
 impl StageParcel {
-    /// Tensors for this thread's own later work, or that have come from another rank.
+    /// Wraps tensors that this thread itself will use, or that came from another rank.
     pub(crate) fn pack(tensors: Tensors) -> Self {
         Self { tensors, ready: None, rests: false }
     }
 
-    /// Marks when this thread's work on `device` has made them, for another worker.
+    /// Records an event after this thread's work on `device`, for another worker.
     pub(crate) fn marked(self, device: Device) -> Result<Self> {
         Ok(Self { ready: mark(device)?.map(Arc::new), ..self })
     }
 
-    /// Lets what this thread's work on the device has made wait on the host, where this move brings it.
+    /// Copies tensors that this thread's work on the device has made to the host, as this transfer.
     pub(crate) fn resting(
         self,
         host: &RestingPlace,
@@ -86,13 +86,14 @@ impl StageParcel {
         Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
     }
 
-    /// What it takes, and when it is there, where that is to come.
+    /// Returns the event at which the transfer is done, and its bytes; none if there is nothing to wait
+    /// for.
     pub(crate) fn landing(&self) -> Option<(Arc<Event>, u64)> {
         let bytes = self.tensors.iter().flatten().flatten().map(tensor_bytes).sum();
         self.ready.clone().map(|ready| (ready, bytes))
     }
 
-    /// The same parcel, to be unpacked once more.
+    /// Returns a shallow clone, to unpack a second time.
     pub(crate) fn share(&self) -> Self {
         let share = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
         Self {
@@ -102,16 +103,16 @@ impl StageParcel {
         }
     }
 
-    /// The tensors in the host's memory, from where they go to another rank, and when they are
-    /// there: the device copies them after its work so far, and nobody waits.
+    /// Copies the tensors to the host, from which they go to another rank; returns an event for when they
+    /// are there. The device copies them after its queued work, and no thread waits.
     pub(crate) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
-        // Without an event: this thread packed it, and the copy comes next in the same stream.
+        // Ignores the event: this thread packed the tensors, and the copy follows on the same stream.
         let Self { mut tensors, .. } = self;
         let mut sender = Device::Cpu;
         for tensor in tensors.iter_mut().flatten().flatten() {
             if tensor.device() != Device::Cpu {
                 sender = tensor.device();
-                // Page-locked, or the copy would make this thread wait for all of the device's work.
+                // Pinned: a copy to pageable memory would make this thread wait for all work of the device.
                 let host = transfer::room_for(tensor)?;
                 transfer::copy(&host, tensor)?;
                 *tensor = host.f_set_requires_grad(tensor.requires_grad())?;
@@ -126,8 +127,8 @@ impl StageParcel {
 }
 
 impl Copies {
-    /// The parcel's tensors on this device, for this thread's work on it; brought by this move where they
-    /// wait on the host.
+    /// Brings the tensors to this device, for this thread's work on it; as this transfer if they wait on
+    /// the host.
     pub(crate) fn unpack(
         &self,
         parcel: StageParcel,
@@ -136,7 +137,7 @@ impl Copies {
     ) -> Result<Tensors> {
         let StageParcel { tensors, ready, rests } = parcel;
         let ready = ready.as_deref();
-        // Workers of one device share its default stream, which keeps the order by itself.
+        // Workers of one device share its default stream, which keeps their order.
         if !rests {
             return each(tensors, |tensor| self.finish(self.start(&tensor, ready)?));
         }
@@ -153,7 +154,7 @@ impl Copies {
 
     fn start_from_host(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
         match self.device() {
-            // The host is the device too, but its memory is another account.
+            // Host and device share the memory, but charge it to different arenas.
             Device::Cpu => {
                 let copy = copy_of(&tensor.f_detach()?)?;
                 self.start(&copy.f_set_requires_grad(tensor.requires_grad())?, None)
@@ -162,7 +163,7 @@ impl Copies {
         }
     }
 
-    /// The values of a parcel in which none is missing.
+    /// Unpacks a transfer that has no missing tensor.
     pub(crate) fn unpack_values(
         &self,
         parcel: StageParcel,
@@ -173,7 +174,7 @@ impl Copies {
     }
 }
 
-/// The same lists, with what `f` makes of each tensor.
+/// Maps `f` over the tensors of all lists.
 fn each<T, U>(
     lists: Vec<Vec<Option<T>>>,
     mut f: impl FnMut(T) -> Result<U>,

@@ -1,13 +1,16 @@
-//! Where what waits for a later action waits: on the device while that has room, then on the host.
+//! Caches activations that wait for a later action: on the device while it has free bytes, else on the
+//! host.
 //!
-//! Where micro-batches meet, all of them pass a stage before the first passes the next, so what waits grows
-//! with the mini-batch. The first step of a size leaves nothing on the device, and shows by its peak what the
-//! work itself takes; from then on that much is left free, and what waits may have the rest. What the very next
-//! stage takes comes first: it would cross the bus and come straight back. What a backward needs much later
-//! crosses it once each way. What is on its way to the host has its memory until it is there, so compute waits for
-//! it rather than for room that a full device would have to look for. Where memory runs out all the same, because
-//! an allocator cannot join what is free, a step of a given size runs again with nothing waiting here, and more is left
-//! free later.
+//! At a barrier every micro-batch passes a stage before the first one passes the next stage, so waiting
+//! activations grow with the mini-batch. The first step of a size keeps nothing on the device; its peak
+//! shows what the computation itself needs. Later steps keep that much free and cache activations in the
+//! rest. Inputs of the very next stage come first, because they would cross the host link and come straight
+//! back; tensors that a backward needs much later cross it once each way.
+//!
+//! A transfer to the host holds its memory until it is done, so compute waits for it: a full device would
+//! otherwise have to search for free memory. If memory still runs out, because an allocator cannot join its
+//! free blocks, a step of a given size is retried with all activations offloaded, and later steps keep more
+//! memory free.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,14 +26,14 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::schedule::Awaited;
 
-/// Of so many sixteenths of all memory that are left free for what an allocator cannot join, nothing waits here.
+/// Sixteenths of all memory that are left free for fragmentation; at 16 nothing is cached on the device.
 const ALL_APART: u64 = 16;
 
-/// How many actions the host may be ahead of the device.
+/// Number of actions that the host may be ahead of the device.
 const AHEAD: usize = 3;
 
-/// When the device has come to the last few actions, so that the host is not far ahead: what they free
-/// can be used again only when they are done.
+/// Events after the last few actions, which keep the host from running far ahead of the device: memory that
+/// an action frees can be used again only once the device has done it.
 #[derive(Debug)]
 pub(crate) struct HostLead {
     device: Device,
@@ -57,22 +60,22 @@ impl HostLead {
     }
 }
 
-/// What is on its way to the host, the earliest first: until it is there its memory cannot be used again,
-/// though it counts as free from the time on when nobody has the tensor.
+/// Transfers to the host in flight, the earliest first. Their memory cannot be used again before they
+/// arrive, though the allocator counts it as free once the tensor is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Leaving {
     parcels: VecDeque<(Arc<Event>, u64)>,
 }
 
 impl Leaving {
-    /// So many bytes are there at this event.
+    /// Adds a transfer of so many bytes that is done at this event.
     pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) -> Result<()> {
         self.forget_arrived()?;
         self.parcels.push_back((there, bytes));
         Ok(())
     }
 
-    /// What is under way still.
+    /// Bytes still in flight.
     fn bytes(&mut self) -> Result<u64> {
         self.forget_arrived()?;
         Ok(self.parcels.iter().map(|(_, bytes)| bytes).sum())
@@ -87,7 +90,7 @@ impl Leaving {
         Ok(())
     }
 
-    /// Waits for the earliest; gives its bytes.
+    /// Waits for the earliest transfer; returns its bytes.
     fn wait(&mut self) -> Result<Option<u64>> {
         let Some((there, bytes)) = self.parcels.pop_front() else { return Ok(None) };
         there.synchronize()?;
@@ -95,35 +98,35 @@ impl Leaving {
     }
 }
 
-/// A device's memory, as a place to wait in.
+/// Activation cache in a device's memory.
 #[derive(Debug)]
 pub(crate) struct WaitingRoom {
     memory: Memory,
-    /// Whether activations wait too, and are computed again only where there is no room.
+    /// Whether to cache activations too, and recompute only when the device has too few free bytes.
     keeps_activations: bool,
     known: Option<WorkNeed>,
-    /// The largest step all of which has waited here.
+    /// Largest step that was cached completely.
     fitted: Option<StepExtent>,
-    /// How many sixteenths of all memory are left free besides, for what the allocator cannot join.
+    /// Sixteenths of all memory that stay free for fragmentation.
     apart: u64,
-    /// The step under way.
+    /// Step under way.
     step: Option<WaitingStep>,
     space: Space,
 }
 
-/// How large a step is, in samples.
+/// Size of a step, in samples.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepExtent {
     pub(crate) largest_micro_batch: u64,
     pub(crate) mini_batch: u64,
 }
 
-/// What the work takes with micro-batches of at most so many samples.
+/// Memory that computation needs with micro-batches of at most so many samples.
 #[derive(Debug, Clone, Copy)]
 struct WorkNeed {
     samples: u64,
     bytes: u64,
-    /// What enters a stage, at most.
+    /// Largest input of a stage, in bytes.
     boundary: u64,
 }
 
@@ -131,29 +134,29 @@ struct WorkNeed {
 struct WaitingStep {
     trains: bool,
     extent: StepExtent,
-    /// In use at its start.
+    /// Bytes in use at its start.
     start: u64,
-    /// What its work takes, where that is known.
+    /// Bytes that its computation needs, if known.
     work: Option<u64>,
-    /// What all micro-batches bring to a stage, at most.
+    /// Upper bound on the bytes that all micro-batches bring to one stage.
     frontier: u64,
-    /// The most that entered a stage so far.
+    /// Largest input of a stage so far, in bytes.
     boundary: u64,
-    /// Whether something may have waited here that could have waited on the host.
+    /// Whether the device may have cached something that the host could have held.
     takes_room: bool,
-    /// Whether there was room for all at every action so far.
+    /// Whether everything fitted at every action so far.
     fits: bool,
 }
 
-/// How much room there is at the action under way.
+/// Tensors that the cache has free bytes for, at the action under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Space {
     None,
-    /// For what goes from stage to stage.
+    /// Tensors that travel from stage to stage.
     ForParcels,
-    /// For what has entered a stage too, until its backward.
+    /// Stages' inputs too, until their backward.
     ForInputs,
-    /// For its activations too.
+    /// Their activations too.
     ForAll,
 }
 
@@ -164,16 +167,16 @@ impl WaitingRoom {
         Self { memory, keeps_activations, known, fitted, apart, step, space: Space::None }
     }
 
-    /// A step begins.
+    /// Begins a step.
     pub(crate) fn begin(&mut self, trains: bool, extent: StepExtent) -> Result<()> {
-        // One that did not come to its end may have lacked what was taken here.
+        // A step that did not finish may have lacked the memory that was cached here.
         if self.step.take().is_some() {
             (self.known, self.fitted) = (None, None);
         }
         let known = self.known.filter(|known| extent.largest_micro_batch <= known.samples);
         let usage = self.memory.usage()?;
-        // It does not change while a step is under way where nothing limits it, where one as large had room
-        // enough, or where nothing is known yet.
+        // The space stays fixed for the whole step if memory has no limit, if a step as large fitted, or if
+        // nothing is known yet.
         self.space = match (usage.limit, self.fitted) {
             (None, _) => Space::ForAll,
             (_, Some(fitted)) if extent.is_within(fitted) => Space::ForAll,
@@ -194,7 +197,8 @@ impl WaitingRoom {
         Ok(())
     }
 
-    /// A step has run out of memory. Says whether the same may do with less, because nothing waits here next time.
+    /// Reserves more memory after a step that ran out of it, if the device had cached activations; returns
+    /// whether it had, so that a retry without them may succeed.
     pub(crate) fn make_room(&mut self) -> bool {
         let took_room = self.step.as_ref().is_some_and(|step| step.takes_room);
         if took_room {
@@ -203,15 +207,15 @@ impl WaitingRoom {
         took_room
     }
 
-    /// Learns how much enters a stage.
+    /// Records the size of a stage's input.
     pub(crate) fn note(&mut self, entered: &Boundary) {
         if let Some(step) = &mut self.step {
             step.boundary = step.boundary.max(entered.all().map(tensor_bytes).sum());
         }
     }
 
-    /// Looks how much room there is, for the next action; where that is too little for what the next stage takes,
-    /// there may be more when what leaves is gone.
+    /// Measures the free bytes for the next action; waits for transfers in flight if they are too few for
+    /// the next stage's inputs.
     pub(crate) fn look(&mut self, leaving: &mut Leaving, clock: &mut MoveClock) -> Result<()> {
         let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
         else {
@@ -220,9 +224,9 @@ impl WaitingRoom {
         let usage = self.memory.usage()?;
         let [available, limit] =
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
-        // An eighth more, because micro-batches differ, and what the allocator cannot join.
+        // An eighth more, because micro-batches differ, and a share for fragmentation.
         let left_free = work + work / 8 + limit / ALL_APART * self.apart;
-        // Where all micro-batches would never have room, room for the work is enough.
+        // If the device could never hold all micro-batches, free bytes for the computation are enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
         let mut free = available.saturating_sub(leaving.bytes()?);
@@ -239,7 +243,7 @@ impl WaitingRoom {
         self.space = match free.checked_sub(left_free) {
             None => Space::None,
             Some(spare) if spare < step.frontier => Space::ForParcels,
-            // Activations are not more than all that the work takes.
+            // Activations take at most what the whole computation takes.
             Some(spare) if spare < step.frontier + left_free => Space::ForInputs,
             Some(_) => Space::ForAll,
         };
@@ -248,22 +252,22 @@ impl WaitingRoom {
         Ok(())
     }
 
-    /// Whether activations wait, so that nothing is computed again.
+    /// Returns whether activations are cached, so that stages skip recomputation.
     pub(crate) fn keeps_activations(&self) -> bool {
         self.keeps_activations && self.space == Space::ForAll
     }
 
-    /// Whether what has entered a stage stays here until its backward.
+    /// Returns whether stages' inputs stay on the device until their backward.
     pub(crate) fn keeps_inputs(&self) -> bool {
         self.space >= Space::ForInputs
     }
 
-    /// Whether parcels have to wait on the host.
+    /// Returns whether transfers between stages must wait on the host.
     pub(crate) fn is_full(&self) -> bool {
         self.space == Space::None
     }
 
-    /// The step has come to its end with this peak; gives what it needs at least.
+    /// Ends the step with this peak; returns the bytes that the step needs at least.
     pub(crate) fn end(&mut self, peak: Bytes) -> Bytes {
         let Some(step) = self.step.take() else { return peak };
         let WaitingStep { trains, extent, start, work, boundary, fits, .. } = step;

@@ -1,16 +1,16 @@
-//! The channels of one step: made anew for each, so that a worker that drops its ends wakes everyone
-//! who waits for it.
+//! Makes the channels of one step. Each step has new ones, so that a worker that drops its ends wakes every
+//! worker that waits for it.
 //!
 //! ```text
 //!   stage j ── values ──▶ stage j + 1      as many places as the schedule needs
 //!           ◀─ gradients ─
-//!   stage a ══ a skip ══▶ stage b          straight, with a place for each micro-batch
+//!   stage a ══ a skip ══▶ stage b          direct, with a place for each micro-batch
 //!           ◀═ its gradients ═
 //! ```
 //!
-//! A skip never makes its sender wait: that could stop stages that the schedule's rules know to be
-//! free. Stages on one worker are joined like others, with a place for each micro-batch. Stages in
-//! other ranks are joined by the world's channels.
+//! A skip never blocks its sender: that could stop stages that may run by the schedule's rules. Channels
+//! between stages of one worker have a place for each micro-batch too. The world's channels connect stages
+//! in other ranks.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -23,16 +23,16 @@ use crate::pipeline::ranks::Ranks;
 use crate::schedule::Actions;
 use crate::world::{self, Stopped, Turn};
 
-/// Where parcels go.
+/// Sending end of a channel.
 #[derive(Debug)]
 pub(crate) enum StageOutlet {
-    /// To a stage of the same worker, whose device does one thing after the other.
+    /// To a stage of the same worker, whose device runs work in order.
     Own(SyncSender<StageParcel>),
     Near(SyncSender<StageParcel>),
     Far(world::Outlet),
 }
 
-/// Where parcels come from.
+/// Receiving end of a channel.
 #[derive(Debug)]
 pub(crate) enum StageInlet {
     Near(Receiver<StageParcel>),
@@ -69,22 +69,22 @@ fn stop(stopped: Stopped) -> Stop {
     }
 }
 
-/// A stage's ends of the channels.
+/// A stage's channel ends.
 #[derive(Debug, Default)]
 pub(crate) struct Ports {
-    /// From the stage before; none for the first.
+    /// From the previous stage; none for the first.
     pub(crate) values_in: Option<StageInlet>,
-    /// To the stage after; none for the last.
+    /// To the next stage; none for the last.
     pub(crate) values_out: Option<StageOutlet>,
     pub(crate) gradients_in: Option<StageInlet>,
     pub(crate) gradients_out: Option<StageOutlet>,
-    /// For each import, its values and the way back for their gradients.
+    /// Values of each import, and the way back for their gradients.
     pub(crate) skips_in: Vec<(StageInlet, StageOutlet)>,
-    /// For each export, the same for every stage that it goes to.
+    /// Values and gradients of each export, for every stage that it goes to.
     pub(crate) skips_out: Vec<Vec<(StageOutlet, StageInlet)>>,
 }
 
-/// The ends of every stage; those of other ranks' stages are theirs to make.
+/// Makes the channel ends of every stage in this rank; other ranks make their own.
 pub(crate) fn wire(
     layout: &StageLayout,
     actions: &Actions,
@@ -98,7 +98,7 @@ pub(crate) fn wire(
     for j in 1..ports.len() {
         let before = layout.stages[j - 1].worker;
         let after = layout.stages[j].worker;
-        // A worker that waited for a place in a channel to itself would wait for ever.
+        // A worker would wait forever for a place in a channel to itself.
         let places = if before == after { all } else { actions.channel_capacity() };
         (ports[j - 1].values_out, ports[j].values_in) = wiring.way(before, after, places)?;
         (ports[j].gradients_out, ports[j - 1].gradients_in) = wiring.way(after, before, places)?;
@@ -120,24 +120,24 @@ pub(crate) fn wire(
     Ok(ports)
 }
 
-/// Makes ways between workers, which all ranks number alike.
+/// Makes channels between workers; all ranks number them alike.
 struct Wiring<'a, M> {
     ranks: &'a Ranks,
     turn: &'a Turn,
-    /// Where a worker of this rank needs what arrives.
+    /// Memory of a worker of this rank, which arriving tensors are charged to.
     memory: M,
     next: u32,
 }
 
 impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
-    /// Both ends of a way; of those, the ones that belong to this rank.
+    /// Makes a channel; returns its ends that belong to this rank.
     fn way(
         &mut self,
         from: usize,
         to: usize,
         places: usize,
     ) -> Result<(Option<StageOutlet>, Option<StageInlet>)> {
-        // Counted even where neither end is here, so that all ranks give a way the same number.
+        // Counted even if neither end is here, so that all ranks give a channel the same number.
         self.next += 1;
         Ok(match (self.ranks.has(from), self.ranks.has(to)) {
             (true, true) => {

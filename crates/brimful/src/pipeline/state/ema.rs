@@ -1,4 +1,4 @@
-//! Averages of a pipeline's weights, each kept where its stage is.
+//! Exponential moving averages of a pipeline's weights, each in the memory of its stage.
 
 use tch::Tensor;
 
@@ -10,9 +10,8 @@ use crate::pipeline::worker::Worker;
 use crate::save::Metadata;
 use crate::workers::SharedWorkers;
 
-/// Averages of a pipeline's variables, as an [`Ema`] of all of them: its state has that one's form,
-/// and loads into one, or into a pipeline of any other balance. In a world, all ranks make every
-/// call.
+/// Averages of a pipeline's variables. Their state has the form of an [`Ema`] of all variables, and loads
+/// into one, or into a pipeline of any other balance. In a world, all ranks make every call.
 #[derive(Debug)]
 pub struct PipelineEma {
     workers: SharedWorkers<Worker>,
@@ -20,8 +19,8 @@ pub struct PipelineEma {
 }
 
 impl Pipeline {
-    /// Averages of all variables, which begin as what these are now, in the memory of their stages.
-    /// They take the place of earlier ones.
+    /// Makes averages of all variables, which start at the current values, in the memory of their stages.
+    /// They replace earlier ones.
     ///
     /// # Errors
     /// As [`Ema::new`].
@@ -44,7 +43,7 @@ impl Pipeline {
 }
 
 impl PipelineEma {
-    /// Begins with a smaller decay, as [`Ema::warmup`].
+    /// Starts with a smaller decay, as [`Ema::warmup`].
     ///
     /// # Errors
     /// When a worker has ended.
@@ -56,7 +55,7 @@ impl PipelineEma {
         Ok(self)
     }
 
-    /// Lets the averages follow the weights, on all devices or on none.
+    /// Updates the averages by the current weights, on all devices or on none.
     ///
     /// # Errors
     /// As [`Ema::update`].
@@ -67,7 +66,7 @@ impl PipelineEma {
         workers.each_or_error(scratch, |worker, scratch| ema(worker)?.commit(&scratch)).map(drop)
     }
 
-    /// Puts the averages in place of the model's own weights, on all devices or on none.
+    /// Replaces the model's weights by the averages, on all devices or on none.
     ///
     /// # Errors
     /// As [`Ema::swap_in`].
@@ -81,7 +80,7 @@ impl PipelineEma {
         swapped.map(drop)
     }
 
-    /// Puts the model's own weights back, to the last bit.
+    /// Restores the model's own weights, bit by bit.
     ///
     /// # Errors
     /// As [`Ema::swap_out`].
@@ -89,7 +88,7 @@ impl PipelineEma {
         self.workers.turn()?.all(|worker| ema(worker)?.swap_out()).map(drop)
     }
 
-    /// The whole state, as [`Ema::state`] gives it. In a world, rank 0 gets all of it, the others
+    /// Returns the whole state in the form of [`Ema::state`]. In a world, rank 0 gets all of it, the others
     /// their own parts.
     ///
     /// # Errors
@@ -106,7 +105,7 @@ impl PipelineEma {
         Ok((self.ranks.gather(tensors)?, texts))
     }
 
-    /// Takes over a state that [`PipelineEma::state`] or [`Ema::state`] gave.
+    /// Loads a state of [`PipelineEma::state`] or [`Ema::state`].
     ///
     /// # Errors
     /// As [`Ema::load_state`]; nothing is changed then.
@@ -117,7 +116,7 @@ impl PipelineEma {
         let mut parts = self.ranks.all_or_none("load averages", || portions(&names, tensors))?;
         let parts = parts.drain(self.ranks.here());
         let jobs = parts.map(|part| (part, metadata.clone())).collect();
-        // Read beside what is there on all workers before it takes its place on one: nothing has to be undone.
+        // All workers read the state before one takes it over, so nothing needs an undo.
         let read = self.ranks.all_or_none("load averages", || {
             workers.each_or_error(jobs, |worker, (tensors, metadata): (Vec<_>, Metadata)| {
                 ema(worker)?.read_state(&tensors, &metadata)
@@ -131,7 +130,7 @@ impl PipelineEma {
     }
 }
 
-/// The worker's part of the averages, once the weights' last update is done.
+/// Returns the worker's part of the averages, after the weights' last update.
 fn ema(worker: &mut Worker) -> Result<&mut Ema> {
     worker.settle()?;
     Ok(worker.ema.as_mut().expect("it was made on every worker"))
@@ -141,7 +140,7 @@ fn names(ema: &Ema) -> Vec<String> {
     ema.averages().map(|(name, _)| name.to_owned()).collect()
 }
 
-/// Each worker's part of all averages, of which nothing may be left.
+/// Splits all averages by worker; fails if one belongs to no worker.
 fn portions(
     names: &[Vec<String>],
     tensors: &[(String, Tensor)],

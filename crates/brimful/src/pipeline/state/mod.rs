@@ -1,4 +1,5 @@
-//! What a pipeline has from step to step: variables, optimizers and averages, looked at, saved and loaded.
+//! State of a pipeline between steps: variables, optimizers and averages, with their access, saving and
+//! loading.
 
 mod ema;
 mod optimizer;

@@ -1,4 +1,4 @@
-//! An optimizer whose every part steps on its own stages' thread.
+//! Optimizer whose parts run on their stages' threads.
 
 use brimful_torch::foreach;
 use tch::Tensor;
@@ -13,10 +13,10 @@ use crate::pipeline::worker::Worker;
 use crate::workers::SharedWorkers;
 use crate::{Error, Result};
 
-/// Updates a pipeline's parameters by their gradients.
+/// Optimizer of a pipeline's parameters.
 ///
-/// It is one optimizer over all parameters: its state has the form of [`Optimizer`]'s, and loads
-/// into one, or into a pipeline of any other balance.
+/// It acts as one optimizer over all parameters: its state has the form of [`Optimizer`]'s, and loads into
+/// one, or into a pipeline of any other balance.
 #[derive(Debug)]
 pub struct PipelineOptimizer {
     pub(crate) workers: SharedWorkers<Worker>,
@@ -25,8 +25,8 @@ pub struct PipelineOptimizer {
 }
 
 impl Pipeline {
-    /// An optimizer of all parameters, frozen ones included: those are skipped while they are
-    /// frozen. It takes the place of an earlier one.
+    /// Makes an optimizer of all parameters, including frozen ones, which it skips while they are frozen.
+    /// It replaces an earlier one.
     ///
     /// # Errors
     /// When an option makes no sense.
@@ -53,7 +53,7 @@ impl Pipeline {
 }
 
 impl PipelineOptimizer {
-    /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.
+    /// Gives the parameters whose names satisfy `members` their own options and learning rate.
     ///
     /// # Errors
     /// As [`Optimizer::group`].
@@ -72,7 +72,7 @@ impl PipelineOptimizer {
         };
         let chosen = self.ranks.chosen("group", &names, members, none)?;
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
-        // Checked on all workers before it is made on one, or a refusal would leave it half made.
+        // All workers check the group before one makes it: a refusal would otherwise leave it half made.
         self.ranks.all_or_none("group", || {
             let group = name.clone();
             workers.each_or_error(chosen.clone(), move |worker, chosen| {
@@ -86,7 +86,7 @@ impl PipelineOptimizer {
         self.ranks.all_or_none("group", || workers.each_or_error(chosen, make)).map(drop)
     }
 
-    /// Takes the weight decay from every parameter of fewer than two dimensions.
+    /// Disables weight decay for every parameter of fewer than two dimensions.
     ///
     /// # Errors
     /// As [`Optimizer::decay_only_matrices`].
@@ -100,10 +100,10 @@ impl PipelineOptimizer {
 
     /// Updates every parameter that has a gradient, on all devices or on none.
     ///
-    /// Of stages that live on the host much of it was computed while the gradients came. What is done to gradients since
-    /// counts, unless it goes past their versions (as through [`Tensor::data`]). They are updated behind this call:
-    /// who keeps their [`variables`](Pipeline::variables) calls [`wait`](Self::wait) before he looks at them or changes
-    /// them.
+    /// Much of the update of offloaded stages may have been computed during the backward. Later changes of
+    /// gradients still count, except through [`Tensor::data`], which libtorch does not count as a change.
+    /// Updates of offloaded stages go on after this call returns: a caller that keeps their
+    /// [`variables`](Pipeline::variables) must call [`wait`](Self::wait) before it reads or changes them.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
@@ -111,30 +111,31 @@ impl PipelineOptimizer {
         let workers = self.workers.turn()?;
         let prepare = || workers.all(|worker| optimizer(worker)?.prepare());
         let plans = self.ranks.all_or_none("optimizer step", prepare)?;
-        // Copies of shared variables follow before the next step: nothing that may fail comes after.
+        // Copies of shared variables follow before the next step, not here: after an update nothing may
+        // fail.
         workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
     }
 
-    /// Waits until the updates of the last step are done. Stages that live on the host are updated
-    /// while the next step begins; calls that read, save or evaluate wait by themselves, but tensors that somebody has
-    /// kept from an earlier [`Pipeline::variables`] are written to until then.
+    /// Waits until the updates of the last step are done. Offloaded stages are updated while the next step
+    /// begins. Reading, saving and evaluating block until updates finish, but tensors kept from an earlier
+    /// [`Pipeline::variables`] are written to until then.
     ///
     /// # Errors
-    /// With what an update failed with.
+    /// Returns the error of a failed update.
     pub fn wait(&mut self) -> Result<()> {
         self.workers.turn()?.all(|worker| worker.settle()).map(drop)
     }
 
-    /// Lets the updates of stages that live on the host follow the backward, stage by stage, instead of
-    /// coming after it: they are hidden behind the rest of the backward, and [`step`](Self::step)
-    /// updates what lives on the device alone. Parameters then have no gradient to read or clip.
+    /// Updates offloaded stages in the backward, stage by stage, instead of after it: the updates overlap
+    /// with the rest of the backward, and [`step`](Self::step) updates only parameters on the device.
+    /// Offloaded parameters then have no gradient to read or clip.
     ///
-    /// A step that fails after the first update cannot be taken back:
-    /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated) says so, and the way back is
-    /// the model that was saved last. It is for losses whose denominator is known beforehand
-    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device; losses that are not finite are refused before
-    /// the first update, gradients before their stage's. Actions of one's own that end a stage's
-    /// backward before a later one's that shares its parameters are refused by the step.
+    /// A step that fails after its first update cannot be rolled back: it fails with
+    /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated), and the remedy is to load the last
+    /// checkpoint. Updates in the backward need a loss whose denominator is known beforehand
+    /// ([`Loss::mean`](crate::Loss::mean)), and a pipeline on one device. Non-finite losses are refused
+    /// before the first update, non-finite gradients before their stage's. A step also refuses the user's
+    /// own actions if they end a stage's backward before that of a later stage that shares its parameters.
     ///
     /// # Errors
     /// When the pipeline has several devices, replicas or ranks.
@@ -147,7 +148,7 @@ impl PipelineOptimizer {
         };
         let set = workers.all(move |worker| {
             if follow {
-                // Who has room to look ahead has no reason to follow.
+                // Updates in the backward replace speculative ones: frees the memory of those.
                 optimizer(worker)?.drop_ahead();
             }
             if let Some(homes) = &mut worker.site.homes {
@@ -158,7 +159,7 @@ impl PipelineOptimizer {
         set.map(drop)
     }
 
-    /// Leaves every parameter without a gradient.
+    /// Removes every parameter's gradient.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -167,12 +168,12 @@ impl PipelineOptimizer {
         saved::zero_grad(&workers)
     }
 
-    /// Scales all gradients, of all stages, down together where their 2-norm exceeds `max_norm`.
-    /// Gives the norm that they had, for which the host waits.
+    /// Clips the gradients of all stages together to the 2-norm `max_norm`. Returns their norm before
+    /// clipping, which the host waits for.
     ///
     /// # Errors
-    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and where updates
-    /// [follow the backward](Self::follow_backward).
+    /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and with updates in the backward
+    /// ([`follow_backward`](Self::follow_backward)).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         let workers = self.workers.turn()?;
         let norms = workers.all(move |worker| {
@@ -201,7 +202,7 @@ impl PipelineOptimizer {
         Ok(norm)
     }
 
-    /// The learning rate of the parameters that are in no group of their own.
+    /// Returns the learning rate of parameters without a group of their own.
     pub fn learning_rate(&self) -> f64 {
         self.learning_rate
     }
@@ -209,11 +210,11 @@ impl PipelineOptimizer {
     /// Sets the learning rate of every group.
     ///
     /// # Errors
-    /// When it is negative or not finite; the old ones stay then.
+    /// When it is negative or not finite; the old rates then stay.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         optim::check_rate(rate)?;
         self.workers.turn()?.all(move |worker| {
-            // One that is at work takes it then; nobody has to wait for that.
+            // An optimizer at work takes the rate afterwards, without a wait here.
             let homes = worker.site.homes.as_mut();
             match homes.is_some_and(|homes| homes.give_rate(rate)) {
                 true => Ok(()),
@@ -229,7 +230,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When there is no such group, or the rate is negative or not finite.
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
-        // A worker none of whose parameters is in the group does not know it.
+        // A worker does not know a group that has none of its parameters.
         let workers = self.workers.turn()?;
         let jobs = vec![group.to_owned(); workers.len()];
         let answers = workers.each(jobs, move |worker, group| {
@@ -252,8 +253,8 @@ impl PipelineOptimizer {
     }
 }
 
-/// When an optimizer of so many workers gets gradients, unless it is said: what others are still to add to
-/// must not be looked ahead from.
+/// Default time at which an optimizer of so many workers gets gradients: no speculative updates from
+/// gradients that other workers still add to.
 fn hands_over(workers: usize, ranks: &Ranks) -> HandsOver {
     match (workers, ranks.world().size()) {
         (1, 1) => HandsOver::Ahead,
@@ -261,7 +262,7 @@ fn hands_over(workers: usize, ranks: &Ranks) -> HandsOver {
     }
 }
 
-/// The worker's part of the optimizer, once its last update is done.
+/// Returns the worker's part of the optimizer, after its last update.
 pub(crate) fn optimizer(worker: &mut Worker) -> Result<&mut Optimizer> {
     worker.settle()?;
     Ok(worker.optimizer.as_mut().expect("it was made on every worker"))

@@ -1,5 +1,4 @@
-//! The state of a pipeline's optimizer: that of one optimizer over all parameters, whatever the
-//! balance.
+//! State of a pipeline's optimizer: that of one optimizer over all parameters, whatever the balance.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,8 +12,8 @@ use crate::optim::{OptimError, Optimizer};
 use crate::save::{self, Metadata};
 
 impl PipelineOptimizer {
-    /// The whole state, as [`Optimizer::state`] gives it. In a world, all ranks call it: rank 0 gets
-    /// all of it, the others their own parts.
+    /// Returns the whole state in the form of [`Optimizer::state`]. In a world, all ranks call it: rank 0
+    /// gets all of it, the others their own parts.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -31,8 +30,7 @@ impl PipelineOptimizer {
         Ok((self.ranks.gather(tensors)?, metadata.into_iter().flatten().collect()))
     }
 
-    /// Writes the state to a safetensors file, whole or not at all. In a world, all ranks call it and
-    /// rank 0 writes.
+    /// Writes the state to a safetensors file, atomically. In a world, all ranks call it and rank 0 writes.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -41,7 +39,7 @@ impl PipelineOptimizer {
         self.ranks.on_first("save", || save::write(path, &tensors, &metadata))
     }
 
-    /// Reads the state from a file that a pipeline's optimizer, or an [`Optimizer`], has written.
+    /// Reads the state from a file of a pipeline's optimizer or an [`Optimizer`].
     ///
     /// # Errors
     /// When the file cannot be read, or as [`Optimizer::load_state`]; nothing is changed then.
@@ -50,7 +48,7 @@ impl PipelineOptimizer {
         self.load_state(&tensors, &metadata)
     }
 
-    /// Takes over a state that [`PipelineOptimizer::state`] or [`Optimizer::state`] gave.
+    /// Loads a state of [`PipelineOptimizer::state`] or [`Optimizer::state`].
     ///
     /// # Errors
     /// As [`Optimizer::load_state`]; nothing is changed then.
@@ -61,7 +59,7 @@ impl PipelineOptimizer {
         let portions = || portions(&known, tensors, metadata);
         let mut parts = self.ranks.all_or_none("load state", portions)?;
         let parts = parts.drain(self.ranks.here()).collect();
-        // Read beside what is there on all workers before it takes its place on one: nothing has to be undone.
+        // All workers read the state before one takes it over, so nothing needs an undo.
         let read = self.ranks.all_or_none("load state", || {
             workers.each_or_error(parts, |worker, (tensors, metadata)| {
                 optimizer(worker)?.read_state(&tensors, &metadata)
@@ -78,7 +76,7 @@ impl PipelineOptimizer {
     }
 }
 
-/// What a worker's optimizer has.
+/// Parameters and groups of a worker's optimizer.
 #[derive(Serialize, Deserialize)]
 struct Known {
     parameters: BTreeSet<String>,
@@ -94,7 +92,7 @@ impl Known {
 
 type State = (Vec<(String, Tensor)>, Metadata);
 
-/// Each worker's part of a whole state, of which nothing may be left.
+/// Splits a whole state by worker; fails if a part belongs to no worker.
 fn portions(
     known: &[Known],
     tensors: &[(String, Tensor)],

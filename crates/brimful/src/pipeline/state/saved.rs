@@ -1,7 +1,7 @@
-//! The variables of all stages under the layers' own names: looked at, frozen, saved and loaded.
+//! Variables of all stages under the layers' own names: access, freezing, saving and loading.
 //!
-//! What is saved does not tell how the model was cut: it loads into any other balance, and into the
-//! plain model's `VarStore`.
+//! A saved model does not depend on the balance: it loads into any other balance, and into the plain
+//! model's `VarStore`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,16 +18,17 @@ use crate::save::{self, Metadata};
 use crate::workers::Workers;
 
 impl Pipeline {
-    /// All variables with their names, in the order of the names, each on its stage's device. Shared
-    /// ones are there once. They are the stages' own: what is done to them is done to the model, and
-    /// by the next step to every copy of a shared one, in other stages and ranks too. That goes by
-    /// what libtorch counts as a change, which is all but what is done through [`Tensor::data`].
+    /// Returns all variables with their names, in the order of the names, each on its stage's device. A
+    /// shared variable appears once. They are the stages' own tensors: changing one changes the model, and
+    /// the next step copies the change to every copy of a shared variable, in other stages and ranks too. A
+    /// change is what libtorch counts as one: everything but writes through [`Tensor::data`].
     ///
-    /// It waits for the last update. Later ones, and steps, write to those of stages that live on the host while
-    /// the caller goes on: who keeps them calls [`PipelineOptimizer::wait`](crate::pipeline::PipelineOptimizer::wait)
-    /// after every optimizer step before he looks at them.
+    /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while
+    /// the caller goes on: a caller that keeps them must call
+    /// [`PipelineOptimizer::wait`](crate::pipeline::PipelineOptimizer::wait) after every optimizer step
+    /// before it reads them.
     ///
-    /// In a world, all ranks call it: rank 0 gets all, with copies of the others', and each other
+    /// In a world, all ranks call it: rank 0 gets all variables, with copies of the others', and each other
     /// rank gets its own.
     ///
     /// # Errors
@@ -36,8 +37,8 @@ impl Pipeline {
         self.ranks.gather(owned(&self.workers(), |variable| variable.tensor.shallow_clone()))
     }
 
-    /// The gradients of all parameters that have one, with their names; in a world, to rank 0 as by
-    /// [`Pipeline::variables`].
+    /// Returns the gradients of all parameters that have one, with their names; in a world, on rank 0 as
+    /// with [`Pipeline::variables`].
     ///
     /// # Errors
     /// When a worker has ended.
@@ -48,7 +49,7 @@ impl Pipeline {
         self.ranks.gather(own)
     }
 
-    /// Leaves every parameter without a gradient, as the optimizer's call does.
+    /// Removes every parameter's gradient, as the optimizer's call does.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -56,8 +57,7 @@ impl Pipeline {
         zero_grad(&self.workers())
     }
 
-    /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers
-    /// leave them as they are.
+    /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers skip them.
     ///
     /// # Errors
     /// When there are none.
@@ -65,7 +65,7 @@ impl Pipeline {
         self.set_trained(false, which)
     }
 
-    /// Lets these parameters be trained again.
+    /// Trains these parameters again.
     ///
     /// # Errors
     /// When there are none.
@@ -73,8 +73,8 @@ impl Pipeline {
         self.set_trained(true, which)
     }
 
-    /// Writes all variables to a safetensors file, whole or not at all. In a world, all ranks call it
-    /// and rank 0 writes.
+    /// Writes all variables to a safetensors file, atomically. In a world, all ranks call it and rank 0
+    /// writes.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -83,30 +83,31 @@ impl Pipeline {
         self.ranks.on_first("save", || save::write(path, &all, &Metadata::new()))
     }
 
-    /// Reads all variables from a file that a pipeline of any balance, a plain model, or the program
-    /// has saved: an optimizer's state and PyTorch's counts of batches in it are passed over. In a
-    /// world, every rank reads it.
+    /// Reads all variables from a file of a pipeline of any balance, a plain model, or the program. Skips
+    /// an optimizer's state, averages, and PyTorch's counts of batches in it. In a world, every rank reads
+    /// the file.
     ///
     /// # Errors
-    /// When the file cannot be read, or holds other variables than the model has, which are listed;
-    /// nothing is changed then.
+    /// When the file cannot be read, or its variables differ from the model's, which the error lists;
+    /// nothing has then changed.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let (variables, _) = self.ranks.all_or_none("load", || save::read(path))?;
         self.set_variables(variables)
     }
 
-    /// Gives all variables these values; what [`Pipeline::load`] passes over is so here.
+    /// Sets all variables to these values; skips what [`Pipeline::load`] skips.
     ///
     /// # Errors
-    /// When they are not those of the model; nothing is changed then. Where memory runs out, or a worker has ended,
-    /// some have the new values and some the old: set them again. In a world, all ranks get either error.
+    /// When they are not those of the model; nothing is changed then. If memory runs out or a worker has
+    /// ended, some variables have new values and some old: set them again. In a world, all ranks get either
+    /// error.
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
         let here = owned(&workers, |variable| variable.tensor.shallow_clone());
         let here = here.map(|here| here.into_iter().flatten().map(form).collect());
         let here = self.ranks.of_workers("variables", here)?;
-        // Nothing is changed on any rank where one was given other values.
+        // Changes nothing on any rank if one got other values.
         self.ranks.all_or_none("set variables", || check(here, &values))?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
         let set = || workers.each_or_error(jobs, |worker, values| worker.variables.set(&values));
@@ -139,7 +140,7 @@ pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
     cleared.map(drop)
 }
 
-/// Something of every variable that is no copy, by worker.
+/// Applies `of` to every variable that is not a copy, by worker.
 fn owned(
     workers: &Workers<Worker>,
     of: fn(&Variable) -> Tensor,
@@ -151,17 +152,17 @@ fn owned(
     })
 }
 
-/// What the program's own files hold beside the model, by how the names begin.
+/// Prefixes of the tensors beside the model in the program's own files.
 const BESIDE_THE_MODEL: [&str; 2] = ["optimizer.", "ema."];
-/// PyTorch's BatchNorm counts its batches under this name; nothing here needs the count.
+/// Name under which PyTorch's BatchNorm counts its batches; this library does not use the count.
 const BATCH_COUNT: &str = "num_batches_tracked";
 
-/// Whether a tensor may be in a file without being in the model.
+/// Returns whether a file may hold a tensor of this name that is not in the model.
 fn is_passed_over(name: &str) -> bool {
     name.ends_with(BATCH_COUNT) || BESIDE_THE_MODEL.iter().any(|start| name.starts_with(start))
 }
 
-/// The values must be for these variables, all of them, and no others but those passed over.
+/// Fails unless the values are for exactly these variables, besides skipped ones.
 fn check(here: Vec<(String, Vec<i64>)>, saved: &[(String, Tensor)]) -> Result<()> {
     let here: BTreeMap<String, Vec<i64>> = here.into_iter().collect();
     let saved: BTreeMap<String, Vec<i64>> =

@@ -1,4 +1,4 @@
-//! One worker's try at a step: its actions, and what commits or undoes them.
+//! Runs one worker's attempt at a step: its actions, and what commits or undoes them.
 
 use tch::Tensor;
 
@@ -16,42 +16,42 @@ use crate::step::{PartReport, Tally, Tried, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
 
-/// What a worker gives of its part of a step; what commits or undoes it stays with the worker.
+/// Result of a worker's part of a step; the worker keeps what commits or undoes it.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerDone {
-    /// What all have to know of it, if that was asked for.
+    /// Report of the part, if the worker made it at once.
     pub(crate) report: Option<PartReport>,
     /// Gathered outputs, by micro-batch.
     pub(crate) outputs: Vec<Vec<Tensor>>,
-    /// Of its memory, without what could have waited elsewhere.
+    /// Memory that the part needed, without activations that could have waited on the host.
     pub(crate) needed: Option<Bytes>,
-    /// Whether layers of this library normalised micro-batches, each by itself.
+    /// Whether layers of this library normalised each micro-batch by itself.
     pub(crate) normalised: bool,
 }
 
-/// Whether a worker tells of its part as soon as it was run, and whether other replicas need that.
+/// Whether a worker reports its part as soon as it has run, and whether other replicas need the report.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tells {
     pub(crate) at_once: bool,
     pub(crate) others: bool,
 }
 
-/// A step as those are told of it who have no micro-batch in it.
+/// A step in which this worker's pipeline has no micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Idle {
     pub(crate) trains: bool,
-    /// What the others' gradients are divided by until the commit.
+    /// Divisor of the other pipelines' gradients until the commit.
     pub(crate) unit: f64,
     pub(crate) tells: Tells,
 }
 
-/// Running statistics that nobody reports, each with a copy of what it was.
+/// Running statistics outside the step's control, each with a copy of its earlier value.
 type Unmanaged = Vec<(Tensor, Tensor)>;
 
 impl Worker {
     /// Runs a whole mini-batch, and keeps what commits or undoes it.
     pub(crate) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
-        // On this thread, not the caller's: whether graphs are made is a setting of each thread.
+        // On this thread, not the caller's: grad mode is a setting of each thread.
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
@@ -80,7 +80,7 @@ impl Worker {
     ) -> Result<WorkerDone, WorkerFailure> {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
-        // Not before: what the caller does to gradients and parameters since the forward counts.
+        // Not earlier: the caller may change gradients and parameters between forward and backward.
         let result = self.accumulator(&run).map_err(WorkerFailure::from).and_then(|accumulator| {
             run.accumulator = Some(accumulator);
             self.go_on(run, |_| true)
@@ -89,28 +89,29 @@ impl Worker {
         self.conclude(run, undo, tells)
     }
 
-    /// Takes part in a step in which other pipelines have all micro-batches.
+    /// Takes part in a step in which only other pipelines have micro-batches.
     pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
         let Idle { trains, unit, tells } = idle;
         self.undo()?;
-        // Those that run wait for each stage's update as they fetch it.
+        // Workers with micro-batches wait for each stage's update when they fetch it.
         self.settle()?;
         let nothing = (Sums::none(self.site.homes.is_some()), Tally::default(), Vec::new());
-        // What is trained is compared with those that run: in an evaluation they train nothing.
+        // Trained parameters are compared with those of the other pipelines, which train none in an
+        // evaluation.
         let parameters = if trains { self.parameters() } else { Vec::new() };
         let variables = &self.store.variables_;
         let undo = Undo::default();
-        // Something with no gradients, not nothing: it takes part in votes and sums as all others do, and
-        // divides what they have summed by the same numbers.
+        // An attempt without gradients, instead of none, takes part in votes and sums like any other, and
+        // divides the summed gradients by the same numbers.
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, unit, Vec::new()));
         (self.spans, self.bus) = Default::default();
         Ok(self.done(Vec::new(), tells)?)
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
-        // Parameters are about to move, which the optimizer at home must not look at then.
+        // The step is about to move parameters, which speculative updates must not read then.
         self.stop_looking_ahead()?;
-        // A forward that nobody came back to holds its graphs: they would count in this run's peak.
+        // A forward without its backward still holds its graphs, which would count in this run's peak.
         self.undo()?;
         self.lay_out(job.channels_last)?;
         if let Some(memory) = &self.memory {
@@ -131,7 +132,7 @@ impl Worker {
         Ok((WorkerRun::new(job, self)?, unmanaged))
     }
 
-    /// Collects the run's gradients, apart from those that are there.
+    /// Makes the accumulator of the run's gradients, apart from existing ones.
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
         self.forget_ahead()?;
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
@@ -140,7 +141,8 @@ impl Worker {
                 accumulator.keep_apart();
                 homes.begin(accumulator.parameters());
             }
-            // Of one that goes home before the step's end, nothing may be found at the end alone.
+            // Not with offloaded stages: a gradient outside its part is found only at the step's end, after
+            // the stage's gradients have left.
             None => {
                 let stages = self.site.stages.len();
                 accumulator = accumulator.in_parts(self.variables.trained_by_stage(stages));
@@ -149,7 +151,7 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    /// Lets the optimizer at home have this run's gradients as they come, if it is to.
+    /// Lets the host optimizer get this run's gradients during the backward, if it is set to.
     fn begin_handing(&mut self, run: &mut WorkerRun) -> Result<()> {
         let Some(homes) = &mut self.site.homes else { return Ok(()) };
         let is_alone = run.job.mode.is_last() && self.window.is_none();
@@ -157,7 +159,7 @@ impl Worker {
             HandsOver::Following if !is_alone => Err(PipelineError::FollowsParts.into()),
             HandsOver::Following => self.begin_following(run),
             HandsOver::Ahead | HandsOver::AtTheStep => {
-                // A gradient that was there before is added to: the step's is another.
+                // Existing gradients are added to, so the step's gradient differs.
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
                 if is_alone
                     && !adds
@@ -180,8 +182,9 @@ impl Worker {
         }
     }
 
-    /// A stage is updated when it has run its last backward: by then, others have to have run theirs that add to
-    /// the gradients of its parameters. Weight halves may come later.
+    /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
+    /// optimizer updates a stage at its last backward, when the gradients of tied parameters must be
+    /// complete. Weight gradients (dW) may come later.
     fn check_following(&self, run: &WorkerRun) -> Result<()> {
         let list = &run.job.actions.lists()[self.number];
         let stage = |at: usize| self.site.stages[at].id;
@@ -200,8 +203,8 @@ impl Worker {
         }
     }
 
-    /// Gives up what was computed ahead of a step that never came: new gradients are about to lie where
-    /// those did.
+    /// Drops speculative updates of a step that never came: new gradients are about to overwrite those that
+    /// they were computed from.
     fn forget_ahead(&mut self) -> Result<()> {
         self.stop_looking_ahead()?;
         let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
@@ -215,7 +218,7 @@ impl Worker {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
 
-    /// Runs on while the layers' statistics are collected; undoes it where that fails.
+    /// Runs on while it collects the layers' statistics; undoes them if the run fails.
     fn collecting(
         &mut self,
         run: WorkerRun,
@@ -223,18 +226,18 @@ impl Worker {
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(WorkerRun, Undo), WorkerFailure> {
         let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
-        // A step's random numbers are its own: nothing of them is to be put back.
+        // A step's random numbers are its own: nothing of them needs restoring.
         or_undo(result, Undo { statistics, randomness: Randomness::default(), unmanaged })
     }
 
-    /// Runs on; what it holds is let go where that fails, so that the others stop.
+    /// Runs on; a failure drops the run, so that the other workers stop.
     fn go_on(
         &mut self,
         mut run: WorkerRun,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<WorkerRun, WorkerFailure> {
         let result = run.execute(&mut self.site, wanted);
-        // Before `run` is dropped, which puts earlier gradients back where their parameters live.
+        // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
         let home = self.site.send_all_home(&mut run, result.is_ok());
         self.updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
@@ -243,7 +246,7 @@ impl Worker {
         Ok(run)
     }
 
-    /// Keeps what was run, or undoes it.
+    /// Keeps the finished run, or undoes it.
     fn conclude(
         &mut self,
         run: WorkerRun,
@@ -254,10 +257,10 @@ impl Worker {
             let micro_batches = run.job.actions.micro_batches();
             self.unmanaged.judge(&undo.statistics, &undo.unmanaged, micro_batches);
         }
-        // The run's graphs and inputs end in here, before what follows needs memory.
+        // The run's graphs and inputs are freed in here, before the report needs memory.
         let kept = oom::catch(|| self.keep_run(run)).map_err(|caught| into_error(caught).into());
         let ((mut tried, outputs), undo) = or_undo(kept, undo)?;
-        // Before it is told of: where that fails, `undo` finds here what is to be put back.
+        // Before the report: if that fails, `undo` finds here what to restore.
         tried.undo = undo;
         self.tried = Some(tried);
         oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
@@ -266,15 +269,15 @@ impl Worker {
         })
     }
 
-    /// What remains of a run that has come to its end, yet without how it is undone; and its outputs.
+    /// Returns the attempt that remains of a finished run, still without its undo, and its outputs.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
         let WorkerRun { accumulator, mut tally, outputs, timeline, moving, largest, job, .. } = run;
-        // By micro-batch, in whatever order their backwards ran: a refusal names the number.
+        // By micro-batch, in whatever order their backwards ran: an error names the number.
         for largest in largest {
             tally.add_largest(largest)?;
         }
         let groups = tally.groups(job.mode.is_last());
-        // Those that the sums are of: others may be trained by the time of the commit.
+        // Parameters of these sums: others may be trained by the time of the commit.
         let (parameters, sums) =
             accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
         (self.spans, self.bus) = timeline.read(moving)?;
@@ -288,7 +291,7 @@ impl Worker {
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
         let usage = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;
         let peak = usage.map(|usage| usage.peak);
-        // Of all mini-batches that wait for one commit.
+        // Maximum over the accumulation window.
         self.peak = peak.max(self.peak.filter(|_| self.window.is_some()));
         let needed = match (&mut self.site.waiting, peak) {
             (Some(waiting), Some(peak)) => Some(waiting.end(peak)),
@@ -303,7 +306,7 @@ impl Worker {
     }
 }
 
-/// What went well, with how it is undone; what did not is undone now.
+/// Returns a success together with its undo; undoes a failure.
 fn or_undo<T>(result: Result<T, WorkerFailure>, undo: Undo) -> Result<(T, Undo), WorkerFailure> {
     match result {
         Ok(done) => Ok((done, undo)),
@@ -315,7 +318,7 @@ fn or_undo<T>(result: Result<T, WorkerFailure>, undo: Undo) -> Result<(T, Undo),
 }
 
 impl Mode {
-    /// The actions that it runs.
+    /// Returns whether this mode runs actions of this kind.
     pub(crate) fn runs(self, kind: ActionKind) -> bool {
         self.trains() || is_forward(kind)
     }

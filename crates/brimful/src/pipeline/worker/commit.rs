@@ -1,4 +1,4 @@
-//! What becomes of a worker's try: told, prepared and put in place, kept for later, or taken back.
+//! Ends a worker's attempt: reports, prepares and commits it, keeps it for later, or undoes it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use crate::statistics::Pending;
 use crate::step::{PartReport, StepError, Tried, Whole};
 
 impl Worker {
-    /// What all have to know of what it has tried.
+    /// Reports what all parts must know of this attempt.
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
         let Some(tried) = &mut self.tried else { return Err(StepError::NothingAccumulated.into()) };
         let mut report = tried.tell(self.site.non_finite, others)?;
-        // Every stage has run the same samples: one of them counts them.
+        // Every stage ran the same samples: only the first worker counts them.
         if self.number != self.site.layout.first_worker() {
             report.samples = 0;
         }
@@ -28,7 +28,7 @@ impl Worker {
         Ok(report)
     }
 
-    /// Computes all that a commit needs, and gives the gradients that belong to other workers.
+    /// Computes all that a commit needs, and returns the gradients that belong to other workers.
     pub(crate) fn prepare(
         &mut self,
         whole: &Arc<Whole>,
@@ -39,7 +39,7 @@ impl Worker {
         let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
         let mut leaving = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
-            // Taken out: the commit would leave it in the copy, and only the owner is to have it.
+            // Taken out: the commit would leave it in the copy, but only the owner gets it.
             if !self.variables.owns(variable)
                 && let Some(gradient) = gradient.take()
             {
@@ -49,7 +49,7 @@ impl Worker {
         Ok(leaving)
     }
 
-    /// Adds what copies on other workers have gathered.
+    /// Adds gradients of copies on other workers to the owner's.
     pub(crate) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
         let Some((parameters, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared())
         else {
@@ -60,9 +60,9 @@ impl Worker {
         gradients.0.resize_with(places.len(), || None);
         for (name, gradient) in arriving {
             let Some(at) = places.get(name.as_str()) else { continue };
-            // Where the parameter lives, which need not be where it computes.
+            // To the device where the parameter is stored, which need not be the one that computes.
             let gradient = gradient.f_to_device(parameters[*at].device())?;
-            // Into what is prepared, not into the parameters: the vote is still to come.
+            // Into the prepared gradients, not into the parameters: the vote is still to come.
             match &gradients.0[*at] {
                 Some(sum) => foreach::add(&[sum.shallow_clone()], &[gradient], 1.0)?,
                 None => gradients.0[*at] = Some(gradient),
@@ -71,12 +71,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Refuses what was prepared where it is not to be committed because it is not finite.
+    /// Refuses to commit prepared gradients that are not finite, by the policy.
     pub(crate) fn check_finite(&self) -> Result<()> {
         self.tried.as_ref().map_or(Ok(()), |tried| tried.check_finite(self.site.non_finite))
     }
 
-    /// What its layers have seen, filed under these variables of another worker.
+    /// Takes the layers' statistics out, filed under these variables of another worker.
     pub(crate) fn hand_statistics(
         &mut self,
         twins: &[(String, Tensor)],
@@ -85,7 +85,7 @@ impl Worker {
         let own = self.variables.all().map(|v| (v.tensor.data_ptr(), v.name.as_str()));
         let own: HashMap<_, &str> = own.collect();
         let twins: HashMap<&str, &Tensor> = twins.iter().map(|(n, t)| (n.as_str(), t)).collect();
-        // Taken out: filed under the owner's variables, they would move those from here as well.
+        // Taken out: filed under the owner's variables, they would update those from here too.
         let mut statistics = std::mem::take(&mut tried.undo.statistics);
         statistics.hand_to(|tensor| {
             let name = own.get(&tensor.data_ptr())?;
@@ -94,7 +94,7 @@ impl Worker {
         Ok(Some(statistics))
     }
 
-    /// Adds what the same layers have seen in other replicas.
+    /// Adds the same layers' statistics of other replicas.
     pub(crate) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
         let Some(tried) = &mut self.tried else { return Ok(()) };
         tried.undo.statistics.pool()?;
@@ -102,23 +102,23 @@ impl Worker {
         Ok(())
     }
 
-    /// Lets the step stand. Nothing is allocated.
+    /// Commits the step. Allocates nothing.
     pub(crate) fn commit(&mut self) -> Result<()> {
         self.updated = 0;
         self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
     }
 
-    /// Leaves everything as it was before the mini-batch that is under way.
+    /// Restores the state before the mini-batch under way.
     pub(crate) fn undo(&mut self) -> Result<()> {
         if let Some((run, undo)) = self.open.take() {
-            // Its graphs first: what is put back below may need their memory.
+            // The graphs first: restoring may need their memory.
             drop(run);
             undo.run()?;
         }
         self.tried.take().map_or(Ok(()), |tried| tried.undo.run())
     }
 
-    /// Makes what was tried ready to wait for later mini-batches of its step.
+    /// Detaches the attempt, so that it can wait for later mini-batches of its step.
     pub(crate) fn make_lasting(&mut self) -> Result<()> {
         let Some(tried) = &mut self.tried else { return Ok(()) };
         let both = |window: &&Tried| window.samples() > 0 && tried.samples() > 0;
@@ -126,11 +126,11 @@ impl Worker {
         tried.make_lasting(window)
     }
 
-    /// Adds what was tried to the mini-batches that wait.
+    /// Adds the attempt to the accumulation window.
     pub(crate) fn keep(&mut self) -> Result<()> {
         match (&mut self.window, self.tried.take()) {
-            // A mini-batch without a sample for this replica has no sums that others could be added
-            // to, nor a loss whose terms they would have to have.
+            // A mini-batch without a sample for this replica has no sums to add to, and no loss whose terms
+            // others would have to match.
             (Some(window), Some(tried)) if window.samples() > 0 && tried.samples() > 0 => {
                 window.extend(tried)
             }
@@ -142,12 +142,12 @@ impl Worker {
         }
     }
 
-    /// Takes the mini-batches that wait for what was tried last.
+    /// Makes the accumulation window the current attempt.
     pub(crate) fn reopen(&mut self) {
         self.tried = self.window.take();
     }
 
-    /// Refuses where other parameters are trained now than when the window was opened.
+    /// Fails if other parameters are trained than when the accumulation window was opened.
     pub(crate) fn check_trained(&self) -> Result<()> {
         self.window.as_ref().map_or(Ok(()), |window| window.check_trained())
     }

@@ -1,4 +1,4 @@
-//! One worker: a thread's own stages, their variables, and the step that it has under way.
+//! Worker: a thread with its own stages, their variables, and the step that it runs.
 
 mod attempt;
 mod commit;
@@ -31,104 +31,107 @@ use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageI
 use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
-/// What a worker is made from.
+/// Specification that a worker is built from.
 #[derive(Debug)]
 pub(crate) struct Blueprint {
     pub(crate) layout: Arc<StageLayout>,
-    /// In its pipeline.
+    /// Number of the worker in its pipeline.
     pub(crate) number: usize,
-    /// Which of this process's pipelines it is of.
+    /// Index of its pipeline among those of this process.
     pub(crate) replica: usize,
     pub(crate) device: DeviceSpec,
-    /// Of workers that share an accelerator, and so its random numbers.
+    /// Lock of workers that share an accelerator, and so its random generator.
     pub(crate) turn: Option<Arc<Mutex<()>>>,
     pub(crate) build: StageBuild,
-    /// Of the parameters' first values.
+    /// Seed of the parameters' initial values.
     pub(crate) seed: u64,
 }
 
-/// How every worker builds its stages.
+/// Settings by which every worker builds its stages.
 #[derive(Debug, Clone)]
 pub(crate) struct StageBuild {
     pub(crate) kind: tch::Kind,
-    /// Where each stage of the pipeline lives, and what homes are charged to.
+    /// Device or host for each stage's weights and boundaries; `host` is the arena that those on the host
+    /// are charged to.
     pub(crate) homes: Vec<StageHome>,
     pub(crate) host: Option<Arena>,
-    /// Whether activations are kept where there is room.
+    /// Whether to keep activations on a device with enough free bytes.
     pub(crate) keeps_activations: bool,
-    /// How many stages that live on the host the device has room for at one time.
+    /// Number of the device's buffers for offloaded stages.
     pub(crate) slots: usize,
     pub(crate) non_finite: NonFinite,
 }
 
-/// Where stages run: all that does not change from step to step.
+/// Device and stages of a worker, with all that its steps run on.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) device: Device,
     pub(crate) stages: Vec<Stage>,
-    /// From other stages, and of the model's inputs, which come ahead of their use.
+    /// Copy streams for tensors from other stages, and for the model's inputs, which arrive ahead of their
+    /// use.
     pub(crate) dock: Copies,
     pub(crate) inputs: Copies,
     pub(crate) generator: Generator,
-    /// The position of the layer that is running.
+    /// Position of the layer that is running.
     pub(crate) layer: Cell<Option<usize>>,
     pub(crate) layout: Arc<StageLayout>,
     turn: Option<Arc<Mutex<()>>>,
-    /// Whether a parameter of this worker is trained.
+    /// Whether this worker trains any parameter.
     pub(crate) trains: bool,
-    /// What is refused because it is not finite.
+    /// Policy for non-finite values.
     pub(crate) non_finite: NonFinite,
-    /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
+    /// Running statistics that every run updates, as tensors whose changes autograd does not count: it
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
-    /// Of stages that live on the host; none where all live here.
+    /// Offloaded stages of this worker; none if all stay on the device.
     pub(crate) homes: Option<HostedStages>,
-    /// Of what waits while micro-batches meet; none where its memory is not counted, or stages live on the
-    /// host, where all waits then.
+    /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
+    /// stages are offloaded, when all activations wait on the host.
     pub(crate) waiting: Option<WaitingRoom>,
-    /// Where each stage of the pipeline lives, and where what waits on the host waits; none where nothing
-    /// can.
+    /// Device or host for each stage's weights and boundaries; and host staging for activations, none if
+    /// none can wait on the host.
     stage_homes: Vec<StageHome>,
     resting_place: Option<RestingPlace>,
-    /// Parcels on their way there. A cell, because those who send them have nothing else to change here.
+    /// Transfers to host staging in flight. A cell, because the methods that send them change nothing else
+    /// here.
     leaving: RefCell<Leaving>,
     lead: HostLead,
-    /// Whether images and convolutions have their channels last in memory.
+    /// Whether images and convolutions are in channels-last memory format.
     channels_last: bool,
-    /// The stages of which it was told that some of their backward is not split.
+    /// Stages already logged as having functions that cannot be split.
     told_of_whole: HashSet<StageId>,
 }
 
 /// One thread's part of the pipeline.
 pub(crate) struct Worker {
-    /// In its pipeline.
+    /// Number of the worker in its pipeline.
     pub(crate) number: usize,
     pub(crate) site: Site,
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) ema: Option<Ema>,
-    /// BatchNorm layers that do not know of steps, such as tch's own.
+    /// BatchNorm layers that update their statistics at every run, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
     pub(crate) store: VarStore,
-    /// A forward that waits for its backward.
+    /// Forward that waits for its backward.
     pub(crate) open: Option<(WorkerRun, Undo)>,
-    /// A mini-batch that was run and not committed.
+    /// Mini-batch that ran and is not committed.
     pub(crate) tried: Option<Tried>,
-    /// Earlier mini-batches of the same step, which wait for their commit.
+    /// Earlier mini-batches of the accumulation window, not yet committed.
     pub(crate) window: Option<Tried>,
-    /// How many stages' updates have followed the last backward.
+    /// Number of stages that the optimizer updated in the last backward.
     pub(crate) updated: usize,
-    /// The actions of the last mini-batch with their times, and the most memory in use.
+    /// Timed actions of the last mini-batch, and its peak memory.
     pub(crate) spans: Vec<Span>,
     pub(crate) peak: Option<Bytes>,
-    /// What crossed the bus meanwhile, where somebody asked.
+    /// Timed transfers of the last mini-batch; empty unless the caller asked for them.
     pub(crate) bus: BusUse,
 }
 
 impl Blueprint {
-    /// Builds the stages in this store, and brings those home that live on the host: one after the
-    /// other, so that the device never has them all.
+    /// Builds the stages in this store, and offloads stages one after the other, so that the device never
+    /// holds them all.
     fn stages(
         &self,
         store: &VarStore,
@@ -142,7 +145,7 @@ impl Blueprint {
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
             let _turn = turn.as_ref().map(taken);
-            // Each layer from a seed of its own: first values do not depend on the balance.
+            // Each layer has its own seed, so that initial values do not depend on the balance.
             let built =
                 layout.layers.build_range_watched(&store.root(), plan.range.clone(), |position| {
                     generator.seed(first.seed(position))
@@ -159,14 +162,14 @@ impl Blueprint {
     /// Builds the stages in this store, and all that they need to run.
     fn site(&self, store: &VarStore) -> Result<Site> {
         let device = self.device.device;
-        // Before the layers, which on a CPU would else draw from the one that all threads share.
+        // Before the layers, which on a CPU would otherwise draw from the generator that all threads share.
         let generator = Generator::new(device);
         let (stages, homes) = self.stages(store, &generator)?;
         let waiting = self.waiting_room(&stages, homes.as_ref());
         Ok(Site {
             device,
             stages,
-            // Two, each with streams: a neighbour's gradient must not queue behind the next inputs.
+            // Two, each with its own streams: a neighbour's gradient must not queue behind the next inputs.
             dock: Copies::new(device),
             inputs: Copies::new(device),
             generator,
@@ -187,7 +190,7 @@ impl Blueprint {
         })
     }
 
-    /// Where boundaries wait on the host, if any are to, or may have to.
+    /// Makes host staging for boundaries; none if none can wait on the host.
     fn resting_place(
         &self,
         homes: Option<&HostedStages>,
@@ -197,21 +200,21 @@ impl Blueprint {
         if !may_be_full && stages.iter().all(|home| home.boundaries == Home::Device) {
             return Ok(None);
         }
-        // What goes to the host goes by one way.
+        // All copies to the host share one stream.
         let shared = homes.map(|homes| homes.outward.clone());
         let own = || RestingPlace::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)
     }
 
-    /// Where micro-batches meet on a device whose memory is counted.
+    /// Makes the activation cache, if micro-batches meet at a barrier on a device whose memory is counted.
     fn waiting_room(&self, stages: &[Stage], homes: Option<&HostedStages>) -> Option<WaitingRoom> {
         let meet = homes.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
         let memory = self.device.memory().filter(|_| meet)?;
         Some(WaitingRoom::new(memory, self.build.keeps_activations))
     }
 
-    /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
-    /// are small, and every micro-batch moves them.
+    /// Offloads the stage's parameters, frozen ones too. Running statistics stay on the device: they are
+    /// small, and every micro-batch updates them.
     fn bring_home(
         &self,
         plan: &StagePlan,
@@ -239,9 +242,10 @@ impl Blueprint {
 }
 
 impl Site {
-    /// Runs one of the stages, with what its layers draw.
+    /// Runs one of the stages, with these random numbers for its layers.
     pub(crate) fn run(&self, at: usize, input: Boundary, draws: Draws, train: bool) -> Boundary {
-        // Held until all is launched, not computed: a kernel gets its random state at its launch.
+        // Held until all kernels are launched, not until they are done: a kernel gets its random state at
+        // its launch.
         let _turn = self.turn();
         let output = self.stages[at].run(input, train, |position| {
             self.layer.set(Some(position));
@@ -251,9 +255,9 @@ impl Site {
         output
     }
 
-    /// Runs it a second time for the same micro-batch, which no running statistic sees.
+    /// Runs a stage for activation recomputation, without an update of running statistics.
     pub(crate) fn run_again(&self, at: usize, input: Boundary, draws: Draws) -> Result<Boundary> {
-        // Layers that do not know of steps would move their statistics at the second run too.
+        // Layers that update their statistics at every run would do so in this run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
         let output = run_again(|| self.run(at, input, draws, true));
@@ -263,7 +267,7 @@ impl Site {
         Ok(output)
     }
 
-    /// What enters the model, with the channels where its convolutions have them.
+    /// Returns the model's input, in channels-last memory format if its convolutions have that.
     pub(crate) fn laid_out(&self, values: Vec<Tensor>) -> Result<Vec<Tensor>> {
         match self.channels_last {
             true => values.iter().map(with_channels_last).collect(),
@@ -271,17 +275,18 @@ impl Site {
         }
     }
 
-    /// Which weights a graph of the stage that is made now looks at; none of a stage that always has its own there.
+    /// Returns the number of the fetch that a graph of the stage made now refers to; none if the stage
+    /// stays on the device.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
         self.homes.as_ref().and_then(|homes| homes.generation(at))
     }
 
-    /// A stage's place among this worker's.
+    /// Returns a stage's place among this worker's.
     pub(crate) fn place_of(&self, stage: StageId) -> Option<usize> {
         self.stages.iter().position(|own| own.id == stage)
     }
 
-    /// What moves while this list of actions is run.
+    /// Returns the transfers of this list of actions.
     pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
         if !self.has_moves() {
             return Ok(Vec::new());
@@ -299,25 +304,25 @@ impl Site {
         Ok(Moves::of_lists(&[list.to_vec()], &homes, slots)?.of(0).to_vec())
     }
 
-    /// Whether weights or boundaries cross the bus by plan.
+    /// Returns whether weights or boundaries cross the host link by plan.
     fn has_moves(&self) -> bool {
         self.homes.is_some() || self.stage_homes.iter().any(|home| home.boundaries == Home::Host)
     }
 
-    /// Where what enters a stage waits, if that is on the host: as it was planned, or for want of room.
+    /// Returns host staging if the stage's input waits there, as planned or because the device is full.
     fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
         let home = self.stage_homes.get(stage.index())?;
         let is_full = self.waiting.as_ref().is_some_and(WaitingRoom::is_full);
         self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || is_full)
     }
 
-    /// Whether the device has room for what has entered stages, until their backward.
+    /// Returns whether the device has free bytes for stages' inputs until their backward.
     pub(crate) fn keeps_inputs(&self) -> bool {
         self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
     }
 
-    /// Lets a parcel that enters a stage, or comes back from it, wait on the host where it is to, brought there
-    /// by this move: all micro-batches may pass a stage before the first one's output is taken.
+    /// Moves tensors that enter a stage, or come back from it, to host staging if they wait there, as this
+    /// transfer: all micro-batches may pass a stage before the next one takes the first output.
     pub(crate) fn settle(
         &self,
         parcel: StageParcel,
@@ -328,13 +333,13 @@ impl Site {
         match (outlet, self.resting_place_of(one.stage)) {
             (StageOutlet::Far(_), _) => Ok(parcel),
             (_, Some(host)) => self.leave(parcel, host, one, clock),
-            // An event each would cost as much as a launch.
+            // No event: each would cost as much as a launch.
             (StageOutlet::Own(_), None) => Ok(parcel),
             (StageOutlet::Near(_), None) => parcel.marked(self.device),
         }
     }
 
-    /// Keeps what entered a stage until it is run again: on the host, if anything can wait there.
+    /// Keeps a stage's input until its recomputation: on the host, if anything can wait there.
     pub(crate) fn put_aside(
         &self,
         input: Boundary,
@@ -350,7 +355,7 @@ impl Site {
         Ok(HeldInput::Host(parcels))
     }
 
-    /// Sends a parcel to the host, where it waits.
+    /// Copies tensors to host staging.
     fn leave(
         &self,
         parcel: StageParcel,
@@ -367,18 +372,18 @@ impl Site {
         Ok(parcel)
     }
 
-    /// Waits while the device is far behind: a host that ran ahead of what crosses the bus would fill it.
+    /// Waits while the device is far behind: a host far ahead of the transfers would fill the device.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
         if self.has_moves() || !self.keeps_inputs() { self.lead.keep() } else { Ok(()) }
     }
 
-    /// Looks how much room the next action leaves to what waits.
+    /// Measures the free bytes that the next action leaves for cached activations.
     pub(crate) fn look_for_room(&mut self, clock: &mut MoveClock) -> Result<()> {
         let leaving = self.leaving.get_mut();
         self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
     }
 
-    /// Tells once of a stage that has functions of somebody's own in its graph, which run whole.
+    /// Logs once that a stage has custom autograd functions, which run unsplit.
     pub(crate) fn tell_of_whole(&mut self, at: usize, functions: &str) {
         let stage = self.stages[at].id;
         if self.told_of_whole.insert(stage) {
@@ -392,7 +397,7 @@ impl Site {
         }
     }
 
-    /// Sends all parameters home that live on the host, and their sums where a step went well.
+    /// Moves all offloaded parameters to the host, and adds up their gradients if the step succeeded.
     pub(crate) fn send_all_home(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
         let Some(homes) = &mut self.homes else { return Ok(()) };
         homes.send_all_home()?;
@@ -405,7 +410,7 @@ impl Site {
         }
     }
 
-    /// Waits until nobody else draws from the same generator.
+    /// Waits until no other worker draws from the same generator.
     pub(crate) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
         self.turn.as_ref().map(taken)
     }
@@ -440,10 +445,10 @@ impl Worker {
         })
     }
 
-    /// Lays the parameters out as the next run is to have them.
+    /// Changes the parameters' memory format for the next run.
     fn lay_out(&mut self, channels_last: bool) -> Result<()> {
-        // Not in the midst of a step, whose sums lie in memory as the parameters did when it began; nor those
-        // that live on the host, from where they come as they lie there.
+        // Not within an accumulation window, whose sums have the parameters' first memory format; nor for
+        // offloaded stages, whose host buffers have theirs.
         let stays = self.window.is_some() || self.site.homes.is_some();
         if stays || self.site.channels_last == channels_last {
             return Ok(());
@@ -453,10 +458,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits until parameters and optimizer are what the last update makes of them.
+    /// Waits for the last update of parameters and optimizer.
     ///
     /// # Errors
-    /// With what that update failed with, once.
+    /// Returns that update's error, once.
     pub(crate) fn settle(&mut self) -> Result<()> {
         let Some(homes) = &mut self.site.homes else { return Ok(()) };
         let Some((optimizer, result)) = homes.settle() else { return Ok(()) };
@@ -464,8 +469,8 @@ impl Worker {
         result
     }
 
-    /// Does what the optimizer has prepared: at once for what lives here, on a thread of its own for
-    /// what lives on the host.
+    /// Applies the optimizer's prepared step: at once for parameters on the device, on a separate thread
+    /// for offloaded ones.
     pub(crate) fn update(&mut self, plan: OptimizerPlan) -> Result<()> {
         let takes_over = plan.takes_over();
         let (here, home) = plan.split();
@@ -484,7 +489,7 @@ impl Worker {
     }
 }
 
-/// A turn; a layer that panicked in its own leaves nothing to be feared.
+/// Locks the generator; a panic of a layer that held it leaves nothing inconsistent.
 fn taken(turn: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
     turn.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,10 +1,9 @@
-//! A worker's variables by name, and which of them are copies of another worker's.
+//! Worker's variables by name, and which of them are copies of another worker's.
 //!
-//! A layer that shares another one's variables (`Layers::add_sharing`) makes its own copy of them
-//! where the other lives on another worker. The owner's is the one that counts: it is saved and
-//! optimized. A copy's gradient goes to the owner with every step, the owner's value comes back
-//! with every change, whoever makes it: before each step [`Variables::changed`] tells of those that
-//! somebody has changed since.
+//! A layer that shares another layer's variables (`Layers::add_sharing`) makes its own copies if the other
+//! layer is on another worker. Only the owner's are saved and optimized. Every step sends a copy's gradient
+//! to the owner, and every change of the owner's value reaches its copies before the next step:
+//! [`Variables::changed`] lists the variables that changed.
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,21 +14,21 @@ use tch::{Kind, Tensor};
 use crate::Result;
 use crate::pipeline::build::StageLayout;
 
-/// A variable of one worker.
+/// Variable of one worker.
 #[derive(Debug)]
 pub(crate) struct Variable {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
-    /// A parameter, frozen or not; no running statistic.
+    /// Whether it is a parameter, frozen or not, and no running statistic.
     pub(crate) trainable: bool,
-    /// The worker of the layer that it belongs to.
+    /// Worker of the layer that it belongs to.
     pub(crate) owner: usize,
-    /// Those of the worker's stages that use it, by their places.
+    /// Places of the worker's stages that use it.
     stages: Vec<usize>,
 }
 
-/// What copies follow in a variable, without its numbers: where they are, how often they have been
-/// changed there, and what it is.
+/// State of a variable that copies follow, without its values: address, version, dtype, and whether it is
+/// trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct VariableMark {
     place: usize,
@@ -39,7 +38,7 @@ struct VariableMark {
 }
 
 impl VariableMark {
-    /// None where changes are not counted: then it may have changed.
+    /// Returns none if libtorch does not count the tensor's changes: it may then have changed.
     fn of(tensor: &Tensor) -> Option<Self> {
         let version = tensor.f_internal_version().ok()?;
         Some(Self {
@@ -51,15 +50,15 @@ impl VariableMark {
     }
 }
 
-/// The variables of one worker, in the order of their names.
+/// Variables of one worker, in the order of their names.
 #[derive(Debug)]
 pub(crate) struct Variables {
     worker: usize,
-    /// Which of this process's pipelines: all variables of a later one are copies of the first one's.
+    /// Index of the pipeline in this process: all variables of a later one are copies of the first one's.
     replica: usize,
     list: Vec<Variable>,
-    /// Those of which others have copies, by place in the list, each with what it was when all copies
-    /// had last followed it.
+    /// Places of variables that have copies elsewhere, each with its state when all copies last followed
+    /// it.
     shared: Vec<(usize, Option<VariableMark>)>,
 }
 
@@ -86,12 +85,12 @@ impl Variables {
             name,
         };
         let mut list: Vec<_> = store.variables().into_iter().map(variable).collect();
-        // The store has no order: replicas match gradients by place, and `find` searches by halves.
+        // The store has no order: replicas match gradients by place, and `find` is a binary search.
         list.sort_by(|a, b| a.name.cmp(&b.name));
         Self { worker, replica, list, shared: Vec::new() }
     }
 
-    /// Others have copies of the variables of these names.
+    /// Marks the variables of these names as having copies elsewhere.
     pub(crate) fn share(&mut self, names: &[String]) {
         let names: HashSet<&str> = names.iter().map(String::as_str).collect();
         let shared = self.list.iter().enumerate();
@@ -99,49 +98,50 @@ impl Variables {
         self.shared = shared.map(|(at, _)| (at, None)).collect();
     }
 
-    /// Those of which others have copies that may not be the same any more.
+    /// Returns the variables whose copies may differ by now.
     pub(crate) fn changed(&self) -> impl Iterator<Item = &Variable> {
-        // What a copy's own running statistics have come to is no change of the owner's.
+        // A copy's own running statistics are no change of the owner's.
         let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
-            // Two marks of what is not counted are equal, and tell nothing.
+            // Two marks of uncounted changes are equal, and prove nothing.
             !trainable || seen.is_none() || *seen != VariableMark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
     }
 
-    /// Copies were changed by themselves: all are to follow before the next step.
+    /// Marks all variables with copies as changed, because a copy was: all copies follow before the next
+    /// step.
     pub(crate) fn compare_anew(&mut self) {
         self.shared.iter_mut().for_each(|(_, seen)| *seen = None);
     }
 
-    /// All copies are the same now.
+    /// Marks all copies as equal to their owners.
     pub(crate) fn followed(&mut self) {
         let list = &self.list;
         self.shared.iter_mut().for_each(|(at, seen)| *seen = VariableMark::of(&list[*at].tensor));
     }
 
-    /// All of them, copies included.
+    /// Returns all variables, copies included.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter()
     }
 
-    /// Those that are no copies.
+    /// Returns the variables that are not copies.
     pub(crate) fn owned(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| self.owns(variable))
     }
 
-    /// Whether it is no copy of another worker's.
+    /// Returns whether the variable is not a copy of another worker's.
     pub(crate) fn owns(&self, variable: &Variable) -> bool {
         variable.owner == self.worker && self.replica == 0
     }
 
-    /// The variables that get gradients: parameters that are not frozen.
+    /// Returns the variables that get gradients: parameters that are not frozen.
     pub(crate) fn trained(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| variable.trainable && variable.tensor.requires_grad())
     }
 
-    /// Of each of so many stages, its parameters among those that get gradients, by place. One that goes by two
+    /// Returns the places of each stage's parameters among those that get gradients. A parameter with two
     /// names has its gradient at the first.
     pub(crate) fn trained_by_stage(&self, stages: usize) -> Vec<Vec<usize>> {
         let mut all = vec![Vec::new(); stages];
@@ -155,14 +155,13 @@ impl Variables {
         all
     }
 
-    /// Gives the variables of these names these values, which fit.
+    /// Sets the variables of these names to these values, whose shapes fit.
     pub(crate) fn set(&self, values: &[(String, Tensor)]) -> Result<()> {
         let pairs = values.iter().filter_map(|(name, value)| Some((self.find(name)?, value)));
         copy(pairs.map(|(variable, value)| (&variable.tensor, value)))
     }
 
-    /// Makes copies of variables of these names what their owners' are: their values, kinds of number,
-    /// and whether they are trained.
+    /// Makes copies equal to their owners, found by name: values, dtype, and whether they are trained.
     pub(crate) fn follow(&self, owners: &[(String, Tensor)]) -> Result<()> {
         let pairs = owners.iter().filter_map(|(name, owner)| Some((self.find(name)?, owner)));
         let pairs = pairs.filter(|(variable, _)| !self.owns(variable));
@@ -172,7 +171,7 @@ impl Variables {
             if own.kind() == owner.kind() {
                 alike.push((own.shallow_clone(), owner));
             } else {
-                // Copied, because on one device `to_device` gives the owner's own memory.
+                // Copied, because on one device `to_device` returns the owner's own memory.
                 let value = owner.f_detach()?.f_to_device(own.device())?.f_detach_copy()?;
                 tch::no_grad(|| own.set_data(&value));
             }
@@ -189,12 +188,12 @@ impl Variables {
     }
 }
 
-/// Copies into each first tensor the numbers of the second.
+/// Copies each second tensor's values into the first.
 fn copy<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
     let mut into = Vec::new();
     let mut from = Vec::new();
     for (own, value) in pairs {
-        // Without gradients: autograd refuses to write into a leaf that it trains.
+        // Detached: autograd refuses to write into a trained leaf.
         into.push(own.f_detach()?);
         from.push(value.f_detach()?);
     }
