@@ -51,7 +51,7 @@ impl MicroBatcher {
     }
 
     /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::replay`] was requested; `None`
-    /// where they can be captured.
+    /// if there is none.
     pub fn eager_cause(&self) -> Option<&str> {
         self.replay.cause.as_deref()
     }

@@ -21,8 +21,8 @@ pub(crate) trait Attempted<E>: Sized {
     /// Restores everything to its state before the attempt.
     fn undo(self, engine: &mut E) -> Result<()>;
 
-    /// Detaches the attempt from its mini-batch, so that it can wait for the window's commit; fails if it does
-    /// not match `earlier`.
+    /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit.
+    /// Fails if it does not match `earlier`.
     fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
 
     /// Merges a detached attempt into earlier mini-batches of the same step. Allocates nothing.
