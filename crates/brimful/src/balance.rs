@@ -1,4 +1,4 @@
-//! Measures what layers cost, and chooses how many of them each stage gets.
+//! Measures the costs of layers, and chooses the number of layers of each stage.
 //!
 //! ```
 //! use brimful::balance::{self, Load, Slot};
@@ -9,8 +9,8 @@
 //! # Ok::<(), brimful::balance::BalanceError>(())
 //! ```
 //!
-//! Of all balances with the smallest possible maximum, the one with the fewest bytes over the
-//! boundaries is chosen, and among cuts of equal bytes the layers are spread evenly.
+//! Among the balances with the smallest possible maximum, the one with the fewest bytes over the boundaries is
+//! chosen; among those of equal bytes, the one that spreads the layers evenly.
 
 pub use crate::measure::{measure, measure_of_kind, measure_watched};
 #[doc(inline)]

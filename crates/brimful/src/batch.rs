@@ -1,8 +1,8 @@
-//! A mini-batch that can be cut along its first dimension, and joined again.
+//! Mini-batches that can be cut along their first dimension, and joined again.
 //!
-//! Tensors are the leaves of a batch. Around them go tuples, arrays, `Vec`, `Option`, `Box`,
-//! `BTreeMap` and, by `#[derive(Batch)]`, structs. All leaves have the same number of samples, save
-//! those in [`Shared`], which go to every micro-batch whole, as do numbers and strings.
+//! Tensors are the leaves of a batch. They can be nested in tuples, arrays, `Vec`, `Option`, `Box`, `BTreeMap`
+//! and, by `#[derive(Batch)]`, structs. All leaves have the same number of samples, except those in [`Shared`],
+//! which go to every micro-batch whole, as do numbers and strings.
 //!
 //! ```
 //! use brimful::batch::{self, Batch, Shared};
@@ -27,8 +27,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor, or,
-//! where their lengths differ, into [`Sequences`]. For the same reason a `Vec` of numbers is not cut.
+//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor or, if
+//! their lengths differ, into [`Sequences`]. For the same reason a `Vec` of numbers is not cut.
 
 mod containers;
 mod error;
@@ -51,14 +51,14 @@ pub use sequences::Sequences;
 
 use crate::Result;
 
-/// All tensors of a batch that are computed with, in the order of its leaves.
+/// Returns all tensors of a batch that are computed with, in the order of its leaves.
 pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
     let leaves = leaves(batch).into_iter().filter(|leaf| !leaf.stays_on_the_host());
-    // One that is not defined is refused where the samples are counted.
+    // Undefined ones are refused when the samples are counted.
     leaves.map(Leaf::tensor).filter(|tensor| tensor.defined()).collect()
 }
 
-/// What a tensor's numbers take.
+/// Bytes of a tensor's numbers.
 pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
@@ -67,27 +67,27 @@ pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
     tensors(batch).into_iter().map(Tensor::device).collect()
 }
 
-/// One tensor of a batch, as seen by whoever walks it.
+/// One tensor of a batch, as [`Batch::visit`] shows it.
 #[derive(Debug, Clone, Copy)]
 pub enum Leaf<'a> {
     /// Cut along its first dimension.
     Cut(&'a Tensor),
-    /// The same for every micro-batch.
+    /// Whole in every micro-batch.
     Shared(&'a Tensor),
-    /// Cut along its first dimension, and along its second to what its widest sample takes.
+    /// Cut along its first dimension, and trimmed along its second to its widest sample.
     Ragged {
-        /// All samples, padded.
+        /// Values of all samples, padded.
         values: &'a Tensor,
-        /// What each takes: the leaf that comes next.
+        /// Width of each sample: the leaf that comes next.
         widths: &'a Tensor,
     },
-    /// What each sample of the leaf before takes of its second dimension: cut, but not computed with, so
-    /// that it stays in the host's memory.
+    /// Width in the second dimension of each sample of the leaf before: cut, but not computed with, so it stays
+    /// in host memory.
     Widths(&'a Tensor),
 }
 
 impl<'a> Leaf<'a> {
-    /// The tensor, cut or not.
+    /// Returns the tensor, cut or not.
     pub fn tensor(self) -> &'a Tensor {
         match self {
             Self::Cut(tensor) | Self::Shared(tensor) | Self::Widths(tensor) => tensor,
@@ -95,7 +95,7 @@ impl<'a> Leaf<'a> {
         }
     }
 
-    /// Whether it has a row for each sample.
+    /// Returns whether it has a row for each sample.
     pub fn is_cut(self) -> bool {
         !matches!(self, Self::Shared(_))
     }
@@ -104,7 +104,7 @@ impl<'a> Leaf<'a> {
         matches!(self, Self::Widths(_))
     }
 
-    /// The same leaf, not to be cut.
+    /// Converts the leaf to one that is not cut.
     #[must_use]
     pub fn shared(self) -> Self {
         Self::Shared(self.tensor())
@@ -113,8 +113,8 @@ impl<'a> Leaf<'a> {
 
 /// A mini-batch that can be cut along its first dimension.
 ///
-/// Derive it for a struct, generic ones included; `#[batch(shared)]` on a field is as good as
-/// [`Shared`] around its type. By hand, walk the leaves in one order everywhere:
+/// Derive it for a struct, generic ones included; `#[batch(shared)]` on a field is equivalent to [`Shared`]
+/// around its type. To implement it by hand, visit the leaves in the same order everywhere:
 ///
 /// ```
 /// use brimful::Result;
@@ -145,7 +145,7 @@ impl<'a> Leaf<'a> {
 /// }
 /// ```
 ///
-/// An enum or a union cannot be derived, and a field knows no other word than `shared`:
+/// It cannot be derived for an enum or a union, and `shared` is the only attribute of a field:
 ///
 /// ```compile_fail
 /// #[derive(brimful::Batch)]
@@ -169,7 +169,7 @@ impl<'a> Leaf<'a> {
 /// }
 /// ```
 ///
-/// Nor can a struct with a field that is no batch:
+/// Nor can it be derived for a struct with a field that is not a batch:
 ///
 /// ```compile_fail
 /// #[derive(brimful::Batch)]
@@ -188,27 +188,27 @@ pub trait Batch: Sized + Send {
     /// Shows every leaf to `f`, always in the same order.
     fn visit<'a>(&'a self, f: &mut dyn FnMut(Leaf<'a>));
 
-    /// The same batch with other tensors: each leaf replaced by what `f` makes of it, in the order
-    /// of [`Batch::visit`].
+    /// Replaces each tensor by the result of `f`, in the order of [`Batch::visit`].
     ///
     /// # Errors
-    /// The first one of `f`.
+    ///
+    /// The first error of `f`.
     fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self>;
 
-    /// A batch of this form whose tensors are yet to be filled in by [`Batch::map`]; none where the
-    /// type does not tell the form. Ranks of a world that did not compute outputs get them so.
+    /// Returns a batch of this form whose tensors [`Batch::map`] will fill in; `None` if the type does not
+    /// determine the form. Ranks of a world that did not compute outputs receive them this way.
     fn blank() -> Option<Self> {
         None
     }
 
-    /// Shows `f` everything that is not a tensor: values, and how many items a part holds where
-    /// that may vary. Batches of different outline cannot be joined. The default shows nothing.
+    /// Shows `f` everything that is not a tensor: values, and the number of items of a container that may vary
+    /// in size. Batches of different outline cannot be joined. The default shows nothing.
     fn outline(&self, f: &mut dyn FnMut(&dyn Display)) {
         let _ = f;
     }
 }
 
-/// The samples of a batch: the length that all of its leaves have, shared ones apart.
+/// Number of samples of a batch: the length of all of its leaves except shared ones.
 ///
 /// # Errors
 /// When the lengths differ, a leaf is not defined or has no dimension to cut, or there is nothing to cut.
@@ -233,8 +233,8 @@ pub fn len<B: Batch>(batch: &B) -> Result<usize> {
     }
 }
 
-/// The samples of this range, as views: nothing is copied, but of [`Sequences`], which are as wide as
-/// the widest of the range.
+/// Returns the samples of this range, as views without a copy. Only [`Sequences`] are copied, as wide as the
+/// widest of the range.
 ///
 /// # Errors
 /// When a leaf does not have all of these samples.
@@ -254,19 +254,19 @@ pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
     })
 }
 
-/// The parts as one batch, in their order: the inverse of cutting by [`slice()`].
+/// Joins the parts into one batch, in their order: the inverse of cutting by [`slice()`].
 ///
-/// Shared leaves and whatever is no tensor are the first part's. Leaves that are single numbers,
-/// which [`slice()`] never makes but a micro-batch's results may have, become one leaf with a number
-/// for each part.
+/// Shared leaves and all values that are not tensors come from the first part. Leaves that are single numbers,
+/// which [`slice()`] never makes but a micro-batch's results may have, become one leaf with a number for each
+/// part.
 ///
 /// # Errors
 /// When there is no part, or the parts differ in more than their samples.
 pub fn join<B: Batch>(mut parts: Vec<B>) -> Result<B> {
     check_alike(&parts)?;
     let mut columns = columns(&parts).into_iter();
-    // Each part but the first lives on in the columns alone, and those end one by one below: at
-    // most one leaf is there twice.
+    // All parts but the first remain only in the columns, which are freed one by one below: so at most one leaf
+    // exists twice.
     let first = parts.swap_remove(0);
     drop(parts);
     first.map(&mut |leaf| {
@@ -278,7 +278,7 @@ pub fn join<B: Batch>(mut parts: Vec<B>) -> Result<B> {
     })
 }
 
-/// The same batch with other tensors in place of those that are cut.
+/// Replaces the tensors that are cut by the results of `f`.
 fn map_cut<B: Batch>(batch: &B, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<B> {
     batch.map(&mut |leaf| match leaf.is_cut() {
         true => f(leaf.tensor()),
@@ -286,14 +286,14 @@ fn map_cut<B: Batch>(batch: &B, mut f: impl FnMut(&Tensor) -> Result<Tensor>) ->
     })
 }
 
-/// In the order of [`Batch::visit`].
+/// Returns the leaves in the order of [`Batch::visit`].
 pub(crate) fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
     let mut leaves = Vec::new();
     batch.visit(&mut |leaf| leaves.push(leaf));
     leaves
 }
 
-/// The same without what led to it.
+/// Detaches all tensors from their graphs.
 pub(crate) fn detached<B: Batch>(batch: &B) -> Result<B> {
     batch.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))
 }
@@ -312,7 +312,7 @@ fn slice_leaf(position: usize, tensor: &Tensor, range: &Range<usize>) -> Result<
     Ok(tensor.f_narrow(0, range.start as i64, range.len() as i64)?)
 }
 
-/// For each leaf, the tensors that the parts have there.
+/// Returns each leaf's tensors over all parts.
 fn columns<B: Batch>(parts: &[B]) -> Vec<Vec<Tensor>> {
     let rows: Vec<Vec<Leaf<'_>>> = parts.iter().map(leaves).collect();
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -329,7 +329,7 @@ fn join_leaves(tensors: &[Tensor]) -> Result<Tensor> {
     }
 }
 
-/// There is a part, and the others are like it.
+/// Fails if there is no part, or if the parts differ in form.
 fn check_alike<B: Batch>(parts: &[B]) -> Result<()> {
     let mut outlines = parts.iter().map(full_outline);
     let Some(first) = outlines.next() else { return Err(BatchError::NothingToJoin.into()) };
@@ -345,7 +345,7 @@ fn check_alike<B: Batch>(parts: &[B]) -> Result<()> {
     Ok(())
 }
 
-/// All of a batch but its samples, for comparison and for people.
+/// Describes all of a batch but its samples, for comparison and for messages.
 fn full_outline<B: Batch>(batch: &B) -> Vec<String> {
     let mut lines = Vec::new();
     batch.outline(&mut |line| lines.push(line.to_string()));
@@ -358,7 +358,7 @@ fn full_outline<B: Batch>(batch: &B) -> Vec<String> {
     lines
 }
 
-/// `a Float tensor of shape [_, 3, 32]`.
+/// Returns a description such as `a Float tensor of shape [_, 3, 32]`.
 fn describe(tensor: &Tensor) -> String {
     let mut dimensions: Vec<String> = tensor.size().iter().map(i64::to_string).collect();
     if let Some(samples) = dimensions.first_mut() {

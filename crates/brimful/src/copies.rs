@@ -1,12 +1,12 @@
-//! Copies to a device on streams of their own, beside the work of all devices.
+//! Copies to a device on copy streams, concurrent with the compute of all devices.
 //!
 //! ```text
-//!   source      compute … │ event                      the numbers are there from here on
-//!   copies                  └─ wait │ copy │ event     streams of their own, on both devices
-//!   device      compute …                  └─ wait │ compute with them …
+//!   source      compute … │ event                      the tensor is complete here
+//!   copies                  └─ wait │ copy │ event     copy streams, on both devices
+//!   device      compute …                  └─ wait │ compute with it …
 //! ```
 //!
-//! Nobody's host thread waits, but where the device is the host.
+//! No host thread waits, unless the device is the host.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,31 +20,31 @@ use crate::batch::{Borrowers, tensor_bytes};
 use crate::moment::Moment;
 use crate::queued::accelerators;
 
-/// One thread's copies to its device. Clones use the same streams.
+/// Copy streams of one thread to its device. Clones share the streams.
 ///
-/// It lives as long as whoever needs copies, because memory belongs to the stream that it was made on:
-/// what a new stream has used would stay with that stream when all is over.
+/// It lives as long as the engine or worker that copies, because memory belongs to the stream that allocated
+/// it: memory of a new stream would stay with that stream after the copies.
 #[derive(Debug, Clone)]
 pub(crate) struct Copies {
     device: Device,
-    /// One for each device that was copied from or to.
+    /// One stream for each device that was copied from or to.
     streams: Arc<Mutex<Vec<Stream>>>,
-    /// Whether page-locked memory of somebody else's was read.
+    /// True if pinned memory of the caller was read.
     reads_page_locked: Arc<AtomicBool>,
-    /// Of what is here already, and is not copied but lent.
+    /// Borrowers of tensors that are on this device already, which are lent, not copied.
     pub(crate) borrowers: Borrowers,
 }
 
-/// A copy that has been begun.
+/// A copy that has begun.
 #[derive(Debug)]
 pub(crate) struct Arriving {
     tensor: Tensor,
-    /// When it is there; none where it is.
+    /// Event of its completion; `None` where it is complete.
     done: Option<Event>,
 }
 
 impl Arriving {
-    /// What crosses.
+    /// Bytes of the copy.
     pub(crate) fn bytes(&self) -> u64 {
         tensor_bytes(&self.tensor)
     }
@@ -64,12 +64,12 @@ impl Copies {
         self.device
     }
 
-    /// Begins to copy a tensor that its own device has computed at `ready`, or has been there before
+    /// Begins to copy a tensor that its own device has computed at `ready`; `None` if it was complete before
     /// any other work.
     pub(crate) fn begin(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
         let there = self.stream(tensor.device())?;
         let here = self.stream(self.device)?;
-        // Both entered: libtorch orders a copy between devices by the current streams of both.
+        // Enters both: libtorch orders a copy between devices by the current streams of both.
         let _copying = (there.enter()?, here.enter()?);
         if let Some(ready) = ready {
             there.wait(ready)?;
@@ -80,18 +80,18 @@ impl Copies {
             self.reads_page_locked.store(true, Ordering::Relaxed);
         }
         let copy = transfer::send(&source, self.device)?;
-        // The source's memory must not be used for something else before it has been copied.
+        // The source's memory must not be reused before the copy is done.
         if source.device() != Device::Cpu {
             there.keep(&source)?;
         }
         if self.device == Device::Cpu {
-            // The host is the device, and cannot but wait.
+            // The host is the device, so it has to wait.
             there.synchronize()?;
         }
         Ok(copy)
     }
 
-    /// When all copies that were begun so far are there; none where they are.
+    /// Records the completion of all copies so far; `None` where they are complete.
     pub(crate) fn landing(&self) -> Result<Option<Event>> {
         if self.device == Device::Cpu {
             return Ok(None);
@@ -99,7 +99,8 @@ impl Copies {
         Ok(Some(Event::after(self.stream(self.device)?)?))
     }
 
-    /// When a copy of what is there at `ready` can begin, if nothing else is begun: after those before it.
+    /// Returns the event at which a copy of a tensor that is complete at `ready` could begin: after all earlier
+    /// copies.
     pub(crate) fn moment_after(&self, ready: Option<&Event>) -> Result<Moment> {
         if let (Some(ready), true) = (ready, self.device != Device::Cpu) {
             self.stream(self.device)?.wait(ready)?;
@@ -110,9 +111,9 @@ impl Copies {
         }
     }
 
-    /// Lets what this thread does to these tensors from now on come after the copies of them that were
-    /// begun: on their own accelerator, or by the host, which must wait where it could write at once to
-    /// page-locked memory that is still being read.
+    /// Makes this thread's later work on these tensors wait for the copies that have begun: on their own
+    /// accelerator, or on the host, which waits if it could otherwise overwrite pinned memory that is still
+    /// being read.
     pub(crate) fn release<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
         let Some(landed) = self.landing()? else { return Ok(()) };
         for source in accelerators(tensors.map(Tensor::device)) {
@@ -124,8 +125,8 @@ impl Copies {
         Ok(())
     }
 
-    /// Begins to copy a tensor to this device, with a gradient of its own where it has one; one that is
-    /// here stays as it is.
+    /// Begins to copy a tensor to this device; the copy requires a gradient if the tensor does. A tensor on
+    /// this device is not copied.
     pub(crate) fn start(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
         if tensor.device() == self.device {
             return Ok(Arriving { tensor: tensor.shallow_clone(), done: None });
@@ -135,13 +136,13 @@ impl Copies {
         Ok(Arriving { tensor: copy, done: self.landing()? })
     }
 
-    /// The copy, for this thread's work on the device from now on.
+    /// Returns the copy, for this thread's later work on the device.
     pub(crate) fn finish(&self, arriving: Arriving) -> Result<Tensor> {
         let Arriving { tensor, done } = arriving;
         if let Some(done) = done {
             let compute = Stream::current(self.device)?;
             compute.wait(&done)?;
-            // It belongs to the stream of copies: freed, it would be used there before this has read it.
+            // It belongs to the copy stream: if freed, it would be reused there before this work has read it.
             compute.keep(&tensor)?;
         }
         Ok(tensor)

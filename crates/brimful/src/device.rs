@@ -1,4 +1,4 @@
-//! The devices of this machine, by the names that people give them.
+//! Devices of this machine, by name.
 //!
 //! ```
 //! use brimful::device;
@@ -17,20 +17,20 @@ use thiserror::Error;
 
 use crate::{Error, Result};
 
-/// A device that is not here.
+/// A name of a device that this machine does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("there is no device '{asked}' here; there is {available}{hint}")]
 #[non_exhaustive]
 pub struct NoDevice {
-    /// The name that was asked for.
+    /// The requested name.
     pub asked: String,
-    /// The names that there are.
+    /// The available names.
     pub available: String,
-    /// Why one may be missing, when that is known.
+    /// A likely cause, if one is known.
     pub hint: String,
 }
 
-/// The device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
+/// Returns the device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
 ///
 /// # Errors
 /// When the machine has no such device.
@@ -46,9 +46,9 @@ pub fn find(name: &str) -> Result<Device> {
     }
 }
 
-/// The devices of this name for these places of one machine, such as a pipeline's stages or a rank's:
-/// of `cuda` one each, and the first ones again where there are too few; of `cpu` or `cuda:1` that
-/// one. Loads CUDA if need be.
+/// Returns devices of this name for several stages or ranks of one machine. For `cuda` each gets a GPU of its
+/// own, from the first again if there are too few; for `cpu` or `cuda:1` all get that device. Loads CUDA if
+/// need be.
 ///
 /// # Errors
 /// When the machine has no such device.
@@ -61,12 +61,12 @@ pub fn spread(name: &str, places: Range<usize>) -> Result<Vec<Device>> {
     Ok(places.map(number).collect())
 }
 
-/// The first CUDA device, or the CPU where there is none. Loads CUDA if need be.
+/// Returns the first CUDA device, or the CPU if there is none. Loads CUDA if need be.
 pub fn best() -> Device {
     if cuda::device_count() > 0 { Device::Cuda(0) } else { Device::Cpu }
 }
 
-/// The name that [`find`] takes for this device.
+/// Returns the name by which [`find`] finds this device.
 pub fn name(device: Device) -> String {
     match device {
         Device::Cuda(index) => format!("cuda:{index}"),
@@ -74,7 +74,7 @@ pub fn name(device: Device) -> String {
     }
 }
 
-/// `cpu+cuda:0`.
+/// Joins names of devices, such as `cpu+cuda:0`.
 pub(crate) fn names(devices: impl IntoIterator<Item = Device>) -> String {
     devices.into_iter().map(name).collect::<Vec<_>>().join("+")
 }

@@ -1,4 +1,4 @@
-//! Everything that can go wrong, by the module that says what it was, with the numbers and the remedy.
+//! Errors of all modules; each says what happened, with the numbers and the remedy.
 
 use std::error::Error as StdError;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ use crate::step::StepError;
 use crate::workers::WorkerError;
 use crate::world::WorldError;
 
-/// What a call of this library can fail with.
+/// Error of this library's calls.
 ///
-/// Its debug form is its message and those of its causes, as a `main` that returns it prints them.
+/// The debug form is the message and those of its causes, as a `main` that returns it prints them.
 #[derive(Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -40,32 +40,32 @@ pub enum Error {
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
 
-    /// Memory runs out whatever the size of the micro-batches.
+    /// Memory runs out at every size of micro-batches.
     #[error(transparent)]
     DoesNotFit(#[from] DoesNotFit),
 
-    /// What was run to learn from is over, and to be taken back. Never leaves the library.
+    /// A rehearsal of an automatic size has ended, and must be rolled back. Never leaves the library.
     #[doc(hidden)]
     #[error("a rehearsal is over")]
     Rehearsed,
 
-    /// A replayed micro-batch is not what the closure does now. Never leaves the library.
+    /// A CUDA graph no longer does the same as the closure. Never leaves the library.
     #[doc(hidden)]
     #[error("what was captured is out of date")]
     OutOfDate,
 
-    /// The system starts no more threads.
+    /// The system could not start a thread.
     #[error(
         "no thread could be started for {what}: {cause}; end other programs, or raise the limit (ulimit -u)"
     )]
     NoThread {
-        /// What it was for.
+        /// Purpose of the thread.
         what: String,
-        /// What the system says.
+        /// The system's message.
         cause: String,
     },
 
-    /// libtorch refused a call, in its own words.
+    /// libtorch refused a call, with its own message.
     #[error("libtorch: {0}")]
     Torch(String),
 
@@ -73,7 +73,7 @@ pub enum Error {
     #[error(transparent)]
     Memory(#[from] MemoryError),
 
-    /// A device that is not here.
+    /// A device that this machine does not have.
     #[error(transparent)]
     NoDevice(#[from] NoDevice),
 
@@ -89,11 +89,11 @@ pub enum Error {
     #[error(transparent)]
     Split(SplitError),
 
-    /// A loss that no gradient of the mini-batch can be made of.
+    /// A loss from which no gradient of the mini-batch can be computed.
     #[error(transparent)]
     Loss(#[from] LossError),
 
-    /// A gradient that is not plain numbers.
+    /// A sparse gradient.
     #[error(transparent)]
     SparseGradient(#[from] SparseGradient),
 
@@ -101,19 +101,19 @@ pub enum Error {
     #[error(transparent)]
     OtherLeaf(#[from] OtherLeaf),
 
-    /// A step that cannot be taken, or not now.
+    /// A step that cannot run, or not now.
     #[error(transparent)]
     Step(#[from] StepError),
 
-    /// An input that a BatchNorm layer is not made for.
+    /// An input that does not fit a BatchNorm layer.
     #[error(transparent)]
     BatchNorm(#[from] BatchNormError),
 
-    /// An input that a norm is not made for.
+    /// An input that does not fit a norm.
     #[error(transparent)]
     Norm(#[from] NormError),
 
-    /// Tensors that a head's loss is not made for.
+    /// Tensors that do not fit a head's loss.
     #[error(transparent)]
     LinearCrossEntropy(#[from] LinearCrossEntropyError),
 
@@ -137,7 +137,7 @@ pub enum Error {
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
 
-    /// Moves between host and device that cannot be made.
+    /// Transfers between host and device that cannot be scheduled.
     #[error(transparent)]
     Moves(#[from] MoveError),
 
@@ -149,15 +149,15 @@ pub enum Error {
     #[error(transparent)]
     Balance(#[from] BalanceError),
 
-    /// A question that the planner cannot answer.
+    /// A request that the planner cannot satisfy.
     #[error(transparent)]
     Plan(#[from] PlanError),
 
-    /// A file that cannot be read as a run.
+    /// A file that cannot be read as the record of a run.
     #[error(transparent)]
     Run(#[from] RunError),
 
-    /// A thread of a pipeline or of replicas that failed as such.
+    /// A worker thread of a pipeline or of replicas that failed.
     #[error(transparent)]
     Workers(#[from] WorkerError),
 
@@ -173,7 +173,7 @@ pub enum Error {
     #[error(transparent)]
     Stage(Box<StageError>),
 
-    /// Ranks cannot go on together.
+    /// A failure between ranks.
     #[error(transparent)]
     World(#[from] WorldError),
 }
@@ -194,7 +194,7 @@ impl fmt::Debug for Error {
     }
 }
 
-/// An error that a user's closure returned, as it was.
+/// Error of a user's closure, unchanged.
 #[derive(Debug, Clone, Error)]
 #[error(transparent)]
 pub struct ClosureError(pub Arc<dyn StdError + Send + Sync>);
@@ -206,7 +206,8 @@ impl PartialEq for ClosureError {
 }
 
 impl Error {
-    /// An error of the user's closure: one of ours or of libtorch as it is, another in its own words.
+    /// Converts an error of the user's closure: errors of this library and of libtorch stay as they are, others
+    /// keep their message.
     pub(crate) fn of_closure(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let error = match error.into().downcast::<Self>() {
             Ok(ours) => return *ours,
@@ -222,7 +223,7 @@ impl Error {
     }
 }
 
-/// The report of memory that ran out, under whatever was said around it.
+/// Finds a report of out-of-memory in the error or its causes.
 fn out_of_memory_in(error: &(dyn StdError + 'static)) -> Option<OutOfMemory> {
     oom::recognise(&error.to_string()).or_else(|| error.source().and_then(out_of_memory_in))
 }
@@ -230,7 +231,7 @@ fn out_of_memory_in(error: &(dyn StdError + 'static)) -> Option<OutOfMemory> {
 impl From<SplitError> for Error {
     fn from(error: SplitError) -> Self {
         match error {
-            // One error for a batch without samples, whoever notices it first.
+            // One error for a batch without samples, whichever module finds it.
             SplitError::NoSamples => BatchError::Empty.into(),
             other => Self::Split(other),
         }
@@ -238,7 +239,7 @@ impl From<SplitError> for Error {
 }
 
 impl Error {
-    /// Of a thread for this, which the system refused.
+    /// Creates the error of a thread that the system refused to start.
     pub(crate) fn no_thread(what: &str, cause: &std::io::Error) -> Self {
         Self::NoThread { what: what.to_owned(), cause: cause.to_string() }
     }
@@ -256,7 +257,7 @@ impl From<TchError> for Error {
             TchError::Torch(text) => text,
             other => other.to_string(),
         };
-        // What follows the first line is a backtrace.
+        // The first line is the message, the rest a backtrace.
         let message = || text.lines().next().unwrap_or_default().to_owned();
         oom::recognise(&text).map_or_else(|| Self::Torch(message()), Self::OutOfMemory)
     }
@@ -272,7 +273,7 @@ impl From<brimful_torch::TorchError> for Error {
 mod tests {
     use super::*;
 
-    /// An error with a cause.
+    /// Error with a cause.
     #[derive(Debug, Error)]
     #[error("the shelf is empty")]
     struct EmptyShelf(#[source] std::io::Error);

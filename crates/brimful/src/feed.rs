@@ -1,13 +1,13 @@
-//! Brings micro-batches to the device ahead of their use, at most two at a time.
+//! Prefetches micro-batches to the device, at most two at a time.
 //!
 //! ```text
 //!   feeder thread    pin 1 → copy 1 │ pin 2 → copy 2 │ wait until 1 is used │ pin 3 → copy 3 …
 //!   this thread                     │ use 1          │ use 2                │ use 3 …
 //! ```
 //!
-//! The copies go through page-locked memory on streams of their own ([`Copies`]), so that neither the
-//! host nor the device waits for them. A batch that is on the device already is cut where it lies; one
-//! that another accelerator still computes is copied when it is there.
+//! The copies go through pinned memory on copy streams ([`Copies`]), so neither the host nor the device waits
+//! for them. A batch that is on the device already is cut in place; one that another accelerator is still
+//! computing is copied once it is complete.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
@@ -23,17 +23,17 @@ use crate::copies::Copies;
 use crate::queued::Queued;
 use crate::{Error, Result};
 
-/// How often the feeder looks whether there is room.
+/// Interval at which the feeder polls for a released micro-batch.
 const GLANCE: Duration = Duration::from_micros(100);
 
-/// Calls `f` with each micro-batch in turn, on the device of the copies.
+/// Calls `f` with each micro-batch in order, on the device of the copies.
 pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
     batch: &B,
     ranges: &[Range<usize>],
     copies: &Copies,
     mut f: F,
 ) -> Result<()> {
-    // Copies may be changed; tensors that are here already are lent.
+    // Copies may be changed; tensors that are on the device already are lent.
     if !batch::devices(batch).contains(&copies.device()) {
         return brought(batch, ranges, copies, f);
     }
@@ -43,7 +43,7 @@ pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
     Ok(())
 }
 
-/// Calls `f` with each micro-batch in turn, which may be a view of the batch.
+/// Calls `f` with each micro-batch in order, which may be a view of the batch.
 fn brought<B: Batch>(
     batch: &B,
     ranges: &[Range<usize>],
@@ -74,23 +74,23 @@ fn brought<B: Batch>(
             if let Some(copied) = copied {
                 compute.wait(&copied)?;
             }
-            // The copies' memory lives until the computing stream is done with it.
+            // The copies' memory lives until the compute stream is done with it.
             batch::tensors(&micro_batch).into_iter().try_for_each(|tensor| compute.keep(tensor))?;
             f(i, micro_batch)?;
-            // The feeder stops listening when it has sent the last one.
+            // The feeder stops listening once it has sent the last one.
             let _ = releases.send(Event::after(compute)?);
         }
         Ok(())
     });
-    // Whoever changes the batch next comes after the copies that still read it.
+    // Later changes of the batch wait for the copies that still read it.
     copies.release(batch::tensors(batch).into_iter())?;
     fed
 }
 
-/// A micro-batch whose copy is under way, and when it is there.
+/// A micro-batch whose copy is in flight, with the event of its completion.
 type Arrival<B> = (B, Option<Event>);
 
-/// Sends micro-batch after micro-batch; ends early where nobody listens.
+/// Sends all micro-batches in order; stops if the receiver is gone.
 fn feed<B: Batch>(
     slices: Vec<B>,
     copies: &Copies,
@@ -99,7 +99,7 @@ fn feed<B: Batch>(
     released: &Receiver<Event>,
 ) {
     for (i, slice) in slices.into_iter().enumerate() {
-        // Two are on the device: the one in use and the one that waits. A third needs its room.
+        // Two are on the device: the one in use and the next one. A third waits until one is released.
         if i >= 2 && !released.recv().is_ok_and(|used| wait(&used).is_ok()) {
             return;
         }
@@ -116,8 +116,7 @@ fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival
     Ok((micro_batch, copies.landing()?))
 }
 
-/// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from
-/// the thread that launches kernels.
+/// Polls the event: waiting inside CUDA would hold locks that the launching thread needs.
 fn wait(event: &Event) -> Result<()> {
     while !event.is_reached()? {
         thread::sleep(GLANCE);
@@ -125,12 +124,12 @@ fn wait(event: &Event) -> Result<()> {
     Ok(())
 }
 
-/// The batch's tensors on the device, through page-locked memory, by this thread's own streams.
+/// Copies the batch's tensors to the device through pinned memory, on this thread's current streams.
 pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
     with_others(batch, device, |tensor| Ok(transfer::send(&transfer::pin(tensor)?, device)?))
 }
 
-/// The batch with what `bring` makes of those tensors that are to be on the device and are not.
+/// Replaces those of the batch's tensors that belong on the device and are elsewhere by the results of `bring`.
 fn with_others<B: Batch>(
     batch: &B,
     device: Device,

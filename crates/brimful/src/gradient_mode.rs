@@ -1,10 +1,10 @@
-//! Whether this thread makes graphs: what each piece of work begins with, whatever ran before it.
+//! Gradient mode of a thread, set anew for each piece of work.
 //!
-//! It is a setting of the thread. A guard that a layer or a closure forgets to drop would else hold for
-//! all that the thread runs after it.
+//! It is a setting of the thread. Otherwise a guard that a layer or a closure forgets to drop would affect all
+//! later work of the thread.
 
-/// Runs `f` with graphs or without; afterwards the thread is as before, whatever `f` has left, and where
-/// it panics too.
+/// Runs `f` with or without graphs. Restores the thread's mode afterwards, even if `f` leaves another one or
+/// panics.
 pub(crate) fn with_graphs<T>(wanted: bool, f: impl FnOnce() -> T) -> T {
     let _before = tch::no_grad_guard();
     if wanted { tch::with_grad(f) } else { f() }
@@ -18,7 +18,7 @@ mod tests {
 
     use super::*;
 
-    /// Whether a graph is made now.
+    /// Returns whether operations build a graph now.
     fn is_traced() -> bool {
         let x = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         (x * 2.0).requires_grad()

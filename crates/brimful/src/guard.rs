@@ -1,5 +1,5 @@
-//! Runs what is outside forward and backward once more where memory ran out: optimizer steps,
-//! callbacks, the saving of a model.
+//! Retry after out-of-memory outside forward and backward: in optimizer steps, callbacks, or the saving of a
+//! model.
 
 use std::error::Error as StdError;
 
@@ -8,13 +8,14 @@ use crate::oom::{self, Caught};
 use crate::step::into_error_or_panic;
 use crate::{Error, Result};
 
-/// Runs `f` in the memory. Where it runs out, the cache is emptied and `f` is called once more.
+/// Runs `f` in the memory. If that runs out, empties the cache and calls `f` once more.
 ///
-/// `f` must be such that it may be called again after it has failed: the optimizers of this library
-/// are, because a step of theirs is whole or not taken.
+/// `f` must allow a second call after a failure. The optimizers of this library do, because their steps are
+/// atomic.
 ///
 /// # Errors
-/// When memory runs out again, and with any other error of `f`. Any other panic goes on.
+///
+/// When memory runs out again, and with any other error of `f`. Any other panic resumes.
 pub fn guard<T, E>(memory: &Memory, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
 where
     E: Into<Box<dyn StdError + Send + Sync>>,

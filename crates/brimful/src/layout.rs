@@ -1,7 +1,7 @@
-//! The order in memory of a convolutional model's numbers: as the user has them, or channels last.
+//! Memory format of convolutional models: as the user has it, or channels last.
 //!
-//! Which is faster depends on the device, the type of the numbers and the shapes, so it is measured,
-//! in the first steps: two of each order count, after those that choose kernels.
+//! Which one is faster depends on the device, the dtype and the shapes, so it is measured in the first steps:
+//! two of each format count, after those in which kernels are chosen.
 
 use std::time::Duration;
 
@@ -12,54 +12,54 @@ use crate::Result;
 use crate::batch::{Batch, Leaf};
 use crate::oom::catch_unseen;
 
-/// The order of images and convolutions in memory. It changes neither values nor saved models.
+/// Memory format of images and convolutions. It changes neither values nor saved models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
-    /// As the user has them.
+    /// The user's own.
     #[default]
     AsIs,
-    /// With the channels last, inputs and weights.
+    /// Channels last, for inputs and weights.
     ChannelsLast,
     /// The faster of the two, measured in the first steps.
     Measured,
 }
 
-/// Steps of each order that are timed: the faster of 2 counts.
+/// Number of timed steps in each format; the fastest counts.
 const TIMED_STEPS: usize = 2;
-/// After 40 steps a measurement that came to nothing is given up: shapes differ all the time.
+/// Number of steps after which an unfinished measurement ends: the shapes differ from step to step.
 const MAX_TRIAL_STEPS: usize = 40;
-/// Channels last must be at least 3 % faster to be taken: less is noise.
+/// Smallest speedup for which channels last is chosen: less is noise.
 const MIN_SPEEDUP: f64 = 1.03;
 
-/// The order in use, and what is known of both.
+/// Memory format in use, and the measurement of both.
 #[derive(Debug, Default)]
 pub(crate) struct Arrangement {
     channels_last: bool,
-    /// Whether the parameters are still in the other order.
+    /// True if the parameters are still in the other format.
     changed: bool,
     trial: Option<LayoutTrial>,
 }
 
-/// A measurement under way: seconds a sample of each order.
+/// A running measurement: seconds per sample in each format.
 #[derive(Debug, Default)]
 struct LayoutTrial {
     steps: usize,
-    /// Whether this is the order's first step, in which kernels are chosen.
+    /// True if this is the format's first step, in which kernels are chosen.
     first: bool,
     as_is: Vec<f64>,
     channels_last: Vec<f64>,
 }
 
-/// Who runs steps in an order of memory that may be on trial.
+/// An engine whose steps may run in a memory format that is on trial.
 pub(crate) trait InOrder {
     fn arrangement(&mut self) -> &mut Arrangement;
 
-    /// Lays the parameters out in the order that it has now, if steps do not do so as they begin.
+    /// Converts the parameters to the current memory format, unless steps do so as they begin.
     fn lay_out(&mut self) -> Result<()>;
 
-    /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own. The order is to
-    /// blame if that goes well.
+    /// Runs `f`; if that fails in a memory format that is on trial, reruns it in the user's own. If the rerun
+    /// succeeds, the format was the cause and is refused.
     fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
         if !self.arrangement().is_on_trial() {
             return f(self);
@@ -93,12 +93,12 @@ impl Arrangement {
         }
     }
 
-    /// Whether the order may yet turn out not to work for the user's closure.
+    /// Returns whether the memory format may still turn out not to work with the user's closure.
     pub(crate) fn is_on_trial(&self) -> bool {
         self.channels_last && self.trial.is_some()
     }
 
-    /// Whether the faster order is being looked for.
+    /// Returns whether the two memory formats are still being compared.
     pub(crate) fn is_measured(&self) -> bool {
         self.trial.is_some()
     }
@@ -107,7 +107,7 @@ impl Arrangement {
         self.channels_last
     }
 
-    /// Lays the parameters out; those of a model without convolutions stay as they are for good.
+    /// Converts the parameters to the memory format; a model without convolutions keeps its own for good.
     pub(crate) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
         if !parameters.iter().any(has_channels) {
             *self = Self::default();
@@ -119,7 +119,7 @@ impl Arrangement {
         Ok(())
     }
 
-    /// The micro-batch with its images laid out as the convolutions are.
+    /// Converts the images of a micro-batch to the memory format of the convolutions.
     pub(crate) fn of<B: Batch>(&self, micro_batch: B) -> Result<B> {
         if !self.channels_last {
             return Ok(micro_batch);
@@ -130,14 +130,14 @@ impl Arrangement {
         })
     }
 
-    /// Whether steps are being compared, which must not differ in anything else. The very first is
-    /// not.
+    /// Returns whether steps are being compared, which must not differ in anything else. The very first step
+    /// does not count.
     pub(crate) fn is_measuring(&self) -> bool {
         self.trial.as_ref().is_some_and(|trial| trial.steps > 0)
     }
 
-    /// Learns from a step; one in which something was new to the device is not timed. Where
-    /// the other order was chosen, tells how many times faster it is.
+    /// Learns from a step; a step with a new capture is not timed. If channels last has been chosen, returns
+    /// its speedup.
     pub(crate) fn observe(&mut self, samples: usize, time: Duration, new: bool) -> Option<f64> {
         let trial = self.trial.as_mut()?;
         trial.steps += 1;
@@ -150,7 +150,7 @@ impl Arrangement {
             if self.channels_last {
                 return self.decide();
             }
-            // cuDNN chooses kernels anew for the other order.
+            // cuDNN chooses kernels anew for the other format.
             trial.first = true;
             self.set_channels_last(true);
         } else if trial.steps >= MAX_TRIAL_STEPS {
@@ -162,7 +162,7 @@ impl Arrangement {
     fn decide(&mut self) -> Option<f64> {
         let trial = self.trial.take()?;
         let best = |times: &[f64]| times.iter().copied().fold(f64::INFINITY, f64::min);
-        // The least, not the mean: whatever disturbs a step makes it slower, never faster.
+        // The minimum, not the mean: a disturbance makes a step slower, never faster.
         let as_is = best(&trial.as_is);
         let last = best(&trial.channels_last);
         self.channels_last = as_is > last * MIN_SPEEDUP;
@@ -176,7 +176,7 @@ impl Arrangement {
         self.channels_last.then_some(as_is / last)
     }
 
-    /// Ends the measurement in favour of the user's own order.
+    /// Ends the measurement in favour of the user's own format.
     pub(crate) fn refuse(&mut self, cause: &str) {
         if self.trial.take().is_some() {
             tracing::warn!(cause, "channels stay where they are in memory");
@@ -190,7 +190,7 @@ impl Arrangement {
     }
 }
 
-/// Lays those of the parameters out that are convolutions'.
+/// Converts the convolutions' parameters to a memory format.
 pub(crate) fn lay_out_convolutions<'a>(
     parameters: impl Iterator<Item = &'a Tensor>,
     channels_last: bool,
@@ -199,7 +199,7 @@ pub(crate) fn lay_out_convolutions<'a>(
     Ok(convolutions.try_for_each(|mut p| lay_out(&mut p, channels_last))?)
 }
 
-/// Images with their channels last, and anything else as it is.
+/// Converts images to channels last; leaves other tensors as they are.
 pub(crate) fn with_channels_last(tensor: &Tensor) -> Result<Tensor> {
     match has_channels(tensor) && tensor.is_floating_point() {
         true => Ok(laid_out(tensor, true)?),
@@ -207,7 +207,7 @@ pub(crate) fn with_channels_last(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Whether it is as images or a convolution's weights are.
+/// Returns whether it has the dimensions of images or of a convolution's weight.
 pub(crate) fn has_channels(tensor: &Tensor) -> bool {
     matches!(tensor.dim(), 4 | 5)
 }

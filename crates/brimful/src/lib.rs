@@ -1,9 +1,9 @@
 #![forbid(unsafe_code)]
 //! Trains batches and models that are bigger than a device's memory, on libtorch through tch.
 //!
-//! A mini-batch that does not fit is cut into micro-batches, which are streamed through the device; a
-//! model that does not fit is cut into stages, each on a device of its own. What is left in the
-//! gradients is exactly what the whole mini-batch, through the whole model, would have left.
+//! A mini-batch that does not fit is cut into micro-batches, which are streamed through the device; a model
+//! that does not fit is cut into stages, each on a device of its own. The gradients are exactly those of the
+//! whole mini-batch through the whole model.
 //!
 //! # A batch that does not fit
 //!
@@ -34,8 +34,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! The closure gets each micro-batch on the model's device and returns a [`Loss`], which says what
-//! its value is a mean over: samples, tokens, the weights of classes, or nothing.
+//! The closure receives each micro-batch on the model's device and returns a [`Loss`], which includes its
+//! denominator: samples, tokens, class weights, or none.
 //!
 //! # A model that does not fit
 //!
@@ -63,25 +63,25 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! # Which part do I need?
+//! # Choosing an API
 //!
-//! | to | use |
+//! | task | API |
 //! | --- | --- |
 //! | train with a batch that does not fit | [`MicroBatcher`], [`Size`] |
-//! | make a batch of one's own struct | [`Batch`], by derive |
-//! | say what a loss is a mean over | [`Loss`] |
+//! | make a batch of a struct | [`Batch`], by derive |
+//! | set the denominator of a loss | [`Loss`] |
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
-//! | take a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
-//! | not tune the size | [`Size::Auto`], [`mod@auto`] |
-//! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
+//! | accumulate a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
+//! | find the micro-batch size automatically | [`Size::Auto`], [`mod@auto`] |
+//! | make small micro-batches fast on CUDA, with CUDA graphs | [`MicroBatcher::replay`] |
 //! | train on several devices, each with the whole model | [`Replicas`] |
-//! | spread a model over devices | [`Layers`], [`Pipeline`] |
-//! | train several such pipelines, each with a part of every mini-batch | [`pipeline::Builder::replicas`] |
-//! | do so over several processes or machines | [`World`], with the feature `mpi` |
+//! | spread a model over devices, or offload it to the host | [`Layers`], [`Pipeline`] |
+//! | train several such pipelines, data-parallel | [`pipeline::Builder::replicas`] |
+//! | train over several processes or machines | [`World`], with the feature `mpi` |
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
-//! | look at a schedule, or write one | [`schedule`] |
+//! | inspect a schedule, or write one | [`schedule`] |
 //! | update parameters, and save the optimizer's state | [`optim`] |
-//! | have BatchNorm statistics as of the whole mini-batch | [`nn`] |
+//! | BatchNorm statistics as of the whole mini-batch | [`nn`] |
 //! | count and limit memory, on a CPU too | [`memory`] |
 //! | save and load models | [`save`], [`Pipeline::save`] |
 //!
@@ -89,29 +89,29 @@
 //!
 //! - *Transparent.* Gradients, loss and parameters after a step equal those of the plain model on the
 //!   whole mini-batch: to 1e-10 in f64, 1e-5 in f32.
-//! - *Atomic.* A step that fails leaves gradients, BatchNorm statistics, random state and optimizer as
-//!   they were. One that was run again is the step that would have been taken without the fault.
+//! - *Atomic.* A step that fails leaves gradients, BatchNorm statistics, random state and optimizer as they
+//!   were. A step that was retried equals the step without the failure.
 //! - *Bounded.* Device memory depends on the micro-batch and the stage, not on the mini-batch.
-//! - *No hang.* A panic, an error or out-of-memory in any stage ends the step with an error that says
-//!   where; the pipeline can be used again.
+//! - *No hang.* A panic, an error or out-of-memory in any stage ends the step with an error that names the
+//!   stage; the pipeline remains usable.
 //! - *Split-independent.* Saved models are plain safetensors with the layers' own names.
-//! - *Said, not swallowed.* What was changed on the user's behalf is in the step's report and in a log
-//!   line of `tracing`.
+//! - *No silent changes.* All decisions on the user's behalf are in the step's report and in a log line of
+//!   `tracing`.
 //!
 //! # Restrictions
 //!
 //! - In training, BatchNorm normalises each micro-batch by its own statistics ([`nn`]).
-//! - Which dropout masks are drawn depends on the cut.
+//! - Dropout masks depend on the cut.
 //! - Linux on x86-64, with libtorch 2.11.0.
 //!
 //! # Features
 //!
-//! - `download-libtorch` fetches libtorch while building, for those who have none. Others set
-//!   `LIBTORCH` to its folder, or `LIBTORCH_USE_PYTORCH=1` to use an installed PyTorch 2.11.
-//! - `mpi` joins processes by the MPI that is installed ([`World`]); it needs MPI's headers and libclang.
+//! - `download-libtorch` fetches libtorch during the build. Without it, set `LIBTORCH` to its folder, or
+//!   `LIBTORCH_USE_PYTORCH=1` to use an installed PyTorch 2.11.
+//! - `mpi` connects processes by the installed MPI ([`World`]); it needs MPI's headers and libclang.
 //! - `doc-only` builds these pages without libtorch.
 
-// The code that `#[derive(Batch)]` writes says `::brimful`, and is used in here too.
+// The code of `#[derive(Batch)]` names `::brimful`, and is used in this crate too.
 extern crate self as brimful;
 
 mod accumulate;
@@ -161,10 +161,10 @@ pub use pipeline::{Pipeline, is_recomputing};
 pub use random::Draws;
 pub use replicas::Replicas;
 pub use step::{NonFinite, Outcome, Size, Step, StepError, Timeline};
-/// The tch whose tensors this library takes.
+/// The version of tch whose tensors this library takes.
 pub use tch;
 pub use workers::{DeviceSpec, WorkerError};
 pub use world::World;
 
-/// The result of this library's calls.
+/// Result of this library's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

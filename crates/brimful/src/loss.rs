@@ -1,16 +1,16 @@
-//! A loss as numerator and denominator, so that a sum over micro-batches is the mini-batch's loss.
+//! Loss as numerator and denominator, so that a sum over micro-batches is the mini-batch's loss.
 //!
-//! A mean over a mini-batch is not the mean of its micro-batches' means: it is the sum of all
-//! numerators over the sum of all denominators. So a [`Loss`] says what its value was divided by.
+//! A mean over a mini-batch is not the mean of its micro-batches' means: it is the sum of all numerators over
+//! the sum of all denominators. So a [`Loss`] also holds the divisor of its value.
 //!
-//! | the full batch's loss | write |
+//! | loss of the full batch | write |
 //! | --- | --- |
 //! | a mean over samples | `Loss::mean(t)` |
 //! | a mean over tokens, or over the weights of classes | `Loss::mean_over(t, count)` |
-//! | the same, where a micro-batch may have none of them | `Loss::ratio(sum, count)` |
+//! | such a mean, where a micro-batch may have no weight at all | `Loss::ratio(sum, count)` |
 //! | a sum | `Loss::sum(t)` |
 //! | a term of the parameters alone | `Loss::once(t)` |
-//! | several of them | `a + b * 0.1` |
+//! | several terms | `a + b * 0.1` |
 //!
 //! Three samples in micro-batches of two and one, with a penalty that counts once:
 //!
@@ -40,7 +40,7 @@ pub use error::{LossError, NonFiniteValue};
 
 use crate::Result;
 
-/// The loss of one micro-batch: terms, each with what it is a mean over.
+/// Loss of one micro-batch: terms with their denominators.
 #[derive(Debug)]
 pub struct Loss {
     terms: Vec<Term>,
@@ -53,23 +53,23 @@ pub(crate) struct Term {
     pub(crate) factor: f64,
 }
 
-/// What a term's value has been divided by.
+/// Denominator of a term.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Over<W = Weight> {
     /// The number of samples in the micro-batch.
     Samples,
-    /// A number or tensor that the user gives.
+    /// A number or tensor from the user.
     Given(W),
-    /// As before, but the division is still to come.
+    /// A number or tensor from the user, by which the value is not divided yet.
     Undivided(W),
-    /// Nothing: a sum.
+    /// None: a sum.
     Nothing,
-    /// Nothing, and it does not depend on the samples: counted once a step.
+    /// None, and independent of the samples: counted once per step.
     Once,
 }
 
 impl<W> Over<W> {
-    /// What the user gives to divide by.
+    /// Returns the user's denominator, if there is one.
     pub(crate) fn weight(&self) -> Option<&W> {
         match self {
             Self::Given(weight) | Self::Undivided(weight) => Some(weight),
@@ -77,7 +77,7 @@ impl<W> Over<W> {
         }
     }
 
-    /// The same with what `f` makes of what the user gives.
+    /// Applies `f` to the user's denominator.
     pub(crate) fn map<V>(&self, f: impl FnOnce(&W) -> V) -> Over<V> {
         match self {
             Self::Samples => Over::Samples,
@@ -89,42 +89,42 @@ impl<W> Over<W> {
     }
 }
 
-/// What a mean is over: tokens, or the weights of classes.
+/// Denominator of a mean: a number of tokens, or a sum of class weights.
 #[derive(Debug)]
 pub enum Weight {
-    /// A number that the host knows.
+    /// A number on the host.
     Number(f64),
-    /// A tensor of one element, which need not be read before the step's end.
+    /// A tensor of one element, which is not read before the step's end.
     Tensor(Tensor),
 }
 
 impl Loss {
-    /// A mean over the samples of the micro-batch.
+    /// Creates a mean over the samples of the micro-batch.
     pub fn mean(value: Tensor) -> Self {
         Self::of(value, Over::Samples)
     }
 
-    /// A mean over something else: give how much of it the micro-batch has.
+    /// Creates a mean with another denominator, which is the micro-batch's own.
     ///
-    /// For a cross-entropy that ignores padding it is the number of targets that are none; for one
-    /// with class weights, the sum of the targets' weights.
+    /// For a cross-entropy that ignores padding, the denominator is the number of targets that are not padding;
+    /// for one with class weights, the sum of the targets' weights.
     pub fn mean_over(value: Tensor, weight: impl Into<Weight>) -> Self {
         Self::of(value, Over::Given(weight.into()))
     }
 
-    /// A sum, and what the mini-batch's sum is to be divided by. Unlike a mean it is well-defined
-    /// for a micro-batch that has nothing to divide by, such as one of padding alone.
+    /// Creates a sum with the micro-batch's share of the denominator. Unlike a mean it is well-defined for a
+    /// micro-batch whose share is 0, such as one of padding only.
     pub fn ratio(sum: Tensor, weight: impl Into<Weight>) -> Self {
         Self::of(sum, Over::Undivided(weight.into()))
     }
 
-    /// A sum over the samples.
+    /// Creates a sum over the samples.
     pub fn sum(value: Tensor) -> Self {
         Self::of(value, Over::Nothing)
     }
 
-    /// A term that does not depend on the samples, such as a penalty on parameters. It counts once
-    /// a step, however many micro-batches there are.
+    /// Creates a term that does not depend on the samples, such as a penalty on parameters. It counts once per
+    /// step, however many micro-batches there are.
     pub fn once(value: Tensor) -> Self {
         Self::of(value, Over::Once)
     }
@@ -133,12 +133,13 @@ impl Loss {
         Self { terms: vec![Term { value, over, factor: 1.0 }] }
     }
 
-    /// Its terms, if each is a scalar, and a backward can start from one (or may do without).
+    /// Returns its terms. Fails if one is not a scalar, or if a backward is needed and no term requires a
+    /// gradient.
     pub(crate) fn into_terms(self, needs_gradient: bool) -> Result<Vec<Term>> {
         for (index, term) in self.terms.iter().enumerate() {
             term.check(index)?;
         }
-        // Not from each: that of frozen parameters alone counts as a number.
+        // One term is enough: a term of frozen parameters only adds to the loss.
         if needs_gradient && !self.terms.iter().any(|term| term.value.requires_grad()) {
             return Err(LossError::WithoutGradient { terms: self.terms.len() }.into());
         }
@@ -159,7 +160,7 @@ impl Term {
         }
     }
 
-    /// What of it the host has said, in words: its value and the weights of a tensor are not.
+    /// Describes the parts of the term that the host knows; values and weights in tensors are not among them.
     pub(crate) fn in_words(&self) -> String {
         let number = |weight: &Weight| match weight {
             Weight::Number(number) => number.to_string(),
@@ -175,7 +176,7 @@ impl Term {
         format!("{over}, times {}", self.factor)
     }
 
-    /// The gradient to start this term's backward from; none for a term that has no part in this
+    /// Returns the root gradient of this term's backward; `None` for a term that has no part in this
     /// micro-batch.
     pub(crate) fn root_gradient(&self, part: &MicroBatchWeight) -> Result<Option<Tensor>> {
         let Some(number) = self.root_number(part) else { return Ok(None) };
@@ -187,7 +188,7 @@ impl Term {
         }))
     }
 
-    /// The same where the number is on the device, to be filled in later.
+    /// Returns the root gradient where its number is on the device, to be filled in later.
     pub(crate) fn root_gradient_of(&self, number: &Tensor) -> Result<Tensor> {
         match &self.over {
             Over::Given(Weight::Tensor(weight)) => {
@@ -197,14 +198,14 @@ impl Term {
         }
     }
 
-    /// A number on the value's device, in f64 until it has been multiplied: f16 ends at 65,504, which
-    /// is few tokens.
+    /// Converts a number to f64 on the value's device, before it is multiplied: f16 ends at 65,504, which is
+    /// few tokens.
     fn double(&self, number: &Tensor) -> Result<Tensor> {
         let number = number.f_detach()?.f_to_device(self.value.device())?;
         Ok(number.f_to_kind(Kind::Double)?.f_view([1_i64])?)
     }
 
-    /// What the root's gradient is, or, where the term's weight is on the device, is times that.
+    /// Returns the number in the root gradient, which a weight on the device still multiplies.
     pub(crate) fn root_number(&self, part: &MicroBatchWeight) -> Option<f64> {
         let number = match &self.over {
             Over::Samples => part.samples / part.unit,
@@ -220,21 +221,21 @@ impl Term {
     }
 }
 
-/// The number with the value's shape, type and device.
+/// Converts the number to the value's shape, dtype and device.
 fn like(number: &Tensor, value: &Tensor) -> Result<Tensor> {
     let number = number.f_detach()?.f_to_device(value.device())?;
     Ok(number.f_to_kind(value.kind())?.f_view_as(value)?)
 }
 
-/// What a micro-batch counts for in its step.
+/// Weight of a micro-batch in its step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MicroBatchWeight {
-    /// Its samples.
+    /// Number of its samples.
     pub(crate) samples: f64,
-    /// What gradients are divided by until the true denominator is known: it keeps half-precision
-    /// gradients from overflowing, and for a mean over one mini-batch it *is* the denominator.
+    /// Divisor of gradients until the true denominator is known. It keeps half-precision gradients from
+    /// overflowing, and for a mean over one mini-batch it *is* the denominator.
     pub(crate) unit: f64,
-    /// Whether it is the step's first.
+    /// True if it is the first of the step.
     pub(crate) first: bool,
 }
 

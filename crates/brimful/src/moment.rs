@@ -1,4 +1,4 @@
-//! A moment in a device's work: by the clock on a CPU, by an event where work is queued.
+//! Events in a device's work: a time on a CPU, a stream event on an accelerator.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use tch::Device;
 
 use crate::Result;
 
-/// When the work that was begun so far is done.
+/// Completion of all work that has been queued so far.
 #[derive(Debug)]
 pub(crate) enum Moment {
     Host(Instant),
@@ -22,7 +22,7 @@ impl Moment {
         Ok(Self::Queued(Event::after(Stream::current(device)?)?))
     }
 
-    /// Waits until it has come.
+    /// Waits until the event is reached.
     pub(crate) fn wait(&self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
@@ -30,7 +30,7 @@ impl Moment {
         }
     }
 
-    /// The time since an earlier one of the same device. Both must have come.
+    /// Time since an earlier event on the same device. Both must have been reached.
     pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
         match (earlier, self) {
             (Self::Host(earlier), Self::Host(now)) => Ok(now.saturating_duration_since(*earlier)),
@@ -39,7 +39,7 @@ impl Moment {
         }
     }
 
-    /// The same in seconds, once it has come.
+    /// Seconds since an earlier event; waits for this one.
     pub(crate) fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         self.wait()?;
         Ok(self.since(earlier)?.as_secs_f64())

@@ -1,26 +1,26 @@
-//! What a thread has queued on accelerators so far, for the work of other streams to come after.
+//! Stream fences: the work that a thread has queued on accelerators, for which other streams can wait.
 
 use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Tensor};
 
 use crate::Result;
 
-/// A mark in the thread's stream of each of some accelerators.
+/// One event in the thread's stream on each of some accelerators.
 #[derive(Debug)]
 pub(crate) struct Queued(Vec<(Device, Event)>);
 
 impl Queued {
-    /// By this thread, on the accelerators that these tensors are on.
+    /// Records this thread's work on the accelerators of these tensors.
     pub(crate) fn behind<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<Self> {
         Self::now(accelerators(tensors.map(Tensor::device)))
     }
 
-    /// By this thread on those of these accelerators where it has entered another stream than all
-    /// threads use.
+    /// Records this thread's work on those of these accelerators where it has entered another stream than the
+    /// common one.
     pub(crate) fn apart(devices: &[Device]) -> Result<Self> {
         let mut apart = Vec::new();
         for &device in devices {
-            // Work on the common stream is in order by itself; an event for it would be a launch for nothing.
+            // Work on the common stream is ordered already; an event for it would be a needless launch.
             if Stream::current(device)? != Stream::common(device)? {
                 apart.push(device);
             }
@@ -28,7 +28,7 @@ impl Queued {
         Self::now(apart)
     }
 
-    /// By this thread on the same accelerators.
+    /// Records this thread's later work on the same accelerators.
     pub(crate) fn since(&self) -> Result<Self> {
         Self::now(self.0.iter().map(|(device, _)| *device))
     }
@@ -38,22 +38,22 @@ impl Queued {
         Ok(Self(devices.into_iter().map(mark).collect::<Result<_>>()?))
     }
 
-    /// When what was queued on that accelerator is done; none where nothing was.
+    /// Returns the event on that accelerator; `None` if nothing was recorded there.
     pub(crate) fn on(&self, device: Device) -> Option<&Event> {
         self.0.iter().find(|(other, _)| *other == device).map(|(_, event)| event)
     }
 
-    /// Lets this thread's work on those accelerators from now on come after it.
+    /// Makes this thread's later work on those accelerators wait for the events.
     pub(crate) fn precede(&self) -> Result<()> {
         for (device, event) in &self.0 {
-            // The stream waits, not the host: this thread goes on launching.
+            // The stream waits, not the host: this thread keeps launching.
             Stream::current(*device)?.wait(event)?;
         }
         Ok(())
     }
 }
 
-/// The accelerators among these devices, each once.
+/// Returns the accelerators among these devices, each once.
 pub(crate) fn accelerators(devices: impl Iterator<Item = Device>) -> Vec<Device> {
     let mut all = Vec::new();
     for device in devices.filter(|device| *device != Device::Cpu) {

@@ -1,5 +1,4 @@
-//! Random state that can be put back, so that a failed step draws no numbers; and seeds for those
-//! who draw in parallel.
+//! Random state that can be restored, so that a failed step draws no numbers; and seeds for parallel draws.
 
 use brimful_torch::random::{
     GeneratorState, OwnGenerator, generator_state, seed_generator, set_generator_state,
@@ -8,27 +7,27 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Where the generators of a device and of the CPU stood.
+/// States of the generators of a device and of the CPU.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Randomness {
     states: Vec<(Device, GeneratorState)>,
 }
 
 impl Randomness {
-    /// Takes note of the device's generator and the CPU's.
+    /// Saves the states of the device's generator and the CPU's.
     pub(crate) fn now(device: Device) -> Result<Self> {
         let mut devices = vec![Device::Cpu];
         devices.extend((device != Device::Cpu).then_some(device));
         Self::of(devices)
     }
 
-    /// Takes note of these devices' generators.
+    /// Saves the states of these devices' generators.
     pub(crate) fn of(devices: Vec<Device>) -> Result<Self> {
         let state = |device| Ok((device, generator_state(device)?));
         Ok(Self { states: devices.into_iter().map(state).collect::<Result<_>>()? })
     }
 
-    /// Puts them back to where they stood.
+    /// Restores the generators.
     pub(crate) fn restore(&self) -> Result<()> {
         for (device, state) in &self.states {
             set_generator_state(*device, state)?;
@@ -37,11 +36,11 @@ impl Randomness {
     }
 }
 
-/// The random numbers of one micro-batch in one step. Each layer has a seed of its own, so that they
-/// depend neither on the schedule, the balance and the threads nor on running a layer again.
+/// Random numbers of one micro-batch in one step. Each layer has a seed of its own, so the numbers depend
+/// neither on the schedule, the balance and the threads, nor on recomputation.
 ///
-/// A pipeline's [`Step`](crate::Step) tells its seed, and a plain model can draw the same
-/// numbers by `Model::forward_drawing`.
+/// A pipeline's [`Step`](crate::Step) reports its seed, from which a plain model can draw the same numbers by
+/// `Model::forward_drawing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draws {
     step: u64,
@@ -49,22 +48,23 @@ pub struct Draws {
 }
 
 impl Draws {
-    /// Of this micro-batch, counted from 0, in the step with this seed.
+    /// Creates the draws of this micro-batch, counted from 0, in the step with this seed.
     #[must_use]
     pub fn new(step: u64, micro_batch: usize) -> Self {
         Self { step, micro_batch: micro_batch as u64 }
     }
 
-    /// Those of a model's first values, by a seed from libtorch's default generator: what a pipeline that is
-    /// built now would begin with.
+    /// Creates the draws of a model's initial values, with a seed from libtorch's default generator: a pipeline
+    /// built now would draw the same.
     ///
     /// # Errors
-    /// When there is no memory for the seed.
+    ///
+    /// When memory for the seed runs out.
     pub fn of_first_values() -> Result<Self> {
         Ok(Self::new(step_seed()?, 0))
     }
 
-    /// The seed of the layer at this position of the model; the loss comes after the last.
+    /// Returns the seed of the layer at this position of the model; the loss comes after the last layer.
     #[must_use]
     pub fn seed(self, layer: usize) -> u64 {
         // Mixed twice and the layer inverted, so that (micro-batch 1, layer 2) is not (2, 1).
@@ -72,11 +72,11 @@ impl Draws {
     }
 }
 
-/// What this thread draws from on a device, seeded a layer at a time.
+/// Generator of this thread on a device, seeded for each layer.
 ///
-/// On a CPU it is a generator of the thread's own. On an accelerator it is the device's default one,
-/// because kernels such as dropout's take no other: who shares the device must take turns, and put
-/// its state back in the end.
+/// On a CPU it is a generator of the thread's own. On an accelerator it is the device's default one, because
+/// kernels such as dropout's take no other: threads that share the device must take turns, and restore its
+/// state in the end.
 #[derive(Debug)]
 pub(crate) struct Generator {
     own: OwnGenerator,
@@ -96,8 +96,8 @@ impl Generator {
     }
 }
 
-/// Runs `f` with a seed for the step, or with what keeps it from one: other ranks may wait to hear of that. If `f`
-/// fails, it is as if none had been drawn.
+/// Runs `f` with a seed for the step, or with the error of drawing it, which other ranks may wait for. If `f`
+/// fails, the draw is undone.
 pub(crate) fn with_step_seed<T>(
     devices: Vec<Device>,
     f: impl FnOnce(Result<u64>) -> Result<T>,
@@ -105,8 +105,8 @@ pub(crate) fn with_step_seed<T>(
     with_seed(devices, true, f)
 }
 
-/// The same. What does not train leaves the seed to the next step: how often somebody evaluates a model is not
-/// to change how it is trained.
+/// Runs `f` with a seed. Without training the draw is undone, so that evaluations do not change the training
+/// that follows.
 pub(crate) fn with_seed<T>(
     devices: Vec<Device>,
     training: bool,
@@ -117,15 +117,14 @@ pub(crate) fn with_seed<T>(
     let result = f(seed);
     let (own, before) = noted?;
     own.restore()?;
-    // The seed itself is drawn from the user's generator: a failed step gives it back.
+    // The seed itself is drawn from the user's generator: a failed step restores it.
     if !training || result.is_err() {
         before.restore()?;
     }
     result
 }
 
-/// Runs `f`; the accelerators' own generators, which steps seed as they need, are as before
-/// afterwards.
+/// Runs `f`, and restores the accelerators' own generators afterwards, which steps seed as they need.
 pub(crate) fn preserving_generators<T>(
     devices: Vec<Device>,
     f: impl FnOnce() -> Result<T>,
@@ -133,21 +132,21 @@ pub(crate) fn preserving_generators<T>(
     preserving(of_accelerators(devices)?, f)
 }
 
-/// Runs `f`; the generators are as they were `before` afterwards.
+/// Runs `f`, then restores the generators' states of `before`.
 pub(crate) fn preserving<T>(before: Randomness, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = f();
-    // Whether it failed or not: a step's own seeds are not to steer what the user draws next.
+    // In case of failure too: a step's own seeds must not determine the user's next draws.
     before.restore()?;
     result
 }
 
-/// States of the generators that accelerators among these devices have.
+/// Saves the generators of the accelerators among these devices.
 pub(crate) fn of_accelerators(devices: Vec<Device>) -> Result<Randomness> {
     let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
     Randomness::of(accelerators.collect())
 }
 
-/// A seed for a step, from libtorch's default generator, so that `tch::manual_seed` rules it.
+/// Draws a seed for a step from libtorch's default generator, so that `tch::manual_seed` determines it.
 fn step_seed() -> Result<u64> {
     let drawn = Tensor::f_randint(i64::MAX, [1_i64], (Kind::Int64, Device::Cpu))?;
     Ok(drawn.f_int64_value(&[0])?.unsigned_abs())

@@ -1,4 +1,4 @@
-//! Refuses sparse gradients, which neither sums nor optimizers can take, by the parameter's name.
+//! Refuses sparse gradients by the parameter's name: neither sums nor optimizers support them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::Result;
 
-/// A gradient that is not plain numbers, which cannot be summed over micro-batches.
+/// A sparse gradient, which cannot be summed over micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "the gradient of '{parameter}' is sparse: nothing was changed; build its layer with \
@@ -21,10 +21,10 @@ pub struct SparseGradient {
     pub parameter: String,
 }
 
-/// The variables of a model, from which parameters have their names.
+/// Variables of a model, which give parameters their names.
 pub(crate) type Named = Arc<Mutex<Variables>>;
 
-/// All gradients that these parameters have must be dense. Nothing is read from a device.
+/// Fails if any of these parameters has a sparse gradient. Reads nothing from a device.
 pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
     match first_sparse(parameters) {
         Some(at) => Err(SparseGradient { parameter: name_of(&parameters[at], named) }.into()),
@@ -32,7 +32,7 @@ pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
     }
 }
 
-/// What the model calls it.
+/// Returns the parameter's name in the model.
 pub(crate) fn name_of(parameter: &Tensor, named: &Named) -> String {
     let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
     let mut all = variables.named_variables.iter();

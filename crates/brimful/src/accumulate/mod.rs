@@ -1,11 +1,11 @@
-//! Collects gradients over micro-batches; commits them whole or not at all.
+//! Accumulation of gradients over micro-batches, with an atomic commit.
 //!
-//! Before a step the gradients that are already there are set aside, so that autograd makes new
-//! ones. Those are the step's own: on success they are scaled and added to what was there, on
-//! failure they are dropped and what was there comes back. Nothing is copied for it.
+//! Before a step, the existing gradients are set aside, so that autograd makes new ones. Those are the step's
+//! own: on success they are scaled and added to the existing ones, on failure they are dropped and the existing
+//! ones are restored. Nothing is copied.
 //!
-//! Terms of a loss whose denominators are known only at the end each need sums of their own
-//! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
+//! Terms of a loss whose denominators are known only at the end need sums of their own ([`Sums`] has one list
+//! for each group), because one sum cannot be divided by two numbers.
 
 mod dense;
 mod others;
@@ -34,35 +34,36 @@ pub(crate) use sums::{Addends, Finished, Sum, Sums};
 /// Parameters whose earlier gradients are set aside while a step makes its own.
 #[derive(Debug)]
 pub(crate) struct Accumulator {
-    /// The model's own, and behind them other leaves that backwards have reached.
+    /// The model's own, and behind them other leaves that a backward has reached.
     parameters: Vec<Tensor>,
-    /// The same, to be found in a graph.
+    /// The parameters, indexed for lookup in a graph.
     known: KnownLeaves,
-    /// How many are the model's own.
+    /// Number of parameters that are the model's own.
     own: usize,
     sums_others: bool,
     named: Named,
     aside: Sum,
-    /// What the step has so far.
+    /// Sums of the step so far.
     sums: Sums,
-    /// Whether sums must be kept apart: see [`sums_apart`].
+    /// True if sums are kept apart from the parameters: see [`sums_apart`].
     apart: bool,
-    /// In which the last micro-batch's gradients are to be added up over the ranks.
+    /// Channel on which the last micro-batch's gradients are summed over the ranks.
     turn: Option<RanksTurn>,
-    /// Whether the micro-batch under way is the last.
+    /// True if the current micro-batch is the last.
     last: bool,
-    /// The parts of the model that go backward one at a time, and the one that does.
+    /// Parts of the model that run backward one at a time, and the current one.
     parts: Vec<ModelPart>,
     part: Option<usize>,
 }
 
 impl Accumulator {
-    /// Sets aside what the parameters, some of these variables, have. Dropped, it puts that back.
+    /// Sets aside the gradients of the parameters, which are some of these variables. Dropping it restores
+    /// them.
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
         // The step's gradients will be added to them in place.
         own(&parameters)?;
-        // Pointers, not copies: a step needs no memory for gradients that were there before.
+        // Pointers, not copies: a step needs no memory for gradients that existed before.
         let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;
         let apart = parameters.iter().any(is_summed_apart);
         let mut accumulator = Self {
@@ -83,21 +84,21 @@ impl Accumulator {
         Ok(accumulator)
     }
 
-    /// Lets gradients set out to other ranks, in this turn, while the last backward still runs.
+    /// Sends gradients to other ranks on this channel while the last backward is still running.
     pub(crate) fn summing(mut self, turn: Option<RanksTurn>) -> Self {
         self.turn = turn;
         self
     }
 
-    /// Tells which parameters each part of the model has, by their places: what one part's backward brings is
-    /// looked for in these alone.
+    /// Sets the parameters of each part of the model, by index: gradients of a part's backward are collected
+    /// from these alone.
     pub(crate) fn in_parts(mut self, parts: Vec<Vec<usize>>) -> Self {
         let part = |places| ModelPart::new(places, &self.parameters);
         self.parts = parts.into_iter().map(part).collect();
         self
     }
 
-    /// Keeps sums apart from the parameters, because some of them will leave before the step's end.
+    /// Keeps sums apart from the parameters, because some parameters leave the device before the step's end.
     pub(crate) fn keep_apart(&mut self) {
         self.apart = true;
     }
@@ -111,35 +112,35 @@ impl Accumulator {
         self.sums.groups.iter_mut().map(take).collect()
     }
 
-    /// Adds sums of the same step that are at their parameters' home.
+    /// Adds sums of the same step that were offloaded to the host with their parameters.
     pub(crate) fn add_home(&mut self, groups: Vec<Sum>) -> Result<()> {
         self.sums.at_home = true;
         self.add_sums(groups)
     }
 
-    /// The next micro-batch is the last.
+    /// Marks the next micro-batch as the last.
     pub(crate) fn expect_the_last(&mut self) {
         self.last = true;
     }
 
-    /// The next backward is this part's; none where it may come to any parameter.
+    /// Marks the next backward as this part's; `None` if it may reach any parameter.
     pub(crate) fn expect_part(&mut self, part: Option<usize>) {
         self.part = part;
     }
 
-    /// Says how many groups of terms there are; the same at every call.
+    /// Sets the number of groups of terms, which is the same at every call.
     pub(crate) fn expect_groups(&mut self, count: usize) {
         let empty = || self.parameters.iter().map(|_| None).collect();
         self.sums.groups.resize_with(count.max(self.sums.groups.len()), empty);
     }
 
-    /// Whether autograd itself adds up.
+    /// Returns whether autograd itself adds up the gradients.
     fn in_place(&self) -> bool {
         self.sums.groups.len() == 1 && !self.apart
     }
 
-    /// Runs backward from one group's roots, to the parameters and to `ends`, and adds what arrives in the
-    /// parameters to the group's sums.
+    /// Runs backward from one group's roots, to the parameters and to `ends`, and adds the parameters'
+    /// gradients to the group's sums.
     pub(crate) fn add(
         &mut self,
         group: usize,
@@ -161,8 +162,7 @@ impl Accumulator {
         }
     }
 
-    /// Runs the input half of a backward from each group's roots, to the parameters and to the inputs, and gives
-    /// the inputs' gradients.
+    /// Runs the first part of a split backward (dX) from each group's roots, and returns the inputs' gradients.
     pub(crate) fn begin_split(
         &mut self,
         groups: &[Vec<(Tensor, Tensor)>],
@@ -177,20 +177,20 @@ impl Accumulator {
         }
     }
 
-    /// Runs the weight half of one group, and adds what arrives to the group's sums.
+    /// Runs the second part of a split backward (dW) for one group, and adds the gradients to the group's sums.
     pub(crate) fn add_split(&mut self, group: usize, split: &mut SplitBackward) -> Result<()> {
         self.add_from(group, |_| split.weight_half(group))
     }
 
-    /// Adds what arrives in the parameters while `run` goes backward to the group's sums.
+    /// Runs a backward, and adds the parameters' gradients to the group's sums.
     fn add_from(
         &mut self,
         group: usize,
         run: impl FnOnce(&KnownLeaves) -> Result<(), TorchError>,
     ) -> Result<()> {
         let run = || run(&self.known);
-        // Where sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, and
-        // not the sum that is to be sent.
+        // If sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, not the sum
+        // to be sent.
         if self.last
             && self.in_place()
             && let Some(turn) = self.turn.take()
@@ -202,7 +202,8 @@ impl Accumulator {
             return check_dense(&self.parameters, &self.named);
         }
         let named = &self.named;
-        // With several groups what comes elsewhere after all could not be told apart at the end.
+        // With several groups, gradients of another part's parameters could not be assigned to a group at the
+        // end.
         let only = self.sums.groups.len() == 1;
         let part = self.part.filter(|_| only).and_then(|part| self.parts.get(part));
         if self.in_place() {
@@ -216,8 +217,8 @@ impl Accumulator {
         }
     }
 
-    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought. It is the
-    /// sum where there is none yet, and changes with it.
+    /// Adds a gradient of a parameter that no backward of this accumulator has computed. Without an earlier
+    /// sum, this tensor becomes the sum and is changed in place.
     pub(crate) fn add_gradient(
         &mut self,
         group: usize,
@@ -235,20 +236,20 @@ impl Accumulator {
         Ok(set_gradient(&mut self.parameters[at], sum[0].as_ref())?)
     }
 
-    /// Puts back what the parameters had, and gives them with the step's sums.
+    /// Restores the parameters' earlier gradients, and returns the parameters with the step's sums.
     pub(crate) fn finish(mut self) -> Result<(Vec<Tensor>, Sums)> {
         self.look_everywhere()?;
         if self.in_place() {
             self.sums.groups[0] = self.parameters.iter().map(gradient).collect();
         }
         self.put_back()?;
-        // So that the drop puts nothing back a second time, over what others have set meanwhile.
+        // So that the drop does not restore them a second time, over gradients that were set meanwhile.
         let parameters = std::mem::take(&mut self.parameters);
         Ok((parameters, std::mem::take(&mut self.sums)))
     }
 
-    /// Takes what the parts' backwards have brought to parameters of others: a layer may look at tensors that
-    /// are not its own.
+    /// Collects gradients that a part's backward has left in parameters of other parts: a layer may use tensors
+    /// that are not its own.
     fn look_everywhere(&mut self) -> Result<()> {
         if self.parts.is_empty() {
             return Ok(());
@@ -260,24 +261,24 @@ impl Accumulator {
         }
     }
 
-    /// Whether a parameter had a gradient when the step began.
+    /// Returns whether a parameter had a gradient when the step began.
     pub(crate) fn has_aside(&self) -> bool {
         self.aside.iter().any(Option::is_some)
     }
 
-    /// Those that the sums are of.
+    /// Returns the parameters of the sums.
     pub(crate) fn parameters(&self) -> &[Tensor] {
         &self.parameters
     }
 
-    /// The model's own.
+    /// Returns the model's own parameters.
     pub(crate) fn own_parameters(&self) -> &[Tensor] {
         &self.parameters[..self.own]
     }
 
-    /// Puts other sums in place, and gives those that were there.
+    /// Replaces the sums, and returns the earlier ones.
     pub(crate) fn exchange(&mut self, mut groups: Vec<Sum>) -> Vec<Sum> {
-        // Leaves may have been taken in since these were begun.
+        // Leaves may have been added since these sums were begun.
         groups.iter_mut().for_each(|sum| sum.resize_with(self.parameters.len(), || None));
         std::mem::replace(&mut self.sums.groups, groups)
     }
@@ -289,12 +290,12 @@ impl Accumulator {
         pairs.try_for_each(|(mine, theirs)| add_sum(mine, theirs))
     }
 
-    /// Goes on summing in these tensors, which a captured graph adds to, from what there is so far.
+    /// Continues to sum in these tensors, which belong to a CUDA graph, from the sums so far.
     pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
         self.expect_groups(lenders.len());
         self.sums.lent = true;
-        // Collected first: a few kernels for all parameters, where one each would cost the launches that
-        // a replay saves.
+        // Collected first: a few kernels for all parameters, where one each would cost the launches that a
+        // replay saves.
         let mut empty = Vec::new();
         let mut into = Vec::new();
         let mut from = Vec::new();
@@ -315,12 +316,12 @@ impl Accumulator {
         Ok(foreach::copy(&into, &from)?)
     }
 
-    /// Goes on summing in tensors of its own.
+    /// Continues to sum in tensors of its own.
     pub(crate) fn disown(&mut self) -> Result<()> {
         self.sums.own()
     }
 
-    /// Leaves the parameters without gradients, as where a backward that came to nothing has left some.
+    /// Removes the parameters' gradients, such as those of a failed backward.
     pub(crate) fn clear(&mut self) -> Result<()> {
         self.parameters.iter_mut().try_for_each(|p| Ok(set_gradient(p, None)?))
     }
@@ -330,8 +331,8 @@ impl Accumulator {
         pairs.into_iter().try_for_each(|(p, old)| Ok(set_gradient(p, old.as_ref())?))
     }
 
-    /// The largest of the step's gradients so far, as a tensor that nobody has read yet: finite if they
-    /// all are.
+    /// Returns the largest of the step's gradients so far, as a tensor on the device: it is finite if they all
+    /// are.
     pub(crate) fn largest(&self) -> Result<Option<Tensor>> {
         let sums = self.sums.groups.iter().flatten().flatten().map(Tensor::shallow_clone);
         let all: Vec<Tensor> = self.parameters.iter().filter_map(gradient).chain(sums).collect();
@@ -341,12 +342,12 @@ impl Accumulator {
 
 impl Drop for Accumulator {
     fn drop(&mut self) {
-        // Cannot fail: what is put back was there before.
+        // Cannot fail: these gradients were there before.
         let _ = self.put_back();
     }
 }
 
-/// Runs a backward, and adds what arrives in these parameters to their sums.
+/// Runs a backward, and adds these parameters' gradients to their sums.
 fn gather(
     parameters: &[Tensor],
     sums: &mut [Option<Tensor>],
@@ -358,16 +359,17 @@ fn gather(
     Ok(collect(parameters, sums)?)
 }
 
-/// Whether the gradients of parameters of this kind on this device are summed up beside them, and a
-/// micro-batch's are there until its backward is over: for [`plan::Request::sums_apart`](crate::plan::Request).
+/// Returns whether gradients of parameters of this dtype on this device are summed in tensors of their own,
+/// beside which a micro-batch's gradients exist until its backward is over: for
+/// [`plan::Request::sums_apart`](crate::plan::Request).
 ///
-/// So it is in half precision, whose sums are in f32, and on CUDA, where a few kernels add what takes autograd
-/// one a parameter. Where stages live on the host it is so too, whatever they are.
+/// True in half precision, whose sums are in f32, and on CUDA, where a few kernels add all gradients and
+/// autograd would launch one for each parameter. Stages with offloaded weights always sum so.
 pub fn sums_apart(device: Device, kind: Kind) -> bool {
     summed_in(kind) != kind || device.is_cuda()
 }
 
-/// Bytes of gradients, as they are summed, for each byte of parameters of this kind: 1, or 2 in half precision, for
+/// Bytes of summed gradients for each byte of parameters of this dtype: 1, or 2 in half precision, for
 /// [`plan::Request::gradient_bytes`](crate::plan::Request).
 pub fn gradient_factor(kind: Kind) -> f64 {
     summed_in(kind).elt_size_in_bytes() as f64 / kind.elt_size_in_bytes() as f64
@@ -377,8 +379,8 @@ fn is_summed_apart(parameter: &Tensor) -> bool {
     sums_apart(parameter.device(), parameter.kind())
 }
 
-/// The gradient that a parameter has, such that it can be put back and added to: where the model was given
-/// another kind or device since, its gradients were not.
+/// Returns a parameter's gradient in a form that can be restored and added to: a model that was converted to
+/// another dtype or device keeps its old gradients.
 fn fitting_gradient(parameter: &Tensor) -> Result<Option<Tensor>> {
     let Some(gradient) = gradient(parameter) else { return Ok(None) };
     let (kind, device) = (parameter.kind(), parameter.device());

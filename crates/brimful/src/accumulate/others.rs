@@ -1,5 +1,5 @@
-//! Leaves that a backward reaches besides the parameters, such as a batch that requires a gradient or
-//! the variables of another store: summed up as parameters are, or refused.
+//! Leaves that a backward reaches besides the parameters, such as a batch that requires a gradient or the
+//! variables of another store: summed as parameters are, or refused.
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::collect;
@@ -9,7 +9,7 @@ use thiserror::Error;
 use super::{Accumulator, fitting_gradient, is_summed_apart};
 use crate::Result;
 
-/// A tensor that requires a gradient, where the model's own parameters alone get theirs.
+/// A tensor that requires a gradient where only the model's own parameters may.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "the loss depends on a tensor of shape {shape:?} that requires a gradient and is no parameter of \
@@ -23,18 +23,18 @@ pub struct OtherLeaf {
 }
 
 impl Accumulator {
-    /// Says whether other leaves are summed up too. If they are not, they are refused: replicas, stages
-    /// and ranks would add to one leaf at the same time, or not know of each other's.
+    /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
+    /// add to one leaf at the same time, or miss each other's gradients.
     pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
         self.sums_others = wanted;
         self
     }
 
-    /// Makes a leaf that a backward has come to a parameter of this step, or refuses it. The backward has not
-    /// been run, and can be begun anew.
+    /// Adds a leaf that a backward has reached to this step's parameters, or refuses it. The backward has not
+    /// run yet, and can start anew.
     ///
-    /// Left alone, autograd would add to it whatever becomes of the step: twice where that is run
-    /// again, and divided by what is known of the denominators before the last micro-batch.
+    /// Left alone, autograd would add to it whatever becomes of the step: twice after a retry, and before all
+    /// denominators are known.
     pub(super) fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
         if !self.sums_others {
             return Err(OtherLeaf { shape: leaf.size() }.into());
@@ -47,7 +47,7 @@ impl Accumulator {
         }
         self.known.add([&leaf])?;
         let mut aside = fitting_gradient(&leaf)?;
-        // A plain backward may have left it in one memory with a parameter's.
+        // A plain backward may have stored it in one memory with a parameter's gradient.
         let meets = |other: &Tensor| aside.as_ref().is_some_and(|own| overlap(own, other));
         if self.aside.iter().flatten().any(meets) {
             aside = aside.map(|gradient| gradient.f_detach_copy()).transpose()?;
@@ -60,7 +60,7 @@ impl Accumulator {
     }
 }
 
-/// Whether two dense tensors share memory.
+/// Returns whether two dense tensors share memory.
 fn overlap(one: &Tensor, other: &Tensor) -> bool {
     let range = |t: &Tensor| {
         let start = t.data_ptr() as usize;

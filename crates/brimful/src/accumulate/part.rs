@@ -1,4 +1,4 @@
-//! A part of a model that goes backward by itself: which of all parameters are its own.
+//! A part of a model that runs backward by itself, with the indices of its parameters.
 
 use tch::Tensor;
 
@@ -17,7 +17,7 @@ impl ModelPart {
         Self { places, parameters }
     }
 
-    /// Runs `f` with the part's own parameters and their sums, which are out of the whole meanwhile.
+    /// Runs `f` with the part's own parameters and their sums, which are taken out of the whole meanwhile.
     pub(super) fn with_sums<T>(
         &self,
         whole: &mut Sum,
@@ -41,8 +41,8 @@ mod tests {
 
     use crate::accumulate::{Accumulator, Named};
 
-    /// Three parameters of which the last is the first once more, in two parts: the sums of two backwards of
-    /// the first part, which look at all of them, and of one of the second.
+    /// Three parameters, the last of which is the first again, in two parts. Returns the sums after two
+    /// backwards of the first part, which use all parameters, and one of the second.
     fn sums(kind: Kind) -> Vec<Option<f64>> {
         let mut store = VarStore::new(Device::Cpu);
         let one = |name: &str| store.root().var(name, &[1], Init::Const(1.0));
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn what_a_part_brings_to_another_ones_parameter_is_not_lost() {
-        // Gradients stay in their parameters, where one that is listed twice is found twice.
+        // Gradients stay in their parameters, so a parameter that is listed twice is found twice.
         assert_eq!(sums(Kind::Double), [Some(6.0), Some(17.0), Some(6.0)]);
         // Sums are kept apart.
         assert_eq!(sums(Kind::BFloat16), [Some(6.0), Some(17.0), None]);

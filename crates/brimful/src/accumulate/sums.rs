@@ -1,4 +1,4 @@
-//! Gradient sums of a step: added up over groups, replicas and ranks, and given to the parameters.
+//! Gradient sums of a step: summed over groups, replicas and ranks, and committed to the parameters.
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::{foreach, transfer};
@@ -8,23 +8,23 @@ use super::gradient;
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn};
 
-/// One gradient sum a parameter, or none where nothing has reached it.
+/// One gradient sum for each parameter; `None` without a gradient.
 pub(crate) type Sum = Vec<Option<Tensor>>;
 
 /// Gradient sums of a step so far, one list for each group of terms.
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     pub(super) groups: Vec<Sum>,
-    /// Whether some of them are captured graphs' own, which the next step will overwrite.
+    /// True if some of them belong to CUDA graphs, which the next step will overwrite.
     pub(super) lent: bool,
-    /// Whether those on the host are of parameters that live there: they stay f32, as the optimizer at
-    /// home takes them.
+    /// True if sums on the host belong to offloaded parameters: they stay in f32, as the offloaded optimizer
+    /// takes them.
     pub(super) at_home: bool,
-    /// Those of a single group that are on their way to other ranks.
+    /// Buckets of a single group that are in flight to other ranks.
     pub(super) buckets: Option<Buckets>,
 }
 
-/// One sum, and what is to be added to it in this order.
+/// One sum, and the tensors to be added to it in this order.
 #[derive(Debug)]
 pub(crate) struct Addends {
     pub(crate) into: Tensor,
@@ -32,13 +32,13 @@ pub(crate) struct Addends {
 }
 
 impl Sums {
-    /// Those of who has run no backward in a step of others, with parameters that live on the host or not.
+    /// Creates empty sums for a rank that has run no backward in a step, with offloaded parameters or not.
     pub(crate) fn none(at_home: bool) -> Self {
         Self { at_home, ..Self::default() }
     }
 
-    /// The sums of several replicas of one model as those of the first that has any, and what is
-    /// still to be added to them.
+    /// Merges the sums of several replicas of one model: returns those of the first replica that has any, and
+    /// the addends of the others.
     pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {
         let mut whole = Self::default();
         let mut addends: Vec<Vec<Option<Addends>>> = Vec::new();
@@ -64,8 +64,8 @@ impl Sums {
         (whole, addends.into_iter().flatten().flatten().collect())
     }
 
-    /// The same on this device, where their parameters are: a parameter that the first replica has not
-    /// reached has its sum where another one has.
+    /// Moves the sums to this device, where their parameters are: a parameter that the first replica has not
+    /// reached has its sum on another replica's device.
     pub(crate) fn on(mut self, device: Device) -> Result<Self> {
         for sum in self.groups.iter_mut().flatten().flatten() {
             *sum = sum.f_to_device(device)?;
@@ -77,7 +77,7 @@ impl Sums {
         self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
     }
 
-    /// Adds a later part of the same step, group by group; these are the places of its sums.
+    /// Adds a later part of the same step, group by group; `places` are the indices of its sums.
     pub(crate) fn extend(&mut self, later: Self, places: &[usize]) -> Result<()> {
         self.at_home |= later.at_home;
         self.groups.resize_with(later.groups.len().max(self.groups.len()), Vec::new);
@@ -91,12 +91,12 @@ impl Sums {
         Ok(())
     }
 
-    /// Whether no backward has been run.
+    /// Returns whether no backward has run.
     pub(crate) fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// Makes them its own, so that they outlast the step.
+    /// Copies borrowed sums, so that they outlast the step.
     pub(crate) fn own(&mut self) -> Result<()> {
         if self.lent {
             let copy = |sum: &Sum| copied(sum, sum.iter().map(Option::as_ref));
@@ -106,16 +106,16 @@ impl Sums {
         Ok(())
     }
 
-    /// The sums of all groups, each times its factor, ready to be added to the gradients.
+    /// Combines the sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
         let (lent, at_home) = (self.lent, self.at_home);
         let total = self.total(parameters.len(), factors)?;
         Ok(Finished(cast(total, parameters, lent, at_home)?))
     }
 
-    /// The same over all ranks; `present` says which parameters any of them has a gradient for.
-    /// Where `alike`, all ranks have one and the same factor, which is left to the end: so gradients
-    /// may have set out before it was known.
+    /// Combines the sums over all ranks; `present` says for each parameter whether any rank has a gradient.
+    /// With `alike`, all ranks have a single, equal factor, which is applied at the end: so gradients may be in
+    /// flight before it is known.
     pub(crate) fn finish_over_ranks(
         mut self,
         parameters: &[Tensor],
@@ -128,8 +128,8 @@ impl Sums {
             Some(buckets) => buckets,
             None => Buckets::new(turn.clone(), parameters)?,
         };
-        // With one factor for all, sums of undivided gradients are divided once, after the exchange; else
-        // each rank divides its own before, because groups are added up on the way.
+        // With one factor for all, undivided sums are divided once, after the exchange. Otherwise each rank
+        // divides its own before, because groups are added up in the buckets.
         let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
         let at_home = self.at_home;
@@ -147,14 +147,14 @@ impl Sums {
         Ok(Finished(cast(total, parameters, false, at_home)?))
     }
 
-    /// Which parameters have a sum.
+    /// Returns whether each parameter has a sum.
     pub(crate) fn present(&self, parameters: usize) -> Vec<bool> {
         let has =
             |at: usize| self.groups.iter().any(|sum| sum.get(at).is_some_and(Option::is_some));
         (0..parameters).map(has).collect()
     }
 
-    /// The sums of all groups, each times its factor.
+    /// Combines the sums of all groups, each times its factor.
     fn total(self, parameters: usize, factors: &[f64]) -> Result<Sum> {
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
@@ -168,12 +168,12 @@ impl Sums {
     }
 }
 
-/// A step's gradients, one a parameter, which nobody has seen yet.
+/// Gradients of a step, one for each parameter, not yet visible to the user.
 #[derive(Debug)]
 pub(crate) struct Finished(pub(crate) Sum);
 
 impl Finished {
-    /// The place and the kind of the first gradient that would not be finite with them.
+    /// Returns the index and the dtype of the first gradient that would not be finite after the commit.
     pub(crate) fn first_non_finite(&self, parameters: &[Tensor]) -> Result<Option<(usize, Kind)>> {
         let all = || {
             let pairs = self.0.iter().zip(parameters).enumerate();
@@ -197,9 +197,9 @@ impl Finished {
         Ok(None)
     }
 
-    /// Adds them to the parameters' gradients. Nothing is allocated.
+    /// Adds them to the parameters' gradients. Allocates nothing.
     pub(crate) fn apply(self, parameters: &mut [Tensor]) -> Result<()> {
-        // In place of the old gradients where there are such, so that optimizers find them where they were.
+        // In place of existing gradients, so that optimizers find them in the same tensors.
         let mut gradients: Sum = parameters.iter().map(gradient).collect();
         add_sum(&mut gradients, self.0)?;
         for (parameter, new) in parameters.iter_mut().zip(&gradients) {
@@ -209,7 +209,7 @@ impl Finished {
     }
 }
 
-/// Whether all of their numbers are finite, for which the host waits.
+/// Returns whether all numbers are finite; the host waits for the device.
 fn are_finite(tensors: &[Tensor]) -> Result<bool> {
     if tensors.is_empty() {
         return Ok(true);
@@ -239,8 +239,8 @@ fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
     Ok(foreach::scale(&present, factor)?)
 }
 
-/// Gives each sum its parameter's type. One that has it already stays as it is, or is copied where it
-/// is lent.
+/// Casts each sum to its parameter's dtype. Sums of that dtype stay as they are, or are copied if they are
+/// borrowed.
 fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Result<Sum> {
     let stays = |sum: &Tensor, parameter: &Tensor| {
         let home = at_home && sum.device() == Device::Cpu;
@@ -252,7 +252,7 @@ fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Resul
     Ok(sum.into_iter().zip(moved).map(|(stayed, moved)| stayed.or(moved)).collect())
 }
 
-/// Copies of the sums, in kind and layout like those tensors, by a few kernels for all of them.
+/// Copies the sums, in the dtype and memory format of `like`, by a few kernels for all of them.
 fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Result<Sum> {
     let pairs = sum.iter().zip(like);
     let empty =

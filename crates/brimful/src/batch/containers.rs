@@ -1,4 +1,4 @@
-//! What a batch can be made of: tensors, values that are not cut, and containers of both.
+//! Building blocks of a batch: tensors, values that are not cut, and containers of both.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -27,7 +27,7 @@ impl Batch for Tensor {
     }
 }
 
-/// Marks what is the same for every micro-batch, such as class weights or a mask: it is not cut.
+/// Marks a value that is whole in every micro-batch, such as class weights or a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Shared<T>(pub T);
 
@@ -131,7 +131,7 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     }
 }
 
-/// Not for `HashMap`, which has its items in another order in every micro-batch.
+/// Not for `HashMap`, whose items have another order in every micro-batch.
 impl<K: Clone + Ord + Display + Send, B: Batch> Batch for BTreeMap<K, B> {
     fn visit<'a>(&'a self, f: Visitor<'_, 'a>) {
         self.values().for_each(|value| value.visit(f));
@@ -150,7 +150,7 @@ impl<K: Clone + Ord + Display + Send, B: Batch> Batch for BTreeMap<K, B> {
     }
 }
 
-/// Values without a tensor: every micro-batch has a copy.
+/// Implements `Batch` for values without a tensor: every micro-batch has a copy.
 macro_rules! values {
     ($($value:ty)*) => {$(
         impl Batch for $value {

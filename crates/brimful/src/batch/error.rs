@@ -1,4 +1,4 @@
-//! Why a batch cannot be cut, lent or joined.
+//! Errors of cutting, lending and joining batches.
 
 use thiserror::Error;
 
@@ -9,23 +9,23 @@ pub enum BatchError {
     /// A batch without samples.
     #[error("the batch is empty: give it at least one sample")]
     Empty,
-    /// What was lent to a closure or a layer is not what it was.
+    /// A micro-batch that was changed in place, although it is a view of the mini-batch.
     #[error(
         "tensor {leaf} of a micro-batch was changed in place, but it is the mini-batch itself, which \
          may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
     )]
     Changed {
-        /// Which of the mini-batch's tensors, counted from 0.
+        /// Index of the mini-batch's tensor, counted from 0.
         leaf: usize,
     },
-    /// Leaves of a batch that do not have the same samples.
+    /// Leaves of a batch with different numbers of samples.
     #[error(
         "the leaves of a batch must have one length, but are {} long: give each the same samples, \
          and wrap what all micro-batches share in `Shared`",
         enumerate(lengths)
     )]
     LeafLengthsDiffer {
-        /// The lengths of the leaves that are cut, in the order of the fields.
+        /// Lengths of the leaves that are cut, in the order of the fields.
         lengths: Vec<usize>,
     },
     /// A leaf without a first dimension.
@@ -34,37 +34,37 @@ pub enum BatchError {
          it in `Shared`, or give it a value for each sample"
     )]
     LeafOfOneNumber {
-        /// The leaf's place, counted from 0.
+        /// The leaf's index, counted from 0.
         leaf: usize,
     },
-    /// A leaf that is no tensor yet.
+    /// A leaf that is an undefined tensor.
     #[error(
         "leaf {leaf} of the batch (counted from 0) is an undefined tensor: leave it out, or make it an \
          `Option` that is `None`"
     )]
     LeafUndefined {
-        /// The leaf's place, counted from 0.
+        /// The leaf's index, counted from 0.
         leaf: usize,
     },
-    /// A batch of shared values, or of none.
+    /// A batch with shared values only, or with none.
     #[error("the batch has nothing to cut: give it a tensor that is not `Shared`")]
     NothingToCut,
-    /// Samples that a leaf does not have.
+    /// A range of samples that a leaf does not have.
     #[error(
         "samples {start}..{end} cannot be cut out of leaf {leaf} of the batch (counted from 0), \
          which is {length} long: `batch::len` says how many there are"
     )]
     SliceOutside {
-        /// The first sample that was asked for.
+        /// First sample of the range.
         start: usize,
-        /// The one after the last.
+        /// End of the range.
         end: usize,
-        /// The leaf's place, counted from 0.
+        /// The leaf's index, counted from 0.
         leaf: usize,
-        /// The samples that it has.
+        /// Number of samples that it has.
         length: usize,
     },
-    /// No part at all.
+    /// A join of no parts.
     #[error("there is nothing to join: give at least one part")]
     NothingToJoin,
     /// Parts that are not cuts of one batch.
@@ -73,16 +73,16 @@ pub enum BatchError {
          {first}; parts may differ in their samples alone, so make a number that differs a tensor"
     )]
     PartsDiffer {
-        /// The place of the part that is unlike the first.
+        /// Index of the part that differs from the first.
         part: usize,
-        /// What the first part has.
+        /// Description in the first part.
         first: String,
-        /// What this part has in its stead.
+        /// Description in this part.
         other: String,
     },
 }
 
-/// `8, 8 and 6`.
+/// Joins numbers, such as `8, 8 and 6`.
 pub(crate) fn enumerate(numbers: &[usize]) -> String {
     let words: Vec<String> = numbers.iter().map(usize::to_string).collect();
     match words.split_last() {

@@ -1,9 +1,8 @@
-//! Micro-batches that are views of the user's mini-batch, lent to somebody who must leave them as they
-//! are.
+//! Micro-batches that are views of the user's mini-batch, lent to a closure or layer that must not change them.
 //!
-//! What changes its micro-batch in place (`x /= 255`) would change the mini-batch, and change it again
-//! wherever it is run again. The first one that somebody borrows is a copy, so that this is known before
-//! the mini-batch has changed; of the others libtorch's own count of changes is compared.
+//! A closure that changes its micro-batch in place (`x /= 255`) would change the mini-batch, and change it
+//! again at every rerun. The first micro-batch that a borrower gets is a copy, so that a change shows before it
+//! affects the mini-batch; for later ones libtorch's version counters are compared.
 
 use std::any::TypeId;
 use std::collections::HashSet;
@@ -15,7 +14,7 @@ use super::Batch;
 use super::BatchError;
 use crate::Result;
 
-/// Who has left what was lent as it was, known by its type. Clones know the same.
+/// Types of borrowers that have left their first micro-batch unchanged. Clones share the list.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Borrowers(Arc<Mutex<HashSet<TypeId>>>);
 
@@ -24,28 +23,29 @@ impl Borrowers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&typeid::of::<F>())
     }
 
-    /// Takes note of one that has.
+    /// Adds a borrower.
     pub(crate) fn trust<F>(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(typeid::of::<F>());
     }
 }
 
-/// Lends one micro-batch after another to the same borrower.
+/// Lender of micro-batches to one borrower.
 #[derive(Debug, Default)]
 pub(crate) struct Lender {
     has_lent: bool,
 }
 
 impl Lender {
-    /// To a borrower that may be known.
+    /// Creates a lender for a borrower that may be known.
     pub(crate) fn to(is_known: bool) -> Self {
         Self { has_lent: is_known }
     }
 
-    /// Lets `f` use the micro-batch.
+    /// Lends the micro-batch to `f`.
     ///
     /// # Errors
-    /// As `f` does; or when it has changed what it was lent.
+    ///
+    /// As `f` does; or when it has changed the micro-batch.
     pub(crate) fn lend<B: Batch, T>(
         &mut self,
         micro_batch: B,
@@ -57,14 +57,15 @@ impl Lender {
             super::tensors(&lent).into_iter().map(Tensor::shallow_clone).collect();
         let before = Versions::of(&tensors);
         let result = f(lent);
-        // Before the result, be it an error: a changed mini-batch makes every retry wrong, and is the news.
+        // Before the result, even if that is an error: a changed mini-batch makes every retry wrong, so it is
+        // reported first.
         before.check(&tensors)?;
         result
     }
 }
 
-/// How often each of some tensors was changed so far; views of one memory count together. Tensors that
-/// do not count, as those of inference mode, count as unchanged.
+/// Version counters of some tensors; views of one memory count together. Tensors without a counter, such as
+/// those of inference mode, count as unchanged.
 #[derive(Debug)]
 pub(crate) struct Versions(Vec<Option<i64>>);
 
@@ -73,7 +74,7 @@ impl Versions {
         Self(tensors.into_iter().map(|tensor| tensor.f_internal_version().ok()).collect())
     }
 
-    /// The first of the same tensors that was changed since.
+    /// Returns the first of these tensors that has changed since.
     pub(crate) fn changed<'a>(
         &self,
         tensors: impl IntoIterator<Item = &'a Tensor>,
@@ -82,20 +83,20 @@ impl Versions {
         self.0.iter().zip(&now).position(|(before, now)| before != now)
     }
 
-    /// Refuses if one of the same tensors was changed since.
+    /// Fails if one of these tensors has changed since.
     pub(crate) fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
         self.changed(tensors).map_or(Ok(()), |leaf| Err(BatchError::Changed { leaf }.into()))
     }
 }
 
-/// The same micro-batch in memory of its own. A gradient finds its way back all the same.
+/// Copies the micro-batch to memory of its own. The copy is differentiable.
 pub(crate) fn copied<B: Batch>(micro_batch: &B) -> Result<B> {
     micro_batch.map(&mut |leaf| copy_of(leaf.tensor()))
 }
 
-/// The same tensor in memory of its own.
+/// Copies the tensor to memory of its own.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
-    // `to` with `copy`: differentiable, and in the same order in memory.
+    // `to` with `copy`: differentiable, and in the same memory format.
     Ok(tensor.f_to_dtype(tensor.kind(), false, true)?)
 }
 
@@ -115,7 +116,7 @@ mod tests {
         assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 1 }));
         assert_eq!(batch, batch.ones_like());
         drop(lender.lend(slice(2), |x| Ok(x + 1.0)).expect("left as it was"));
-        // Later ones are views: the change is seen, and told even if something else has failed.
+        // Later ones are views: the change shows, and is reported even if something else has failed.
         let error =
             lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::Batch(BatchError::Empty))));
         assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 0 }));

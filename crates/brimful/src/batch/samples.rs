@@ -1,5 +1,4 @@
-//! The samples of a mini-batch as far as a cut needs to know them: how many there are, and how long each
-//! is; and the order in which they are run.
+//! Number and lengths of a mini-batch's samples, as a cut needs them, and the order in which they run.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -12,19 +11,19 @@ use super::{Batch, Leaf, join, leaves, len, map_cut};
 use crate::Result;
 use crate::split::{self, SplitError};
 
-/// The samples of a mini-batch, or of a part of it, in the order in which they are run.
+/// Samples of a mini-batch, or of a part of it, in the order in which they run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Samples {
     count: usize,
-    /// In tokens, where samples are sequences of unlike length.
+    /// Tokens of each sample, where samples are sequences of different lengths.
     lengths: Option<Vec<usize>>,
-    /// Where each of the user's samples is in this order; empty where that is the user's own.
+    /// Position of each of the user's samples in this order; empty where the order is the user's own.
     #[serde(skip)]
     places: Vec<i64>,
 }
 
 impl Samples {
-    /// So many of one length.
+    /// Creates this many samples of one length.
     pub(crate) fn alike(count: usize) -> Self {
         Self { count, ..Self::default() }
     }
@@ -33,33 +32,33 @@ impl Samples {
         self.count
     }
 
-    /// The tokens of each, where samples are sequences of unlike length.
+    /// Returns the tokens of each sample, where samples are sequences of different lengths.
     pub(crate) fn lengths(&self) -> Option<&[usize]> {
         self.lengths.as_deref()
     }
 
-    /// What sizes are counted in: samples, or the tokens of all.
+    /// Total in the unit of sizes: samples, or tokens.
     pub(crate) fn units(&self) -> usize {
         self.lengths.as_ref().map_or(self.count, |lengths| lengths.iter().sum())
     }
 
-    /// What a micro-batch has at least: one sample, or the longest one's tokens.
+    /// Smallest size of a micro-batch: one sample, or the longest one's tokens.
     pub(crate) fn least(&self) -> usize {
         self.lengths.iter().flatten().copied().max().unwrap_or(1)
     }
 
-    /// What a micro-batch of these samples has, padding included.
+    /// Size of a micro-batch of these samples, padding included.
     pub(crate) fn units_of(&self, range: &Range<usize>) -> usize {
         range.len() * self.part(range).least()
     }
 
-    /// These samples alone.
+    /// Returns these samples only.
     pub(crate) fn part(&self, range: &Range<usize>) -> Self {
         let lengths = self.lengths.as_ref().map(|lengths| lengths[range.clone()].to_vec());
         Self { count: range.len(), lengths, places: Vec::new() }
     }
 
-    /// Micro-batches of at most so many units each; a longer sequence has one of its own.
+    /// Cuts micro-batches of at most this many units each; a longer sequence has one of its own.
     pub(crate) fn by_units(&self, units: usize) -> Result<Vec<Range<usize>>, SplitError> {
         match &self.lengths {
             None => split::by_size(self.count, units),
@@ -67,7 +66,7 @@ impl Samples {
         }
     }
 
-    /// Near-equal parts for so many; the last ones have none where there are fewer samples than that.
+    /// Cuts this many near-equal parts; if there are fewer samples than that, the last parts are empty.
     pub(crate) fn shares(&self, count: usize) -> Result<Vec<Range<usize>>, SplitError> {
         let mut shares = match &self.lengths {
             _ if self.count == 0 => Vec::new(),
@@ -78,7 +77,7 @@ impl Samples {
         Ok(shares)
     }
 
-    /// The outputs of all parts, in the order in which these were run.
+    /// Joins the outputs of all parts, in the order in which they ran.
     pub(crate) fn join<B: Batch>(&self, parts: Vec<B>) -> Result<B> {
         match &self.lengths {
             None => join(parts),
@@ -86,7 +85,8 @@ impl Samples {
         }
     }
 
-    /// Outputs of all samples in the user's order. What has no row for each of them stays as it is.
+    /// Sorts outputs of all samples into the user's order. Outputs without a row for each sample stay as they
+    /// are.
     pub(crate) fn restored<B: Batch>(&self, outputs: B) -> Result<B> {
         if self.places.is_empty() {
             return Ok(outputs);
@@ -99,15 +99,15 @@ impl Samples {
         })
     }
 
-    /// A batch in the user's order, in this one.
+    /// Sorts a batch from the user's order into this one.
     fn arranged<B: Batch>(&self, given: &B) -> Result<B> {
         let order = Tensor::f_from_slice(&self.places)?.f_argsort(0, false)?;
         map_cut(given, |leaf| Ok(leaf.f_index_select(0, &order.f_to_device(leaf.device())?)?))
     }
 }
 
-/// A mini-batch in the order in which it is run: the user's own, or, of sequences, the longest first, so
-/// that those of like length come together and what needs the most memory does not come last.
+/// A mini-batch in the order in which it runs: the user's own, or, for sequences, the longest first. So
+/// sequences of similar length are together, and the largest needs of memory do not come last.
 #[derive(Debug)]
 pub(crate) struct Arranged<'a, B> {
     given: &'a B,
@@ -116,7 +116,8 @@ pub(crate) struct Arranged<'a, B> {
 }
 
 impl<'a, B: Batch> Arranged<'a, B> {
-    /// What cannot be counted or sorted is refused where its samples are asked for: there, other ranks hear of it.
+    /// Sorts a mini-batch. Errors of counting or sorting are kept until its samples are requested: there, other
+    /// ranks get them too.
     pub(crate) fn of(given: &'a B) -> Self {
         match sorted(given) {
             Ok((sorted, samples)) => Self { given, sorted, samples: Ok(samples) },
@@ -132,7 +133,7 @@ impl<'a, B: Batch> Arranged<'a, B> {
         self.samples.clone()
     }
 
-    /// What belongs to the same samples, in the same order.
+    /// Sorts another batch of the same samples, such as targets, into the same order.
     pub(crate) fn beside<'b, Y: Batch>(&self, given: &'b Y) -> Arranged<'b, Y> {
         let sorted = match &self.samples {
             Ok(samples) if !samples.places.is_empty() && len(given) == Ok(samples.count) => {
@@ -147,7 +148,7 @@ impl<'a, B: Batch> Arranged<'a, B> {
     }
 }
 
-/// A mini-batch and its samples in the order in which they are run, if that is not the user's own.
+/// Returns the sorted mini-batch, if its order is not the user's own, and its samples.
 fn sorted<B: Batch>(given: &B) -> Result<(Option<B>, Samples)> {
     let count = len(given)?;
     let Some(widths) = widths(given)? else { return Ok((None, Samples::alike(count))) };
@@ -162,7 +163,7 @@ fn sorted<B: Batch>(given: &B) -> Result<(Option<B>, Samples)> {
     Ok((Some(samples.arranged(given)?), samples))
 }
 
-/// The parts with rows as wide as the widest part's.
+/// Pads the parts' rows to the width of the widest part's.
 fn padded<B: Batch>(parts: Vec<B>) -> Result<Vec<B>> {
     let width = |leaf: Leaf<'_>| leaf.tensor().size().get(1).copied().unwrap_or(0);
     let mut widest: Vec<i64> = Vec::new();
@@ -186,7 +187,7 @@ fn padded<B: Batch>(parts: Vec<B>) -> Result<Vec<B>> {
     parts.into_iter().map(padded).collect()
 }
 
-/// So many more places in the second dimension, of zeros.
+/// Appends this many zeros in the second dimension.
 fn padded_by(tensor: &Tensor, missing: i64) -> Result<Tensor> {
     let mut shape = tensor.size();
     if shape.len() < 2 {

@@ -1,4 +1,4 @@
-//! Sequences of unlike length, in micro-batches that are as wide as their own longest alone.
+//! Sequences of different lengths, in micro-batches that are each only as wide as their own longest.
 
 use std::ops::Deref;
 
@@ -7,17 +7,16 @@ use tch::{Device, Kind, Tensor};
 use super::{Batch, BatchError, Leaf, check_alike, leaf_len, leaves};
 use crate::Result;
 
-/// Widths are multiples of 64 tokens: few shapes, which captured work is made for one by one, and no
-/// more than 32 tokens of padding a sequence on average.
+/// Default multiple of widths, in tokens: few shapes, of which each needs a CUDA graph of its own, and at most
+/// 32 tokens of padding per sequence on average.
 const WIDTH_STEP: usize = 64;
 
-/// Sequences of unlike length: tokens, frames, or whatever comes one after the other.
+/// Sequences of different lengths: tokens, frames, or other items.
 ///
 /// A mini-batch of them is cut by tokens, not by samples ([`Size::Tokens`](crate::Size::Tokens), or an
-/// automatic size): sequences of like length come together, the longest first, and every micro-batch is
-/// padded to its own longest alone. A closure uses it as the tensor that it is, `[samples, width, ...]`.
-/// Outputs come back in the order of the mini-batch; those that have a place for every token are padded
-/// with zeros to the longest of all.
+/// automatic size): sequences of similar length run together, the longest first, and every micro-batch is
+/// padded only to its own longest. In a closure it is a tensor, `[samples, width, ...]`. Outputs return in the
+/// order of the mini-batch; those with one item per token are padded with zeros to the longest of all.
 ///
 /// ```
 /// use brimful::batch::Sequences;
@@ -31,7 +30,7 @@ const WIDTH_STEP: usize = 64;
 /// let row = |length: i64| Tensor::randint(100, [length], (Kind::Int64, Device::Cpu));
 /// let batch = Sequences::new(&[row(3), row(200), row(70), row(60)], -1.0)?;
 /// let step = micro.backward(&batch, |tokens| {
-///     let real = tokens.ne(-1); // what is no padding
+///     let real = tokens.ne(-1); // false for padding
 ///     let values = words.ws.index_select(0, &tokens.clamp_min(0).view([-1])).view_as(&real);
 ///     Loss::ratio((values * &real).sum(Kind::Float), real.sum(Kind::Double))
 /// })?;
@@ -39,32 +38,33 @@ const WIDTH_STEP: usize = 64;
 /// # Ok::<(), brimful::Error>(())
 /// ```
 ///
-/// *What counts as a token* is a place of the longest sequence that a sample has: inputs and targets of
-/// one length, each `Sequences`, count once. *A loss over tokens* is written as [`Loss::ratio`] or
-/// [`Loss::mean_over`](crate::Loss::mean_over) the tokens that count: then the gradient does not depend on
-/// the cut.
+/// The *tokens of a sample* are the items of its longest sequence: inputs and targets of one length, each
+/// `Sequences`, count once. Write *a loss over tokens* as [`Loss::ratio`] or
+/// [`Loss::mean_over`](crate::Loss::mean_over) the tokens that count: then the gradient does not depend on the
+/// cut.
 ///
 /// [`Loss::ratio`]: crate::Loss::ratio
 #[derive(Debug)]
 pub struct Sequences {
-    /// All of them, padded.
+    /// All sequences, padded.
     values: Tensor,
-    /// What each takes, in the host's memory: its length, rounded up.
+    /// Width of each sequence, in host memory: its length, rounded up.
     widths: Tensor,
 }
 
 impl Sequences {
-    /// These sequences, each with a place for every token along its first dimension, and what stands in
-    /// the places after a sequence's end. Micro-batches are multiples of 64 tokens wide.
+    /// Pads these sequences, each with its tokens along its first dimension, with the value `padding`.
+    /// Micro-batches are multiples of 64 tokens wide.
     ///
     /// # Errors
-    /// When there is none, or they differ in more than their lengths.
+    ///
+    /// When there are no sequences, or they differ in more than their lengths.
     pub fn new(sequences: &[Tensor], padding: f64) -> Result<Self> {
         Self::in_steps_of(WIDTH_STEP, sequences, padding)
     }
 
-    /// The same with widths that are multiples of `step` tokens: with many shapes little is padding, with
-    /// few of them captured work is used more often.
+    /// Pads sequences to widths that are multiples of `step` tokens: small steps mean little padding, large
+    /// ones mean few shapes, so that CUDA graphs are used more often.
     ///
     /// # Errors
     /// As [`Sequences::new`].
@@ -107,8 +107,7 @@ impl Batch for Sequences {
     }
 }
 
-/// The values, no wider than the widest of them takes. In memory of their own: models expect rows that
-/// follow each other.
+/// Trims the values to the widest of them, in memory of their own: models expect contiguous rows.
 pub(super) fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
     let widest = numbers(widths)?.into_iter().max().unwrap_or(0);
     if widest >= values.size()[1] {
@@ -117,7 +116,7 @@ pub(super) fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
     Ok(values.f_narrow(1, 0, widest)?.f_contiguous()?)
 }
 
-/// What each sample takes: the most that any of its sequences does. None where there are no sequences.
+/// Returns the width of each sample, which is that of its widest sequence; `None` without sequences.
 pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
     let mut all: Option<Tensor> = None;
     for leaf in leaves(batch) {

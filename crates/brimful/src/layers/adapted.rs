@@ -1,4 +1,4 @@
-//! Layers with LoRA: what they had is frozen, what was added is trained.
+//! Layers with LoRA: their own variables are frozen, the adapters are trained.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use super::model::Module;
 use crate::nn::Lora;
 
 impl Layers {
-    /// The same layers with LoRA beside their projections ([`Projection`](crate::nn::Projection)): nothing
-    /// else is trained, has a gradient or an optimizer's state, or goes home from a device.
+    /// Adds LoRA to the projections ([`Projection`](crate::nn::Projection)) of these layers. Nothing else is
+    /// trained, has a gradient or optimizer state, or is copied back from a device.
     ///
     /// ```
     /// use brimful::Layers;
@@ -41,7 +41,7 @@ fn adapted(layer: Description, lora: &Arc<Lora>) -> Description {
     Description { build, ..layer }
 }
 
-/// Builds a layer with LoRA, and freezes all that is not LoRA's.
+/// Builds a layer with LoRA, and freezes all variables but the adapters'.
 fn adapt(build: &Build, own: &Path, other: &Path, lora: &Arc<Lora>) -> Module {
     let module = {
         let _adapting = Lora::enter(lora);
@@ -57,7 +57,7 @@ fn adapt(build: &Build, own: &Path, other: &Path, lora: &Arc<Lora>) -> Module {
     module
 }
 
-/// The variable of this joined name under the path.
+/// Returns the variable of this dotted name under the path.
 fn descended(path: &Path, name: &str) -> Option<tch::Tensor> {
     match name.rsplit_once('.') {
         Some((layer, name)) => descend(path, layer).get(name),

@@ -1,4 +1,4 @@
-//! Builds the layers of a list where they will live, all of them or a part, or only counts them.
+//! Builds the layers of a list on their device, all of them or a range, or only counts their parameters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,22 +16,24 @@ impl Layers {
     /// Builds the whole model under this path.
     ///
     /// # Errors
-    /// As [`Layers::check`]; and when memory runs out, or the building of a layer panics otherwise.
-    /// What was built before remains in the variable store.
+    ///
+    /// As [`Layers::check`]; and when memory runs out, or a layer's builder panics. Layers that were built
+    /// before remain in the variable store.
     pub fn build(&self, root: &Path) -> Result<Model> {
         self.build_range(root, 0..self.len())
     }
 
-    /// Builds the layers of this range under the path of the whole model: a stage's part.
+    /// Builds the layers of this range, such as a stage, under the path of the whole model.
     ///
     /// # Errors
-    /// As [`Layers::build`], and when the range is not one of this list.
+    ///
+    /// As [`Layers::build`], and when the range is outside this list.
     pub fn build_range(&self, root: &Path, range: Range<usize>) -> Result<Model> {
         self.build_range_watched(root, range, |_| {})
     }
 
-    /// As [`Layers::build_range`], with first values that belong to the layers: each draws from a seed of its own,
-    /// as in a pipeline. So they depend neither on the range nor on where it is built.
+    /// Builds as [`Layers::build_range`], but each layer draws its initial values from a seed of its own, as in
+    /// a pipeline. So they depend neither on the range nor on the device.
     ///
     /// ```
     /// use brimful::{Draws, Layers, Pipeline};
@@ -66,7 +68,7 @@ impl Layers {
         })
     }
 
-    /// As [`Layers::build_range`]; `before` is told each layer's position before it is built.
+    /// Builds as [`Layers::build_range`]; calls `before` with each layer's position before it is built.
     pub(crate) fn build_range_watched(
         &self,
         root: &Path,
@@ -85,7 +87,7 @@ impl Layers {
         Ok(Model::new(start, layers))
     }
 
-    /// The positions of the exact BatchNorms. Nothing is allocated to find out.
+    /// Returns the positions of the exact BatchNorms. Allocates no tensors.
     pub(crate) fn exact_norms(&self) -> Result<Vec<usize>> {
         let skips = self.skips()?;
         let _shapes_alone = meta::enter();
@@ -100,7 +102,7 @@ impl Layers {
         Ok(found)
     }
 
-    /// How many numbers the model trains. Nothing is allocated to find out.
+    /// Number of parameters that the model trains. Allocates no tensors.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -108,7 +110,7 @@ impl Layers {
         Ok(self.parameter_counts()?.iter().sum())
     }
 
-    /// All variables by name, with their shapes. Nothing is allocated to find out.
+    /// Returns all variables by name, with their shapes. Allocates no tensors.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -119,7 +121,7 @@ impl Layers {
         Ok(vs.variables().into_iter().map(|(name, tensor)| (name, tensor.size())).collect())
     }
 
-    /// How many numbers each layer trains; shared ones are counted with their owner.
+    /// Number of parameters that each layer trains; shared ones count for their owner.
     ///
     /// # Errors
     /// As [`Layers::build`].

@@ -1,4 +1,4 @@
-//! One line of the list: a layer's name, what it shares, and how it is made.
+//! Entry of the list: a layer's name, its shared variables, and its builder.
 
 use std::sync::Arc;
 
@@ -12,23 +12,23 @@ use super::skips::{Name, Skip};
 use crate::oom::{self, Caught};
 use crate::{Error, Result, nn};
 
-/// Builds a layer under its own path; the second path is that of the layer whose variables it
-/// shares, and the layer's own where it shares none.
+/// Builds a layer under its own path. The second path is that of the layer whose variables it shares; without
+/// one, it is the layer's own.
 pub(super) type Build = dyn Fn(&Path, &Path) -> Module + Send + Sync;
 
-/// One line of the list.
+/// Entry of the list.
 #[derive(Clone)]
 pub(super) struct Description {
     pub(super) name: String,
-    /// The layer whose variables this one uses too.
+    /// Layer whose variables this one shares.
     pub(super) shares: Option<String>,
-    /// Whether it was added as a normalisation, which may be an exact one.
+    /// True if it was added as a normalisation, which may be an exact one.
     pub(super) normalises: bool,
-    /// Whether it keeps what flows for layers that pop it.
+    /// True if it stashes its input for layers that pop it.
     pub(super) stashes: bool,
-    /// Whether it computes what the layer before it does.
+    /// True if it computes the same as the layer before it.
     pub(super) is_alike: bool,
-    /// The skip that it takes beside what flows.
+    /// Skip that it pops besides its input.
     pub(super) pops: Option<Name>,
     pub(super) build: Arc<Build>,
 }
@@ -44,7 +44,7 @@ impl Description {
         }
     }
 
-    /// The layer at this position of a list with these skips.
+    /// Builds the layer at this position of a list with these skips.
     pub(super) fn build(&self, root: &Path, position: usize, skips: &[Skip]) -> Result<Layer> {
         let (mut norms, module) = match self.normalises {
             true => nn::built_in(|| self.build_module(root)),
@@ -67,7 +67,7 @@ impl Description {
         built.map_err(|caught| self.failed(caught))
     }
 
-    /// Out of memory stays what it is; any other end gets the layer's name.
+    /// Passes out-of-memory on; adds the layer's name to any other failure.
     fn failed(&self, caught: Caught<TchError>) -> Error {
         let message = match caught {
             Caught::OutOfMemory(oom) => return oom.into(),
@@ -80,17 +80,17 @@ impl Description {
     }
 }
 
-/// The path of a joined name, one step a component, because tch allows no '.' in a step.
+/// Returns the path of a dotted name, one component at a time, because tch allows no '.' in a component.
 pub(super) fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
     name.split('.').fold(root.clone(), |path, step| path / step)
 }
 
-/// The names of the variables that a layer makes under its own path, and of those under the path of the
-/// layer that it shares with. Nothing is allocated to find out.
+/// Returns the names of the variables that a layer creates under its own path, and of those under the path of
+/// the layer that it shares with. Allocates no tensors.
 pub(super) fn variable_names(build: &Build) -> [Vec<String>; 2] {
     let _shapes_alone = meta::enter();
     let store = VarStore::new(Device::Cpu);
-    // An exact BatchNorm of this one is nobody's.
+    // Catches the exact BatchNorms of this build, which is thrown away.
     let _norms = nn::built_in(|| build(&(store.root() / "own"), &(store.root() / "other")));
     let all = store.variables();
     ["own.", "other."].map(|path| {

@@ -1,18 +1,18 @@
-//! Why layers cannot be listed, built or run.
+//! Errors of listing, building and running layers.
 
 use thiserror::Error;
 
-/// Layers that cannot be listed, built or run as asked.
+/// Layers that cannot be listed, built or run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LayersError {
-    /// A layer without a whole name.
+    /// A layer whose name is missing or has an empty component.
     #[error(
         "layer {position} cannot be named '{name}': its variables are saved under that name, so \
          give it one, without '.' at either end or two in a row"
     )]
     Name {
-        /// Its place in the list, from 0.
+        /// Its position in the list, counted from 0.
         position: usize,
         /// The name.
         name: String,
@@ -22,9 +22,9 @@ pub enum LayersError {
     Twice {
         /// The name.
         name: String,
-        /// The place of the first one, from 0.
+        /// Position of the first one, counted from 0.
         first: usize,
-        /// The place of the second one.
+        /// Position of the second one.
         second: usize,
     },
     /// A layer whose name lies inside another's.
@@ -35,24 +35,24 @@ pub enum LayersError {
     Inside {
         /// The shorter name.
         outer: String,
-        /// Its place in the list, from 0.
+        /// Its position in the list, counted from 0.
         first: usize,
         /// The longer name.
         inner: String,
-        /// Its place in the list.
+        /// Its position in the list.
         second: usize,
     },
-    /// A layer that shares with one that is not there before it.
+    /// A layer that shares with one that is not before it.
     #[error(
         "layer {position}, '{name}', shares the variables of '{owner}', which is not among the \
          layers before it: put that one first, or correct the name"
     )]
     Shares {
-        /// Its place in the list, from 0.
+        /// Its position in the list, counted from 0.
         position: usize,
         /// Its name.
         name: String,
-        /// The name of the layer that it would share with.
+        /// Name of the layer that it would share with.
         owner: String,
     },
     /// A layer with more than one exact BatchNorm.
@@ -61,24 +61,24 @@ pub enum LayersError {
          at a time: make each a layer of its own, by `add_norm`"
     )]
     ExactNorms {
-        /// Its place in the list, from 0.
+        /// Its position in the list, counted from 0.
         position: usize,
         /// Its name.
         name: String,
-        /// How many it has.
+        /// Number of its exact BatchNorms.
         norms: usize,
     },
-    /// A pop of what nobody stashes.
+    /// A pop without a stash.
     #[error(
         "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
          one around it: add `.stash(\"{skip}\")` before it"
     )]
     SkipUnknown {
-        /// The layer's place in the list, counted from 0.
+        /// The layer's position in the list, counted from 0.
         position: usize,
         /// The layer's name.
         name: String,
-        /// What it asks for.
+        /// Name of the skip that it pops.
         skip: String,
     },
     /// A pop that comes before its stash.
@@ -87,39 +87,39 @@ pub enum LayersError {
          move the stash before it"
     )]
     SkipTooEarly {
-        /// The layer's place in the list, counted from 0.
+        /// The layer's position in the list, counted from 0.
         position: usize,
         /// The layer's name.
         name: String,
-        /// What it asks for.
+        /// Name of the skip that it pops.
         skip: String,
-        /// The place of the stash.
+        /// Position of the stash.
         stash: usize,
     },
-    /// A stash that nobody pops.
+    /// A stash that no layer pops.
     #[error("layer {position} stashes '{skip}', which no layer pops: pop it, or remove it")]
     SkipUnused {
-        /// The stash's place in the list, counted from 0.
+        /// The stash's position in the list, counted from 0.
         position: usize,
         /// Its name.
         skip: String,
     },
-    /// A range that is not in the list.
+    /// A range outside the list.
     #[error("there are no layers {start} to {end}: the model has {len}")]
     Range {
-        /// The first layer asked for.
+        /// First layer of the range.
         start: usize,
-        /// The end of the range.
+        /// End of the range.
         end: usize,
-        /// How many layers there are.
+        /// Number of layers.
         len: usize,
     },
-    /// A layer whose building failed.
+    /// A layer whose builder failed.
     #[error("layer '{layer}' could not be built: {message}")]
     Build {
         /// The layer's name.
         layer: String,
-        /// What the panic said.
+        /// Message of the panic.
         message: String,
     },
     /// A layer whose forward failed.
@@ -129,7 +129,7 @@ pub enum LayersError {
         layer: String,
         /// The shape of its input.
         shape: Vec<i64>,
-        /// What the panic said.
+        /// Message of the panic.
         message: String,
     },
 }

@@ -9,10 +9,10 @@ use super::Layers;
 use super::description::Description;
 
 impl Layers {
-    /// Builds the same layers with floating-point variables of this dtype.
+    /// Builds these layers with floating-point variables of this dtype.
     ///
-    /// First values are drawn in f32 and rounded, a layer at a time: beside the model there is never more than
-    /// one layer of it in f32, which a `VarStore::set_kind` after the build would hold whole.
+    /// Initial values are drawn in f32 and rounded, one layer at a time. So only one layer at a time exists in
+    /// f32, whereas a `VarStore::set_kind` after the build needs the whole model in f32.
     ///
     /// ```
     /// use brimful::Layers;

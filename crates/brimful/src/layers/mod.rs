@@ -1,8 +1,8 @@
-//! A model as a list of named layers, each built only when and where it will live.
+//! A model as a list of named layers, each built only when and where it is needed.
 //!
-//! A [`Layers`] is a description: it holds no tensor, can be shared between threads and built many
-//! times. [`Layers::build`] makes the whole model in one place, [`Layers::build_range`] a stage's
-//! part of it, so that a model too large for any device never has to exist on one.
+//! A [`Layers`] is a description: it holds no tensor, can be shared between threads and built many times.
+//! [`Layers::build`] builds the whole model on one device, [`Layers::build_range`] one stage of it, so that a
+//! model too large for any device never has to exist on one.
 //!
 //! ```
 //! use brimful::Layers;
@@ -22,8 +22,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! *Skip connections* are stashed at one place of the list and popped at one or more later ones,
-//! by name. The names are those of their own list, so that the levels of a U-Net can all say `skip`:
+//! *Skip connections* are stashed at one position of the list and popped at one or more later ones, by name.
+//! The names are local to their own list, so that all levels of a U-Net can use `skip`:
 //!
 //! ```
 //! # use brimful::Layers;
@@ -68,20 +68,21 @@ pub(crate) use skips::Stashed;
 
 /// A model as a list of named layers.
 ///
-/// A layer's variables are saved under its name, whatever else is in the list and however it is
-/// split. So names must be there and differ; [`Layers::build`] and its kin say which do not.
+/// A layer's variables are saved under its name, whatever else is in the list and however it is split. So every
+/// layer needs a name of its own; [`Layers::build`] and [`Layers::check`] report those that are missing or
+/// equal.
 #[derive(Clone, Default)]
 pub struct Layers {
     list: Vec<Description>,
 }
 
 impl Layers {
-    /// A list without layers, which gives what it is given.
+    /// Creates an empty list, which returns its input.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Appends a module, which `build` makes under the layer's own path. Any module of tch fits.
+    /// Appends a module, which `build` creates under the layer's own path. Any module of tch fits.
     #[must_use]
     pub fn add<M, F>(self, name: impl Into<String>, build: F) -> Self
     where
@@ -91,8 +92,8 @@ impl Layers {
         self.push(name, move |own, _| Module::One(Box::new(build(own))))
     }
 
-    /// Appends a module over several tensors: it gets all that the layer before gave, be it one
-    /// tensor or more, and gives one or more.
+    /// Appends a module over several tensors: it receives all tensors of the layer before, one or more, and
+    /// returns one or more.
     ///
     /// ```
     /// # use brimful::Layers;
@@ -112,12 +113,12 @@ impl Layers {
         self.push(name, move |own, _| Module::Many(Box::new(build(own))))
     }
 
-    /// Appends a normalisation: a [`BatchNorm`](crate::nn::BatchNorm), or a module that has one and begins
-    /// with it. It normalises the first tensor that flows here, and hands others on as they are.
+    /// Appends a normalisation: a [`BatchNorm`](crate::nn::BatchNorm), or a module that begins with one. It
+    /// normalises its first input tensor, and passes others on unchanged.
     ///
-    /// With [`BatchNormPolicy::Exact`](crate::nn::BatchNormPolicy::Exact) a pipeline lets all
-    /// micro-batches come to this layer before the first one goes on; with any other policy it is a layer
-    /// as those that are appended by [`Layers::add`].
+    /// With [`BatchNormPolicy::Exact`](crate::nn::BatchNormPolicy::Exact) the layer is a barrier: a pipeline
+    /// runs all micro-batches up to it before the first one continues. With any other policy it is like a layer
+    /// of [`Layers::add`].
     ///
     /// ```
     /// use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
@@ -151,8 +152,8 @@ impl Layers {
         })
     }
 
-    /// The same for a module over several tensors, of which it normalises the first: a shortcut may be
-    /// added to it at once.
+    /// Appends a normalisation over several tensors, of which it normalises the first: it can also add a
+    /// shortcut to it.
     #[must_use]
     pub fn add_norm_many<M, F>(self, name: impl Into<String>, build: F) -> Self
     where
@@ -162,9 +163,9 @@ impl Layers {
         self.add_many(name, build).with_last(|last| last.normalises = true)
     }
 
-    /// The same for a module that also takes what was stashed under the name `skip`, as [`Layers::pop`] does: a
-    /// shortcut that is added behind a normalisation goes straight there, and is not handed on by the layers
-    /// between.
+    /// Appends a normalisation that also receives the tensors stashed under the name `skip`, as [`Layers::pop`]
+    /// does. So a shortcut behind a normalisation goes straight there, and the layers between need not pass it
+    /// on.
     ///
     /// ```
     /// # use brimful::Layers;
@@ -190,12 +191,12 @@ impl Layers {
         built.popping(skip).with_last(|last| last.normalises = true)
     }
 
-    /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
-    /// the table of its embedding.
+    /// Appends a module that shares variables of the earlier layer `with`, as a GPT's head shares the table of
+    /// its embedding.
     ///
-    /// `build` gets the layer's own path and the other layer's. What it finds under the second one
-    /// it takes (`Path::get`); what it does not find it makes there, because in a pipeline the
-    /// other layer may live on another device.
+    /// `build` receives the layer's own path and the other layer's. It takes existing variables from the second
+    /// path (`Path::get`) and creates missing ones there, because in a pipeline the other layer may be on
+    /// another device.
     #[must_use]
     pub fn add_sharing<M, F>(
         self,
@@ -211,8 +212,8 @@ impl Layers {
         built.with_last(|last| last.shares = Some(with.into()))
     }
 
-    /// Tells that the last layer computes what the one before it does, with weights of its own, as the blocks of
-    /// a transformer do: where layers are measured, both have one measurement.
+    /// Declares that the last layer computes the same as the one before it, with weights of its own, as the
+    /// blocks of a transformer do: a profile measures the two once.
     ///
     /// ```
     /// # use brimful::{Layers, balance};
@@ -232,12 +233,12 @@ impl Layers {
         self.with_last(|last| last.is_alike = true)
     }
 
-    /// Whether the layer at this position computes what the one before it does.
+    /// Returns whether the layer at this position computes the same as the one before it.
     pub(crate) fn is_alike(&self, position: usize) -> bool {
         self.list.get(position).is_some_and(|layer| layer.is_alike)
     }
 
-    /// Appends a function. It must leave its input as it is.
+    /// Appends a function, which must not change its input.
     #[must_use]
     pub fn add_fn<F>(self, name: impl Into<String>, function: F) -> Self
     where
@@ -246,7 +247,7 @@ impl Layers {
         self.add_fn_t(name, move |x, _| function(x))
     }
 
-    /// Appends a function that is also told whether it is training.
+    /// Appends a function with a second argument that says whether it is training.
     #[must_use]
     pub fn add_fn_t<F>(self, name: impl Into<String>, function: F) -> Self
     where
@@ -259,16 +260,16 @@ impl Layers {
         })
     }
 
-    /// Keeps what flows here, under this name, for every later layer that pops it; and hands it on.
+    /// Stashes its input under this name for every later layer that pops it, and passes it on.
     ///
-    /// It is a layer of that name itself, in the balance too.
+    /// The stash is a layer of that name itself, in the balance too.
     #[must_use]
     pub fn stash(self, skip: impl Into<String>) -> Self {
         self.push(skip, |_, _| Module::Stash).with_last(|last| last.stashes = true)
     }
 
-    /// Appends a function of what flows here and of what was stashed under the name `skip` in this
-    /// list, or in one that it is nested in.
+    /// Appends a function of its input and of the tensor stashed under the name `skip` in this list, or in one
+    /// around it.
     #[must_use]
     pub fn pop<F>(self, name: impl Into<String>, skip: impl Into<String>, function: F) -> Self
     where
@@ -277,7 +278,7 @@ impl Layers {
         self.pop_many(name, skip, move |x, skip| vec![function(model::one(x), model::one(skip))])
     }
 
-    /// The same where several tensors flow here, were stashed, or are given.
+    /// Appends a function over several input tensors, stashed tensors or outputs.
     #[must_use]
     pub fn pop_many<F>(self, name: impl Into<String>, skip: impl Into<String>, function: F) -> Self
     where
@@ -291,7 +292,7 @@ impl Layers {
         built.popping(skip)
     }
 
-    /// Appends all layers of another list, each named `name.its own name`, skips included.
+    /// Appends all layers of another list, each named `name.its own name`, including skips.
     #[must_use]
     pub fn add_layers(mut self, name: impl Into<String>, inner: Layers) -> Self {
         let name = name.into();
@@ -299,22 +300,22 @@ impl Layers {
         self
     }
 
-    /// How many layers there are.
+    /// Number of layers.
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Whether there is no layer.
+    /// Returns whether there is no layer.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// The layers' names, in order.
+    /// Returns the layers' names, in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.list.iter().map(|layer| layer.name.as_str())
     }
 
-    /// The pairs of layers that share variables, each as (user, owner), by position.
+    /// Returns the pairs of layers that share variables, each as (user, owner), by position.
     ///
     /// # Errors
     /// As [`Layers::check`].
@@ -323,7 +324,7 @@ impl Layers {
         Ok(names::shared(&self.list))
     }
 
-    /// The skip connections, in the order of their stashes.
+    /// Returns the skip connections, in the order of their stashes.
     ///
     /// # Errors
     /// As [`Layers::check`].
@@ -332,11 +333,12 @@ impl Layers {
         skips::pair(&self.list)
     }
 
-    /// Whether every name is there, differs from the others and, if it is the name of a layer to
-    /// share with or of a skip to pop, comes earlier in the list; and whether every stash is popped.
+    /// Checks that every name is present and unique, that the names of shared layers and popped skips come
+    /// earlier in the list, and that every stash is popped.
     ///
     /// # Errors
-    /// The first name that is wrong, with its position and the one that it clashes with.
+    ///
+    /// The first wrong name, with its position and the name that it clashes with.
     pub fn check(&self) -> Result<()> {
         self.skips().map(drop)
     }
@@ -358,7 +360,7 @@ impl Layers {
         self
     }
 
-    /// The same, whose last layer takes this skip.
+    /// Lets the last layer pop this skip.
     fn popping(self, skip: impl Into<String>) -> Self {
         self.with_last(|last| last.pops = Some(skips::Name::new(skip.into())))
     }

@@ -1,4 +1,4 @@
-//! Layers that have been built: a module like any other of tch.
+//! Built layers: a module like any other of tch.
 
 use std::fmt;
 
@@ -12,27 +12,27 @@ use crate::random::{Draws, Generator};
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
 pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send;
 
-/// A layer in its place.
+/// A built layer.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) name: String,
     pub(super) module: Module,
-    /// The exact BatchNorm in it.
+    /// Its exact BatchNorm, if it has one.
     pub(super) norm: Option<ExactNorm>,
-    /// What a pop takes.
+    /// Skip that it pops.
     pub(super) popped: Option<Popped>,
 }
 
-/// A skip that is popped.
+/// A skip that a layer pops.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Popped {
-    /// The layer that stashed it.
+    /// Position of the stash.
     pub(super) stash: usize,
-    /// Whether nobody pops it later.
+    /// True if no later layer pops it.
     pub(super) last: bool,
 }
 
-/// What a layer does.
+/// Function of a layer.
 pub(super) enum Module {
     One(Box<dyn ModuleT>),
     Many(Box<ManyFunction>),
@@ -40,10 +40,10 @@ pub(super) enum Module {
     Pop(Box<PopFunction>),
 }
 
-/// Layers that have been built, be it all of a model's or a stage's part of them.
+/// Built layers: all of a model's, or those of one stage.
 #[derive(Debug)]
 pub struct Model {
-    /// The position of the first one in the whole model.
+    /// Position of the first one in the whole model.
     first: usize,
     layers: Vec<Layer>,
 }
@@ -53,37 +53,38 @@ impl Model {
         Self { first, layers }
     }
 
-    /// How many layers there are.
+    /// Number of layers.
     pub fn len(&self) -> usize {
         self.layers.len()
     }
 
-    /// Whether there is no layer.
+    /// Returns whether there is no layer.
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// The layers' names, in order.
+    /// Returns the layers' names, in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.layers.iter().map(|layer| layer.name.as_str())
     }
 
-    /// The exact BatchNorm that it begins with.
+    /// Returns the exact BatchNorm with which it begins.
     pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
         self.layers.first()?.norm.as_ref()
     }
 
-    /// Runs the model on several tensors, for lists that begin or end with a layer of many.
+    /// Runs the model on several tensors, for lists that begin or end with a layer over several.
     ///
     /// # Panics
-    /// When a layer does, or gets another number of tensors than it takes.
+    ///
+    /// When a layer does, or receives another number of tensors than it takes.
     pub fn forward_many(&self, values: &[Tensor], train: bool) -> Vec<Tensor> {
         let values = values.iter().map(Tensor::shallow_clone).collect();
         self.run(values, &mut Stashed::default(), train, |_| {})
     }
 
     /// Runs the model with the random numbers that a pipeline draws for one micro-batch of one step,
-    /// whatever else is drawn in this program.
+    /// independent of other draws in this program.
     ///
     /// # Panics
     /// As [`Model::forward_many`].
@@ -94,8 +95,8 @@ impl Model {
         self.run(values, &mut Stashed::default(), train, before)
     }
 
-    /// Runs the layers, with what earlier parts of the model have stashed. `before` is told each
-    /// layer's position in the whole model before it runs.
+    /// Runs the layers, with the stashes of earlier parts of the model. Calls `before` with each layer's
+    /// position in the whole model before it runs.
     pub(crate) fn run(
         &self,
         mut values: Vec<Tensor>,
@@ -105,7 +106,7 @@ impl Model {
     ) -> Vec<Tensor> {
         for (position, layer) in (self.first..).zip(&self.layers) {
             before(position);
-            // Each layer's input is let go as soon as its output is there.
+            // Frees each layer's input as soon as its output exists.
             values = layer.run(position, values, stashed, train);
         }
         values
@@ -154,7 +155,7 @@ impl ModuleT for Model {
     }
 }
 
-/// The only tensor there is.
+/// Returns the only tensor.
 pub(super) fn one(values: &[Tensor]) -> &Tensor {
     match values {
         [only] => only,

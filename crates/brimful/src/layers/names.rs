@@ -1,4 +1,4 @@
-//! Which names layers may have: whole, different, and never inside each other.
+//! Rules for layers' names: complete, unique, and never inside each other.
 
 use std::collections::HashMap;
 
@@ -25,14 +25,14 @@ pub(super) fn check(list: &[Description]) -> Result<()> {
     check_nesting(list, &positions)
 }
 
-/// The pairs (user, owner) of a list whose names are right.
+/// Returns the pairs (user, owner) of a list whose names are right.
 pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
     let position = |name: &String| list.iter().position(|layer| layer.name == *name);
     let users = list.iter().enumerate();
     users.filter_map(|(i, layer)| Some((i, position(layer.shares.as_ref()?)?))).collect()
 }
 
-/// `block` and `block.conv` cannot both be layers: `block` may well have a variable of that name.
+/// Fails if both `block` and `block.conv` are layers: `block` may have a variable of that name.
 fn check_nesting(list: &[Description], positions: &HashMap<&str, usize>) -> Result<()> {
     for (second, layer) in list.iter().enumerate() {
         let inner = layer.name.as_str();

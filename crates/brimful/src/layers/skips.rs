@@ -1,4 +1,4 @@
-//! Skip connections: which pops belong to which stash, and what is stashed while a model runs.
+//! Skip connections: pairs stashes with pops, and holds stashed tensors while a model runs.
 
 use tch::Tensor;
 
@@ -6,19 +6,19 @@ use super::LayersError;
 use super::description::Description;
 use crate::Result;
 
-/// A skip connection, its layers by position.
+/// A skip connection between layers, by their positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Skip {
-    /// The layer that stashes.
+    /// Position of the layer that stashes.
     pub stash: usize,
-    /// The layers that pop, in order; one at least.
+    /// Positions of the layers that pop, in order; at least one.
     pub pops: Vec<usize>,
 }
 
-/// The name that a pop asks for, and the list that it stands in.
+/// Name of a skip that a layer pops, with the list that the layer is in.
 #[derive(Debug, Clone)]
 pub(super) struct Name {
-    /// The outer lists' names, joined and with a dot at the end; empty in the outermost.
+    /// Names of the outer lists, joined and with a dot at the end; empty in the outermost.
     scope: String,
     skip: String,
 }
@@ -32,7 +32,7 @@ impl Name {
         Self { scope: format!("{outer}.{}", self.scope), ..self }
     }
 
-    /// The names that it may stand for: in its own list, then in each one around it.
+    /// Returns the full names that it may refer to: in its own list, then in each one around it.
     fn candidates(&self) -> impl Iterator<Item = String> {
         let ends = self.scope.rmatch_indices('.').map(|(dot, _)| dot + 1).chain([0]);
         ends.map(|end| format!("{}{}", &self.scope[..end], self.skip))
@@ -65,36 +65,36 @@ pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
     }
 }
 
-/// What has been stashed and not yet popped for the last time, by the position of the stash.
+/// Stashed tensors that a later layer still pops, by the position of the stash.
 #[derive(Debug, Default)]
 pub(crate) struct Stashed {
     values: Vec<(usize, Vec<Tensor>)>,
 }
 
 impl Stashed {
-    /// Keeps what the layer at `stash` has stashed.
+    /// Stores the tensors of the stash at this position.
     pub(crate) fn put(&mut self, stash: usize, values: Vec<Tensor>) {
         self.values.push((stash, values));
     }
 
-    /// What the layer at `stash` has stashed, which another may still pop.
+    /// Returns the tensors of the stash at this position, which stay for a later pop.
     pub(crate) fn share(&self, stash: usize) -> Option<Vec<Tensor>> {
         let found = self.values.iter().find(|(position, _)| *position == stash);
         found.map(|(_, values)| values.iter().map(Tensor::shallow_clone).collect())
     }
 
-    /// The same, out of here.
+    /// Removes and returns the tensors of the stash at this position.
     pub(crate) fn take(&mut self, stash: usize) -> Option<Vec<Tensor>> {
         let at = self.values.iter().position(|(position, _)| *position == stash)?;
         Some(self.values.swap_remove(at).1)
     }
 
-    /// All tensors.
+    /// Returns all stashed tensors.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Tensor> {
         self.values.iter().flat_map(|(_, values)| values)
     }
 
-    /// The same skips with other tensors.
+    /// Replaces the tensors of each skip by the result of `f`.
     pub(crate) fn map(&self, f: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>) -> Result<Self> {
         let values = self.values.iter().map(|(stash, values)| Ok((*stash, f(values)?)));
         Ok(Self { values: values.collect::<Result<_>>()? })

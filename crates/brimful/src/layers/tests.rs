@@ -1,4 +1,4 @@
-//! Lists of layers: names, parts, sharing, counting, and what is refused.
+//! Lists of layers: names, ranges, sharing, counting, and errors.
 
 use super::*;
 use crate::Error;
@@ -15,7 +15,7 @@ fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sy
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
-/// 4 → 8 → 8 → 8 → 2, with a nested list in the middle.
+/// Layers 4 → 8 → 8 → 8 → 2, with a nested list in the middle.
 fn nested() -> Layers {
     let block = || Layers::new().add("fc", linear(8, 8)).add_fn("tanh", |x| x.tanh());
     Layers::new()
@@ -25,7 +25,7 @@ fn nested() -> Layers {
         .add("head", linear(8, 2))
 }
 
-/// A table of five rows, used at both ends.
+/// A table of five rows, used by the first and the last layer.
 fn tied() -> Layers {
     let table = |p: &Path| p.get("weight").unwrap_or_else(|| p.randn("weight", &[5, 3], 0.0, 1.0));
     Layers::new()
@@ -45,7 +45,7 @@ fn names_of(vs: &VarStore) -> Vec<String> {
     names
 }
 
-/// A list that is refused in words that begin like this.
+/// Asserts that building the list fails with an error that begins like this.
 #[track_caller]
 fn assert_refused(layers: &Layers, start: &str) {
     let error = error_of(layers);
@@ -128,7 +128,7 @@ fn shared_variables_exist_once_and_collect_both_gradients() {
     let out = model.forward_t(&Tensor::from_slice(&[0_i64, 1]), true);
     out.sum(Kind::Float).backward();
     let gradient = vs.variables()["gpt.table.weight"].grad();
-    // Row 4 was only used by the head, row 0 by both.
+    // Only the head uses row 4; both layers use row 0.
     assert!(gradient.get(4) != gradient.get(0) && gradient.get(4) == gradient.get(3));
 }
 
@@ -196,7 +196,7 @@ fn ranges_outside_the_list_are_refused() {
     }
 }
 
-/// Two levels of a U-Net, both of which call their skip `skip`.
+/// Two levels of a U-Net, both of which name their skip `skip`.
 fn u_net() -> Layers {
     let level = |inner: Layers| {
         Layers::new().stash("skip").add_fn("half", |x| x / 2).add_layers("inner", inner).pop(
@@ -259,7 +259,7 @@ fn a_normalisation_may_pop_and_is_a_layer_like_others() {
     assert_eq!(layers.exact_norms().expect("norms"), [2]);
     let store = VarStore::new(Device::Cpu);
     let model = layers.lora(&Lora::new(2)).build(&store.root()).expect("built");
-    // What it has is named and frozen as that of others.
+    // Its variables are named and frozen like those of any other layer.
     assert!(!store.variables()["block.norm.weight"].requires_grad());
     let x = Tensor::randn([6, 4], CPU);
     let fc = |name: &str| store.variables()[&format!("block.fc.{name}")].shallow_clone();
@@ -280,7 +280,7 @@ fn skips_without_a_partner_are_refused_with_their_layers() {
     assert_eq!(error_of(&Layers::new().stash("skip")), unused);
     let twice = "layers 0 and 1 are both named 'skip': rename one of them";
     assert_eq!(error_of(&pop(Layers::new().stash("skip").stash("skip"))), twice);
-    // What an inner list stashes is its own.
+    // The stash of an inner list is local to it.
     let inner = Layers::new().add_layers("inner", Layers::new().stash("skip"));
     assert_refused(&pop(inner), neither);
 }
@@ -294,7 +294,7 @@ fn a_layer_of_one_tensor_says_so() {
     let _ = model.forward_t(&Tensor::ones([2, 2], CPU), true);
 }
 
-/// Four layers of 1 MiB in f32, the last of which has the weights of the first.
+/// Four layers of 1 MiB in f32; the head shares the weights of the first.
 fn wide() -> Layers {
     let layers = (0..4).fold(Layers::new(), |layers, number| {
         layers.add(format!("fc{number}"), |p| {
@@ -318,10 +318,10 @@ fn layers_of_a_dtype_are_never_all_there_in_another() {
         built.expect("a model")
     };
     build(wide().kind(Kind::BFloat16), &store);
-    // All layers in two bytes a number, and one in four, with its copy of two.
+    // All layers at two bytes a number, and one at four, with its copy at two.
     assert_eq!(arena.current(), 4 * LAYER / 2);
     assert!(arena.peak() <= 4 * LAYER / 2 + 2 * LAYER, "{}", arena.peak());
-    // The values are those of a model that was converted at the end.
+    // The values equal those of a model that was converted at the end.
     let mut plain = VarStore::new(Device::Cpu);
     build(wide(), &plain);
     plain.set_kind(Kind::BFloat16);

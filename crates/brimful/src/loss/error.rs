@@ -1,82 +1,82 @@
-//! Losses that no gradient of the mini-batch can be made of.
+//! Errors of losses from which no gradient can be computed.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// A loss that no gradient of the mini-batch can be made of.
+/// A loss from which no gradient of the mini-batch can be computed.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum LossError {
-    /// A loss that is not one number.
+    /// A loss that is not a scalar.
     #[error(
         "term {term} of the loss (counted from 0) has the shape {shape:?}: reduce it to one number, \
          by a mean or a sum"
     )]
     NotScalar {
-        /// The term's place, counted from 0.
+        /// The term's index, counted from 0.
         term: usize,
         /// Its shape.
         shape: Vec<i64>,
     },
-    /// A loss that no backward can start from.
+    /// A loss that does not require a gradient.
     #[error(
         "the loss has no gradient: none of its {terms} terms depends on a trainable parameter, or they \
          were computed under no_grad or detached"
     )]
     WithoutGradient {
-        /// How many there are.
+        /// Number of its terms.
         terms: usize,
     },
-    /// A weight that is not one number.
+    /// A weight that is not a scalar.
     #[error(
         "the weight of term {term} of the loss (counted from 0) has the shape {shape:?}: sum it to \
          one number"
     )]
     WeightNotScalar {
-        /// The term's place, counted from 0.
+        /// The term's index, counted from 0.
         term: usize,
         /// The weight's shape.
         shape: Vec<i64>,
     },
-    /// Losses of another make in a later micro-batch.
+    /// A loss with other terms than those of earlier micro-batches.
     #[error(
         "a micro-batch's loss has {now} terms where the ones before had {before}, or of other \
          kinds: build the same loss for every micro-batch"
     )]
     TermsDiffer {
-        /// Terms of the micro-batches before.
+        /// Number of terms in earlier micro-batches.
         before: usize,
-        /// Terms of this one.
+        /// Number of terms in this one.
         now: usize,
     },
-    /// Nothing to divide by.
+    /// A denominator of 0.
     #[error(
         "the weights of term {term} of the loss (counted from 0) sum to 0 over the mini-batch: \
          there is nothing to take a mean over, so leave the mini-batch out"
     )]
     ZeroDenominator {
-        /// The term's place, counted from 0.
+        /// The term's index, counted from 0.
         term: usize,
     },
-    /// A loss that is infinite or no number.
+    /// A loss that is not finite.
     #[error(
         "term {term} of the loss (counted from 0) is {value} (weight {weight}) in micro-batch \
          {micro_batch}: nothing was changed; lower the learning rate or look at the data, use \
          `Loss::ratio` where a micro-batch may have a weight of 0, or allow it by `NonFinite::Allow`"
     )]
     NonFinite {
-        /// The term's place, counted from 0.
+        /// The term's index, counted from 0.
         term: usize,
         /// The micro-batch, counted from 0.
         micro_batch: usize,
-        /// The value.
+        /// The term's value.
         value: f64,
         /// Its weight.
         weight: f64,
     },
 }
 
-/// What of a step is infinite or no number.
+/// Kind of non-finite value in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum NonFiniteValue {

@@ -1,4 +1,4 @@
-//! One try at a mini-batch on one device: run it whole, or leave everything as it was.
+//! One attempt at a mini-batch on one device: it runs whole, or is rolled back.
 
 use std::any::type_name;
 use std::time::Instant;
@@ -23,20 +23,20 @@ use crate::step::{
 use crate::world::WorldError;
 use crate::{Error, Result};
 
-/// How a try runs its micro-batches.
+/// Settings of an attempt.
 #[derive(Debug, Clone)]
 pub(crate) struct Attempt {
     pub(crate) role: BatchRole,
     pub(crate) closure: Closure,
-    /// In which gradients are to be added up over the ranks while the last backward still runs.
+    /// Channel on which gradients are summed over the ranks while the last backward is still running.
     pub(crate) turn: Option<RanksTurn>,
-    /// Whether nobody else takes part, so that leaves outside the store may have gradients too.
+    /// True if no other rank or replica takes part, so that leaves outside the store may have gradients too.
     pub(crate) alone: bool,
 }
 
 impl MicroBatcher {
-    /// Runs forward and backward as the step's only part in this process, which is the step's `last` or
-    /// not.
+    /// Runs forward and backward as the step's only part in this process; `last` says whether the commit comes
+    /// next.
     pub(super) fn attempt_alone<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -52,7 +52,7 @@ impl MicroBatcher {
         self.only_part(|this| this.attempt(batch, cut, how, f))
     }
 
-    /// Runs what is the step's only part in this process.
+    /// Runs the step's only part in this process.
     pub(super) fn only_part<O>(
         &mut self,
         run: impl FnOnce(&mut Self) -> Result<(Tried, O)>,
@@ -64,7 +64,7 @@ impl MicroBatcher {
         Ok((Parts { tried, figures: vec![Some(figures)] }, outputs))
     }
 
-    /// What is told of a part that began then.
+    /// Returns the figures of a part that began at `start`.
     pub(crate) fn figures_of(&mut self, tried: &Tried, start: Instant) -> Result<PartFigures> {
         let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
         Ok(PartFigures {
@@ -76,8 +76,8 @@ impl MicroBatcher {
         })
     }
 
-    /// Runs forward and backward over the micro-batches; once more, and eagerly, where captured work
-    /// turned out to be out of date. Nothing is committed yet.
+    /// Runs forward and backward over the micro-batches and commits nothing. Reruns them eagerly where a
+    /// captured graph turns out to be out of date.
     pub(crate) fn attempt<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -86,7 +86,7 @@ impl MicroBatcher {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Tried, R::Outputs)> {
         match self.attempt_once(batch, cut, how.clone(), false, f) {
-            // Handled here, so that neither sizes, replicas nor ranks hear of it: to them it is one try.
+            // Handled here, so that for sizes, replicas and ranks it is one attempt.
             Err(Error::OutOfDate) => {
                 cut.restart();
                 self.attempt_once(batch, cut, how, true, f)
@@ -95,7 +95,7 @@ impl MicroBatcher {
         }
     }
 
-    /// Runs all micro-batches, each by replay or eagerly.
+    /// Runs all micro-batches, each by CUDA graph or eagerly.
     fn attempt_once<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -111,12 +111,12 @@ impl MicroBatcher {
             let mut pass = this.begin_pass(how, eager)?;
             cut.each(batch, role, &this.copies, |info, micro_batch| {
                 let MicroBatchInfo { number, weight, tried, .. } = info;
-                // Only the last backward completes gradients, so only during it may they set out to others.
+                // Only the last backward completes gradients, so only during it may they go to other ranks.
                 if Some(number + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
                 let arrangement = &this.arrangement;
-                // A size that is tried in a part of a mini-batch is not worth a capture.
+                // A size that is only being tried out is not worth a capture.
                 let surroundings = Surroundings { arrangement, closure, settled: !tried };
                 let ran = this.replay.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinite::RefuseGradients {
@@ -130,7 +130,7 @@ impl MicroBatcher {
         Ok((self.tried(summed, tally, undo, role, cut), outputs))
     }
 
-    /// What was run of a mini-batch in this role, with the parameters that the sums are of.
+    /// Wraps the sums of a mini-batch that has run in this role, with their parameters.
     pub(super) fn tried(
         &self,
         (parameters, sums): (Vec<Tensor>, Sums),
@@ -146,11 +146,12 @@ impl MicroBatcher {
         tried
     }
 
-    /// A mini-batch of which nothing has been run yet.
+    /// Starts a pass over a mini-batch.
     fn begin_pass<O>(&mut self, how: Attempt, eager: bool) -> Result<BatchPass<O>> {
         let Attempt { role, turn, alone, .. } = how;
         let parameters = parameters(&self.variables);
-        // Not in the midst of a step: its sums lie in memory as the parameters did when it began.
+        // Not between the parts of a step: its sums have the memory format that the parameters had at its
+        // start.
         if role.begins {
             self.arrangement.begin(&parameters)?;
         }
@@ -163,7 +164,7 @@ impl MicroBatcher {
         Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 
-    /// From now on the peak is this try's, however many passes it takes.
+    /// Resets the peak memory, which from now on is this attempt's, however many passes it takes.
     pub(super) fn begin_peak(&self) -> Result<()> {
         self.memory.as_ref().map_or(Ok(()), Memory::reset_peak)
     }
@@ -179,7 +180,7 @@ impl MicroBatcher {
         Ok((value, undo))
     }
 
-    /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
+    /// Runs `f` inside the memory; restores statistics and random state if it fails.
     pub(super) fn guarded<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T>,
@@ -195,7 +196,7 @@ impl MicroBatcher {
             Ok(value) => Ok((value, undo)),
             Err(caught) => {
                 undo.run()?;
-                // Graphs keep memory that the next try may need, whoever decides on that try.
+                // Graphs keep memory that the next attempt may need, whichever layer retries.
                 if matches!(caught, Caught::OutOfMemory(_)) {
                     self.replay.clear()?;
                 }
@@ -205,7 +206,7 @@ impl MicroBatcher {
     }
 }
 
-/// The outputs of all micro-batches of these samples; those of a rank without a sample are blank.
+/// Joins the outputs of all micro-batches of these samples; those of a rank without a sample are blank.
 pub(super) fn joined<O: Batch>(outputs: Vec<O>, samples: &Samples) -> Result<O> {
     if !outputs.is_empty() {
         return samples.restored(samples.join(outputs)?);

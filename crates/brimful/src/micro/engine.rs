@@ -1,4 +1,4 @@
-//! One device as a kind of step engine: which memory it uses, and what becomes of what it has tried.
+//! One device as a kind of step engine: its memory and its attempts.
 
 use tch::Tensor;
 
@@ -21,7 +21,7 @@ impl Engine for MicroBatcher {
 
     fn seeding(&self, team: &Team) -> Seeding {
         match team.is_alone() {
-            // As a plain loop draws, so that a model trained without this library gives the same numbers.
+            // Draws as a plain loop does, so that a model trained without this library gives the same numbers.
             true => Seeding::Plain,
             false => Seeding::Step(vec![self.device]),
         }
@@ -32,12 +32,12 @@ impl Engine for MicroBatcher {
     }
 
     fn runs_in_pieces(&self, kind: &Kind) -> bool {
-        // A loss on all outputs needs them all cut before it is known what a part of them needs.
+        // A loss on all outputs must cut them all before the needs of a part of them are known.
         kind.used != Use::TrainWhole
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {
-        // A size cannot be learnt from what is not counted.
+        // A size cannot be learnt from memory that is not counted.
         let memory = self.memory.get_or_insert_with(|| Memory::Arena(Arena::new("cpu")));
         vec![Some(memory.clone())]
     }
@@ -74,13 +74,13 @@ impl PartsEngine for MicroBatcher {
 }
 
 impl MicroBatcher {
-    /// Bytes that a step is not to plan with. Captured work gives way to training, but not to anything
-    /// else.
+    /// Bytes that a step's plan leaves out. CUDA graphs give way to training, but to nothing else.
     pub(crate) fn captures_keep(&self, kind: &Kind, size: Size) -> Result<Bytes> {
         let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
         Ok(match (kind.is_training(), memory.usage()?.available) {
             (false, _) => self.replay.kept(),
-            // The largest size is wanted for itself, and leaves nothing; the fastest is fast by replays.
+            // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
+            // because of them.
             (true, Some(available)) if size == Size::Auto => self.replay.spare(available),
             (true, _) => Bytes(0),
         })

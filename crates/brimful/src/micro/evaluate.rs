@@ -25,7 +25,7 @@ impl MicroBatcher {
         })
     }
 
-    /// Runs `f` on every micro-batch without gradients, and gives the mini-batch's loss and outputs.
+    /// Runs `f` on every micro-batch without gradients, and returns the mini-batch's loss and outputs.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
@@ -63,13 +63,13 @@ impl MicroBatcher {
     ) -> Result<(Tried, R::Outputs)> {
         self.forward_alone(batch, cut, role, |tally, weight, micro_batch| {
             let (loss, output) = f(micro_batch).into_parts()?;
-            // On the device until the end: reading each loss would wait for each micro-batch.
+            // Stays on the device until the end: reading each loss would wait for each micro-batch.
             tally.count(&loss.into_terms(false)?, weight)?;
             Ok(output)
         })
     }
 
-    /// Runs all micro-batches. Nothing is committed yet.
+    /// Runs all micro-batches and commits nothing.
     fn forward_alone<B: Batch, O: Batch>(
         &mut self,
         batch: &B,

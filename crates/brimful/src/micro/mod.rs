@@ -57,7 +57,7 @@ use replay::MicroReplay;
 pub struct MicroBatcher {
     variables: Arc<Mutex<Variables>>,
     device: Device,
-    /// Of micro-batches to the device.
+    /// Copy streams of micro-batches to the device.
     copies: Copies,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
@@ -67,7 +67,7 @@ pub struct MicroBatcher {
 }
 
 impl MicroBatcher {
-    /// For the variables of this store, which may still grow, on its device.
+    /// Creates a micro-batcher for the variables of this store, which may still grow, on its device.
     pub fn new(store: &VarStore, size: Size) -> Self {
         let device = store.device();
         Self {
@@ -85,12 +85,12 @@ impl MicroBatcher {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the full batch
     /// would have added.
     ///
-    /// The closure gets each micro-batch on the device and returns its [`Loss`](crate::Loss), or a
+    /// The closure receives each micro-batch on the device and returns its [`Loss`](crate::Loss), or a
     /// pair of the loss and outputs, or a `Result` of one of them.
     ///
     /// # Errors
-    /// Whatever fails, gradients, BatchNorm statistics and random state are as before. A panic of
-    /// the closure that is not out-of-memory goes on after they have been put back.
+    /// After any failure, gradients, BatchNorm statistics and random state are as before. A panic of the
+    /// closure that is not out-of-memory resumes once they are restored.
     pub fn backward<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -103,7 +103,7 @@ impl MicroBatcher {
                 this.attempt_alone(arranged.batch(), tried, closure, true, &mut f)
             })
         })?;
-        // By whole steps: how an order fares shows in the backward too, and in what it costs to convert.
+        // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
         self.learn_order(step.samples, step.time);
         Ok(step)
     }
@@ -112,7 +112,7 @@ impl MicroBatcher {
     /// several mini-batches, each of which may have its own length.
     ///
     /// # Errors
-    /// As [`MicroBatcher::backward`]; the mini-batches before are kept.
+    /// As [`MicroBatcher::backward`]; earlier mini-batches are kept.
     pub fn accumulate<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -127,19 +127,19 @@ impl MicroBatcher {
                 this.attempt_alone(arranged.batch(), tried, closure, false, &mut f)
             })
         })?;
-        // The order changes from window to window, so that one part of each tells its rate.
+        // The memory format changes from window to window, so the first part of each gives its rate.
         if is_first {
             self.learn_order(batch::len(batch)?, start.elapsed());
         }
         Ok(outputs)
     }
 
-    /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+    /// Commits the gradients of all mini-batches since the last commit, as if they had been one.
     ///
     /// # Errors
-    /// When there is none; when parameters were frozen or thawed since the first, and all of them are
-    /// kept, but where there are other ranks; when a denominator is 0 or the loss is not finite: then all of them are forgotten, and
-    /// gradients, statistics and random state are as before the first.
+    /// When there is none. When parameters were frozen or thawed since the first mini-batch; all mini-batches
+    /// are then kept, unless there are other ranks. When a denominator is 0 or the loss is not finite; all
+    /// mini-batches are then dropped, and gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<Step> {
         step::commit(self)
     }

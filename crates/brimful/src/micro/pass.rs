@@ -1,4 +1,4 @@
-//! One micro-batch forward and backward, added to what its mini-batch has so far.
+//! Forward and backward of one micro-batch, added to the sums of its mini-batch.
 
 use brimful_torch::leaves::{KnownLeaves, other_leaf};
 use tch::Tensor;
@@ -11,13 +11,13 @@ use crate::gradient_mode::with_graphs;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::step::{Tally, TermGroup, roots};
 
-/// A mini-batch under way.
+/// A mini-batch while it is running.
 #[derive(Debug)]
 pub(super) struct BatchPass<O> {
     pub(super) accumulator: Accumulator,
     pub(super) tally: Tally,
     pub(super) outputs: Vec<O>,
-    /// Whether the mini-batch is a step of its own, and no other follows.
+    /// True if the mini-batch is a whole step, and no other follows.
     pub(super) single: bool,
 }
 
@@ -39,7 +39,7 @@ impl<O: Batch> BatchPass<O> {
         self.add(&terms, &output, weight)
     }
 
-    /// Adds what a forward has given.
+    /// Adds the results of a forward.
     pub(super) fn add(
         &mut self,
         terms: &[Term],
@@ -48,13 +48,13 @@ impl<O: Batch> BatchPass<O> {
     ) -> Result<()> {
         self.tally.count(terms, weight)?;
         self.backward(terms, |_, term| term.root_gradient(weight))?;
-        // Without its graph, or every micro-batch's activations would live as long as the outputs.
+        // Detached from its graph: otherwise every micro-batch's activations would live as long as the outputs.
         self.outputs.push(detached(output)?);
         Ok(())
     }
 
-    /// Runs each group's terms backward from the gradient that `root` gives for a term and its
-    /// number; the graph is kept until the last.
+    /// Runs each group's backward from the gradient that `root` returns for a term and its number; keeps the
+    /// graph until the last group.
     pub(super) fn backward(
         &mut self,
         terms: &[Term],
@@ -62,7 +62,7 @@ impl<O: Batch> BatchPass<O> {
     ) -> Result<()> {
         let groups = roots(terms, &self.groups(), root)?;
         self.accumulator.expect_groups(groups.len());
-        // Groups share the forward's graph: only the last may free what it goes through.
+        // Groups share the forward's graph: only the last may free it.
         let last = groups.iter().rposition(|roots| !roots.is_empty());
         for (index, roots) in groups.iter().enumerate().filter(|(_, roots)| !roots.is_empty()) {
             self.accumulator.add(index, roots, &[], Some(index) != last)?;
@@ -70,14 +70,14 @@ impl<O: Batch> BatchPass<O> {
         Ok(())
     }
 
-    /// A leaf that these terms' backward would reach besides the parameters.
+    /// Returns a leaf that the backward of these terms would reach besides the parameters.
     pub(super) fn other_leaf(&self, terms: &[Term]) -> Result<Option<Tensor>> {
         let roots = terms.iter().map(|term| &term.value);
         Ok(other_leaf(roots, &KnownLeaves::new(self.accumulator.own_parameters())?)?)
     }
 }
 
-/// Runs the closure, and gives its loss's terms and its outputs.
+/// Runs the closure; returns its loss's terms and its outputs.
 pub(super) fn forward<B: Batch, R: Outcome>(
     micro_batch: B,
     f: &mut impl FnMut(B) -> R,

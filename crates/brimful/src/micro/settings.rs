@@ -1,4 +1,4 @@
-//! How a `MicroBatcher` is to run.
+//! Settings of a `MicroBatcher`.
 
 use std::error::Error as StdError;
 use std::path::Path;
@@ -19,86 +19,83 @@ impl MicroBatcher {
         self
     }
 
-    /// Says what is refused because it is not finite.
+    /// Sets the policy for non-finite losses and gradients.
     pub fn non_finite(mut self, policy: NonFinite) -> Self {
         self.state.non_finite = policy;
         self
     }
 
-    /// On CUDA, captures micro-batches of each shape once and replays them: a single launch where
-    /// there were thousands, so that small micro-batches are as fast as large ones. The first three
-    /// of a shape run as ever, and the third is compared with a replay of it.
+    /// On CUDA, captures micro-batches of each shape once as a CUDA graph and replays it: a single launch in
+    /// place of thousands, so that small micro-batches are as fast as large ones. The first three of a shape
+    /// run eagerly, and the third is compared with a replay of it.
     ///
-    /// The closure is then not called for every micro-batch, so it must do the same each time:
+    /// A replay does not call the closure, so the closure must do the same each time:
     ///
     /// - the shapes, and the tensors that it uses besides the micro-batch, stay the same;
     /// - it reads nothing from the device (`double_value`, `nonzero`, an `if` on a tensor's value);
-    /// - it changes nothing but tensors of the device: no counter, no log, no number of the host that
-    ///   changes;
-    /// - it draws random numbers on the device alone, as dropout does there;
+    /// - it changes nothing but tensors on the device: no counter, no log, no changing number on the host;
+    /// - it draws random numbers on the device only, as dropout does there;
     /// - its backward reaches no leaf but the store's parameters;
-    /// - its type is its own: trait objects and pointers to functions stand for many closures.
+    /// - its type is its own: trait objects and function pointers stand for many closures.
     ///
-    /// What cannot be captured is noticed, said once with the cause in the log and by
-    /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
+    /// Work that cannot be captured is detected and runs eagerly, as everything does on a CPU; the log says so
+    /// once with the cause, as does [`MicroBatcher::eager_cause`].
     ///
-    /// In the two steps after a capture, and ever more rarely later (every 256th step in the end), one
-    /// micro-batch is run eagerly too and compared. Where the closure does something else by then, the
-    /// step is run again eagerly, the capture is given up, and the log says as an error what changed
-    /// and how many steps may have been replayed with what was before.
+    /// In the two steps after a capture, and ever more rarely later (in the end every 256th step), one
+    /// micro-batch also runs eagerly and is compared. If the closure has changed by then, the step reruns
+    /// eagerly and the graph is dropped. The log reports as an error what changed and how many steps may have
+    /// replayed the old work.
     pub fn replay(mut self, wanted: bool) -> Self {
         self.set_replay(wanted);
         self
     }
 
-    /// Why micro-batches run eagerly although [`MicroBatcher::replay`] was asked for; `None` where
-    /// nothing stands in the way.
+    /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::replay`] was requested; `None`
+    /// if there is none.
     pub fn eager_cause(&self) -> Option<&str> {
         self.replay.cause.as_deref()
     }
 
-    /// Says in which order images and convolutions are to be in memory. Others than
-    /// [`Layout::AsIs`] change the strides of inputs and of parameters of four or five dimensions,
-    /// so that a closure must not ask for a `view` across them; one that does is run as before. In a
-    /// [world](MicroBatcher::world) nothing is measured.
+    /// Sets the memory format of images and convolutions. Formats other than [`Layout::AsIs`] change the
+    /// strides of inputs and of parameters of four or five dimensions, so a closure must not `view` across
+    /// them; a closure that does runs as before. In a [world](MicroBatcher::world) no format is measured.
     pub fn layout(mut self, layout: Layout) -> Self {
         self.set_layout(layout);
         self
     }
 
-    /// Whether channels are last in memory now.
+    /// Returns whether the memory format is channels last now.
     pub fn is_channels_last(&self) -> bool {
         self.arrangement.is_channels_last()
     }
 
-    /// Keeps memory for the state that an optimizer makes at its first step, until the first step
-    /// of this `MicroBatcher` is over: by [`Sgd`](crate::optim::Sgd), [`Adam`](crate::optim::Adam)
-    /// or [`AdamW`](crate::optim::AdamW), or what is their like elsewhere. The variables must have
-    /// been made by now.
+    /// Reserves memory for the state that an optimizer allocates at its first step, until the first step of
+    /// this `MicroBatcher` is over: for [`Sgd`](crate::optim::Sgd), [`Adam`](crate::optim::Adam),
+    /// [`AdamW`](crate::optim::AdamW), or an equivalent optimizer of another library. The variables must exist
+    /// by now.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
         let bytes = method.into().state_bytes(&parameters(&self.variables));
         self.state.reserved = vec![bytes];
         self
     }
 
-    /// Reads automatic sizes that an earlier run has found for this model on this device, and
-    /// writes there what is found now. A file that cannot be used is left as it is, with a warning.
+    /// Reads automatic sizes that an earlier run has found for this model on this device, and writes newly
+    /// found ones. A file that cannot be used stays as it is, with a warning.
     pub fn remember(mut self, path: impl AsRef<Path>) -> Self {
         self.state.remember(path.as_ref());
         self
     }
 
-    /// Trains together with the other ranks of a world, each of which gives its own part of every
-    /// mini-batch, or an empty one: a step leaves on all of them the gradient, the loss and the
-    /// statistics of all parts together; statistics that move at every micro-batch are those of the first rank
-    /// that has a sample. The variables must have been made by now; all ranks get the first one's values.
+    /// Trains together with the other ranks of a world. Each rank passes its own part of every mini-batch, or
+    /// an empty one. After a step, all of them have the gradient, the loss and the statistics of all parts
+    /// together. Statistics that move at every micro-batch are those of the first rank that has a sample. The
+    /// variables must exist by now; all ranks get the first rank's values.
     ///
-    /// All ranks make the same calls in the same order. A step in which anything fails on one of
-    /// them has failed on all, with an error that names it. An automatic size is the same for all.
-    /// Random numbers belong to a step, a rank and a micro-batch, from the first rank's seed.
-    /// [`MicroBatcher::map`] and [`MicroBatcher::accumulate`] are each rank's own matter, until
-    /// [`MicroBatcher::commit`]; [`MicroBatcher::backward_whole`] needs all samples in one process,
-    /// and is refused.
+    /// All ranks make the same calls in the same order. A step that fails on one of them fails on all, with an
+    /// error that names the rank. An automatic size is the same for all. Random numbers belong to a step, a
+    /// rank and a micro-batch, from the first rank's seed. [`MicroBatcher::map`] and
+    /// [`MicroBatcher::accumulate`] run on each rank by itself, until [`MicroBatcher::commit`].
+    /// [`MicroBatcher::backward_whole`] needs all samples in one process, and fails.
     ///
     /// # Errors
     /// When the ranks have different models, or one is lost.
@@ -111,21 +108,21 @@ impl MicroBatcher {
         Ok(self)
     }
 
-    /// How mini-batches are cut.
+    /// Returns how mini-batches are cut.
     pub fn size(&self) -> Size {
         self.state.size
     }
 
-    /// How mini-batches are cut from now on.
+    /// Sets how mini-batches are cut from now on.
     pub fn set_size(&mut self, size: Size) {
         self.state.set_size(size);
     }
 
-    /// Runs what is outside forward and backward, such as an optimizer's step, in this memory: see
+    /// Runs work outside forward and backward, such as an optimizer's step, in this memory: see
     /// [`guard`](crate::guard()).
     ///
     /// # Errors
-    /// As there.
+    /// As for [`guard`](crate::guard()).
     pub fn guard<T, E>(&self, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
     where
         E: Into<Box<dyn StdError + Send + Sync>>,
@@ -147,15 +144,14 @@ impl MicroBatcher {
         }
     }
 
-    /// Leaves the order in memory as it is, if it was to be measured: which one is faster would be
-    /// another on each rank.
+    /// Keeps the memory format as it is, if it was to be measured: each rank might find another one faster.
     pub(crate) fn measure_no_layout(&mut self) {
         if self.arrangement.is_measured() {
             self.arrangement = Arrangement::default();
         }
     }
 
-    /// Learns from a step which order in memory is the faster.
+    /// Learns from a step which memory format is faster.
     pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
         if let Some(factor) = self.arrangement.observe(samples, time, self.replay.new) {
             self.state.sizes.rearranged(factor);
@@ -170,7 +166,7 @@ impl InOrder for MicroBatcher {
 
     fn lay_out(&mut self) -> Result<()> {
         match &self.state.window {
-            // Its sums lie in memory as the parameters did when it began.
+            // Its sums have the memory format that the parameters had when it began.
             Some(_) => Ok(()),
             None => self.arrangement.begin(&parameters(&self.variables)),
         }

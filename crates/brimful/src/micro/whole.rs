@@ -27,11 +27,11 @@ use crate::step::{
 use crate::{Result, feed};
 
 impl MicroBatcher {
-    /// Runs forward on every micro-batch, the loss on all outputs at once, and backward; adds to the
-    /// parameters' gradients what the full batch would have added. Gives the outputs back.
+    /// Runs forward on every micro-batch, the loss on all outputs at once, and backward. Adds to the
+    /// parameters' gradients exactly what the full batch would have added, and returns the outputs.
     ///
-    /// `forward` is called twice for each micro-batch and must do the same both times; random
-    /// numbers are the same. Its outputs have one row a sample.
+    /// `forward` runs twice for each micro-batch, with the same random numbers, and must do the same both
+    /// times. Its outputs have one row per sample.
     ///
     /// # Errors
     /// As [`MicroBatcher::backward`].
@@ -72,8 +72,8 @@ impl MicroBatcher {
                     Accumulator::begin(own, &this.variables)?.summing_others(true);
                 let loss = in_users_order(samples, &outputs, &mut *loss)?;
                 let tally = weighed(&mut accumulator, loss, &outputs)?;
-                // The second pass draws what the first drew, and leaves the generators where the loss left
-                // them: the next step does not depend on there having been two.
+                // The second pass draws the same numbers as the first, and then the generators return to their
+                // state after the loss: the next step does not depend on there having been two passes.
                 let after = Randomness::now(this.device)?;
                 let gradients = RowGradients::of(&outputs);
                 feed::each(batch, &ranges, &this.copies, |i, micro_batch| {
@@ -83,15 +83,15 @@ impl MicroBatcher {
                 })?;
                 after.restore()?;
                 let summed = accumulator.finish()?;
-                // As leaves they would keep their gradients alive in the caller's hands.
+                // Detached: leaves would keep their gradients alive in the caller's hands.
                 Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
             })?;
             Ok((this.tried(summed, tally, undo, role, cut), outputs))
         })
     }
 
-    /// All outputs, without a graph, and where the generators stood before each micro-batch. Running
-    /// statistics do not see it.
+    /// Returns all outputs, without a graph, and the state of the generators before each micro-batch. Running
+    /// statistics stay as they are.
     fn forward_once<B: Batch, O: Batch>(
         &self,
         batch: &B,
@@ -116,8 +116,8 @@ impl MicroBatcher {
         Ok((as_leaves(&samples.join(parts)?)?, states))
     }
 
-    /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
-    /// gradient for each output.
+    /// Runs the loss on all outputs, without the passes over micro-batches. Returns the loss's own part of the
+    /// step and a gradient for each output.
     pub(crate) fn attempt_loss<O: Batch>(
         &mut self,
         outputs: &O,
@@ -140,7 +140,7 @@ impl MicroBatcher {
         Ok((self.tried(summed, tally, undo, role, &cut), gradients))
     }
 
-    /// Forward again on these micro-batches, and backward from their outputs' gradients.
+    /// Reruns forward on these micro-batches, and backward from their outputs' gradients.
     pub(crate) fn attempt_back<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
@@ -163,7 +163,8 @@ impl MicroBatcher {
     }
 }
 
-/// The loss on outputs in the user's order, whose gradient arrives in the order in which they were run.
+/// Returns the loss on outputs in the user's order; its gradient arrives in the order in which the samples were
+/// run.
 fn in_users_order<O: Batch>(
     samples: &Samples,
     outputs: &O,
@@ -174,7 +175,7 @@ fn in_users_order<O: Batch>(
     Ok(with_graphs(true, || loss(&outputs)))
 }
 
-/// Counts the loss, and runs its backward, which ends at the outputs.
+/// Counts the loss, and runs its backward down to the outputs.
 fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) -> Result<Tally> {
     let (tally, loss) = Tally::of_whole(loss)?;
     let ends: Vec<_> = batch::leaves(outputs).into_iter().map(Leaf::tensor).collect();

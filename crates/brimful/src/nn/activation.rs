@@ -1,4 +1,4 @@
-//! Activations that add a bias on the way: GELU and SwiGLU.
+//! Activations with a fused bias: GELU and SwiGLU.
 
 use brimful_torch::activation::{Activation, bias_activation};
 use tch::Tensor;
@@ -6,20 +6,21 @@ use tch::Tensor;
 use crate::Result;
 use crate::nn::kernels::told;
 
-/// How a GELU is computed.
+/// Formula of a GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Gelu {
-    /// By the normal distribution.
+    /// Exact, by the normal distribution.
     #[default]
     Exact,
-    /// By a hyperbolic tangent, as GPT-2 has it.
+    /// Approximate, by a hyperbolic tangent, as in GPT-2.
     Tanh,
 }
 
-/// `gelu(x + bias)`, with one number of the bias for each of the last dimension's columns. The bias's
-/// gradient comes out of the same pass as that of `x`.
+/// Computes `gelu(x + bias)`, where the bias has one number for each column of the last dimension. One backward
+/// pass computes the gradients of `x` and of the bias.
 ///
 /// # Errors
+///
 /// When the bias does not fit.
 pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor> {
     let activation = match how {
@@ -29,8 +30,8 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor>
     told(bias_activation(x, bias, activation))
 }
 
-/// `silu(gate) · up`, where both are halves of the last dimension of `x + bias`: the gate first. One
-/// product makes both of them.
+/// Computes `silu(gate) · up`, where the last dimension of `x + bias` has the gate first and `up` second. So
+/// one matrix product makes both of them.
 ///
 /// # Errors
 /// When the bias does not fit, or the last dimension is odd.

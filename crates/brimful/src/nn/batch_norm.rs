@@ -1,4 +1,4 @@
-//! BatchNorm that says what a micro-batch is to its running statistics.
+//! BatchNorm with a policy for running statistics over micro-batches.
 
 use std::borrow::Borrow;
 
@@ -17,7 +17,7 @@ use crate::statistics::{self, Momentum, Running};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BatchNormError {
-    /// Another shape than the layer is made for.
+    /// An input of another shape than the layer takes.
     #[error(
         "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
          second, but got the shape {shape:?}",
@@ -26,12 +26,12 @@ pub enum BatchNormError {
     Shape {
         /// Numbers of dimensions that the layer takes.
         dimensions: &'static [usize],
-        /// Its channels.
+        /// The layer's channels.
         channels: i64,
         /// The input's shape.
         shape: Vec<i64>,
     },
-    /// An exact layer where the other micro-batches cannot be waited for.
+    /// An exact layer outside a pipeline, which alone can wait for the other micro-batches.
     #[error(
         "BatchNormPolicy::Exact needs the statistics of all micro-batches before it normalises the \
          first, which a pipeline has, of a list in which the layer was added by `add_norm`:\n    \
@@ -45,44 +45,44 @@ pub enum BatchNormError {
         /// The layer's channels.
         channels: i64,
     },
-    /// An exact layer that normalises something else than what its layer of the list was given.
+    /// An exact layer whose input is not the tensor that its layer in the list was given.
     #[error(
         "a layer added by `add_norm` normalises the first tensor that it is given, as it is, but this one \
          has made one of shape {shape:?} from it: do that in a layer before it"
     )]
     OtherInput {
-        /// The shape of what is to be normalised.
+        /// Shape of the input.
         shape: Vec<i64>,
     },
 }
 
-/// What a micro-batch does to running statistics, and what normalises it.
+/// Policy for running statistics and normalisation over micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BatchNormPolicy {
-    /// They move once a step, to where the whole mini-batch would have moved them.
+    /// Running statistics move once a step, as the whole mini-batch would have moved them.
     #[default]
     Deferred,
-    /// They move at every micro-batch, as with a plain loop.
+    /// Running statistics move at every micro-batch, as in a plain loop.
     PerMicroBatch,
-    /// They never move, and normalise in training too.
+    /// Running statistics never move, and normalise in training too.
     Frozen,
-    /// They move once a step, and the whole mini-batch's statistics normalise every micro-batch: outputs
-    /// and gradients are those of the full batch. For [`Pipeline`](crate::Pipeline)s on one device, of
-    /// lists to which the layer is added by [`Layers::add_norm`](crate::Layers::add_norm).
+    /// Running statistics move once a step, and the whole mini-batch's statistics normalise every micro-batch:
+    /// outputs and gradients are those of the full batch. For [`Pipeline`](crate::Pipeline)s on one device,
+    /// whose list adds the layer by [`Layers::add_norm`](crate::Layers::add_norm).
     Exact,
 }
 
-/// How a BatchNorm layer is made.
+/// Settings of a BatchNorm layer.
 #[derive(Debug, Clone, Copy)]
 pub struct BatchNormConfig {
-    /// What a micro-batch does to running statistics, and what normalises it.
+    /// Policy for running statistics and normalisation over micro-batches.
     pub policy: BatchNormPolicy,
-    /// Added to the variance.
+    /// Epsilon, which is added to the variance.
     pub eps: f64,
-    /// How far a batch moves the running statistics; `None` makes them the averages of all batches so
+    /// Fraction by which a batch moves the running statistics; `None` makes them the averages of all batches so
     /// far, which a variable `num_batches_tracked` counts.
     pub momentum: Option<f64>,
-    /// Whether the layer has a weight and a bias.
+    /// True if the layer has a weight and a bias.
     pub affine: bool,
 }
 
@@ -101,11 +101,11 @@ pub struct BatchNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     running: Running,
-    /// What normalises the next input of an exact layer.
+    /// Statistics that normalise the next input of an exact layer.
     place: MetPlace,
 }
 
-/// BatchNorm of an input of shape N × C or N × C × L.
+/// Creates a BatchNorm layer for inputs of shape N × C or N × C × L.
 pub fn batch_norm1d<'a>(
     path: impl Borrow<nn::Path<'a>>,
     channels: i64,
@@ -114,7 +114,7 @@ pub fn batch_norm1d<'a>(
     BatchNorm::new(path.borrow(), &[2, 3], channels, config)
 }
 
-/// BatchNorm of an input of shape N × C × H × W.
+/// Creates a BatchNorm layer for inputs of shape N × C × H × W.
 pub fn batch_norm2d<'a>(
     path: impl Borrow<nn::Path<'a>>,
     channels: i64,
@@ -123,7 +123,7 @@ pub fn batch_norm2d<'a>(
     BatchNorm::new(path.borrow(), &[4], channels, config)
 }
 
-/// BatchNorm of an input of shape N × C × D × H × W.
+/// Creates a BatchNorm layer for inputs of shape N × C × D × H × W.
 pub fn batch_norm3d<'a>(
     path: impl Borrow<nn::Path<'a>>,
     channels: i64,
@@ -168,7 +168,7 @@ impl BatchNorm {
         norm
     }
 
-    /// Normalises `input`, in training by its own statistics.
+    /// Normalises `input`; in training, by its own statistics.
     ///
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
@@ -177,7 +177,7 @@ impl BatchNorm {
         told(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
     }
 
-    /// The same and a ReLU, in one where there are kernels for it.
+    /// Normalises `input` and applies a ReLU, fused where there are kernels for it.
     ///
     /// # Errors
     /// As [`f_forward_t`](Self::f_forward_t).
@@ -186,8 +186,7 @@ impl BatchNorm {
         told(batch_norm(&self.over(input, &movement), Addend::Nothing, true))
     }
 
-    /// Normalises `input`, adds `residual` and lets ReLU have the sum, in one where there are kernels
-    /// for it.
+    /// Normalises `input`, adds `residual` and applies a ReLU, fused where there are kernels for it.
     ///
     /// # Errors
     /// As [`f_forward_t`](Self::f_forward_t), and when the shapes differ.
@@ -201,8 +200,8 @@ impl BatchNorm {
         told(batch_norm(&self.over(input, &movement), Addend::Tensor(residual), true))
     }
 
-    /// Normalises `input`, adds what `other` makes of `other_input` and lets ReLU have the sum, in one
-    /// where there are kernels for it.
+    /// Normalises `input`, normalises `other_input` by `other`, and applies a ReLU to the sum, fused where
+    /// there are kernels for it.
     ///
     /// # Errors
     /// As [`f_forward_t`](Self::f_forward_t), and when the shapes differ.
@@ -219,11 +218,12 @@ impl BatchNorm {
         told(batch_norm(&self.over(input, &movement), addend, true))
     }
 
-    /// Normalises `input`, then ReLU and a pooling of 3×3, stride 2 and padding 1, in one where there
-    /// are kernels for it: what pictures of 224×224 enter a residual network by.
+    /// Normalises `input`, then applies a ReLU and a max pooling of 3×3, stride 2 and padding 1, fused where
+    /// there are kernels for it: the stem of a residual network for images of 224×224.
     ///
     /// # Errors
-    /// As [`f_forward_t`](Self::f_forward_t), and when the input is no picture.
+    ///
+    /// As [`f_forward_t`](Self::f_forward_t), and when the input is not a batch of images.
     pub fn f_forward_relu_pool(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
         told(batch_norm_relu_pool(&self.over(input, &movement)))
@@ -232,7 +232,7 @@ impl BatchNorm {
     /// As [`f_forward_relu`](Self::f_forward_relu).
     ///
     /// # Panics
-    /// On its errors.
+    /// If that fails.
     pub fn forward_relu(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_relu(input, train))
     }
@@ -240,7 +240,7 @@ impl BatchNorm {
     /// As [`f_forward_add_relu`](Self::f_forward_add_relu).
     ///
     /// # Panics
-    /// On its errors.
+    /// If that fails.
     pub fn forward_add_relu(&self, input: &Tensor, residual: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_add_relu(input, residual, train))
     }
@@ -248,7 +248,7 @@ impl BatchNorm {
     /// As [`f_forward_join_relu`](Self::f_forward_join_relu).
     ///
     /// # Panics
-    /// On its errors.
+    /// If that fails.
     pub fn forward_join_relu(
         &self,
         input: &Tensor,
@@ -262,17 +262,17 @@ impl BatchNorm {
     /// As [`f_forward_relu_pool`](Self::f_forward_relu_pool).
     ///
     /// # Panics
-    /// On its errors.
+    /// If that fails.
     pub fn forward_relu_pool(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_relu_pool(input, train))
     }
 
-    /// The layer and a ReLU behind it as one module.
+    /// Combines the layer and a ReLU behind it in one module.
     pub fn with_relu(self) -> BatchNormRelu {
         BatchNormRelu { norm: self }
     }
 
-    /// Where the statistics of this input come from and go to.
+    /// Returns the source and the destination of this input's statistics.
     fn movement(&self, input: &Tensor, train: bool) -> Result<Movement> {
         let shape = input.size();
         let channels = self.channels;
@@ -287,7 +287,7 @@ impl BatchNorm {
             BatchNormPolicy::Frozen => return Ok(self.unmoved()),
             BatchNormPolicy::Exact => match self.place.shared() {
                 Some(met) => return self.met(met, input),
-                // Alone, an input is the whole mini-batch.
+                // Outside a step, an input is the whole mini-batch.
                 None if !statistics::in_a_step() => statistics::at_once(&self.running)?,
                 None => return Err(BatchNormError::NotMet { channels }.into()),
             },
@@ -302,18 +302,18 @@ impl BatchNorm {
         Ok(Movement { running, affine: self.affine(), training: true, momentum })
     }
 
-    /// Normalised by the running statistics.
+    /// Normalises by the running statistics, which stay as they are.
     fn unmoved(&self) -> Movement {
         let Running { mean, variance, .. } = &self.running;
         Movement::none(mean.shallow_clone(), variance.shallow_clone(), self.affine())
     }
 
-    /// Weight and bias.
+    /// Weight and bias, if there are any.
     fn affine(&self) -> [Option<Tensor>; 2] {
         [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone))
     }
 
-    /// Normalised by the whole mini-batch's statistics, as if they were running ones.
+    /// Normalises by the whole mini-batch's statistics, as if they were running ones.
     fn met(&self, met: Met, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
@@ -334,7 +334,7 @@ impl BatchNorm {
     }
 }
 
-/// What one input does to running statistics: those that it moves, or that normalise it.
+/// Effect of one input on running statistics: those that it moves, or that normalise it.
 struct Movement {
     running: Option<(Tensor, Tensor)>,
     /// Weight and bias.
@@ -344,17 +344,18 @@ struct Movement {
 }
 
 impl Movement {
-    /// Normalised by these statistics, which stay as they are.
+    /// Normalises by these statistics, which stay as they are.
     fn none(mean: Tensor, variance: Tensor, affine: [Option<Tensor>; 2]) -> Self {
         Self { running: Some((mean, variance)), affine, training: false, momentum: 0.0 }
     }
 }
 
-/// The same numbers for a second use of them, such as a shortcut: where they are a BatchNorm's, the
-/// gradients of both uses are added in its own backward; elsewhere it is the tensor itself.
+/// Returns the tensor for a second use, such as a shortcut. If it is a BatchNorm's output, that layer's own
+/// backward adds up the gradients of both uses; otherwise it is the tensor itself.
 ///
 /// # Errors
-/// When there is no memory for it.
+///
+/// When memory runs out.
 pub fn f_second_use(tensor: &Tensor) -> Result<Tensor> {
     Ok(batch_norm::second_use(tensor)?)
 }
@@ -362,7 +363,7 @@ pub fn f_second_use(tensor: &Tensor) -> Result<Tensor> {
 /// As [`f_second_use`].
 ///
 /// # Panics
-/// On its errors.
+/// If that fails.
 pub fn second_use(tensor: &Tensor) -> Tensor {
     or_panic(f_second_use(tensor))
 }
@@ -371,7 +372,7 @@ fn or_panic(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A BatchNorm layer with a ReLU behind it, in one where there are kernels for it.
+/// A BatchNorm layer with a ReLU behind it, fused where there are kernels for it.
 #[derive(Debug)]
 pub struct BatchNormRelu {
     norm: BatchNorm,

@@ -1,16 +1,17 @@
-//! BatchNorm by the statistics of a whole mini-batch, of which each layer sees a micro-batch at a time.
+//! BatchNorm by the statistics of a whole mini-batch, while each layer sees one micro-batch at a time.
 //!
-//! With N values a channel in all, x̂ = (x − μ) / √(σ² + ε) and y = w x̂ + b, the gradient of x is
+//! With N values per channel in all, x̂ = (x − μ) / √(σ² + ε) and y = w x̂ + b, the gradient of x is
 //!
 //! ```text
-//!   w / √(σ² + ε) · dy                                 what a layer with fixed statistics has
-//! − w / √(σ² + ε) / N · (Σ dy + x̂ Σ dy x̂)              what is missing, with sums over all micro-batches
+//!   w / √(σ² + ε) · dy                                 the gradient with fixed statistics
+//! − w / √(σ² + ε) / N · (Σ dy + x̂ Σ dy x̂)              the rest, with sums over all micro-batches
 //! ```
 //!
-//! A micro-batch's own backward gives the first line and its share of both sums, which are the gradients
-//! of weight and bias. So each is normalised with *probes*, copies of weight and bias, and both sums are
-//! taken out of them after each backward. When all micro-batches are back, they are the gradients of weight and bias, once; and the
-//! second line, a BatchNorm of x with another weight and bias, is added to each one's gradient.
+//! A micro-batch's own backward computes the first line and its share of both sums, which are the gradients of
+//! weight and bias. So each micro-batch is normalised with *probes*, copies of weight and bias, whose gradients
+//! are taken out after each backward. Once all micro-batches have run backward, the two sums are the gradients
+//! of weight and bias; and the second line, a BatchNorm of x with another weight and bias, is added to each
+//! micro-batch's gradient.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,14 +27,14 @@ thread_local! {
     static BUILT: RefCell<Option<Vec<ExactNorm>>> = const { RefCell::new(None) };
 }
 
-/// The exact layers that `f` builds, and what it gives.
+/// Runs `f`; returns the exact layers that it builds, and its result.
 pub(crate) fn built_in<T>(f: impl FnOnce() -> T) -> (Vec<ExactNorm>, T) {
     let outer = BUILT.replace(Some(Vec::new()));
     let result = f();
     (BUILT.replace(outer).unwrap_or_default(), result)
 }
 
-/// A layer tells of itself where somebody asks.
+/// Reports a newly built layer to [`built_in`], if that is running.
 pub(super) fn tell_of(norm: ExactNorm) {
     BUILT.with_borrow_mut(|built| {
         if let Some(built) = built {
@@ -42,50 +43,51 @@ pub(super) fn tell_of(norm: ExactNorm) {
     });
 }
 
-/// What others need of an exact BatchNorm layer.
+/// Shared state of an exact BatchNorm layer.
 #[derive(Debug)]
 pub(crate) struct ExactNorm {
     pub(super) running: Running,
-    /// Weight and bias, where it has them.
+    /// Weight and bias, if it has any.
     pub(super) affine: [Option<Tensor>; 2],
     pub(super) eps: f64,
     pub(super) place: MetPlace,
 }
 
-/// What normalises every micro-batch of one mini-batch.
+/// Statistics that normalise every micro-batch of one mini-batch.
 #[derive(Debug)]
 pub(crate) struct NormSettled {
     mean: Tensor,
     variance: Tensor,
-    /// − w / √(σ² + ε) / N, kept for the backward of what is before the layer: its weight may have left
-    /// the device by then.
+    /// − w / √(σ² + ε) / N, kept for the backward of the layers before: by then the layer's weight may no
+    /// longer be on the device.
     factor: Tensor,
-    /// Weight and bias in the kind of statistics.
+    /// Weight and bias in the dtype of the statistics.
     affine: [Tensor; 2],
-    /// The same as leaves, in which the gradients of the micro-batch under way gather.
+    /// Copies of weight and bias as leaves, which collect the gradients of the current micro-batch.
     probes: [Tensor; 2],
-    /// Whether weight or bias are trained.
+    /// True if weight or bias is trained.
     trains: bool,
     eps: f64,
 }
 
-/// The same for one micro-batch.
+/// Statistics that normalise one micro-batch.
 #[derive(Debug)]
 pub(crate) struct Met {
     pub(super) mean: Tensor,
     pub(super) variance: Tensor,
-    /// Copies of weight and bias, in which their gradients gather.
+    /// Copies of weight and bias, which collect their gradients.
     pub(crate) probes: [Tensor; 2],
-    /// What was counted.
+    /// Input whose statistics were counted.
     input: Tensor,
 }
 
 impl ExactNorm {
-    /// All micro-batches are counted: moves the running statistics, for inputs of this kind.
+    /// Combines the statistics of all micro-batches for inputs of this dtype, and moves the running statistics.
     pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
         let WholeStatistics { count, mean, variance } = whole.settle(&self.running, kind)?;
         let [weight, bias] = &self.affine;
-        // Copies: those of an offloaded stage lie where another stage's weights do by the time of its recompute.
+        // Copies: by the time of an offloaded stage's recompute, its device buffers hold another stage's
+        // weights.
         let of_kind = |own: &Tensor| own.f_detach()?.f_to_dtype(mean.kind(), false, true);
         let scale = weight.as_ref().map_or_else(|| mean.f_ones_like(), of_kind)?;
         let offset = bias.as_ref().map_or_else(|| mean.f_zeros_like(), of_kind)?;
@@ -98,13 +100,13 @@ impl ExactNorm {
         Ok(NormSettled { mean, variance, factor, affine, probes, trains, eps: self.eps })
     }
 
-    /// Which of weight and bias are trained, by their place among a micro-batch's probes.
+    /// Returns the trained ones of weight and bias, with their index among a micro-batch's probes.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Tensor)> {
         let here = self.affine.iter().enumerate().filter_map(|(at, p)| Some((at, p.as_ref()?)));
         here.filter(|(_, parameter)| parameter.requires_grad())
     }
 
-    /// Normalises by this until the guard is dropped.
+    /// Normalises by these statistics until the guard is dropped.
     pub(crate) fn lend(&self, met: Met) -> LentMet {
         self.place.set(Some(met));
         LentMet(self.place.clone())
@@ -112,9 +114,9 @@ impl ExactNorm {
 }
 
 impl NormSettled {
-    /// What this micro-batch is normalised by.
+    /// Returns the statistics that normalise this micro-batch.
     pub(crate) fn met(&self, input: &Tensor) -> Met {
-        // Nobody asks for the sums where neither the layer nor what is before it is trained.
+        // The sums are not needed if neither the layer nor a layer before it is trained.
         let asked = self.trains || input.requires_grad();
         let probes = if asked { &self.probes } else { &self.affine };
         Met {
@@ -125,14 +127,14 @@ impl NormSettled {
         }
     }
 
-    /// Weight and bias of what is missing in the gradients, from their probes' sums over all micro-batches,
-    /// 2 × channels.
+    /// Returns weight and bias of the missing part of the gradients, from the probes' sums over all
+    /// micro-batches, 2 × channels.
     pub(crate) fn missing(&self, sums: &Tensor) -> Result<[Tensor; 2]> {
         let both = sums.f_mul(&self.factor)?;
         Ok([both.f_select(0, 0)?, both.f_select(0, 1)?])
     }
 
-    /// The gradient of a micro-batch with what was missing in it.
+    /// Returns a micro-batch's gradient with the missing part added.
     pub(crate) fn completed(
         &self,
         x: &Tensor,
@@ -154,7 +156,7 @@ impl NormSettled {
 }
 
 impl Met {
-    /// Whether this is what was counted.
+    /// Returns whether this is the input whose statistics were counted.
     pub(super) fn is_of(&self, input: &Tensor) -> bool {
         self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
     }
@@ -169,7 +171,7 @@ impl Met {
     }
 }
 
-/// Where a layer finds what normalises its next input.
+/// Slot from which a layer takes the statistics for its next input.
 #[derive(Debug, Clone, Default)]
 pub(super) struct MetPlace(Arc<Mutex<Option<Met>>>);
 
@@ -178,13 +180,13 @@ impl MetPlace {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = met;
     }
 
-    /// What is here, to be found again by a second use of the layer.
+    /// Returns the statistics, which stay for a second use of the layer.
     pub(super) fn shared(&self) -> Option<Met> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(Met::share)
     }
 }
 
-/// What a layer normalises by while this lives; even a panic ends it.
+/// Guard of the statistics that normalise a layer's inputs; it removes them when dropped, even by a panic.
 pub(crate) struct LentMet(MetPlace);
 
 impl Drop for LentMet {

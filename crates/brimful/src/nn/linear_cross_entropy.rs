@@ -1,4 +1,4 @@
-//! A head and its cross-entropy in one, whose logits never exist whole where they would be many.
+//! Fused head and cross-entropy, which never holds all logits at once where they would be large.
 
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
 use tch::{Device, Kind, Tensor};
@@ -10,25 +10,25 @@ use crate::memory::Memory;
 use crate::nn::kernels::told;
 use crate::{Result, device};
 
-/// The logits of a chunk take at most this much, where the caller does not say: each reads and writes the
-/// sum of the weight's gradient, which smaller ones do more often.
+/// Default memory of a chunk's logits: each chunk reads and writes the sum of the weight's gradient, which
+/// smaller chunks do more often.
 const CHUNK: Bytes = Bytes(256 << 20);
-/// And at most this part of a device's memory. What is free changes from call to call: sums would be rounded otherwise,
-/// and captured work would not be what runs without replay.
+/// Divisor of a device's memory limit, which bounds a chunk too. The limit, because free memory changes from
+/// call to call: the rounding of sums would change with it, and CUDA graphs would differ from eager runs.
 const PART_OF_DEVICE: u64 = 16;
 
-/// What a [`linear_cross_entropy`] is told beside its tensors.
+/// Settings of [`linear_cross_entropy`].
 #[derive(Debug, Clone, Copy)]
 pub struct LinearCrossEntropyConfig<'a> {
-    /// The target of places that do not count, such as padding.
+    /// Target of positions that do not count, such as padding.
     pub ignored: i64,
-    /// The part of each target that is spread over all classes; 0 for none.
+    /// Label smoothing: the part of each target that is spread over all classes; 0 for none.
     pub smoothing: f64,
-    /// What each class counts for; 1 without.
+    /// Weight of each class; 1 by default.
     pub class_weights: Option<&'a Tensor>,
-    /// How much memory the logits of a chunk may take, and all of them beyond what the weight's gradient would take;
-    /// without it, 256 MiB, or a sixteenth of what the process may take of the device where that is less. Sums of another
-    /// chunk are rounded otherwise.
+    /// Memory limit of a chunk's logits, and of all logits beyond the size of the weight's gradient. By default
+    /// 256 MiB, or a sixteenth of the process's limit on the device if that is less. Another chunk size changes
+    /// the rounding of sums.
     pub chunk: Option<Bytes>,
 }
 
@@ -38,80 +38,81 @@ impl Default for LinearCrossEntropyConfig<'_> {
     }
 }
 
-/// What a [`linear_cross_entropy`] cannot be made of.
+/// Errors of [`linear_cross_entropy`].
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum LinearCrossEntropyError {
-    /// Shapes that do not belong together.
+    /// Shapes that do not match.
     #[error(
         "a head's loss takes hidden states of … × width, a weight of classes × width and targets of \
          the shape …, but {what} has the shape {shape:?} where hidden states have {hidden:?} and the \
          weight {weight:?}"
     )]
     Shape {
-        /// Which tensor does not fit.
+        /// Name of the tensor that does not fit.
         what: &'static str,
         /// Its shape.
         shape: Vec<i64>,
-        /// That of the hidden states.
+        /// Shape of the hidden states.
         hidden: Vec<i64>,
-        /// That of the weight.
+        /// Shape of the weight.
         weight: Vec<i64>,
     },
-    /// Kinds of numbers that do not belong together.
+    /// Dtypes that do not match.
     #[error("{what} of a head's loss must be {wanted}, but is of {kind:?}")]
     Kind {
-        /// Which tensor does not fit.
+        /// Name of the tensor that does not fit.
         what: &'static str,
-        /// What it should be.
+        /// Description of the right dtype.
         wanted: String,
-        /// What it is.
+        /// Dtype that it has.
         kind: Kind,
     },
     /// Tensors on several devices.
     #[error("{what} of a head's loss is on {}, the hidden states on {}: move it there",
         device::name(*on), device::name(*hidden))]
     Device {
-        /// Which tensor is elsewhere.
+        /// Name of the tensor on another device.
         what: &'static str,
-        /// Where it is.
+        /// Device of this tensor.
         on: Device,
-        /// Where the hidden states are.
+        /// Device of the hidden states.
         hidden: Device,
     },
-    /// A target that is no class. Only a CPU's are looked at: another device's make the loss NaN.
+    /// A target that is not a class. Only targets on a CPU are checked: on other devices they make the loss
+    /// NaN.
     #[error(
         "target {target} at place {place} is none of the {classes} classes: give a class from 0 on, or \
          {ignored} for a place that does not count"
     )]
     Target {
-        /// What it is.
+        /// The target's value.
         target: i64,
-        /// Where it is among all targets.
+        /// Its index among all targets.
         place: i64,
-        /// How many classes there are.
+        /// Number of classes.
         classes: i64,
-        /// What it could have been instead.
+        /// Target that marks positions which do not count.
         ignored: i64,
     },
-    /// A part that is none.
+    /// A smoothing outside 0 to 1.
     #[error("a smoothing of {0} is not a part of a target: give a number from 0 up to 1")]
     Smoothing(f64),
-    /// A chunk without a byte.
+    /// A chunk of zero bytes.
     #[error("a chunk of 0 bytes holds no logits: give more, or none to have it chosen")]
     EmptyChunk,
 }
 
-/// The mean cross-entropy of `hidden · weightᵀ + bias` at the targets, over those that are not ignored,
-/// or over the weights of their classes.
+/// Computes the mean cross-entropy of `hidden · weightᵀ + bias` at the targets, over those that are not
+/// ignored, or weighted by their classes.
 ///
-/// Hidden states are of any shape … × width, the weight of classes × width (an embedding's table, for a
-/// tied head), targets integers of the shape …. The logits are computed for a chunk of places at a time,
-/// and their gradient at once, in their place: what would be several times places × classes is a chunk
-/// and the weight's own gradient. Where all logits take no more than these two, and at most three times what the
-/// gradient takes, theirs waits for the backward instead, and the weight's is added to a step's sum without being
-/// made apart: that is faster. Hidden states are not to be changed in place before the backward. Halves are summed in
-/// f32.
+/// Hidden states have any shape … × width, the weight has classes × width (the table of an embedding, for a
+/// tied head), and targets are integers of the shape …. The logits are computed for a chunk of positions at a
+/// time, and their gradient at once, in the same memory. So the memory of several times positions × classes
+/// shrinks to one chunk and the weight's own gradient. Where all logits take no more than these two, and at
+/// most three times the gradient, their gradient waits for the backward instead, and the weight's gradient is
+/// added directly to a step's sum, which is faster. Do not change the hidden states in place before the
+/// backward. Half precision is summed in f32.
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
@@ -131,8 +132,9 @@ pub enum LinearCrossEntropyError {
 /// ```
 ///
 /// # Errors
-/// When shapes, kinds or devices do not match, a target on a CPU is out of range, the smoothing is not
-/// within 0 and 1, or memory runs out.
+///
+/// When shapes, dtypes or devices do not match, a target on a CPU is out of range, the smoothing is not within
+/// 0 and 1, or memory runs out.
 pub fn linear_cross_entropy(
     hidden: &Tensor,
     weight: &Tensor,

@@ -1,4 +1,4 @@
-//! LoRA: a way beside each projection that is a few numbers wide, and alone is trained.
+//! LoRA: a trained low-rank adapter beside each projection, whose own weights stay frozen.
 //!
 //! "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., 2021. The names are those of PEFT.
 
@@ -11,30 +11,30 @@ use tch::nn::{Init, Path};
 use super::projection::WeightOrder;
 use crate::Result;
 
-/// Where the way begins: rank × inputs.
+/// Down-projection: rank × inputs.
 const DOWN: &str = "lora_A";
-/// Where it ends: outputs × rank, 0 at the start, so that the model is at first what it was.
+/// Up-projection: outputs × rank, 0 at the start, so that the model's outputs are unchanged at first.
 const UP: &str = "lora_B";
 const WEIGHT: &str = "weight";
 
-/// Which projections LoRA is added to, and how.
+/// Settings of LoRA: the adapted projections, with their rank and alpha.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lora {
-    /// How many numbers wide it is.
+    /// Rank of the adapters.
     pub rank: i64,
-    /// What it adds is multiplied by `alpha / rank`.
+    /// Scale of the adapters, whose output is multiplied by `alpha / rank`.
     pub alpha: f64,
-    /// The projections by their names or the ends of these after a dot, such as `q_proj` or `self_attn.q_proj`; none
-    /// for all that there are.
+    /// Names of the adapted projections or their ends after a dot, such as `q_proj` or `self_attn.q_proj`;
+    /// empty for all projections.
     pub targets: Vec<String>,
-    /// Projections with a rank and an alpha of their own; of several entries that fit, the first counts.
+    /// Projections with a rank and an alpha of their own; if several entries match, the first counts.
     pub overrides: Vec<LoraOverride>,
 }
 
-/// Projections whose rank and alpha are their own.
+/// Rank and alpha of particular projections.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraOverride {
-    /// Names or ends of names, as in [`Lora::targets`].
+    /// Name or end of a name, as in [`Lora::targets`].
     pub target: String,
     /// Their rank.
     pub rank: i64,
@@ -43,11 +43,11 @@ pub struct LoraOverride {
 }
 
 thread_local! {
-    /// What projections that this thread builds are to have.
+    /// Settings for the projections that this thread builds.
     static WANTED: RefCell<Option<Arc<Lora>>> = const { RefCell::new(None) };
 }
 
-/// What projections of this thread had before comes back when it is dropped.
+/// Guard that restores the thread's earlier settings when dropped.
 #[derive(Debug)]
 pub(crate) struct Adapting(Option<Arc<Lora>>);
 
@@ -58,22 +58,22 @@ impl Drop for Adapting {
 }
 
 impl Lora {
-    /// Of this rank for all projections, with an alpha of twice as much.
+    /// Creates settings for all projections with this rank, and an alpha of twice the rank.
     pub fn new(rank: i64) -> Self {
         Self { rank, alpha: 2.0 * rank as f64, targets: Vec::new(), overrides: Vec::new() }
     }
 
-    /// Projections that this thread builds have it, until the guard is dropped.
+    /// Adapts the projections that this thread builds, until the guard is dropped.
     pub(crate) fn enter(this: &Arc<Self>) -> Adapting {
         Adapting(WANTED.replace(Some(Arc::clone(this))))
     }
 
-    /// Whether a variable of this name is one that LoRA has added.
+    /// Returns whether a variable of this name belongs to an adapter.
     pub fn is_adapter(name: &str) -> bool {
         name.rsplit('.').nth(1).is_some_and(|layer| [DOWN, UP].contains(&layer))
     }
 
-    /// Rank and scale beside the projection of this name; nothing where none is added.
+    /// Returns rank and scale of the adapter for a projection of this name; `None` if it has none.
     fn beside(&self, name: &str) -> Option<(i64, f64)> {
         let fits = |target: &str| {
             let before = name.strip_suffix(target);
@@ -87,8 +87,8 @@ impl Lora {
         Some((rank, alpha / rank as f64))
     }
 
-    /// The variables of a model with LoRA as those of one without: what it adds goes into the weights.
-    /// Nothing of the model is changed.
+    /// Merges the adapters into the weights: returns the variables of an equal model without LoRA. Leaves the
+    /// model as it is.
     ///
     /// # Errors
     /// When memory runs out.
@@ -120,7 +120,7 @@ impl Lora {
     }
 }
 
-/// What LoRA adds to one projection.
+/// Adapter of one projection.
 #[derive(Debug)]
 pub(super) struct LowRank {
     down: Tensor,
@@ -129,12 +129,12 @@ pub(super) struct LowRank {
 }
 
 impl LowRank {
-    /// That of a projection at this path, where this thread builds with one.
+    /// Creates the adapter of a projection at this path, if this thread's settings include it.
     pub(super) fn wanted(path: &Path, inputs: i64, outputs: i64) -> Option<Self> {
         let lora = WANTED.with_borrow(Clone::clone)?;
         let name = path.components().collect::<Vec<_>>().join(".");
         let (rank, scale) = lora.beside(&name)?;
-        // As PEFT begins.
+        // Initialised as in PEFT.
         let bound = 1.0 / (inputs as f64).sqrt();
         let spread = Init::Uniform { lo: -bound, up: bound };
         Some(Self {
@@ -144,7 +144,7 @@ impl LowRank {
         })
     }
 
-    /// Adds it to what the projection makes of these rows.
+    /// Adds the adapter's output for these rows to the projection's.
     pub(super) fn add_to(&self, mut out: Tensor, rows: &Tensor) -> Tensor {
         let narrow = rows.mm(&self.down.tr()) * self.scale;
         out.addmm_(&narrow, &self.up.tr())

@@ -1,9 +1,9 @@
-//! Layers: BatchNorm that knows of micro-batches, alone or with the ReLU that follows it; norms and
-//! activations of transformers in one pass each; projections with LoRA or without; a head with its loss.
+//! Layers: BatchNorm for micro-batches, alone or fused with the ReLU behind it; fused norms and activations of
+//! transformers; projections with or without LoRA; a head fused with its loss.
 //!
-//! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
-//! not known before its last sample has been seen ([`BatchNormPolicy::Exact`] waits for it). What evaluation uses, the running statistics,
-//! can be as if the mini-batch had come whole, and by default is:
+//! In training every micro-batch is normalised by its own statistics: those of the mini-batch are not known
+//! before its last sample ([`BatchNormPolicy::Exact`] waits for it). Evaluation uses the running statistics,
+//! which by default are those of the whole mini-batch:
 //!
 //! ```
 //! use brimful::nn::batch_norm1d;

@@ -1,4 +1,4 @@
-//! LayerNorm and RMSNorm that can add a residual on the way.
+//! LayerNorm and RMSNorm, with an optional fused residual.
 
 use std::borrow::Borrow;
 
@@ -10,27 +10,27 @@ use thiserror::Error;
 use crate::Result;
 use crate::nn::kernels::told;
 
-/// An input that a LayerNorm or RMSNorm layer is not made for.
+/// An input that does not fit a LayerNorm or RMSNorm layer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("a norm of {width} columns takes an input of … × {width}, but got the shape {shape:?}{residual}",
     residual = residual.as_ref().map(|shape| format!(" with a residual of {shape:?}")).unwrap_or_default())]
 #[non_exhaustive]
 pub struct NormError {
-    /// The layer's columns.
+    /// Width of the layer's last dimension.
     pub width: i64,
     /// The input's shape.
     pub shape: Vec<i64>,
-    /// The residual's, if there was one.
+    /// The residual's shape, if there was one.
     pub residual: Option<Vec<i64>>,
 }
 
-/// Norms each row by its mean and variance: a weight, a bias.
+/// Layer that normalises each row by its mean and variance, with a weight and a bias.
 pub type LayerNorm = NormWith<false>;
 
-/// Norms each row by the root of its mean square: a weight.
+/// Layer that normalises each row by the root of its mean square, with a weight.
 pub type RmsNorm = NormWith<true>;
 
-/// What [`LayerNorm`] and [`RmsNorm`] have in common.
+/// Normalisation over the last dimension: [`LayerNorm`] or [`RmsNorm`].
 #[derive(Debug)]
 pub struct NormWith<const ROOT_MEAN_SQUARE: bool> {
     width: i64,
@@ -39,17 +39,17 @@ pub struct NormWith<const ROOT_MEAN_SQUARE: bool> {
     eps: f64,
 }
 
-/// What is added to variances where nobody says otherwise, as tch has it.
+/// Default epsilon of variances, as in tch.
 const LAYER_NORM_EPS: f64 = 1e-5;
-/// What is added to mean squares where nobody says otherwise.
+/// Default epsilon of mean squares.
 const RMS_NORM_EPS: f64 = 1e-6;
 
-/// A LayerNorm over the last dimension, with the names and the start of tch's own.
+/// Creates a LayerNorm over the last dimension, with the names and initial values of tch's.
 pub fn layer_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> LayerNorm {
     layer_norm_with(path, width, LAYER_NORM_EPS)
 }
 
-/// The same with another number added to variances.
+/// Creates a LayerNorm with another epsilon.
 pub fn layer_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> LayerNorm {
     let path = path.borrow();
     let weight = path.var("weight", &[width], Init::Const(1.0));
@@ -57,58 +57,63 @@ pub fn layer_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64
     NormWith { width, weight, bias, eps }
 }
 
-/// An RMSNorm over the last dimension.
+/// Creates an RMSNorm over the last dimension.
 pub fn rms_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> RmsNorm {
     rms_norm_with(path, width, RMS_NORM_EPS)
 }
 
-/// The same with another number added to mean squares.
+/// Creates an RMSNorm with another epsilon.
 pub fn rms_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> RmsNorm {
     let weight = path.borrow().var("weight", &[width], Init::Const(1.0));
     NormWith { width, weight, bias: None, eps }
 }
 
 impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
-    /// Norms the rows of `x`.
+    /// Normalises the rows of `x`.
     ///
     /// # Errors
-    /// When the last dimension is another than the layer's.
+    ///
+    /// When the last dimension differs from the layer's.
     pub fn f_forward(&self, x: &Tensor) -> Result<Tensor> {
         self.check(x, None)?;
         told(norm(x, self.how()))
     }
 
-    /// Norms the rows of `x`, and gives `x` beside them, first: who goes on with both uses this one, and
-    /// has their two gradients added in the norm's own pass.
+    /// Normalises the rows of `x`, and returns a second use of `x` before the result. If later layers take `x`
+    /// from here, the norm's own backward pass adds both gradients.
     ///
     /// # Errors
-    /// When the last dimension is another than the layer's.
+    ///
+    /// When the last dimension differs from the layer's.
     pub fn f_forward_beside(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         self.check(x, None)?;
         told(norm_beside(x, self.how()))
     }
 
-    /// The same, for forwards that cannot fail.
+    /// As [`f_forward_beside`](Self::f_forward_beside), for forwards that cannot return errors.
     ///
     /// # Panics
-    /// Where [`Self::f_forward_beside`] fails.
+    ///
+    /// If [`Self::f_forward_beside`] fails.
     pub fn forward_beside(&self, x: &Tensor) -> (Tensor, Tensor) {
         self.f_forward_beside(x).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Adds the residual, and norms the sum: gives both, the sum first.
+    /// Adds the residual and normalises the sum; returns the sum, then the result.
     ///
     /// # Errors
-    /// When the last dimension is another than the layer's, or the two differ in shape.
+    ///
+    /// When the last dimension differs from the layer's, or the two differ in shape.
     pub fn f_forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         self.check(x, Some(residual))?;
         told(add_norm(x, residual, self.how()))
     }
 
-    /// The same, for forwards that cannot fail.
+    /// As [`f_forward_add`](Self::f_forward_add), for forwards that cannot return errors.
     ///
     /// # Panics
-    /// Where [`Self::f_forward_add`] fails.
+    ///
+    /// If [`Self::f_forward_add`] fails.
     pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> (Tensor, Tensor) {
         self.f_forward_add(x, residual).unwrap_or_else(|error| panic!("{error}"))
     }

@@ -1,4 +1,4 @@
-//! A linear layer, its weights in either order, to which LoRA can be added.
+//! A linear layer with its weight in either order and optional LoRA.
 
 use brimful_torch::projection::{Outputs, projection, projections};
 use tch::Tensor;
@@ -6,29 +6,29 @@ use tch::nn::{Module, Path};
 
 use super::lora::LowRank;
 
-/// What the rows of a projection's weight stand for.
+/// Order of the dimensions of a projection's weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WeightOrder {
-    /// Outputs × inputs, as most models have it.
+    /// Outputs × inputs, as in most models.
     #[default]
     OutputsFirst,
-    /// Inputs × outputs, as GPT-2 has it.
+    /// Inputs × outputs, as in GPT-2.
     InputsFirst,
 }
 
-/// What a projection is made of.
+/// Settings of a projection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProjectionConfig {
-    /// How far its weights spread at the start.
+    /// Standard deviation of the initial weights.
     pub spread: f64,
-    /// Whether it has a bias, which is 0 at the start.
+    /// True if it has a bias, initially 0.
     pub bias: bool,
-    /// What the rows of its weight stand for.
+    /// Order of the weight's dimensions.
     pub order: WeightOrder,
 }
 
-/// A linear layer over the last dimension: `weight`, `bias` if there is one, and what LoRA adds where the
-/// layer is built for [`Layers::lora`](crate::Layers::lora).
+/// A linear layer over the last dimension: `weight`, an optional `bias`, and an adapter if the layer is built
+/// for [`Layers::lora`](crate::Layers::lora).
 #[derive(Debug)]
 pub struct Projection {
     weight: Tensor,
@@ -38,7 +38,7 @@ pub struct Projection {
 }
 
 impl Projection {
-    /// From so many numbers to so many.
+    /// Creates a projection from `inputs` to `outputs` features.
     pub fn new(path: &Path, inputs: i64, outputs: i64, config: ProjectionConfig) -> Self {
         let ProjectionConfig { spread, bias, order } = config;
         let shape = match order {
@@ -50,21 +50,21 @@ impl Projection {
         Self { weight, bias, order, adapter: LowRank::wanted(path, inputs, outputs) }
     }
 
-    /// Its bias, which [`Projection::forward_unbiased`] leaves to what follows.
+    /// Returns its bias, which [`Projection::forward_unbiased`] leaves out.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// Without the bias, for an activation that adds it on the way.
+    /// Projects `x` without the bias, for an activation that adds it.
     pub fn forward_unbiased(&self, x: &Tensor) -> Tensor {
         self.project(x, None)
     }
 
-    /// What several make of the same `x`: as each by itself, but on a card the gradient of `x` is added up as it is
-    /// computed.
+    /// Applies several projections to one `x`. On a GPU the gradients of `x` are added up as they are computed.
     ///
     /// # Panics
-    /// When shapes or kinds do not match, the weights are in different orders, or memory runs out.
+    ///
+    /// When shapes or dtypes do not match, the weights are in different orders, or memory runs out.
     pub fn forward_all<const N: usize>(all: [&Self; N], x: &Tensor) -> [Tensor; N] {
         let rows = rows_of(x);
         let out = Self::project_all(&all, &rows, Outputs::Apart);
@@ -72,10 +72,11 @@ impl Projection {
         all.map(|_| like(out.next().expect("one for each"), x))
     }
 
-    /// The same side by side, in the last dimension of one tensor.
+    /// Applies several projections to one `x`, and concatenates the outputs in the last dimension.
     ///
     /// # Panics
-    /// As [`Projection::forward_all`], and when there are none.
+    ///
+    /// As [`Projection::forward_all`], and when there are no projections.
     pub fn forward_joined<const N: usize>(all: [&Self; N], x: &Tensor) -> Tensor {
         if all.iter().any(|one| one.adapter.is_some()) {
             return Tensor::cat(&Self::forward_all(all, x), -1);
@@ -83,7 +84,7 @@ impl Projection {
         like(Self::project_all(&all, &rows_of(x), Outputs::Joined).remove(0), x)
     }
 
-    /// Without what LoRA adds.
+    /// Applies the projections without their adapters.
     fn project_all(all: &[&Self], rows: &Tensor, outputs: Outputs) -> Vec<Tensor> {
         let order = all.first().map(|first| first.order).unwrap_or_default();
         assert!(all.iter().all(|one| one.order == order), "their weights have different orders");
@@ -108,13 +109,13 @@ impl Projection {
     }
 }
 
-/// A row for each place of `x`.
+/// Flattens `x` to one row per position.
 fn rows_of(x: &Tensor) -> Tensor {
     let inputs = x.size().pop().unwrap_or_default();
     x.reshape([-1, inputs])
 }
 
-/// Rows at the places of `x`.
+/// Reshapes rows to the positions of `x`.
 fn like(rows: Tensor, x: &Tensor) -> Tensor {
     let mut shape = x.size();
     shape.pop();
@@ -128,8 +129,8 @@ impl Module for Projection {
     }
 }
 
-/// A variable `weight` of normally distributed numbers, drawn in place: tch's own way takes the memory of two more
-/// of them on the way.
+/// Creates a variable `weight` of normally distributed numbers, drawn in place: tch's own initialiser takes
+/// twice as much memory besides.
 pub fn spread_weight(path: &Path, shape: &[i64], spread: f64) -> Tensor {
     let weight = path.zeros("weight", shape);
     let _itself = tch::no_grad(|| weight.shallow_clone().normal_(0.0, spread));

@@ -1,18 +1,18 @@
-//! Pairs of numbers a channel, one pair a micro-batch: a few at a time they become one tensor.
+//! Pairs of numbers per channel, one pair for each micro-batch; several at a time become one tensor.
 
 use tch::Tensor;
 
 use crate::Result;
 
-/// So many pairs are put together at once: more would be more memory, fewer more kernels.
+/// Number of pairs that are combined at once: more would take more memory, fewer more kernels.
 pub(crate) const PAIRS: usize = 16;
 
-/// What micro-batches have brought, each two tensors of one number a channel.
+/// Pairs of micro-batches, each two tensors of one number per channel.
 #[derive(Debug, Default)]
 pub(crate) struct ChannelPairs(Vec<Tensor>);
 
 impl ChannelPairs {
-    /// The one pair that is in a tensor of 2 × channels.
+    /// Splits a tensor of 2 × channels into one pair.
     pub(crate) fn of(both: &Tensor) -> Result<Self> {
         Ok(Self(both.f_unbind(0)?))
     }
@@ -21,14 +21,14 @@ impl ChannelPairs {
         self.0.extend(pair);
     }
 
-    /// All of them in one tensor, pairs × 2 × channels.
+    /// Returns all pairs in one tensor of pairs × 2 × channels.
     pub(crate) fn stacked(&self) -> Result<Tensor> {
         let channels = self.0[0].size1()?;
         Ok(Tensor::f_cat(&self.0, 0)?.f_view([-1, 2, channels])?)
     }
 }
 
-/// The sum of all pairs so far.
+/// Running sum of pairs.
 #[derive(Debug, Default)]
 pub(crate) struct PairSum(ChannelPairs);
 
@@ -41,7 +41,7 @@ impl PairSum {
         Ok(())
     }
 
-    /// All in one, 2 × channels; of one pair at least.
+    /// Returns the sum, 2 × channels; there must be at least one pair.
     pub(crate) fn total(&self) -> Result<Tensor> {
         let all = self.0.stacked()?;
         Ok(all.f_sum_dim_intlist(0_i64, false, all.kind())?)

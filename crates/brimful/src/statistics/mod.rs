@@ -1,12 +1,12 @@
-//! Running statistics that change once a step, or not at all.
+//! Running statistics of BatchNorm layers, which change once per committed step.
 //!
-//! While a step is under way, the BatchNorm layers that run on its thread ask here where to put
-//! what they have seen. A *deferred* layer gets a row of its own for each micro-batch: libtorch
-//! writes the micro-batch's mean and variance there as "running statistics" of momentum one, at no
-//! extra cost. The rows are pooled into the mini-batch's statistics, those of many layers at once,
-//! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
-//! moves them at once, and what they were before is kept until the step has succeeded. Of an *exact*
-//! layer all micro-batches are seen before the first is normalised: the whole mini-batch is filed at once.
+//! During a step, the BatchNorm layers that run on its thread ask here for the destination of their statistics.
+//! A *deferred* layer gets a row of its own for each micro-batch: libtorch writes the micro-batch's mean and
+//! variance there as "running statistics" of momentum one, at no extra cost. The rows are pooled into the
+//! mini-batch's statistics, those of many layers at once, and at the step's end the running statistics move
+//! towards them, once. A *per-micro-batch* layer moves its running statistics at once, and their earlier values
+//! are kept until the step has succeeded. An *exact* layer sees all micro-batches before it normalises the
+//! first: it adds the statistics of the whole mini-batch at once.
 
 mod channel_pairs;
 mod pool;
@@ -30,7 +30,7 @@ pub(crate) use ranks::ReportedLayer;
 pub(crate) use replayed::ReplayStatistics;
 pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
 
-/// A layer's running mean and variance, and how far one batch moves them.
+/// A layer's running mean and variance, with their momentum.
 #[derive(Debug)]
 pub(crate) struct Running {
     id: u64,
@@ -39,12 +39,12 @@ pub(crate) struct Running {
     momentum: Momentum,
 }
 
-/// How far one batch moves running statistics.
+/// Factor by which one batch moves running statistics.
 #[derive(Debug)]
 pub(crate) enum Momentum {
-    /// By this part of the way.
+    /// This fraction of the way.
     Given(f64),
-    /// To the average of all batches, of which there were so many.
+    /// To the average of all batches; the tensor counts them.
     Average(Tensor),
 }
 
@@ -66,12 +66,12 @@ impl Running {
         }
     }
 
-    /// All that a batch moves.
+    /// Returns all tensors that a batch moves.
     fn all(&self) -> impl Iterator<Item = &Tensor> {
         [&self.mean, &self.variance].into_iter().chain(self.momentum.batches())
     }
 
-    /// The tensors themselves, to be moved by the batch that is run now.
+    /// Returns the running statistics themselves, to be moved by the current batch.
     fn whole(&self) -> Result<Target> {
         let momentum = match &self.momentum {
             Momentum::Given(momentum) => *momentum,
@@ -86,7 +86,7 @@ impl Running {
 }
 
 impl Momentum {
-    /// The part of the way, where it does not depend on the batches so far.
+    /// Returns the momentum, where it does not depend on the number of batches.
     fn given(&self) -> Option<f64> {
         match self {
             Self::Given(momentum) => Some(*momentum),
@@ -94,7 +94,7 @@ impl Momentum {
         }
     }
 
-    /// The number of batches so far, where it is counted.
+    /// Returns the number of batches so far, where it is counted.
     fn batches(&self) -> Option<&Tensor> {
         match self {
             Self::Given(_) => None,
@@ -103,31 +103,31 @@ impl Momentum {
     }
 }
 
-/// Where a layer's statistics go: tensors to be moved by this much, or nowhere.
+/// Destination of a layer's statistics: tensors and the momentum by which they move; `None` for no destination.
 pub(crate) type Target = Option<(Tensor, Tensor, f64)>;
 
 thread_local! {
     static STEP: RefCell<Option<Pending>> = const { RefCell::new(None) };
 }
 
-/// What a step has done to running statistics so far.
+/// Changes of running statistics during a step, so far.
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
-    /// A pass that will be run again, and whose statistics must not count twice.
+    /// True if this pass will run a second time, so that its statistics must not count.
     rehearsal: bool,
     deferred: HashMap<u64, Seen>,
     rows: pool::RowSpace,
-    /// Layers that were changed in place, and what they were before.
+    /// Layers that were changed in place, with their values before.
     changed: HashMap<u64, (Running, Vec<Tensor>)>,
 }
 
 impl Pending {
-    /// Lets layers of this thread report here while `f` runs.
+    /// Collects the reports of this thread's layers while `f` runs.
     pub(crate) fn collect<T>(rehearsal: bool, f: impl FnOnce() -> T) -> (Self, T) {
         Self { rehearsal, ..Self::default() }.go_on(f)
     }
 
-    /// The same, after what was reported before.
+    /// Continues to collect, after earlier reports.
     pub(crate) fn go_on<T>(self, f: impl FnOnce() -> T) -> (Self, T) {
         let outer = Outer(STEP.replace(Some(self)));
         let result = f();
@@ -136,7 +136,7 @@ impl Pending {
         (pending, result)
     }
 
-    /// Rows for the layers that have reported to the step under way, and nothing in them yet.
+    /// Returns empty rows for the layers that have reported to the current step.
     pub(crate) fn for_the_same_layers() -> Result<Self> {
         let mut new = Self::default();
         STEP.with_borrow(|step| {
@@ -149,13 +149,13 @@ impl Pending {
         })
     }
 
-    /// Puts together what was seen so far, so that it can be added to an earlier part of the step.
+    /// Pools all rows so far, so that they can be added to an earlier part of the step.
     pub(crate) fn pool(&mut self) -> Result<()> {
         pool::pool_all(self.deferred.values_mut())
     }
 
-    /// Puts together what was seen, and files it under the layers of another replica of the model,
-    /// whose variable for each of this one's `twin` gives.
+    /// Pools all rows and hands them to the layers of another replica of the model; `twin` maps this replica's
+    /// variables to the other's.
     pub(crate) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
         self.pool()?;
         self.deferred.values_mut().try_for_each(|seen| seen.hand_to(&twin))
@@ -163,7 +163,7 @@ impl Pending {
 
     /// Adds a later part of the same step, or another replica's, which has been pooled.
     pub(crate) fn extend(&mut self, later: Self) {
-        // Replicas' layers are told apart by their numbers, but share the first one's variables.
+        // Replicas' layers have different ids, but share the first one's variables.
         let known = self.deferred.iter().map(|(id, seen)| (seen.running.mean.data_ptr(), *id));
         let known: HashMap<_, u64> = known.collect();
         for (id, seen) in later.deferred {
@@ -174,30 +174,30 @@ impl Pending {
             }
         }
         for (id, change) in later.changed {
-            // What was before the first part is what an undo goes back to.
+            // A rollback restores the values before the first part.
             self.changed.entry(id).or_insert(change);
         }
     }
 
-    /// Whether a layer has normalised micro-batches, each by itself: a whole mini-batch does not show how
-    /// it was cut.
+    /// Returns whether a layer has normalised micro-batches, each by its own statistics: a whole mini-batch
+    /// does not depend on its cut.
     pub(crate) fn show_the_cut(&self) -> bool {
         !self.changed.is_empty() || self.deferred.values().any(|seen| !seen.is_of_whole)
     }
 
-    /// Whether a layer with this running mean or variance has reported.
+    /// Returns whether a layer with this running mean or variance has reported.
     pub(crate) fn knows(&self, statistic: &Tensor) -> bool {
         let deferred = self.deferred.values().map(|seen| &seen.running);
         let mut all = deferred.chain(self.changed.values().map(|(running, ..)| running));
         all.any(|running| same(&running.mean, statistic) || same(&running.variance, statistic))
     }
 
-    /// Computes where the running statistics go, without changing them.
+    /// Computes the new running statistics, without changing the old ones.
     pub(crate) fn prepare(&mut self) -> Result<Moved> {
         pool::moved(self.deferred.values_mut())
     }
 
-    /// Puts everything back to what it was before the step.
+    /// Restores all statistics to their values before the step.
     pub(crate) fn undo(self) -> Result<()> {
         let mut moved = Moved::default();
         for (running, before) in self.changed.into_values() {
@@ -206,7 +206,7 @@ impl Pending {
         moved.apply()
     }
 
-    /// The next rows of a layer, for the mean and variance of `count` values.
+    /// Returns the next rows of a layer, for the mean and variance of `count` values.
     fn next_rows(&mut self, running: &Running, count: i64) -> Result<(Tensor, Tensor)> {
         if self.deferred.get(&running.id).is_some_and(Seen::is_full) {
             // The layers fill up together, so the first to be full pools them all.
@@ -221,7 +221,7 @@ impl Pending {
     }
 }
 
-/// The step that an inner one stands before; dropped, even by a panic, it is the thread's again.
+/// The outer step while an inner one runs; when dropped, even by a panic, it is the thread's step again.
 struct Outer(Option<Pending>);
 
 impl Drop for Outer {
@@ -234,7 +234,7 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
     a.data_ptr() == b.data_ptr()
 }
 
-/// Running statistics and the values that they are to have.
+/// Running statistics and their new values.
 #[derive(Debug, Default)]
 pub(crate) struct Moved {
     running: Vec<Tensor>,
@@ -247,13 +247,13 @@ impl Moved {
         self.values.extend(values);
     }
 
-    /// Gives them those values. Nothing is allocated, so nothing can fail half-way.
+    /// Copies the new values. Allocates nothing, so it cannot fail half-way.
     pub(crate) fn apply(self) -> Result<()> {
         Ok(foreach::copy(&self.running, &self.values)?)
     }
 }
 
-/// Where a layer that moves its statistics at every micro-batch puts them.
+/// Returns the destination for a layer that moves its statistics at every micro-batch.
 pub(crate) fn at_once(running: &Running) -> Result<Target> {
     with_step(running, |pending| {
         if let Entry::Vacant(place) = pending.changed.entry(running.id) {
@@ -264,32 +264,32 @@ pub(crate) fn at_once(running: &Running) -> Result<Target> {
     })
 }
 
-/// Where a deferred layer puts the statistics of `input`, whose mean is over `count` values.
+/// Returns the destination for a deferred layer's statistics of `input`, whose mean is over `count` values.
 pub(crate) fn deferred(running: &Running, input: &Tensor, count: i64) -> Result<Target> {
     with_step(running, |pending| {
         let (mean, variance) = pending.next_rows(running, count)?;
         if count > 1 {
             return Ok(Some((mean, variance, 1.0)));
         }
-        // One value has no unbiased variance: libtorch would write a NaN. Through `data`, so that autograd
-        // does not take the rows of other layers, which lie in the same storage, for changed ones.
+        // One value has no unbiased variance: libtorch would write a NaN. Written through `data`, so that
+        // autograd does not take the rows of other layers, in the same storage, for changed ones.
         mean.f_data()?.f_copy_(&input.f_detach()?.f_reshape([-1_i64])?)?;
         let _zero = variance.f_data()?.f_zero_()?;
         Ok(None)
     })
 }
 
-/// Whether a step is under way on this thread.
+/// Returns whether a step is running on this thread.
 pub(crate) fn in_a_step() -> bool {
     STEP.with_borrow(Option::is_some)
 }
 
-/// Asks the step under way, if there is one and it counts.
+/// Asks the current step for a destination, if there is a step and it counts.
 fn with_step(running: &Running, f: impl FnOnce(&mut Pending) -> Result<Target>) -> Result<Target> {
     STEP.with_borrow_mut(|step| match step {
         None => running.whole(),
         Some(pending) if pending.rehearsal => Ok(None),
-        // Not the layer's own doing: whoever looks at what that does would see rows being counted.
+        // Untracked: the layer's recorded operations must not include the bookkeeping of rows.
         Some(pending) => untold(|| f(pending)),
     })
 }

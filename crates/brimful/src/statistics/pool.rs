@@ -6,9 +6,9 @@
 //!   M = Σ nμ / N          Q = Σ q + Σ n (μ − M)²          variance = Q / (N − 1)
 //! ```
 //!
-//! Nothing is subtracted from a sum of squares, so nothing cancels. Layers whose parts have the
-//! same numbers of values are laid side by side: a network's layers have but a few different ones,
-//! so that a step takes some dozens of small kernels, not some dozens for each layer.
+//! Nothing is subtracted from a sum of squares, so nothing cancels. Layers whose parts have the same numbers of
+//! values are pooled side by side. A network's layers have only a few different ones, so a step takes some
+//! dozens of small kernels, not some dozens for each layer.
 
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
@@ -17,34 +17,34 @@ use super::ranks::shift;
 use super::{Momentum, Moved, Running};
 use crate::Result;
 
-/// A layer has 16 rows before they are pooled: more would be more memory, fewer more kernels.
+/// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.
 const ROWS: i64 = 16;
-/// Space for rows is allocated by at least 65,536 numbers, which serves many layers.
+/// Smallest allocation for rows, in numbers; it serves many layers.
 const MIN_SPACE: i64 = 1 << 16;
 
-/// What one layer has seen.
+/// Statistics that one layer has seen.
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) running: Running,
-    /// From the first row on.
+    /// Filled from the first row on.
     rows: Option<Rows>,
-    /// How many values each row is over.
+    /// Number of values of each row.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
-    /// Whether these are whole mini-batches, not micro-batches.
+    /// True if they are of whole mini-batches, not of micro-batches.
     pub(super) is_of_whole: bool,
 }
 
-/// Where a layer's rows are.
+/// Rows of a layer.
 #[derive(Debug)]
 pub(super) struct Rows {
     /// Means and unbiased variances, 2 × rows × channels.
     all: Tensor,
-    /// The same, row by row: all means, then all variances.
+    /// Views of single rows: all means, then all variances.
     single: Vec<Tensor>,
 }
 
-/// The mean and the variance of `count` values.
+/// Mean and variance of `count` values.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) count: i64,
@@ -52,7 +52,7 @@ pub(super) struct Row {
     pub(super) variance: Tensor,
 }
 
-/// Rows that were put together: of so many values, their mean and the sum of their squared deviations.
+/// Pooled rows: the number of values, their mean, and the sum of their squared deviations.
 #[derive(Debug)]
 pub(super) struct Pooled {
     pub(super) count: i64,
@@ -60,14 +60,14 @@ pub(super) struct Pooled {
     pub(super) squares: Tensor,
 }
 
-/// What layers must have in common to be pooled side by side.
+/// Properties that layers must share to be pooled side by side.
 #[derive(Debug, PartialEq)]
 struct Alike {
     counts: Vec<i64>,
     pooled: Vec<i64>,
     kind: Kind,
     device: Device,
-    /// None where it is a layer's own matter.
+    /// `None` where each layer counts its batches.
     momentum: Option<f64>,
 }
 
@@ -77,7 +77,7 @@ impl Seen {
         Self { running, rows: None, counts, pooled, is_of_whole: false }
     }
 
-    /// Its rows, in this space where it has none yet.
+    /// Returns its rows; takes them from this space if it has none yet.
     pub(super) fn rows_in(&mut self, space: &mut RowSpace) -> Result<&Rows> {
         if self.rows.is_none() {
             let all = space.take(&self.running.mean)?;
@@ -91,7 +91,7 @@ impl Seen {
         self.counts.len() as i64 == ROWS
     }
 
-    /// The next pair of rows, for the mean and variance of `count` values.
+    /// Returns the next pair of rows, for the mean and variance of `count` values.
     pub(super) fn next(&mut self, count: i64, space: &mut RowSpace) -> Result<(Tensor, Tensor)> {
         let row = self.counts.len();
         let (means, variances) = self.rows_in(space)?.single.split_at(ROWS as usize);
@@ -100,7 +100,7 @@ impl Seen {
         Ok(pair)
     }
 
-    /// The rows that are not pooled yet.
+    /// Returns the rows that are not pooled yet.
     pub(super) fn rows_so_far(&self) -> Vec<Row> {
         let single = self.rows.as_ref().map_or(&[][..], |rows| &rows.single);
         let (means, variances) = single.split_at(single.len() / 2);
@@ -113,18 +113,18 @@ impl Seen {
         rows.map(row).collect()
     }
 
-    /// Adds what all values of a mini-batch come to.
+    /// Adds the statistics of a whole mini-batch.
     pub(super) fn add(&mut self, whole: Pooled) {
         self.is_of_whole = true;
         self.pooled.push(whole);
     }
 
-    /// Adds what was seen later, which has been pooled.
+    /// Adds later statistics, which have been pooled.
     pub(super) fn extend(&mut self, later: Self) {
         self.pooled.extend(later.pooled);
     }
 
-    /// Files what was pooled under another replica's variables, on their device.
+    /// Moves the pooled statistics to another replica's variables, on their device.
     pub(super) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
         let Running { mean, variance, .. } = &self.running;
         let (Some(mean), Some(variance)) = (twin(mean), twin(variance)) else { return Ok(()) };
@@ -140,7 +140,7 @@ impl Seen {
         Ok(())
     }
 
-    /// What was pooled as sums around the running mean, in the host's memory: the number of values,
+    /// Returns the pooled statistics as sums around the running mean, in host memory: the number of values,
     /// then each channel's sum, then each channel's squares.
     pub(super) fn moments(&self) -> Result<Tensor> {
         let around = shift(&self.running)?;
@@ -155,7 +155,7 @@ impl Seen {
         Ok(Tensor::f_cat(&[Tensor::f_from_slice(&[n])?, sums, squares], 0)?)
     }
 
-    /// The opposite, from the sums of all ranks.
+    /// Sets the pooled statistics from such sums over all ranks.
     pub(super) fn set_moments(&mut self, moments: &Tensor) -> Result<()> {
         let mean = &self.running.mean;
         let channels = mean.size1()?;
@@ -172,7 +172,7 @@ impl Seen {
         Ok(())
     }
 
-    /// Whether there is nothing to put together.
+    /// Returns whether there is nothing left to pool.
     fn is_pooled(&self) -> bool {
         self.counts.is_empty() && self.pooled.len() <= 1
     }
@@ -191,7 +191,7 @@ impl Seen {
 pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
     for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
         let Pooled { count, mean, squares } = pool(&alike, &group)?;
-        // Views of one tensor for all layers: nothing more is launched.
+        // Views of one tensor for all layers: no further kernel runs.
         let parts = of_each(&group, &mean)?.into_iter().zip(of_each(&group, &squares)?);
         for (seen, (mean, squares)) in group.iter_mut().zip(parts) {
             seen.pooled = vec![Pooled { count, mean, squares }];
@@ -201,7 +201,7 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
     Ok(())
 }
 
-/// Where the running statistics of every layer go: one movement towards what it has seen.
+/// Computes the new running statistics of every layer: one movement towards the values seen.
 pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Moved> {
     let mut moved = Moved::default();
     for (alike, group) in grouped(layers) {
@@ -218,7 +218,7 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         let means = toward(group.iter().map(|seen| &seen.running.mean).collect(), &mean)?;
         let variances: Vec<_> = group.iter().map(|seen| &seen.running.variance).collect();
         let variances = match count {
-            // A single value has no variance to move towards.
+            // A single value has no variance.
             1 => Tensor::f_cat(&variances, 0)?,
             _ => toward(variances, &squares.f_div_scalar((count - 1) as f64)?)?,
         };
@@ -232,13 +232,13 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
     Ok(moved)
 }
 
-/// Each layer's part of a tensor that has the channels of all side by side.
+/// Splits a tensor of all layers' channels into each layer's part.
 fn of_each(group: &[&mut Seen], whole: &Tensor) -> Result<Vec<Tensor>> {
     let channels = group.iter().map(|seen| seen.running.mean.size1());
     Ok(whole.f_split_with_sizes(channels.collect::<Result<Vec<_>, _>>()?, 0)?)
 }
 
-/// How far each channel of layers moves whose statistics are averages of all batches.
+/// Returns the momentum of each channel, for layers whose statistics are averages of all batches.
 fn parts_of_the_way(group: &[&mut Seen], kind: Kind) -> Result<Tensor> {
     let mut parts = Vec::new();
     for Running { mean, momentum, .. } in group.iter().map(|seen| &seen.running) {
@@ -262,7 +262,7 @@ fn grouped<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Vec<(Alike, Vec<&'
     groups
 }
 
-/// Puts all parts together, the layers' channels side by side.
+/// Pools all parts, with the layers' channels side by side.
 fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
     let kind = pooled_kind(alike.kind);
     let mut means = Vec::new();
@@ -289,7 +289,7 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
     put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?)
 }
 
-/// All parts in one: a row each of means and of squared deviations, over so many values.
+/// Combines all parts: rows of means and of squared deviations, each over `counts` values.
 fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pooled> {
     let kind = means.kind();
     let total: i64 = counts.iter().sum();
@@ -299,45 +299,45 @@ fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pool
     Ok(Pooled { count: total, mean, squares: sum(squares)?.f_add(&between)? })
 }
 
-/// What statistics of such numbers are pooled in.
+/// Returns the dtype in which statistics of this dtype are pooled.
 pub(super) fn pooled_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Each row times its number of values.
+/// Multiplies each row by its number of values.
 fn times(rows: &Tensor, counts: &[i64]) -> Result<Tensor> {
-    // Nearly always they are all the same, and nothing has to cross the bus.
+    // Nearly always all counts are equal, and nothing has to be transferred to the device.
     match counts.first() {
         Some(first) if is_one_number(counts) => Ok(rows.f_mul_scalar(*first as f64)?),
         _ => Ok(rows.f_mul(&column(counts, rows.kind(), rows.device())?)?),
     }
 }
 
-/// Whether they are all the same.
+/// Returns whether all counts are equal.
 pub(super) fn is_one_number(counts: &[i64]) -> bool {
     counts.windows(2).all(|two| two[0] == two[1])
 }
 
-/// Numbers of values, one below the other.
+/// Returns the counts as a column on this device.
 pub(super) fn column(counts: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
     let counts: Vec<f64> = counts.iter().map(|count| *count as f64).collect();
     let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
     match device {
         Device::Cpu => Ok(counts),
-        // Nobody waits for a copy from page-locked memory.
+        // The host does not wait for a copy from pinned memory.
         device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
     }
 }
 
-/// Memory for rows, asked for in large pieces: a small one would be a kernel for each layer.
+/// Memory for rows, allocated in large pieces: small ones would take a kernel for each layer.
 #[derive(Debug, Default)]
 pub(super) struct RowSpace {
     pieces: Vec<(Tensor, i64)>,
 }
 
 impl RowSpace {
-    /// Rows for statistics like this one. They are zero, because a NaN that happens to be in memory
-    /// would stay one, even times nothing.
+    /// Takes rows for statistics like these. They are zero, because a NaN that happens to be in memory would
+    /// stay NaN, even times 0.
     fn take(&mut self, like: &Tensor) -> Result<Tensor> {
         let shape = [2, ROWS, like.size1()?];
         let length = shape.iter().product::<i64>();

@@ -1,7 +1,7 @@
-//! The statistics of all ranks' samples, in one sum.
+//! Statistics of all ranks' samples, in one sum.
 //!
-//! Each rank gives, for each channel of each layer that has seen something anywhere, sums around the
-//! running mean r, which all ranks share: so there is little to cancel, and all of it in f64.
+//! Each rank contributes sums around the running mean r, which all ranks share, for each channel of each layer
+//! that has run on any rank. So little cancels, and all of it in f64.
 //!
 //! ```text
 //!   n, n (μ − r), q + n (μ − r)²    summed over the ranks to N, S, T
@@ -18,18 +18,18 @@ use super::{Momentum, Moved, Pending, Running};
 use crate::Result;
 use crate::ranks::RanksTurn;
 
-/// A layer that has seen something, as ranks name it.
+/// A layer that has reported, by the names of its variables.
 #[derive(Debug, Clone, PartialEq, PartialOrd, Serialize, Deserialize)]
 pub(crate) struct ReportedLayer {
     mean: String,
     variance: String,
     momentum: Option<f64>,
-    /// What its batches are counted in, where they are.
+    /// Name of the variable that counts its batches, if there is one.
     batches: Option<String>,
 }
 
 impl ReportedLayer {
-    /// Whether this is the name of one of its statistics.
+    /// Returns whether this is the name of one of its statistics.
     pub(crate) fn has(&self, name: &str) -> bool {
         [Some(&self.mean), Some(&self.variance), self.batches.as_ref()]
             .into_iter()
@@ -39,7 +39,7 @@ impl ReportedLayer {
 }
 
 impl Pending {
-    /// The layers that have reported, where `name` knows their variables.
+    /// Returns the layers that have reported and whose variables `name` knows.
     pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<ReportedLayer> {
         let layer = |seen: &Seen| {
             let Running { mean, variance, momentum, .. } = &seen.running;
@@ -53,8 +53,7 @@ impl Pending {
         self.deferred.values().filter_map(layer).collect()
     }
 
-    /// Makes what these layers have seen here what they have seen on all ranks; `number` is the sum's
-    /// in the turn.
+    /// Sums the statistics of these layers over all ranks; `number` identifies the sum in the collective.
     pub(crate) fn sum_over_ranks(
         &mut self,
         turn: &RanksTurn,
@@ -62,10 +61,10 @@ impl Pending {
         layers: impl IntoIterator<Item = ReportedLayer>,
         variable: impl Fn(&str) -> Option<Tensor>,
     ) -> Result<()> {
-        // All ranks in one order, which is that of the names.
+        // Every rank sums in the order of the names.
         let layers: BTreeMap<_, _> = layers.into_iter().map(|l| (l.mean.clone(), l)).collect();
         self.pool()?;
-        // All layers in one sum: each of its own would go round all ranks once more.
+        // One sum for all layers: each further one would be another collective.
         let mut ids = Vec::new();
         for layer in layers.into_values() {
             let (Some(mean), Some(variance)) = (variable(&layer.mean), variable(&layer.variance))
@@ -92,12 +91,12 @@ impl Pending {
         Ok(())
     }
 
-    /// Statistics of layers that have moved them at every micro-batch.
+    /// Returns the statistics that layers have moved at every micro-batch.
     pub(crate) fn moved_at_once(&self) -> impl Iterator<Item = &Tensor> {
         self.changed.values().flat_map(|(running, _)| running.all())
     }
 
-    /// The layer with these variables; a new one where it has seen nothing here.
+    /// Returns the layer with these variables; adds one if it has not run here.
     fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> u64 {
         let place = mean.data_ptr();
         let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);
@@ -112,8 +111,8 @@ impl Pending {
 }
 
 impl Moved {
-    /// These statistics as the rank at this place has them; `number` is the sum's in the turn, to which all others
-    /// add zeros, so that the values are that rank's to the last bit.
+    /// Takes these statistics from the replica at `place`; `number` identifies the sum in the collective. All
+    /// other replicas add zeros, so the values are exact to the last bit.
     pub(crate) fn as_at(
         place: usize,
         running: Vec<Tensor>,
@@ -147,7 +146,7 @@ impl Moved {
     }
 }
 
-/// The running mean in f64, in the host's memory.
+/// Returns the running mean in f64, in host memory.
 pub(super) fn shift(running: &Running) -> Result<Tensor> {
     Ok(running.mean.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
 }

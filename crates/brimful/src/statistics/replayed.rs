@@ -1,8 +1,8 @@
-//! What a captured micro-batch does to running statistics, for each of its replays.
+//! Statistics of a captured micro-batch, for each of its replays.
 //!
-//! A deferred layer's rows have one address in the captured work, so they are copied from there to
-//! the step's own after each replay. A layer that moves its statistics at once does so in the
-//! captured work itself; what they were is kept before.
+//! A deferred layer's rows have a fixed address in the CUDA graph, so they are copied to the step's own rows
+//! after each replay. A layer that moves its statistics at once does so inside the graph; their earlier values
+//! are kept before the replay.
 
 use brimful_torch::foreach;
 use tch::Tensor;
@@ -11,7 +11,7 @@ use super::pool::Row;
 use super::{Pending, Running, STEP, at_once};
 use crate::{Error, Result};
 
-/// What the layers of a captured micro-batch have reported.
+/// Layers of a captured micro-batch that have reported.
 #[derive(Debug)]
 pub(crate) struct ReplayStatistics {
     rows: Vec<(Running, Row)>,
@@ -19,7 +19,7 @@ pub(crate) struct ReplayStatistics {
 }
 
 impl Pending {
-    /// What is to be done again, from the layers that reported while the work was captured.
+    /// Converts the reports during a capture into updates for each replay.
     pub(crate) fn into_replay_statistics(self) -> ReplayStatistics {
         let rows = self.deferred.into_values().flat_map(|seen| {
             let rows = seen.rows_so_far();
@@ -31,12 +31,12 @@ impl Pending {
 }
 
 impl ReplayStatistics {
-    /// Keeps what the replay is going to move.
+    /// Keeps the values of the statistics that the replay will move.
     pub(crate) fn before(&self) -> Result<()> {
         self.changed.iter().try_for_each(|running| at_once(running).map(drop))
     }
 
-    /// Files what the replay has seen under the step that is under way.
+    /// Adds the replay's rows to the current step.
     pub(crate) fn after(&self) -> Result<()> {
         // One copy for the rows of all layers: one each would cost the launches that the replay saves.
         let mut into = Vec::new();

@@ -1,4 +1,4 @@
-//! The statistics of a whole mini-batch, taken before any of its micro-batches is normalised.
+//! Statistics of a whole mini-batch, computed before any of its micro-batches is normalised.
 
 use brimful_torch::batch_norm::moments;
 use tch::{Device, Kind, Tensor};
@@ -9,18 +9,18 @@ use super::{Running, STEP};
 use crate::Result;
 use crate::ranks::summed_in;
 
-/// What all micro-batches so far come to: the mean and the variance of each one's values, a pair.
+/// Statistics of all micro-batches so far: a mean and a variance for each.
 #[derive(Debug, Default)]
 pub(crate) struct WholeBatch {
-    /// How many values each pair is over.
+    /// Number of values of each pair.
     counts: Vec<i64>,
     pairs: ChannelPairs,
 }
 
-/// What normalises a whole mini-batch.
+/// Statistics that normalise a whole mini-batch.
 #[derive(Debug)]
 pub(crate) struct WholeStatistics {
-    /// Values a channel.
+    /// Number of values per channel.
     pub(crate) count: i64,
     pub(crate) mean: Tensor,
     pub(crate) variance: Tensor,
@@ -30,7 +30,7 @@ impl WholeBatch {
     /// Counts a micro-batch, whose channels are its second dimension.
     pub(crate) fn add(&mut self, x: &Tensor) -> Result<()> {
         let x = x.f_detach()?;
-        // Of halves a CPU gives statistics that are as coarse.
+        // In half precision a CPU would return statistics that are as coarse.
         let x = if x.device() == Device::Cpu { x.f_to_kind(summed_in(x.kind()))? } else { x };
         let count = x.numel() as i64 / x.size()[1];
         let [mean, variance] = moments(&x)?;
@@ -44,8 +44,8 @@ impl WholeBatch {
         Ok(())
     }
 
-    /// All micro-batches are counted: gives what normalises an input of this kind, and moves the running
-    /// statistics of the step under way towards it.
+    /// Combines all micro-batches. Returns the statistics that normalise an input of this dtype, and records
+    /// them for the running statistics of the current step.
     pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<WholeStatistics> {
         let count = self.counts.iter().sum();
         let whole = self.put_together()?;
@@ -56,15 +56,15 @@ impl WholeBatch {
             pending.seen(running).add(Pooled { count, mean, squares });
             Ok(())
         })?;
-        // Rounded once, after all that could cancel.
+        // Rounded once, after everything that could cancel.
         let rounded = whole.f_to_kind(pooled_kind(kind))?;
         let (mean, variance) = (rounded.f_select(0, 0)?, rounded.f_select(0, 1)?);
         Ok(WholeStatistics { count, mean, variance })
     }
 
-    /// The mean and the variance of all values, 2 × channels: the variance of the parts' means is added to
-    /// the mean of their variances. In f64, which for some numbers a channel costs nothing; and in as few
-    /// operations as can be, because a network has many such layers, and a launch each would count.
+    /// Returns the mean and the variance of all values, 2 × channels: the variance of the parts' means is added
+    /// to the mean of their variances. In f64, which costs nothing for some numbers per channel. In as few
+    /// operations as possible, because a network has many such layers, and each launch counts.
     fn put_together(&self) -> Result<Tensor> {
         let parts = self.pairs.stacked()?.f_to_kind(Kind::Double)?;
         let (between, whole) = match is_one_number(&self.counts) {
@@ -78,8 +78,8 @@ impl WholeBatch {
         Ok(whole)
     }
 
-    /// The same two of parts that count unequally: the variance of their means, and the mean of their means
-    /// and variances.
+    /// Returns the variance of the parts' means, and the mean of their means and variances, for parts of
+    /// unequal weight.
     fn weighted(&self, parts: &Tensor) -> Result<(Tensor, Tensor)> {
         let total: i64 = self.counts.iter().sum();
         let counts = column(&self.counts, Kind::Double, parts.device())?;

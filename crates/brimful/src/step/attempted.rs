@@ -1,4 +1,4 @@
-//! What an engine has tried of a step, and what becomes of it.
+//! An engine's attempt at a step, and its commit or rollback.
 
 use std::sync::Arc;
 
@@ -7,35 +7,36 @@ use super::settle::{Exchange, PartReport, Whole};
 use super::sizing::Lesson;
 use crate::Result;
 
-/// A mini-batch that an engine of this kind has run, or several, of which nothing is committed.
+/// One or several mini-batches that an engine of this kind has run and not committed.
 pub(crate) trait Attempted<E>: Sized {
-    /// What has to be known of each of this rank's parts to commit them together.
+    /// Reports what is needed to commit each of this rank's parts together with the others'.
     fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
 
     /// Computes all that a commit needs.
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()>;
 
-    /// Lets it stand. Nothing is allocated.
+    /// Commits. Allocates nothing.
     fn commit(&mut self, engine: &mut E) -> Result<()>;
 
-    /// Leaves everything as it was before.
+    /// Restores everything to its state before the attempt.
     fn undo(self, engine: &mut E) -> Result<()>;
 
-    /// Makes it ready to wait beside earlier mini-batches of the same step, if it fits to them.
+    /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit.
+    /// Fails if it does not match `earlier`.
     fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
 
-    /// Adds what was made lasting to earlier mini-batches of the same step. Nothing is allocated.
+    /// Merges a detached attempt into earlier mini-batches of the same step. Allocates nothing.
     fn after(self, engine: &mut E, earlier: Option<Self>) -> Result<Self>;
 
-    /// Refuses where other parameters are trained now than those that the sums are of.
+    /// Fails if the trained parameters have changed since the sums were computed.
     fn check_trained(&self, engine: &mut E) -> Result<()>;
 
-    /// What gradients are divided by until the commit.
+    /// Divisor of the gradients until the commit.
     fn unit(&self) -> f64;
 
-    /// What the size is to learn from it.
+    /// Measurements for the size policy.
     fn lesson(&self) -> Lesson;
 
-    /// What the report of a step says beside its loss.
+    /// Figures that a step's report has beside its loss.
     fn figures(&self, engine: &mut E, whole: &Whole) -> Result<Figures>;
 }

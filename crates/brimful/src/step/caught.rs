@@ -1,4 +1,4 @@
-//! What was caught, as an error; and panics that wait until all is undone.
+//! Caught failures as errors, and panics that are parked until everything is rolled back.
 
 use std::any::Any;
 use std::panic;
@@ -8,7 +8,7 @@ use crate::oom::{self, Caught};
 use crate::workers::{WorkerError, into_error, panic_message};
 use crate::{Error, Result};
 
-/// The error; a panic that is not out-of-memory goes on.
+/// Returns the error; resumes a panic that is not out-of-memory.
 pub(crate) fn into_error_or_panic(caught: Caught<Error>) -> Error {
     match caught {
         Caught::Panic(payload) => panic::resume_unwind(payload),
@@ -16,27 +16,27 @@ pub(crate) fn into_error_or_panic(caught: Caught<Error>) -> Error {
     }
 }
 
-/// Runs `f`; a panic becomes an error, so that it can be told to others.
+/// Runs `f`; a panic becomes an error, which can be reported to other ranks.
 pub(crate) fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     oom::catch(f).map_err(into_error)
 }
 
-/// A try that has failed, and when: of several failures the first is told.
+/// A failed attempt and its time: of several failures the first is reported.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) at: Instant,
     pub(crate) cause: Box<Caught<Error>>,
-    /// Whether somebody else has failed before, perhaps in another rank.
+    /// True if another part has failed before, perhaps in another rank.
     pub(crate) follows: bool,
 }
 
 impl Failed {
-    /// With this error, at this time.
+    /// Creates a failure with this error, at this time.
     pub(crate) fn at(at: Instant, error: Error) -> Self {
         Self { at, cause: Box::new(Caught::Error(error)), follows: false }
     }
 
-    /// Because somebody else did, who is to be told instead.
+    /// Creates a failure that another one has caused; the other one is reported instead.
     pub(crate) fn stopped(error: Error) -> Self {
         Self { follows: true, ..error.into() }
     }
@@ -54,12 +54,12 @@ impl From<Error> for Failed {
     }
 }
 
-/// A user's panic that goes on when all is undone and everyone has been told.
+/// A user's panic that resumes once everything is rolled back and all ranks have the report.
 #[derive(Default)]
 pub(crate) struct ParkedPanic(Option<Box<dyn Any + Send>>);
 
 impl ParkedPanic {
-    /// Keeps a panic, of which the others are told its words.
+    /// Keeps a panic, and reports its message to the other ranks.
     pub(crate) fn park(&mut self, failed: Failed) -> Failed {
         match *failed.cause {
             Caught::Panic(payload) => {
@@ -72,7 +72,7 @@ impl ParkedPanic {
         }
     }
 
-    /// Lets the panic go on, if there was one.
+    /// Resumes the panic, if there was one.
     pub(crate) fn resume(self) {
         if let Some(payload) = self.0 {
             panic::resume_unwind(payload);

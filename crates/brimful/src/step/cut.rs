@@ -1,7 +1,7 @@
 //! Hands out a mini-batch's micro-batches piece by piece.
 //!
-//! A given size makes one piece. An automatic one in a single memory makes several while it learns: a
-//! piece is run, and what it needed and how long it took decide on the next ([`SizeWatch`]).
+//! A given size makes one piece. An automatic size in a single memory makes several while it learns: the memory
+//! and time that a piece takes decide on the next ([`SizeWatch`]).
 
 use std::ops::Range;
 
@@ -16,39 +16,39 @@ use crate::copies::Copies;
 use crate::loss::MicroBatchWeight;
 use crate::{Result, feed};
 
-/// A mini-batch on its way through a device.
+/// A mini-batch that is being handed out micro-batch by micro-batch.
 #[derive(Debug)]
 pub(crate) struct Cut {
     samples: Samples,
     /// The first sample that has not been handed out.
     next: usize,
-    /// Read only where it is given.
+    /// Read only where the size is given.
     size: Size,
     /// All micro-batches, where the size is given.
     given: Vec<Range<usize>>,
-    /// What decides on the next piece, where it is not.
+    /// Decides on the next piece, where the size is automatic.
     watch: Option<SizeWatch>,
     sizes: Vec<usize>,
 }
 
-/// Which micro-batch of its mini-batch one is.
+/// Position of a micro-batch within its mini-batch.
 #[derive(Debug)]
 pub(crate) struct MicroBatchInfo {
     pub(crate) number: usize,
-    /// Its samples.
+    /// Samples that it holds.
     pub(crate) range: Range<usize>,
-    /// What it counts for in its step.
+    /// Its weight in the step.
     pub(crate) weight: MicroBatchWeight,
-    /// Whether its size is tried in a part of the mini-batch only.
+    /// True if this size is only being tried out on a part of the mini-batch.
     pub(crate) tried: bool,
 }
 
-/// What came of a micro-batch, besides its numbers.
+/// Measurements of a micro-batch that has run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MicroBatchRun {
-    /// In use besides what the memory's account shows.
+    /// Bytes in use that the memory's account does not show.
     pub(crate) unseen: Bytes,
-    /// Whether others like it will take as long.
+    /// True if its time is typical of its size.
     pub(crate) typical: bool,
 }
 
@@ -57,7 +57,7 @@ impl MicroBatchRun {
 }
 
 impl Cut {
-    /// These samples by a given size; none of them where there are none.
+    /// Cuts these samples by a given size; without samples there are no micro-batches.
     pub(crate) fn given(samples: Samples, size: Size) -> Result<Self> {
         let given = match samples.count() {
             0 => Vec::new(),
@@ -66,13 +66,13 @@ impl Cut {
         Ok(Self { samples, next: 0, size, given, watch: None, sizes: Vec::new() })
     }
 
-    /// The same by an automatic size.
+    /// Cuts these samples by an automatic size.
     pub(crate) fn watched(samples: Samples, size: Size, watch: SizeWatch) -> Self {
         let (given, watch) = (Vec::new(), Some(watch));
         Self { samples, next: 0, size, given, watch, sizes: Vec::new() }
     }
 
-    /// Begins with the first sample again.
+    /// Restarts at the first sample.
     pub(crate) fn restart(&mut self) {
         self.next = 0;
         self.sizes.clear();
@@ -81,27 +81,27 @@ impl Cut {
         }
     }
 
-    /// The size that each part is cut by, where it is given for the whole mini-batch.
+    /// Size by which each part is cut, where the whole mini-batch has one size.
     pub(crate) fn size(&self) -> Option<Size> {
         self.watch.is_none().then_some(self.size)
     }
 
-    /// How many micro-batches there are, where that is known beforehand.
+    /// Number of micro-batches, where it is known beforehand.
     pub(crate) fn given_count(&self) -> Option<usize> {
         self.watch.is_none().then_some(self.given.len())
     }
 
-    /// The samples that are cut, in the order in which they are run.
+    /// Returns the samples that are cut, in the order in which they run.
     pub(crate) fn samples(&self) -> &Samples {
         &self.samples
     }
 
-    /// The lengths of the micro-batches handed out so far.
+    /// Lengths of the micro-batches handed out so far.
     pub(crate) fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// The most memory that pieces which are over have used.
+    /// Peak memory of the pieces that have finished.
     pub(crate) fn peak(&self) -> Bytes {
         self.watch.as_ref().map_or(Bytes(0), |watch| watch.peak)
     }
@@ -110,8 +110,8 @@ impl Cut {
         self.watch
     }
 
-    /// Calls `f` with each micro-batch of a mini-batch in this role in turn, on the device of the copies, where it
-    /// draws its own random numbers if it has such.
+    /// Calls `f` with each micro-batch in order, on the device of the copies. Where the role has a seed, each
+    /// micro-batch draws from a generator of its own.
     pub(crate) fn each<B: Batch>(
         &mut self,
         batch: &B,
@@ -123,8 +123,8 @@ impl Cut {
         while self.next < self.samples.count() {
             let first = self.sizes.len();
             let ranges = self.next_piece(copies.device())?;
-            // A piece of less than the mini-batch tries its size: nothing that is to last, such as a
-            // captured graph, is worth preparing for it.
+            // A piece that is less than the mini-batch tries out its size: a captured graph, for example, is
+            // not worth preparing for it.
             let tried =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, copies, |i, micro_batch| {
@@ -141,7 +141,7 @@ impl Cut {
         Ok(())
     }
 
-    /// All micro-batches at once, which are to be run more than once; they must be given.
+    /// Returns all micro-batches at once, for those that run more than once; the size must be given.
     pub(crate) fn all(&mut self) -> Result<Vec<Range<usize>>> {
         self.next_piece(Device::Cpu)
     }

@@ -1,19 +1,19 @@
-//! The step engine: what every kind of step has in common, on one device, on replicas, in a pipeline,
-//! alone or with other ranks.
+//! The step engine: the part of a step that is common to one device, replicas and pipelines, alone or with
+//! other ranks.
 //!
 //! ```text
-//!   open      what all ranks bring: samples, their kind, the seed, what is trained       opening
-//!   size      the next size to try, one for all                                           sizing
-//!   attempt   the engine's own: every micro-batch is run, and nothing is committed   cut, tally, undo
-//!   tell      losses and their denominators, or what went wrong                           settle
-//!   prepare   all that a commit needs, gradients and statistics of all ranks              settle
-//!   vote      everyone is ready, or everyone undoes                                       settle
-//!   commit    gradients and statistics are put in place, which needs no memory            tried
+//!   open      exchange samples, their kind, the seed, the trained parameters               opening
+//!   size      choose the next size to try, one for all                                     sizing
+//!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
+//!   report    exchange losses and their denominators, or the failure                       settle
+//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       settle
+//!   vote      every rank is ready, or every rank rolls back                                settle
+//!   commit    put gradients and statistics in place, which needs no memory                 tried
 //! ```
 //!
-//! Wherever memory runs out before the commit, all is undone and tried again, smaller ([`sizing`]).
-//! [`MicroBatcher`](crate::MicroBatcher), [`Replicas`](crate::Replicas) and
-//! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: they bring how an attempt runs, and which
+//! If memory runs out before the commit, the step is rolled back and runs again with smaller micro-batches
+//! ([`sizing`]). [`MicroBatcher`](crate::MicroBatcher), [`Replicas`](crate::Replicas) and
+//! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: each defines how an attempt runs, and which
 //! memories it uses.
 
 mod attempted;
@@ -70,57 +70,59 @@ use opening::OwnPart;
 use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
 
-/// A kind of engine, as a step sees it.
+/// A kind of engine, as a step uses it.
 pub(crate) trait Engine: Sized {
-    /// What was run of a step and is not committed.
+    /// An attempt at a step, not committed.
     type Tried: Attempted<Self>;
 
-    /// Whether the model itself is spread over ranks, so that all of them take part in every call.
+    /// True if the model itself is spread over ranks, so that every call is a collective.
     const SPREADS_MODEL: bool = false;
 
-    /// What every kind of engine has.
+    /// State that every kind of engine has.
     fn state(&mut self) -> &mut StepState<Self::Tried>;
 
-    /// Where the random numbers of a step come from.
+    /// Source of a step's random numbers.
     fn seeding(&self, team: &Team) -> Seeding;
 
-    /// Gets ready for a mini-batch on these devices. Says whether something was changed that other
-    /// ranks have copies of.
+    /// Prepares for a mini-batch on these devices. Returns whether a variable has changed that other ranks hold
+    /// copies of.
     fn begin(&mut self, _devices: &[Device]) -> Result<bool> {
         Ok(false)
     }
 
-    /// Makes copies that other ranks have the same again, on all of them or on none: see [`Engine::begin`].
+    /// Refreshes the copies of variables that other ranks own, on all of them or on none: see
+    /// [`Engine::begin`].
     fn refresh_copies(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// What is trained, where gradients set out to other replicas before the step's end.
+    /// Trained parameters, compared over the ranks; `None` where no gradient goes to other replicas before the
+    /// step's end.
     fn trained(&mut self) -> Result<Option<Trained>>;
 
-    /// The largest part of these samples that runs by itself.
+    /// Largest part of these samples that one replica runs by itself.
     fn largest_part(&self, samples: &Samples) -> Result<Samples> {
         Ok(samples.clone())
     }
 
-    /// Whether a step of this kind, alone in one memory, is cut piece by piece.
+    /// Returns whether a step of this kind, alone in one memory, is cut piece by piece.
     fn runs_in_pieces(&self, _kind: &Kind) -> bool {
         false
     }
 
-    /// The memories that a step runs in; none for one that is not counted.
+    /// Memories in which a step runs; `None` for one that is not counted.
     fn memories(&mut self) -> Vec<Option<Memory>>;
 
-    /// What a step of this kind needs at least in each memory.
+    /// Bytes that a step of this kind needs at least in each memory.
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>>;
 
-    /// The model's variables, in the order of their names.
+    /// Returns the model's variables, in the order of their names.
     fn named(&mut self) -> Result<Vec<(String, Tensor)>>;
 
-    /// Where and how the model is run, in words: sizes that are remembered hold for that alone.
+    /// Device and settings of the model, in words: part of the cache key of remembered sizes.
     fn place(&self) -> String;
 
-    /// Bytes of each memory that captured work keeps, or will need.
+    /// Bytes of each memory that CUDA graphs keep, or will need.
     fn kept_for_captures(&mut self, _kind: &Kind) -> Result<Vec<u64>> {
         Ok(Vec::new())
     }
@@ -129,56 +131,56 @@ pub(crate) trait Engine: Sized {
         Hints::default()
     }
 
-    /// Memory ran out in a step. Says whether one that is cut the same may do with less.
+    /// Frees memory after a step has run out of it. Returns whether a step of the same size may now fit.
     fn make_room(&mut self) -> Result<bool> {
         Ok(false)
     }
 
-    /// What a try has failed with, now that it is undone: another error where some of it cannot be, so that nobody
-    /// tries again.
+    /// Returns the error of an attempt that has been rolled back; another error where the rollback itself has
+    /// failed, which stops further attempts.
     fn failed(&mut self, error: Error) -> Error {
         error
     }
 
-    /// Gives back the memory that captured work keeps.
+    /// Frees the memory that CUDA graphs keep.
     fn drop_captures(&mut self) -> Result<()> {
         Ok(())
     }
 }
 
-/// Where the random numbers of a step come from.
+/// Source of a step's random numbers.
 #[derive(Debug)]
 pub(crate) enum Seeding {
-    /// The default generators, as in a plain loop.
+    /// Default generators, as in a plain loop.
     Plain,
-    /// A seed of the step's own, drawn from the default generator; those of these devices are as
-    /// before afterwards.
+    /// A seed for the step, drawn from the default generator; the generators of these devices are restored
+    /// afterwards.
     Step(Vec<Device>),
 }
 
-/// What every kind of engine is told, and what it knows from step to step.
+/// Settings of every kind of engine, and its state from step to step.
 #[derive(Debug)]
 pub(crate) struct StepState<T> {
     pub(crate) size: Size,
     pub(crate) sizes: Sizes,
-    /// Bytes of each memory that an optimizer is about to take.
+    /// Bytes of each memory that an optimizer will allocate next.
     pub(crate) reserved: Vec<u64>,
     pub(crate) non_finite: NonFinite,
     pub(crate) team: Team,
     pub(crate) window: Option<Window<T>>,
     pub(crate) warnings: Warnings,
-    /// Where sizes are to be remembered, until that file has been read.
+    /// File in which sizes are remembered, until it has been read.
     remembered: Option<PathBuf>,
 }
 
-/// Mini-batches that were run and wait for their commit.
+/// Mini-batches that wait for their commit.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
     pub(crate) tried: T,
     log: SizeLog,
-    /// The first one's.
+    /// Seed of the first mini-batch.
     seed: Option<u64>,
-    /// Where the default generator stood before the first one drew its seed.
+    /// State of the default generator before the first mini-batch drew its seed.
     before: Option<Randomness>,
 }
 
@@ -196,18 +198,18 @@ impl<T> StepState<T> {
         }
     }
 
-    /// Reads automatic sizes from this file before the first of them is needed.
+    /// Reads remembered sizes from this file before the first automatic size is chosen.
     pub(crate) fn remember(&mut self, path: &Path) {
         self.remembered = Some(path.to_owned());
     }
 
-    /// How mini-batches are cut from now on.
+    /// Sets how mini-batches are cut from now on.
     pub(crate) fn set_size(&mut self, size: Size) {
         self.size = size;
         self.sizes.set_goal(goal(size));
     }
 
-    /// Who takes part in what is each replica's own matter.
+    /// Returns the team for calls that need no other replica.
     fn own_team(&self, spreads_model: bool) -> Team {
         if spreads_model || self.team.is_alone() { self.team.clone() } else { Team::alone() }
     }
@@ -217,14 +219,14 @@ fn goal(size: Size) -> Goal {
     if size == Size::Largest { Goal::Largest } else { Goal::Fastest }
 }
 
-/// One try at a mini-batch, as its engine is told of it.
+/// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct Try<'a> {
     pub(crate) cut: &'a mut Cut,
     pub(crate) opening: &'a Opening,
     pub(crate) exchange: &'a Exchange,
 }
 
-/// Runs a step over one mini-batch until memory suffices, and commits it, with all ranks.
+/// Runs a step over one mini-batch until it fits into memory, and commits it, with all ranks.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
@@ -238,7 +240,7 @@ pub(crate) fn run<E: Engine, O>(
     run_with(engine, &team, brought, attempt)
 }
 
-/// The same without gradients, as each replica's own matter; gives the outputs alone.
+/// Runs a mini-batch without gradients and without other replicas; returns the outputs alone.
 pub(crate) fn map<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
@@ -263,7 +265,7 @@ fn run_with<E: Engine, O>(
     Ok(Step { seed, ..step }.with_log(log))
 }
 
-/// Runs a mini-batch, and keeps the result for [`commit`]: each replica's own matter until then.
+/// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
 pub(crate) fn accumulate<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
@@ -273,7 +275,7 @@ pub(crate) fn accumulate<E: Engine, O>(
     let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
     let noted = before.as_ref().map(drop).map_err(Error::clone);
     let brought = brought.provided(check_trained(engine).and(noted));
-    // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
+    // Replicas need not accumulate equally often: the commit compares and sums what they have.
     let team = engine.state().own_team(E::SPREADS_MODEL);
     let (outputs, seed, log) = until_done(engine, &team, brought, attempt, keep)?;
     let before = before?;
@@ -285,7 +287,7 @@ pub(crate) fn accumulate<E: Engine, O>(
     Ok(outputs)
 }
 
-/// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+/// Commits the gradients of all mini-batches since the last commit, as if they had been one.
 pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     let start = Instant::now();
     let team = engine.state().team.clone();
@@ -295,8 +297,8 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
         Err(error) => {
-            // The other ranks are about to vote and would wait for this one: it votes too, with its
-            // error, so that they undo their windows as it does.
+            // The other ranks are about to vote and would wait for this one. It votes with its error, so that
+            // every rank rolls its window back.
             let undone = engine.state().window.take().map_or(Ok(()), |window| {
                 window.tried.undo(engine)?;
                 window.before.map_or(Ok(()), |before| before.restore())
@@ -307,7 +309,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     };
     let finished = finish(engine, tried, (), &team.exchange()?, start);
     if let (Err(_), Some(before)) = (&finished, before) {
-        // The mini-batches are forgotten, and so are the seeds that they drew.
+        // The mini-batches are dropped, so the generator returns to its state before their seeds.
         before.restore()?;
     }
     let step = finished?;
@@ -315,8 +317,8 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     Ok(Step { seed, ..step }.with_log(log))
 }
 
-/// What this process's mini-batch, or one replica's part of it, is to a step that goes on with its
-/// commit, if it is the `last`.
+/// Role in the step of this process's mini-batch, or of one replica's part of it. `last` says that the commit
+/// comes next.
 pub(crate) fn role<E: Engine>(
     engine: &mut E,
     opening: &Opening,
@@ -325,7 +327,7 @@ pub(crate) fn role<E: Engine>(
 ) -> BatchRole {
     let role = BatchRole { last, ..opening.role(replica) };
     match &engine.state().window {
-        // What follows goes on in the unit of the step's first mini-batch.
+        // Later mini-batches keep the unit of the step's first one.
         Some(window) => {
             BatchRole { unit: window.tried.unit(), first: false, begins: false, ..role }
         }
@@ -333,7 +335,7 @@ pub(crate) fn role<E: Engine>(
     }
 }
 
-/// A whole step has no place between the parts of another.
+/// Fails if an accumulation window is open: no whole step may run then.
 pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
     let Some(window) = &engine.state().window else { return Ok(()) };
     let samples = window.tried.lesson().sizes.iter().sum();
@@ -341,15 +343,15 @@ pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
 }
 
 fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
-    // Taken out for the time, because the engine is asked about it.
+    // Taken out meanwhile, because the check needs the engine.
     let Some(window) = engine.state().window.take() else { return Ok(()) };
     let checked = window.tried.check_trained(engine);
     engine.state().window = Some(window);
     checked
 }
 
-/// Opens, and lets the engine try one size after the other, until `end` can do with what was tried
-/// what it is for. Gives what that comes to, the step's seed, and what was decided about its size.
+/// Opens a step and lets the engine try one size after the other, until `end` accepts an attempt. Returns its
+/// result, the step's seed, and the log of sizes.
 fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
@@ -358,20 +360,20 @@ fn until_done<E: Engine, O, T>(
     mut end: impl FnMut(&mut E, E::Tried, O, &Exchange, Instant) -> Result<T>,
 ) -> Result<(T, Option<u64>, SizeLog)> {
     let start = Instant::now();
-    // A closure's panic is an error until everything is undone and other ranks have been told: if it
-    // unwound from within, they would wait for a vote that never comes.
+    // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
+    // other ranks would wait for a vote that never comes.
     let mut parked = ParkedPanic::default();
     let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
         let opening = open(engine, team, brought, seed)?;
         let to_cut = ToCut { samples: opening.own(), least: opening.least() };
         let (value, log) = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
-            // Channels of its own for every try: messages that a failed one left under way cannot be
-            // taken for this one's.
+            // Each attempt has channels of its own, so that it never reads messages which a failed one left in
+            // flight.
             let exchange = team.exchange()?;
             let this_try = Try { cut, opening: &opening, exchange: &exchange };
             let ended = match attempt(engine, this_try) {
                 Ok((tried, outputs)) => {
-                    // Read before the end, which may consume what was tried.
+                    // Read before `end`, which may consume the attempt.
                     let lesson = tried.lesson();
                     end(engine, tried, outputs, &exchange, start).map(|value| (value, lesson))
                 }
@@ -385,7 +387,7 @@ fn until_done<E: Engine, O, T>(
     done
 }
 
-/// Runs `f` with the step's seed, if it has one of its own.
+/// Runs `f` with the step's seed, if it has one.
 fn seeded<E: Engine, T>(
     engine: &mut E,
     team: &Team,
@@ -398,14 +400,14 @@ fn seeded<E: Engine, T>(
     }
 }
 
-/// What all ranks bring, after which copies of shared variables are what they should be.
+/// Exchanges what all ranks bring to the step, then refreshes copies of shared variables.
 pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,
     brought: Brought,
     seed: Result<Option<u64>>,
 ) -> Result<Opening> {
-    // Not `?`: the others wait for this rank's part, be it an error.
+    // Not `?`: the other ranks wait for this rank's part, even if it is an error.
     let own = own_part(engine, team, &brought, seed);
     let opening = Opening::open(team, brought, own)?;
     if opening.changed {
@@ -422,15 +424,15 @@ fn own_part<E: Engine>(
 ) -> Result<OwnPart> {
     let seed = seed?;
     let changed = engine.begin(&brought.devices)?;
-    // Compared here, and not with the reports, because gradients may be on their way by then; hashing
-    // all names is spared where nothing is summed.
+    // Compared here and not with the reports, because gradients may be in flight by then. Where nothing is
+    // summed, no names are hashed.
     let compares = brought.kind.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();
     Ok(OwnPart { size: engine.state().size, seed, trained, changed, rank })
 }
 
-/// Adds what was tried to the mini-batches that wait for their commit. Gives the outputs back.
+/// Merges an attempt into the window, and returns its outputs.
 fn keep<E: Engine, O>(
     engine: &mut E,
     mut tried: E::Tried,
@@ -442,7 +444,7 @@ fn keep<E: Engine, O>(
     let earlier = window.as_ref().map(|window| &window.tried);
     let lasting = caught(|| tried.make_lasting(engine, earlier));
     if let Err(error) = exchange.report(lasting, start) {
-        // Earlier mini-batches stay: the caller may bring this one again, or commit without it.
+        // Earlier mini-batches stay: the caller may run this one again, or commit without it.
         engine.state().window = window;
         tried.undo(engine)?;
         return Err(error);
@@ -456,7 +458,7 @@ fn keep<E: Engine, O>(
     Ok(outputs)
 }
 
-/// Commits what was tried, with all ranks, and reports it.
+/// Commits an attempt, with all ranks, and returns the step's report.
 pub(crate) fn finish<E: Engine, O>(
     engine: &mut E,
     tried: E::Tried,

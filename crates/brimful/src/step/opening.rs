@@ -1,4 +1,4 @@
-//! What ranks tell each other before a step.
+//! Handshake of the ranks before a step.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
@@ -20,14 +20,14 @@ use crate::{Error, Result};
 pub(crate) struct Brought {
     samples: Result<Samples>,
     pub(crate) kind: Kind,
-    /// Of its tensors.
+    /// Devices of its tensors.
     pub(crate) devices: Vec<Device>,
-    /// What tells it from others, where all ranks of a replica must bring the same.
+    /// Description of the mini-batch, where all ranks of a replica must bring the same one.
     hash: Option<String>,
 }
 
 impl Brought {
-    /// The inputs of a step, with what belongs to them.
+    /// Describes the inputs of a step.
     pub(crate) fn new(used: Use, arranged: &Arranged<'_, impl Batch>) -> Self {
         let batch = arranged.batch();
         Self {
@@ -38,41 +38,41 @@ impl Brought {
         }
     }
 
-    /// The same for ranks that must all bring the same, as those of one pipeline.
+    /// Adds a description, for ranks that must all bring the same mini-batch, such as those of one pipeline.
     pub(crate) fn with_hash(self, described: String) -> Self {
         Self { hash: Some(described), ..self }
     }
 
-    /// The same with what comes beside it, which may be of other samples.
+    /// Adds the targets' devices, and the error if the targets do not fit the inputs.
     pub(crate) fn with(self, fits: Result<()>, devices: Vec<Device>) -> Self {
         let samples = self.samples.and_then(|samples| fits.map(|()| samples));
         Self { samples, devices: [self.devices, devices].concat(), ..self }
     }
 
-    /// The same, refused where this is: by the opening, which tells all ranks. Who returned before it would
-    /// leave the others waiting.
+    /// Fails the step if this result is an error. The opening reports it to all ranks: a rank that returned
+    /// earlier would leave the others waiting.
     pub(crate) fn provided(self, holds: Result<()>) -> Self {
         let samples = holds.and(self.samples);
         Self { samples, ..self }
     }
 }
 
-/// What this rank knows of a step beside its mini-batch.
+/// This rank's side of the handshake, beside its mini-batch.
 #[derive(Debug)]
 pub(super) struct OwnPart {
     pub(super) size: Size,
     pub(super) seed: Option<u64>,
     pub(super) trained: Option<Trained>,
     pub(super) changed: bool,
-    /// In the world; where it takes its step alone, the first rank has the first sample all the same.
+    /// Rank in the world. Where each rank steps alone, only the first one has the step's first sample.
     pub(super) rank: usize,
 }
 
 impl OwnPart {
-    /// What the others are told of it.
+    /// Returns the message for the other ranks.
     fn hello(&self, samples: &Samples, kind: &Kind, hash: Option<String>) -> Result<StepHello> {
         let any = samples.count() > 0;
-        // A size that cannot cut these samples is refused here, where all ranks still hear of it.
+        // A size that cannot cut these samples fails here, so that all ranks get the error.
         if any {
             self.size.cut(samples)?;
         }
@@ -88,24 +88,24 @@ impl OwnPart {
     }
 }
 
-/// What one rank has.
+/// Message of one rank in the handshake.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct StepHello {
     samples: Samples,
-    /// In words; none where there is no sample.
+    /// In words; `None` where there is no sample.
     kind: Option<String>,
     hash: Option<String>,
     size: String,
     seed: u64,
-    /// Where gradients set out before the step's end.
+    /// Trained parameters, where gradients go to other replicas before the step's end.
     trained: Option<Trained>,
-    /// Whether something was changed that other ranks have copies of.
+    /// True if a variable has changed that other ranks hold copies of.
     changed: bool,
 }
 
 impl StepHello {
-    /// Makes sure that what all ranks bring can be one step. All of them compare the same list, so that
-    /// all fail with the same error, and none waits for one that has returned.
+    /// Checks that the ranks' messages make one step. All ranks compare the same list, so all fail with the
+    /// same error, and none waits for one that has returned.
     fn check(all: &[Self], team: &Team) -> Result<()> {
         check_alike("the micro-batch size", all.iter().map(|hello| Some(hello.size.clone())))?;
         let trained: Vec<_> = all.iter().filter_map(|hello| hello.trained.as_ref()).collect();
@@ -117,7 +117,7 @@ impl StepHello {
         Ok(())
     }
 
-    /// Samples of each replica, whose ranks all bring the same: the first of them counts.
+    /// Samples of each replica: the ranks of one bring the same, so its first rank counts.
     fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<Samples>> {
         let firsts = all.iter().step_by(team.ranks_of_replica());
         let samples: Vec<Samples> = firsts.map(|hello| hello.samples.clone()).collect();
@@ -128,24 +128,24 @@ impl StepHello {
     }
 }
 
-/// What all ranks have.
+/// Result of the handshake, over all ranks.
 #[derive(Debug)]
 pub(crate) struct Opening {
     /// Samples of each replica.
     samples: Vec<Samples>,
     replica: usize,
-    /// Whether this rank's replica has the step's first sample.
+    /// True if this rank's replica has the step's first sample.
     pub(crate) first: bool,
     seed: Option<u64>,
-    /// Whether something was changed that has copies elsewhere.
+    /// True if a variable has changed that has copies elsewhere.
     pub(crate) changed: bool,
-    /// Of this rank's samples, be they none.
+    /// Kind of this rank's samples, even if there are none.
     pub(crate) kind: Kind,
 }
 
 impl Opening {
-    /// Tells and hears what each has; all ranks draw from the first one's seed. All of them say what
-    /// they train, or none does.
+    /// Exchanges the messages of all ranks; all draw from the first rank's seed. Either all ranks send their
+    /// trained parameters or none does.
     pub(super) fn open(team: &Team, brought: Brought, own: Result<OwnPart>) -> Result<Self> {
         let Brought { samples, kind, hash, .. } = brought;
         if team.is_alone() {
@@ -154,12 +154,12 @@ impl Opening {
             return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed, kind });
         }
         let samples = match samples {
-            // An epoch's last mini-batch may not suffice for all replicas: one without a sample takes
-            // part with nothing, because the others wait for its share of the sums.
+            // An epoch's last mini-batch may not suffice for all replicas: one without a sample still takes
+            // part, because the others wait for its share of the sums.
             Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(Samples::default()),
             other => other,
         };
-        // Whatever has gone wrong here until now is told: this is the first that ranks hear of each other.
+        // Reports every failure so far: this is the step's first collective.
         let own = own.and_then(|own| Ok((own, samples?)));
         let hello = own.as_ref().map_err(Error::clone);
         let hello = hello.and_then(|(own, samples)| own.hello(samples, &kind, hash));
@@ -168,7 +168,7 @@ impl Opening {
         StepHello::check(&all, team)?;
         let mut samples = StepHello::samples_of_replicas(&all, team)?;
         let replica = team.replica();
-        // With the order of its own mini-batch, which others need not know.
+        // Includes the order of this rank's own samples, which other ranks do not need.
         samples[replica] = own;
         Ok(Self {
             first: samples.iter().position(|samples| samples.count() > 0) == Some(replica),
@@ -185,7 +185,7 @@ impl Opening {
         self.samples.iter().map(Samples::count).sum()
     }
 
-    /// The least that a micro-batch has that any sample fits in: one, or the longest one's tokens.
+    /// Smallest micro-batch that any sample fits in: one sample, or the longest one's tokens.
     pub(crate) fn least(&self) -> usize {
         self.samples.iter().map(Samples::least).max().unwrap_or(1)
     }
@@ -200,15 +200,15 @@ impl Opening {
         &self.samples[..self.replica]
     }
 
-    /// The seed of the step's random numbers, where it does not draw as a plain loop does.
+    /// Seed of the step's random numbers; `None` where the step draws as a plain loop does.
     pub(crate) fn seed(&self) -> Option<u64> {
         self.seed
     }
 
-    /// What this rank's part, or that of one of its replicas, is to the step.
+    /// Role in the step of this rank's part, or of one of its replicas.
     pub(crate) fn role(&self, replica: usize) -> BatchRole {
-        // Numbered so that a rank's first replica draws as the rank alone would, whatever the number of
-        // devices that others have.
+        // Numbered so that a rank's first replica draws as the rank alone would, whatever the number of devices
+        // in other ranks.
         let part = self.replica + replica * self.samples.len();
         BatchRole {
             unit: self.total() as f64,
@@ -220,7 +220,7 @@ impl Opening {
     }
 }
 
-/// Ranks that have something must have the same.
+/// Fails if the values that are present differ.
 fn check_alike(what: &str, found: impl Iterator<Item = Option<String>>) -> Result<()> {
     let found: Vec<Option<String>> = found.collect();
     let mut some = found.iter().flatten();
@@ -232,7 +232,7 @@ fn check_alike(what: &str, found: impl Iterator<Item = Option<String>>) -> Resul
     Err(WorldError::Differs { what: what.to_owned(), found }.into())
 }
 
-/// What tells a mini-batch from others: kinds, shapes, and a hash of some of its values.
+/// Describes a mini-batch: dtypes, shapes, and a hash of some of its values.
 pub(crate) fn described(batch: &impl Batch) -> String {
     let tensors = batch::leaves(batch).into_iter().map(Leaf::tensor);
     tensors.map(described_tensor).collect::<Vec<_>>().join(", ")
@@ -254,12 +254,12 @@ fn described_tensor(tensor: &Tensor) -> String {
     }
 }
 
-/// The bits of some values from all over a tensor, where reading them costs nothing.
+/// Returns the bits of some values from all over a tensor, where reading them costs nothing.
 fn sampled(tensor: &Tensor) -> Option<Vec<u64>> {
-    /// Enough to tell mini-batches apart, few enough to be read at every step.
+    /// Enough to distinguish mini-batches, few enough to read at every step.
     const VALUES: i64 = 64;
     let length = tensor.numel() as i64;
-    // Reading from an accelerator would wait for all that is queued there, at every step.
+    // Reading from an accelerator would wait for all work queued there, at every step.
     if tensor.device() != Device::Cpu || length == 0 {
         return None;
     }

@@ -1,4 +1,4 @@
-//! What a closure may return for a micro-batch: a loss, a loss with outputs, or a `Result` of them.
+//! Return values of a closure for a micro-batch: a loss, a loss with outputs, or a `Result` of them.
 
 use std::error::Error as StdError;
 
@@ -6,12 +6,12 @@ use crate::batch::Batch;
 use crate::loss::Loss;
 use crate::{Error, Result};
 
-/// A loss, a pair of a loss and outputs, or a `Result` of one of them.
+/// Return value of a closure: a loss, a pair of a loss and outputs, or a `Result` of one of them.
 pub trait Outcome {
-    /// What comes back joined in sample order; nothing for a bare loss.
+    /// Outputs, joined in sample order; `()` for a bare loss.
     type Outputs: Batch + 'static;
 
-    /// Takes it apart.
+    /// Splits it into loss and outputs.
     ///
     /// # Errors
     /// With the closure's own error.

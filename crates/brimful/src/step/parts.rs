@@ -1,4 +1,4 @@
-//! What replicas of one model have run of a step, put together; one device is a single replica.
+//! Parts of a step that replicas of one model have run; one device is a single replica.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use crate::Result;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 
-/// All replicas' parts of a mini-batch, or of several, in which nothing is committed.
+/// All replicas' parts of one or several mini-batches, not committed.
 #[derive(Debug)]
 pub(crate) struct Parts {
     pub(crate) tried: Tried,
-    /// None for a replica without a sample.
+    /// `None` for a replica without a sample.
     pub(crate) figures: Vec<Option<PartFigures>>,
 }
 
-/// What is told of one replica's part.
+/// Figures of one replica's part, for the step's report.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PartFigures {
     pub(crate) samples: usize,
@@ -29,12 +29,12 @@ pub(crate) struct PartFigures {
     pub(crate) peak: Option<Bytes>,
     /// Micro-batches that were replayed.
     pub(crate) replayed: usize,
-    /// Whether any was captured to be replayed.
+    /// True if any was captured as a CUDA graph.
     pub(crate) captured: bool,
 }
 
 impl PartFigures {
-    /// Of one mini-batch after the other.
+    /// Adds the figures of a later mini-batch.
     fn plus(self, later: Self) -> Self {
         Self {
             samples: self.samples + later.samples,
@@ -46,13 +46,14 @@ impl PartFigures {
     }
 }
 
-/// An engine whose replicas, or whose only device, have the whole model each.
+/// An engine on one device or on replicas, each of which has the whole model.
 pub(crate) trait PartsEngine: Engine<Tried = Parts> {
-    /// The memory in which a step is settled: the first replica's.
+    /// Memory in which sums are prepared and committed: the first replica's.
     fn home(&self) -> Option<Memory>;
 }
 
-/// The caller's thread may be no replica's own: what is computed here belongs to the first one.
+/// Enters the first replica's memory, to which this work is charged: the calling thread may belong to no
+/// replica.
 fn enter_home(engine: &impl PartsEngine) -> Option<ArenaGuard> {
     engine.home().and_then(|home| home.enter())
 }
@@ -116,7 +117,7 @@ impl<E: PartsEngine> Attempted<E> for Parts {
         let figures = || self.figures.iter();
         let mut peaks = self.peaks();
         if let (Some(home), Some(Some(peak))) = (engine.home(), peaks.first_mut()) {
-            // What a commit has needed comes on top of what its tries have.
+            // A commit may need more than its attempts.
             *peak = (*peak).max(self.tried.peak).max(home.usage()?.peak);
         }
         Ok(Figures {

@@ -1,4 +1,4 @@
-//! What one step did.
+//! The report of a step.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use crate::auto::{Decision, SizeLog};
 use crate::bytes::Bytes;
 use crate::schedule::{Actions, BusUse, Span, render};
 
-/// What one step did, be it one mini-batch or several up to their commit; or what an evaluation did.
+/// Report of one step, which is one mini-batch or several up to their commit, or of an evaluation.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Step<O = ()> {
@@ -15,7 +15,7 @@ pub struct Step<O = ()> {
     pub loss: f64,
     /// The loss's terms, in the order in which they were added, each with its factor.
     pub terms: Vec<f64>,
-    /// Samples in the mini-batch, those of other ranks' replicas included.
+    /// Samples in the mini-batch, including those of other ranks' replicas.
     pub samples: usize,
     /// Samples that each replica of this process had.
     pub shares: Vec<usize>,
@@ -23,27 +23,27 @@ pub struct Step<O = ()> {
     pub sizes: Vec<usize>,
     /// The closure's outputs, joined in sample order.
     pub outputs: O,
-    /// How long it took on the host, the reading of the loss included.
+    /// Time on the host, including the reading of the loss.
     pub time: Duration,
-    /// How long each replica of this process ran its part; none for one without a sample.
+    /// Time of each replica's part in this process; `None` for a replica without a sample.
     pub times: Vec<Option<Duration>>,
-    /// The most memory in use at one moment on each device, where it is counted: on an accelerator,
-    /// or in an arena that was given. Of a pipeline, the devices of all ranks.
+    /// Peak memory of each device, where it is counted: on an accelerator, or in an arena that was given. A
+    /// pipeline lists the devices of all ranks.
     pub peaks: Vec<Option<Bytes>>,
     /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
     pub replayed: usize,
-    /// The seed of its random numbers, or of its first mini-batch's; none where it draws as a plain
-    /// loop does, as a `MicroBatcher` without other ranks.
+    /// Seed of the step's random numbers, or of its first mini-batch's; `None` where it draws as a plain loop
+    /// does, such as a `MicroBatcher` without other ranks.
     ///
-    /// Of replicas and ranks, micro-batch `i` of replica `r` of rank `k`, each counted from 0, draws
-    /// from a generator with the seed `Draws::new(seed, i).seed(k + r * ranks)`. Of a pipeline, layer
-    /// `l` draws from `Draws::new(seed, i).seed(l)`, where `i` counts over all replicas.
+    /// With replicas and ranks, micro-batch `i` of replica `r` of rank `k`, each counted from 0, draws from a
+    /// generator with the seed `Draws::new(seed, i).seed(k + r * ranks)`. In a pipeline, layer `l` draws from
+    /// `Draws::new(seed, i).seed(l)`, where `i` counts over all replicas.
     pub seed: Option<u64>,
     /// A pipeline's actions, and when they ran.
     pub timeline: Option<Timeline>,
-    /// What was decided about an automatic size, in order, failed tries included.
+    /// Decisions about an automatic size, in order, including failed attempts.
     pub decisions: Vec<Decision>,
-    /// How often the mini-batch was run again because memory had run out.
+    /// Number of times that the mini-batch was rerun because memory had run out.
     pub retries: usize,
 }
 
@@ -54,12 +54,12 @@ pub struct Timeline {
     pub actions: Arc<Actions>,
     /// For each device, its actions with their times in seconds since the step's start.
     pub spans: Vec<Vec<Span>>,
-    /// For each device, what crossed its bus and what it waited for, in seconds since the same start; empty
-    /// where nothing did, or nobody [asked](crate::Pipeline::time_moves).
+    /// For each device, its transfers over the host link and its waits for them, in seconds since the same
+    /// start; empty without transfers, or unless [requested](crate::Pipeline::time_moves).
     pub buses: Vec<BusUse>,
 }
 
-/// What an engine adds to the report of a step.
+/// Figures that an engine adds to a step's report.
 #[derive(Debug, Default)]
 pub(crate) struct Figures {
     pub(crate) shares: Vec<usize>,
@@ -71,7 +71,7 @@ pub(crate) struct Figures {
 }
 
 impl<O> Step<O> {
-    /// The most memory in use on any device, where it is counted.
+    /// Returns the peak memory of the device with the highest, among devices where it is counted.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         self.peaks.iter().flatten().max().copied()
@@ -83,8 +83,8 @@ impl<O> Step<O> {
 }
 
 impl Timeline {
-    /// Idle time of all devices over all their time, from the first action's beginning to the last
-    /// one's end, to be put beside the simulated one.
+    /// Idle time of all devices as a fraction of all their time, from the first action's start to the last
+    /// one's end; comparable to the simulated bubble.
     #[must_use]
     pub fn bubble(&self) -> f64 {
         let spans = || self.spans.iter().flatten();
@@ -95,7 +95,7 @@ impl Timeline {
         if all > 0.0 { f64::max(1.0 - busy / all, 0.0) } else { 0.0 }
     }
 
-    /// The step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
+    /// Returns the step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
     #[must_use]
     pub fn trace(&self) -> String {
         render::measured_trace(&self.spans, &self.buses)

@@ -1,6 +1,6 @@
-//! What becomes of a try: every part tells, all prepare, all vote, and then all commit or all undo.
+//! End of an attempt: every part reports, all prepare, all vote, then all commit or all roll back.
 //!
-//! Alone or over ranks is one path: a world of one votes with itself.
+//! One path serves a single process too: a world of one votes with itself.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ use crate::workers::into_error;
 use crate::world::{Turn, World};
 use crate::{Error, Result};
 
-/// Who takes part in a step: ranks that make up replicas of the model. Every replica brings samples of
-/// its own; the ranks of one replica bring the same.
+/// Ranks that take part in a step and make up replicas of the model. Each replica brings samples of its own;
+/// the ranks of one replica bring the same.
 #[derive(Debug, Clone)]
 pub(crate) struct Team {
     pub(crate) world: World,
@@ -40,18 +40,18 @@ impl Team {
         self.world.size() / self.replicas
     }
 
-    /// Which replica this rank is of.
+    /// Index of this rank's replica.
     pub(crate) fn replica(&self) -> usize {
         self.world.rank() / self.ranks_of_replica()
     }
 
-    /// Begins what ranks exchange in one try.
+    /// Opens the channels of one attempt.
     pub(crate) fn exchange(&self) -> Result<Exchange> {
         Ok(Exchange { turn: self.world.turn()?, team: self.clone() })
     }
 }
 
-/// What the ranks exchange in one try at a step.
+/// Channels over which the ranks communicate in one attempt at a step.
 #[derive(Debug)]
 pub(crate) struct Exchange {
     pub(crate) team: Team,
@@ -59,14 +59,14 @@ pub(crate) struct Exchange {
 }
 
 impl Exchange {
-    /// Where gradients of this rank's only part are added to those of all others; none where there
-    /// is but one replica.
+    /// Channel on which gradients of this rank's only part are added to those of all other replicas; `None`
+    /// with one replica.
     pub(crate) fn summing(&self) -> Option<RanksTurn> {
         let everyone = || self.team.world.everyone();
         (self.team.replicas > 1).then(|| RanksTurn::of(self.turn.clone(), everyone(), 0))
     }
 
-    /// The results of all ranks; where one has failed, all get the error that came first.
+    /// Returns the results of all ranks; if any has failed, all ranks get the earliest error.
     pub(crate) fn vote<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
@@ -74,25 +74,24 @@ impl Exchange {
         let at = match &result {
             Ok(_) => at,
             Err(error) => {
-                // Others may be waiting for gradients or activations of this rank, which will not come.
+                // Other ranks may wait for gradients or activations from this one, which will not come.
                 self.turn.stop();
-                // An error of the connection follows from another rank's failure, which is the one that
-                // users are to see: so it is dated last.
+                // A connection error follows from another rank's failure, which is the one to show to users: so
+                // it gets the latest time.
                 if matches!(error, Error::World(_)) { Duration::MAX } else { at }
             }
         };
         self.team.world.settle(what, result, at)
     }
 
-    /// Tells the others that this rank's try has come so far, of which there is nothing to tell yet; or
-    /// that it has come to nothing after all. It is the moment at which others tell of a try that has
-    /// failed.
+    /// Votes success or failure of this attempt, without a report. It takes the place of the vote in which
+    /// other ranks would report losses or failures.
     pub(crate) fn report(&self, done: Result<()>, start: Instant) -> Result<()> {
         let told = done.map(|()| Vec::<PartReport>::new());
         self.vote(LOSS, told, start.elapsed()).map(drop)
     }
 
-    /// Tells the others that this rank's try has failed, and gives the error that came first.
+    /// Votes failure of this attempt, and returns the earliest error of all ranks.
     pub(crate) fn report_failure(&self, failed: Failed, start: Instant) -> Error {
         let at = match failed.follows {
             true => Duration::MAX,
@@ -106,55 +105,55 @@ impl Exchange {
     }
 }
 
-/// What ranks call the moment at which losses are told.
+/// Name of the vote in which ranks report losses.
 const LOSS: &str = "the loss";
 
-/// What has to be known of one part of a try to commit it together with the others.
+/// Report of one part of an attempt, needed to commit it together with the others.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct PartReport {
     pub(crate) counted: Counted,
-    /// Each once.
+    /// Groups of terms, each once.
     pub(crate) groups: Vec<TermGroup>,
-    /// Those that count: of the parts of a pipeline, which run the same ones, the first has them.
+    /// Samples that count: the parts of a pipeline run the same ones, so only the first has them.
     pub(crate) samples: usize,
     pub(crate) trained: Trained,
     /// For each parameter, whether there is a gradient.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
-    /// The names of statistics that it has moved at every micro-batch.
+    /// Names of statistics that it has moved at every micro-batch.
     pub(crate) at_once: Vec<String>,
-    /// The most memory in use, and a pipeline's actions with their times.
+    /// Peak memory; then a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
     pub(crate) spans: Vec<Span>,
     pub(crate) bus: BusUse,
 }
 
-/// What all parts come to.
+/// Sum of all parts.
 #[derive(Debug, Default)]
 pub(crate) struct Whole {
     pub(crate) totals: Totals,
     groups: Vec<TermGroup>,
-    /// Of all replicas.
+    /// Samples of all replicas.
     pub(crate) samples: f64,
     parts: Vec<SeenPart>,
-    /// Of all parts of all ranks, in order.
+    /// One for each part of all ranks, in order.
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) spans: Vec<Vec<Span>>,
     pub(crate) buses: Vec<BusUse>,
 }
 
-/// What one part has seen in all replicas together.
+/// Gradients and statistics of one part, over all replicas.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SeenPart {
-    /// Which parameters have got gradients.
+    /// Flag of each parameter: true if it has a gradient.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
-    /// Names of statistics that were moved at every micro-batch, by the first replica that has moved them.
+    /// Names of statistics that moved at every micro-batch, with the first replica that has moved them.
     pub(crate) at_once: Vec<(usize, Vec<String>)>,
 }
 
 impl Whole {
-    /// What all ranks tell of so many replicas, each of which has the same parts.
+    /// Combines the reports of all ranks; every replica has the same parts.
     fn of(told: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
         let told: Vec<PartReport> = told.into_iter().flatten().collect();
         // Ranks are ordered by replica, so the reports are too: part p of every replica is at p, p + parts, …
@@ -165,12 +164,12 @@ impl Whole {
             Trained::check_replicas(&trained, parts)?;
         }
         let mut counted = Counted::default();
-        // Every rank adds the same reports in the same order, so that all compute the same factors from
-        // them to the last bit, and copies of the model do not drift apart.
+        // Every rank adds the same reports in the same order. So all compute the same factors to the last bit,
+        // and copies of the model do not drift apart.
         for (at, told) in told.into_iter().enumerate() {
             whole.samples += told.samples as f64;
             counted.add(told.counted)?;
-            // A replica without a sample has run no loss, and knows no groups.
+            // A replica without a sample has run no loss and has no groups.
             if whole.groups.is_empty() {
                 whole.groups = told.groups;
             }
@@ -189,12 +188,12 @@ impl Whole {
         Ok(whole)
     }
 
-    /// What the gradients of each group, divided by `unit` until now, are to be multiplied with.
+    /// Returns the factor of each group's gradients, which are divided by `unit` until now.
     pub(crate) fn factors(&self, unit: f64) -> Vec<f64> {
         self.groups.iter().map(|group| self.totals.factor(*group, unit, self.samples)).collect()
     }
 
-    /// What this part, counted over the ranks of a replica, has seen in all of them.
+    /// Returns the gradients and statistics of this part, counted within a replica, over all replicas.
     pub(crate) fn part(&self, at: usize) -> &SeenPart {
         &self.parts[at]
     }
@@ -208,7 +207,7 @@ impl SeenPart {
     }
 }
 
-/// Commits what was tried, here and on all ranks, or undoes it.
+/// Commits an attempt on all ranks, or rolls it back on all.
 pub(crate) fn settle<E: Engine>(
     engine: &mut E,
     mut tried: E::Tried,
@@ -216,7 +215,7 @@ pub(crate) fn settle<E: Engine>(
     start: Instant,
 ) -> Result<(E::Tried, Arc<Whole>)> {
     match agree(engine, &mut tried, exchange, start) {
-        // From here on nothing may fail on one rank alone: the others commit at this moment.
+        // From here on nothing may fail on one rank alone: the others commit now.
         Ok(whole) => {
             tried.commit(engine)?;
             Ok((tried, whole))
@@ -228,19 +227,19 @@ pub(crate) fn settle<E: Engine>(
     }
 }
 
-/// All parts tell what they have, and prepare what all of it comes to; nothing is committed yet.
+/// Exchanges the reports of all parts and prepares the commit; commits nothing yet.
 fn agree<E: Engine>(
     engine: &mut E,
     tried: &mut E::Tried,
     exchange: &Exchange,
     start: Instant,
 ) -> Result<Arc<Whole>> {
-    // A rank that fails votes all the same, with its error: one that returned would leave the others
-    // waiting. Hence `caught` and not `?`.
+    // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
+    // `?`.
     let told = caught(|| tried.tell(engine, exchange));
     let told = exchange.vote(LOSS, told, start.elapsed())?;
     let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
-    // Preparing needs memory and may fail on some ranks only, so there is a second vote after it.
+    // Preparing needs memory and may fail on some ranks only, so a second vote follows.
     let prepared = caught(|| tried.prepare(engine, &whole, exchange));
     exchange.vote("the gradients", prepared, start.elapsed())?;
     Ok(whole)

@@ -1,4 +1,4 @@
-//! How a mini-batch is cut.
+//! Sizes of micro-batches.
 
 use std::ops::Range;
 
@@ -6,24 +6,24 @@ use super::StepError;
 use crate::batch::Samples;
 use crate::{Result, split};
 
-/// How a mini-batch is cut into micro-batches.
+/// Size of the micro-batches, or their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Size {
-    /// At most so many samples each.
+    /// At most this many samples each.
     Fixed(usize),
-    /// So many micro-batches, or one a sample where there are fewer.
+    /// This many micro-batches, or one per sample where there are fewer.
     Count(usize),
-    /// At most so many tokens each, padding included: for [`Sequences`](crate::batch::Sequences).
+    /// At most this many tokens each, padding included: for [`Sequences`](crate::batch::Sequences).
     Tokens(usize),
-    /// The fastest size that fits the memory, found while the first steps run.
+    /// The fastest size that fits into memory, found during the first steps.
     Auto,
-    /// The largest size that fits the memory.
+    /// The largest size that fits into memory.
     Largest,
 }
 
 impl Size {
-    /// The samples, cut; `None` where the size is automatic.
+    /// Cuts the samples; `None` for an automatic size.
     pub(crate) fn cut(self, samples: &Samples) -> Result<Option<Vec<Range<usize>>>> {
         Ok(Some(match (self, samples.lengths()) {
             (Self::Fixed(size), _) => split::by_size(samples.count(), size)?,
@@ -35,7 +35,7 @@ impl Size {
         }))
     }
 
-    /// A given size of so many samples, or tokens where samples are sequences of unlike length.
+    /// Size in samples, or in tokens where samples are sequences of different lengths.
     pub(crate) fn of_units(samples: &Samples, units: usize) -> Self {
         match samples.lengths() {
             None => Self::Fixed(units),
@@ -43,7 +43,7 @@ impl Size {
         }
     }
 
-    /// Refuses micro-batches of nothing, and none of them.
+    /// Fails for micro-batches without samples, and for zero micro-batches.
     pub(crate) fn check(self) -> Result<()> {
         match self {
             Self::Tokens(tokens) => Ok(split::by_tokens(&[1], tokens).map(drop)?),
@@ -57,7 +57,7 @@ impl Size {
 }
 
 impl From<usize> for Size {
-    /// So many micro-batches.
+    /// This many micro-batches.
     fn from(count: usize) -> Self {
         Self::Count(count)
     }

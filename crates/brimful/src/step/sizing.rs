@@ -1,5 +1,5 @@
-//! The loop over sizes: a mini-batch is run as its size says, and with an automatic one again, in
-//! smaller micro-batches, where memory ran out.
+//! The loop over sizes: runs a mini-batch at its size. An automatic size reruns it in smaller micro-batches
+//! where memory runs out.
 
 use std::time::Duration;
 
@@ -12,44 +12,44 @@ use crate::batch::Samples;
 use crate::bytes::Bytes;
 use crate::{Error, Result, memory};
 
-/// What a size can learn from a try.
+/// Measurements of an attempt, from which an automatic size learns.
 #[derive(Debug)]
 pub(crate) struct Lesson {
     pub(crate) peaks: Peaks,
     /// Samples in each micro-batch.
     pub(crate) sizes: Vec<usize>,
-    /// Whether layers of this library normalised micro-batches, each by itself.
+    /// True if layers of this library normalised micro-batches, each by its own statistics.
     pub(crate) normalised: bool,
-    /// Whether work was captured for replays, which moves memory about.
+    /// True if a CUDA graph was captured, which changes where memory is allocated.
     pub(crate) captured: bool,
 }
 
-/// What an engine lets the policy know before it decides.
+/// Hints of an engine for the size policy.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Hints {
-    /// The size is to stay while something else is measured.
+    /// Keep the size while something else is being measured.
     pub(crate) hold: bool,
-    /// Remainders are dear: each shape is captured by itself, and keeps memory for that.
+    /// Avoid remainders: each shape is captured by itself, and its graph keeps memory.
     pub(crate) even: bool,
 }
 
-/// What users are told once.
+/// Warnings that are logged once.
 #[derive(Debug, Default)]
 pub(crate) struct Warnings {
     hidden: bool,
     few: bool,
 }
 
-/// What an automatic size is to cut.
+/// Samples that an automatic size cuts.
 #[derive(Debug)]
 pub(super) struct ToCut<'a> {
     pub(super) samples: &'a Samples,
-    /// The least that a micro-batch of any rank has.
+    /// Smallest possible micro-batch, over all ranks.
     pub(super) least: usize,
 }
 
-/// Runs a mini-batch: `run`, which also gives what a size can learn from it, is called until memory suffices
-/// on all devices of all ranks in the team.
+/// Runs a mini-batch: calls `run`, which also returns measurements for the size policy, until it fits into
+/// memory on all devices of all ranks in the team.
 pub(super) fn until_it_fits<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,
@@ -61,8 +61,8 @@ pub(super) fn until_it_fits<E: Engine, T>(
     if !size.is_automatic() {
         return run_given(engine, size, to_cut, team, run);
     }
-    // Ranks agree on a size once a try: pieces that each cuts by what it has seen would need a word
-    // with all others between any two of them.
+    // Ranks agree on a size once per attempt: if each chose piece by piece, every piece would need a
+    // collective.
     let in_pieces = team.is_alone() && engine.runs_in_pieces(kind);
     let mut log = SizeLog::default();
     let mut ready = Ok(());
@@ -79,14 +79,14 @@ pub(super) fn until_it_fits<E: Engine, T>(
         ready = match learn(engine, kind, watch, ran, &mut log) {
             Ok(Some(value)) => return Ok((value, log)),
             Ok(None) => Ok(()),
-            // Other ranks may be about to try again: they are told before they do.
+            // Other ranks may be about to rerun: they get this error first.
             Err(error) if ran_out => Err(error),
             Err(error) => return Err(error),
         };
     }
 }
 
-/// A size that the user has given stays as it is; once more where the engine can do with less memory.
+/// Runs a size that the user has given; reruns it once where the engine can do with less memory.
 fn run_given<E: Engine, T>(
     engine: &mut E,
     size: Size,
@@ -99,7 +99,7 @@ fn run_given<E: Engine, T>(
         Ok((value, _)) => return Ok((value, SizeLog::default())),
         Err(error) => error,
     };
-    // Over ranks all would have to agree on it. What went wrong first is what is told.
+    // Over ranks all would have to agree on it. The first error is the one to report.
     let again = error.out_of_memory().is_some() && team.is_alone();
     if !again || !engine.make_room().unwrap_or(false) {
         return Err(error);
@@ -108,7 +108,7 @@ fn run_given<E: Engine, T>(
     Ok((attempt(engine)?.0, SizeLog::of_retry()))
 }
 
-/// The size at work, with all that is known of this kind of mini-batch.
+/// Returns the size policy for this attempt, with the measurements of earlier mini-batches of this kind.
 fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<SizeWatch> {
     if let Some(path) = engine.state().remembered.take() {
         let identity = identity(engine)?;
@@ -128,16 +128,16 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     let captures = engine.kept_for_captures(kind)?.into_iter().chain(std::iter::repeat(0));
     let optimizer = engine.state().reserved.iter().copied().chain(std::iter::repeat(0));
     let reserved = captures.zip(optimizer).map(|(captures, optimizer)| captures + optimizer);
-    // BatchNorm makes gradients many times too large of a few samples that happen to agree, and Adam's
-    // second moments would keep them for hundreds of steps: so the first few are not trained with.
+    // BatchNorm can make gradients far too large from a few samples that happen to agree, and Adam's second
+    // moments would keep them for hundreds of steps: so the first few are not trained with.
     let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
     SizeWatch::new(sizer, memories.into_iter().zip(reserved), rehearses)
 }
 
-/// What automatic sizes that are remembered hold for.
+/// Cache key of remembered micro-batch sizes.
 fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     let ends = engine.memories().into_iter().map(|memory| memory::end_of(memory.as_ref()));
-    // Of all devices together: with one more of them, or one less, parts are of other lengths.
+    // Summed over all devices: with one more or one less of them, parts have other lengths.
     let memory = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
     let variables = engine.named()?;
     let trained = variables.iter().find(|(_, tensor)| tensor.requires_grad());
@@ -150,7 +150,8 @@ fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     })
 }
 
-/// One try of one size, which all ranks agree on. What keeps this rank from it is everyone's error.
+/// Runs one attempt at a size that all ranks agree on. An error that keeps this rank from it becomes every
+/// rank's error.
 fn run_whole<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,
@@ -165,12 +166,12 @@ fn run_whole<E: Engine, T>(
     let (part, mut watch) = match planned {
         Ok(planned) => planned,
         Err(error) => {
-            // The others wait for this rank's size. Who has an error of its own returns that one.
+            // The other ranks wait for this rank's size. A rank with an error of its own returns that one.
             let _ = share_size(team, Err(error.clone()));
             return Err(error);
         }
     };
-    // A rank without samples has an opinion on no size, but asks and is asked all the same.
+    // A rank without samples proposes no size, but takes part in the exchange.
     let has_samples = to_cut.samples.count() > 0;
     let mut refused = None;
     let ran = watch.whole(
@@ -190,7 +191,7 @@ fn run_whole<E: Engine, T>(
         },
     );
     match refused {
-        // Not a try, though memory may have run out: who told of it has returned.
+        // Not an attempt, even if memory has run out: the rank that reported this has returned.
         Some(error) => {
             engine.state().sizes.put(kind.clone(), watch.ended(log));
             Err(error)
@@ -199,14 +200,14 @@ fn run_whole<E: Engine, T>(
     }
 }
 
-/// The smallest size of those that ranks with samples would take.
+/// Returns the smallest size that any rank with samples proposes.
 fn share_size(team: &Team, own: Result<Option<usize>>) -> Result<Option<usize>> {
     let sizes = team.world.settle("the micro-batch size", own, Duration::ZERO)?;
     Ok(sizes.into_iter().flatten().min())
 }
 
-/// Learns from a try. Gives the value, or none where there is to be another try. What the sizer has learnt outlives
-/// a step that fails.
+/// Learns from an attempt. Returns the value, or `None` for another attempt. The policy keeps what it has
+/// learnt even if the step fails.
 fn learn<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,
@@ -223,8 +224,8 @@ fn learn<E: Engine, T>(
         Err(Error::Rehearsed) => (watch.ended(log), Ok(None)),
         Err(error) => match error.out_of_memory().cloned() {
             Some(oom) => {
-                // Graphs keep their memory for themselves, and the allocator cannot take it back: what they
-                // have may be just what the next try lacks. They are captured anew later.
+                // CUDA graphs keep their memory pools, which the allocator cannot take back: the next attempt
+                // may need just that memory. Graphs are captured anew later.
                 engine.drop_captures()?;
                 let (sizer, ended) = watch.failed(oom, log)?;
                 (sizer, ended.map(|()| None))
@@ -237,7 +238,7 @@ fn learn<E: Engine, T>(
 }
 
 impl Warnings {
-    /// Tells once what a success hides.
+    /// Warns once of problems that a successful step would hide.
     fn look_at(&mut self, lesson: &Lesson, ending: Ending) {
         if ending.retried && ending.size == 1 {
             tracing::warn!(
@@ -251,7 +252,7 @@ impl Warnings {
             );
         }
         let most = lesson.sizes.iter().copied().max().unwrap_or(0);
-        // A mini-batch that is small itself has no more to give, whatever fits.
+        // A mini-batch that is small itself makes small micro-batches, whatever fits.
         let is_cut = lesson.sizes.len() > 1 && lesson.sizes.iter().sum::<usize>() >= FEW_SAMPLES;
         let few = lesson.normalised && is_cut && most < FEW_SAMPLES;
         if few && !std::mem::replace(&mut self.few, true) {

@@ -7,25 +7,26 @@ use super::StepError;
 use crate::Result;
 use crate::loss::{Loss, LossError, MicroBatchWeight, Over, Term, Weight};
 
-/// What is refused because it is not a finite number.
+/// Policy for non-finite losses and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinite {
-    /// A loss. It is read at the end of the step anyway, so this costs nothing.
+    /// Refuses a non-finite loss. It is read at the end of the step anyway, so this costs nothing.
     #[default]
     RefuseLoss,
-    /// A loss or a gradient, be it within a micro-batch, whose number is told, or as it is committed: summed up,
-    /// divided, of its parameter's dtype, and added to what was there. One more pass over the gradients for each
-    /// micro-batch, and one at the end, for which the host waits.
+    /// Refuses a non-finite loss or gradient: within a micro-batch, whose number is reported, or as the
+    /// gradient is committed (summed up, divided, cast to its parameter's dtype, and added to the existing
+    /// one). Costs one more pass over the gradients for each micro-batch, and one at the end, for which the
+    /// host waits.
     RefuseGradients,
-    /// Nothing.
+    /// Refuses nothing.
     Allow,
 }
 
-/// What a step's terms have added up to so far.
+/// Running sums of a step's terms.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     terms: Vec<TermTally>,
-    /// The largest gradient after each micro-batch, in order, where that was asked for.
+    /// Largest gradient of each micro-batch, in order, where that was requested.
     largest: Vec<Tensor>,
 }
 
@@ -33,7 +34,7 @@ pub(crate) struct Tally {
 #[derive(Debug)]
 struct TermTally {
     over: TermOver,
-    /// Of each micro-batch; `None` where the term had no part in it.
+    /// One for each micro-batch; `None` where the term had no part in it.
     parts: Vec<Option<TermPart>>,
 }
 
@@ -45,21 +46,21 @@ struct TermPart {
     factor: f64,
 }
 
-/// What a term is a mean over, without how much of it there is.
+/// Denominator of a term's mean, without its value.
 type TermOver = Over<()>;
 
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum TermGroup {
-    /// Nothing is left to divide by.
+    /// Divided already.
     Done,
-    /// The samples of all mini-batches.
+    /// Divided by the samples of all mini-batches.
     Samples,
-    /// The weights of this term.
+    /// Divided by the weights of this term.
     Term(usize),
 }
 
-/// The groups, each once, in the order of their first terms.
+/// Returns the groups, each once, in the order of their first terms.
 pub(crate) fn distinct(groups: &[TermGroup]) -> Vec<TermGroup> {
     let mut seen = Vec::new();
     for group in groups {
@@ -70,8 +71,8 @@ pub(crate) fn distinct(groups: &[TermGroup]) -> Vec<TermGroup> {
     seen
 }
 
-/// Where backward starts, for each group: the values of its terms that lead anywhere, with the gradients
-/// that `root` gives for a term and its number.
+/// Returns the roots of each group's backward: the values of its terms that require a gradient, with the
+/// gradients that `root` returns for a term and its number.
 pub(crate) fn roots<'a>(
     terms: &'a [Term],
     groups: &[TermGroup],
@@ -89,8 +90,8 @@ pub(crate) fn roots<'a>(
 }
 
 impl Tally {
-    /// The tally of a loss on the outputs of all samples, which nothing divides; and that loss, for
-    /// backward to start from.
+    /// Returns the tally of a loss on the outputs of all samples, which nothing divides, and that loss as the
+    /// backward's root.
     pub(crate) fn of_whole(loss: Tensor) -> Result<(Self, Tensor)> {
         let mut terms = Loss::sum(loss).into_terms(true)?;
         let mut tally = Self::default();
@@ -98,7 +99,7 @@ impl Tally {
         Ok((tally, terms.swap_remove(0).value))
     }
 
-    /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
+    /// Returns a tally for a later mini-batch of the same step, whose terms must be of the same kinds.
     pub(crate) fn following(&self) -> Self {
         let terms = self.terms.iter().map(|line| TermTally { parts: Vec::new(), ..*line });
         Self { terms: terms.collect(), largest: Vec::new() }
@@ -123,7 +124,7 @@ impl Tally {
         Ok(())
     }
 
-    /// Refuses a later mini-batch, or another replica's part, whose terms are of other kinds.
+    /// Fails if a later mini-batch, or another replica's part, has terms of other kinds.
     pub(crate) fn check_follows(&self, later: &Self) -> Result<()> {
         check_alike(self.overs(), later.overs())
     }
@@ -142,9 +143,9 @@ impl Tally {
         Ok(())
     }
 
-    /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
+    /// Copies all numbers to the host, in one transfer, so that those of other devices can be added.
     pub(crate) fn fetch(&mut self) -> Result<()> {
-        // Every read of its own would wait for the device; this waits once, for all terms together.
+        // Each read by itself would wait for the device; this waits once, for all terms together.
         let Some(all) = self.on_host()? else { return Ok(()) };
         let mut numbers = all.f_split(1, 0)?.into_iter();
         let mut put = |place: &mut Tensor| {
@@ -163,8 +164,8 @@ impl Tally {
         Ok(())
     }
 
-    /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
-    /// is left to divide by.
+    /// Returns each term's group. The samples of a single mini-batch are known beforehand, so nothing is left
+    /// to divide by.
     pub(crate) fn groups(&self, single: bool) -> Vec<TermGroup> {
         let group = |(index, line): (usize, &TermTally)| match line.over {
             TermOver::Samples if !single => TermGroup::Samples,
@@ -174,11 +175,11 @@ impl Tally {
         self.terms.iter().enumerate().map(group).collect()
     }
 
-    /// Reads everything from the device, at once.
+    /// Reads everything from the device, in one transfer.
     pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
         let all = self.on_host()?;
         let mut numbers = all.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?.into_iter();
-        // Too few numbers would be a mistake of ours: NaN shows it, where 0 would pass for a loss.
+        // A missing number would be a bug: NaN reveals it, while 0 would pass for a loss.
         let mut next = || numbers.next().unwrap_or(f64::NAN);
         let mut counted = Counted::default();
         for (index, line) in self.terms.iter().enumerate() {
@@ -210,7 +211,7 @@ impl Tally {
         }
     }
 
-    /// All that is on the device, in the order of `read`, in one transfer.
+    /// Returns all numbers that are on the device, in the order of `read`, in one transfer.
     fn on_host(&self) -> Result<Option<Tensor>> {
         let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
         let mut tensors = Vec::new();
@@ -232,7 +233,7 @@ fn over_of(term: &Term) -> TermOver {
     term.over.map(|_| ())
 }
 
-/// Terms must be of the same kinds wherever a step counts them.
+/// Fails if the terms differ in kind: they must agree wherever a step counts them.
 fn check_alike(
     before: impl ExactSizeIterator<Item = TermOver>,
     now: impl ExactSizeIterator<Item = TermOver>,
@@ -241,7 +242,7 @@ fn check_alike(
     if before.eq(now) { Ok(()) } else { Err(differ.into()) }
 }
 
-/// A term's part of a micro-batch; `None` where it has none.
+/// Returns a term's part of a micro-batch; `None` where it has none.
 fn counted(term: &Term, part: &MicroBatchWeight) -> Result<Option<TermPart>> {
     let weight = match &term.over {
         Over::Samples => Weight::Number(part.samples),
@@ -260,31 +261,31 @@ fn counted(term: &Term, part: &MicroBatchWeight) -> Result<Option<TermPart>> {
     Ok(Some(TermPart { value: double(&term.value)?, weight, factor: term.factor }))
 }
 
-/// A double of one element.
+/// Converts a tensor of one element to a double.
 pub(crate) fn double(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
 }
 
-/// The terms of a loss over some micro-batches, read: those of others can be added.
+/// Terms of a loss over some micro-batches, on the host, where other parts can be added.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct Counted(Vec<CountedTerm>);
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct CountedTerm {
     over: TermOver,
-    /// With the term's factors.
+    /// Includes the term's factors.
     numerator: f64,
     denominator: f64,
 }
 
 impl Counted {
-    /// Adds what others have counted in the same step.
+    /// Adds the counts of other parts of the same step.
     pub(crate) fn add(&mut self, others: Self) -> Result<()> {
         if self.0.is_empty() {
             *self = others;
             return Ok(());
         }
-        // None at all come from who had no sample, or is not the pipeline's last stage.
+        // Ranks without a sample, and all but a pipeline's last stage, count nothing.
         if !others.0.is_empty() {
             let over = |line: &CountedTerm| line.over;
             check_alike(self.0.iter().map(over), others.0.iter().map(over))?;
@@ -296,7 +297,7 @@ impl Counted {
         Ok(())
     }
 
-    /// The loss, now that all is counted.
+    /// Divides each term's numerator by its denominator, and sums them up to the loss.
     pub(crate) fn totals(&self) -> Result<Totals> {
         let mut totals = Totals::default();
         for (term, &CountedTerm { over, numerator, denominator }) in self.0.iter().enumerate() {
@@ -317,13 +318,13 @@ impl Counted {
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) loss: f64,
-    /// Each term of it.
+    /// Terms of the loss.
     pub(crate) terms: Vec<f64>,
     denominators: Vec<f64>,
 }
 
 impl Totals {
-    /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
+    /// Returns the factor of a group's gradients, which are divided by `unit` until now.
     pub(crate) fn factor(&self, group: TermGroup, unit: f64, samples: f64) -> f64 {
         match group {
             TermGroup::Done => 1.0,

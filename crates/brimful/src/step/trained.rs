@@ -1,5 +1,5 @@
-//! Which parameters are trained, as a short text that tells them from others: ranks add up gradients
-//! one after the other, so all must have the same parameters in the same order.
+//! Fingerprint of the trained parameters. Ranks sum gradients in order, so all of them must have the same
+//! parameters in the same order.
 
 use std::collections::HashMap;
 use std::fmt::{self, Display};
@@ -13,17 +13,17 @@ use crate::Result;
 use crate::auto::{hash_of, hash_of_variables};
 use crate::world::{World, WorldError};
 
-/// What a list of variables is, without their values.
+/// Fingerprint of a list of variables, without their values.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Trained {
     parameters: usize,
     numbers: usize,
-    /// Of names, shapes and kinds, in order.
+    /// Hash of names, shapes and dtypes, in order.
     hash: String,
 }
 
 impl Trained {
-    /// These parameters, in the order in which their gradients are added up.
+    /// Returns the fingerprint of these parameters, in the order in which their gradients are summed.
     pub(crate) fn of(parameters: &[Tensor], names: &Names) -> Self {
         Self::of_named(
             parameters.iter().map(|tensor| (names.of(tensor).unwrap_or_default(), tensor)),
@@ -39,7 +39,7 @@ impl Trained {
         }
     }
 
-    /// All of what several have.
+    /// Combines several fingerprints into one.
     pub(crate) fn all<'a>(parts: impl Iterator<Item = &'a Self>) -> Self {
         let mut whole = Self::default();
         let mut hashes = Vec::new();
@@ -52,8 +52,8 @@ impl Trained {
         whole
     }
 
-    /// Makes sure that all replicas train the same, from what each of their ranks or parts has; nothing where
-    /// these say nothing.
+    /// Fails if replicas train different parameters, given the fingerprints of all their ranks or parts. Passes
+    /// if there are none.
     pub(super) fn check_replicas(parts: &[&Self], of_replica: usize) -> Result<(), WorldError> {
         let replicas = parts.chunks(of_replica);
         let found = replicas.map(|parts| Self::all(parts.iter().copied()).to_string()).collect();
@@ -72,11 +72,11 @@ impl Display for Trained {
 #[derive(Debug)]
 pub(crate) struct Names {
     named: Vec<(String, Tensor)>,
-    /// By address. Of several names for one place, as of all tensors without numbers, the first counts.
+    /// Index by address. Where several names share an address, as all empty tensors do, the first counts.
     places: HashMap<usize, usize>,
 }
 
-/// What the store's variables are called now.
+/// Returns the store's variables by name, as they are now.
 pub(crate) fn names(variables: &Mutex<Variables>) -> Names {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let named = variables.named_variables.iter();
@@ -91,24 +91,24 @@ pub(crate) fn names(variables: &Mutex<Variables>) -> Names {
 }
 
 impl Names {
-    /// The name of a variable.
+    /// Returns the name of a variable.
     pub(crate) fn of(&self, tensor: &Tensor) -> Option<&str> {
         let at = self.places.get(&(tensor.data_ptr() as usize))?;
         Some(&self.named[*at].0)
     }
 
-    /// The variable of this name.
+    /// Returns the variable of this name.
     pub(crate) fn tensor(&self, name: &str) -> Option<Tensor> {
         let at = self.named.binary_search_by(|(other, _)| other.as_str().cmp(name)).ok()?;
         Some(self.named[at].1.shallow_clone())
     }
 
-    /// All of them.
+    /// Returns all variables with their names.
     pub(crate) fn into_list(self) -> Vec<(String, Tensor)> {
         self.named
     }
 
-    /// Makes sure that all ranks have one model, and gives them all the first one's values.
+    /// Checks that all ranks have one model, and broadcasts the first rank's values.
     pub(crate) fn join(self, world: &World) -> Result<()> {
         let named = self.named.iter().map(|(name, tensor)| (name.as_str(), tensor));
         world.agree("the model", &Trained::of_named(named))?;

@@ -1,4 +1,4 @@
-//! What was run of a step over the parameters of one store, and can still be committed or undone.
+//! An attempt over the parameters of one store, which can be committed or rolled back.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -19,23 +19,22 @@ use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};
 
-/// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
-/// reach 4,294,967,294.
+/// Bucket number of summed statistics: buckets of gradients count from 0, and never reach 4,294,967,294.
 const STATISTICS_BUCKET: usize = u32::MAX as usize;
 
-/// The same of statistics that move at every micro-batch.
+/// Bucket number of statistics that move at every micro-batch.
 const AT_ONCE_BUCKET: usize = STATISTICS_BUCKET - 1;
 
-/// What a run has summed up: gradients, losses, and which terms' gradients have a common factor.
+/// Sums of a run: gradients, losses, and the group of each term.
 type Summed = (Sums, Tally, Vec<TermGroup>);
 
-/// Mini-batches that were run, of which nothing is committed yet.
+/// Mini-batches that have run and are not committed.
 #[derive(Debug)]
 pub(crate) struct Tried {
-    /// Those that the sums are of: others may be trained by the time of the commit.
+    /// Parameters of the sums: others may be trained by the time of the commit.
     parameters: Vec<Tensor>,
     variables: Named,
-    /// For each variable that can be trained, whether it was.
+    /// Flag of each trainable variable: true if it was trained.
     trained: Vec<bool>,
     pub(crate) sums: Sums,
     pub(crate) tally: Tally,
@@ -44,15 +43,15 @@ pub(crate) struct Tried {
     /// See [`crate::loss::MicroBatchWeight::unit`].
     pub(crate) unit: f64,
     pub(crate) sizes: Vec<usize>,
-    /// The most memory used while pieces of it were run.
+    /// Peak memory while its pieces were running.
     pub(crate) peak: Bytes,
-    /// Where running statistics go, as far as that was computed before the commit.
+    /// Updates of running statistics, if they were computed before the commit.
     moved: Option<Moved>,
     prepared: Option<(Finished, Moved)>,
 }
 
 impl Tried {
-    /// What was run over these parameters, in micro-batches of these sizes.
+    /// Creates an attempt over these parameters, in micro-batches of these sizes.
     pub(crate) fn new(
         parameters: Vec<Tensor>,
         variables: &Named,
@@ -77,17 +76,17 @@ impl Tried {
         }
     }
 
-    /// How many samples were run.
+    /// Number of samples that have run.
     pub(crate) fn samples(&self) -> usize {
         self.sizes.iter().sum()
     }
 
-    /// Whether layers of this library normalised micro-batches, each by itself.
+    /// Returns whether layers of this library normalised micro-batches, each by its own statistics.
     pub(crate) fn normalises(&self) -> bool {
         self.undo.statistics.show_the_cut()
     }
 
-    /// Refuses where other parameters are trained now than those that the sums are of.
+    /// Fails if the trained parameters have changed since the sums were computed.
     pub(crate) fn check_trained(&self) -> Result<()> {
         let now = trained(&self.variables);
         if now == self.trained {
@@ -102,17 +101,16 @@ impl Tried {
         .into())
     }
 
-    /// Makes its sums its own and its statistics ready to be added to those of the window, so that they
-    /// outlast the step. Refuses a loss of other terms than the window's.
+    /// Detaches its sums from memory that others reuse, and pools its statistics, so that they can wait for the
+    /// window's commit. Fails if its loss has other terms than the window's.
     pub(crate) fn make_lasting(&mut self, window: Option<&Self>) -> Result<()> {
         window.map_or(Ok(()), |window| window.tally.check_follows(&self.tally))?;
-        // Sums may lie in the memory of captured work, which the next replay writes over.
+        // Sums may lie in the memory of a CUDA graph, which the next replay overwrites.
         self.sums.own()?;
         self.undo.statistics.pool()
     }
 
-    /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
-    /// undone where that fails.
+    /// Copies the loss to the host, and lets `f` copy statistics; rolls back if that fails.
     pub(crate) fn off_device<T>(
         mut self,
         f: impl FnOnce(&mut Pending) -> Result<T>,
@@ -122,11 +120,11 @@ impl Tried {
             self.tally.fetch()?;
             Ok(value)
         });
-        // Before a panic goes on, because nobody above can undo what is dropped on its way.
+        // Before a panic resumes, because no caller can roll back what is dropped while it unwinds.
         self.unless_failed(brought).map_err(into_error_or_panic)
     }
 
-    /// The same with what else was done for the step; undone where that has failed.
+    /// Adds the result of other work for the step; rolls back if that has failed.
     pub(crate) fn unless_failed<T, E: From<Error>>(
         self,
         done: Result<T, E>,
@@ -140,15 +138,15 @@ impl Tried {
         }
     }
 
-    /// Adds a later mini-batch that was made lasting, or another replica's part; where their losses
-    /// have other terms, it is as if it had not been run.
+    /// Merges a later mini-batch that was detached, or another replica's part. If its loss has other terms, it
+    /// is rolled back as if it had not run.
     pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
         let pooled = later.undo.statistics.pool();
         if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
             later.undo.run()?;
             return Err(error);
         }
-        // Not before the terms have been compared: once joined, the later part cannot be undone alone.
+        // Only after the terms have been compared: once merged, the later part cannot be rolled back alone.
         self.undo.extend(later.undo);
         if !later.sums.is_empty() {
             let places = self.places_of(later.parameters);
@@ -159,12 +157,12 @@ impl Tried {
         Ok(())
     }
 
-    /// Where each of these parameters is among its own, behind which new ones get their places: every
-    /// mini-batch may have reached other leaves outside the store.
+    /// Returns the index of each of these parameters among its own, and appends new ones: every mini-batch may
+    /// have reached other leaves outside the store.
     fn places_of(&mut self, parameters: Vec<Tensor>) -> Vec<usize> {
         let mine = &mut self.parameters;
         let place = |(at, parameter): (usize, Tensor)| {
-            // Nearly all are where they were.
+            // Nearly all have the same index.
             let here = mine.get(at).is_some_and(|mine| is_same(mine, &parameter));
             let found = || mine.iter().position(|mine| is_same(mine, &parameter));
             let known = if here { Some(at) } else { found() };
@@ -176,12 +174,11 @@ impl Tried {
         parameters.into_iter().enumerate().map(place).collect()
     }
 
-    /// What has to be known of it to commit it together with others; where there are `others`, also
-    /// what their sums need.
+    /// Reports what is needed to commit it together with others; with `others`, also what their sums need.
     pub(crate) fn tell(&mut self, policy: NonFinite, others: bool) -> Result<PartReport> {
         check_dense(&self.parameters, &self.variables)?;
         if !others {
-            // Queued before the loss is read, which waits for the device: it has something to do then.
+            // Queued before the loss is read, which waits for the device: so the device has work meanwhile.
             self.moved = Some(self.undo.statistics.prepare()?);
         }
         let mut report = PartReport {
@@ -200,7 +197,8 @@ impl Tried {
         Ok(report)
     }
 
-    /// The names of statistics that were moved at every micro-batch, by choice or by layers that know no other way.
+    /// Returns the names of statistics that were moved at every micro-batch, by choice or by layers that cannot
+    /// defer them.
     fn moved_at_once(&self, names: &Names) -> Result<Vec<String>> {
         let Undo { statistics, unmanaged, .. } = &self.undo;
         let foreign: Vec<_> =
@@ -213,8 +211,8 @@ impl Tried {
         Ok(all)
     }
 
-    /// Computes all that a commit needs. `part` says which of the whole's parts this is, and `turn`
-    /// where its sums are added to those of other ranks, if there are such.
+    /// Computes all that a commit needs. `part` is its index among the whole's parts; `turn` is the channel on
+    /// which its sums are added to those of other ranks, if there are any.
     pub(crate) fn prepare(
         &mut self,
         whole: &Whole,
@@ -227,7 +225,7 @@ impl Tried {
         let gradients = match turn {
             None => sums.finish(&self.parameters, &factors)?,
             Some(turn) => {
-                // All ranks call these in one order: a sum is the same call on each of them.
+                // All ranks make these collective calls in one order.
                 self.sum_statistics(&whole.part(part).layers, turn)?;
                 first_ones = self.first_ones(whole.part(part), turn)?;
                 self.sum_gradients(sums, &factors, whole, part, turn)?
@@ -239,7 +237,7 @@ impl Tried {
         Ok(())
     }
 
-    /// Makes what layers have seen here what they have seen on all ranks.
+    /// Sums the statistics of these layers over all ranks.
     fn sum_statistics(&mut self, layers: &[ReportedLayer], turn: &RanksTurn) -> Result<()> {
         if layers.is_empty() {
             return Ok(());
@@ -251,11 +249,11 @@ impl Tried {
         })
     }
 
-    /// Statistics that move at every micro-batch, as the first replica that has samples has moved them: each by
-    /// its own, ranks would come to have different models.
+    /// Takes statistics that move at every micro-batch from the first replica that has samples: otherwise the
+    /// ranks' models would drift apart.
     fn first_ones(&self, seen: &SeenPart, turn: &RanksTurn) -> Result<Moved> {
         let names = names(&self.variables);
-        // Of a layer that moves once a step a replica that has never run it knows no better than to list it.
+        // A replica that has never run a deferred layer lists its statistics here too.
         let is_deferred = |name: &str| seen.layers.iter().any(|layer| layer.has(name));
         let mut all = Moved::default();
         for (bucket, (replica, listed)) in seen.at_once.iter().enumerate() {
@@ -275,23 +273,24 @@ impl Tried {
         turn: &RanksTurn,
     ) -> Result<Finished> {
         let present = &whole.part(part).present;
-        // An evaluation has none on any rank, and nothing is to be sent for it.
+        // An evaluation has no gradient on any rank, and sends nothing.
         if !present.contains(&true) {
             return Ok(Finished(Vec::new()));
         }
-        // In a step of one mini-batch all have divided by the same unit until now, so that a single
-        // group's factor is the same on all, and gradients may have set out before it was known.
+        // In a step of one mini-batch all ranks divide by the same unit. So a single group's factor is the same
+        // on all of them, and gradients may be in flight before it is known.
         let alike = factors.len() <= 1 && self.unit == whole.samples;
         sums.finish_over_ranks(&self.parameters, factors, alike, turn, present)
     }
 
-    /// The gradients that are ready, one a parameter, and the parameters.
+    /// Returns the parameters and their prepared gradients, one for each.
     pub(crate) fn prepared(&mut self) -> Option<(&[Tensor], &mut Finished)> {
         let Self { parameters, prepared, .. } = self;
         prepared.as_mut().map(|(gradients, _)| (&**parameters, gradients))
     }
 
-    /// Refuses gradients that are ready and would not be finite once they are committed, if they are to be.
+    /// Fails if the policy refuses non-finite gradients and a prepared gradient would not be finite once
+    /// committed.
     pub(crate) fn check_finite(&self, policy: NonFinite) -> Result<()> {
         let wanted = policy == NonFinite::RefuseGradients;
         let Some((gradients, _)) = self.prepared.as_ref().filter(|_| wanted) else {
@@ -302,17 +301,17 @@ impl Tried {
         Err(StepError::NonFiniteSum { parameter, kind }.into())
     }
 
-    /// Lets it stand. Nothing is allocated.
+    /// Commits. Allocates nothing.
     pub(crate) fn commit(&mut self) -> Result<()> {
-        // Added and copied in place. An allocation here could fail when half of the parameters have their
-        // gradients already, and nothing would be left to go back to.
+        // Added and copied in place. An allocation could fail when half of the parameters already have their
+        // gradients, and then there is no way back.
         let Some((gradients, moved)) = self.prepared.take() else { return Ok(()) };
         gradients.apply(&mut self.parameters)?;
         moved.apply()
     }
 }
 
-/// Whether each tensor differs from the other one; the host waits once.
+/// Returns whether each tensor differs from the other one; the host waits once.
 fn differ(pairs: &[&(Tensor, Tensor)]) -> Result<Vec<bool>> {
     if pairs.is_empty() {
         return Ok(Vec::new());
@@ -322,20 +321,20 @@ fn differ(pairs: &[&(Tensor, Tensor)]) -> Result<Vec<bool>> {
     Ok(Vec::try_from(all)?)
 }
 
-/// Whether each variable that can be trained is.
+/// Returns whether each trainable variable is trained.
 fn trained(variables: &Mutex<Variables>) -> Vec<bool> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     variables.trainable_variables.iter().map(|variable| variable.tensor.requires_grad()).collect()
 }
 
-/// The variables that are being trained.
+/// Returns the variables that are being trained.
 pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
     all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
-/// What a step's gradients take.
+/// Bytes of a step's gradients.
 pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
     parameters(variables).iter().map(tensor_bytes).sum()
 }

@@ -1,4 +1,4 @@
-//! How to take back what a try has changed outside its gradients.
+//! Rollback of everything that an attempt changes outside its gradients.
 
 use tch::Tensor;
 
@@ -6,32 +6,31 @@ use crate::Result;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 
-/// What a try has changed, and what that was before.
+/// State before an attempt, to be restored.
 #[derive(Debug, Default)]
 pub(crate) struct Undo {
     pub(crate) statistics: Pending,
     pub(crate) randomness: Randomness,
-    /// Running statistics of layers that do not report, and what they were.
+    /// Running statistics of layers that do not report, with their values before.
     pub(crate) unmanaged: Vec<(Tensor, Tensor)>,
 }
 
 impl Undo {
-    /// Puts back statistics and random state.
+    /// Restores statistics and random state.
     pub(crate) fn run(self) -> Result<()> {
         self.randomness.restore()?;
         put_back(self.unmanaged)?;
         self.statistics.undo()
     }
 
-    /// Adds a later part of the same step, whose statistics have been pooled: what was before the
-    /// first part is what counts.
+    /// Adds a later part of the same step, whose statistics have been pooled. The state before the first part
+    /// counts.
     pub(crate) fn extend(&mut self, later: Self) {
         self.statistics.extend(later.statistics);
     }
 }
 
-/// Lets running statistics be what they were. Copied into place: layers hold these very tensors, and know nothing
-/// of others.
+/// Restores running statistics. Copied in place, because layers hold these very tensors.
 pub(crate) fn put_back(statistics: Vec<(Tensor, Tensor)>) -> Result<()> {
     for (mut running, before) in statistics {
         running.f_copy_(&before)?;

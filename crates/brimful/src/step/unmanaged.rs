@@ -1,7 +1,7 @@
-//! BatchNorm layers that do not know of micro-batches, such as tch's own.
+//! BatchNorm layers that move their running statistics at every micro-batch, such as tch's own.
 //!
-//! They move their running statistics at every micro-batch, whatever becomes of the step. So these
-//! are saved before a step, and the user is told once that a layer of this library would do better.
+//! They do so whatever becomes of the step. So these statistics are saved before a step, and a warning
+//! recommends a layer of this library once.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -12,28 +12,26 @@ use tch::nn::Variables;
 use crate::Result;
 use crate::statistics::Pending;
 
-/// What is known of such layers.
+/// Knowledge of such layers.
 #[derive(Debug, Default)]
 pub(crate) struct UnmanagedStatistics {
-    /// Running statistics that layers have reported, by their addresses; none before the first training
-    /// step. The store may grow: whatever is not among these is saved.
+    /// Addresses of running statistics that layers have reported; `None` before the first training step. The
+    /// store may grow: all other statistics are saved.
     reported: Option<HashSet<usize>>,
-    /// Whether they were looked at after several micro-batches: that waits for the device, and so is
-    /// done once.
+    /// True if they were compared after several micro-batches: that waits for the device, and so happens once.
     looked: bool,
 }
 
 impl UnmanagedStatistics {
-    /// The statistics that nobody reports, each with a copy of what it is now.
+    /// Returns the statistics that no layer reports, each with a copy of its value.
     pub(crate) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
-        // Copies cost memory and time at every step; what layers report, `Pending` puts back without them.
+        // Copies cost memory and time at every step; `Pending` restores reported statistics without them.
         let known = |t: &Tensor| self.reported.as_ref().is_some_and(|all| all.contains(&place(t)));
         let foreign = all(variables).into_iter().filter(|t| !known(t));
         foreign.map(|t| Ok((t.shallow_clone(), t.f_detach_copy()?))).collect()
     }
 
-    /// Learns from a training step which statistics nobody reports, and warns where micro-batches move
-    /// them.
+    /// Learns from a training step which statistics no layer reports, and warns if micro-batches move them.
     pub(crate) fn judge(
         &mut self,
         reported: &Pending,

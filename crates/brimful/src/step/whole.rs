@@ -6,8 +6,8 @@
 //!   3. every micro-batch backward from its rows of the gradients
 //! ```
 //!
-//! How the first and the third are run is the engines' own: a pipeline keeps its graphs between them,
-//! the others run forward twice.
+//! Each engine runs the first and the third in its own way: a pipeline keeps its graphs between them, the
+//! others run forward twice.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use super::StepError;
 use crate::Result;
 use crate::batch::{self, Batch, Leaf};
 
-/// The outputs as leaves of a graph of their own, which the loss's backward ends at.
+/// Returns the outputs as leaves of a new graph, at which the loss's backward ends.
 pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
     let mut count = 0;
     outputs.map(&mut |leaf| {
@@ -26,7 +26,7 @@ pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
             Leaf::Shared(_) => Err(StepError::OutputNotRows { leaf: count - 1 }.into()),
             leaf => {
                 let leaf = leaf.tensor().f_detach()?;
-                // Whole numbers, such as labels that were passed through, cannot have a gradient.
+                // Integers, such as labels that were passed through, cannot have a gradient.
                 Ok(if leaf.is_floating_point() { leaf.set_requires_grad(true) } else { leaf })
             }
         }
@@ -38,23 +38,23 @@ pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
 pub(crate) struct RowGradients(Vec<Option<Tensor>>);
 
 impl RowGradients {
-    /// Those that a loss's backward has left in its leaves.
+    /// Takes the gradients that a loss's backward has left in its leaves.
     pub(crate) fn of(leaves: &impl Batch) -> Self {
         let gradients = batch::leaves(leaves).into_iter().map(|leaf| leaf.tensor().grad());
         Self(gradients.map(|gradient| gradient.defined().then_some(gradient)).collect())
     }
 
-    /// Whether no output has one.
+    /// Returns whether no output has a gradient.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.iter().all(Option::is_none)
     }
 
-    /// Those of these rows.
+    /// Cuts out the gradients of these rows.
     pub(crate) fn rows(&self, rows: &Range<usize>) -> Result<Self> {
         self.each(|gradient| gradient.f_narrow(0, rows.start as i64, rows.len() as i64))
     }
 
-    /// The same on this device.
+    /// Copies the gradients to this device.
     pub(crate) fn on(&self, device: Device) -> Result<Self> {
         self.each(|gradient| gradient.f_to_device(device))
     }
@@ -64,12 +64,12 @@ impl RowGradients {
         Ok(Self(gradients.collect::<Result<_, _>>()?))
     }
 
-    /// The gradients themselves, by output.
+    /// Returns the gradients, by output.
     pub(crate) fn into_tensors(self) -> Vec<Option<Tensor>> {
         self.0
     }
 
-    /// A micro-batch's outputs that a backward starts from, each with its gradient.
+    /// Returns the outputs of a micro-batch that a backward starts from, each with its gradient.
     pub(crate) fn roots(self, outputs: &impl Batch) -> Result<Vec<(&Tensor, Tensor)>> {
         let outputs = batch::leaves(outputs).into_iter().map(Leaf::tensor);
         let mut roots = Vec::new();
@@ -84,7 +84,7 @@ impl RowGradients {
     }
 }
 
-/// A gradient of outputs that were padded to the longest sequence of all, without the padding.
+/// Cuts the padding off a gradient of outputs that were padded to the longest sequence of all.
 pub(crate) fn as_wide_as(output: &Tensor, gradient: Tensor) -> Result<Tensor> {
     match (output.size().get(1), gradient.size().get(1)) {
         (Some(&own), Some(&padded)) if own < padded => Ok(gradient.f_narrow(1, 0, own)?),

@@ -1,22 +1,22 @@
-//! Memory that captured work uses besides its own: kept alive while it is used, and known to be out of
-//! use by everybody else.
+//! Memory that CUDA graphs use besides their own pool: kept alive while they use it, and released once nothing
+//! else does.
 
 use std::collections::HashMap;
 
 use brimful_torch::touched::any_is_left;
 use tch::Tensor;
 
-/// Blocks by their addresses, each held once for all captured work.
+/// Blocks by address, each held once for all CUDA graphs.
 #[derive(Debug, Default)]
 pub(super) struct Blocks(HashMap<usize, Tensor>);
 
 impl Blocks {
-    /// Keeps the block, which others have too; gives the one that is held for all.
+    /// Keeps a block that others hold too; returns the handle that all graphs share.
     pub(super) fn keep(&mut self, block: &Tensor) -> Tensor {
         self.0.entry(address(block)).or_insert_with(|| block.shallow_clone()).shallow_clone()
     }
 
-    /// Takes out those that nobody else has any more.
+    /// Removes the blocks that nothing else holds any more, and returns their addresses.
     pub(super) fn take_left(&mut self) -> Vec<usize> {
         let all: Vec<Tensor> = self.0.values().map(Tensor::shallow_clone).collect();
         if !any_is_left(&all) {

@@ -1,4 +1,4 @@
-//! The micro-batch that is captured: run eagerly, captured, replayed, and both compared.
+//! Capture of a micro-batch: run it eagerly, capture it, replay it, and compare both.
 
 use brimful_torch::graph::Pool;
 use brimful_torch::stream::Stream;
@@ -18,8 +18,8 @@ use crate::micro::pass::BatchPass;
 use crate::{Error, Result, device};
 
 impl MicroReplay {
-    /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay. Gives
-    /// what replays will have in use.
+    /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the bytes
+    /// in use during replays.
     pub(super) fn capture<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
@@ -27,11 +27,11 @@ impl MicroReplay {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(ShapeState, Bytes)> {
-        // The closure may change what it gets.
+        // The closure may change its micro-batch.
         let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
         let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
-        // The trial below replays into the shared sums from zero, and would wipe out the mini-batch's.
+        // The trial below replays into the shared sums from zero, which would erase the mini-batch's sums.
         pass.accumulator.disown()?;
         let need = watch.eager_need()?;
         let captured = self.capturable(&eager);
@@ -41,13 +41,13 @@ impl MicroReplay {
             Err(cause) => self.refuse(cause),
             Ok(program) => self.tried(program, &given, part, &eager, pass)?,
         };
-        // The trial drew the same numbers again: the next micro-batch goes on after one run, not two.
+        // The trial drew the same numbers a second time: the next micro-batch continues after one run, not two.
         eager.after.restore()?;
         pass.accumulator.add_sums(eager.sums)?;
         Ok((state, need))
     }
 
-    /// Replays what was captured, with the random numbers of the eager run.
+    /// Replays the captured micro-batch with the random numbers of the eager run.
     fn tried<O: Batch>(
         &mut self,
         mut program: Program,
@@ -60,14 +60,14 @@ impl MicroReplay {
         eager.before.restore()?;
         let trial = ReplayTrial::of(&mut program, given, part, self.device)?;
         Ok(match trial.against(eager, pass.accumulator.parameters())? {
-            // Numbers that are not finite cannot be compared: another time.
+            // Non-finite numbers cannot be compared: capture another micro-batch later.
             Verdict::Unknown => ShapeState::New(WARM_UP),
             Verdict::Differs(what) => self.refuse(format!("a replay is not an eager run: {what}")),
             Verdict::Alike => ShapeState::Captured(Box::new(program)),
         })
     }
 
-    /// Whether an eager run has done nothing that a replay would not do.
+    /// Fails if the eager run did something that a replay would not repeat.
     fn capturable(&self, eager: &Eager) -> Result<(), String> {
         if let Some(leaf) = &eager.other_leaf {
             return Err(format!(
@@ -88,7 +88,7 @@ impl MicroReplay {
         }
     }
 
-    /// Captures a micro-batch like this one, with sums for what eager runs have reached.
+    /// Captures a micro-batch like this one, with sums for the gradients that the eager run has reached.
     fn captured<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
@@ -100,7 +100,7 @@ impl MicroReplay {
         let words = |error: Error| error.to_string();
         let stream = self.prepare().map_err(words)?;
         let free = make_room(self.device, need).map_err(words)?;
-        // In a mini-batch that also has eager micro-batches, there must be room for one of them beside it.
+        // A mini-batch that also has eager micro-batches needs free memory for one of them too.
         let copies = if self.cramped { 2 } else { 1 };
         if need.saturating_mul(copies) > free {
             return Err(format!(
@@ -119,26 +119,26 @@ impl MicroReplay {
         if count(&program.sums) == known {
             return Ok(program);
         }
-        // A term that counts once a step has no part in most eager micro-batches, but has one here.
+        // A term that counts once per step has no part in most eager micro-batches, but has one here.
         let sums = self.sums_for(&program.sums).map_err(words)?;
         capture(self, sums)
     }
 
-    /// Makes what captures need: a stream, and a pool.
+    /// Creates the stream and the pool that captures need.
     fn prepare(&mut self) -> Result<Stream> {
         let stream = match self.stream {
             Some(stream) => stream,
             None => program::stream(self.device)?,
         };
         self.stream = Some(stream);
-        // A pool that nobody uses any more cannot be taken up again.
+        // A pool without a graph cannot be used again.
         if !self.entries.iter().any(|entry| matches!(entry.state, ShapeState::Captured(_))) {
             self.pool = Pool::default();
         }
         Ok(stream)
     }
 
-    /// What captured work is to add such gradients to.
+    /// Returns the sums to which graphs add such gradients.
     fn sums_for(&mut self, gradients: &[Sum]) -> Result<Vec<Sum>> {
         while self.sums.len() < gradients.len() {
             self.sums.push((0..self.parameters).map(|_| None).collect());

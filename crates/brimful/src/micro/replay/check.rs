@@ -1,4 +1,4 @@
-//! Captured work that is due for a check: replayed, run eagerly too, and both compared.
+//! Check of a CUDA graph: replay it, run it eagerly too, and compare both.
 
 use brimful_torch::memory::empty_cache;
 
@@ -17,11 +17,12 @@ use crate::random::Randomness;
 use crate::{Error, Result};
 
 impl MicroReplay {
-    /// Replays the micro-batch to see what comes out, and runs it eagerly, which is what counts.
+    /// Replays the micro-batch as a trial, and runs it eagerly for its mini-batch.
     ///
     /// # Errors
-    /// [`Error::OutOfDate`] where the two differ: the closure then does something else than when it
-    /// was captured, and the step is to be run again without replays.
+    ///
+    /// [`Error::OutOfDate`] if the two differ: the closure has changed since the capture, and the step must
+    /// rerun without replays.
     pub(super) fn check<B: Batch, R: Outcome>(
         &mut self,
         index: usize,
@@ -30,7 +31,7 @@ impl MicroReplay {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        // The replay is to begin from empty sums, which are those that the mini-batch may be using.
+        // The replay begins from empty sums, which the mini-batch may be using.
         pass.accumulator.disown()?;
         let before = Randomness::of(vec![self.device])?;
         let ShapeEntry { state: ShapeState::Captured(program), trust, shape, .. } =
@@ -48,22 +49,22 @@ impl MicroReplay {
         self.room.pause(&watch)?;
         match trial.against(&eager, pass.accumulator.parameters())? {
             Verdict::Differs(what) => return Err(self.out_of_date(closure, trust, &what)),
-            // Numbers that are not finite cannot be compared: another time.
+            // Non-finite numbers cannot be compared: check again later.
             Verdict::Unknown => {}
             Verdict::Alike => self.entries[index].trust = trust.confirmed(self.step),
         }
         pass.accumulator.add_sums(eager.sums)
     }
 
-    /// Gives captured work up where an eager run of this entry has no room beside it. It is captured
-    /// anew at its next micro-batch. Tells the entry's new place.
+    /// Drops all graphs if an eager run of this entry does not fit beside them. The entry is captured anew at
+    /// its next micro-batch. Returns the entry's new index.
     fn give_way(&mut self, index: usize) -> Result<usize> {
         let need = self.entries[index].need;
         if room::free_beside(self.device, self.kept().0)? >= need.0 {
             return Ok(index);
         }
         let mut checked = self.entries.swap_remove(index);
-        // Its graph ends here: before that there is nothing to give back.
+        // Drops its graph here, so that the memory can be returned below.
         checked.state = ShapeState::New(WARM_UP);
         checked.need = Bytes(0);
         self.clear_within_step()?;
@@ -72,7 +73,7 @@ impl MicroReplay {
         Ok(0)
     }
 
-    /// Gives up what was captured with tensors that are gone by now: the closure must be using others.
+    /// Drops graphs that use tensors which no longer exist: the closure must be using others.
     pub(super) fn drop_orphans(&mut self) {
         let left = self.blocks.take_left();
         if left.is_empty() {
@@ -91,8 +92,8 @@ impl MicroReplay {
         }
     }
 
-    /// Gives up what was captured while a tensor was frozen that is trained now. It is captured anew where its
-    /// backward does not come to it.
+    /// Drops graphs that were captured while a tensor was frozen that is trained now. They are captured anew
+    /// where the backward does not reach it.
     pub(super) fn drop_thawed(&mut self) {
         for entry in &mut self.entries {
             if matches!(&entry.state, ShapeState::Captured(program) if program.is_thawed()) {
@@ -101,8 +102,7 @@ impl MicroReplay {
         }
     }
 
-    /// Gives up all that was captured of the closure. Tells whether it was right for long enough to be
-    /// captured anew.
+    /// Drops all graphs of the closure. Returns whether they were right for long enough to be captured anew.
     fn give_up(&mut self, closure: Closure, trust: Trust) -> bool {
         let lasted = trust.lasted(self.step);
         for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
@@ -111,7 +111,7 @@ impl MicroReplay {
         lasted
     }
 
-    /// Gives up all that was captured of the closure, and says so each time.
+    /// Drops all graphs of the closure, and logs it each time.
     fn out_of_date(&mut self, closure: Closure, trust: Trust, what: &str) -> Error {
         let unchecked = trust.unchecked(self.step);
         let lasted = self.give_up(closure, trust);

@@ -1,4 +1,4 @@
-//! Whether a replay gives what an eager run gave, up to rounding.
+//! Comparison of a replay with an eager run, up to rounding.
 
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
@@ -7,18 +7,17 @@ use super::readout::Readout;
 use crate::Result;
 use crate::accumulate::Sum;
 
-/// What a comparison came to.
+/// Result of a comparison.
 #[derive(Debug)]
 pub(super) enum Verdict {
     Alike,
-    /// In what.
+    /// Description of the difference.
     Differs(String),
-    /// The eager run gave no finite numbers.
+    /// The eager run was not finite.
     Unknown,
 }
 
-/// Compares losses and gradients of a model whose numbers are of this kind. The replayed gradients
-/// are used up.
+/// Compares losses and gradients of a model of this dtype. Overwrites the replayed gradients.
 pub(super) fn verdict(
     kind: Kind,
     eager: &[Sum],
@@ -38,7 +37,7 @@ pub(super) fn verdict(
     if let Some((a, b)) = expected.iter().zip(&got).find(|(a, b)| !near(**a, **b)) {
         return Ok(Verdict::Differs(format!("a replay gives a loss of {b}, not {a}")));
     }
-    // Against the norm of all gradients: that of a single bias may be rounding errors alone.
+    // Relative to the norm of all gradients: that of a single bias may be rounding errors alone.
     let all = sizes.iter().map(|size| size * size).sum::<f64>().sqrt();
     Ok(match errors.iter().find(|error| error.is_nan() || **error > tolerance * all) {
         Some(error) => Verdict::Differs(format!(
@@ -48,8 +47,8 @@ pub(super) fn verdict(
     })
 }
 
-/// The norms of the eager gradients, and those of what replayed ones differ by. The replayed ones are
-/// used up.
+/// Returns the norms of the eager gradients, and those of their differences from the replayed ones, which are
+/// overwritten.
 fn compared(eager: &[Sum], replayed: &[Sum]) -> Result<(Vec<f64>, Vec<f64>)> {
     let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
     let mut errors = Vec::new();
@@ -68,7 +67,7 @@ fn compared(eager: &[Sum], replayed: &[Sum]) -> Result<(Vec<f64>, Vec<f64>)> {
                     into.push(replayed);
                     what.push(eager);
                 }
-                // What the one did not reach must come to nothing in the other.
+                // A gradient on one side only must be zero.
                 (one, other) => errors.extend(one.or(other)),
             }
         }
@@ -77,7 +76,7 @@ fn compared(eager: &[Sum], replayed: &[Sum]) -> Result<(Vec<f64>, Vec<f64>)> {
     Ok((norms(&sizes)?, norms(&errors)?))
 }
 
-/// The first operation that is another one, or has other numbers, in words.
+/// Describes the first operation that differs, in kind or in numbers.
 pub(super) fn another(captured: &[String], now: &[String]) -> Option<String> {
     let ended = "nothing".to_owned();
     let all = captured.len().max(now.len());
@@ -86,7 +85,7 @@ pub(super) fn another(captured: &[String], now: &[String]) -> Option<String> {
     Some(format!("it runs `{now}` where it ran `{then}`"))
 }
 
-/// What kernels may differ by that add in another order each time.
+/// Tolerance for kernels that sum in another order each time.
 fn tolerance(kind: Kind) -> f64 {
     match kind {
         Kind::Double => 1e-9,
@@ -117,7 +116,7 @@ mod tests {
         assert_eq!(both, (vec![3.0], vec![0.0, 0.0]));
         let not_replayed = compared(vec![number(3.0), number(2.0)], vec![number(3.0), None]);
         assert_eq!(not_replayed, (vec![3.0, 2.0], vec![0.0, 2.0]));
-        // A leaf that was no parameter when it was captured has no place there.
+        // A leaf that was no parameter at the capture has no index there.
         let other_leaf = compared(vec![number(3.0), number(2.0)], vec![number(3.0)]);
         assert_eq!(other_leaf, not_replayed);
     }

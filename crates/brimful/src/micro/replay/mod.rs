@@ -1,13 +1,13 @@
-//! Replays micro-batches that have been captured, where the user has asked for it.
+//! Captures micro-batches as CUDA graphs and replays them, where the user has requested it.
 //!
 //! ```text
-//!   of each shape    1st, 2nd  eager: kernels are chosen, memory is found
+//!   for each shape   1st, 2nd  eager: kernels are chosen, memory is allocated
 //!                    3rd       eager, then captured and replayed on the same samples: both alike?
 //!                    4th …     samples copied in, replayed
 //!   now and then               replayed, and eager too: still alike?
 //! ```
 //!
-//! What cannot be captured, or gives something else when replayed, stays eager.
+//! Micro-batches that cannot be captured, or whose replay differs, stay eager.
 
 mod blocks;
 mod capture;
@@ -44,55 +44,55 @@ pub(crate) use shape::Closure;
 use shape::Shape;
 use trust::Trust;
 
-/// 2 micro-batches of a shape run eagerly before one is captured: cuDNN chooses kernels in the first, and
-/// the allocator settles in the second.
+/// Number of micro-batches of a shape that run eagerly before one is captured: cuDNN chooses kernels in the
+/// first, and the allocator reaches its steady state in the second.
 const WARM_UP: usize = 2;
-/// A quarter of a memory is left free for captures, which cannot use what eager work has cached.
+/// Fraction of memory that stays free for captures, which cannot use the cache of eager work: a quarter.
 const CAPTURE_DIVISOR: u64 = 4;
-/// 16 shapes are kept. Near-equal splitting gives two a mini-batch.
+/// Largest number of shapes. Near-equal splitting makes two in a mini-batch.
 const MAX_SHAPES: usize = 16;
 
-/// What is known of each shape of micro-batch, and what captured work shares.
+/// State of each shape of micro-batch, and the resources that all CUDA graphs share.
 #[derive(Debug)]
 pub(super) struct MicroReplay {
     device: Device,
     pub(super) wanted: bool,
     entries: Vec<ShapeEntry>,
-    /// What captured work adds gradients to, one list a group of terms.
+    /// Sums to which graphs add gradients, one list for each group of terms.
     sums: Vec<Sum>,
-    /// What it uses that is not its own.
+    /// Memory that graphs use and do not own.
     blocks: Blocks,
-    /// How many parameters are trained.
+    /// Number of trained parameters.
     parameters: usize,
-    /// Where all variables were when it was captured, and which of them were trained.
+    /// Addresses of all variables at the capture, and whether each was trained.
     places: Vec<(usize, bool)>,
-    /// Mini-batches so far.
+    /// Number of mini-batches so far.
     step: u64,
-    /// Whether this one is run without replays.
+    /// True if this mini-batch runs without replays.
     eager: bool,
     pool: Pool,
-    /// Where captures take place; made at the first.
+    /// Stream of captures; made at the first one.
     stream: Option<Stream>,
     pub(super) room: CaptureRoom,
-    /// How many micro-batches were replayed since that was told.
+    /// Number of micro-batches that were replayed since the last report.
     pub(super) replayed: usize,
-    /// Whether the mini-batch has had a shape that was not captured yet but may be.
+    /// True if the mini-batch has had a shape that is not captured yet but may be.
     pub(super) new: bool,
-    /// Whether it has used captured work.
+    /// True if the mini-batch has used a graph.
     used: bool,
-    /// Whether there is no room for captured work and an eager micro-batch of the same mini-batch.
+    /// True if graphs and an eager micro-batch of the same mini-batch do not fit together.
     cramped: bool,
-    /// Why some shape runs eagerly although replay was asked for.
+    /// Reason why a shape runs eagerly although CUDA graphs were requested.
     pub(super) cause: Option<String>,
 }
 
-/// What a micro-batch runs in, besides its mini-batch.
+/// Context of a micro-batch, besides its mini-batch.
 #[derive(Debug)]
 pub(super) struct Surroundings<'a> {
     pub(super) arrangement: &'a Arrangement,
-    /// Which closure runs on it.
+    /// Closure that runs on it.
     pub(super) closure: Closure,
-    /// Whether its size is settled on. One that is just tried is not worth a capture.
+    /// True if its size is chosen. A size that is only being tried out is not worth a capture.
     pub(super) settled: bool,
 }
 
@@ -101,7 +101,7 @@ struct ShapeEntry {
     shape: Shape,
     uses: u64,
     state: ShapeState,
-    /// What a captured one has in use while it is replayed, and for how many samples.
+    /// Bytes in use while a captured one is replayed, and its number of samples.
     need: Bytes,
     samples: f64,
     trust: Trust,
@@ -109,15 +109,15 @@ struct ShapeEntry {
 
 #[derive(Debug)]
 enum ShapeState {
-    /// So many ran eagerly.
+    /// Number of micro-batches that ran eagerly.
     New(usize),
     Captured(Box<Program>),
-    /// Not to be captured.
+    /// Never captured.
     Eager,
 }
 
 impl ShapeEntry {
-    /// Gives up what was captured.
+    /// Drops the captured graph.
     fn give_up(&mut self, state: ShapeState) {
         self.state = state;
         self.need = Bytes(0);
@@ -148,7 +148,7 @@ impl MicroReplay {
         }
     }
 
-    /// Turns it on or off.
+    /// Enables or disables CUDA graphs.
     pub(super) fn set(&mut self, wanted: bool) {
         self.wanted = wanted;
         let available = match self.device {
@@ -161,18 +161,17 @@ impl MicroReplay {
         }
     }
 
-    /// What a step is to leave free of a memory in which captured work is to lie beside what eager
-    /// work leaves behind.
+    /// Bytes that a step leaves free for CUDA graphs, beside the cache of eager work.
     pub(super) fn spare(&self, available: Bytes) -> Bytes {
         Bytes(if self.wanted { available.0 / CAPTURE_DIVISOR } else { 0 })
     }
 
-    /// What captured work keeps from everyone else.
+    /// Bytes that CUDA graphs keep for themselves.
     pub(super) fn kept(&self) -> Bytes {
         Bytes(self.entries.iter().map(|entry| entry.need.0).sum())
     }
 
-    /// Forgets all captured work and gives its memory back.
+    /// Drops all CUDA graphs and frees their memory.
     pub(super) fn clear(&mut self) -> Result<()> {
         self.sums.clear();
         self.blocks = Blocks::default();
@@ -184,8 +183,8 @@ impl MicroReplay {
         Ok(empty_cache(self.device)?)
     }
 
-    /// Begins a mini-batch, with replays or without. Captured work uses the variables where they were:
-    /// others make it worthless.
+    /// Begins a mini-batch, with replays or without. Graphs hold the addresses of variables: if any has moved,
+    /// all graphs are dropped.
     pub(super) fn begin(
         &mut self,
         parameters: usize,
@@ -210,7 +209,7 @@ impl MicroReplay {
         Ok(())
     }
 
-    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch.
+    /// Runs one micro-batch, eagerly or by CUDA graph, and adds it to its mini-batch.
     pub(super) fn run<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
@@ -235,21 +234,21 @@ impl MicroReplay {
         self.new |= new;
         let is_checked = self.is_due(index);
         self.run_entry(index, pass, micro_batch, part, f, surroundings)?;
-        // Where a check had no room beside captured work, there is none left.
+        // If a check did not fit beside the graphs, there are none left.
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
-        // A check runs the work twice, and what is still to be captured runs slower than it will: a size
-        // is not to be judged by their times.
+        // A check runs the work twice, and a shape that is not captured yet runs slower than it will: the size
+        // policy must not judge a size by these times.
         Ok(MicroBatchRun { unseen, typical: !(is_checked || new && settled) })
     }
 
-    /// Whether the entry is captured work that is to be compared with an eager run in this step.
+    /// Returns whether the entry has a graph that must be compared with an eager run in this step.
     fn is_due(&self, index: usize) -> bool {
         let entry = &self.entries[index];
         matches!(entry.state, ShapeState::Captured(_)) && entry.trust.is_due(self.step)
     }
 
-    /// Runs a micro-batch of an entry's shape as far as that has come: eagerly, to be captured, by
-    /// replay, or both ways.
+    /// Runs a micro-batch according to the state of its entry: eagerly, with a capture, by CUDA graph, or both
+    /// ways.
     fn run_entry<B: Batch, R: Outcome>(
         &mut self,
         index: usize,
@@ -264,7 +263,7 @@ impl MicroReplay {
             return self.check(index, pass, arrangement.of(micro_batch)?, part, f);
         }
         match &mut self.entries[index].state {
-            // Its inputs are laid out already, and the samples will be as they are copied there.
+            // Its inputs already have the memory format, which the samples take on as they are copied there.
             ShapeState::Captured(program) => {
                 self.replayed += 1;
                 self.used = true;
@@ -287,7 +286,7 @@ impl MicroReplay {
         Ok(())
     }
 
-    /// Whether the closure's type says which work it is; if not, says so.
+    /// Returns whether the closure's type identifies its work; if not, warns.
     fn knows(&mut self, closure: Closure) -> bool {
         if !closure.is_distinct() {
             self.tell(
@@ -304,27 +303,27 @@ impl MicroReplay {
         !known.is_some_and(|entry| matches!(entry.state, ShapeState::Captured(_)))
     }
 
-    /// Whether captured work keeps memory that so many samples of a new shape will need, as far as can
-    /// be told from others.
+    /// Returns whether graphs keep memory that this many samples of a new shape will need, estimated from other
+    /// shapes.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
-        // Graphs' memory cannot be lent to eager work, so an eager micro-batch may fail although it would
-        // fit: that is seen beforehand, by what samples have needed so far.
+        // Eager work cannot use the graphs' memory, so an eager micro-batch may fail although it would fit. The
+        // needs of earlier samples predict that.
         let expected = |entry: &ShapeEntry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
     }
 
-    /// Forgets all captured work in the midst of a step. What the same mini-batch has used would be
-    /// captured again, and in the way again, at every step.
+    /// Drops all graphs in the midst of a step. A mini-batch that has used graphs is marked as cramped:
+    /// otherwise every step would capture them again and drop them again.
     fn release<O>(&mut self, pass: &mut BatchPass<O>) -> Result<()> {
         self.cramped |= self.used;
-        // The sums lie in the captured work's memory, which is about to be given back.
+        // The sums lie in the graphs' memory, which is about to be freed.
         pass.accumulator.disown()?;
         self.clear_within_step()
     }
 
-    /// Forgets all captured work, but not what the step under way has needed with it.
+    /// Drops all graphs, but keeps the peak memory of the running step.
     fn clear_within_step(&mut self) -> Result<()> {
         let interrupted = self.room.interrupted(self.device)?;
         self.clear()?;
@@ -332,7 +331,7 @@ impl MicroReplay {
         Ok(())
     }
 
-    /// The entry of this shape; a new one takes the place of the least used.
+    /// Returns the entry of this shape; a new one replaces the least used.
     fn find(&mut self, shape: Shape) -> usize {
         if let Some(index) = self.entries.iter().position(|entry| entry.shape == shape) {
             return index;
@@ -358,7 +357,7 @@ impl MicroReplay {
         ShapeState::Eager
     }
 
-    /// Says once why micro-batches run eagerly.
+    /// Logs once why micro-batches run eagerly.
     fn tell(&mut self, cause: String) {
         if self.cause.is_none() {
             tracing::warn!(%cause, "micro-batches are not replayed but run eagerly");
@@ -367,8 +366,8 @@ impl MicroReplay {
     }
 }
 
-/// Where all variables are, and which are trained. A frozen weight or a running statistic that has
-/// moved is as bad as a parameter.
+/// Addresses of all variables, and whether each is trained. Frozen weights and running statistics count too: a
+/// graph uses their addresses as it uses those of parameters.
 fn places(variables: &Mutex<Variables>) -> Vec<(usize, bool)> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let all = variables.named_variables.values();

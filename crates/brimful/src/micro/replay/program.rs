@@ -1,4 +1,4 @@
-//! One captured micro-batch: its graph, and the tensors that the graph reads and writes.
+//! One captured micro-batch: its CUDA graph, and the tensors that the graph reads and writes.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -29,36 +29,36 @@ use crate::{Error, Result};
 pub(super) struct Program {
     graph: Graph,
     inputs: Vec<Tensor>,
-    /// What each term's backward starts from, and what was last written there.
+    /// Root gradients of each term's backward, and the numbers last written there.
     roots: Tensor,
     written: Vec<f64>,
     pub(super) readout: Readout,
     pub(super) sums: Vec<Sum>,
     statistics: ReplayStatistics,
-    /// The closure's outputs, of its own type.
+    /// Outputs of the closure, of its own type.
     outputs: Box<dyn Any + Send>,
-    /// What the closure did when it was captured, in words.
+    /// Operations of the closure at the capture, in words.
     pub(super) operations: Vec<String>,
-    /// What it touched, until it has settled in.
+    /// Tensors that the capture touched, until `settle_in`.
     touched: Touched,
-    /// Memory that the graph uses and that others have too; and what it writes to of that.
+    /// Memory that the graph shares with others, and the part of it that the graph writes.
     pub(super) blocks: Vec<Tensor>,
     pub(super) effects: Vec<Tensor>,
-    /// What it used and its backward did not come to.
+    /// Frozen tensors that the closure used, which its backward did not reach.
     frozen: Frozen,
 }
 
-/// Where a capture takes place.
+/// Device and stream of a capture.
 #[derive(Debug)]
 pub(super) struct Setting {
     pub(super) device: Device,
     pub(super) stream: Stream,
-    /// Bytes that the captured work is expected to need.
+    /// Bytes that the graph is expected to need.
     pub(super) need: u64,
 }
 
-/// A stream for captures, on which, and beside which, cuBLAS has its workspace already: taken during a capture it
-/// would stay in the captured work's memory for good.
+/// Creates a stream for captures. cuBLAS allocates its workspace on it, and on the stream beside it, here:
+/// allocated during a capture, the workspace would stay in the graph's memory for good.
 pub(super) fn stream(device: Device) -> Result<Stream> {
     let stream = Stream::urgent(device)?;
     for used in [Stream::beside(device)?, stream] {
@@ -71,8 +71,8 @@ pub(super) fn stream(device: Device) -> Result<Stream> {
 }
 
 impl Program {
-    /// Captures forward and backward of a micro-batch like this one, with gradients added to these
-    /// sums. Nothing of it runs.
+    /// Captures forward and backward of a micro-batch like this one, with gradients added to these sums. Runs
+    /// nothing of it.
     pub(super) fn capture<B: Batch, R: Outcome>(
         setting: &Setting,
         sums: Vec<Sum>,
@@ -81,20 +81,20 @@ impl Program {
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self, String> {
-        // The graph is to add to sums of its own at addresses that stay, not to this mini-batch's.
+        // The graph adds to sums of its own at fixed addresses, not to this mini-batch's.
         let groups = pass.accumulator.exchange(sums);
         let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
         if captured.is_err() {
-            // A backward that fails on its way has left gradients that nothing has computed: the next one would
-            // add to them.
+            // A backward that fails on its way has left gradients that no kernel has computed: the next one
+            // would add to them.
             pass.accumulator.clear().map_err(|error| error.to_string())?;
         }
         Ok(Self { sums, ..captured? })
     }
 
-    /// Keeps the memory that it uses and others have too: what an eager run has touched as well. That
-    /// has touched no input, no sum and no row of this graph.
+    /// Keeps the shared memory that the graph uses: blocks that an eager run has touched too. The eager run has
+    /// touched no input, no sum and no row of this graph.
     pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
         let Touched { read, written, frozen, .. } = mem::take(&mut self.touched);
         self.frozen = frozen;
@@ -111,12 +111,12 @@ impl Program {
         }
     }
 
-    /// Whether the closure used a tensor in one of these blocks.
+    /// Returns whether the closure used a tensor in one of these blocks.
     pub(super) fn uses(&self, addresses: &[usize]) -> bool {
         self.blocks.iter().any(|block| addresses.contains(&address(block)))
     }
 
-    /// Whether a tensor that the closure used is to get a gradient by now, and was not when it was captured.
+    /// Returns whether a tensor that the closure used was frozen at the capture and is trained now.
     pub(super) fn is_thawed(&self) -> bool {
         self.frozen.any_is_thawed()
     }
@@ -142,7 +142,7 @@ impl Program {
             })?;
 
         if touched.draws_on_host {
-            // They would be the same in every replay; and those of this run are nobody's.
+            // They would be the same in every replay; and no micro-batch uses the numbers of this run.
             host.restore()?;
             return Err(Error::Torch("it draws random numbers on the host".into()));
         }
@@ -163,26 +163,26 @@ impl Program {
         })
     }
 
-    /// Replays on this micro-batch, and adds what comes out to its mini-batch.
+    /// Replays the graph on this micro-batch, and adds the results to its mini-batch.
     pub(super) fn run<B: Batch, O: Batch + 'static>(
         &mut self,
         pass: &mut BatchPass<O>,
         micro_batch: &B,
         part: &MicroBatchWeight,
     ) -> Result<()> {
-        // The graph adds to its own sums, wherever the mini-batch's were so far.
+        // The graph adds to its own sums, so the mini-batch's sums move there first.
         pass.accumulator.adopt(&self.sums)?;
         self.statistics.before()?;
         self.launch(micro_batch, part)?;
         self.statistics.after()?;
-        // Loss and outputs are copied out: the next replay writes over them.
+        // Loss and outputs are copied out: the next replay overwrites them.
         pass.tally.count(&self.readout.copied()?.terms, part)?;
         let outputs = self.outputs.downcast_ref::<O>().expect("a closure has one type of outputs");
         pass.outputs.push(outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))?);
         Ok(())
     }
 
-    /// Replays on this micro-batch from empty sums, to see what comes out.
+    /// Replays the graph on this micro-batch from empty sums, as a trial.
     pub(super) fn try_on(
         &mut self,
         micro_batch: &impl Batch,
@@ -193,14 +193,14 @@ impl Program {
         self.launch(micro_batch, part)
     }
 
-    /// Copies the samples in and starts the graph.
+    /// Copies the samples in and launches the graph.
     fn launch(&mut self, micro_batch: &impl Batch, part: &MicroBatchWeight) -> Result<()> {
         for (input, leaf) in self.inputs.iter_mut().zip(batch::leaves(micro_batch)) {
             input.f_copy_(leaf.tensor())?;
         }
         for (number, term) in self.readout.terms.iter().enumerate() {
             // A term without a part in this micro-batch runs backward from 0, which adds nothing: a graph
-            // cannot leave it out.
+            // cannot skip it.
             let root = term.root_number(part).unwrap_or(0.0);
             if root != self.written[number] {
                 let _ = self.roots.f_select(0, number as i64)?.f_fill_(root)?;
@@ -211,16 +211,16 @@ impl Program {
     }
 }
 
-/// What the graph reads in place of a micro-batch, and the tensors in it.
+/// Returns the graph's static inputs in place of a micro-batch, and the tensors in them.
 fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
-    // Zeros, not the samples: what escapes the capture and is computed now will then differ.
+    // Zeros, not the samples: results that escape the capture and are computed now then differ.
     let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
     let inputs = batch::leaves(&statics).iter().map(|leaf| leaf.tensor().shallow_clone()).collect();
     Ok((statics, inputs))
 }
 
-/// Runs forward and backward on static inputs, from root gradients that are read from the device: a
-/// number would be the same in every replay.
+/// Runs forward and backward on static inputs, from root gradients that are read from the device: a number
+/// would be fixed in the graph.
 fn run_on_statics<B: Batch, R: Outcome>(
     pass: &mut BatchPass<R::Outputs>,
     statics: B,

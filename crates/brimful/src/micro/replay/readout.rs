@@ -1,4 +1,4 @@
-//! The numbers of a micro-batch's loss side by side in one tensor, read out after each replay.
+//! Loss of a micro-batch in one row, read out after each replay.
 
 use tch::Tensor;
 
@@ -27,14 +27,14 @@ impl Readout {
         Ok(Self { terms: viewed(terms, &row)?, row })
     }
 
-    /// The same as they are now, in a row of their own.
+    /// Copies the current numbers into a new row.
     pub(super) fn copied(&self) -> Result<Self> {
         let row = self.row.f_detach_copy()?;
         Ok(Self { terms: viewed(&self.terms, &row)?, row })
     }
 }
 
-/// The same terms with their numbers in the row.
+/// Returns these terms with their numbers as views of the row.
 fn viewed(terms: &[Term], row: &Tensor) -> Result<Vec<Term>> {
     let mut numbers = row.f_split(1, 0)?.into_iter();
     let mut number = || numbers.next().expect("a row has all numbers of its terms");

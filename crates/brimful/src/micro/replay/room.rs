@@ -1,4 +1,4 @@
-//! The memory that captured work runs in, which no tensor's account shows while it is replayed.
+//! Memory of CUDA graphs, which no tensor's account shows during a replay.
 
 use brimful_torch::memory::{device_memory, empty_cache, reset_peak};
 use tch::{Device, Kind, Tensor};
@@ -6,26 +6,26 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::bytes::Bytes;
 
-/// Where twice the need is free, the cache need not be emptied, which makes eager work ask the device
-/// for its memory again.
+/// Multiple of the need from which on the cache stays as it is: emptying it makes eager work allocate from the
+/// device anew.
 const PLENTY_FACTOR: u64 = 2;
 
-/// What captured work needs. Its parts are never replayed at the same time, so they share one pool.
+/// Needs of CUDA graphs. They never replay at the same time, so they share one pool.
 #[derive(Debug, Default)]
 pub(in crate::micro) struct CaptureRoom {
-    /// The most that any of it has in use.
+    /// Largest need of any of them.
     needed: u64,
-    /// The peak of a step that a capture interrupted.
+    /// Peak memory of a step before a capture interrupted its account.
     interrupted: u64,
 }
 
-/// A look at the device before a micro-batch that is to be captured.
+/// Reading of the device's memory before a micro-batch is captured.
 #[derive(Debug)]
 pub(super) struct Watch {
     device: Device,
-    /// In use when it began.
+    /// Bytes in use at the start.
     current: u64,
-    /// The step's peak so far.
+    /// Peak memory of the step so far.
     before: u64,
 }
 
@@ -36,8 +36,8 @@ impl Watch {
         Ok(Self { device, current: now.current, before: now.peak })
     }
 
-    /// What the eager run needed, which the capture is expected to need again. From here on the
-    /// capture is watched.
+    /// Returns the need of the eager run, which is the expected need of the capture. From here on the capture
+    /// is measured.
     pub(super) fn eager_need(&mut self) -> Result<u64> {
         let now = device_memory(self.device)?;
         self.before = self.before.max(now.peak);
@@ -46,14 +46,14 @@ impl Watch {
     }
 }
 
-/// What is free for eager work, in the device and in the cache, beside captured work that keeps so much.
+/// Bytes that are free for eager work, on the device and in the cache, beside graphs that keep `kept` bytes.
 pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
     let now = device_memory(device)?;
     Ok(now.free + now.reserved.saturating_sub(now.current + kept))
 }
 
-/// Makes room for captured work of this need. What eager runs have left in the cache is of no use to
-/// it, so where there is little else, that is given back. Gives what is free.
+/// Makes room for a graph of this need. It cannot use the cache of eager runs, so the cache is emptied unless
+/// enough is free besides. Returns the free bytes.
 pub(super) fn make_room(device: Device, need: u64) -> Result<u64> {
     let free = device_memory(device)?.free;
     if free >= need.saturating_mul(PLENTY_FACTOR) {
@@ -63,44 +63,43 @@ pub(super) fn make_room(device: Device, need: u64) -> Result<u64> {
     Ok(device_memory(device)?.free)
 }
 
-/// Takes so much from the device in one piece and leaves it in the cache of this thread's stream:
-/// asking for it in hundreds of pieces would take longer than the work itself.
+/// Allocates this much from the device in one piece and leaves it in the cache of this thread's stream:
+/// allocating it in hundreds of pieces would take longer than the work itself.
 pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
     let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-    // In pieces it may be there all the same.
+    // If this fails, the memory may still be there in pieces.
     drop(Tensor::f_empty([bytes], (Kind::Uint8, device)));
     Ok(reset_peak(device)?)
 }
 
 impl CaptureRoom {
-    /// Counts what a capture has allocated, which is what its replays will use; of one that failed,
-    /// nothing remains. What it keeps is among what is in use.
+    /// Counts the bytes that a capture has allocated, which its replays will use; a failed one has freed them.
+    /// Bytes that it keeps are in use already.
     pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<Bytes> {
         let now = device_memory(watch.device)?;
         let need = if succeeded { now.peak.saturating_sub(now.current) } else { 0 };
         self.needed = self.needed.max(need);
         self.interrupted = self.interrupted.max(watch.before).max(now.peak);
-        // What was counted here is not to be counted again as the step's.
+        // Counted here, so the step must not count it again.
         reset_peak(watch.device)?;
         Ok(Bytes(need))
     }
 
-    /// Counts an eager run during which captured work lay idle: the two did not need their memory at
-    /// one time.
+    /// Counts an eager run during which no graph was running: the two did not need their memory at the same
+    /// time.
     pub(super) fn pause(&mut self, watch: &Watch) -> Result<()> {
         let peak = device_memory(watch.device)?.peak;
         self.interrupted = self.interrupted.max(watch.before + self.needed).max(peak);
         Ok(reset_peak(watch.device)?)
     }
 
-    /// What remains of it in a step's peak when captured work is given up.
+    /// Returns the account of a step whose graphs are about to be dropped: their part of its peak remains.
     pub(super) fn interrupted(&self, device: Device) -> Result<Self> {
         let peak = device_memory(device)?.peak + self.needed;
         Ok(Self { needed: 0, interrupted: self.interrupted.max(peak) })
     }
 
-    /// The most memory in use since the last call, where `usage` is what was in use besides captured
-    /// work.
+    /// Returns the peak memory since the last call; `usage` is the peak besides CUDA graphs.
     pub(in crate::micro) fn take_peak(&mut self, usage: Bytes) -> Bytes {
         Bytes(std::mem::take(&mut self.interrupted).max(usage.0 + self.needed))
     }

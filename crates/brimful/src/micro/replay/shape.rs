@@ -1,4 +1,4 @@
-//! What two micro-batches must have in common to be the same work.
+//! Properties that two micro-batches must share to be the same work.
 
 use std::any::{TypeId, type_name};
 
@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::batch::{self, Batch, Leaf};
 
-/// Which closure runs on a micro-batch, known by its type.
+/// Identity of the closure that runs on a micro-batch, known by its type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Closure {
     id: TypeId,
@@ -18,24 +18,23 @@ impl Closure {
         Self { id: typeid::of::<F>(), name: type_name::<F>() }
     }
 
-    /// Whether its type says which work it does. One type of trait objects or of pointers to
-    /// functions stands for many closures, and so does a closure of a function that is generic over
-    /// such a type.
+    /// Returns whether its type identifies its work. One type of trait objects or function pointers stands for
+    /// many closures, and so does a closure of a function that is generic over such a type.
     pub(super) fn is_distinct(self) -> bool {
         !["dyn ", "fn("].iter().any(|word| self.name.contains(word))
     }
 }
 
-/// Whether a tensor is to get a gradient, which captured work does not give it.
+/// True for a tensor that requires a gradient, which a CUDA graph does not give it.
 type WantsGradient = bool;
 
-/// The shape of a micro-batch, and which closure runs on it.
+/// Shape of a micro-batch, with the closure that runs on it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) closure: Closure,
-    /// Whether its mini-batch is a step of its own, which decides on what terms are divided by.
+    /// True if its mini-batch is a whole step, which decides on the divisors of its terms.
     single: bool,
-    /// All that is not a tensor.
+    /// All values that are not tensors.
     outline: Vec<String>,
     leaves: Vec<(Vec<i64>, Kind, WantsGradient)>,
 }

@@ -1,5 +1,5 @@
-//! Captured work tried beside an eager run: from empty sums, with the same random numbers, and with
-//! nothing left behind of what it writes elsewhere.
+//! Trial of a CUDA graph beside an eager run: from empty sums, with the same random numbers; all that it writes
+//! elsewhere is restored.
 
 use std::collections::HashSet;
 
@@ -19,16 +19,16 @@ use crate::micro::Outcome;
 use crate::micro::pass::{BatchPass, forward};
 use crate::random::Randomness;
 
-/// A micro-batch that has run eagerly, which is what counts, with its gradients still apart.
+/// A micro-batch that has run eagerly for its mini-batch, with its gradients still apart.
 #[derive(Debug)]
 pub(super) struct Eager {
     pub(super) sums: Vec<Sum>,
     pub(super) touched: Touched,
-    /// A leaf that its backward has reached and that is no parameter of the store.
+    /// Leaf that its backward has reached and that is no parameter of the store.
     pub(super) other_leaf: Option<Tensor>,
     readout: Readout,
-    /// Where the device's random numbers stood before and after it. The host's, which all threads
-    /// share, are not drawn in captured work.
+    /// State of the device's random numbers before and after it. A captured micro-batch draws none on the host,
+    /// whose generator all threads share.
     pub(super) before: Randomness,
     pub(super) after: Randomness,
 }
@@ -46,7 +46,7 @@ impl Eager {
         let earlier = pass.accumulator.exchange(Vec::new());
         let (ran, touched) = watched(micro_batch, f, |terms, output| {
             let readout = Readout::of(terms)?;
-            // Looked for before the backward, which frees the graph.
+            // Before the backward, which frees the graph.
             let other_leaf = pass.other_leaf(terms)?;
             pass.add(terms, &output, part)?;
             Ok((readout, other_leaf))
@@ -58,8 +58,8 @@ impl Eager {
     }
 }
 
-/// Runs the closure, and `then` with what it gives; tells what the closure has done, the numbers of
-/// its loss among it.
+/// Runs the closure, and `then` with its results; also returns the closure's operations, including the numbers
+/// of its loss.
 pub(super) fn watched<B: Batch, R: Outcome, T>(
     micro_batch: B,
     f: &mut impl FnMut(B) -> R,
@@ -69,26 +69,26 @@ pub(super) fn watched<B: Batch, R: Outcome, T>(
     let (ran, mut touched) = touched(|| {
         let (terms, output) = forward(micro_batch, f)?;
         numbers.extend(terms.iter().map(Term::in_words));
-        // The graph must be gone when the list is closed: what it keeps is not there for good.
+        // The graph must be freed when the list is closed: tensors that it keeps do not stay.
         untold(move || then(&terms, output))
     })?;
     touched.operations.append(&mut numbers);
     Ok((ran?, touched))
 }
 
-/// What captured work gave when it was tried.
+/// Results of a trial replay.
 #[derive(Debug)]
 pub(super) struct ReplayTrial {
     sums: Vec<Sum>,
     readout: Readout,
     operations: Vec<String>,
-    /// Memory that it uses and others have too.
+    /// Memory that the graph shares with others.
     blocks: Vec<usize>,
     after: Randomness,
 }
 
 impl ReplayTrial {
-    /// Replays from empty sums. What else the replay writes is put back; random numbers are not.
+    /// Replays from empty sums. Restores all else that the replay writes, except random numbers.
     pub(super) fn of(
         program: &mut Program,
         micro_batch: &impl Batch,
@@ -111,7 +111,7 @@ impl ReplayTrial {
         })
     }
 
-    /// Whether an eager run gives the same. The trial's sums are used up.
+    /// Compares the trial with an eager run. Overwrites the trial's sums.
     pub(super) fn against(&self, eager: &Eager, parameters: &[Tensor]) -> Result<Verdict> {
         if let Some(what) = another(&self.operations, &eager.touched.operations) {
             return Ok(Verdict::Differs(what));
@@ -127,7 +127,7 @@ impl ReplayTrial {
         if !self.blocks.iter().all(|block| used.contains(block)) {
             return Ok(Verdict::Differs("it uses another tensor than it did".into()));
         }
-        // Half-precision parameters round what all others give: theirs is the tolerance.
+        // Half-precision parameters round all other values too: theirs is the tolerance.
         let kind = coarsest(parameters);
         Ok(match verdict(kind, &eager.sums, &eager.readout, &self.sums, &self.readout)? {
             Verdict::Alike if self.after != eager.after => {
@@ -138,7 +138,7 @@ impl ReplayTrial {
     }
 }
 
-/// The kind of number with the fewest digits among the parameters.
+/// Returns the parameters' dtype with the fewest digits.
 fn coarsest(parameters: &[Tensor]) -> Kind {
     let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
     parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)

@@ -1,40 +1,40 @@
-//! How long captured work is trusted before it is compared with an eager run again.
+//! Intervals at which a CUDA graph is compared with an eager run again.
 //!
 //! ```text
 //!   step    0          1  2     4           8        16  …  every 256th
 //!           captured   ✓  ✓     ✓           ✓        ✓
 //! ```
 //!
-//! What a closure reads from the host at every step is so caught in the first step after the capture;
-//! what changes rarely is caught within 256 steps. A check is of one micro-batch of a step.
+//! A host value that changes at every step is caught in the first step after the capture; one that changes
+//! rarely is caught within 256 steps. A check compares one micro-batch of a step.
 
-/// The first steps after a capture, each of which has a check.
+/// Number of checks in the first steps after a capture, one per step.
 const FIRST: u32 = 2;
-/// Steps between two checks, at most: fewer than 1 % of micro-batches are checked in the long run.
+/// Largest number of steps between two checks: fewer than 1 % of micro-batches are checked in the long run.
 const LONGEST: u64 = 256;
-/// A capture that was right for so many steps before it was out of date is worth another one.
+/// A graph that was right for this many steps before it was out of date is worth another capture.
 const LASTING: u64 = 64;
 
-/// The checks of a captured shape, by the numbers of their steps.
+/// Checks of a captured shape, by step number.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Trust {
-    /// Since when; none before it is captured.
+    /// Step of the capture; `None` before it.
     captured: Option<u64>,
-    /// When both were last seen to be alike.
+    /// Step of the last comparison that found both alike.
     agreed: u64,
     checks: u32,
     gap: u64,
 }
 
 impl Trust {
-    /// After a capture in this step, in which both were alike. What had to give way to a check, and is
-    /// captured again, keeps the trust that it had.
+    /// Records a capture in this step, whose trial found both alike. A shape that was dropped to make room for
+    /// a check, and is captured again, keeps its trust.
     pub(super) fn captured(self, step: u64) -> Self {
         let captured = self.captured.or(Some(step));
         Self { captured, agreed: step, gap: self.gap.max(1), ..self }
     }
 
-    /// After a check in this step that found both alike.
+    /// Records a check in this step that found both alike.
     pub(super) fn confirmed(self, step: u64) -> Self {
         let checks = self.checks + 1;
         let gap = if checks < FIRST { 1 } else { (self.gap * 2).min(LONGEST) };
@@ -45,12 +45,12 @@ impl Trust {
         step >= self.agreed + self.gap
     }
 
-    /// Steps since both were last seen to be alike, which may all have been wrong.
+    /// Steps since the last comparison that found both alike; all of them may be wrong.
     pub(super) fn unchecked(self, step: u64) -> u64 {
         step.saturating_sub(self.agreed + 1)
     }
 
-    /// Whether what is out of date now was right for long enough to be captured anew.
+    /// Returns whether a graph that is now out of date was right for long enough to be captured anew.
     pub(super) fn lasted(self, step: u64) -> bool {
         self.captured.is_some_and(|captured| step >= captured + LASTING)
     }
