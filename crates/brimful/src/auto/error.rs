@@ -1,4 +1,4 @@
-//! Memory that no size of the micro-batches is small enough for.
+//! Error for a step that runs out of memory at every size of the micro-batches.
 
 use thiserror::Error;
 
@@ -18,11 +18,11 @@ use crate::oom::OutOfMemory;
 pub struct DoesNotFit {
     /// The sizes that were tried.
     pub tried: Vec<usize>,
-    /// What one sample was expected to need, where that is known.
+    /// Predicted need of one sample, where it is known.
     pub needed: Option<Bytes>,
-    /// What was free.
+    /// Bytes that were free.
     pub available: Bytes,
-    /// How the last try ended.
+    /// Error of the last attempt.
     pub cause: Box<OutOfMemory>,
 }
 
