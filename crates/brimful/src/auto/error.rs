@@ -6,7 +6,7 @@ use crate::batch::enumerate;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
 
-/// Memory runs out whatever the size of the micro-batches.
+/// Out of memory at every size of the micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
@@ -16,7 +16,7 @@ use crate::oom::OutOfMemory;
 )]
 #[non_exhaustive]
 pub struct DoesNotFit {
-    /// The sizes that were tried.
+    /// Sizes that were tried.
     pub tried: Vec<usize>,
     /// Predicted need of one sample, where it is known.
     pub needed: Option<Bytes>,

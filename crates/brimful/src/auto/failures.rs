@@ -11,7 +11,7 @@ const THRASHING_STEPS: u32 = 2;
 /// Relative change from which free memory counts as changed: smaller differences are noise.
 pub(super) const CHANGED: f64 = 0.02;
 
-/// The failures of one kind of mini-batch.
+/// Failures of one kind of mini-batch.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Failures {
     ceiling: Option<Ceiling>,
@@ -20,7 +20,7 @@ pub(super) struct Failures {
     thrashing_steps: u32,
 }
 
-/// A size that failed.
+/// Size that failed.
 #[derive(Debug, Clone, Copy)]
 struct Ceiling {
     size: usize,

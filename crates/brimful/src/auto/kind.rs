@@ -24,7 +24,7 @@ pub(crate) enum Use {
     Map,
 }
 
-/// A kind of mini-batch.
+/// Kind of mini-batch: its use, and dtype and shape of its samples.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Kind {
     pub(crate) used: Use,

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
 
-/// A step's decisions so far.
+/// Decisions and retries of a step so far.
 #[derive(Debug, Default)]
 pub(crate) struct SizeLog {
     pub(crate) decisions: Vec<Decision>,

@@ -37,7 +37,7 @@ const MIN_GAP_FACTOR: f64 = 1.3;
 const EVEN_MIN_RATIO: f64 = 0.65;
 /// A size at least 10 % above the best is worth a timed step.
 const WORTHWHILE_FACTOR: f64 = 1.1;
-/// A size counts as faster from 2 % on: less is noise.
+/// A size counts as faster from 2 % on: smaller differences are noise.
 const FASTER_FACTOR: f64 = 1.02;
 /// Number of steps used to find the fastest size.
 const LEARNING_STEPS: u32 = 9;

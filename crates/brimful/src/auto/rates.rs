@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// Number of readings kept of each size: the median of 5 ignores two slow ones, and follows changes.
 const READINGS_KEPT: usize = 5;
 
-/// Samples a second, by size.
+/// Readings of the rate in samples a second, by size.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rates {
     readings: BTreeMap<usize, Vec<f64>>,

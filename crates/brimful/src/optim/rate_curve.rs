@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-/// A learning rate that rises over the first steps, and falls until the last one.
+/// Learning-rate schedule that warms up over the first steps, and decays until the last one.
 ///
 /// It returns a number for each step and nothing else: a loop sets it in its optimizer.
 ///

@@ -36,7 +36,7 @@ pub(super) enum Message {
     Stop { turn: u64 },
     /// A rank has been silent for so many milliseconds.
     Lost { rank: usize, silent: u64 },
-    /// A rank has been waited for for so many milliseconds.
+    /// A rank has kept others waiting for so many milliseconds.
     Hangs { rank: usize, waited: u64 },
     /// This rank ends, with an error or without.
     Left { words: Option<String> },

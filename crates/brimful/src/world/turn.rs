@@ -13,8 +13,8 @@ use super::waits::Wait;
 use crate::Result;
 use crate::memory::Memory;
 
-/// Collective of the ranks. All ranks begin the same turns in the same order. Dropping it ends it, with all
-/// pending transfers.
+/// Collective of the ranks. All ranks begin the same turns in the same order. Dropping the last clone ends it,
+/// with all pending transfers.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn(Arc<Open>);
 

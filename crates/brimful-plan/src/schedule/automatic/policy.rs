@@ -30,13 +30,13 @@ impl Depth {
 /// Set of backwards that are split: both parts together take longer than the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Halved {
-    /// None.
+    /// No backward.
     None,
     /// The last micro-batches, as many as there are stages: before those the devices are busy anyway.
     Last,
     /// The first and the last micro-batches, as many as there are stages each.
     Ends,
-    /// All.
+    /// All backwards.
     All,
 }
 

@@ -49,7 +49,7 @@ pub struct Ema {
     own: Option<Vec<Tensor>>,
 }
 
-/// One variable and its average.
+/// Variable and its average.
 #[derive(Debug)]
 struct Average {
     name: String,
