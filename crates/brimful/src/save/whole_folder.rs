@@ -13,8 +13,8 @@ use crate::{Error, Result};
 /// Calls `fill` with a new folder, which then replaces the target atomically. Keeps links to it and its
 /// permissions.
 ///
-/// Where the file system can exchange two folders, the target exists at all times; where it cannot (as some
-/// network file systems), it is missing for an instant between two renames.
+/// If the file system can exchange two folders, the target exists at all times; if not (as on some network
+/// file systems), it is missing for an instant between two renames.
 ///
 /// # Errors
 /// The error of `fill`, or when the file system refuses. The old folder, if there was one, is unchanged
