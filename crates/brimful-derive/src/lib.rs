@@ -1,5 +1,5 @@
 #![forbid(unsafe_code)]
-//! Writes `brimful::Batch` for structs.
+//! Derives `brimful::Batch` for structs.
 
 use proc_macro2::TokenStream;
 use quote::quote;
@@ -9,10 +9,10 @@ const NOT_AN_ENUM: &str = "`Batch` cannot be derived for an enum: make it a stru
     fields, or implement `brimful::Batch` by hand (its documentation shows how)";
 const NOT_A_UNION: &str = "`Batch` cannot be derived for a union: make it a struct";
 
-/// Makes a struct a batch: its fields, each of which is a batch, are cut and joined one by one.
+/// Makes a struct a batch, by cutting and joining its fields, each of which is a batch.
 ///
-/// A field with `#[batch(shared)]` is the same for every micro-batch, as if it were in `Shared`.
-/// Type parameters must be batches too. Enums and unions are refused.
+/// A field with `#[batch(shared)]` is the same for every micro-batch, as if it were in `Shared`. Type
+/// parameters must be batches too. Enums and unions are refused.
 #[proc_macro_derive(Batch, attributes(batch))]
 pub fn derive_batch(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = syn::parse_macro_input!(input as DeriveInput);
@@ -61,7 +61,7 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
     })
 }
 
-/// The fields by their names, and what the leaves of each are given to.
+/// Returns the fields by their names, and the functions that receive the leaves of each.
 fn read_fields(input: &DeriveInput) -> Result<(Vec<Member>, Vec<TokenStream>)> {
     let fields = match &input.data {
         Data::Struct(data) => &data.fields,

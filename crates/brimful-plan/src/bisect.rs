@@ -1,6 +1,6 @@
-//! Finds by halves where what passes ends.
+//! Binary search for the end of a run.
 
-/// How many of 0, 1, 2, … below `count` pass, if those that pass come first.
+/// Counts the numbers 0, 1, 2, … below `count` that pass, if those that pass come first.
 pub(crate) fn count_while(count: usize, passes: impl Fn(usize) -> bool) -> usize {
     let (mut passed, mut failed) = (0, count);
     while passed < failed {

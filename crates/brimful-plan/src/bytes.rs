@@ -1,4 +1,4 @@
-//! A number of bytes, read and written as people write it: `96 MiB`.
+//! Number of bytes, parsed and printed with a unit: `96 MiB`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,22 +16,22 @@ const UNITS: [(&str, u64); 13] = [
     ("MB", 1_000_000),
     ("KB", 1_000),
     ("B", 1),
-    // One letter is binary, as dd, ls and containers have it.
+    // A single letter is binary, as in dd, ls and containers.
     ("T", 1 << 40),
     ("G", 1 << 30),
     ("M", 1 << 20),
     ("K", 1 << 10),
 ];
 
-/// A number of bytes. Shown with a binary unit and three digits; parsed with any unit: KB is 1000, KiB
-/// and K are 1024.
+/// Number of bytes. Printed with a binary unit and three digits; parsed with any unit: KB is 1000, KiB and
+/// K are 1024.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Bytes(pub u64);
 
-/// A text that is not a number of bytes.
+/// Error for a text that is not a number of bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "'{text}' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB; units are \
@@ -69,7 +69,7 @@ impl FromStr for Bytes {
             return whole.checked_mul(size).map(Bytes).ok_or_else(bad);
         }
         let bytes = number.parse::<f64>().map_err(|_| bad())? * size as f64;
-        // Above 2^63 a float no longer tells one byte from the next thousand.
+        // Above 2^63 a float cannot represent single bytes.
         if bytes < i64::MAX as f64 { Ok(Bytes(bytes.round() as u64)) } else { Err(bad()) }
     }
 }

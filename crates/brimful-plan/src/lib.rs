@@ -1,5 +1,5 @@
 #![forbid(unsafe_code)]
-//! Schedules, balances, plans and splits: what brimful decides before a tensor exists.
+//! Schedules, balances, plans and splits: all that brimful decides before a tensor exists.
 //!
 //! Nothing in here needs libtorch, so it builds, and its tests run, in seconds. The library
 //! `brimful` re-exports every module under its own name, and the examples on these pages use those
@@ -9,10 +9,10 @@
 //! | --- | --- |
 //! | read and write numbers of bytes | [`bytes`] |
 //! | cut a mini-batch into micro-batches | [`split`] |
-//! | look at a schedule, simulate it, or write one | [`schedule`] |
+//! | inspect, simulate or write a schedule | [`schedule`] |
 //! | cut layers into stages | [`balance`] |
 //! | choose balance, schedule and micro-batches | [`mod@plan`] |
-//! | choose which stages live on the host, and what each keeps or recomputes | [`plan::homes`] |
+//! | choose which stages to offload, and what each keeps or recomputes | [`plan::homes`] |
 //!
 //! A module uses those above it in this table, and none below.
 

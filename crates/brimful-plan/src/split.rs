@@ -1,8 +1,8 @@
 //! Cuts the samples of a mini-batch into micro-batches: near-equal, in order, every sample once.
 //!
-//! Near-equal, because a short last micro-batch costs nearly the time of a full one, and a last
-//! micro-batch of one sample is what batch normalisation cannot digest: 65 samples by 16 are 5
-//! micro-batches of 13, not 4 of 16 and one of 1.
+//! Near-equal, because a short last micro-batch costs nearly the time of a full one, and batch
+//! normalisation cannot train with a last micro-batch of one sample: 65 samples by 16 are 5 micro-batches
+//! of 13, not 4 of 16 and one of 1.
 //!
 //! ```
 //! # use brimful_plan as brimful;
@@ -21,42 +21,42 @@ use thiserror::Error;
 
 use crate::bisect::count_while;
 
-/// Samples that cannot be cut as asked.
+/// Error for samples that cannot be cut as asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SplitError {
-    /// A mini-batch without samples.
+    /// Mini-batch without samples.
     #[error("the batch is empty: give it at least one sample")]
     NoSamples,
-    /// Micro-batches of no samples.
+    /// Micro-batch size of 0.
     #[error(
         "a micro-batch cannot have 0 samples: give it at least 1, or all {samples} of the mini-batch"
     )]
     SizeOfZero {
-        /// The samples of the mini-batch.
+        /// Number of samples in the mini-batch.
         samples: usize,
     },
-    /// A mini-batch in no micro-batches.
+    /// Micro-batch count of 0.
     #[error("{samples} samples cannot be cut into 0 micro-batches: ask for at least 1")]
     CountOfZero {
-        /// The samples of the mini-batch.
+        /// Number of samples in the mini-batch.
         samples: usize,
     },
-    /// A sequence that no micro-batch has room for.
+    /// Sequence that is longer than a micro-batch.
     #[error(
         "the longest sequence takes {longest} tokens, for which a micro-batch of {tokens} has no room: \
          give micro-batches at least {longest} tokens, or cut the sequence"
     )]
     SequenceTooLong {
-        /// What it takes, padding included.
+        /// Tokens of the longest sequence, padding included.
         longest: usize,
-        /// What a micro-batch may have.
+        /// Largest number of tokens in a micro-batch.
         tokens: usize,
     },
 }
 
-/// As few micro-batches as there can be with at most `size` samples each. Their lengths differ by
-/// at most one, the longer ones first. A `size` above `samples` leaves the mini-batch whole.
+/// Returns the fewest micro-batches with at most `size` samples each. Their lengths differ by at most one,
+/// the longer ones first. A `size` above `samples` leaves the mini-batch whole.
 ///
 /// # Errors
 /// When there are no samples, or `size` is 0.
@@ -68,8 +68,8 @@ pub fn by_size(samples: usize, size: usize) -> Result<Vec<Range<usize>>, SplitEr
     }
 }
 
-/// `count` micro-batches, or one for each sample where there are fewer samples than that. Their
-/// lengths differ by at most one, the longer ones first.
+/// Returns `count` micro-batches, or one for each sample if there are fewer samples. Their lengths differ
+/// by at most one, the longer ones first.
 ///
 /// # Errors
 /// When there are no samples, or `count` is 0.
@@ -81,9 +81,9 @@ pub fn by_count(samples: usize, count: usize) -> Result<Vec<Range<usize>>, Split
     }
 }
 
-/// Micro-batches of at most so many tokens each, padding included: a micro-batch is as wide as the
-/// longest of its sequences. Each is as full as it can be, so that for sequences in the order of their
-/// lengths, the longest first, its shape depends on its first one's length alone.
+/// Returns micro-batches of at most `tokens` tokens each, padding included: a micro-batch is as wide as its
+/// longest sequence. Each is as full as possible, so if sequences are sorted by length, the longest first,
+/// its shape depends only on the length of its first one.
 ///
 /// # Errors
 /// When there are no sequences, or one takes more than `tokens`.
@@ -95,8 +95,8 @@ pub fn by_tokens(lengths: &[usize], tokens: usize) -> Result<Vec<Range<usize>>, 
     }
 }
 
-/// `count` micro-batches, or one for each sequence where there are fewer than that. The fullest has as
-/// few tokens as there can be.
+/// Returns `count` micro-batches, or one for each sequence if there are fewer. The fullest has as few
+/// tokens as possible.
 ///
 /// # Errors
 /// When there are no sequences, or `count` is 0.
@@ -108,7 +108,7 @@ pub fn by_count_of_tokens(
     if count == 0 {
         return Err(SplitError::CountOfZero { samples: lengths.len() });
     }
-    // So many always suffice: all sequences in one.
+    // Upper bound: all sequences in one micro-batch.
     let most = least.saturating_mul(lengths.len());
     let are_too_few = |more: usize| filled(lengths, least + more).len() > count;
     let mut ranges = filled(lengths, least + count_while(most - least, are_too_few));
@@ -118,7 +118,7 @@ pub fn by_count_of_tokens(
     Ok(ranges)
 }
 
-/// Schedules ask for a number of micro-batches: it is reached by those that have the most sequences.
+/// Splits the micro-batch with the most sequences in two: schedules need an exact number of micro-batches.
 fn halve_the_longest(ranges: &mut Vec<Range<usize>>) {
     let longest = (0..ranges.len()).rev().max_by_key(|&i| ranges[i].len());
     if let Some(i) = longest {
@@ -132,7 +132,7 @@ fn longest(lengths: &[usize]) -> Result<usize, SplitError> {
     lengths.iter().copied().max().ok_or(SplitError::NoSamples)
 }
 
-/// Each range takes what fits; a sequence that does not fit anywhere has one of its own.
+/// Fills each range in turn; a sequence that is too long gets a range of its own.
 fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
     let mut ranges = Vec::new();
     let mut start = 0;
@@ -151,13 +151,12 @@ fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Where one of `count` near-equal ranges begins, and the one before it ends, by its number from 0: what
-/// [`by_size`] and [`by_count`] list, for ranges too many to list.
+/// Returns the start of range `number`, counted from 0, of `count` near-equal ranges: as listed by
+/// [`by_size`] and [`by_count`], for ranges too many to list.
 #[must_use]
 pub fn start(samples: usize, count: usize, number: usize) -> usize {
     let count = count.max(1);
-    // The first `samples % count` ranges have one sample more than the others: so have as many of the
-    // `number` ranges before it as are among these.
+    // The first `samples % count` ranges have one sample more than the others.
     number * (samples / count) + number.min(samples % count)
 }
 
@@ -229,13 +228,13 @@ mod tests {
         assert_eq!(by_count_of_tokens(&lengths, 1).expect("a split").len(), 1);
     }
 
-    /// No file of failures, which miri could not write.
+    /// Stores no failures in a file, which miri could not write.
     fn config() -> ProptestConfig {
         let cases = if cfg!(miri) { 16 } else { 256 };
         ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
     }
 
-    /// Every sample is in one range, in order.
+    /// Checks that every sample is in one range, in order.
     fn check_order(ranges: &[Range<usize>], samples: usize) -> Result<(), TestCaseError> {
         prop_assert_eq!(ranges.first().map(|range| range.start), Some(0));
         prop_assert_eq!(ranges.last().map(|range| range.end), Some(samples));
@@ -276,11 +275,11 @@ mod tests {
                 range.len() * longest(&lengths[range.clone()]).expect("sequences")
             };
             prop_assert!(ranges.iter().all(|range| taken(range) <= tokens));
-            // None could take the next one's first sequence too.
+            // Checks that no range could also take the next one's first sequence.
             for pair in ranges.windows(2) {
                 prop_assert!(taken(&(pair[0].start..pair[1].start + 1)) > tokens);
             }
-            // As many micro-batches, and none fuller, where only their number is given.
+            // Given only their number, checks that there are as many micro-batches, and none fuller.
             let counted = by_count_of_tokens(&lengths, ranges.len()).expect("a split");
             check_order(&counted, lengths.len())?;
             prop_assert_eq!(counted.len(), ranges.len());

@@ -1,4 +1,4 @@
-//! Lists made for the times that stages take.
+//! Tests of schedules made for the times of stages.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use brimful_plan::schedule::{
 };
 use proptest::prelude::*;
 
-/// An automatic schedule, and those by name that place stages as it does.
+/// Returns the named schedules with the placement of an automatic one.
 fn alike(automatic: Schedule) -> Vec<Schedule> {
     let all = Schedule::all(automatic.stages_per_device()).into_iter();
     let named = all.filter(|schedule| !schedule.is_automatic());
@@ -18,8 +18,9 @@ fn alike(automatic: Schedule) -> Vec<Schedule> {
 
 const AUTO_INTERLEAVED: Schedule = Schedule::AutoInterleaved { stages_per_device: 2 };
 
-/// Stages whose forwards take these times, the whole backward twice as long, and its halves these shares
-/// of it. The first stage has no input half. Each holds a byte a micro-batch.
+/// Returns stages with these times of the forward; the whole backward takes twice as long, and its input
+/// and weight gradient these shares of it. The first stage has no input gradient. Each holds a byte a
+/// micro-batch.
 fn stages(forwards: &[f64], [input, weight]: [f64; 2]) -> Costs {
     let stage = |(j, forward): (usize, &f64)| {
         let backward = 2.0 * forward;
@@ -30,7 +31,7 @@ fn stages(forwards: &[f64], [input, weight]: [f64; 2]) -> Costs {
     Costs { stages: forwards.iter().enumerate().map(stage).collect(), ..Costs::ticks(0) }
 }
 
-/// The halves' shares of a GPT's and of a ResNet's backward.
+/// Shares of input and weight gradient in a GPT's and a ResNet's backward.
 const GPT: [f64; 2] = [0.57, 0.45];
 const RESNET: [f64; 2] = [0.68, 0.48];
 
@@ -56,7 +57,7 @@ fn peak(simulation: &Simulation) -> u64 {
     simulation.devices().iter().map(|device| device.peak_bytes).max().unwrap()
 }
 
-/// The shortest of the named schedules of the same placement that need no more bytes than these.
+/// Returns the shortest of the named schedules of the same placement that need no more bytes.
 fn best_named(
     automatic: Schedule,
     costs: &Costs,
@@ -91,7 +92,8 @@ fn equal_stages_idle_no_more_than_in_zero_bubble_h1() {
     }
 }
 
-/// Zero-bubble H2's memory, twice 1F1B's, fills what H1 leaves: only the way to the last stage is idle.
+/// Zero-bubble H2's memory, twice 1F1B's, fills the bubble that H1 leaves: only the way to the last stage
+/// is idle.
 #[test]
 fn with_twice_the_memory_the_last_stage_hardly_waits() {
     let (s, m) = (8, 16);
@@ -103,9 +105,9 @@ fn with_twice_the_memory_the_last_stage_hardly_waits() {
     assert!(twice.makespan() < 1.02 * shortest, "{}", twice.makespan());
 }
 
-/// Made-up times, not measured ones: stages as unequal as a U-Net's (both ends heavy) or an AmoebaNet's, one a device
-/// or two, dealt round the devices or down and up again. How much is gained is what the search finds today, so that a
-/// worse one is seen.
+/// Invented times: stages as unequal as a U-Net's (both ends heavy) or an AmoebaNet's, one a device or two,
+/// placed in rounds or down and up again. The gains are those of the present search, so that a worse search
+/// fails.
 #[test]
 fn unequal_stages_take_less_than_by_name() {
     let many = [0.6, 1.5, 1.0, 1.1, 0.9, 0.7, 1.2, 0.4];
@@ -157,10 +159,10 @@ fn of_equal_steps_the_one_that_holds_less_is_taken_though_no_bytes_are_known() {
 
 #[test]
 fn backwards_stay_whole_where_halves_gain_nothing() {
-    // Halves that take twice as long as the whole.
+    // Split backwards that take twice as long as whole ones.
     let (actions, _) = auto(&stages(&[1.0; 4], [1.0, 1.0]), 4, 32, Recompute::Never);
     assert_eq!(weights(&actions), 0);
-    // A single stage waits for nobody.
+    // A single stage never waits.
     let (actions, step) = auto(&stages(&[1.0], GPT), 1, 5, Recompute::Never);
     assert_eq!((weights(&actions), step.makespan()), (0, 15.0));
 }
@@ -179,7 +181,7 @@ fn a_recipe_needs_costs_of_all_its_devices() {
     let recipe = ScheduleRecipe::new(Schedule::Auto, Costs::ticks(3), vec![None; 3]).unwrap();
     assert!(recipe.actions(0, Recompute::Never).is_err());
     assert!(recipe.actions(usize::MAX, Recompute::Never).is_err());
-    // Times beyond numbers are nothing to go by, and no reason to fail.
+    // Infinite times cannot be compared, which is no reason to fail.
     let endless = Costs::equal(3, StageCost::new(f64::MAX, f64::MAX, 0.0));
     assert!(
         ScheduleRecipe::new(Schedule::Auto, endless, vec![None; 3])
@@ -216,7 +218,7 @@ fn costs() -> impl Strategy<Value = Costs> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Whatever the stages take: every action is there, the memory suffices if any named schedule's
+    /// For any times of the stages: every action is there, the memory suffices if any named schedule's
     /// does, and the step is no longer than theirs.
     #[test]
     fn never_longer_than_the_best_named_one_that_fits(

@@ -1,4 +1,4 @@
-//! What is said about a schedule that cannot be run, or costs that cannot be simulated.
+//! Tests of the errors of invalid schedules and costs.
 
 #![allow(clippy::unwrap_used)]
 

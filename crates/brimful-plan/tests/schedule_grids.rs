@@ -1,4 +1,4 @@
-//! The grid of every schedule, as documentation.
+//! Grids of every schedule, as documentation.
 
 #![allow(clippy::unwrap_used)]
 
@@ -48,7 +48,7 @@ fn folded() {
     insta::assert_snapshot!(render::grid(&actions).width(40));
 }
 
-/// The grid above each schedule's code is the one that the code makes.
+/// The grid in each schedule's module page equals the grid of its code.
 #[test]
 fn the_sources_show_their_grids() {
     let interleaved = Schedule::Interleaved { stages_per_device: 2 };

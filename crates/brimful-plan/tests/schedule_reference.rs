@@ -1,4 +1,4 @@
-//! The makespans and the memory of the literature, to the last digit.
+//! Compares makespans and memory with the literature, to the last digit.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use brimful_plan::schedule::{
     simulate_moves,
 };
 
-/// A device's times, split over the stages that it holds.
+/// Runs a schedule with times of a device, divided over its stages.
 fn run(schedule: Schedule, p: usize, m: usize, [f, i, w]: [f64; 3]) -> Simulation {
     let v = schedule.stages_per_device() as f64;
     let actions = schedule.actions(p, m, Recompute::Never).unwrap();
@@ -42,7 +42,7 @@ fn fewer_micro_batches_than_devices() {
     assert_eq!(run(Schedule::ZeroBubbleV, 4, 2, [1.0; 3]).makespan(), 11.0);
 }
 
-/// The overheads of the table in `Schedule`'s documentation.
+/// Checks the overheads of the table in `Schedule`'s documentation.
 #[test]
 fn overheads() {
     for p in 1..=8 {
@@ -55,7 +55,7 @@ fn overheads() {
             assert_eq!(overhead(Schedule::ZeroBubbleH1), skew, "{p} {m}");
             assert_eq!(overhead(BREADTH_FIRST_2), 3.0 * skew / 2.0, "{p} {m}");
             assert_eq!(overhead(BREADTH_FIRST_4), 3.0 * skew / 4.0, "{p} {m}");
-            // One place in a channel is a little less than ragged rounds would like.
+            // One place in a channel is slightly less than ragged rounds need.
             let slack = if m % p == 0 { 0.0 } else { 0.05 * ideal };
             let rounds = [
                 (INTERLEAVED_2, 3.0 * skew / 2.0),
@@ -86,7 +86,7 @@ fn bubble_of_gpipe() {
     }
 }
 
-/// In activations of one stage; a device's A is v of them.
+/// Returns the activations held, in those of one stage; a device's A is v of them.
 fn held(schedule: Schedule, p: usize, m: usize) -> Vec<usize> {
     let simulation = run(schedule, p, m, [1.0; 3]);
     simulation.devices().iter().map(|device| device.peak_held).collect()
@@ -146,13 +146,13 @@ fn bytes_of_every_sort_count() {
     let simulation =
         simulate(&actions, &Costs { input_bytes: 7, ..Costs::equal(2, cost) }).unwrap();
     let peaks: Vec<_> = simulation.devices().iter().map(|device| device.peak_bytes).collect();
-    // Two micro-batches with their inputs and the output's gradient; one, and the gradients of
-    // output and input.
+    // Two micro-batches with their inputs and the output's gradient; one, and the gradients of output and
+    // input.
     assert_eq!(peaks, [111 + 2 * 1_007 + 10_000, 111 + 11_000 + 20_000]);
 }
 
-/// Breadth first on one device: as the backward comes to a stage, the boundaries behind it are gone, and only
-/// the stages from there on have sums.
+/// Breadth first on one device: when the backward reaches a stage, the boundaries after it are gone, and
+/// only the stages from there on have sums.
 #[test]
 fn sums_come_while_boundaries_go() {
     let (stages, m) = (6, 4);
@@ -171,14 +171,15 @@ fn sums_come_while_boundaries_go() {
         let steps = [simulate(&actions, &costs), simulate_moves(&actions, &moves, &costs)];
         steps.map(|step| step.unwrap().devices()[0].peak_bytes)
     };
-    // All boundaries, and the last stage's work: the gradients of its output and of its input.
+    // All boundaries, and the working bytes of the last stage: the gradients of its output and of its
+    // input.
     let turn = (stages * m * 10 + 2 * 10) as u64;
     assert_eq!(peaks(cost(0, 0))[0], turn);
-    // Sums that are smaller than the boundaries of a stage take no more than these leave, but for the gradients that
-    // wait in their place.
+    // Sums smaller than a stage's boundaries fit into the memory that these leave, except for the gradients
+    // that wait in their place.
     let few = turn + 30..=turn + 30 + m as u64 * 10;
     assert!(peaks(cost(30, 0)).iter().all(|peak| few.contains(peak)));
-    // Larger ones are the most in the first stage's backward; their casts come when all else is gone.
+    // Larger sums peak in the first stage's backward; their casts come when all else is gone.
     let sums = (stages * 1_000) as u64;
     assert!(peaks(cost(1_000, 0)).iter().all(|peak| (sums..sums + 2 * turn).contains(peak)));
     assert_eq!(peaks(cost(1_000, 500)), [sums + 3_000; 2]);
@@ -198,10 +199,10 @@ fn work_counts_while_it_is_done() {
         let actions = Schedule::GPipe.actions(1, 2, Recompute::Never).unwrap();
         simulate(&actions, &Costs::equal(1, cost)).unwrap().devices()[0].peak_bytes
     };
-    // Two micro-batches' activations; the second one's backward, and its gradients before they are in the sums.
+    // Two micro-batches' activations; the second one's backward, and its gradients before they are summed.
     assert_eq!(peak(cost), 100 + 170 + 1_000);
     assert_eq!(peak(StageCost { fresh_bytes: 0, ..cost }), 100 + 170);
-    // What is not known of the backward is at least the gradient of the output.
+    // An unknown peak of the backward is at least the gradient of the output.
     assert_eq!(peak(StageCost { fresh_bytes: 0, backward_peak: 0, ..cost }), 100 + 130);
     assert_eq!(peak(StageCost { fresh_bytes: 0, backward_peak: 0, forward_peak: 0, ..cost }), 210);
 }
@@ -218,12 +219,12 @@ fn transfers_take_their_time() {
     for stage in &mut costs.stages {
         stage.output_bytes = 3;
     }
-    // One at a time on each way: the boundaries arrive at 4 and 7, the gradients (made at 10 and
-    // 12) at 13 and 16.
+    // One at a time in each direction: the boundaries arrive at 4 and 7, the gradients (made at 10 and 12)
+    // at 13 and 16.
     assert_eq!(simulate(&actions, &costs).unwrap().makespan(), 18.0);
 }
 
-/// A measured step has the simulation's form: moved in time, it is the same one.
+/// Shifted in time, a measured step equals the simulated one.
 #[test]
 fn a_measured_step_is_told_as_a_simulated_one() {
     let actions = Schedule::OneFOneB.actions(3, 5, Recompute::Never).unwrap();
@@ -235,7 +236,7 @@ fn a_measured_step_is_told_as_a_simulated_one() {
     let counted = Simulation::measured(&actions, &timeline, &[], &[None, Some(Bytes(9))]);
     let peaks: Vec<_> = counted.devices().iter().map(|device| device.peak_bytes).collect();
     assert_eq!(peaks, [0, 9, 0]);
-    // What its actions took simulates it again.
+    // The measured times of its actions simulate it again.
     let again = simulate(&actions, &Costs::measured(&actions, &timeline)).unwrap();
     assert_eq!(again.timeline(), simulated.timeline());
 }

@@ -1,4 +1,4 @@
-//! What holds for every schedule, whatever the numbers.
+//! Properties of every schedule, for any numbers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use brimful_plan::schedule::{
 };
 use proptest::prelude::*;
 
-/// Those with lists of their own; what `auto` makes, which takes a search, has tests of its own.
+/// Returns the named schedules; the automatic ones, which need a search, have tests of their own.
 fn named(v: usize) -> impl Iterator<Item = Schedule> {
     Schedule::all(v).into_iter().filter(|schedule| !schedule.is_automatic())
 }
@@ -36,7 +36,7 @@ fn costs(stages: usize) -> impl Strategy<Value = Costs> {
     })
 }
 
-/// No step can be shorter than its busiest device, nor than one micro-batch's way there and back.
+/// Returns a lower bound on a step: its busiest device, or one micro-batch's way there and back.
 fn lower_bound(actions: &Actions, costs: &Costs) -> f64 {
     let time = |action: &Action| {
         let cost = &costs.stages[action.stage.index()];
@@ -58,7 +58,7 @@ fn lower_bound(actions: &Actions, costs: &Costs) -> f64 {
     f64::max(busiest, there_and_back)
 }
 
-/// One, but where every boundary waits for the whole mini-batch.
+/// Returns the places needed: one, unless every boundary waits for the whole mini-batch.
 fn most_places(schedule: Schedule, actions: &Actions) -> usize {
     let waits = matches!(schedule, Schedule::BreadthFirst { .. });
     if waits { actions.micro_batches() } else { 1 }
@@ -67,7 +67,7 @@ fn most_places(schedule: Schedule, actions: &Actions) -> usize {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// `actions` validates what it returns, so being there is being valid.
+    /// `actions` validates its result, so an `Ok` is valid.
     #[test]
     fn valid_with_one_place_and_never_below_the_bound(
         (schedule, actions, costs) in (schedule(), 1usize..=32, 1usize..=128, recompute())
@@ -86,8 +86,8 @@ proptest! {
         prop_assert_eq!(actions.to_string().parse::<Actions>(), Ok(actions));
     }
 
-    /// GPipe holds all micro-batches, 1F1B as many as there are stages from its own on. Recomputing holds one
-    /// micro-batch's activations at a time, the whole backward being in one piece.
+    /// GPipe holds all micro-batches, 1F1B as many as there are stages from its own on. With recomputation,
+    /// each holds one micro-batch's activations at a time, because the whole backward runs in one piece.
     #[test]
     fn stages_hold_what_their_schedule_says(s in 1usize..=32, m in 1usize..=128, recompute in recompute()) {
         let keeps = |most: usize| if recompute == Recompute::Never { most } else { 1 };
@@ -116,7 +116,7 @@ proptest! {
         let _ = text.parse::<Schedule>();
     }
 
-    /// Whatever is done to a good list, it is refused with the place marked, or it is still good.
+    /// Any change to a valid list is refused with the place marked, or leaves it valid.
     #[test]
     fn damage_is_found(
         schedule in schedule(), p in 1usize..=4, m in 1usize..=6, recompute in recompute(),
@@ -180,7 +180,8 @@ fn names_round_trip() {
     }
 }
 
-/// So updates can follow the backward: a later stage that shares a parameter has added to its gradient by then.
+/// Lets the optimizer run in the backward: a later stage that shares a parameter has added to its gradient
+/// by then.
 #[test]
 fn on_one_device_a_stage_has_its_last_backward_after_those_behind_it() {
     for (v, recompute) in (1..=3).flat_map(|v| Recompute::ALL.map(|recompute| (v, recompute))) {

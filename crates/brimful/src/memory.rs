@@ -1,7 +1,7 @@
-//! Memory accounts: how much is in use, the most there was, and where it ends; CPU and CUDA alike.
+//! Memory accounts: bytes in use, peak and limit, for CPU and CUDA alike.
 //!
-//! An [`Arena`] makes a CPU behave as a device of a given size: past its limit an allocation fails
-//! as it does on a full GPU, at the same place every time.
+//! An [`Arena`] makes a CPU behave as a device of a given size: past its limit an allocation fails as it
+//! does on a full GPU, and always at the same allocation.
 //!
 //! ```
 //! use brimful::memory::Arena;
@@ -17,9 +17,9 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! An arena counts what libtorch's CPU allocator serves on the threads that have entered it. The
-//! scratch space that oneDNN and MKL take for themselves inside an operation is not in it, nor are
-//! buffers that an operation's helper threads allocate.
+//! An arena counts the allocations of libtorch's CPU allocator on threads that have entered it. It does not
+//! count scratch space that oneDNN and MKL allocate themselves inside an operation, nor buffers of an
+//! operation's helper threads.
 
 mod devices;
 mod error;
@@ -38,7 +38,7 @@ pub use host::{HostMemory, host};
 use crate::Result;
 use crate::bytes::Bytes;
 
-/// A CPU memory account with a name and, if wanted, a limit. Clones share it.
+/// CPU memory account with a name and an optional limit. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Arena {
     name: String,
@@ -46,12 +46,12 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// An arena that counts but does not limit.
+    /// Creates an arena that counts but does not limit.
     pub fn new(name: &str) -> Self {
         Self { name: name.to_owned(), account: Account::new(name) }
     }
 
-    /// An arena in which at most `bytes` can be in use.
+    /// Creates an arena in which at most `bytes` can be in use.
     ///
     /// # Errors
     /// When the limit is 0.
@@ -61,10 +61,10 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Changes the limit; `None` lifts it.
+    /// Changes the limit; `None` removes it.
     ///
     /// # Errors
-    /// When the limit is 0, or below what is in use: then the old one stays.
+    /// When the limit is 0, or below the bytes in use: then the old one stays.
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
         check_limit(&self.name, bytes, self.current())?;
         self.account.set_limit(bytes);
@@ -77,83 +77,83 @@ impl Arena {
         self.account.enter()
     }
 
-    /// The name that out-of-memory errors carry.
+    /// Returns the name, which out-of-memory errors carry.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The limit in bytes, if there is one.
+    /// Returns the limit in bytes, if there is one.
     pub fn limit(&self) -> Option<u64> {
         self.account.limit()
     }
 
-    /// Bytes in use now.
+    /// Returns the bytes in use now.
     pub fn current(&self) -> u64 {
         self.account.current()
     }
 
-    /// The most bytes in use since the start or the last [`Arena::reset_peak`].
+    /// Returns the peak bytes in use since the start or the last [`Arena::reset_peak`].
     pub fn peak(&self) -> u64 {
         self.account.peak()
     }
 
-    /// Lets the peak start again from what is in use now.
+    /// Resets the peak to the bytes in use now.
     pub fn reset_peak(&self) {
         self.account.reset_peak();
     }
 
-    /// How many allocations were asked for, refused ones included.
+    /// Number of requested allocations, including refused ones.
     pub fn allocations(&self) -> u64 {
         self.account.allocations()
     }
 
-    /// How many allocations were refused.
+    /// Number of refused allocations.
     pub fn refusals(&self) -> u64 {
         self.account.refusals()
     }
 
-    /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one,
-    /// 0 calls it off). For tests of what a program does then.
+    /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one, 0 cancels
+    /// it). For tests of a program's behaviour then.
     pub fn fail_nth_allocation(&self, n: u64) {
         self.account.fail_allocations(n, u64::from(n > 0));
     }
 
     /// Makes every allocation fail from the n-th on (1 is the next one), until
-    /// [`Arena::fail_nth_allocation`] calls it off. For tests of what a program does then.
+    /// [`Arena::fail_nth_allocation`] cancels it. For tests of a program's behaviour then.
     pub fn fail_from_nth_allocation(&self, n: u64) {
         self.account.fail_allocations(n, u64::MAX);
     }
 }
 
-/// The memory that a computation runs in: a CPU arena or an accelerator.
+/// Memory that a computation runs in: a CPU arena or an accelerator.
 #[derive(Debug, Clone)]
 pub enum Memory {
-    /// A CPU arena.
+    /// CPU arena.
     Arena(Arena),
-    /// A CUDA device.
+    /// CUDA device.
     Accelerator(Device),
 }
 
-/// What a [`Memory`] holds at one moment.
+/// Usage of a [`Memory`] at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
-    /// In use by tensors now.
+    /// Bytes in use by tensors now.
     pub current: Bytes,
-    /// The most in use since the peak was reset.
+    /// Peak bytes in use since the peak was reset.
     pub peak: Bytes,
-    /// What tensors could still take, were the cache empty; `None` where nothing limits it.
+    /// Bytes that tensors could still take after emptying the cache; `None` without a limit.
     pub available: Option<Bytes>,
-    /// Where it ends; `None` where nothing limits it.
+    /// Limit; `None` if there is none.
     pub limit: Option<Bytes>,
-    /// How often the allocator had to empty its cache to serve a request. A CPU has no such cache.
+    /// Number of times the allocator emptied its cache to serve a request. A CPU has no such cache.
     pub allocation_retries: u64,
-    /// How many requests were refused since the start.
+    /// Number of refused requests since the start.
     pub refusals: u64,
 }
 
 impl Memory {
-    /// The accelerator of this name; for a CPU, a new arena without a limit.
+    /// Returns the memory of this device: for a CPU, a new arena without a limit.
     ///
     /// # Errors
     /// When there is no such device.
@@ -164,7 +164,7 @@ impl Memory {
         }
     }
 
-    /// The device that tensors of this memory are on.
+    /// Returns the device of this memory's tensors.
     pub fn device(&self) -> Device {
         match self {
             Self::Arena(_) => Device::Cpu,
@@ -172,17 +172,17 @@ impl Memory {
         }
     }
 
-    /// Changes the limit; `None` lifts it. An accelerator's is for what this process takes of it, and
-    /// counts what libtorch has cached: so a card can be shared, or seem as small as another.
+    /// Changes the limit; `None` removes it. An accelerator's limit applies to this process and counts
+    /// libtorch's cache: so processes can share a GPU, or a large one can stand in for a smaller one.
     ///
     /// # Errors
-    /// When the limit is 0, or below what is in use: then the old one stays. When the accelerator
-    /// does not answer.
+    /// When the limit is 0, or below the bytes in use: then the old one stays. When the accelerator does
+    /// not respond.
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
         match self {
             Self::Arena(arena) => arena.set_limit(bytes),
             Self::Accelerator(device) => {
-                // What is cached would count as used.
+                // Cached memory would count as used.
                 self.empty_cache()?;
                 let in_use = torch_memory::device_memory(*device)?.reserved;
                 check_limit(&crate::device::name(*device), bytes, in_use)?;
@@ -191,8 +191,8 @@ impl Memory {
         }
     }
 
-    /// Charges this thread's CPU allocations to the arena, if it is one. An accelerator needs no
-    /// such thing: its tensors are told from others by their device.
+    /// Charges this thread's CPU allocations to the arena, if it is one. An accelerator does not need it:
+    /// its device identifies its tensors.
     #[must_use = "an arena is left when the guard is dropped"]
     pub fn enter(&self) -> Option<ArenaGuard> {
         match self {
@@ -201,10 +201,10 @@ impl Memory {
         }
     }
 
-    /// Reads the figures.
+    /// Reads the current usage.
     ///
     /// # Errors
-    /// When the accelerator does not answer.
+    /// When the accelerator does not respond.
     pub fn usage(&self) -> Result<Usage> {
         Ok(match self {
             Self::Arena(arena) => {
@@ -233,10 +233,10 @@ impl Memory {
         })
     }
 
-    /// Lets the peak start again from what is in use now.
+    /// Resets the peak to the bytes in use now.
     ///
     /// # Errors
-    /// When the accelerator does not answer.
+    /// When the accelerator does not respond.
     pub fn reset_peak(&self) -> Result<()> {
         match self {
             Self::Arena(arena) => arena.reset_peak(),
@@ -245,10 +245,10 @@ impl Memory {
         Ok(())
     }
 
-    /// Gives cached memory that no tensor uses back to the device. A CPU caches nothing.
+    /// Returns cached memory that no tensor uses to the device. A CPU has no cache.
     ///
     /// # Errors
-    /// When the accelerator does not answer.
+    /// When the accelerator does not respond.
     pub fn empty_cache(&self) -> Result<()> {
         match self {
             Self::Arena(_) => Ok(()),
@@ -269,7 +269,7 @@ fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
     }
 }
 
-/// Where a memory ends: one that is not counted, or not limited, where the machine's does.
+/// Returns the limit of a memory; the machine's total where it is not counted or not limited.
 pub(crate) fn end_of(memory: Option<&Memory>) -> Result<Bytes> {
     let usage = memory.map(Memory::usage).transpose()?;
     usage.and_then(|usage| usage.limit).map_or_else(|| Ok(host()?.total), Ok)

@@ -1,13 +1,13 @@
-//! Recognises out-of-memory, whoever reports it and however it arrives.
+//! Recognises out-of-memory errors from every allocator, as errors or as panics.
 //!
-//! libtorch has a type for it, but tch passes on the text alone: as an `Err` from its `f_` methods,
-//! as a panic from the plain ones. So it is known by its text, in this file alone. Anything else
-//! is handed back untouched.
+//! libtorch has an exception type for them, but tch passes on only the text: as an `Err` from its `f_`
+//! methods, as a panic from the plain ones. So they are recognised by their text, in this file only. All
+//! other errors are returned unchanged.
 //!
-//! An arena's numbers are not read but carried: the bridge keeps those of its last refusals. CUDA's and
-//! the host's are read from libtorch's sentence. libtorch would call an observer with CUDA's, but on the
-//! thread that allocated, which in a backward is one of autograd's, so that nobody could tell whose they
-//! are; and it takes observers without a lock, while other threads may run out of memory.
+//! An arena's numbers are not parsed: the bridge keeps those of its last refusals. CUDA's and the host's
+//! are parsed from libtorch's message. libtorch would call an observer with CUDA's, but on the allocating
+//! thread, which in a backward is one of autograd's, so they could not be matched with the error; and it
+//! registers observers without a lock, while other threads may run out of memory.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -21,44 +21,45 @@ use thiserror::Error;
 
 use crate::bytes::Bytes;
 
-/// Memory ran out: where, how much was asked for, and what there was, as far as the report tells.
+/// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
+/// contains them.
 #[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[error("{message}")]
 #[non_exhaustive]
 pub struct OutOfMemory {
-    /// Which memory.
+    /// Memory that ran out.
     pub place: Place,
     /// Bytes asked for.
     pub asked: Option<Bytes>,
     /// Bytes in use when they were asked for.
     pub in_use: Option<Bytes>,
-    /// The limit that stood in the way.
+    /// Limit that the request exceeded.
     pub limit: Option<Bytes>,
-    /// The report in its own words, without a backtrace.
+    /// Original message, without a backtrace.
     pub message: String,
 }
 
 impl OutOfMemory {
-    /// By how much the request was too large, where all numbers are known.
+    /// Returns the bytes by which the request was too large, where all numbers are known.
     pub(crate) fn lacking(&self) -> Option<Bytes> {
         let wanted = self.in_use?.0.saturating_add(self.asked?.0);
         Some(Bytes(wanted.saturating_sub(self.limit?.0)))
     }
 }
 
-/// The memory that ran out.
+/// Memory that ran out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Place {
-    /// A CPU arena, by name.
+    /// CPU arena, by name.
     Arena(String),
-    /// A CUDA device, or a CUDA library's workspace on it.
+    /// CUDA device, or a CUDA library's workspace on it.
     Cuda,
-    /// The host's memory, page-locked memory included.
+    /// Host memory, including pinned memory.
     Host,
 }
 
-/// How each allocator words it. Whole phrases, because a user's own error may well speak of memory.
+/// Messages of each allocator. Whole phrases, because a user's own error may well mention memory.
 const PHRASES: [(&str, Place); 13] = [
     ("CUDA out of memory", Place::Cuda),
     ("CUDA error: out of memory", Place::Cuda),
@@ -75,37 +76,37 @@ const PHRASES: [(&str, Place); 13] = [
     ("std::bad_alloc", Place::Host),
 ];
 
-/// How an arena's report begins, as `arena.cpp` words it; its name follows.
+/// Beginning of an arena's message in `arena.cpp`; its name follows.
 const ARENA: &str = "out of memory in arena '";
 
-/// Where CUDA's report goes over to advice, which the remedies here take the place of.
+/// Beginning of the advice in CUDA's message, which is cut off: brimful's remedies replace it.
 const ADVICE: &str = " If reserved but unallocated memory is large";
 
-/// How an error words it that nothing can be tried again after, though it may tell of memory that ran out.
+/// Phrase of an error after which nothing can be retried, though its message may mention out of memory.
 const OF_NO_STEP: &str = "so the parameters are of no step";
 
-/// What a guarded call ended with, if not with a result.
+/// Failure of a guarded call.
 #[derive(Debug)]
 pub enum Caught<E> {
-    /// Memory ran out, be it by an error or a panic.
+    /// Memory ran out, reported by an error or a panic.
     OutOfMemory(OutOfMemory),
-    /// Another error, as it was returned.
+    /// Another error, unchanged.
     Error(E),
-    /// Another panic, as it was thrown.
+    /// Another panic, unchanged.
     Panic(Box<dyn Any + Send>),
 }
 
-/// An error that was not looked at: what may have run out of memory goes through [`catch`].
+/// Wraps an error without inspecting it: calls that may run out of memory go through [`catch`].
 impl<E> From<E> for Caught<E> {
     fn from(error: E) -> Self {
         Self::Error(error)
     }
 }
 
-/// Runs `f` and tells running out of memory from every other end.
+/// Runs `f` and distinguishes running out of memory from other failures.
 ///
-/// A panic that is out-of-memory is not shown on standard error, since the caller is about to
-/// handle it; any other is shown as usual.
+/// An out-of-memory panic is not printed to standard error, because the caller is about to handle it; any
+/// other is printed as usual.
 pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caught<E>> {
     match unseen(Unseen::OutOfMemory, || panic::catch_unwind(AssertUnwindSafe(f))) {
         Ok(Ok(value)) => Ok(value),
@@ -120,7 +121,7 @@ pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caugh
     }
 }
 
-/// Reads a report of running out of memory; `None` for any other text.
+/// Parses an out-of-memory message; `None` for any other text.
 pub fn recognise(text: &str) -> Option<OutOfMemory> {
     if text.contains(OF_NO_STEP) {
         return None;
@@ -141,12 +142,12 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
     })
 }
 
-/// What a panic says, if it says anything.
+/// Returns the text of a panic, if it has one.
 pub fn panic_text(payload: &(dyn Any + Send)) -> Option<&str> {
     payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied())
 }
 
-/// The same without the wrapping and the backtrace that a panic of tch has.
+/// Returns a panic's text without tch's wrapping and backtrace.
 pub(crate) fn panic_words(payload: &(dyn Any + Send)) -> Option<String> {
     panic_text(payload).map(|text| {
         let start = text.find("Torch(\"").map_or(0, |start| start + "Torch(\"".len());
@@ -163,13 +164,13 @@ pub(crate) fn from_torch(error: &TorchError) -> Option<OutOfMemory> {
     })
 }
 
-/// The refusal of an arena, with the numbers that the bridge has kept of it.
+/// Parses an arena's message, with the numbers that the bridge has kept.
 fn of_arena(text: &str) -> Option<OutOfMemory> {
     let message = own_words(text, ARENA);
     let name = message.strip_prefix(ARENA)?.rsplit_once("': asked for ")?.0;
     let refused = arena::refusal_told_in(&message);
     Some(OutOfMemory {
-        // One of another process, or of long ago, is an arena's all the same.
+        // A refusal of another process, or of long ago, is still recognised as an arena's.
         place: Place::Arena(refused.as_ref().map_or(name, |refused| &refused.arena).to_owned()),
         asked: refused.as_ref().map(|refused| Bytes(refused.asked)),
         in_use: refused.as_ref().map(|refused| Bytes(refused.in_use)),
@@ -178,7 +179,7 @@ fn of_arena(text: &str) -> Option<OutOfMemory> {
     })
 }
 
-/// The first line of the report, from `phrase` on. In a panic's text newlines and quotes are
+/// Returns the first line of the message, from `phrase` on. In a panic's text newlines and quotes are
 /// escaped, because tch panics with the error's debug form.
 fn own_words(text: &str, phrase: &str) -> String {
     let start = text.find(phrase).unwrap_or(0);
@@ -205,8 +206,8 @@ fn bytes(number: &str, unit: &str) -> Option<Bytes> {
     format!("{number} {unit}").parse().ok()
 }
 
-/// Runs `f`, whose failure is nobody's business but the caller's: no panic of it is shown. Gives the
-/// first line of what went wrong.
+/// Runs `f` without printing any of its panics, because only the caller handles its failure. Returns the
+/// first line of the error.
 pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     let text = match unseen(Unseen::All, || panic::catch_unwind(AssertUnwindSafe(f))) {
         Ok(Ok(value)) => return Ok(value),
@@ -216,7 +217,7 @@ pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> R
     Err(recognise(&text).map_or_else(|| own_words(&text, ""), |oom| oom.message))
 }
 
-/// Which panics of a thread stay off standard error.
+/// Panics of a thread that are not printed to standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Unseen {
     None,
@@ -228,7 +229,7 @@ thread_local! {
     static UNSEEN: Cell<Unseen> = const { Cell::new(Unseen::None) };
 }
 
-/// Runs `f` while such panics of this thread stay off standard error.
+/// Runs `f` while such panics of this thread are not printed.
 fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -259,7 +260,7 @@ mod tests {
     use super::*;
     use crate::memory::Arena;
 
-    /// What tch says of an arena of this name and 1000 bytes, 900 of them in use, asked for 512.
+    /// Returns tch's error of an arena with this name and 1000 bytes, 900 of them in use, asked for 512.
     fn refused(name: &str) -> TchError {
         let arena = Arena::limited(name, 1000).expect("a limit");
         let _inside = arena.enter();

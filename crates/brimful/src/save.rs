@@ -1,8 +1,8 @@
-//! Named tensors to and from a safetensors file, whole or not at all.
+//! Writes and reads named tensors as safetensors files, atomically.
 //!
-//! A file is written beside its place, forced to the disk, and renamed: whoever is interrupted
-//! leaves the old file or the new one. Tensors are written in pieces and read as they are looked at, so neither way
-//! needs memory for the file beside that for the tensors. The same tensors make the same bytes.
+//! A file is written beside its target, synced to the disk, and renamed: an interruption leaves the old
+//! file or the new one. Tensors are written in pieces and read as they are used, so neither direction needs
+//! memory beyond that of the tensors. The same tensors produce the same bytes.
 //!
 //! ```
 //! use brimful::save::{self, Metadata};
@@ -41,19 +41,19 @@ pub use whole_file::{
 };
 pub use whole_folder::replace_folder;
 
-/// Texts that go with the tensors: what was saved, and with which options.
+/// Texts that go with the tensors, such as their format and options.
 pub type Metadata = BTreeMap<String, String>;
 
-/// The key under which a safetensors header keeps the texts, so no tensor can have it as a name.
+/// Key of the texts in a safetensors header, which no tensor can have as its name.
 const METADATA: &str = "__metadata__";
-/// The length of the header comes first, as a little-endian number of so many bytes.
+/// Size of the header's length, a little-endian integer at the beginning of the file.
 const LENGTH_BYTES: u64 = 8;
-/// What readers of the format accept.
+/// Largest header that readers of the format accept.
 const LARGEST_HEADER: u64 = 100_000_000;
-/// As many bytes of a tensor are copied at a time.
+/// Number of bytes of a tensor that are copied at a time.
 const PIECE: usize = 16 << 20;
 
-/// What libtorch and safetensors call the same kind of number.
+/// Dtypes of libtorch and their safetensors names.
 pub(crate) const KINDS: [(Kind, Dtype); 13] = [
     (Kind::Double, Dtype::F64),
     (Kind::Float, Dtype::F32),
@@ -70,11 +70,11 @@ pub(crate) const KINDS: [(Kind, Dtype); 13] = [
     (Kind::Bool, Dtype::BOOL),
 ];
 
-/// Writes the tensors, from whatever device they are on, in place of what the file held before.
+/// Writes tensors from any device to a file, replacing it.
 ///
 /// # Errors
-/// When two tensors have one name, one is sparse or of a kind that the format lacks, or the file
-/// system refuses. The old file, if there was one, is then as before.
+/// When two tensors have the same name, one is sparse or of a dtype that the format lacks, or the file
+/// system refuses. The old file, if there was one, is unchanged then.
 pub fn write(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],
@@ -83,11 +83,11 @@ pub fn write(
     write_beside(path, tensors, metadata)?.replace()
 }
 
-/// Writes the tensors to a new file beside its place, which [`WrittenFile::replace`] puts there: the tensors may
-/// change before that, as on a thread that waits for the disk while a training goes on.
+/// Writes the tensors to a new file beside the target, which [`WrittenFile::replace`] renames: the tensors
+/// may change before that, as on a thread that waits for the disk while training continues.
 ///
 /// # Errors
-/// As [`write()`].
+/// As for [`write()`].
 pub fn write_beside(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],
@@ -105,15 +105,14 @@ pub fn write_beside(
     Ok(beside)
 }
 
-/// Reads all tensors, in the order of their names and on the CPU, and the texts that go with them.
+/// Reads all tensors, sorted by name and on the CPU, and the texts that go with them.
 ///
-/// Large ones are the system's own pages of the file, read as they are looked at, so that they take no memory that
-/// it could not have back: nobody may write to the file or cut it off while they are in use. A file that
-/// [`write()`] replaces stays whole for them.
+/// Large tensors are mapped pages of the file, loaded on use, which the system can drop at any time. So the
+/// file must not be written to or truncated while they are in use; replacing it by [`write()`] is safe.
 ///
 /// # Errors
-/// When the file cannot be read, is no safetensors file, was cut off, or holds a kind of number
-/// that libtorch lacks.
+/// When the file cannot be read, is not a safetensors file, was cut off, or has a dtype that libtorch
+/// lacks.
 pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)> {
     let opened = OpenedFile::open(path)?;
     let mut tensors = opened.read_all()?;
@@ -121,8 +120,8 @@ pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)>
     Ok((tensors, opened.metadata()))
 }
 
-/// The order in which the tensors are written, and the header that describes it. Kinds of more
-/// bytes come first, which keeps every tensor aligned.
+/// Returns the order in which the tensors are written, and the header that describes it. Larger dtypes come
+/// first, which keeps every tensor aligned.
 fn lay_out<'a>(
     tensors: &'a [(String, Tensor)],
     metadata: &Metadata,
@@ -148,7 +147,7 @@ fn lay_out<'a>(
     Ok((order.into_iter().map(|(_, _, tensor)| tensor).collect(), encode(header)))
 }
 
-/// The header as it stands in the file: its length, its text, and blanks to the next aligned place.
+/// Encodes the header as in the file: its length, its text, and padding to the next aligned offset.
 fn encode(header: serde_json::Map<String, serde_json::Value>) -> Vec<u8> {
     let mut text = serde_json::Value::Object(header).to_string().into_bytes();
     text.resize(text.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
@@ -168,12 +167,12 @@ fn dtype_of(name: &str, tensor: &Tensor) -> Result<Dtype, String> {
     })
 }
 
-/// Hands a tensor's bytes out, a piece at a time.
+/// Passes a tensor's bytes to `take`, a piece at a time.
 fn in_pieces(tensor: &Tensor, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let tensor = tensor.f_detach()?;
     let flat = match tensor.is_contiguous() {
         true => tensor,
-        // In rows on the host, where there is more room than on a device.
+        // Made contiguous on the host, which has more memory than a device.
         false => tensor.f_to_device(Device::Cpu)?.f_contiguous()?,
     };
     let flat = flat.f_view([-1])?;

@@ -1,11 +1,11 @@
-//! Between which layers each stage can end at all, under a bound.
+//! Range of the possible ends of each stage, under a bound.
 
 use std::ops::RangeInclusive;
 
 use super::problem::PartitionProblem;
 use crate::bisect::count_while;
 
-/// Between which layers each stage can end at all.
+/// Returns the range of layers at which each stage can end; `None` if a stage cannot end at all.
 pub(super) fn bands(
     problem: &PartitionProblem<'_>,
     bound: f64,
@@ -19,8 +19,8 @@ pub(super) fn bands(
     bands.collect()
 }
 
-/// The layer beyond which each stage cannot end: all take what they may, but leave one for each
-/// stage after them.
+/// Returns the last possible end of each stage: all take as many layers as allowed, but leave one for each
+/// later stage.
 pub(super) fn latest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
     let mut latest = Vec::with_capacity(problem.stages());
     let mut start = 0;
@@ -34,7 +34,7 @@ pub(super) fn latest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usi
     latest
 }
 
-/// The layer before which each stage cannot end: the same, seen from the right.
+/// Returns the first possible end of each stage, by taking layers from the right.
 fn earliest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
     let mut ends = vec![problem.layers(); problem.stages()];
     for j in (1..ends.len()).rev() {

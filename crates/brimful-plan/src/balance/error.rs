@@ -1,79 +1,79 @@
-//! Why layers cannot be spread over stages as asked.
+//! Errors of balances.
 
 use thiserror::Error;
 
 use crate::bytes::Bytes;
 
-/// Layers that cannot be spread over the stages.
+/// Error for layers that cannot be divided into the stages.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum BalanceError {
-    /// Nowhere to put a layer.
+    /// No stages.
     #[error("there is no stage to put the layers on: give at least one device")]
     NoStages,
-    /// A stage would stay empty.
+    /// More stages than layers.
     #[error(
         "{stages} stages need at least {stages} layers, but the model has {layers}: \
          use at most {layers} stages, or cut the layers finer"
     )]
     TooFewLayers {
-        /// Stages asked for.
+        /// Number of stages asked for.
         stages: usize,
-        /// Layers there are.
+        /// Number of layers.
         layers: usize,
     },
-    /// Numbers that do not add up.
+    /// Balance whose sizes do not sum to the number of layers.
     #[error("balance {sizes:?} sums to {sum}, but the model has {layers} layers")]
     WrongSum {
-        /// The balance as given.
+        /// Balance as given.
         sizes: Vec<usize>,
-        /// What it sums to.
+        /// Sum of its sizes.
         sum: u128,
-        /// Layers there are.
+        /// Number of layers.
         layers: usize,
     },
-    /// A stage without a layer.
+    /// Stage without a layer.
     #[error("stage {stage} of balance {sizes:?} is empty: give it a layer, or use one stage less")]
     EmptyStage {
-        /// The balance as given.
+        /// Balance as given.
         sizes: Vec<usize>,
-        /// The first empty stage.
+        /// Number of the first empty stage.
         stage: usize,
     },
-    /// A time that no layer can take.
+    /// Invalid time.
     #[error("the {what} time of layer {layer} is {value}: it must be finite and not negative")]
     BadTime {
-        /// Which layer.
+        /// Number of the layer.
         layer: usize,
-        /// Of what.
+        /// Name of the time.
         what: &'static str,
-        /// The time as given.
+        /// Time as given.
         value: f64,
     },
-    /// Two halves of a backward that are less than the whole.
+    /// Split backward that is shorter than the whole backward.
     #[error(
         "the backward of layer {layer} takes {backward}, but its halves {input_gradient} and \
          {weight_gradient}: together they take at least as long; correct one, or leave it out"
     )]
     BadHalves {
-        /// Which layer.
+        /// Number of the layer.
         layer: usize,
-        /// The whole.
+        /// Time of the whole backward.
         backward: f64,
-        /// The half that makes the gradient of the input.
+        /// Time of the input gradient.
         input_gradient: f64,
-        /// The half that makes the gradients of the weights.
+        /// Time of the weight gradient.
         weight_gradient: f64,
     },
-    /// Times whose sum is no number.
+    /// Times whose sum is infinite.
     #[error("the layers' times add up to more than a number can hold: give them in a larger unit")]
     Overflow,
-    /// A speed that no device has.
+    /// Invalid speed of a device.
     #[error("the speed of device {device} is {value}: it must be finite and above 0 (1 is usual)")]
     BadSpeed {
-        /// Which device.
+        /// Number of the device.
         device: usize,
-        /// The speed as given.
+        /// Speed as given.
         value: f64,
     },
     /// Too little memory, wherever the model is cut.
@@ -84,11 +84,11 @@ pub enum BalanceError {
         Bytes(*.needed), Bytes(*.largest_layer), Bytes(*.available), Bytes(*.largest_device)
     )]
     DoesNotFit {
-        /// Stages asked for.
+        /// Number of stages asked for.
         stages: usize,
-        /// Bytes of all layers, each held as often as on the stage that holds least.
+        /// Bytes of all layers, with as many micro-batches as on the stage that holds the fewest.
         needed: u64,
-        /// Bytes of the largest layer, counted so too.
+        /// Bytes of the largest layer, counted in the same way.
         largest_layer: u64,
         /// Bytes of all devices.
         available: u64,

@@ -1,23 +1,23 @@
-//! The finest cut: a stage for each layer that has parameters.
+//! Finest balance: a stage for each layer that has parameters.
 
 use super::{Balance, BalanceError};
 
-/// A stage for each layer that has parameters, as stages that live on the host are cut: the room for
-/// one of them on the device is as large as the largest. Layers without any go with the one before, and
-/// the very first ones with the first that has some. Where that makes more than `most` stages, those
-/// neighbours are joined that have the fewest parameters together.
+/// Returns a balance with a stage for each layer that has parameters, as offloaded stages are cut: a device
+/// buffer is as large as the largest of them. Layers without parameters join the previous layer, and the
+/// very first ones the first that has some. While there are more than `most` stages, the neighbours with
+/// the fewest parameters in total are joined.
 ///
-/// `parameters` has a number for each layer, of bytes or of whatever is proportional to them.
+/// `parameters` has a number for each layer, in bytes or any proportional unit.
 ///
 /// # Errors
-/// Where there is no layer, or not one stage is allowed.
+/// If there is no layer, or `most` is 0.
 pub fn finest(parameters: &[u64], most: usize) -> Result<Balance, BalanceError> {
     let groups = if most == 0 { Vec::new() } else { joined(grouped(parameters), most) };
     let sizes: Vec<usize> = groups.into_iter().map(|group| group.layers).collect();
     Balance::new(sizes, parameters.len())
 }
 
-/// Consecutive layers that go together.
+/// Consecutive layers that stay together.
 #[derive(Debug, Clone, Copy)]
 struct LayerGroup {
     layers: usize,

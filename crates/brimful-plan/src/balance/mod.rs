@@ -1,7 +1,7 @@
-//! Chooses how many layers each stage gets: the exact min-max partition.
+//! Balances layers over stages: the exact min-max partition.
 //!
-//! What the layers cost is measured by `brimful::balance::measure`, which needs libtorch, or given in
-//! plain numbers:
+//! `brimful::balance::measure`, which needs libtorch, measures the costs of layers; they can also be given
+//! as plain numbers:
 //!
 //! ```
 //! # use brimful_plan as brimful;
@@ -13,8 +13,8 @@
 //! # Ok::<(), brimful::balance::BalanceError>(())
 //! ```
 //!
-//! Of all balances with the smallest possible maximum, the one with the fewest bytes over the
-//! boundaries is chosen, and among cuts of equal bytes the layers are spread evenly.
+//! Among all balances with the smallest possible maximum, it chooses the one with the fewest bytes over the
+//! boundaries, and among those the one that spreads the layers most evenly.
 
 mod bands;
 mod error;
@@ -33,27 +33,27 @@ pub(crate) use profile::peak_of_both;
 pub use profile::{LayerCost, Profile, SharedParameters};
 pub use sizes::Balance;
 
-/// The balance whose slowest stage is as fast as can be; memory is not looked at.
+/// Returns the balance with the shortest time of the slowest stage; ignores memory.
 ///
 /// # Errors
-/// Where there are fewer layers than stages, or a time or speed is no sound number.
+/// If there are fewer layers than stages, or a time or speed is invalid.
 pub fn by_time(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
     partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::Time)?)
 }
 
-/// The balance whose slowest stage is as fast as can be among those that fit.
+/// Returns the balance with the shortest time of the slowest stage among those that fit.
 ///
 /// # Errors
-/// As [`by_time`], and where nothing fits.
+/// As for [`by_time`], and if nothing fits.
 pub fn by_time_within(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
     partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::TimeWithin)?)
 }
 
-/// The balance whose fullest stage is as empty as can be: by the share of its memory where every
-/// stage has a limit, by bytes otherwise.
+/// Returns the balance with the least memory of the fullest stage: as a share of its limit if every stage
+/// has one, in bytes otherwise.
 ///
 /// # Errors
-/// As [`by_time`].
+/// As for [`by_time`].
 pub fn by_bytes(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
     partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::Bytes)?)
 }

@@ -1,18 +1,18 @@
-//! The exact min-max partition of layers in a row over stages in a row.
+//! Solves the exact min-max partition of a row of layers over a row of stages.
 //!
 //! 1. Bisect the bound: it is feasible if some cut keeps every stage at it or below.
 //! 2. At the smallest bound, find the feasible cut that sends the fewest bytes (`transfer`).
 //!
-//! Whether a bound is feasible is mostly seen at once: every stage takes all that it may, and the
-//! layers are used up or not. Only where a layer fits some stages and not others can that fail
-//! though a cut exists, and then the search of step 2 decides.
+//! A greedy cut decides feasibility in most cases: every stage takes as many layers as allowed, and either
+//! all layers are used up or not. Only if a layer fits some stages and not others can the greedy cut fail
+//! though a cut exists; then the search of step 2 decides.
 
 use super::bands::latest_ends;
 use super::problem::PartitionProblem;
 use super::{Balance, BalanceError, transfer};
 
-/// Sums of times in different orders differ in their last digits: costs within this share of each
-/// other are equal.
+/// Relative difference below which costs are equal: sums of times in different orders differ in their last
+/// digits.
 const EQUAL: f64 = 1e-9;
 
 pub(super) fn solve(problem: &PartitionProblem<'_>) -> Result<Balance, BalanceError> {
@@ -23,18 +23,18 @@ pub(super) fn solve(problem: &PartitionProblem<'_>) -> Result<Balance, BalanceEr
     Ok(Balance::from_ends(&ends))
 }
 
-/// The cost of the best cut's worst stage, or `None` if nothing fits.
+/// Returns the cost of the best cut's worst stage, or `None` if nothing fits.
 fn smallest_bound(problem: &PartitionProblem<'_>) -> Option<f64> {
     let mut feasible = worst(problem, &any_cut(problem, f64::INFINITY)?);
     let mut infeasible = 0.0;
-    // A thousandth of what counts as equal, so that the bisection's own error is not seen.
+    // A thousandth of the tolerance, so that the bisection's own error does not matter.
     while feasible - infeasible > feasible * EQUAL / 1e3 {
         let bound = f64::midpoint(infeasible, feasible);
         if bound <= infeasible || bound >= feasible {
             break; // no number lies between them
         }
         match any_cut(problem, bound) {
-            // A cut is worth its own cost, which is often below the bound that was tried.
+            // The cut's own cost is often below the bound that was tested.
             Some(ends) => feasible = worst(problem, &ends),
             None => infeasible = bound,
         }
@@ -47,16 +47,16 @@ fn worst(problem: &PartitionProblem<'_>, ends: &[usize]) -> f64 {
     stages.map(|(j, (start, end))| problem.cost(j, *start, *end)).fold(0.0, f64::max)
 }
 
-/// Where the stages begin that end at `ends`.
+/// Returns the starts of the stages that end at `ends`.
 fn starts(ends: &[usize]) -> impl Iterator<Item = &usize> {
     std::iter::once(&0).chain(ends)
 }
 
-/// A cut, as the end of each stage, that keeps every stage at `bound` or below.
+/// Returns a cut, as the end of each stage, that keeps every stage at or below `bound`.
 fn any_cut(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<usize>> {
     let latest = latest_ends(problem, bound);
-    // The greedy answer, in s searches of log n: right whenever it uses all layers and no stage is
-    // empty, which is nearly always.
+    // Greedy cut in s searches of log n. It is valid if it uses all layers and no stage is empty, which is
+    // nearly always so.
     let all_used = latest.last() == Some(&problem.layers());
     if all_used && starts(&latest).zip(&latest).all(|(start, end)| start < end) {
         return Some(latest);

@@ -1,44 +1,43 @@
-//! The question put to the solver: what it costs to give a run of layers to a stage, in constant
-//! time.
+//! Input of the solver: the cost of giving a run of layers to a stage, in constant time.
 //!
-//! [Note: monotone] A longer run never costs less and never needs fewer bytes. Everything in
-//! `partition` rests on it.
+//! [Note: monotone] A longer run never costs less and never needs fewer bytes. All of `partition` relies on
+//! it.
 
 use super::BalanceError;
 use crate::schedule::is_time;
 
-/// What one layer asks of the stage that has it.
+/// Load of one layer on its stage.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Load {
     /// Time of one micro-batch, on a device of speed 1.
     pub time: f64,
-    /// Bytes that are there all the time.
+    /// Bytes that are in use all the time.
     pub bytes: u64,
     /// Bytes of each micro-batch that is held.
     pub activation_bytes: u64,
-    /// Bytes that go on to the next stage if the model is cut behind this layer.
+    /// Bytes sent to the next stage if the model is cut after this layer.
     pub output_bytes: u64,
 }
 
-/// What one stage has to offer.
+/// Capacity of one stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Slot {
-    /// How fast its device is; times are divided by it.
+    /// Speed of its device; times are divided by it.
     pub speed: f64,
-    /// How many bytes it may use; `None` is no limit.
+    /// Memory in bytes; `None` for no limit.
     pub memory: Option<u64>,
-    /// How many micro-batches it holds at one time.
+    /// Number of micro-batches that it holds at one time.
     pub held: u64,
 }
 
 impl Default for Slot {
-    /// Speed 1, no limit, one micro-batch.
+    /// Returns speed 1, no limit, one micro-batch.
     fn default() -> Self {
         Self { speed: 1.0, memory: None, held: 1 }
     }
 }
 
-/// What is made as small as can be.
+/// Quantity to minimise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BalanceGoal {
     Time,
@@ -46,13 +45,13 @@ pub(super) enum BalanceGoal {
     Bytes,
 }
 
-/// Layers, stages and a goal, with running sums over the layers.
+/// Layers, stages and a goal, with prefix sums over the layers.
 #[derive(Debug)]
 pub(super) struct PartitionProblem<'a> {
     stages: &'a [Slot],
     layers: &'a [Load],
     goal: BalanceGoal,
-    /// By bytes, whether what counts is the share of the memory.
+    /// Whether the goal [`BalanceGoal::Bytes`] counts shares of the memory.
     shares: bool,
     time: Vec<f64>,
     bytes: Vec<u128>,
@@ -89,21 +88,21 @@ impl<'a> PartitionProblem<'a> {
         self.layers.len()
     }
 
-    /// What stage `j` takes for the layers from `start` to `end`.
+    /// Returns the cost of stage `j` with the layers from `start` to `end`.
     pub(super) fn cost(&self, j: usize, start: usize, end: usize) -> f64 {
         let stage = &self.stages[j];
         if self.goal != BalanceGoal::Bytes {
             return (self.time[end] - self.time[start]) / stage.speed;
         }
         let bytes = self.bytes(j, start, end) as f64;
-        // A share of an unlimited memory is no number, so shares count only where all have a limit.
+        // An unlimited memory has no share, so shares count only if all stages have a limit.
         match stage.memory {
             Some(memory) if self.shares => bytes / memory as f64,
             _ => bytes,
         }
     }
 
-    /// Whether stage `j` may have the layers, at no more than `most`.
+    /// Whether stage `j` may have the layers, at a cost of no more than `most`.
     pub(super) fn allows(&self, j: usize, start: usize, end: usize, most: f64) -> bool {
         let limit = self.stages[j].memory.filter(|_| self.goal == BalanceGoal::TimeWithin);
         self.cost(j, start, end) <= most
@@ -116,14 +115,14 @@ impl<'a> PartitionProblem<'a> {
         (self.bytes[end] - self.bytes[start]).saturating_add(activations.saturating_mul(held))
     }
 
-    /// Bytes over the boundary before layer `start`.
+    /// Returns the bytes over the boundary before layer `start`.
     pub(super) fn transfer(&self, start: usize) -> u64 {
         self.layers[start - 1].output_bytes
     }
 
-    /// What to say when nothing fits.
+    /// Returns the error when nothing fits.
     pub(super) fn does_not_fit(&self) -> BalanceError {
-        // The least that any stage holds: what does not fit so does not fit at all.
+        // Counted with the fewest micro-batches that any stage holds: a lower bound.
         let held = self.stages.iter().map(|stage| u128::from(stage.held)).min().unwrap_or(0);
         let layer = |layer: &Load| {
             u128::from(layer.bytes) + u128::from(layer.activation_bytes).saturating_mul(held)
@@ -150,7 +149,7 @@ fn check(layers: &[Load], stages: &[Slot]) -> Result<(), BalanceError> {
     if let Some(layer) = layers.iter().position(|layer| !is_time(layer.time)) {
         return Err(BalanceError::BadTime { layer, what: "whole", value: layers[layer].time });
     }
-    // Not a subnormal one: a time divided by it would be infinite.
+    // Not a subnormal speed: a time divided by it would be infinite.
     let is_speed = |speed: f64| speed.is_normal() && speed > 0.0;
     if let Some(device) = stages.iter().position(|stage| !is_speed(stage.speed)) {
         return Err(BalanceError::BadSpeed { device, value: stages[device].speed });
@@ -158,7 +157,7 @@ fn check(layers: &[Load], stages: &[Slot]) -> Result<(), BalanceError> {
     Ok(())
 }
 
-/// Element `k` is the sum over the first `k` layers.
+/// Returns prefix sums: element `k` is the sum over the first `k` layers.
 fn sums<T: Copy + Default + std::ops::Add<Output = T>>(
     layers: &[Load],
     of: impl Fn(&Load) -> T,

@@ -1,11 +1,11 @@
-//! What each layer of a model costs, as it was measured.
+//! Profile of a model: the measured costs of its layers.
 
 use serde::{Deserialize, Serialize};
 
 use super::BalanceError;
 use crate::schedule::is_time;
 
-/// The layers of a model, in the order in which they run.
+/// Costs of a model's layers, in the order in which they run.
 ///
 /// ```
 /// # use brimful_plan as brimful;
@@ -23,69 +23,66 @@ use crate::schedule::is_time;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
-    /// Bytes of one sample at the entrance of the model.
+    /// Bytes of one sample at the input of the model.
     #[serde(default)]
     pub input_bytes: u64,
-    /// The layers.
+    /// Costs of the layers.
     pub layers: Vec<LayerCost>,
 }
 
-/// What one layer costs. Times are seconds a sample, bytes are of one sample where it says so.
+/// Costs of one layer. Times are in seconds a sample, bytes for one sample where it says so.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerCost {
-    /// The layer's own name.
+    /// Name of the layer.
     pub name: String,
     /// Time of the forward of one sample.
     pub forward: f64,
     /// Time of the whole backward of one sample.
     pub backward: f64,
-    /// Time of the half of the backward that makes the gradient of the input; if not known, as much as
-    /// it takes of a transformer's.
+    /// Time of the input gradient of one sample; if not known, a transformer's share of the backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input_gradient: Option<f64>,
-    /// Time of the half of the backward that makes the gradients of the weights; if not known, what
-    /// the other leaves of both.
+    /// Time of the weight gradient of one sample; if not known, the rest of the backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_gradient: Option<f64>,
-    /// Time of each call, however few samples it has: what makes small micro-batches slow. The halves of
-    /// a backward share it as they share the time of a sample.
+    /// Time of each call, however few samples it has, which makes small micro-batches slow. A split
+    /// backward divides it as it divides the time of a sample.
     #[serde(default)]
     pub overhead: f64,
     /// Bytes of the parameters.
     #[serde(default)]
     pub parameter_bytes: u64,
-    /// Bytes that the forward of one sample keeps for the backward: its output with them, its input
-    /// without.
+    /// Bytes that the forward of one sample keeps for the backward: includes its output, excludes its
+    /// input.
     #[serde(default)]
     pub activation_bytes: u64,
-    /// The most bytes of one sample while its forward runs, those that it keeps among them; 0 where that is not
-    /// known.
+    /// Peak bytes of one sample during its forward, including those that it keeps; 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub forward_peak: u64,
-    /// The most bytes of one sample while its backward runs: what the forward has kept, the gradients of output
-    /// and input, and all else but gradients of parameters; 0 where that is not known.
+    /// Peak bytes of one sample during its backward: activations, the gradients of output and input, and
+    /// all else but gradients of parameters; 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub backward_peak: u64,
-    /// Bytes that one sample holds between the halves of its backward: its input among them where the
-    /// second half needs it. If not known, as many as before the first one.
+    /// Bytes that one sample holds between its input gradient and its weight gradient, including its input
+    /// if the latter needs it. If not known, as many as before the input gradient.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub split_bytes: Option<u64>,
     /// Bytes of one sample's output.
     #[serde(default)]
     pub output_bytes: u64,
-    /// Which of its parameters an earlier layer has too, if any.
+    /// Parameters that it shares with an earlier layer, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shares: Option<SharedParameters>,
 }
 
-/// Parameters that two layers have: where both are on one device they are there once.
+/// Parameters that two layers share: there is one copy if both are on one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SharedParameters {
-    /// The number of the earlier layer.
+    /// Number of the earlier layer.
     pub layer: usize,
-    /// Their bytes.
+    /// Bytes of the shared parameters.
     pub bytes: u64,
 }
 
@@ -93,19 +90,19 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-/// The most bytes of two runs of layers as one, from the most of each: while the second computes, the first
-/// one's `kept` bytes are there.
+/// Returns the peak bytes of two consecutive runs of layers from the peaks of each: while the second
+/// computes, the first one's `kept` bytes are in use.
 pub(crate) fn peak_of_both(first: u64, kept: u64, second: u64) -> u64 {
     first.max(kept.saturating_add(second))
 }
 
-/// What the halves of a split backward take of the whole where nothing else is known: measured with a
-/// GPT. Of a ResNet it is 0.68 and 0.48.
+/// Default times of a split backward as shares of the whole, measured with a GPT. For a ResNet they are
+/// 0.68 and 0.48.
 const INPUT_HALF: f64 = 0.57;
 const WEIGHT_HALF: f64 = 0.45;
 
 impl LayerCost {
-    /// The times of the two halves of the backward of one sample: input gradient, weight gradient.
+    /// Returns the times of one sample's input gradient and weight gradient.
     #[must_use]
     pub fn halves(&self) -> (f64, f64) {
         let together = self.backward * (INPUT_HALF + WEIGHT_HALF);
@@ -118,17 +115,20 @@ impl LayerCost {
         }
     }
 
-    /// The times of the two halves of the backward of so many samples, with their shares of the overhead.
+    /// Returns the times of the input gradient and the weight gradient of so many samples, with their
+    /// shares of the overhead.
     pub(crate) fn halves_of(&self, samples: f64) -> (f64, f64) {
         let (input, weight) = self.halves();
         let both = input + weight;
-        // Of a backward that takes no time, the half that others wait for has it all.
+        // If the backward takes no time, the input gradient, which others wait for, has all of the
+        // overhead.
         let share = if both > 0.0 { input / both } else { 1.0 };
         let overhead = (self.overhead * share, self.overhead * (1.0 - share));
         (overhead.0 + input * samples, overhead.1 + weight * samples)
     }
 
-    /// This layer and a loss of its outputs as one. The loss has neither parameters nor anything behind it.
+    /// Returns the costs of this layer and a loss of its outputs as one layer. The loss has no parameters,
+    /// and no layer after it.
     #[must_use]
     pub fn with_loss(self, loss: &Self) -> Self {
         let both = |of: fn(&Self) -> f64| of(&self) + of(loss);
@@ -147,10 +147,11 @@ impl LayerCost {
         }
     }
 
-    /// Whether the two halves take as long as the whole, or longer, but for rounding.
+    /// Whether input gradient and weight gradient take at least as long as the whole backward, up to
+    /// rounding.
     #[must_use]
     pub fn halves_add_up(&self) -> bool {
-        /// One part in a million: what is left of a time that was written with seven digits.
+        /// One part in a million: the rounding error of a time written with seven digits.
         const ROUNDING: f64 = 1e-6;
         let (input, weight) = self.halves();
         self.backward - (input + weight) <= ROUNDING * self.backward
@@ -169,10 +170,12 @@ impl LayerCost {
 }
 
 impl Profile {
-    /// Checks that every time is one, and that no backward is longer than its two halves.
+    /// Checks that every time is valid, and that no backward is longer than its input and weight gradient
+    /// together.
     ///
     /// # Errors
-    /// With the first layer whose time is negative or no number, or whose halves do not add up.
+    /// With the first layer with a negative or non-finite time, or with a split backward that is shorter
+    /// than the whole.
     pub fn check(&self) -> Result<(), BalanceError> {
         for (layer, costs) in self.layers.iter().enumerate() {
             for (what, value) in costs.times() {

@@ -1,4 +1,4 @@
-//! A balance: how many layers each stage has.
+//! Balance: the number of layers of each stage.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,16 +7,16 @@ use serde::Serialize;
 
 use super::BalanceError;
 
-/// How many layers each stage has; every stage at least one.
+/// Number of layers of each stage; every stage has at least one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct Balance(Vec<usize>);
 
 impl Balance {
-    /// Takes the numbers for a model of `layers` layers.
+    /// Creates a balance from its sizes, for a model of `layers` layers.
     ///
     /// # Errors
-    /// Where they do not sum to `layers`, or one is 0.
+    /// If they do not sum to `layers`, or one is 0.
     pub fn new(sizes: impl Into<Vec<usize>>, layers: usize) -> Result<Self, BalanceError> {
         let sizes = sizes.into();
         if sizes.is_empty() {
@@ -25,7 +25,7 @@ impl Balance {
         if let Some(stage) = sizes.iter().position(|size| *size == 0) {
             return Err(BalanceError::EmptyStage { sizes, stage });
         }
-        // 128 bits: the numbers are a user's, and their sum must not wrap round to the right one.
+        // 128 bits: users give the sizes, and their sum must not wrap around to the right one.
         let sum = sizes.iter().map(|size| *size as u128).sum();
         if sum != layers as u128 {
             return Err(BalanceError::WrongSum { sizes, sum, layers });
@@ -33,19 +33,19 @@ impl Balance {
         Ok(Self(sizes))
     }
 
-    /// From the ends of the stages.
+    /// Creates a balance from the ends of the stages.
     pub(super) fn from_ends(ends: &[usize]) -> Self {
         let starts = std::iter::once(&0).chain(ends);
         Self(ends.iter().zip(starts).map(|(end, start)| end - start).collect())
     }
 
-    /// The number of layers of each stage.
+    /// Returns the number of layers of each stage.
     #[must_use]
     pub fn sizes(&self) -> &[usize] {
         &self.0
     }
 
-    /// The layers of each stage.
+    /// Returns the range of layers of each stage.
     pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         self.0.iter().scan(0, |end, size| {
             let start = *end;

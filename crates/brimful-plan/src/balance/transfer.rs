@@ -1,9 +1,8 @@
-//! Of all cuts under a bound, the one that sends the fewest bytes over its boundaries; of equals, an
-//! even one.
+//! Finds the cut under a bound that sends the fewest bytes over its boundaries; among equals, an even one.
 //!
-//! Stage by stage, for each layer where the stage can end: the cheapest way to get there. A later end
-//! only ever loses starts on the left ([Note: monotone]), so the possible starts are a window that
-//! slides to the right, and its cheapest are kept at the front of a queue.
+//! Dynamic programming, stage by stage: for each layer at which the stage can end, the cheapest way to get
+//! there. A later end only excludes starts on the left ([Note: monotone]), so the possible starts are a
+//! window that slides to the right, and a queue keeps its cheapest in front.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -11,7 +10,7 @@ use std::ops::RangeInclusive;
 use super::bands::bands;
 use super::problem::PartitionProblem;
 
-/// The end of each stage, or `None` where no cut keeps every stage at `bound` or below.
+/// Returns the end of each stage, or `None` if no cut keeps every stage at or below `bound`.
 pub(super) fn least(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<usize>> {
     let search = CutSearch { problem, bound };
     let mut column = StageEnds { first: 0, ways: vec![Some(Way::ENTRANCE)] };
@@ -23,7 +22,7 @@ pub(super) fn least(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<us
     trace_back(&starts, problem.layers())
 }
 
-/// The ways to end a stage at each layer of its band.
+/// Best ways to end a stage at each layer of its band.
 struct StageEnds {
     first: usize,
     ways: Vec<Option<Way>>,
@@ -35,22 +34,22 @@ impl StageEnds {
     }
 }
 
-/// The best way to end a stage at a layer.
+/// Best way to end a stage at a layer.
 #[derive(Clone, Copy)]
 struct Way {
-    /// Where the stage starts.
+    /// Start of the stage.
     start: usize,
-    /// Bytes over all boundaries until the end of this stage.
+    /// Bytes over all boundaries up to the end of this stage.
     sent: u128,
-    /// The sum of the squared costs, which is least where they are even.
+    /// Sum of the squared costs, which is least if they are even.
     unevenness: f64,
 }
 
 impl Way {
-    /// Before the first stage: layer 0, nothing sent.
+    /// Way before the first stage: layer 0, nothing sent.
     const ENTRANCE: Self = Self { start: 0, sent: 0, unevenness: 0.0 };
 
-    /// By more than rounding.
+    /// Whether it is more even, by more than rounding.
     fn is_more_even(&self, other: &Self) -> bool {
         self.unevenness < other.unevenness * (1.0 - 1e-9)
     }
@@ -73,8 +72,8 @@ impl CutSearch<'_> {
         StageEnds { first, ways: ways.collect() }
     }
 
-    /// An even one of the ways that send least. As the end moves right so does the best start, so the
-    /// search goes on from where it was. Of equals the earliest start wins, which gives later stages
+    /// Returns an even way among those that send least. The best start moves right with the end, so the
+    /// search continues from the last one. Among equals the earliest start wins, which gives later stages
     /// more layers: earlier ones hold more micro-batches under most schedules.
     fn best(&self, window: &mut StartWindow, j: usize, end: usize) -> Option<Way> {
         let least = window.queue.front()?.1.sent;
@@ -91,29 +90,28 @@ impl CutSearch<'_> {
             at += 1;
         }
         window.best = at;
-        // Nothing is sent behind the last layer.
+        // The last layer sends nothing.
         let sends = if end < self.problem.layers() { self.problem.transfer(end) } else { 0 };
         Some(Way { sent: least + u128::from(sends), ..best })
     }
 }
 
-/// The possible starts of a stage and the ways there; none sends less than those before it.
+/// Possible starts of a stage with their ways; none sends less than those before it.
 struct StartWindow {
     queue: VecDeque<(usize, Way)>,
-    /// The first start that was not yet let in.
+    /// First start that is not in the window yet.
     next: usize,
-    /// Where in the queue the last end's best start is.
+    /// Index in the queue of the last end's best start.
     best: usize,
 }
 
 impl StartWindow {
-    /// Lets in the starts before `end`.
+    /// Adds the starts before `end`.
     fn open_to(&mut self, end: usize, before: &StageEnds) {
         for start in self.next..end.min(before.end()) {
             self.next = start + 1;
             let Some(way) = before.ways[start - before.first] else { continue };
-            // Later starts stay possible longer, so one that sends less makes those before it that
-            // send more useless for good.
+            // Later starts stay possible for longer, so those before it that send more can be dropped.
             while self.queue.back().is_some_and(|(_, last)| last.sent > way.sent) {
                 self.queue.pop_back();
             }
@@ -129,8 +127,8 @@ impl StartWindow {
     }
 }
 
-/// What is kept of a stage's ends when the next stage's are made: where the stage starts for each. Four
-/// bytes each instead of a whole [`Way`], because thousands of stages times layers are kept.
+/// Start of a stage for each of its ends, kept to trace the cut back. Four bytes each instead of a whole
+/// [`Way`], because there are thousands of stages times layers.
 struct StageStarts {
     first: usize,
     starts: Vec<u32>,

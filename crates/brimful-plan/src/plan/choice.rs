@@ -1,4 +1,4 @@
-//! What the planner chooses, apart from the balance.
+//! Choice of the planner, apart from the balance.
 
 use std::fmt;
 
@@ -6,19 +6,19 @@ use serde::Serialize;
 
 use crate::schedule::{Recompute, Schedule};
 
-/// A schedule, a number of micro-batches, and what is recomputed.
+/// Schedule, number of micro-batches, and recomputation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PlanChoice {
-    /// The schedule.
+    /// Schedule.
     pub schedule: Schedule,
-    /// The number of micro-batches.
+    /// Number of micro-batches.
     pub micro_batches: usize,
-    /// What is recomputed, at the most: a [row](super::PlanRow::stages) says it of each stage.
+    /// Upper bound on the recomputation: a [row](super::PlanRow::stages) has it for each stage.
     pub recompute: Recompute,
 }
 
 impl PlanChoice {
-    /// Stages on each device, then micro-batches: of two equal steps the smaller is simpler.
+    /// Returns stages on each device, then micro-batches: among equal steps the smaller is simpler.
     pub(super) fn complexity(&self) -> (usize, usize) {
         (self.schedule.stages_per_device(), self.micro_batches)
     }

@@ -1,4 +1,4 @@
-//! Questions that the planner cannot answer, and reasons for what it leaves out.
+//! Errors of planning, and reasons for what a plan leaves out.
 
 use serde::Serialize;
 use thiserror::Error;
@@ -9,38 +9,38 @@ use crate::schedule::{CostError, DeviceId, ScheduleError};
 
 use super::PlanChoice;
 
-/// A question that the planner cannot answer.
+/// Error of planning.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A list without an entry.
+    /// Empty list of choices.
     #[error("no {what} to choose from: give at least one")]
     Nothing {
-        /// Of what there is none.
+        /// Name of the list.
         what: &'static str,
     },
-    /// Bytes, or a time, that nothing takes.
+    /// Invalid number of bytes, or invalid time.
     #[error("{what} {value}{}{unit} for each parameter byte: it must be finite and not negative", if unit.is_empty() { "" } else { " " })]
     BadNumber {
-        /// What is said to take it.
+        /// Subject and verb for the message.
         what: &'static str,
-        /// As given.
+        /// Number as given.
         value: f64,
-        /// What it is in, if in anything.
+        /// Unit; empty for a time.
         unit: &'static str,
     },
-    /// Nothing of what was asked for can be built.
+    /// No combination can be built.
     #[error("none of the {count} combinations can be built; the first: {first}")]
     NothingBuilt {
-        /// How many there were.
+        /// Number of combinations.
         count: usize,
-        /// Why the first one cannot.
+        /// Reason for the first one.
         first: Box<Refusal>,
     },
-    /// A profile or a device with impossible numbers.
+    /// Profile or device with invalid numbers.
     #[error(transparent)]
     Balance(#[from] BalanceError),
-    /// A schedule that cannot be made.
+    /// Schedule that cannot be made.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
     /// Costs that cannot be simulated.
@@ -48,49 +48,49 @@ pub enum PlanError {
     Cost(#[from] CostError),
 }
 
-/// A device that would need more memory than it has.
+/// Device that would need more memory than it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error, Serialize)]
 #[error("device {device} needs {} of {}", Bytes(*.needed), Bytes(*.memory))]
 pub struct Misfit {
-    /// Which device.
+    /// Number of the device.
     pub device: DeviceId,
-    /// The bytes at its peak.
+    /// Peak bytes.
     pub needed: u64,
-    /// The bytes that it has.
+    /// Bytes that it has.
     pub memory: u64,
 }
 
 impl Misfit {
-    /// The bytes that it lacks.
+    /// Returns the bytes that it lacks.
     #[must_use]
     pub fn excess(&self) -> u64 {
         self.needed - self.memory
     }
 }
 
-/// A combination that cannot be built at all.
+/// Combination that cannot be built.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[error("{choice}: {reason}")]
 pub struct Refusal {
-    /// What was to be built.
+    /// Choice that cannot be built.
     pub choice: PlanChoice,
-    /// Why not.
+    /// Reason.
     pub reason: Reason,
 }
 
-/// Why a combination cannot be built.
+/// Reason why a combination cannot be built.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Reason {
-    /// A stage would stay empty.
+    /// More stages than layers.
     #[error(transparent)]
     TooFewLayers(BalanceError),
-    /// A micro-batch would stay empty.
+    /// More micro-batches than samples.
     #[error("{samples} samples cannot be cut into {micro_batches} micro-batches")]
     TooFewSamples {
-        /// Samples of the mini-batch.
+        /// Number of samples in the mini-batch.
         samples: usize,
-        /// Micro-batches asked for.
+        /// Number of micro-batches asked for.
         micro_batches: usize,
     },
 }

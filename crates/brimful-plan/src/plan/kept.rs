@@ -1,9 +1,10 @@
-//! Chooses for each stage whether it keeps its activations or computes them again, for the shortest step
-//! within the devices' memory.
+//! Chooses for each stage whether it keeps or recomputes its activations, for the shortest step within the
+//! devices' memory.
 //!
-//! A knapsack takes for each device the stages that save most time in the room that is left where none
-//! keeps anything. What they really take depends on when the others hold theirs, which the simulation
-//! tells: the room is corrected by what was over or left. In the end stages are tried one by one.
+//! For each device, a knapsack picks the stages that save most time in the memory left over when no stage
+//! keeps its activations. The bytes that they take depend on the time at which others hold theirs, which
+//! the simulation shows: the capacity is corrected by the excess or the rest. In the end stages are tried
+//! one by one.
 
 use crate::balance::Balance;
 use crate::schedule::{Action, ActionKind, Actions, Recompute, StageId};
@@ -12,23 +13,23 @@ use super::knapsack::{self, Offer};
 use super::search::BalanceTrial;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
-/// How often the room is corrected: each time by all that was over or left, which is enough after a few.
+/// Number of corrections of the knapsack's capacity, each by the whole excess or rest: a few are enough.
 const TRIES: usize = 4;
 
-/// A stage that does not keep anything: as lean as one that always computes again, and sooner done.
+/// Mode of a stage that keeps nothing: as lean as always recomputing, and faster.
 const LEAN: Recompute = Recompute::ExceptLast;
 
-/// The number of each way in a stage's offers.
+/// Index of each way in a stage's offers.
 const KEEPS: usize = 0;
 const COMPUTES_AGAIN: usize = 1;
 
-/// The best way to run the step: everything kept where that fits, else as much as there is room for,
-/// else what is least over.
+/// Returns the best way to run the step: all activations kept if that fits, else as many as fit, else the
+/// row with the smallest excess.
 pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
     let keeping = PlanChoice { recompute: Recompute::Never, ..choice };
     let keeping = BalanceTrial::new(request, keeping)?;
     let (fastest, all) = (keeping.fastest()?, keeping.best()?);
-    // With another balance, which the memory forces upon it, computing again can be the lesser evil.
+    // If memory forces another balance, recomputing with the fastest one can be better.
     if all.fits && all.balance == fastest {
         return Ok(all);
     }
@@ -50,17 +51,17 @@ pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<Plan
     Ok(best)
 }
 
-/// The stages of one balance, of which some keep their activations.
+/// Stages of one balance, some of which keep their activations.
 struct KeptStages<'a> {
-    /// With a choice by which nothing is kept.
+    /// Trial in which nothing is kept.
     trial: &'a BalanceTrial<'a>,
     balance: Balance,
-    /// Of each stage: what it would take to keep, and what to compute again.
+    /// Costs of each stage with activations kept, and with recomputation.
     offers: Vec<[Offer; 2]>,
 }
 
 impl<'a> KeptStages<'a> {
-    /// `kept` are the actions of the same choice by which all is.
+    /// Estimates the offers; `kept` are the actions of the same choice with everything kept.
     fn new(trial: &'a BalanceTrial<'a>, kept: &Actions, balance: Balance) -> Self {
         let costs = trial.costs(&balance);
         let offers = (0..costs.stages.len()).map(|j| {
@@ -68,7 +69,7 @@ impl<'a> KeptStages<'a> {
             let again =
                 |action: &&Action| action.kind == ActionKind::Recompute && action.stage == stage;
             let runs = trial.actions.lists().iter().flatten().filter(again).count();
-            // One micro-batch's are there during its backward in any case.
+            // One micro-batch's activations are there during its backward in any case.
             let more = kept.held(stage).saturating_sub(1) as u64;
             let bytes = more.saturating_mul(cost.activation_bytes);
             let seconds = runs as f64 * cost.recompute;
@@ -78,7 +79,7 @@ impl<'a> KeptStages<'a> {
         Self { trial, balance, offers: offers.collect() }
     }
 
-    /// The shortest that fits; none where not even the leanest does.
+    /// Returns the shortest step that fits; `None` if not even the leanest does.
     fn best(&self) -> Result<Option<PlanRow>, PlanError> {
         let mut best = self.row(&vec![false; self.offers.len()])?;
         if !best.fits {
@@ -100,8 +101,8 @@ impl<'a> KeptStages<'a> {
         self.one_by_one(best).map(Some)
     }
 
-    /// Lets those stages keep theirs too that find room all the same, the longest first. An automatic
-    /// list is made anew for each try, which is a search of its own: it is left as it is.
+    /// Lets further stages keep their activations if they fit, the longest first. Leaves automatic
+    /// schedules alone: each try would need a search for a new one.
     fn one_by_one(&self, mut best: PlanRow) -> Result<PlanRow, PlanError> {
         if best.choice.schedule.is_automatic() {
             return Ok(best);
@@ -130,7 +131,7 @@ impl<'a> KeptStages<'a> {
         Ok(PlanRow { stages: modes.into_iter().map(PlannedStage::resident).collect(), ..row })
     }
 
-    /// Which stages the knapsack lets keep, device by device.
+    /// Returns which stages keep their activations by the knapsack, device by device.
     fn picked(&self, room: &[i128]) -> Vec<bool> {
         let rooms = room.iter().map(|room| u64::try_from((*room).max(0)).unwrap_or(u64::MAX));
         let offers = |j: usize| self.offers[j].to_vec();
@@ -139,8 +140,8 @@ impl<'a> KeptStages<'a> {
         ways.into_iter().map(|way| way == KEEPS).collect()
     }
 
-    /// The bytes that each device has left, below 0 where it is over; none where there is no limit, as
-    /// all that can be kept is by then.
+    /// Returns the bytes that each device has left, negative if it exceeds its memory. Without a limit,
+    /// returns the bytes of all that can be kept.
     fn left(&self, row: &PlanRow) -> Vec<i128> {
         let all = self.offers.iter().map(|[keeps, _]| i128::from(keeps.bytes)).sum::<i128>();
         let left = |(device, peak): (&super::PlanDevice, &u64)| {

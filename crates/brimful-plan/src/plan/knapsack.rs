@@ -1,30 +1,31 @@
-//! Picks one way for each stage of a device: the least time within the room, exactly, in units of
+//! Picks one way for each stage of a device: the least time within the capacity, exactly, in units of
 //! bytes.
 
 use crate::schedule::DeviceId;
 
-/// Units of the room. A way's bytes are rounded up to whole ones, so what fits in units fits in bytes;
-/// at most one unit a stage is lost.
+/// Units of the capacity. A way's bytes are rounded up to whole units, so ways that fit in units fit in
+/// bytes; at most one unit a stage is lost.
 const UNITS: usize = 4096;
 
-/// One of the ways of a stage.
+/// One way of a stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Offer {
-    /// Its number among all ways.
+    /// Index among all ways.
     pub(super) way: usize,
-    /// What it takes of the device.
+    /// Bytes on the device.
     pub(super) bytes: u64,
-    /// What it takes of the step.
+    /// Seconds of the step.
     pub(super) seconds: f64,
 }
 
-/// The number of the way of each stage with the least time in all, or `None` where even the smallest
-/// ways need more than `room`.
+/// Returns the way of each stage with the least total time, or `None` if even the smallest ways need more
+/// than `room`.
 pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
     let unit = room.div_ceil(UNITS as u64).max(1);
     let units = |bytes: u64| usize::try_from(bytes.div_ceil(unit)).unwrap_or(usize::MAX);
     let capacity = (room / unit) as usize;
-    // Element c: the least time of the stages so far in c units, and for each stage what got it there.
+    // Element c: the least time of the stages so far in c units; `taken` has the offer of each stage that
+    // led there.
     let mut least = vec![0.0; capacity + 1];
     let mut taken = Vec::with_capacity(stages.len());
     for offers in stages {
@@ -54,7 +55,7 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
     Some(picked)
 }
 
-/// The same of all devices, each with its room: of their stages, which `placement` tells, by these offers.
+/// Picks the ways for all devices, each with its capacity; `placement` has the device of each stage.
 pub(super) fn pick_all(
     placement: &[DeviceId],
     rooms: impl Iterator<Item = u64>,
@@ -80,7 +81,7 @@ mod tests {
     #[test]
     fn the_least_time_within_the_room() {
         let stage = |bytes, saved| vec![offer(0, bytes, 10.0 - saved), offer(1, 0, 10.0)];
-        // By seconds a byte the first would be taken, and leave no room for the other two.
+        // By seconds a byte the first would be taken, and leave too little for the other two.
         let stages = [stage(60, 6.5), stage(50, 5.0), stage(50, 5.0)];
         assert_eq!(pick(&stages, 100), Some(vec![1, 0, 0]));
         assert_eq!(pick(&stages, 99), Some(vec![0, 1, 1]));

@@ -1,5 +1,5 @@
-//! Chooses balance, schedule, number of micro-batches, and what each stage keeps or computes again, for
-//! the shortest step that fits.
+//! Chooses balance, schedule, number of micro-batches, and each stage's recomputation, for the shortest
+//! step that fits.
 //!
 //! ```
 //! # use brimful_plan as brimful;
@@ -39,38 +39,37 @@ pub use request::{LookAhead, PlanDevice, Request};
 pub use row::{PlanRow, misfits};
 pub use step::PlannedStep;
 
-/// The planner's answer.
+/// Result of planning.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// Every way to run the step, the best first; those that do not fit come last, with their
-    /// reasons.
+    /// All ways to run the step, the best first; those that do not fit come last, with their misfits.
     pub rows: Vec<PlanRow>,
-    /// What could not even be built.
+    /// Combinations that cannot be built.
     #[serde(skip)]
     pub refused: Vec<Refusal>,
 }
 
 impl Plan {
-    /// The shortest step that fits.
+    /// Returns the shortest step that fits.
     #[must_use]
     pub fn best(&self) -> Option<&PlanRow> {
         self.rows.iter().find(|row| row.fits)
     }
 }
 
-/// Simulates every combination of what the request offers, and ranks them. Where none fits and the
-/// request has host memory, stages may live there, run breadth first.
+/// Simulates every combination of the request's choices, and ranks them. If none fits and the request has
+/// host memory, stages may be offloaded, with a breadth-first schedule.
 ///
 /// # Errors
-/// Where the request holds impossible numbers, or none of its combinations can be built.
+/// If the request has invalid numbers, or none of its combinations can be built.
 pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
     plan_watched(request, |_| {})
 }
 
-/// As [`plan`]; `watch` is shown each combination as soon as it was simulated.
+/// Plans as [`plan`] does; calls `watch` with each combination as soon as it is simulated.
 ///
 /// # Errors
-/// As [`plan`].
+/// As for [`plan`].
 pub fn plan_watched(
     request: &Request<'_>,
     mut watch: impl FnMut(PlanChoice),
@@ -84,7 +83,7 @@ pub fn plan_watched(
         }
         watch(choice);
     }
-    // Only then: a choice of homes is simulated many times, and what fits as it is needs none.
+    // Only then: choosing what to offload needs many simulations, and a model that fits needs none.
     if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {
         plan.rows.extend(with_homes::rows(request, memory)?);
     }
@@ -100,8 +99,8 @@ pub fn plan_watched(
 
 fn rank(rows: &mut [PlanRow]) {
     let shortest = rows.iter().map(|row| row.makespan).fold(f64::INFINITY, f64::min);
-    // Makespans are sums in different orders: those that differ by rounding alone must be equal, or
-    // memory would never decide. In whole units, because "nearly equal" by itself is no order.
+    // Makespans are sums in different orders: those that differ by rounding alone must be equal, or memory
+    // would never decide. Compared in whole units, because "nearly equal" is not transitive.
     let unit = f64::max(shortest * 1e-9, f64::MIN_POSITIVE);
     rows.sort_by(|a, b| a.rank(b, unit));
 }

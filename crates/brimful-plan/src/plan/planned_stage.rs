@@ -1,28 +1,28 @@
-//! One stage of an answer: where it lives, and what becomes of its activations.
+//! Plan of one stage: its place, and its recomputation.
 
 use serde::Serialize;
 
 use crate::schedule::{Home, Recompute, StageHome};
 
-/// What is planned for a stage.
+/// Plan of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PlannedStage {
-    /// Where its weights live, and with them their gradients and the optimizer's state.
+    /// Place of its weights, their gradients and the optimizer's state.
     pub weights: Home,
-    /// Where its inputs wait between its forward and its backward.
+    /// Place of its inputs between its forward and its backward.
     pub boundaries: Home,
-    /// Which of its activations are computed again; the others are kept.
+    /// Activations that are recomputed; the others are kept.
     pub recompute: Recompute,
 }
 
 impl PlannedStage {
-    /// A stage that has everything on its device.
+    /// Returns a stage with everything on its device.
     #[must_use]
     pub const fn resident(recompute: Recompute) -> Self {
         Self { weights: Home::Device, boundaries: Home::Device, recompute }
     }
 
-    /// Where a trained stage's things live.
+    /// Returns the places of the stage's data, as of a trained stage.
     #[must_use]
     pub const fn home(self) -> StageHome {
         StageHome { weights: self.weights, boundaries: self.boundaries, trained: true }

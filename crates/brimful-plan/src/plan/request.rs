@@ -1,75 +1,75 @@
-//! What the planner is asked: a model, devices, and what it may choose from.
+//! Request to the planner: a model, devices, and the choices.
 
 use crate::balance::Profile;
 use crate::schedule::{BusCost, Costs, Home, LinkCost, Recompute, Schedule, StageHome, is_time};
 
 use super::{PlanChoice, PlanError};
 
-/// A device as the planner sees it.
+/// Device as the planner sees it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlanDevice {
-    /// How fast it is; the profile's times are divided by it.
+    /// Speed; the profile's times are divided by it.
     pub speed: f64,
-    /// How many bytes it has for us; `None` is no limit.
+    /// Memory in bytes; `None` for no limit.
     pub memory: Option<u64>,
 }
 
 impl Default for PlanDevice {
-    /// As fast as the one that was profiled, without a limit.
+    /// Returns a device as fast as the profiled one, without a limit.
     fn default() -> Self {
         Self { speed: 1.0, memory: None }
     }
 }
 
-/// An optimizer at home that computes updates ahead, beside its state, while the backward goes on.
+/// Optimizer of offloaded stages that computes updates early, in a second copy of the state, while the
+/// backward continues.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LookAhead {
-    /// Bytes that it computes them in, for each byte of parameters but the first stage's.
+    /// Bytes of the second copy, for each byte of parameters except the first stage's.
     pub bytes: f64,
-    /// Bytes of the host's memory that it leaves alone: without room beside all else it does not look ahead.
+    /// Bytes of host memory that must stay free: otherwise it does not compute updates early.
     pub spared: u64,
 }
 
-/// A question to the planner.
+/// Request to the planner.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
-    /// The model.
+    /// Profile of the model.
     pub profile: &'a Profile,
-    /// The devices, in the order of the pipeline.
+    /// Devices, in the order of the pipeline.
     pub devices: Vec<PlanDevice>,
-    /// Samples in the mini-batch.
+    /// Number of samples in the mini-batch.
     pub samples: usize,
-    /// The way between two devices.
+    /// Link between two devices.
     pub link: LinkCost,
-    /// The way between a device and host memory.
+    /// Host link (PCIe) between a device and host memory.
     pub bus: BusCost,
-    /// Bytes of gradients, as they are summed, for each byte of parameters: 1, or 2 where the sums of
-    /// half-precision ones are in f32.
+    /// Bytes of summed gradients for each byte of parameters: 1, or 2 if sums of half-precision gradients
+    /// are in f32.
     pub gradient_bytes: f64,
-    /// Whether a micro-batch's gradients are added to the sums when a stage's backward is over, as on an
-    /// accelerator and in half precision; else those of each layer are at once. Where stages live on the host it is
-    /// so whatever is said here.
+    /// Whether a micro-batch's gradients are added to the sums after a stage's backward, as on an
+    /// accelerator and in half precision; otherwise after each layer. Offloaded stages always do the
+    /// former.
     pub sums_apart: bool,
-    /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
-    /// for Adam.
+    /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
     pub optimizer_bytes: f64,
-    /// How many bytes the host has for stages that do not fit on the devices; `None` leaves them there.
+    /// Bytes of host memory for stages that do not fit on the devices; `None` disables offloading.
     pub host_memory: Option<u64>,
     /// Time of the optimizer's update on the host, for each byte of parameters.
     pub home_update: f64,
-    /// Whether updates on the host are computed ahead; `None` where they wait for their step.
+    /// Optimizer that computes updates on the host early; `None` if updates wait for their step.
     pub look_ahead: Option<LookAhead>,
-    /// The schedules to choose from.
+    /// Schedules to choose from.
     pub schedules: Vec<Schedule>,
-    /// The numbers of micro-batches to choose from.
+    /// Numbers of micro-batches to choose from.
     pub micro_batches: Vec<usize>,
-    /// What every stage computes again; `None` chooses for each stage whether it keeps its activations.
+    /// Recomputation of every stage; `None` chooses for each stage whether it keeps its activations.
     pub recompute: Option<Recompute>,
 }
 
 impl<'a> Request<'a> {
-    /// Everything to choose from: all schedules, twelve numbers of micro-batches, and what each stage
-    /// keeps.
+    /// Returns a request with all choices: all schedules, twelve numbers of micro-batches, and the
+    /// recomputation of each stage.
     #[must_use]
     pub fn new(profile: &'a Profile, devices: Vec<PlanDevice>, samples: usize) -> Self {
         Self {
@@ -90,9 +90,9 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Every combination of what there is to choose from.
+    /// Returns every combination of schedules and numbers of micro-batches.
     pub(super) fn choices(&self) -> impl Iterator<Item = PlanChoice> {
-        // What is not computed again is the fastest: more is only where that does not fit.
+        // Without recomputation a step is fastest: a later search adds it only if the step does not fit.
         let recompute = self.recompute.unwrap_or(Recompute::Never);
         self.schedules.iter().flat_map(move |&schedule| {
             let choice = move |&micro_batches| PlanChoice { schedule, micro_batches, recompute };
@@ -100,8 +100,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// What the host takes to look ahead at the updates of stages that live there, beside so many bytes that do; 0
-    /// where there is no room, or nobody looks ahead.
+    /// Returns the bytes of the second copy for early updates of offloaded stages, beside `host_bytes` of
+    /// offloaded data; 0 if they do not fit, or updates are not computed early.
     pub(super) fn ahead_bytes(&self, costs: &Costs, homes: &[StageHome], host_bytes: u64) -> u64 {
         let (Some(ahead), Some(memory)) = (self.look_ahead, self.host_memory) else { return 0 };
         // Optimizers of several devices wait for each other's gradients.
@@ -137,13 +137,13 @@ impl<'a> Request<'a> {
         if let Some((what, value, unit)) = numbers.into_iter().find(|number| !is_time(number.1)) {
             return Err(PlanError::BadNumber { what, value, unit });
         }
-        // Devices are checked by the balancer, which knows what a speed may be.
+        // The balancer checks the devices, because it defines which speeds are valid.
         Ok(self.profile.check()?)
     }
 }
 
-/// 1, 2, 3, 4, 6, 8, 12, … as far as there are samples: each half as large again as the one before,
-/// or a third.
+/// Returns 1, 2, 3, 4, 6, 8, 12, … up to the number of samples: each is larger than the one before by a
+/// half or a third.
 fn usual_micro_batches(samples: usize) -> Vec<usize> {
     let usual = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
     usual.into_iter().filter(|m| *m <= samples).collect()

@@ -1,4 +1,4 @@
-//! One answer of the planner: a way to run the step, and what it would cost.
+//! Row of a plan: a way to run the step, and its cost.
 
 use std::cmp::Ordering;
 
@@ -9,39 +9,39 @@ use crate::schedule::{DeviceId, DeviceUse, Home, Recompute, ScheduleRecipe, Simu
 
 use super::{Misfit, PlanChoice, PlanDevice, PlannedStage};
 
-/// A way to run the step. Its fields are the keys of the program's `--json`.
+/// Way to run the step. Its fields are the keys of the program's `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PlanRow {
-    /// Schedule, number of micro-batches, recompute.
+    /// Schedule, number of micro-batches, recomputation.
     #[serde(flatten)]
     pub choice: PlanChoice,
-    /// How many layers each stage has.
+    /// Number of layers of each stage.
     pub balance: Balance,
     /// Time of one step.
     pub makespan: f64,
     /// Idle device-time over all device-time.
     pub bubble: f64,
-    /// The most bytes on each device.
+    /// Peak bytes on each device.
     pub peak_bytes: Vec<u64>,
-    /// Whether every device has the memory that it needs.
+    /// Whether every device has enough memory.
     pub fits: bool,
-    /// The devices that have not.
+    /// Devices with too little memory.
     pub misfits: Vec<Misfit>,
-    /// Where each stage lives, and what it computes again.
+    /// Place and recomputation of each stage.
     pub stages: Vec<PlannedStage>,
-    /// How many stages that live on the host a device has room for at one time.
+    /// Number of device buffers for offloaded stages on each device.
     pub slots: usize,
-    /// The bytes that live on the host.
+    /// Bytes of offloaded data in host memory.
     pub host_bytes: u64,
-    /// Those beside them in which the optimizer looks ahead; 0 where it does not.
+    /// Further bytes of host memory for early updates; 0 if the optimizer does not compute them.
     pub ahead_bytes: u64,
-    /// What the lists of [`Schedule::Auto`](crate::schedule::Schedule::Auto) are made from.
+    /// Recipe of automatic schedules such as [`Schedule::Auto`](crate::schedule::Schedule::Auto).
     #[serde(skip)]
     pub recipe: Option<ScheduleRecipe>,
 }
 
 impl PlanRow {
-    /// Puts a simulated step, whose stages all live on their devices, beside what these have.
+    /// Compares a simulated step, whose stages all stay on their devices, with the memory of the devices.
     #[must_use]
     pub fn new(
         choice: PlanChoice,
@@ -67,35 +67,34 @@ impl PlanRow {
         }
     }
 
-    /// The most bytes on any device.
+    /// Returns the largest peak of all devices.
     #[must_use]
     pub fn largest_peak(&self) -> u64 {
         self.peak_bytes.iter().copied().max().unwrap_or(0)
     }
 
-    /// How many stages live on the host.
+    /// Returns the number of offloaded stages.
     #[must_use]
     pub fn at_host(&self) -> usize {
         self.stages.iter().filter(|stage| stage.weights == Home::Host).count()
     }
 
-    /// What a stage computes again.
+    /// Returns the recomputation of a stage.
     #[must_use]
     pub fn recompute_of(&self, stage: StageId) -> Recompute {
         self.stages.get(stage.index()).map_or(self.choice.recompute, |stage| stage.recompute)
     }
 
-    /// Bytes by which the worst device is over.
+    /// Returns the largest excess of a device's memory, in bytes.
     pub(super) fn excess(&self) -> u64 {
         self.misfits.iter().map(Misfit::excess).max().unwrap_or(0)
     }
 
-    /// The better one first: what fits, by time; what does not, by how much is missing. Steps that
-    /// differ by less than `unit` are equal, and the one that needs less memory, then the simpler
-    /// one, wins.
+    /// Orders the better row first: rows that fit by time, others by excess. Steps that differ by less than
+    /// `unit` are equal; then less memory wins, then the simpler choice.
     pub(super) fn rank(&self, other: &Self, unit: f64) -> Ordering {
         let units = |row: &Self| (row.makespan / unit).round();
-        // An excess of 0 is a row that fits, so these come first without being asked for.
+        // A row that fits has an excess of 0, so it comes first.
         (self.excess().cmp(&other.excess()))
             .then(units(self).total_cmp(&units(other)))
             .then(self.largest_peak().cmp(&other.largest_peak()))
@@ -103,7 +102,7 @@ impl PlanRow {
     }
 }
 
-/// The devices that would need more memory than they have.
+/// Returns the devices that would need more memory than they have.
 #[must_use]
 pub fn misfits(step: &Simulation, devices: &[PlanDevice]) -> Vec<Misfit> {
     let misfit = |(d, (used, device)): (usize, (&DeviceUse, &PlanDevice))| {

@@ -1,4 +1,4 @@
-//! Looks for the best balance of one choice of schedule, number of micro-batches and recompute.
+//! Searches for the best balance of one choice of schedule, number of micro-batches and recomputation.
 
 use crate::balance::{self, Balance, BalanceError, Load, Slot};
 use crate::schedule::{Actions, Costs, DeviceId, Recompute, ScheduleRecipe, StageId, simulate};
@@ -6,10 +6,10 @@ use crate::schedule::{Actions, Costs, DeviceId, Recompute, ScheduleRecipe, Stage
 use super::stage_costs::StepCosts;
 use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request, kept};
 
-/// How often a balance that does not fit is tried again with lower limits.
+/// Number of retries of a balance that does not fit, with lower limits.
 const TRIES: usize = 4;
 
-/// The best way to run the step with this choice, if it can be built.
+/// Returns the best way to run the step with this choice, if it can be built.
 pub(super) fn best_row(
     request: &Request<'_>,
     choice: PlanChoice,
@@ -33,12 +33,12 @@ fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
     (micro_batches > samples).then_some(Reason::TooFewSamples { samples, micro_batches })
 }
 
-/// The balances that one choice is tried with.
+/// Search over the balances of one choice.
 pub(super) struct BalanceTrial<'a> {
     pub(super) request: &'a Request<'a>,
     choice: PlanChoice,
-    /// The list of the choice. An automatic one is made for a balance; before there is one, the leanest alike
-    /// stands for it.
+    /// Actions of the choice. An automatic schedule is made for a balance; until there is one, the leanest
+    /// similar schedule stands in.
     pub(super) actions: Actions,
     costs: StepCosts<'a>,
     loads: Vec<Load>,
@@ -52,8 +52,8 @@ impl<'a> BalanceTrial<'a> {
         let actions = alike.actions(request.devices.len(), micro_batches, recompute)?;
         let costs = StepCosts::new(request, micro_batches);
         let loads = costs.loads(recompute);
-        // A device's memory, in equal parts for its stages: the balancer knows stages alone, and the
-        // stages of one device are like each other under every schedule here.
+        // A device's memory, in equal parts for its stages: the balancer has limits for stages only, and
+        // the stages of one device are similar under every schedule here.
         let parts = schedule.stages_per_device() as u64;
         let slot = |(j, device): (usize, &DeviceId)| {
             let device = request.devices[device.index()];
@@ -64,24 +64,24 @@ impl<'a> BalanceTrial<'a> {
         Ok(Self { request, choice, actions, costs, loads, slots })
     }
 
-    /// The best way with this choice for every stage: the fastest balance if it fits, else the fastest that
-    /// the memory allows, else the one that is least over.
+    /// Returns the best row with the same recomputation for every stage: the fastest balance if it fits,
+    /// else the fastest that the memory allows, else the one with the smallest excess.
     pub(super) fn best(&self) -> Result<PlanRow, PlanError> {
         let fastest = self.row(self.fastest()?)?;
         if fastest.fits {
             return Ok(fastest);
         }
-        // Where two lack as much, the earlier one stays, which is the faster.
+        // Among equal excesses the earlier row stays, which is the faster.
         let others = self.within_memory()?.into_iter();
         Ok(others.fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
     }
 
-    /// The balance whose slowest stage is as fast as can be, whatever it takes.
+    /// Returns the balance with the shortest time of the slowest stage, without regard to memory.
     pub(super) fn fastest(&self) -> Result<Balance, PlanError> {
         Ok(balance::by_time(&self.loads, &self.slots)?)
     }
 
-    /// The costs of the stages of a balance.
+    /// Returns the costs of the stages of a balance.
     pub(super) fn costs(&self, balance: &Balance) -> Costs {
         self.costs.stages(balance, self.actions.placement())
     }
@@ -90,7 +90,7 @@ impl<'a> BalanceTrial<'a> {
         self.row_by_stage(balance, |_| self.choice.recompute)
     }
 
-    /// The step with this balance, and what each stage computes again.
+    /// Simulates the step with this balance, and the recomputation of each stage.
     pub(super) fn row_by_stage(
         &self,
         balance: Balance,
@@ -110,13 +110,13 @@ impl<'a> BalanceTrial<'a> {
         Ok(PlanRow { recipe, ..PlanRow::new(self.choice, balance, &step, devices) })
     }
 
-    /// Balances for the memory there is. The balancer counts layers, the simulation also what waits
-    /// at boundaries: where that is too much, the limits are lowered by what was over.
+    /// Returns rows for balances within the memory. The balancer counts layers, the simulation also
+    /// boundaries: if those are too much, the limits are lowered by the excess.
     fn within_memory(&self) -> Result<Vec<PlanRow>, PlanError> {
         let mut rows = vec![self.row(balance::by_bytes(&self.loads, &self.slots)?)?];
         let mut slots = self.slots.clone();
-        // Each try aims lower by what the last one was over, which converges within a few: the
-        // boundaries that the balancer does not count change little from one cut to the next.
+        // Each try lowers the limits by the last excess, which converges within a few: the boundaries that
+        // the balancer does not count change little from one cut to the next.
         for _ in 0..TRIES {
             let balance = match balance::by_time_within(&self.loads, &slots) {
                 Err(BalanceError::DoesNotFit { .. }) => break,

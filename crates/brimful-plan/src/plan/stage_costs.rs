@@ -1,4 +1,4 @@
-//! From a profile of layers to the costs of stages.
+//! Converts a profile of layers into costs of stages.
 
 use std::ops::Range;
 
@@ -7,19 +7,18 @@ use crate::schedule::{Costs, DeviceId, Recompute, StageCost};
 
 use super::Request;
 
-/// Half-precision gradients are converted to the sums' type in pieces of so many bytes before they are added.
+/// Half-precision gradients are converted to the sums' dtype in pieces of this size before they are added.
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// The costs of a step cut into `m` micro-batches. Time goes by their mean size, bytes by the
-/// largest.
+/// Costs of a step in `m` micro-batches. Times use their mean size, bytes the largest.
 #[derive(Debug)]
 pub(super) struct StepCosts<'a> {
     request: &'a Request<'a>,
     mean_samples: f64,
     most_samples: u64,
-    /// Whether there is but one micro-batch, whose gradients are the sums where their types agree.
+    /// Whether there is a single micro-batch, whose gradients are the sums if their dtypes agree.
     is_whole: bool,
-    /// Whether sums are apart, by the request or because stages live on the host.
+    /// Whether sums are added after a stage's backward, by the request or because stages are offloaded.
     sums_apart: bool,
 }
 
@@ -31,18 +30,18 @@ impl<'a> StepCosts<'a> {
         Self { request, mean_samples, most_samples, is_whole: m == 1, sums_apart }
     }
 
-    /// The same where stages live on the host: their sums go there by themselves, so all are apart.
+    /// Returns the costs for offloaded stages, whose sums are always added after the backward.
     pub(super) fn with_homes(self) -> Self {
         Self { sums_apart: true, ..self }
     }
 
-    /// What each layer asks of its stage, for the balancer.
+    /// Returns the load of each layer on its stage, for the balancer.
     pub(super) fn loads(&self, recompute: Recompute) -> Vec<Load> {
-        // `ExceptLast` spares few recomputes, and none on most stages: it is balanced as `Always`.
+        // `ExceptLast` saves few recomputations, and none on most stages: it is balanced as `Always`.
         let runs_again = if recompute == Recompute::Never { 0.0 } else { 1.0 };
         let load = |layer: &LayerCost| {
             let cost = self.layer(layer, &(0..0));
-            // Gradients of a micro-batch are gone when sums are cast.
+            // Gradients of a micro-batch are freed before sums are cast.
             let fresh = if self.sums_apart { cost.fresh_bytes } else { 0 };
             Load {
                 time: cost.forward * (1.0 + runs_again) + cost.backward,
@@ -58,7 +57,7 @@ impl<'a> StepCosts<'a> {
         self.request.profile.layers.iter().map(load).collect()
     }
 
-    /// The costs of the stages of a balance on these devices.
+    /// Returns the costs of the stages of a balance on these devices.
     pub(super) fn stages(&self, balance: &Balance, placement: &[DeviceId]) -> Costs {
         let stages = balance.ranges().zip(placement);
         let stage = |(range, device): (Range<usize>, &DeviceId)| {
@@ -76,7 +75,7 @@ impl<'a> StepCosts<'a> {
         let layers = self.request.profile.layers[range.clone()].iter();
         let layers = layers.map(|layer| self.layer(layer, &range));
         let mut sum = layers.reduce(|a, b| self.add(a, b)).unwrap_or_default();
-        // Nobody waits for a gradient of the first stage's input: all of its backward is for the weights.
+        // The first stage's input needs no gradient: all of its backward is for the weights.
         if range.start == 0 {
             (sum.input_gradient, sum.weight_gradient) = (0.0, sum.backward);
             sum.split_bytes = None;
@@ -92,20 +91,20 @@ impl<'a> StepCosts<'a> {
         }
     }
 
-    /// One layer of a stage and one micro-batch, on a device of speed 1.
+    /// Returns the costs of one layer of a stage for one micro-batch, on a device of speed 1.
     fn layer(&self, layer: &LayerCost, stage: &Range<usize>) -> StageCost {
         let time = |each: f64| layer.overhead + each * self.mean_samples;
         let bytes = |each: u64| each.saturating_mul(self.most_samples);
         let without = |shared: Option<SharedParameters>| {
             layer.parameter_bytes.saturating_sub(shared.map_or(0, |shared| shared.bytes))
         };
-        // What its stage brings along, and what its device has of it alone.
+        // `used`: bytes that the stage needs itself; `own`: bytes that its device has only for it.
         let used = without(layer.shares.filter(|shared| stage.contains(&shared.layer)));
         let own = without(layer.shares.filter(|_| self.request.devices.len() == 1)).min(used);
         let times = |bytes: u64, each: f64| (bytes as f64 * each) as u64;
         let summed = times(used, self.request.gradient_bytes);
-        // Sums of another type than the parameters' are beside the gradients that they become on a device; at
-        // home they stay as they are.
+        // Sums of another dtype than the parameters' are cast on a device, which needs both; offloaded sums
+        // stay as they are.
         let is_cast = summed != used;
         let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
         StageCost {
@@ -132,7 +131,7 @@ impl<'a> StepCosts<'a> {
         }
     }
 
-    /// Two neighbouring runs of layers as one; the second one's output is the whole's.
+    /// Returns the costs of two consecutive runs of layers as one.
     fn add(&self, a: StageCost, b: StageCost) -> StageCost {
         let kept = a.activation_bytes;
         let fresh = if self.sums_apart { u64::saturating_add } else { u64::max };

@@ -1,4 +1,4 @@
-//! A row of the answer with its timeline, to be drawn or traced.
+//! Simulated step of a row, to be drawn or traced.
 
 use crate::balance::Balance;
 use crate::schedule::{
@@ -8,24 +8,24 @@ use crate::schedule::{
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, Request};
 
-/// A step as the planner simulated it.
+/// Step as the planner simulated it.
 #[derive(Debug, Clone)]
 pub struct PlannedStep {
-    /// What is run.
+    /// Actions of the step.
     pub actions: Actions,
-    /// What it costs.
+    /// Costs of its stages.
     pub costs: Costs,
-    /// What moves between devices and host.
+    /// Transfers between devices and host.
     pub moves: Moves,
-    /// When it runs.
+    /// Simulation of the step.
     pub simulation: Simulation,
 }
 
 impl PlannedStep {
-    /// Simulates a row of the answer to `request` again, for its timeline.
+    /// Simulates a row of the plan for `request` again, for its timeline.
     ///
     /// # Errors
-    /// Where the row is not an answer to the request.
+    /// If the row does not belong to the request.
     pub fn new(request: &Request<'_>, row: &PlanRow) -> Result<Self, PlanError> {
         request.check()?;
         let PlanChoice { schedule, micro_batches, .. } = row.choice;

@@ -1,4 +1,4 @@
-//! Breadth first with stages on the host, for a model that fits on the devices in no other way.
+//! Plans breadth-first steps with offloaded stages, for a model that does not fit otherwise.
 
 use crate::balance::{self, Balance, LayerCost};
 use crate::schedule::{DeviceId, Recompute, Schedule, simulate_moves_ahead};
@@ -7,11 +7,11 @@ use super::homes::{HomeChoice, HomeError, HomeRequest, choose};
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
-/// The most stages: the model is cut as fine as it can be, so that slots are small, but a step is
-/// simulated many times for a choice.
+/// Largest number of stages: the model is cut finely, so that device buffers are small, but a choice needs
+/// many simulations of a step.
 const MOST_STAGES: usize = 64;
 
-/// A row for each number of micro-batches with which something fits.
+/// Returns a row for each number of micro-batches with which the model fits.
 pub(super) fn rows(request: &Request<'_>, host_memory: u64) -> Result<Vec<PlanRow>, PlanError> {
     let devices = request.devices.len();
     let weights = |layer: &LayerCost| layer.parameter_bytes;
@@ -57,7 +57,7 @@ fn row(
     };
     let HomeChoice { actions, moves, host_bytes, .. } = &chosen;
     let ahead_bytes = request.ahead_bytes(&costs, moves.homes(), *host_bytes);
-    // Homes are chosen as if it did not: what fits stays on the device either way.
+    // Chosen without early updates: stages that fit stay on the device either way.
     let ahead =
         (ahead_bytes > 0).then(|| simulate_moves_ahead(actions, moves, &costs)).transpose()?;
     let step = ahead.as_ref().unwrap_or(&chosen.simulation);
@@ -66,7 +66,8 @@ fn row(
     Ok(Some(PlanRow { stages: stages(&chosen), slots, host_bytes, ahead_bytes, ..row }))
 }
 
-/// The pairs of stages that share parameters on one device; on different ones each has a copy of its own.
+/// Returns the pairs of stages that share parameters on one device; on different ones each has its own
+/// copy.
 fn ties(request: &Request<'_>, balance: &Balance, placement: &[DeviceId]) -> Vec<(usize, usize)> {
     let stage_of = |layer: usize| balance.ranges().position(|range| range.contains(&layer));
     let layers = request.profile.layers.iter().enumerate();

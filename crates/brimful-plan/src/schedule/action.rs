@@ -1,10 +1,10 @@
-//! One action of a schedule: `2F0` is stage 2, forward, micro-batch 0.
+//! Actions of a schedule: `2F0` is stage 2, forward, micro-batch 0.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Makes an index type, so that a stage is never taken for a micro-batch.
+/// Defines an index type, so that a stage is never taken for a micro-batch.
 macro_rules! index {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -15,13 +15,13 @@ macro_rules! index {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The index of a list's element.
+            /// Returns the index into a list.
             #[must_use]
             pub const fn index(self) -> usize {
                 self.0 as usize
             }
 
-            /// The id of element `index` of a list; no list here is as long as `u32::MAX`.
+            /// Returns the id of element `index` of a list; no list here is as long as `u32::MAX`.
             #[must_use]
             pub const fn at(index: usize) -> Self {
                 Self(index as u32)
@@ -37,40 +37,40 @@ macro_rules! index {
 }
 
 index! {
-    /// A stage: consecutive layers on one device, counted along the model (letter j).
+    /// Stage: consecutive layers on one device, counted along the model (letter j).
     StageId
 }
 index! {
-    /// A micro-batch, counted along the mini-batch (letter i).
+    /// Micro-batch, counted along the mini-batch (letter i).
     MicroBatchId
 }
 index! {
-    /// A device: one worker that runs one action at a time.
+    /// Device: one worker that runs one action at a time.
     DeviceId
 }
 
-/// What an action does to its micro-batch.
+/// Kind of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActionKind {
     /// `F`: runs the stage's layers.
     Forward,
-    /// `B`: the whole backward, the gradients of both the input and the weights.
+    /// `B`: the whole backward, the gradients of both input and weights.
     Backward,
-    /// `I`: the half of the backward that the stage before waits for.
+    /// `I`: the input gradient of a split backward, which the stage before waits for.
     InputGradient,
-    /// `W`: the half of the backward that nobody waits for, so that it can fill a bubble.
+    /// `W`: the weight gradient of a split backward. No other stage waits for it, so it can fill a bubble.
     WeightGradient,
-    /// `R`: runs the forward again, because its activations were not kept.
+    /// `R`: recomputes the forward, because its activations were not kept.
     Recompute,
 }
 
 impl ActionKind {
-    /// All kinds, in the order of a micro-batch's life.
+    /// All kinds, in the order in which a micro-batch goes through them.
     pub const ALL: [Self; 5] =
         [Self::Forward, Self::Recompute, Self::Backward, Self::InputGradient, Self::WeightGradient];
 
-    /// The letter in an action's text.
+    /// Returns the letter in an action's text.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -82,7 +82,7 @@ impl ActionKind {
         }
     }
 
-    /// The name in prose.
+    /// Returns the name in prose.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -94,19 +94,19 @@ impl ActionKind {
         }
     }
 
-    /// Whether it needs the gradient of the stage after, and makes that of the stage before.
+    /// Whether it needs the gradient from the stage after, and makes the one for the stage before.
     #[must_use]
     pub const fn passes_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::InputGradient)
     }
 
-    /// Whether it is the last that needs the micro-batch's activations.
+    /// Whether it is the last to need the micro-batch's activations.
     #[must_use]
     pub const fn releases(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
-    /// Whether it keeps a micro-batch's activations: a forward that will run again keeps only its input, the
+    /// Whether it keeps a micro-batch's activations: a forward that is recomputed keeps only its input, the
     /// recompute the rest.
     pub(super) fn keeps(self, is_recomputed: bool) -> bool {
         match self {
@@ -116,7 +116,7 @@ impl ActionKind {
     }
 }
 
-/// One piece of work: a stage does something with a micro-batch.
+/// Unit of work: one kind of action of a stage on a micro-batch.
 ///
 /// ```
 /// # use brimful_plan as brimful;
@@ -128,22 +128,22 @@ impl ActionKind {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Action {
-    /// Who.
+    /// Stage that acts.
     pub stage: StageId,
-    /// What.
+    /// Kind of the action.
     pub kind: ActionKind,
-    /// With which micro-batch.
+    /// Micro-batch that it acts on.
     pub micro_batch: MicroBatchId,
 }
 
 impl Action {
-    /// Puts the three together.
+    /// Creates an action.
     #[must_use]
     pub const fn new(stage: StageId, kind: ActionKind, micro_batch: MicroBatchId) -> Self {
         Self { stage, kind, micro_batch }
     }
 
-    /// The stage whose output it takes: forwards take boundaries, backwards gradients.
+    /// Returns the stage whose output it takes: forwards take boundaries, backwards gradients.
     pub(crate) fn source(self, last: StageId) -> Option<StageId> {
         match self.kind {
             ActionKind::Forward => self.stage.before(),
@@ -152,7 +152,7 @@ impl Action {
         }
     }
 
-    /// The stage that takes its output.
+    /// Returns the stage that takes its output.
     pub(crate) fn target(self, last: StageId) -> Option<StageId> {
         match self.kind {
             ActionKind::Forward => self.stage.after(last),
@@ -161,7 +161,7 @@ impl Action {
         }
     }
 
-    /// Which of the two channels into a stage it uses: 0 for boundaries, 1 for gradients.
+    /// Index of the channel into a stage that it uses: 0 for boundaries, 1 for gradients.
     pub(crate) fn channel(self) -> usize {
         usize::from(self.kind.passes_gradient())
     }

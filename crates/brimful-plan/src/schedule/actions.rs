@@ -1,14 +1,13 @@
-//! The actions of every device, in the order in which it runs them, known to be sound.
+//! Validated actions of every device, in execution order.
 
 use super::recompute;
 use super::validate::{self, Facts};
 use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, ScheduleError, StageId};
 
-/// A list of actions for each device. Whoever holds one may run it: it was validated when it was
-/// made.
+/// List of actions for each device. It is validated on creation, so it can always be run.
 ///
-/// Made by [`Schedule::actions`](super::Schedule::actions), or read from a text with one line for
-/// each device:
+/// Created by [`Schedule::actions`](super::Schedule::actions), or parsed from a text with one line for each
+/// device:
 ///
 /// ```
 /// # use brimful_plan as brimful;
@@ -27,18 +26,16 @@ pub struct Actions {
 }
 
 impl Actions {
-    /// Takes one list for each device and checks them:
+    /// Creates actions from one list for each device, and checks that:
     ///
-    /// 1. each stage is on one device and runs each micro-batch forward once and backward once,
-    ///    whole (B) or in two halves (I before W), after its forward; a recompute, if any, in
-    ///    between;
-    /// 2. neighbouring stages run the micro-batches in one order, so that plain channels can join
-    ///    them;
-    /// 3. no device waits without end when a full channel blocks its sender
-    ///    (see [`channel_capacity`](Self::channel_capacity)).
+    /// 1. each stage is on one device and runs each micro-batch forward once and backward once, whole (B)
+    ///    or split (I before W), after its forward; a recompute, if any, in between;
+    /// 2. neighbouring stages run the micro-batches in one order, so that plain channels can connect them;
+    /// 3. no device waits for ever when a full channel blocks its sender (see
+    ///    [`channel_capacity`](Self::channel_capacity)).
     ///
     /// # Errors
-    /// With the broken rule and a grid in which the offending cell is marked.
+    /// With the broken rule and a grid in which the offending cells are marked.
     pub fn new(lists: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
         match validate::facts(&lists) {
             Ok(facts) => Ok(Self { lists, facts }),
@@ -46,18 +43,19 @@ impl Actions {
         }
     }
 
-    /// The same work in two phases: all forwards, then all backwards, each in the order that they
-    /// have here, with what each stage recomputes.
+    /// Returns the same work in two phases: all forwards, then all backwards, each in their present order,
+    /// with the recomputation of each stage.
     ///
     /// # Errors
-    /// When the whole would be too large.
+    /// When the result would be too large.
     pub fn in_two_phases(
         &self,
         recompute: impl Fn(StageId) -> Recompute,
     ) -> Result<Self, ScheduleError> {
         let phases = |list: &Vec<Action>| {
             let of = |wanted: fn(ActionKind) -> bool| list.iter().filter(move |a| wanted(a.kind));
-            // Recomputes are left out and put in anew: with all forwards first, others need one.
+            // Recomputes are left out and inserted anew: with all forwards first, other micro-batches need
+            // one.
             let forwards = of(|kind| kind == ActionKind::Forward);
             let backwards = of(|kind| !matches!(kind, ActionKind::Forward | ActionKind::Recompute));
             recompute::weave(forwards.chain(backwards).copied().collect(), &recompute)
@@ -65,19 +63,19 @@ impl Actions {
         Self::new(self.lists.iter().map(phases).collect())
     }
 
-    /// The list of each device.
+    /// Returns the list of each device.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Action>] {
         &self.lists
     }
 
-    /// The number of devices.
+    /// Returns the number of devices.
     #[must_use]
     pub fn devices(&self) -> usize {
         self.lists.len()
     }
 
-    /// The number of stages (letter s).
+    /// Returns the number of stages (letter s).
     #[must_use]
     pub fn stages(&self) -> usize {
         self.facts.order.device_of.len()
@@ -87,20 +85,20 @@ impl Actions {
         StageId::at(self.stages() - 1)
     }
 
-    /// The number of micro-batches (letter m).
+    /// Returns the number of micro-batches (letter m).
     #[must_use]
     pub fn micro_batches(&self) -> usize {
         self.facts.order.micro_batches
     }
 
-    /// The device of each stage, in the order of the stages.
+    /// Returns the device of each stage, in the order of the stages.
     #[must_use]
     pub fn placement(&self) -> &[DeviceId] {
         &self.facts.order.device_of
     }
 
-    /// Whether the stage runs the micro-batch's forward again, so that the first one need not keep
-    /// anything. One that is not there does not.
+    /// Whether the stage recomputes the micro-batch's forward, so that the first forward need not keep
+    /// activations. False for stages and micro-batches that do not exist.
     #[must_use]
     pub fn is_recomputed(&self, stage: StageId, micro_batch: MicroBatchId) -> bool {
         stage.index() < self.stages()
@@ -108,17 +106,16 @@ impl Actions {
             && self.facts.order.done(stage, micro_batch).has(ActionKind::Recompute)
     }
 
-    /// The most micro-batches whose activations the stage holds at one time; 0 of one that is not
-    /// there.
+    /// Returns the largest number of micro-batches whose activations the stage holds at one time; 0 for a
+    /// stage that does not exist.
     #[must_use]
     pub fn held(&self, stage: StageId) -> usize {
         self.facts.held.get(stage.index()).copied().unwrap_or(0)
     }
 
-    /// The smallest capacity of the channels between stages with which no device waits without end,
-    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here but breadth
-    /// first on several devices, where boundaries wait for the whole mini-batch; lists of one's own may
-    /// need more too.
+    /// Returns the smallest capacity of the channels between stages with which no device waits for ever, if
+    /// a sender waits while its channel is full. It is 1 for every [`Schedule`] here except breadth-first
+    /// on several devices, whose boundaries wait for the whole mini-batch; custom lists may need more too.
     ///
     /// [`Schedule`]: super::Schedule
     #[must_use]

@@ -1,16 +1,17 @@
-//! Breadth first, and GPipe: every micro-batch through a stage before the first goes through the next one.
+//! Breadth first, and GPipe: every micro-batch goes through a stage before the first goes through the next
+//! one.
 //!
-//! The stages are dealt round the devices, as interleaved ones are. Here p = v = m = 2:
+//! The stages are assigned to the devices in rounds, as for interleaved 1F1B. Here p = v = m = 2:
 //!
 //! ```text
 //! device 0  0F0 0F1 2F0 2F1 ·   ·   ·   2B1──── 2B0──── 0B1──── 0B0────
 //! device 1  ·   1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0──── ·   ·
 //! ```
 //!
-//! A stage runs all its forwards in one piece and all its backwards in another, so weights that live
-//! in host memory cross the bus once for each, however many micro-batches there are (see
-//! [`Moves`](super::Moves)). The price is that every boundary waits for the whole mini-batch. The
-//! backwards run in reverse: what was left last is used first.
+//! A stage runs all its forwards in a row and all its backwards in another, so offloaded weights are
+//! fetched once for each, however many micro-batches there are (see [`Moves`](super::Moves)). The price is
+//! that every boundary waits for the whole mini-batch. The backwards run in reverse order: the last
+//! activations are used first.
 //!
 //! With one stage on each device it is GPipe: every forward, then every backward, the last micro-batch
 //! first.
@@ -23,12 +24,12 @@
 //! ```
 //!
 //! The simplest schedule, and the one that holds the most: all m micro-batches on every stage. The
-//! backwards run in reverse, so that the last micro-batch's activations are used while they are
-//! still there, and need no recompute.
+//! backwards run in reverse order, so that the last micro-batch's activations are used right after its
+//! forward, and need no recompute.
 
 use super::{Action, ActionKind, MicroBatchId, StageId};
 
-/// The lists of `p` devices with `v` stages each, for `m` micro-batches; GPipe is v = 1.
+/// Returns the lists of `p` devices with `v` stages each, for `m` micro-batches; GPipe is v = 1.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     (0..p).map(|device| list(p, v, m, device)).collect()
 }
@@ -39,7 +40,7 @@ fn list(p: usize, v: usize, m: usize, device: usize) -> Vec<Action> {
         let stage = StageId::at(turn * p + device);
         list.extend((0..m).map(|i| Action::new(stage, ActionKind::Forward, MicroBatchId::at(i))));
     }
-    // The second half is the first one's mirror image: gradients go the whole way back.
+    // The backwards mirror the forwards: gradients go all the way back.
     let backward = |forward: &Action| Action { kind: ActionKind::Backward, ..*forward };
     let backwards: Vec<_> = list.iter().rev().map(backward).collect();
     list.extend(backwards);

@@ -1,41 +1,41 @@
-//! What crossed a device's bus in a step, and what its compute waited for.
+//! Transfers of a device in a step, and the waits of its compute.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Move, MoveKind};
 
-/// A move and its time.
+/// Move and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct MoveSpan {
-    /// What moved.
+    /// Move.
     pub moved: Move,
-    /// From when.
+    /// Start.
     pub start: f64,
-    /// Until when.
+    /// End.
     pub end: f64,
-    /// The bytes that crossed.
+    /// Number of bytes transferred.
     pub bytes: u64,
 }
 
-/// What compute waits for where something lives on the host.
+/// Causes for which compute waits if weights or boundaries are offloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Awaited {
-    /// A stage's weights, which are on their way.
+    /// A stage's weights, which are in flight.
     Weights,
-    /// What enters a stage, or its gradient, on its way from the host or to it.
+    /// A boundary or its gradient, on its way from the host or to it.
     Boundaries,
-    /// The memory of gradients that have not left yet.
+    /// The memory of gradients that are still being offloaded.
     GradientsRoom,
-    /// The optimizer at home, which has not come to a stage's weights yet.
+    /// The optimizer on the host, which has not updated a stage's weights yet.
     Update,
 }
 
 impl Awaited {
-    /// All of them.
+    /// All causes.
     pub const ALL: [Self; 4] = [Self::Weights, Self::Boundaries, Self::GradientsRoom, Self::Update];
 
-    /// What compute waits for while this moves, and nothing else runs.
+    /// Returns the cause of a wait while this kind of move runs and nothing else.
     #[must_use]
     pub const fn of(kind: MoveKind) -> Self {
         match kind {
@@ -48,7 +48,7 @@ impl Awaited {
         }
     }
 
-    /// The name in prose.
+    /// Returns the name in prose.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -59,7 +59,7 @@ impl Awaited {
         }
     }
 
-    /// The letter in a run's file, which no action or move has.
+    /// Returns the letter in a run's file, which no action or move has.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -71,35 +71,35 @@ impl Awaited {
     }
 }
 
-/// A time in which compute had to wait.
+/// Time in which compute had to wait.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct WaitSpan {
-    /// What for.
+    /// Cause of the wait.
     pub awaited: Awaited,
-    /// From when.
+    /// Start.
     pub start: f64,
-    /// Until when.
+    /// End.
     pub end: f64,
 }
 
-/// The use of a device's bus in one step.
+/// Use of a device's host link in one step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct BusUse {
-    /// What moved, by its beginning, one at a time each way. Releases are among it, which cross nothing and
-    /// take no time. What a skip brings to a boundary crosses by itself, as a move of the same name.
+    /// Moves by their start, one at a time in each direction. Includes releases, which transfer nothing and
+    /// take no time. Skips that belong to a boundary are separate moves of the same name.
     pub moves: Vec<MoveSpan>,
-    /// What compute waited for, in order.
+    /// Waits of compute, in order.
     pub waits: Vec<WaitSpan>,
 }
 
 impl BusUse {
-    /// When each move began and ended, and each wait.
+    /// Returns the start and the end of each move and each wait.
     pub(super) fn times(&self) -> impl Iterator<Item = (f64, f64)> + Clone {
         let moves = self.moves.iter().map(|span| (span.start, span.end));
         moves.chain(self.waits.iter().map(|span| (span.start, span.end)))
     }
 
-    /// What crossed the bus, and the waits, with times from this moment on.
+    /// Returns the transfers and the waits, with times relative to `moment`.
     pub(super) fn crossed_since(&self, moment: f64) -> Self {
         let Self { mut moves, mut waits } = self.clone();
         moves.retain(|span| span.moved.kind != MoveKind::Release);

@@ -1,63 +1,62 @@
-//! What an action costs: time and bytes, for each stage, and the link between devices.
+//! Costs of actions: time and bytes for each stage, and the links.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Action, ActionKind, CostError, StageId};
 
-/// What one micro-batch costs on one stage. Times are in any one unit; a missing byte count is 0.
+/// Costs of one micro-batch on one stage. Times are in any one unit; a missing byte count is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageCost {
     /// Time of a forward.
     pub forward: f64,
     /// Time of a whole backward.
     pub backward: f64,
-    /// Time of the first half of a split backward.
+    /// Time of the input gradient of a split backward.
     pub input_gradient: f64,
-    /// Time of the second half.
+    /// Time of the weight gradient.
     pub weight_gradient: f64,
-    /// Time of running the forward again.
+    /// Time of recomputing the forward.
     pub recompute: f64,
-    /// Time of the optimizer's update where the stage lives on the host; once a step, behind the next
+    /// Time of the optimizer's update if the stage is offloaded; once a step, overlapped with the next
     /// step's forward, one stage after the other.
     pub home_update: f64,
-    /// Bytes of the parameters, there all the time.
+    /// Bytes of the parameters, in use all the time.
     pub parameter_bytes: u64,
-    /// Bytes of the sums of their gradients: there from the stage's first backward until the step's end, or
-    /// until they are on the host.
+    /// Bytes of the summed gradients: from the stage's first backward until the step's end, or until they
+    /// are on the host.
     pub gradient_bytes: u64,
-    /// Bytes of the gradients that sums of another number type become on the device at the step's end, beside
-    /// the sums; 0 where the sums are of the parameters' type.
+    /// Bytes of the gradients that sums of another dtype are cast to on the device at the step's end,
+    /// beside the sums; 0 if the sums have the parameters' dtype.
     pub cast_bytes: u64,
-    /// Bytes of one micro-batch's gradients of the weights that are beside the sums before they are added.
+    /// Bytes of one micro-batch's weight gradients, beside the sums, before they are added.
     pub fresh_bytes: u64,
-    /// Bytes that these are converted to at one time, where the sums are of another type: when their backward is
-    /// over.
+    /// Bytes of those that are converted at one time if the sums have another dtype: after their backward.
     pub converted_bytes: u64,
-    /// Bytes of the optimizer's state, there all the time.
+    /// Bytes of the optimizer's state, in use all the time.
     pub optimizer_bytes: u64,
     /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
     pub activation_bytes: u64,
-    /// The most bytes while a forward that keeps them runs, these among them; fewer are not known.
+    /// Peak bytes of a forward that keeps its activations, including those; ignored if smaller.
     pub forward_peak: u64,
-    /// The most bytes while a backward runs: what was kept, the gradients of the stage's output and of its
-    /// input, and all else but gradients of weights; fewer are not known.
+    /// Peak bytes of a backward: activations, the gradients of the stage's output and input, and all else
+    /// but gradients of weights; ignored if smaller.
     pub backward_peak: u64,
-    /// Bytes that one micro-batch holds between the halves of its backward, the stage's input among them
-    /// where the second half needs it; if not known, as many as before the first one.
+    /// Bytes that one micro-batch holds between its input gradient and its weight gradient, including the
+    /// stage's input if the latter needs it; if not known, as many as before the input gradient.
     pub split_bytes: Option<u64>,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
-    /// Bytes of the weights at home, where the stage lives on the host: those that are trained, and the
-    /// copy that crosses the bus.
+    /// Bytes of the weights in host memory if the stage is offloaded: trained weights, and the copy that is
+    /// transferred.
     pub home_bytes: u64,
-    /// Bytes of the weights as they cross the bus into a slot, where the stage lives on the host.
+    /// Bytes of the weights that are fetched into a device buffer if the stage is offloaded.
     pub fetched_bytes: u64,
-    /// Bytes of the summed gradients as they cross the bus home.
+    /// Bytes of the summed gradients that are sent to the host.
     pub sent_bytes: u64,
 }
 
 impl StageCost {
-    /// Times alone: a whole backward takes as long as its two halves, a recompute as long as a
+    /// Returns times without bytes: a whole backward takes as long as a split one, a recompute as long as a
     /// forward.
     #[must_use]
     pub fn new(forward: f64, input_gradient: f64, weight_gradient: f64) -> Self {
@@ -81,14 +80,14 @@ impl StageCost {
         }
     }
 
-    /// The bytes that are there whatever runs.
+    /// Returns the bytes that are always in use.
     pub(crate) fn lasting_bytes(&self) -> u128 {
         u128::from(self.parameter_bytes) + u128::from(self.optimizer_bytes)
     }
 }
 
-/// The way from one device to another. Each carries one boundary at a time, while the devices go on
-/// working.
+/// Link from one device to another. It carries one boundary at a time, while the devices continue to
+/// compute.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LinkCost {
     /// Time from the end of sending to the arrival.
@@ -98,33 +97,33 @@ pub struct LinkCost {
 }
 
 impl Default for LinkCost {
-    /// A link that takes no time.
+    /// Returns a link that takes no time.
     fn default() -> Self {
         Self { latency: 0.0, bandwidth: f64::INFINITY }
     }
 }
 
-/// The way between a device and host memory; each device has one of its own. It carries one move at
-/// a time in each direction, while the device goes on working.
+/// Host link (PCIe) between a device and host memory; each device has its own. It carries one move at a
+/// time in each direction, while the device continues to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct BusCost {
-    /// Bytes per unit of time to the device, while nothing goes the other way; may be infinite.
+    /// Bytes per unit of time to the device, while the other direction is idle; may be infinite.
     pub inward: f64,
-    /// Bytes per unit of time to the host, while nothing goes the other way; may be infinite.
+    /// Bytes per unit of time to the host, while the other direction is idle; may be infinite.
     pub outward: f64,
     /// Bytes per unit of time in each direction, while both are in use; may be infinite.
     pub both: f64,
 }
 
 impl Default for BusCost {
-    /// A bus that takes no time.
+    /// Returns a link that takes no time.
     fn default() -> Self {
         Self::equal(f64::INFINITY)
     }
 }
 
 impl BusCost {
-    /// As fast in each direction, whatever goes in the other.
+    /// Returns a link with the same bandwidth in each direction, whatever the use of the other.
     #[must_use]
     pub const fn equal(bandwidth: f64) -> Self {
         Self { inward: bandwidth, outward: bandwidth, both: bandwidth }
@@ -139,33 +138,33 @@ impl BusCost {
     }
 }
 
-/// The costs of every stage.
+/// Costs of every stage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
-    /// One for each stage.
+    /// Costs of each stage.
     pub stages: Vec<StageCost>,
-    /// Bytes of one micro-batch at the entrance of the first stage.
+    /// Bytes of one micro-batch at the input of the first stage.
     pub input_bytes: u64,
-    /// The way between any two devices.
+    /// Link between any two devices.
     pub link: LinkCost,
-    /// The way between a device and host memory.
+    /// Host link between a device and host memory.
     pub bus: BusCost,
 }
 
 impl Costs {
-    /// The same times on every stage, no bytes, and transfers that take no time.
+    /// Returns equal times for every stage, no bytes, and transfers that take no time.
     #[must_use]
     pub fn equal(stages: usize, cost: StageCost) -> Self {
         Self { stages: vec![cost; stages], ..Self::default() }
     }
 
-    /// One tick for each action, two for a whole backward: what the text grid is drawn with.
+    /// Returns one tick for each action, two for a whole backward, as in the text grid.
     #[must_use]
     pub fn ticks(stages: usize) -> Self {
         Self::equal(stages, StageCost::new(1.0, 1.0, 1.0))
     }
 
-    /// Those of an action's stage.
+    /// Returns the costs of an action's stage.
     pub(crate) fn of(&self, action: Action) -> &StageCost {
         &self.stages[action.stage.index()]
     }
@@ -174,7 +173,7 @@ impl Costs {
         self.of(action).time(action.kind)
     }
 
-    /// Bytes of one micro-batch at the entrance of a stage.
+    /// Returns the bytes of one micro-batch at the input of a stage.
     pub(crate) fn input_bytes_of(&self, stage: StageId) -> u64 {
         let before = stage.index().checked_sub(1);
         before.map_or(self.input_bytes, |before| self.stages[before].output_bytes)

@@ -1,4 +1,4 @@
-//! What can be wrong with a schedule, or with the costs that it is simulated with.
+//! Errors of schedules, and of the costs for their simulation.
 
 use std::fmt;
 
@@ -6,88 +6,88 @@ use thiserror::Error;
 
 use super::{Action, ActionKind, DeviceId, MicroBatchId, MoveError, StageId};
 
-/// A schedule that cannot be made, read or run.
+/// Schedule that cannot be made, parsed or run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
     /// No stage, no micro-batch, or no stage per device.
     #[error("the number of {what} is 0: a schedule needs at least 1")]
     Zero {
-        /// Of what there is none.
+        /// Name of the number.
         what: &'static str,
     },
-    /// More actions than any step has; most likely a mistyped number.
+    /// More actions than any real step; most likely a mistyped number.
     #[error(
         "{stages} stages × {micro_batches} micro-batches is too large a schedule: \
          at most {limit} pairs of stage and micro-batch; use fewer micro-batches"
     )]
     TooLarge {
-        /// Stages asked for.
+        /// Number of stages asked for.
         stages: u128,
-        /// Micro-batches asked for.
+        /// Number of micro-batches asked for.
         micro_batches: u128,
-        /// The most pairs of a stage and a micro-batch.
+        /// Largest number of pairs of a stage and a micro-batch.
         limit: u128,
     },
-    /// A name that no schedule has.
+    /// Unknown name of a schedule.
     #[error(
         "no schedule is called '{name}': choose gpipe, 1f1b, interleaved, breadth-first, \
          zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v or auto (interleaved-4 for 4 stages on each device)"
     )]
     UnknownName {
-        /// The name as given.
+        /// Name as given.
         name: String,
     },
-    /// A recompute mode that does not exist.
+    /// Unknown recompute mode.
     #[error("no recompute mode is called '{name}': choose never, except-last or always")]
     UnknownRecompute {
-        /// The name as given.
+        /// Name as given.
         name: String,
     },
-    /// A text that is not an action.
+    /// Text that is not an action.
     #[error("'{text}' is not an action: write stage, one of F B I W R, micro-batch, as in 2F0")]
     NotAnAction {
-        /// The start of the text.
+        /// Start of the text.
         text: String,
     },
-    /// A cell of a CSV file that is not an action.
+    /// Cell of a CSV file that is not an action.
     #[error("line {line}, cell {cell}: {source}")]
     Csv {
-        /// Counted from 1, as editors do.
+        /// Line, counted from 1 as in editors.
         line: usize,
-        /// Counted from 1.
+        /// Cell, counted from 1.
         cell: usize,
-        /// What is wrong with the cell.
+        /// Error of the cell.
         source: Box<ScheduleError>,
     },
     /// Lists of actions that cannot be run.
     #[error("{rule}\n{grid}")]
     Invalid {
-        /// The rule that is broken.
+        /// Broken rule.
         rule: Rule,
-        /// The lists around the broken place, with the offending cells marked.
+        /// Lists around the broken place, with the offending cells marked.
         grid: String,
     },
 }
 
-/// A rule of every schedule, as it was broken.
+/// Broken rule of a schedule.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Rule {
-    /// There must be something to do.
+    /// The schedule must have actions.
     #[error("the schedule holds no action: give each device at least one forward and its backward")]
     Empty,
-    /// A device without work.
+    /// Every device must have an action.
     #[error("device {0} has no action: leave it out, or give it a stage")]
     IdleDevice(DeviceId),
-    /// A stage lives on one device.
+    /// A stage is on one device.
     #[error("stage {stage} is on device {first} and on device {second}: keep it on one")]
     TwoDevices {
-        /// The stage.
+        /// Stage on two devices.
         stage: StageId,
-        /// The device of its first action.
+        /// Device of its first action.
         first: DeviceId,
-        /// The device of the offending action.
+        /// Device of the offending action.
         second: DeviceId,
     },
     /// Each action happens once.
@@ -96,44 +96,44 @@ pub enum Rule {
     /// Each stage runs each micro-batch forward and backward.
     #[error("{0} is missing: every stage needs a forward and a backward of every micro-batch")]
     Missing(Action),
-    /// An action that comes before what it needs from its own stage.
+    /// An action comes after the actions of its stage that it needs.
     #[error("{action} comes before its {}: move it after", needs.name())]
     TooEarly {
-        /// The offending action.
+        /// Offending action.
         action: Action,
-        /// What must come first.
+        /// Kind that must come first.
         needs: ActionKind,
     },
-    /// A recompute after the backward that needed it.
+    /// A recompute comes before the backward that needs it.
     #[error("{0} comes after its backward has begun: move it before, or remove it")]
     RecomputeTooLate(Action),
-    /// A whole backward, or two halves.
+    /// A backward is either whole or split.
     #[error("{0} repeats a part of a backward that is already there: use B alone, or I and W")]
     MixedBackward(Action),
-    /// Neighbours must agree on the order of the micro-batches.
+    /// Neighbouring stages run the micro-batches in the same order.
     #[error(
         "{action} is next, but the neighbour hands over micro-batch {arrives} first: \
          run the micro-batches in one order on both stages"
     )]
     OutOfOrder {
-        /// The offending action.
+        /// Offending action.
         action: Action,
-        /// The micro-batch that the channel delivers.
+        /// Micro-batch that the channel delivers.
         arrives: MicroBatchId,
     },
-    /// Devices that wait for each other.
+    /// Devices must not wait for each other.
     #[error("deadlock: {}", list(.0))]
     Deadlock(Vec<BlockedDevice>),
 }
 
-/// A device that waits without end.
+/// Device that waits for ever.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockedDevice {
-    /// Who waits.
+    /// Device.
     pub device: DeviceId,
-    /// With what.
+    /// Action that it cannot run.
     pub action: Action,
-    /// For whom.
+    /// Stage that it waits for.
     pub stage: StageId,
 }
 
@@ -144,7 +144,7 @@ impl fmt::Display for BlockedDevice {
     }
 }
 
-/// The first few waits; a deadlock of a thousand devices is no better told in full.
+/// Lists the first few waits; a longer list would not help.
 fn list(waits: &[BlockedDevice]) -> String {
     const SHOWN: usize = 4;
     let mut text: Vec<_> = waits.iter().take(SHOWN).map(BlockedDevice::to_string).collect();
@@ -161,46 +161,46 @@ pub enum CostError {
     /// Costs for another number of stages.
     #[error("costs of {given} stages were given, but the schedule has {needed}: give one for each")]
     WrongStages {
-        /// How many were given.
+        /// Number of stages with costs.
         given: usize,
-        /// How many the schedule has.
+        /// Number of stages of the schedule.
         needed: usize,
     },
-    /// A time that no action can take.
+    /// Invalid time.
     #[error("the {what} time of stage {stage} is {value}: it must be finite and not negative")]
     BadTime {
-        /// Of which stage.
+        /// Stage.
         stage: StageId,
-        /// Of which action.
+        /// Name of the action.
         what: &'static str,
-        /// The time as given.
+        /// Time as given.
         value: f64,
     },
-    /// A link that carries nothing.
+    /// Link with an invalid latency or bandwidth.
     #[error("the {what} of the link is {value}: {must}")]
     BadLink {
-        /// Latency or bandwidth.
+        /// `latency` or `bandwidth`.
         what: &'static str,
-        /// The value as given.
+        /// Value as given.
         value: f64,
-        /// What it must be.
+        /// Requirement for the value.
         must: &'static str,
     },
-    /// A bus that carries nothing.
+    /// Host link with an invalid bandwidth.
     #[error(
         "the {what} bandwidth of the bus is {value}: it must be above 0 (infinite for moves that take \
          no time)"
     )]
     BadBus {
-        /// Which way.
+        /// Direction.
         what: &'static str,
-        /// The bandwidth as given.
+        /// Bandwidth as given.
         value: f64,
     },
-    /// Moves of another schedule.
+    /// Moves that do not belong to the schedule.
     #[error(transparent)]
     Moves(#[from] MoveError),
-    /// Times whose sum is no number.
+    /// Times whose sum is infinite.
     #[error("the times add up to more than a number can hold: give them in a larger unit")]
     Overflow,
 }

@@ -1,6 +1,6 @@
-//! Interleaved 1F1B: v stages on each device, so that a bubble is a v-th as long.
+//! Interleaved 1F1B: v stages on each device make the bubble v times shorter.
 //!
-//! Device d holds the stages d, p + d, 2p + d, …: a micro-batch goes v times round the devices.
+//! Device d has the stages d, p + d, 2p + d, …: a micro-batch goes round the devices v times.
 //! Here p = v = m = 2:
 //!
 //! ```text
@@ -8,23 +8,23 @@
 //! device 1  ·   1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1──── ·   ·
 //! ```
 //!
-//! The micro-batches go round in groups. A group smaller than p would leave the devices waiting for
-//! its head to come round, so m micro-batches make ⌊m / p⌋ groups of near-equal size, none below p
-//! (one small group where m < p). In a larger group the head waits for those behind it, with more of
-//! them after it than a channel has places; then the shortest of three other orders is taken. Over
-//! p ≤ 8, v ≤ 4 and m < 6p it is 0.8 % longer on average and 5 % at worst.
+//! The micro-batches go round in groups. In a group smaller than p, the devices would wait for the first
+//! micro-batch to come round, so m micro-batches make ⌊m / p⌋ groups of near-equal size, none below p (one
+//! small group if m < p). In a larger group the first micro-batch waits for the others, and more of them
+//! queue than a channel has places; then the shortest of three other orders is taken. Over p ≤ 8, v ≤ 4 and
+//! m < 6p it is 0.8 % longer on average and 5 % at worst.
 
 use super::{Action, ActionKind, MicroBatchId, StageId, one_place, validate};
 use crate::split;
 
-/// The lists of `p` devices with `v` stages each, for `m` micro-batches.
+/// Returns the lists of `p` devices with `v` stages each, for `m` micro-batches.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     let grouped = grouped(p, v, m);
     if validate::one_place_suffices(&grouped) {
         return grouped;
     }
     let padded = padded(p, v, m);
-    // By position alone: the order stays, but for what a full channel holds up.
+    // Ranks by position: keeps the order, except for actions that a full channel delays.
     let by_position = |position: usize, _| (0, position as i64);
     let candidates = [
         one_place::reorder(&grouped, by_position),
@@ -38,13 +38,13 @@ fn grouped(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     (0..p).map(|d| list(&Rounds::new(p, v, m), d)).collect()
 }
 
-/// As many micro-batches as make whole groups of p, the spare ones left out again, evenly: an order
-/// without some of its micro-batches is still an order, and needs no more places.
+/// Makes lists for whole groups of p, and removes the spare micro-batches, evenly: a valid order without
+/// some of its micro-batches is still valid, and needs no more places.
 fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     let full = m.next_multiple_of(p);
     let spare = full - m;
     let mut is_kept = vec![true; full];
-    // The spare ones lie as far apart as can be, so that no group loses many of its micro-batches.
+    // The spare ones are as far apart as possible, so that no group loses many of its micro-batches.
     (1..=spare).for_each(|k| is_kept[k * full / (spare + 1) - 1] = false);
     let kept_before = is_kept.iter().scan(0, |kept, &is_kept| {
         let number = MicroBatchId::at(*kept);
@@ -64,8 +64,8 @@ fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
 fn list(rounds: &Rounds, device: usize) -> Vec<Action> {
     let forwards = rounds.forwards(device);
     let backwards = rounds.backwards(device, ActionKind::Backward);
-    // The head of the first group must have come round to its last stage and its gradient all the
-    // way back.
+    // The first micro-batch of the first group must have come round to its last stage, and its gradient all
+    // the way back.
     let ahead = rounds.first_return() + 2 * (rounds.devices - 1 - device);
     // With few micro-batches there is no steady phase: all forwards come first.
     let ahead = ahead.min(forwards.len());
@@ -77,7 +77,7 @@ fn list(rounds: &Rounds, device: usize) -> Vec<Action> {
     list
 }
 
-/// The order in which micro-batches go round the devices, group by group.
+/// Order in which micro-batches go round the devices, group by group.
 #[derive(Debug)]
 pub(super) struct Rounds {
     devices: usize,
@@ -92,7 +92,7 @@ impl Rounds {
         Self { devices, per_device, micro_batches, groups }
     }
 
-    /// How many forwards a device runs before the first group reaches its last stage.
+    /// Number of forwards of a device before the first group reaches its last stage.
     pub(super) fn first_return(&self) -> usize {
         (self.per_device - 1) * self.group(0).len()
     }
@@ -101,7 +101,7 @@ impl Rounds {
         self.in_turn(device, ActionKind::Forward, |turn| turn)
     }
 
-    /// The gradient goes round the other way: a device's last stage first.
+    /// Gradients go round the other way: a device's last stage first.
     pub(super) fn backwards(&self, device: usize, kind: ActionKind) -> Vec<Action> {
         self.in_turn(device, kind, |turn| self.per_device - 1 - turn)
     }

@@ -1,13 +1,13 @@
-//! A step that was run, in the form of a simulated one, so that both can be drawn and compared; and
-//! what its actions cost, to simulate it again.
+//! Converts a measured step into the form of a simulated one, so that both can be drawn and compared, and
+//! into costs, to simulate it again.
 
 use super::memory;
 use super::{ActionKind, Actions, BusUse, Costs, DeviceUse, Simulation, Span, StageCost};
 use crate::bytes::Bytes;
 
 impl Costs {
-    /// The mean time that each kind of action took on each stage, and transfers that take none: a
-    /// step simulated with them is as busy as the measured one, and waits for the schedule alone.
+    /// Returns the mean time of each kind of action on each stage, and transfers that take no time: a step
+    /// simulated with them is as busy as the measured one, and waits only because of the schedule.
     #[must_use]
     pub fn measured(actions: &Actions, timeline: &[Vec<Span>]) -> Self {
         let mut sums = vec![[(0.0, 0_usize); ActionKind::ALL.len()]; actions.stages()];
@@ -34,11 +34,11 @@ impl Costs {
 }
 
 impl Simulation {
-    /// What a device really did: its actions with their times, in any one unit and from any moment
-    /// on, the use of its bus in that unit and from the same moment on, where it was timed, and the most
-    /// bytes that it held, where they were counted.
+    /// Returns the measured use of the devices: actions with their times, in any one unit and from any
+    /// origin, transfers in the same unit and from the same origin if they were timed, and peak bytes if
+    /// they were counted.
     ///
-    /// `timeline`, `buses` and `peaks` have a part for each device; what is missing of `peaks` is 0.
+    /// `timeline`, `buses` and `peaks` have an element for each device; missing peaks count as 0.
     #[must_use]
     pub fn measured(
         actions: &Actions,

@@ -1,28 +1,28 @@
-//! What a device holds while it works through its actions.
+//! Memory of a device while it runs its actions.
 //!
-//! Of one micro-batch on one stage:
+//! For one micro-batch on one stage:
 //!
 //! ```text
 //! kept         F ── input + activations ───────────── B    (W, where the backward is split)
 //! recomputed   F ── input ────────── R ── + activations ── B
-//! while one of them runs, also what it works with; B (or I) with the gradients of the stage's output and input
+//! while an action runs, also its working bytes; for B (or I) the gradients of the stage's output and input
 //! ```
 //!
-//! Of a stage whose neighbour before it is on the same device and keeps its activations, the input is that
-//! one's output, and counted there. What else waits between two stages of one device is there from its making.
+//! If the stage before is on the same device and keeps its activations, the input is its output, and
+//! counted there. Other boundaries between two stages on one device are counted from their creation.
 //!
-//! Between its halves a split backward holds what W needs: gradients that I has made, and some of what the
-//! forward kept. In a transformer that is as much as before, and where it is not known it is taken to be;
-//! in a chain of linear layers and tanh it is twice as much.
+//! Between I and W a split backward holds what W needs: gradients made by I, and some of the activations.
+//! In a transformer that is as much as before I, which is assumed if not known; in a chain of linear layers
+//! and tanh it is twice as much.
 //!
-//! Parameters and the optimizer's state are there all the time, the sums of a stage's gradients from its first
-//! backward on; when all is done, these become gradients of the parameters' number type.
+//! Parameters and the optimizer's state are in use all the time, the sums of a stage's gradients from its
+//! first backward on; at the end of the step, the sums are cast to the parameters' dtype.
 
 use std::collections::BTreeSet;
 
 use super::{Action, ActionKind, Actions, Costs, Span, StageCost, StageId};
 
-/// The most activations that are held at one time.
+/// Returns the largest number of activations held at one time.
 pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     let without_bytes = Costs::equal(actions.stages(), StageCost::default());
     let mut most = 0;
@@ -30,7 +30,7 @@ pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     most
 }
 
-/// Writes into every span the bytes that are held while it runs; gives the most bytes, and the most activations.
+/// Sets the bytes held during every span; returns the peak bytes, and the largest number of activations.
 pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> (u64, usize) {
     let mut peak = (0, 0);
     let mut ends = Vec::with_capacity(2 * spans.len());
@@ -44,7 +44,7 @@ pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> (u64
     peak
 }
 
-/// Calls `look` with the time, the bytes and the activations held, at the beginning and the end of
+/// Calls `look` with the time, the bytes and the number of activations held, at the start and the end of
 /// every action.
 pub(super) fn walk(
     actions: &Actions,
@@ -62,7 +62,8 @@ pub(super) fn walk(
         let (taken_up, left) = waiting(costs, span.action, held_as);
         let is_first = span.action.kind.releases() && summed.insert(span.action.stage);
         bytes += if is_first { u128::from(costs.of(span.action).gradient_bytes) } else { 0 };
-        // Within an action only what passes is more than before or after, so its two ends show the peak.
+        // Within an action only its working bytes exceed those before or after, so its two ends show the
+        // peak.
         bytes = bytes + takes - taken_up;
         held += usize::from(kept);
         look(span.start, clamp(bytes + passing), held);
@@ -81,14 +82,15 @@ pub(super) fn clamp(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// What an action takes up of what waits between stages of its own device, and what it leaves there.
+/// Returns the bytes of boundaries between stages of one device that an action takes over, and that it
+/// leaves.
 fn waiting(costs: &Costs, action: Action, held: HeldAs) -> (u128, u128) {
     let HeldAs { is_recomputed, before, is_after_here } = held;
     let input = u128::from(costs.input_bytes_of(action.stage));
     let output = u128::from(costs.of(action).output_bytes);
     let only_if = |is_so: bool, bytes: u128| if is_so { bytes } else { 0 };
     match action.kind {
-        // Of a forward that keeps its activations, the output is among them.
+        // The output of a forward that keeps its activations is one of them.
         ActionKind::Forward => (
             only_if(before == StageBefore::Here, input),
             only_if(is_after_here && is_recomputed, output),
@@ -100,7 +102,7 @@ fn waiting(costs: &Costs, action: Action, held: HeldAs) -> (u128, u128) {
     }
 }
 
-/// The bytes that are there all the time, of all stages on the device whose spans these are.
+/// Returns the bytes that are always in use, for all stages on the device of these spans.
 fn lasting(actions: &Actions, costs: &Costs, spans: &[Span]) -> u128 {
     let Some(span) = spans.first() else { return 0 };
     let device = actions.placement()[span.action.stage.index()];
@@ -108,30 +110,30 @@ fn lasting(actions: &Actions, costs: &Costs, spans: &[Span]) -> u128 {
     stages.filter(|(at, _)| **at == device).map(|(_, cost)| cost.lasting_bytes()).sum()
 }
 
-/// How an action changes what its device holds.
+/// Change of a device's memory by an action.
 #[derive(Debug)]
 pub(super) struct Hold {
-    /// Bytes that are there from its beginning.
+    /// Bytes in use from its start.
     pub(super) takes: u128,
-    /// Bytes that are there only while it runs.
+    /// Bytes in use only while it runs.
     pub(super) passing: u128,
-    /// Bytes that are gone after its end.
+    /// Bytes freed at its end.
     pub(super) gives: u128,
     /// Whether it keeps a micro-batch's activations.
     pub(super) kept: bool,
 }
 
-/// What becomes of a micro-batch on a stage.
+/// Memory mode of a micro-batch on a stage.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeldAs {
-    /// Its activations are computed again.
+    /// Whether its activations are recomputed.
     pub(super) is_recomputed: bool,
     pub(super) before: StageBefore,
     /// Whether the stage after it is on the same device.
     pub(super) is_after_here: bool,
 }
 
-/// The stage before one.
+/// Place of the stage before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StageBefore {
     /// On another device, or there is none.
@@ -143,7 +145,7 @@ pub(super) enum StageBefore {
 }
 
 impl Actions {
-    /// What becomes of the action's micro-batch on its stage.
+    /// Returns the memory mode of the action's micro-batch on its stage.
     pub(super) fn held_of(&self, action: Action) -> HeldAs {
         let Action { stage, micro_batch, .. } = action;
         let place = |j: usize| self.placement().get(j).copied();
@@ -161,7 +163,8 @@ impl Actions {
 }
 
 impl Costs {
-    /// What an action needs only while it runs, beside the gradients of its stage's input and output.
+    /// Returns the bytes that an action needs only while it runs, beside the gradients of its stage's input
+    /// and output.
     pub(super) fn working_bytes(&self, action: Action, is_recomputed: bool) -> u128 {
         let cost = self.of(action);
         let kept = cost.activation_bytes;
@@ -179,8 +182,8 @@ impl Costs {
         u128::from(bytes)
     }
 
-    /// What a backward needs beside what was kept and the gradients of its stage's ends, where so many bytes come
-    /// when what was kept is gone but for the output.
+    /// Returns the bytes of a backward beyond the activations and the gradients of its stage's input and
+    /// output. `later` bytes are allocated at its end, when of the activations only the output is left.
     fn backward_bytes(&self, action: Action, later: u64) -> u64 {
         let (cost, ends) = (self.of(action), self.end_gradients(action.stage));
         let at_end = match later {
@@ -191,7 +194,7 @@ impl Costs {
         most.saturating_sub(ends.saturating_add(cost.activation_bytes))
     }
 
-    /// The gradients of a stage's input and output. Of its input, the first makes none: nobody is before it.
+    /// Returns the bytes of the gradients of a stage's output and input. The first stage's input has none.
     fn end_gradients(&self, stage: StageId) -> u64 {
         let input = if stage > StageId(0) { self.input_bytes_of(stage) } else { 0 };
         self.stages[stage.index()].output_bytes.saturating_add(input)
@@ -199,7 +202,7 @@ impl Costs {
 }
 
 impl Hold {
-    /// Of an action whose micro-batch is held in this way.
+    /// Returns the change by an action whose micro-batch has this memory mode.
     pub(super) fn new(costs: &Costs, action: Action, held: HeldAs) -> Self {
         let HeldAs { is_recomputed, before, .. } = held;
         let cost = costs.of(action);

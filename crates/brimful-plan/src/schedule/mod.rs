@@ -1,8 +1,7 @@
-//! Which stage does what when, as data.
+//! Schedules as data: the stage, action and order of all work.
 //!
-//! A [`Schedule`] names a way of working; [`Schedule::actions`] makes the list of [`Action`]s of
-//! each device. The list that is executed is the one that is validated, simulated, printed, drawn
-//! and traced:
+//! A [`Schedule`] names an order; [`Schedule::actions`] makes the list of [`Action`]s of each device. The
+//! list that is executed is the one that is validated, simulated, printed, drawn and traced:
 //!
 //! ```
 //! # use brimful_plan as brimful;

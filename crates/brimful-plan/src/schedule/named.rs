@@ -1,4 +1,4 @@
-//! The schedules by name, each with the function that makes its lists.
+//! Named schedules, and the functions that make their lists.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::{Action, Actions, DeviceId, Recompute, ScheduleError, ScheduleRecipe, StageId};
 use super::{breadth_first, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v};
 
-/// A named way of ordering the actions.
+/// Named order of actions.
 ///
-/// With p devices, m micro-batches, v stages a device, A the activations of one micro-batch on one
+/// With p devices, m micro-batches, v stages a device, and A the activations of one micro-batch on one
 /// device:
 ///
 /// | schedule | overhead over m(F + I + W) | holds at most |
@@ -29,46 +29,45 @@ use super::{breadth_first, interleaved, one_f_one_b, recompute, zero_bubble, zer
 pub enum Schedule {
     /// Every forward, then every backward.
     GPipe,
-    /// After a warm-up, one forward and one backward in turn.
+    /// 1F1B: after a warm-up, one forward and one backward alternately.
     OneFOneB,
     /// 1F1B with several stages on each device.
     Interleaved {
-        /// How many (letter v).
+        /// Number of stages on each device (letter v).
         stages_per_device: usize,
     },
-    /// All micro-batches through one stage, then all through the next, and back again: what weights
-    /// in host memory cross the bus least for.
+    /// All micro-batches through one stage, then all through the next, and back again: transfers the least
+    /// for offloaded weights.
     BreadthFirst {
-        /// Stages on each device (letter v).
+        /// Number of stages on each device (letter v).
         stages_per_device: usize,
     },
-    /// 1F1B with split backwards, the weights' half filling the bubble.
+    /// 1F1B with split backwards, whose weight gradients fill the bubble.
     ZeroBubbleH1,
-    /// The same with several stages on each device.
+    /// Zero-bubble H1 with several stages on each device.
     InterleavedZeroBubble {
-        /// How many (letter v).
+        /// Number of stages on each device (letter v).
         stages_per_device: usize,
     },
     /// Two stages on each device, placed down and up again, with split backwards.
     ZeroBubbleV,
-    /// One stage on each device, in the order that suits the times that the stages take, split backwards
-    /// filling the bubbles where that pays: made from a [`ScheduleRecipe`]. Without one, all stages are
-    /// taken to be equal.
+    /// One stage on each device, in an order made for the stages' times by a [`ScheduleRecipe`], with split
+    /// backwards where they pay. Without a recipe, all stages count as equal.
     Auto,
-    /// The same with several stages on each device, placed as by [`Interleaved`](Self::Interleaved).
+    /// Automatic order with several stages on each device, placed as by [`Interleaved`](Self::Interleaved).
     AutoInterleaved {
-        /// How many (letter v).
+        /// Number of stages on each device (letter v).
         stages_per_device: usize,
     },
-    /// The same with two stages on each device, placed as by [`ZeroBubbleV`](Self::ZeroBubbleV).
+    /// Automatic order with two stages on each device, placed as by [`ZeroBubbleV`](Self::ZeroBubbleV).
     AutoV,
 }
 
-/// The most pairs of a stage and a micro-batch; eight times what is benchmarked.
+/// Largest number of pairs of a stage and a micro-batch; eight times that of the benchmarks.
 const LARGEST: u128 = 1 << 25;
 
 impl Schedule {
-    /// Every schedule; those that may have several stages on each device with `v` of them.
+    /// Returns every schedule; those with several stages on each device have `v`.
     #[must_use]
     pub const fn all(v: usize) -> [Self; 10] {
         [
@@ -91,8 +90,8 @@ impl Schedule {
         matches!(self, Self::Auto | Self::AutoInterleaved { .. } | Self::AutoV)
     }
 
-    /// The schedules that place stages as this one does and have lists by name, the one that holds least
-    /// first; of one that has them itself, it alone.
+    /// Returns the named schedules with the same placement, the one that holds least first; for a named
+    /// schedule, itself only.
     pub(crate) fn alike(self) -> Vec<Self> {
         match self {
             // Interleaved with one stage a device is 1F1B that runs ahead twice as far.
@@ -112,13 +111,13 @@ impl Schedule {
         }
     }
 
-    /// Whether all backwards are split into halves; an automatic list splits those for which it pays.
+    /// Whether all backwards are split; an automatic schedule splits those for which it pays.
     #[must_use]
     pub const fn splits_backward(self) -> bool {
         matches!(self, Self::ZeroBubbleH1 | Self::InterleavedZeroBubble { .. } | Self::ZeroBubbleV)
     }
 
-    /// How many stages each device holds.
+    /// Returns the number of stages on each device.
     #[must_use]
     pub const fn stages_per_device(self) -> usize {
         match self {
@@ -131,7 +130,7 @@ impl Schedule {
         }
     }
 
-    /// The device of each stage: dealt round the devices, or down them and up again.
+    /// Returns the device of each stage: in rounds over the devices, or down and up again.
     #[must_use]
     pub fn placement(self, devices: usize) -> Vec<DeviceId> {
         let stages = devices.saturating_mul(self.stages_per_device());
@@ -142,7 +141,7 @@ impl Schedule {
         (0..stages).map(|j| DeviceId::at(device(j))).collect()
     }
 
-    /// The same schedule with `v` stages on each device, where that is free to choose.
+    /// Returns the schedule with `v` stages on each device, if that number is variable.
     #[must_use]
     pub fn with_stages_per_device(self, v: usize) -> Self {
         Self::named(self.name(), v).unwrap_or(self)
@@ -152,10 +151,10 @@ impl Schedule {
         Self::all(v).into_iter().find(|schedule| schedule.name() == name)
     }
 
-    /// The list of actions of each device, for any number of devices and micro-batches from 1.
+    /// Makes the list of actions of each device, for any number of devices and micro-batches from 1.
     ///
     /// # Errors
-    /// Where one of the numbers is 0, or their product is beyond any real step.
+    /// If one of the numbers is 0, or their product is beyond any real step.
     pub fn actions(
         self,
         devices: usize,
@@ -165,10 +164,10 @@ impl Schedule {
         self.actions_by_stage(devices, micro_batches, |_| recompute)
     }
 
-    /// The same, with what is recomputed said for each stage.
+    /// Makes the actions with the recomputation of each stage.
     ///
     /// # Errors
-    /// As [`actions`](Self::actions).
+    /// As for [`actions`](Self::actions).
     pub fn actions_by_stage(
         self,
         devices: usize,
@@ -183,7 +182,8 @@ impl Schedule {
         Actions::new(lists.into_iter().map(|list| recompute::weave(list, &recompute)).collect())
     }
 
-    /// The lists without recomputes; those of an automatic one are made from a recipe, and here alike.
+    /// Makes the lists without recomputes; an automatic schedule, which needs a recipe, gives a similar
+    /// named one.
     pub(super) fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
         match self {
             Self::GPipe => breadth_first::lists(p, 1, m),
@@ -207,7 +207,7 @@ impl Schedule {
             return Err(ScheduleError::Zero { what });
         }
         let stages = (devices as u128).saturating_mul(self.stages_per_device() as u128);
-        // Zero-bubble V makes 2p − 1 micro-batches even where fewer are kept.
+        // Zero-bubble V makes 2p − 1 micro-batches even if fewer are kept.
         let is_v = matches!(self, Self::ZeroBubbleV | Self::AutoV);
         let made = (micro_batches as u128).max(if is_v { stages } else { 1 });
         if stages.saturating_mul(made) > LARGEST {
@@ -250,12 +250,12 @@ impl fmt::Display for Schedule {
 impl FromStr for Schedule {
     type Err = ScheduleError;
 
-    /// Reads what `Display` writes; `interleaved` without a number has 2 stages on each device.
+    /// Parses the output of `Display`; `interleaved` without a number has 2 stages on each device.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let numbered = || {
             let (name, v) = text.rsplit_once('-')?;
             let schedule = Self::named(name, v.parse().ok()?)?;
-            // Written back, so that `gpipe-2` and `interleaved-02` are refused.
+            // Compared with its own text, so that `gpipe-2` and `interleaved-02` are refused.
             (schedule.to_string() == text).then_some(schedule)
         };
         let schedule = Self::named(text, 2).or_else(numbered);

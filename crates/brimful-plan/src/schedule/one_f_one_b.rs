@@ -1,4 +1,4 @@
-//! 1F1B: after a warm-up, one forward and one backward in turn.
+//! 1F1B: after a warm-up, one forward and one backward alternately.
 //!
 //! ```text
 //! stage 0  F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  B0─── ·  B1─── ·  B2─── ·  B3───
@@ -7,18 +7,18 @@
 //! stage 3  ·  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·  ·  ·  ·  ·
 //! ```
 //!
-//! As fast as GPipe, and stage j holds s − j micro-batches instead of m, because a backward begins
-//! as soon as its gradient can be there.
+//! As fast as GPipe, and stage j holds s − j micro-batches instead of m, because a backward begins as soon
+//! as its gradient can arrive.
 
 use super::{Action, ActionKind, MicroBatchId, StageId};
 
-/// The lists of `s` devices, one stage each, for `m` micro-batches.
+/// Returns the lists of `s` devices, one stage each, for `m` micro-batches.
 pub(super) fn lists(s: usize, m: usize) -> Vec<Vec<Action>> {
     (0..s).map(|j| list(StageId::at(j), (s - 1 - j).min(m), m)).collect()
 }
 
-/// `ahead` forwards run before the first pair, so each backward is `ahead` micro-batches behind its
-/// pair's forward.
+/// Returns a stage's list: `ahead` forwards run before the first pair, so each backward is `ahead`
+/// micro-batches behind its pair's forward.
 fn list(stage: StageId, ahead: usize, m: usize) -> Vec<Action> {
     let forward = |i| Action::new(stage, ActionKind::Forward, MicroBatchId::at(i));
     let backward = |i| Action::new(stage, ActionKind::Backward, MicroBatchId::at(i));

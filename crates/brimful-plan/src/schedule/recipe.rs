@@ -1,12 +1,12 @@
-//! What lists are made from where stages are unlike each other: their costs, and the devices' memory.
+//! Recipe of automatic schedules: the costs of unequal stages, and the devices' memory.
 
 use serde::{Deserialize, Serialize};
 
 use super::automatic::{self, Work};
 use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 
-/// What [`Schedule::Auto`] goes by: what a micro-batch costs on each stage, where the stages are, and how
-/// much memory each device has. Lists are made from it for any number of micro-batches.
+/// Inputs of [`Schedule::Auto`]: the costs of a micro-batch on each stage, the placement of the stages, and
+/// the memory of each device. It makes lists for any number of micro-batches.
 ///
 /// ```
 /// # use brimful_plan as brimful;
@@ -23,14 +23,14 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "RecipeParts", into = "RecipeParts")]
 pub struct ScheduleRecipe {
-    /// It says where the stages are.
+    /// Schedule that determines the placement.
     pub(super) schedule: Schedule,
     pub(super) costs: Costs,
-    /// How many bytes each device has; `None` is no limit.
+    /// Memory of each device in bytes; `None` for no limit.
     pub(super) memory: Vec<Option<u64>>,
 }
 
-/// What it is made of, in its order.
+/// Fields of a recipe, in order.
 type RecipeParts = (Schedule, Costs, Vec<Option<u64>>);
 
 impl TryFrom<RecipeParts> for ScheduleRecipe {
@@ -48,11 +48,11 @@ impl From<ScheduleRecipe> for RecipeParts {
 }
 
 impl ScheduleRecipe {
-    /// Of stages with these costs, placed as by this schedule on devices that have so many bytes; `None` is
-    /// no limit.
+    /// Creates a recipe for stages with these costs, placed as by this schedule on devices with so many
+    /// bytes; `None` for no limit.
     ///
     /// # Errors
-    /// Where a cost is none, or the schedule has more or fewer stages on so many devices.
+    /// If a cost is invalid, or the costs do not match the schedule's number of stages.
     pub fn new(
         schedule: Schedule,
         costs: Costs,
@@ -62,8 +62,8 @@ impl ScheduleRecipe {
         Ok(Self { schedule, costs, memory })
     }
 
-    /// Of equal stages, an action a tick, on devices that have room for as many activations as there are
-    /// stages: what zero-bubble schedules need.
+    /// Returns a recipe for equal stages, at one tick an action, on devices with memory for as many
+    /// activations as there are stages, as zero-bubble schedules need.
     pub(super) fn equal(schedule: Schedule, devices: usize) -> Self {
         let stages = devices * schedule.stages_per_device();
         let mut costs = Costs::ticks(stages);
@@ -71,17 +71,17 @@ impl ScheduleRecipe {
         Self { schedule, costs, memory: vec![Some(stages as u64); devices] }
     }
 
-    /// Whether its lists are those of this schedule on so many devices.
+    /// Whether it makes the lists of this schedule on so many devices.
     #[must_use]
     pub fn is_of(&self, schedule: Schedule, devices: usize) -> bool {
         self.schedule == schedule && self.memory.len() == devices
     }
 
-    /// The list of actions of each device, for any number of micro-batches from 1: never longer, by
-    /// simulation, than the shortest named schedule of the same placement that fits.
+    /// Makes the list of actions of each device, for any number of micro-batches from 1: by simulation
+    /// never longer than the shortest named schedule of the same placement that fits.
     ///
     /// # Errors
-    /// As [`Schedule::actions`].
+    /// As for [`Schedule::actions`].
     pub fn actions(
         &self,
         micro_batches: usize,
@@ -90,10 +90,10 @@ impl ScheduleRecipe {
         self.actions_by_stage(micro_batches, |_| recompute)
     }
 
-    /// The same, with what is recomputed said for each stage.
+    /// Makes the actions with the recomputation of each stage.
     ///
     /// # Errors
-    /// As [`actions`](Self::actions).
+    /// As for [`actions`](Self::actions).
     pub fn actions_by_stage(
         &self,
         micro_batches: usize,
@@ -106,7 +106,7 @@ impl ScheduleRecipe {
         let work = Work { recipe: self, placement: &placement, micro_batches, recompute: &modes };
         match automatic::best(work) {
             Ok(Some(best)) => Ok(best.actions),
-            // Times whose sum is no number are nothing to go by.
+            // Times with an infinite sum cannot be compared.
             _ => self.schedule.alike()[0].actions_by_stage(devices, micro_batches, recompute),
         }
     }

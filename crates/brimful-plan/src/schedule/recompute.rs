@@ -1,4 +1,4 @@
-//! Weaves recomputation into a device's list: which forwards run again, and when.
+//! Inserts activation recomputation into a device's list.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 
 use super::{Action, ActionKind, ScheduleError, StageId};
 
-/// Which activations are not kept but computed again for the backward.
+/// Activation recomputation: activations that are not kept, but recomputed for the backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// All are kept: the fastest, and the most memory.
+    /// All activations are kept: the fastest mode, with the most memory.
     #[default]
     Never,
-    /// None is kept, save where the backward is the very next action after the forward (GPipe's
-    /// last micro-batch, 1F1B's whole last stage): as little memory as `Always`, because one
-    /// micro-batch's activations are there during a backward in any case.
+    /// None is kept, unless the backward is the very next action after the forward (GPipe's last
+    /// micro-batch, 1F1B's whole last stage): as little memory as `Always`, because one micro-batch's
+    /// activations are in use during a backward in any case.
     ExceptLast,
     /// None is kept.
     Always,
@@ -26,7 +26,7 @@ impl Recompute {
     /// All modes, from the fastest to the smallest.
     pub const ALL: [Self; 3] = [Self::Never, Self::ExceptLast, Self::Always];
 
-    /// The name, as it is shown and parsed.
+    /// Returns the name, as it is shown and parsed.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,10 +43,10 @@ impl Recompute {
     }
 }
 
-/// Puts each recompute directly before its backward, as the mode of its stage says.
+/// Inserts each recompute directly before its backward, by the mode of its stage.
 ///
-/// That is early, not late: it needs nothing from the stage after, so the device runs it while it
-/// would otherwise wait for the gradient. Any earlier place would hold the activations longer and
+/// That is early, not late: a recompute needs nothing from the stage after, so the device runs it while it
+/// would otherwise wait for the gradient. Any earlier position would hold the activations for longer and
 /// gain nothing.
 pub(super) fn weave(list: Vec<Action>, mode: impl Fn(StageId) -> Recompute) -> Vec<Action> {
     let mut woven = Vec::with_capacity(list.len() * 2);

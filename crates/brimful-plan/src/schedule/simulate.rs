@@ -1,7 +1,7 @@
-//! Runs a schedule on paper: when each action begins and ends, and what each device holds.
+//! Simulates schedules: start and end of each action, and memory of each device.
 //!
-//! A device runs its actions in their order, each as soon as its input is there. Transfers run
-//! beside the work, one at a time on each way between two devices; a sender never waits.
+//! A device runs its actions in order, each as soon as its input has arrived. Transfers overlap with
+//! compute, one at a time on each link between two devices; a sender never waits.
 
 use super::memory;
 use super::{
@@ -11,7 +11,7 @@ use super::{
 /// Simulates one step.
 ///
 /// # Errors
-/// Where the costs are not those of the schedule's stages, or are negative or no numbers.
+/// If the costs do not match the schedule's stages, or one is negative or NaN.
 pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
     let mut timeline = Simulator::new(actions, costs).run();
@@ -30,7 +30,7 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
     Ok(Simulation { timeline, devices, makespan, ..Simulation::default() })
 }
 
-/// The state of the run: every device as far as its inputs let it go.
+/// State of a simulation: every device as far as its inputs allow.
 struct Simulator<'a> {
     actions: &'a Actions,
     costs: &'a Costs,
@@ -40,10 +40,10 @@ struct Simulator<'a> {
     awake: Vec<DeviceId>,
 }
 
-/// The ways between devices.
+/// Links between devices.
 pub(super) struct Ways {
     link: LinkCost,
-    /// For each device, the devices it sends to and when the way there is free.
+    /// For each device, the devices that it sends to and the times at which those links are free.
     free: Vec<Vec<(DeviceId, f64)>>,
 }
 
@@ -52,7 +52,7 @@ impl Ways {
         Self { link, free: vec![Vec::new(); devices] }
     }
 
-    /// When the bytes are there; the way is taken as long as they are being sent.
+    /// Returns the arrival time of the bytes; the link is busy while they are being sent.
     pub(super) fn transfer(&mut self, from: DeviceId, to: DeviceId, bytes: u64, end: f64) -> f64 {
         if from == to {
             return end;
@@ -63,14 +63,14 @@ impl Ways {
             ways.push((to, 0.0));
             ways.len() - 1
         });
-        // The way is busy while bytes are being sent, but not while they travel.
+        // The link is busy while bytes are being sent, but not during the latency.
         let sent = f64::max(end, ways[at].1) + bytes as f64 / self.link.bandwidth;
         ways[at].1 = sent;
         sent + self.link.latency
     }
 }
 
-/// When what each stage takes of each micro-batch is there, boundaries and gradients; NaN before.
+/// Arrival times of the boundaries and gradients that each stage takes; NaN before they are sent.
 pub(super) struct Arrivals {
     micro_batches: usize,
     at: [Vec<f64>; 2],
@@ -83,7 +83,8 @@ impl Arrivals {
         Self { micro_batches, at: [never(), never()] }
     }
 
-    /// Of what the action takes where it is the stage's own, or makes where it is a neighbour's.
+    /// Returns the cell of the action's input if `stage` is its own, or of its output if it is a
+    /// neighbour's.
     pub(super) fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
         let at = stage.index() * self.micro_batches + action.micro_batch.index();
         &mut self.at[action.channel()][at]
@@ -103,11 +104,11 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Validated actions never come to a halt before their end.
+    /// Runs until all is done: validated actions never stop before their end.
     fn run(mut self) -> Vec<Vec<Span>> {
-        // In whatever order the devices are looked at, the times come out the same: an action's start
-        // depends on its device's action before and on its own input alone. So no queue of events is
-        // needed; a device runs as far as it can, and is looked at again when an input arrives.
+        // The times do not depend on the order in which devices are visited: an action's start depends only
+        // on its device's action before and on its own input. So no event queue is needed; a device runs as
+        // far as it can, and is visited again when an input arrives.
         while let Some(device) = self.awake.pop() {
             while self.advance(device) {}
         }
@@ -121,7 +122,7 @@ impl<'a> Simulator<'a> {
         };
         let free = done.last().map_or(0.0, |span| span.end);
         let ready = self.ready(action);
-        // Nobody has sent it yet: who does will wake this device.
+        // Not sent yet: the sender will wake this device.
         if ready.is_nan() {
             return false;
         }
@@ -132,7 +133,7 @@ impl<'a> Simulator<'a> {
         true
     }
 
-    /// When what the action needs from another stage is there.
+    /// Returns the arrival time of the action's input from another stage.
     fn ready(&mut self, action: Action) -> f64 {
         match action.source(self.actions.last_stage()) {
             Some(_) => *self.arrivals.cell(action.stage, action),
@@ -140,12 +141,12 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Hands the action's output to the stage that waits for it.
+    /// Passes the action's output to the stage that waits for it.
     fn deliver(&mut self, action: Action, from: DeviceId, end: f64) {
         let Some(target) = action.target(self.actions.last_stage()) else { return };
         let to = self.actions.placement()[target.index()];
-        // The gradient of a boundary has the boundary's size, so both directions are billed by the
-        // output of the earlier stage.
+        // The gradient of a boundary has the boundary's size, so both directions use the output bytes of
+        // the earlier stage.
         let bytes = self.costs.stages[action.stage.min(target).index()].output_bytes;
         *self.arrivals.cell(target, action) = self.ways.transfer(from, to, bytes, end);
         if to != from {

@@ -1,8 +1,8 @@
-//! Actions as text: `2F0` for one, and of a whole schedule a line for each device, a cell for each
+//! Parses and prints actions as text: `2F0` for one; a schedule has a line for each device, a cell for each
 //! action.
 //!
-//! Empty cells are idle ticks, so that a spreadsheet can keep its columns aligned; lines that are
-//! blank or begin with `#` are skipped.
+//! Empty cells are idle ticks, so that a spreadsheet can keep its columns aligned; blank lines and lines
+//! that begin with `#` are skipped.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,8 +24,8 @@ impl FromStr for Action {
 }
 
 fn parse(text: &str) -> Option<Action> {
-    // The first byte that is no digit is the letter, or the text is no action: bytes beyond ASCII are
-    // never a letter, so the slices below begin and end between characters.
+    // The first byte that is not a digit is the letter, or the text is not an action: bytes beyond ASCII
+    // are never a letter, so the slices below begin and end between characters.
     let at = text.find(|c: char| !c.is_ascii_digit())?;
     let letter = char::from(text.as_bytes()[at]);
     let kind = ActionKind::ALL.into_iter().find(|kind| kind.letter() == letter)?;
@@ -34,13 +34,13 @@ fn parse(text: &str) -> Option<Action> {
     Some(Action::new(StageId(stage), kind, MicroBatchId(micro_batch)))
 }
 
-/// Digits alone: `u32::from_str` would take a sign too.
+/// Parses digits only: `u32::from_str` would accept a sign too.
 fn number(digits: &str) -> Option<u32> {
     let all_digits = digits.bytes().all(|b| b.is_ascii_digit());
     digits.parse().ok().filter(|_| all_digits)
 }
 
-/// The start of a text from outside, short enough for an error message.
+/// Returns the start of an external text, short enough for an error message.
 fn excerpt(text: &str) -> String {
     const LONGEST: usize = 24;
     let mut short: String = text.chars().take(LONGEST).collect();
@@ -75,7 +75,7 @@ fn read_cell(line: usize, cell: usize, text: &str) -> Result<Action, ScheduleErr
     text.parse().map_err(|source| ScheduleError::Csv { line, cell, source: Box::new(source) })
 }
 
-/// Writes what [`Actions::from_str`] reads.
+/// Writes text that [`Actions::from_str`] parses.
 impl fmt::Display for Actions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for list in self.lists() {

@@ -1,8 +1,7 @@
-//! Zero-bubble H1, and the same interleaved: the backward in two halves, the second filling the
-//! bubble.
+//! Zero-bubble H1, also interleaved: split backwards, whose weight gradients fill the bubble.
 //!
-//! Only the input gradient (I) is waited for by the stage before. The weight gradient (W) runs
-//! whenever there is nothing more urgent:
+//! The stage before waits only for the input gradient (I). The weight gradient (W) runs when no other
+//! action is more urgent:
 //!
 //! ```text
 //! stage 0  F0 F1 F2 F3 ·  ·  ·  I0 W0 I1 W1 I2 W2 I3 W3
@@ -11,18 +10,17 @@
 //! stage 3  ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 //! ```
 //!
-//! Device d lets its weight gradients fall d behind, so that every device holds as much as the
-//! first one does, which is what 1F1B's first holds; the overhead falls from (s − 1)(F + I + W) to
-//! (s − 1)(F + I − W).
+//! Device d delays its weight gradients by d, so that every device holds as much as the first one does,
+//! which is what 1F1B's first holds; the overhead falls from (s − 1)(F + I + W) to (s − 1)(F + I − W).
 //!
-//! Interleaved, it runs ahead half as far as interleaved 1F1B, so that gradients would queue where
-//! they come round to the last device. Devices that take what is urgent as soon as it is there let
-//! nothing queue: over p ≤ 8, v ≤ 4 and m < 6p their steps are as short in 99 of 100 cases.
+//! Interleaved, it runs ahead half as far as interleaved 1F1B, so gradients would queue on their return to
+//! the last device. Reordering avoids the queues by running urgent actions as soon as their input arrives:
+//! over p ≤ 8, v ≤ 4 and m < 6p the steps are as short in 99 of 100 cases.
 
 use super::interleaved::Rounds;
 use super::{Action, ActionKind, one_place, validate};
 
-/// The lists of `p` devices with `v` stages each, for `m` micro-batches; H1 is v = 1.
+/// Returns the lists of `p` devices with `v` stages each, for `m` micro-batches; H1 is v = 1.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     let rounds = Rounds::new(p, v, m);
     let lists: Vec<_> = (0..p).map(|d| list(&rounds, d, p - 1 - d)).collect();
@@ -34,7 +32,7 @@ pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     one_place::shortest(reordered.into_iter().flatten()).unwrap_or(lists)
 }
 
-/// Gradients first, weights last; of one kind, a stage further round the devices may overtake the
+/// Ranks gradients first, weights last; within a kind, a stage further round the devices may overtake the
 /// actions of `turns` turns for each round that it is ahead.
 fn urgency(p: usize, turns: usize) -> impl Fn(usize, Action) -> one_place::Rank {
     move |position, action| {
@@ -48,28 +46,28 @@ fn urgency(p: usize, turns: usize) -> impl Fn(usize, Action) -> one_place::Rank 
     }
 }
 
-/// `lead` is the distance to the last device: so many forwards more than the last one's run before
-/// the first gradient.
+/// Returns a device's list; `lead` is the distance to the last device, which is the number of additional
+/// forwards before the first gradient.
 fn list(rounds: &Rounds, device: usize, lead: usize) -> Vec<Action> {
     let forwards = rounds.forwards(device);
     let inputs = rounds.backwards(device, ActionKind::InputGradient);
     let weights = rounds.backwards(device, ActionKind::WeightGradient);
-    // Half of interleaved 1F1B's lead: activations stay until their weight gradient, and `device` of
-    // these are put off below. Together that is p · v stages' activations on every device, p A.
+    // Half of interleaved 1F1B's lead: activations stay until their weight gradient, and `device` of these
+    // are delayed below. Together that is p · v stages' activations on every device, p A.
     let ahead = (rounds.first_return() + lead).min(forwards.len());
     let pairs = forwards.len() - ahead;
 
     let mut list = forwards[..ahead].to_vec();
     for k in 0..pairs {
         list.extend([forwards[ahead + k], inputs[k]]);
-        // The first `device` weight gradients are put off: they fill the gaps in which this device
-        // would wait for gradients at the end.
+        // The first `device` weight gradients are delayed: they fill the gaps in which this device would
+        // wait for gradients at the end.
         if k >= device {
             list.push(weights[k - device]);
         }
     }
-    // No forwards are left: each input gradient is followed by a weight gradient that was put off,
-    // and what remains of these comes last.
+    // No forwards are left: a delayed weight gradient follows each input gradient, and the remaining ones
+    // come last.
     let done = pairs.saturating_sub(device);
     for k in pairs..inputs.len() {
         list.extend([inputs[k], weights[done + k - pairs]]);

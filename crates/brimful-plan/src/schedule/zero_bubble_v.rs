@@ -1,8 +1,8 @@
 //! Zero-bubble V: two stages on each device, placed down and up again, with split backwards.
 //!
-//! Device d of p holds the stages d and 2p − 1 − d, so the first device also has the last stage,
-//! whose gradient is there at once. Every device holds the same, p stages' worth, and at F = I = W
-//! no device idles between its first action and its last. Here p = 2, m = 3:
+//! Device d of p has the stages d and 2p − 1 − d, so the first device also has the last stage, whose
+//! gradient is available at once. Every device holds the same, p stages' worth, and at F = I = W no device
+//! idles between its first action and its last. Here p = 2, m = 3:
 //!
 //! ```text
 //! device 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ·
@@ -11,10 +11,10 @@
 
 use super::{Action, ActionKind, MicroBatchId, StageId};
 
-/// The lists of `p` devices, two stages each, for `m` micro-batches.
+/// Returns the lists of `p` devices, two stages each, for `m` micro-batches.
 ///
-/// The order needs 2p − 1 micro-batches to close its ranks. Of fewer, the rest is made and left out
-/// again: an order without one of its micro-batches is still an order.
+/// The order has no gaps from 2p − 1 micro-batches on. If there are fewer, the rest is made and removed: a
+/// valid order without one of its micro-batches is still valid.
 pub(super) fn lists(p: usize, m: usize) -> Vec<Vec<Action>> {
     let made = m.max(2 * p - 1);
     (0..p)
@@ -26,20 +26,19 @@ pub(super) fn lists(p: usize, m: usize) -> Vec<Vec<Action>> {
         .collect()
 }
 
-/// The ways of a micro-batch over a device.
+/// Directions of a micro-batch over a device.
 const DOWN: usize = 0;
 const UP: usize = 1;
 
-/// What a stage does in one piece while the pipeline is busy.
+/// Actions that a stage runs in a row while the pipeline is busy.
 const BACKWARD: [ActionKind; 2] = [ActionKind::InputGradient, ActionKind::WeightGradient];
 
-/// A device's two stages, the one on the way down and the one on the way up, and what each has
-/// done.
+/// Order of a device's two stages, the one on the way down and the one on the way up.
 #[derive(Debug)]
 struct DeviceOrder {
     list: Vec<Action>,
     stages: [StageId; 2],
-    /// The next micro-batch of each kind of action of each stage.
+    /// Next micro-batch of each kind of action of each stage.
     next: [[usize; ActionKind::ALL.len()]; 2],
 }
 
@@ -50,13 +49,13 @@ impl DeviceOrder {
     }
 
     fn list(mut self, p: usize, d: usize, m: usize) -> Vec<Action> {
-        // Fill the way down: a micro-batch is back here, at the stage on the way up, 2(p − d) − 1
-        // ticks after it left, and one forward a tick keeps the device at work until then.
+        // Fill the way down: a micro-batch returns here, at the stage on the way up, 2(p − d) − 1 ticks
+        // after it left, and one forward a tick keeps the device busy until then.
         for _ in 0..2 * (p - d) - 1 {
             self.run(DOWN, [ActionKind::Forward]);
         }
-        // Fill both ways: the gradient of a micro-batch is back 2d + 1 ticks after its forward on the
-        // way up. That is d pairs of forwards, and the forward of the first whole turn.
+        // Fill both ways: the gradient of a micro-batch returns 2d + 1 ticks after its forward on the way
+        // up. That is d pairs of forwards, and the forward of the first full cycle.
         for _ in 0..d {
             self.run(UP, [ActionKind::Forward]);
             self.run(DOWN, [ActionKind::Forward]);
@@ -65,7 +64,7 @@ impl DeviceOrder {
             self.run(UP, [ActionKind::Forward]);
             self.run(UP, BACKWARD);
         }
-        // Steady: each stage one forward and one whole backward in turn.
+        // Steady: each stage alternates one forward and one whole backward.
         while self.is_left(UP, ActionKind::Forward, m) {
             if self.is_left(DOWN, ActionKind::Forward, m) {
                 self.run(DOWN, [ActionKind::Forward]);
@@ -74,7 +73,7 @@ impl DeviceOrder {
             self.run(UP, [ActionKind::Forward]);
             self.run(UP, BACKWARD);
         }
-        // Drain: first what others wait for, then the weights that were left. The d devices before
+        // Drain: first the actions that others wait for, then the remaining weights. The d devices before
         // this one still run when its last input gradient is sent: time enough for weight gradients.
         for _ in 0..d {
             self.run(DOWN, [ActionKind::InputGradient]);
@@ -99,7 +98,7 @@ impl DeviceOrder {
         }
     }
 
-    /// Whether the stage has yet to do this with one of `m` micro-batches.
+    /// Whether the stage still has to run this kind for one of `m` micro-batches.
     fn is_left(&self, way: usize, kind: ActionKind, m: usize) -> bool {
         self.next[way][kind as usize] < m
     }

@@ -1,4 +1,4 @@
-//! What moves between host and device while stages compute.
+//! Tests of moves between host and device while stages compute.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! What tests of moves share: the order that moves are for, and every way in which a stage may live.
+//! Shared code of the tests of moves: the breadth-first order, and every place of a stage.
 
 use brimful_plan::schedule::{Actions, Home, Recompute, Schedule, StageHome};
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! What moves between devices and host memory, and when it starts.
+//! Tests of the moves between devices and host memory, and of their starts.
 
 use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
@@ -7,7 +7,7 @@ use brimful_plan::schedule::{
 };
 use proptest::prelude::*;
 
-/// A line for each action before which something is started.
+/// Prints a line for each action before which moves start.
 fn told(list: &[Action], moves: &[Move]) -> String {
     let name = |at: usize| list.get(at).map_or("end".to_owned(), Action::to_string);
     let line = |at: usize| {
@@ -39,7 +39,7 @@ fn boundaries_leave_and_come_back_one_ahead() {
     let homes = [StageHome { boundaries: Home::Host, ..StageHome::DEVICE }; 2];
     let moves = Moves::new(&actions, &homes, 2).unwrap();
     insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
-    // Of what is kept, the activations hold the input: it comes once, and the model's own never leaves.
+    // If activations are kept, they hold the input: it comes once, and the model's own is never sent.
     let kept = breadth_first(2, 3, Recompute::Never);
     let moves = Moves::new(&kept, &homes, 2).unwrap();
     let crossed = |kind| -> Vec<_> { of_kind(moves.of(0), kind).map(|one| one.stage.0).collect() };
@@ -80,7 +80,7 @@ fn what_cannot_be_made_is_said() {
     );
 }
 
-/// Each rule, broken by one change to good moves.
+/// Breaks each rule by one change to valid moves.
 #[test]
 fn broken_rules_are_named() {
     let actions = breadth_first(3, 2, Recompute::Always);
@@ -122,7 +122,7 @@ fn broken_rules_are_named() {
     assert!(matches!(early, MoveRule::GradientsTooEarly { .. }));
 }
 
-/// What an evaluation runs.
+/// Returns the actions of an evaluation.
 fn forwards(actions: &Actions) -> Vec<Vec<Action>> {
     let forward = |action: &&Action| action.kind == ActionKind::Forward;
     actions.lists().iter().map(|list| list.iter().filter(forward).copied().collect()).collect()
@@ -139,7 +139,7 @@ fn schedule() -> impl Strategy<Value = Schedule> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// `new` validates what it returns, so being there is being valid.
+    /// `new` validates its result, so an `Ok` is valid.
     #[test]
     fn valid_for_every_schedule_home_and_number_of_slots(
         schedule in schedule(), p in 1usize..=5, m in 1usize..=9, slots in 1usize..=4,
@@ -157,13 +157,13 @@ proptest! {
         let sent = moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::GradientsHome);
         prop_assert_eq!(sent.count(), trained);
         if let Schedule::BreadthFirst { stages_per_device: v } = schedule {
-            // Once forward and once back, but for those that are in the slots at the turn.
+            // Once forward and once back, except for those that are in slots in between.
             let all = Moves::new(&actions, &vec![StageHome::HOST; p * v], slots).unwrap();
             prop_assert_eq!(fetches(&all), p * (2 * v - v.min(slots)));
         }
     }
 
-    /// A fetch is started as soon as a slot is free: no slot stays free while somebody is awaited.
+    /// A fetch starts as soon as a slot is free: no slot stays free while a stage is needed.
     #[test]
     fn no_slot_waits_while_a_stage_is_needed(
         schedule in schedule(), p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
@@ -187,7 +187,7 @@ proptest! {
         }
     }
 
-    /// Whatever is done to good moves, it is refused or they are still good; nothing panics.
+    /// Any change to valid moves is refused or leaves them valid; nothing panics.
     #[test]
     fn damage_never_panics(
         schedule in schedule(), p in 1usize..=3, m in 1usize..=4, slots in 1usize..=3,
@@ -211,7 +211,7 @@ proptest! {
             _ => moves[device][from].stage.0 += to as u32 + 1,
         }
         let result = Moves::given(actions.lists(), homes, slots, moves);
-        // A boundary that stays is as good as one that moves only if both its moves are gone.
+        // Removing moves of a boundary is valid only if both of its moves are gone.
         prop_assert!(how > 1 || result.is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Steps whose weights live on the host, simulated with a bus.
+//! Tests of simulated steps with offloaded weights.
 
 use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
@@ -8,7 +8,7 @@ use brimful_plan::schedule::{
 };
 use proptest::prelude::*;
 
-/// Stages of 10 bytes of weights, a tick for each action, and a bus of `bandwidth` bytes a tick.
+/// Returns stages of 10 bytes of weights, a tick for each action, and a link of `bandwidth` bytes a tick.
 fn costs(stages: usize, bandwidth: f64) -> Costs {
     let stage = StageCost {
         fetched_bytes: 10,
@@ -29,12 +29,12 @@ fn run(stages: usize, m: usize, slots: usize, bandwidth: f64) -> Simulation {
 
 #[test]
 fn fetches_hide_behind_compute_where_there_is_enough_of_it() {
-    // Ten ticks a fetch; ten micro-batches make ten ticks a forward: only the first fetch and the last
-    // gradients are waited for.
+    // A fetch takes ten ticks, and so does a forward of ten micro-batches: compute waits only for the first
+    // fetch and the last gradients.
     assert_eq!(run(4, 10, 2, 1.0).makespan(), 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
-    // Half as many micro-batches: in the forward the bus is the bottleneck, in the backward it is not.
+    // Half as many micro-batches: in the forward the link is the bottleneck, in the backward it is not.
     assert_eq!(run(4, 5, 2, 1.0).makespan(), 10.0 * 3.0 + 10.0 + 5.0 + 4.0 * 10.0 + 10.0);
-    // One slot: each of the 4 + 3 fetches is waited for.
+    // One slot: compute waits for each of the 4 + 3 fetches.
     assert_eq!(run(4, 10, 1, 1.0).makespan(), 7.0 * 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
 }
 
@@ -56,7 +56,7 @@ fn both_directions_slow_each_other_down() {
         [
             ("fetch 0", 0.0, 1.0),
             ("fetch 1", 2.0, 3.0),
-            // Stage 1's gradients leave while stage 0's weights come.
+            // Stage 1's gradients leave while stage 0's weights arrive.
             ("fetch 0", 6.0, 8.0),
             ("gradients home 1", 6.0, 8.0),
             ("gradients home 0", 10.0, 11.0),
@@ -72,7 +72,7 @@ fn slots_take_the_place_of_resident_weights() {
         simulate(&actions, &costs(stages, 1.0)).unwrap().devices()[0].peak_bytes
     };
     assert_eq!(resident(8), 8 * 1_120);
-    // Two slots, the gradients of one stage, and those of the one before, however fast they are home.
+    // Two slots, the gradients of one stage, and those of the one before, however fast they reach the host.
     assert_eq!(run(8, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
     assert_eq!(run(16, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
     assert_eq!(run(8, 10, 1, f64::INFINITY).devices()[0].peak_bytes, 10 + 2 * 20);
@@ -89,14 +89,14 @@ fn boundaries_on_the_host_free_the_device() {
         simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
     };
     let peak = |boundaries, stages| peak_of(boundaries, stages, 4);
-    // Two slots, gradients, and the boundaries: all of them, or those of the stages at work.
+    // Two slots, gradients, and the boundaries: all of them, or those of the stages that compute.
     assert!(peak(Home::Device, 8) > 7 * 4 * 1_000);
     assert_eq!(peak(Home::Host, 8), peak(Home::Host, 16));
     assert_eq!(peak_of(Home::Host, 8, 4), peak_of(Home::Host, 8, 16));
     assert!(peak(Home::Host, 8) < 10_000);
 }
 
-/// Moved in time, a measured step with its moves is the simulated one.
+/// Shifted in time, a measured step with its moves equals the simulated one.
 #[test]
 fn a_measured_step_keeps_its_moves() {
     let step = run(3, 4, 2, 5.0);
@@ -118,7 +118,7 @@ fn a_measured_step_keeps_its_moves() {
     assert_eq!(measured.makespan(), step.makespan());
 }
 
-/// The host updates the stages in their order behind the forward, which waits for what it fetches.
+/// The host updates the stages in order, overlapped with the forward, which waits for its fetches.
 #[test]
 fn a_fetch_waits_for_its_stages_update() {
     let actions = breadth_first(3, 2, Recompute::Never);
@@ -132,7 +132,7 @@ fn a_fetch_waits_for_its_stages_update() {
         .collect();
     assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
     let waits: Vec<_> = step.buses()[0].waits.iter().map(|w| (w.awaited, w.start, w.end)).collect();
-    // The fetch for the backward comes while others compute.
+    // The fetch for the backward overlaps with compute.
     let expected = [
         (Awaited::Update, 0.0, 5.0),
         (Awaited::Weights, 5.0, 6.0),
@@ -148,7 +148,7 @@ fn a_fetch_waits_for_its_stages_update() {
     assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().buses()[0].moves[0].start, 0.0);
 }
 
-/// Gradients are home 8 ticks, 4 and none before the end, the last stage's first.
+/// Gradients reach the host 8, 4 and 0 ticks before the end, the last stage's first.
 #[test]
 fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
     let actions = breadth_first(3, 2, Recompute::Never);
@@ -180,7 +180,7 @@ fn moves_of_another_schedule_are_refused() {
     );
 }
 
-/// Whether compute waits between its actions alone, and for one thing at a time.
+/// Whether compute waits only between its actions, and for one cause at a time.
 fn waits_while_idle(spans: &[Span], waits: &[WaitSpan]) -> bool {
     let works =
         |wait: &WaitSpan| spans.iter().any(|span| span.start < wait.end && wait.start < span.end);
@@ -191,7 +191,7 @@ fn waits_while_idle(spans: &[Span], waits: &[WaitSpan]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Without moves the clock tells the times that the dependencies tell.
+    /// Without moves the simulation has the times given by the dependencies.
     #[test]
     fn nothing_moves_as_if_there_were_no_bus(
         which in 0usize..7, v in 1usize..=3, p in 1usize..=4, m in 1usize..=6, latency in 0u32..4,
@@ -211,7 +211,7 @@ proptest! {
         prop_assert_eq!(held(&clocked), held(&plain));
     }
 
-    /// Every action and every move happens, and nothing is used before it is there.
+    /// Every action and every move happens, and no data are used before they arrive.
     #[test]
     fn every_step_comes_to_its_end(
         which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,

@@ -1,4 +1,4 @@
-//! The balancer against brute force, and against the inputs that broke others.
+//! Tests of the balancer against brute force, and against inputs that broke other balancers.
 
 use brimful_plan::balance::{self, Balance, BalanceError, Load, Slot};
 use proptest::prelude::*;
@@ -24,7 +24,7 @@ fn layers_are_spread_and_no_stage_is_empty() {
     assert_eq!(sizes(&[5.0, 0.0, 0.0], 3), [1; 3]);
     let one_is_large = [&[1.0; 12][..], &[10.0]].concat();
     assert_eq!(sizes(&one_is_large, 4), [4, 4, 4, 1]);
-    // The same input makes torchgpipe's balancer run for ever.
+    // This input makes torchgpipe's balancer run for ever.
     let times = [1.0, 1.0, 10.0, 10.0, 1.0, 1.0, 1.0, 10.0, 1.0, 10.0, 1.0];
     assert_eq!(sizes(&times, 8), [2, 1, 1, 3, 1, 1, 1, 1]);
 }
@@ -32,8 +32,8 @@ fn layers_are_spread_and_no_stage_is_empty() {
 #[test]
 fn ties_go_to_less_transfer() {
     let mut layers = loads(&[1.0; 4]);
-    // Two stages of 3 + 1, 2 + 2 or 1 + 3; under a bound of 3 set by the first layer, the narrowest
-    // place wins.
+    // Two stages of 3 + 1, 2 + 2 or 1 + 3; under a bound of 3 set by the first layer, the smallest boundary
+    // wins.
     layers[0].time = 3.0;
     let bytes = [5, 9, 1, 9];
     for (layer, bytes) in layers.iter_mut().zip(bytes) {
@@ -81,7 +81,7 @@ fn errors_carry_the_numbers() {
     assert!(matches!(balance::by_time(&fat, &stopped), Err(BalanceError::BadSpeed { .. })));
 }
 
-/// What decides between balances: the worst stage first, the bytes sent second.
+/// Value of a balance: the worst stage first, the bytes sent second.
 #[derive(Debug, PartialEq)]
 struct Worth {
     worst: f64,
@@ -122,7 +122,7 @@ fn worth(sizes: &[usize], layers: &[Load], slots: &[Slot], goal: Goal) -> Option
     Some(Worth { worst, sent })
 }
 
-/// Every balance of `n` layers over `s` stages.
+/// Returns every balance of `n` layers over `s` stages.
 pub fn compositions(n: usize, s: usize) -> Vec<Vec<usize>> {
     if s == 1 {
         return vec![vec![n]];

@@ -1,4 +1,4 @@
-//! Where stages live, and what they keep, recompute and offload.
+//! Tests of the places of stages, and of what they keep, recompute and offload.
 
 use brimful_plan::plan::homes::{HomeChoice, HomeError, HomeRequest, choose};
 use brimful_plan::schedule::{
@@ -9,8 +9,7 @@ use proptest::test_runner::RngSeed;
 
 const GB: u64 = 1_000_000_000;
 
-/// A block of a GPT of width 2,048 in micro-batches of 4 × 1,024 tokens: bf16 compute, f32 masters
-/// and AdamW.
+/// Block of a GPT of width 2,048 in micro-batches of 4 × 1,024 tokens: bf16 compute, f32 masters and AdamW.
 fn block() -> StageCost {
     let parameters = 50_000_000;
     StageCost {
@@ -66,7 +65,7 @@ fn more_memory_never_makes_a_longer_step_and_what_fits_stays_on_the_device() {
         last = step;
         choice.at_host()
     });
-    // With less, the room is worth more for activations: they save a recompute, and the bus is not the
+    // With less, memory is worth more for activations: they save a recompute, and the link is not the
     // bottleneck.
     assert!(least >= 20);
     assert!(more < less && less < 24);
@@ -134,11 +133,11 @@ fn homes_by_hand_are_kept() {
     assert!(none.recompute.contains(&Recompute::ExceptLast));
 }
 
-/// The least time of all ways of all stages that fit, by simulating every one.
+/// Returns the least time of all ways of all stages that fit, by simulating every one.
 fn brute_force(costs: &Costs, m: usize, memory: u64, homes: &[Home]) -> Option<f64> {
     let s = costs.stages.len();
     let all = homes.iter().flat_map(|home| (0..3).map(move |kept| (*home, kept)));
-    // Of weights that leave, no graph is kept.
+    // Activations of offloaded weights are never kept.
     let ways: Vec<_> = all.filter(|way| *way != (Home::Host, 0)).collect();
     let mut best: Option<f64> = None;
     for number in 0..ways.len().pow(s as u32) {
@@ -185,11 +184,11 @@ fn small_costs() -> impl Strategy<Value = Costs> {
 }
 
 proptest! {
-    // The same cases each time: a search that does not try everything comes as near as it does.
+    // Fixed cases: the result of a search that does not try everything differs from case to case.
     #![proptest_config(ProptestConfig { cases: 60, rng_seed: RngSeed::Fixed(0), ..ProptestConfig::default() })]
 
-    /// With everything on the device only time and bytes of single stages count, and the answer is the
-    /// best there is, but for a unit of the knapsack; with a bus it is near it.
+    /// With everything on the device only time and bytes of single stages count, and the result is optimal
+    /// up to a unit of the knapsack; with offloading it is nearly so.
     #[test]
     fn as_good_as_trying_everything(costs in small_costs(), m in 1usize..4, share in 1u64..40) {
         let whole: u64 = costs.stages.iter().map(|stage| 7 * stage.parameter_bytes / 2 + m as u64 * (stage.activation_bytes + stage.output_bytes)).sum();
@@ -202,11 +201,11 @@ proptest! {
                 (Some(best), Ok(choice)) => {
                     let ratio = choice.simulation.makespan() / best;
                     prop_assert!(ratio >= 1.0 - 1e-9);
-                    // Of 3,000 such cases, one in 400 is beyond 10 %, and the worst at 26 %.
+                    // Among 3,000 such cases, one in 400 exceeds 10 %, and the worst has 26 %.
                     prop_assert!(ratio <= 1.25, "{ratio} of {home:?}");
                 }
                 (None, Err(_)) => {}
-                // What is under way at one time depends on the order of the copies by a little.
+                // The bytes in flight at one time depend slightly on the order of the copies.
                 (Some(_), Err(HomeError::DeviceTooSmall { needed, memory, .. })) => {
                     prop_assert!(needed <= memory + memory / 4, "{needed} of {memory}");
                 }

@@ -1,4 +1,4 @@
-//! What each stage keeps or computes again, where all live on their devices.
+//! Tests of what each stage keeps or recomputes, without offloading.
 
 use super::balance::compositions;
 use brimful_plan::balance::{Balance, LayerCost, Profile};
@@ -37,7 +37,7 @@ fn modes(row: &PlanRow) -> Vec<Recompute> {
     row.stages.iter().map(|stage| stage.recompute).collect()
 }
 
-/// Two of four layers find room for their activations: those that take longest to compute again.
+/// Activations of two of four layers fit: those that take longest to recompute.
 #[test]
 fn what_saves_most_time_is_kept() {
     let times = [1.0, 4.0, 2.0, 3.0];
@@ -50,14 +50,14 @@ fn what_saves_most_time_is_kept() {
     use Recompute::{ExceptLast, Never};
     assert_eq!(modes(&best), [ExceptLast, Never, ExceptLast, Never]);
     assert_eq!(best.choice.recompute, ExceptLast);
-    // Room for all, or a mode that is asked for.
+    // Enough memory for all, or a given mode.
     asked.devices[0].memory = Some(200 * MIB);
     assert_eq!(modes(&plan(&asked).unwrap().rows[0]), [Never; 4]);
     asked.recompute = Some(Recompute::Always);
     assert_eq!(modes(&plan(&asked).unwrap().rows[0]), [Recompute::Always; 4]);
 }
 
-/// The first stage of 1F1B holds the most micro-batches: the later ones keep theirs.
+/// The first stage of 1F1B holds the most micro-batches: the later ones keep their activations.
 #[test]
 fn a_stage_that_holds_less_keeps_more() {
     let profile = Profile { layers: vec![layer(1.0, 4 * MIB); 4], ..Profile::default() };
@@ -68,7 +68,8 @@ fn a_stage_that_holds_less_keeps_more() {
     assert!(kept.is_sorted() && !kept[0] && kept[3], "{kept:?}");
 }
 
-/// The least time of all balances and all choices of stages that keep theirs that fit.
+/// Returns the least time that fits, over all balances and all choices of stages that keep their
+/// activations.
 fn brute_force(request: &Request<'_>, like: &PlanRow) -> Option<f64> {
     let stages = like.stages.len();
     let layers = request.profile.layers.len();
@@ -109,13 +110,13 @@ fn small_profile() -> impl Strategy<Value = Profile> {
 }
 
 proptest! {
-    // The same cases each time: how near a search that does not try everything comes differs from case to case.
+    // Fixed cases: the result of a search that does not try everything differs from case to case.
     #![proptest_config(ProptestConfig {
         cases: 200, rng_seed: RngSeed::Fixed(0), ..ProptestConfig::default()
     })]
 
-    /// With one balance to choose from it is the best there is but for a unit of the knapsack; with
-    /// several, balances that only some choices of stages make good can be missed.
+    /// With one possible balance the result is optimal up to a unit of the knapsack; with several, it can
+    /// miss balances that only some choices of stages make good.
     #[test]
     fn as_good_as_trying_everything(
         profile in small_profile(), which in 0usize..4, p in 1usize..=2, m in 1usize..=4, share in 1u64..20,
@@ -139,7 +140,7 @@ proptest! {
                 prop_assert!(ratio >= 1.0 - 1e-9);
                 prop_assert!(ratio <= 1.35, "{ratio} of {}", found.choice);
             }
-            // The balancer looks for one that is near, not for every one.
+            // The balancer searches for a near one, not through all.
             Some(_) => prop_assert!(found.misfits.iter().all(|misfit| misfit.excess() <= misfit.memory / 3)),
             None => prop_assert!(!found.fits),
         }

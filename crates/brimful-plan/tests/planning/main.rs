@@ -1,4 +1,4 @@
-//! Balances, plans and homes: pure code, so its tests share a program.
+//! Tests of balances, plans and offloading: pure code, so they share a program.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! The planner's choices.
+//! Tests of the planner's choices.
 
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::plan::{LookAhead, Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
-/// Layers that keep 1 MiB a sample and have 4 MiB of parameters.
+/// Returns layers that keep 1 MiB a sample and have 4 MiB of parameters.
 fn model(layers: usize) -> Profile {
     let layer = LayerCost {
         name: "block".into(),
@@ -82,7 +82,7 @@ fn halves_that_were_not_measured_take_longer_than_the_whole() {
     assert!(error.contains("takes 100, but its halves 30 and 60"), "{error}");
 }
 
-/// What the halves take decides; that of a profile without them is a transformer's.
+/// The times of a split backward decide; a profile without them has a transformer's.
 #[test]
 fn a_split_is_proposed_only_where_it_wins() {
     let split = |input: Option<f64>, weight: Option<f64>| {
@@ -103,7 +103,7 @@ fn a_split_is_proposed_only_where_it_wins() {
     assert!(!split(Some(2.0), Some(2.0)));
 }
 
-/// A layer without weights has no weight half, and none of the overhead is its.
+/// A layer without weights has no weight gradient, and its input gradient has all of the overhead.
 #[test]
 fn halves_share_the_overhead_as_they_share_the_time() {
     let mut profile = model(2);
@@ -120,7 +120,7 @@ fn halves_share_the_overhead_as_they_share_the_time() {
     assert_eq!((stage.backward, stage.input_gradient, stage.weight_gradient), (10.0, 10.0, 0.0));
 }
 
-/// What the weight half needs may be more than the forward has kept; whole backwards never hold it.
+/// A weight gradient may need more than the forward has kept; whole backwards never hold it.
 #[test]
 fn what_is_held_between_halves_counts() {
     let peaks = |split_bytes: Option<u64>, schedule: Schedule| {
@@ -135,10 +135,10 @@ fn what_is_held_between_halves_counts() {
     let (unknown, twice) = (None, Some(2 * MIB));
     assert_eq!(peaks(unknown, Schedule::OneFOneB), peaks(twice, Schedule::OneFOneB));
     let (before, after) = [unknown, twice].map(|split| peaks(split, Schedule::ZeroBubbleH1)).into();
-    // Nobody waits for the first stage's input half: between its halves all is as it was.
+    // The first stage's input gradient is never needed: its memory is unchanged.
     assert_eq!(before[0], after[0]);
-    // The last stage holds four micro-batches, of which up to four are between their halves; each had
-    // 1 MiB of its own and an eighth for the input.
+    // The last stage holds four micro-batches, of which up to four are between input and weight gradient;
+    // each had 1 MiB of its own and an eighth for the input.
     let more = after[3] - before[3];
     assert!((3 * 7 * MIB / 8..=4 * 7 * MIB / 8).contains(&more), "{more}");
 }
@@ -155,8 +155,8 @@ fn what_does_not_fit_says_why() {
     let gpipe = |row: &&brimful_plan::plan::PlanRow| row.choice.schedule == Schedule::GPipe;
     let gpipe = plan.rows.iter().find(gpipe).unwrap();
     assert!(!gpipe.fits);
-    // 8 micro-batches of 8 samples: four layers' activations and an eighth for the input; gradients, their sums,
-    // and those of a micro-batch beside them.
+    // 8 micro-batches of 8 samples: four layers' activations and an eighth for the input; gradients, their
+    // sums, and those of a micro-batch beside them.
     assert_eq!(gpipe.misfits[0].to_string(), "device 0 needs 305 MiB of 100 MiB");
     let fits: Vec<_> = plan.rows.iter().map(|row| row.fits).collect();
     assert!(fits.is_sorted_by(|a, b| a >= b), "what fits comes first");
@@ -225,10 +225,10 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     let step = PlannedStep::new(&request, best).unwrap();
     assert_eq!(step.simulation.makespan(), best.makespan);
     assert!(!step.simulation.buses()[0].moves.is_empty());
-    // A host that is too small helps nobody.
+    // A host that is too small does not help.
     request.host_memory = Some(MIB);
     assert!(plan(&request).unwrap().best().is_none());
-    // What fits needs no homes.
+    // A model that fits is not offloaded.
     let roomy =
         Request { devices: devices(1, Some(1 << 30)), host_memory: Some(1 << 30), ..request };
     assert!(plan(&roomy).unwrap().rows.iter().all(|row| row.at_host() == 0));
@@ -257,7 +257,7 @@ fn updates_are_looked_ahead_of_where_the_host_has_room_for_it() {
     assert_eq!(found(Some(LookAhead { bytes: 3.0, spared: 1 << 30 })), late, "no room");
 }
 
-/// What lives on the host goes there by itself, so its gradients are summed apart, whatever is said of devices.
+/// Sums of offloaded stages are always added after the backward, whatever the request says of devices.
 #[test]
 fn sums_are_apart_where_stages_live_on_the_host() {
     let profile = model(8);
@@ -275,9 +275,9 @@ fn sums_are_apart_where_stages_live_on_the_host() {
     assert_eq!(apart.1 - at_once.1, 7 * 4 * MIB, "one layer's gradients at a time");
 }
 
-/// Eight layers with 4 MiB of parameters in half precision: sums are twice as large, and so is what a micro-batch's
-/// gradients are converted to, up to 64 MiB at a time, when its activations are gone but for the output. The gradients
-/// that sums become at the end take less.
+/// Eight layers with 4 MiB of parameters in half precision: sums are twice as large, and so are a
+/// micro-batch's converted gradients, up to 64 MiB at a time, when of its activations only the output is
+/// left. The gradients that sums are cast to at the end take less.
 #[test]
 fn sums_of_another_type_are_counted_as_they_are() {
     let profile = model(8);

@@ -1,4 +1,4 @@
-//! What was decided on the user's behalf, and why, for reports and log lines.
+//! Decisions of the automatic size and their reasons, for reports and log lines.
 
 use std::fmt;
 
@@ -6,36 +6,36 @@ use serde::Serialize;
 
 use crate::bytes::Bytes;
 
-/// Why a size was taken.
+/// Reason for taking a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Why {
-    /// Small, to see what a sample needs.
+    /// A small size, to measure what a sample needs.
     Probe,
-    /// From what samples of other shapes needed.
+    /// Predicted from the needs of samples of other shapes.
     Predicted,
-    /// To see how fast it is.
+    /// Measures the rate of this size.
     Measure,
-    /// The fastest of those that fit.
+    /// The fastest size of those that fit.
     Fastest,
-    /// The largest that fits.
+    /// The largest size that fits.
     Largest,
-    /// What was measured since corrects the prediction.
+    /// Measurements since the last choice correct the prediction.
     Corrected,
-    /// Memory ran out at a larger one.
+    /// Memory ran out at a larger size.
     BackOff,
-    /// The allocator had to empty its cache at a larger one, step after step.
+    /// The allocator had to empty its cache at a larger size, in consecutive steps.
     Thrash,
     /// Less memory is free than before.
     LessMemory,
     /// More memory is free than before.
     MoreMemory,
-    /// A larger one had failed, but all has been calm since.
+    /// A larger size failed earlier, but many steps have succeeded since.
     Calm,
-    /// An earlier run has found it.
+    /// Found by an earlier run.
     Remembered,
-    /// Other ranks take no more.
+    /// Other ranks allow no larger size.
     Others,
 }
 
@@ -59,21 +59,21 @@ impl fmt::Display for Why {
     }
 }
 
-/// One decision on the size of micro-batches, and what came of it.
+/// Decision on the size of micro-batches, and its result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Decision {
-    /// At most so many samples in a micro-batch.
+    /// Largest number of samples in a micro-batch.
     pub size: usize,
-    /// So many micro-batches were run by it, unless memory ran out before.
+    /// Number of micro-batches run with this size, unless memory ran out before.
     pub micro_batches: usize,
-    /// Why.
+    /// Reason for this size.
     pub why: Why,
-    /// What it was expected to need, beside what was in use before the step.
+    /// Predicted need, beyond the bytes in use before the step.
     pub predicted: Option<Bytes>,
-    /// What it needed.
+    /// Measured need.
     pub measured: Option<Bytes>,
-    /// What was free for it.
+    /// Bytes that were free for it.
     pub available: Bytes,
     /// Whether memory ran out.
     pub failed: bool,

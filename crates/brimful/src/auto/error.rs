@@ -1,4 +1,4 @@
-//! Memory that no size of the micro-batches is small enough for.
+//! Error for a step that runs out of memory at every size of the micro-batches.
 
 use thiserror::Error;
 
@@ -6,7 +6,7 @@ use crate::batch::enumerate;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
 
-/// Memory runs out whatever the size of the micro-batches.
+/// Out of memory at every size of the micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
@@ -16,13 +16,13 @@ use crate::oom::OutOfMemory;
 )]
 #[non_exhaustive]
 pub struct DoesNotFit {
-    /// The sizes that were tried.
+    /// Sizes that were tried.
     pub tried: Vec<usize>,
-    /// What one sample was expected to need, where that is known.
+    /// Predicted need of one sample, where it is known.
     pub needed: Option<Bytes>,
-    /// What was free.
+    /// Bytes that were free.
     pub available: Bytes,
-    /// How the last try ended.
+    /// Error of the last attempt.
     pub cause: Box<OutOfMemory>,
 }
 

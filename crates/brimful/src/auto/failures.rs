@@ -1,16 +1,17 @@
-//! What failures leave: a ceiling, dropped when memory has come free, tried again once after calm steps.
+//! Keeps a ceiling on the size after failures: lifted once after calm steps, dropped when memory becomes
+//! free.
 
 use super::decision::Why;
 
-/// After 100 steps without a failure, what failed once is tried again, once: a failure
-/// then costs one step in 100.
+/// After 100 steps without a failure, a size that failed is tried again, once: a second failure then costs
+/// one step in 100.
 const CALM_STEPS: u32 = 100;
-/// Steps in a row in which the allocator emptied its cache before the size is lowered.
+/// Consecutive steps in which the allocator empties its cache before the size is lowered.
 const THRASHING_STEPS: u32 = 2;
-/// Free memory has changed where it differs by over 2 %: less comes and goes by itself.
+/// Relative change from which free memory counts as changed: smaller differences are noise.
 pub(super) const CHANGED: f64 = 0.02;
 
-/// The failures of one kind of mini-batch.
+/// Failures of one kind of mini-batch.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Failures {
     ceiling: Option<Ceiling>,
@@ -19,25 +20,25 @@ pub(super) struct Failures {
     thrashing_steps: u32,
 }
 
-/// A size that failed.
+/// Size that failed.
 #[derive(Debug, Clone, Copy)]
 struct Ceiling {
     size: usize,
-    /// What is allowed since.
+    /// Largest size allowed since.
     cap: usize,
-    /// The largest size that was known to fit then.
+    /// Largest size known to fit at the time.
     fitted: usize,
-    /// Bytes that were free then.
+    /// Bytes free at the time.
     available: u64,
     why: Why,
-    /// Whether it was tried again after calm steps: that is done once.
+    /// Whether it was tried again after calm steps, which happens once.
     tried_again: bool,
     /// Whether it is being tried again.
     lifted: bool,
 }
 
 impl Failures {
-    /// The most that they leave.
+    /// Largest size that the failures allow.
     pub(super) fn cap(&self) -> usize {
         match self.ceiling {
             Some(ceiling) if !ceiling.lifted => ceiling.cap,
@@ -45,12 +46,14 @@ impl Failures {
         }
     }
 
-    /// A decision is due: drops the ceiling where more memory is free, or lifts it.
+    /// Drops the ceiling where more memory is free, or lifts it after calm steps. Called before each
+    /// decision.
     pub(super) fn review(&mut self, available: u64) {
         let Some(ceiling) = &mut self.ceiling else { return };
         let changed = available as f64 > ceiling.available as f64 * (1.0 + CHANGED);
-        // More memory than at the failure: what failed then tells nothing now. Not while the step that failed
-        // is run again: beside somebody who takes memory and gives it back, it would be without end.
+        // With more memory than at the failure, the failure says nothing about now. A step that is being
+        // retried keeps its ceiling: beside a process that takes memory and gives it back, it would retry
+        // without end.
         if changed && self.in_a_row == 0 {
             self.ceiling = None;
         } else if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
@@ -59,7 +62,7 @@ impl Failures {
         }
     }
 
-    /// Why they are the reason for this size, if they are.
+    /// Returns the reason for this size, if a failure is the reason.
     pub(super) fn reason(&self, size: usize) -> Option<Why> {
         match self.ceiling? {
             ceiling if ceiling.lifted => (size >= ceiling.size).then_some(Why::Calm),
@@ -67,13 +70,13 @@ impl Failures {
         }
     }
 
-    /// A step has succeeded; `retried` says whether the allocator had to empty its cache for it.
+    /// Records a successful step; `retried` says whether the allocator had to empty its cache for it.
     pub(super) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
         self.calm_steps += 1;
         self.in_a_row = 0;
         match &mut self.ceiling {
             Some(ceiling) if size >= ceiling.size => self.ceiling = None,
-            // What the model lacked when it failed, it has learnt from this.
+            // The model has learnt from this step what it lacked at the failure.
             Some(ceiling) if size > ceiling.fitted => ceiling.cap = below(ceiling.size),
             _ => {}
         }
@@ -84,16 +87,16 @@ impl Failures {
         }
     }
 
-    /// Memory ran out; `fitted` is the largest size that is known to have fitted. Gives what is
+    /// Records that memory ran out; `fitted` is the largest size known to fit. Returns the largest size
     /// allowed from now on.
     pub(super) fn failed(&mut self, size: usize, available: u64, fitted: usize) -> usize {
         self.in_a_row += 1;
         let cap = match self.in_a_row {
-            // The model was wrong: half way back to what is known.
+            // The model was wrong: go half way back to the largest size known to fit.
             1 if fitted < size => (fitted + size) / 2,
-            // It has fitted before, so little is missing.
+            // The size has fitted before, so little is missing.
             1 => below(size),
-            // Small corrections do not help: halving ends soon, whatever is missing.
+            // Small corrections do not help; halving ends soon, however much is missing.
             _ => size / 2,
         };
         let cap = cap.clamp(1, below(size));
@@ -101,7 +104,7 @@ impl Failures {
         cap
     }
 
-    /// The step was given up: the next one begins anew.
+    /// Records that the step was given up: the next one starts a new count of failures.
     pub(super) fn given_up(&mut self) {
         self.in_a_row = 0;
     }
@@ -114,7 +117,7 @@ impl Failures {
     }
 }
 
-/// A little less, at least one sample's.
+/// Returns a slightly smaller size, by at least one sample.
 fn below(size: usize) -> usize {
     (size - (size / 8).max(1)).max(1)
 }

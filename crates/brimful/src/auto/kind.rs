@@ -1,4 +1,4 @@
-//! What makes two mini-batches alike for sizing: the use, and the shape and type of a sample.
+//! Kinds of mini-batches, distinguished by use and by a sample's shape and dtype.
 
 use std::fmt;
 
@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::batch::{Batch, Leaf};
 
-/// The length of a sequence, of which a size counts the tokens: a shape's other numbers are a token's.
+/// Placeholder for the length of a sequence: sizes count its tokens, and the shape's other numbers are
+/// those of a token.
 const ANY_LENGTH: i64 = -1;
 
-/// What is done with a mini-batch. Each use has needs of its own.
+/// Use of a mini-batch; each use has memory needs of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Use {
@@ -23,11 +24,11 @@ pub(crate) enum Use {
     Map,
 }
 
-/// A kind of mini-batch.
+/// Kind of mini-batch: its use, and dtype and shape of its samples.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Kind {
     pub(crate) used: Use,
-    /// Each leaf's type and a sample's shape in it.
+    /// Dtype of each leaf and shape of a sample in it.
     leaves: Vec<(String, Vec<i64>)>,
 }
 
@@ -36,7 +37,7 @@ impl Kind {
         let mut leaves = Vec::new();
         batch.visit(&mut |leaf| {
             let tensor = leaf.tensor();
-            // Refused where the samples are counted.
+            // Counting the samples refuses an undefined tensor.
             if !tensor.defined() {
                 return;
             }
@@ -44,7 +45,7 @@ impl Kind {
             let shape = match leaf {
                 Leaf::Cut(_) => sample().collect(),
                 Leaf::Shared(_) => Vec::new(),
-                // Of any length: what is known of sequences is known of a token.
+                // Sequences of any length share one kind: needs are counted by the token.
                 Leaf::Ragged { .. } => {
                     std::iter::once(ANY_LENGTH).chain(sample().skip(1)).collect()
                 }
@@ -60,13 +61,13 @@ impl Kind {
         matches!(self.used, Use::Train | Use::TrainWhole)
     }
 
-    /// How many numbers a sample has.
+    /// Number of elements in a sample.
     pub(crate) fn elements(&self) -> u64 {
         let count = |shape: &Vec<i64>| shape.iter().map(|&n| n.unsigned_abs()).product::<u64>();
         self.leaves.iter().map(|(_, shape)| count(shape)).sum()
     }
 
-    /// Whether samples differ in nothing but their shapes.
+    /// Whether samples differ only in their shapes.
     pub(crate) fn is_akin(&self, other: &Self) -> bool {
         let types = |kind: &Self| {
             kind.leaves.iter().map(|(kind, s)| (kind.clone(), s.len())).collect::<Vec<_>>()

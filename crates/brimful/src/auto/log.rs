@@ -1,4 +1,4 @@
-//! What an automatic size did for a step: its decisions, and how often it had to be run again.
+//! Log of a step's automatic size: its decisions and the number of retries.
 
 use super::decision::Decision;
 use super::error::DoesNotFit;
@@ -7,17 +7,18 @@ use crate::Result;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
 
-/// A step's decisions so far.
+/// Decisions and retries of a step so far.
 #[derive(Debug, Default)]
 pub(crate) struct SizeLog {
     pub(crate) decisions: Vec<Decision>,
     pub(crate) retries: usize,
-    /// Whether the last try failed with a single sample: once more may be luck, twice is not.
+    /// Whether the last attempt failed with a single sample: one such failure may be bad luck, two in a row
+    /// are not.
     at_the_end: bool,
 }
 
 impl SizeLog {
-    /// Of a mini-batch that was run twice, without a decision about its size.
+    /// Log of a mini-batch that was run twice, without a decision about its size.
     pub(crate) fn of_retry() -> Self {
         Self { retries: 1, ..Self::default() }
     }
@@ -27,8 +28,8 @@ impl SizeLog {
         self.retries += later.retries;
     }
 
-    /// A try has failed, after these decisions: there is another one, unless a single sample, which is
-    /// the `least` that a micro-batch has, has failed twice.
+    /// Records a failed attempt with its decisions. Fails if a single sample, the `least` that a
+    /// micro-batch has, has failed twice; otherwise the step is retried.
     pub(crate) fn failed(
         &mut self,
         decisions: Vec<Decision>,
@@ -47,7 +48,8 @@ impl SizeLog {
         let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
         tried.dedup();
         let available = Bytes(tightest(rooms));
-        // A prediction that what is free would do for is refuted: by this much at least.
+        // The failure refutes a prediction that fits into what is free: the need is larger by this much at
+        // least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
         let needed = sizer.predict(least).max(refuted).map(Bytes);
         Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
@@ -61,7 +63,7 @@ mod tests {
     use crate::Error;
     use crate::oom::Place;
 
-    /// A single sample that ran out.
+    /// Decision for a single sample that ran out of memory.
     fn single(available: Bytes) -> Decision {
         Decision {
             size: 1,
@@ -77,7 +79,7 @@ mod tests {
     #[test]
     fn what_is_said_to_be_needed_is_more_than_what_was_free() {
         let rooms = [MemoryRoom { available: 971, budget: 971 }];
-        // A step is known to need 723 bytes at least, which are there: yet it fails.
+        // The step is predicted to need 723 bytes, which are free; yet it fails.
         let sizer = Sizer::new(Goal::Fastest, &[723]);
         let cause = OutOfMemory {
             place: Place::Arena("test".into()),

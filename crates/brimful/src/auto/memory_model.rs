@@ -1,10 +1,10 @@
-//! What a micro-batch of n samples needs, learnt from what others needed: fixed + per sample × n.
+//! Predicts what a micro-batch of n samples needs from measured needs: fixed + per sample × n.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A line through needs: bytes over samples.
+/// Line through measured needs: bytes over samples.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Line {
     pub(crate) fixed: f64,
@@ -16,50 +16,52 @@ impl Line {
         (self.fixed + self.per_sample * samples as f64).max(0.0) as u64
     }
 
-    /// The most samples whose need is within the budget; 0 where the fixed part alone is not.
+    /// Returns the largest number of samples whose need is within the budget; 0 where the fixed part
+    /// exceeds it.
     pub(crate) fn largest(&self, budget: u64) -> usize {
         let left = budget as f64 - self.fixed;
         if left <= 0.0 { 0 } else { (left / self.per_sample) as usize }
     }
 }
 
-/// What is known of one memory's needs.
+/// Model of the needs in one memory.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemoryModel {
-    /// The bytes that micro-batches of each size last needed.
+    /// Last measured need of each size, in bytes.
     needs: BTreeMap<usize, u64>,
-    /// What to go by while nothing has been seen.
+    /// Line to use while nothing has been measured.
     prior: Option<Line>,
-    /// Bytes that the fixed part has at least: the gradients of earlier micro-batches.
+    /// Lower bound on the fixed part, in bytes: the gradients of earlier micro-batches.
     floor: u64,
 }
 
-/// Two sizes give a slope only if the smaller is at most 3/4 of the larger: nearer ones may differ
-/// by no more than an allocator's rounding.
+/// Two sizes give a slope only if the smaller is at most 3/4 of the larger: closer sizes may differ by no
+/// more than an allocator's rounding.
 const SLOPE_MAX_RATIO: f64 = 0.75;
-/// Needs of one size vary by up to an eighth, with what else happens to be in memory.
+/// Needs of one size vary by up to an eighth with the other contents of the memory.
 const NOISE_FACTOR: f64 = 1.125;
 
-/// The line is extrapolated to at most 8 times the largest size that was measured.
+/// The line is extrapolated to at most 8 times the largest measured size.
 const EXTRAPOLATE_FACTOR: usize = 8;
-/// It is extrapolated that far only if it predicts at least 4 times the need there: then samples, not
-/// the fixed part, make up most of what was measured, and its slope is reliable.
+/// It is extrapolated that far only if it predicts at least 4 times the need there: then samples, not the
+/// fixed part, make up most of the measured need, and the slope is reliable.
 const EXTRAPOLATE_MIN_GROWTH: u64 = 4;
-/// Needs have a bend where a sample costs over 1.5 times what it cost at smaller sizes.
+/// Needs have a bend where a sample costs over 1.5 times its cost at smaller sizes.
 const BEND_FACTOR: f64 = 1.5;
 
 impl MemoryModel {
-    /// A model whose fixed part is at least so large.
+    /// Returns a model whose fixed part is at least `floor` bytes.
     pub(crate) fn with_floor(floor: u64) -> Self {
         Self { floor, ..Self::default() }
     }
 
-    /// A model that starts from a guess.
+    /// Returns a model that starts from a predicted line.
     pub(crate) fn with_prior(prior: Line, floor: u64) -> Self {
         Self { prior: Some(prior), floor, ..Self::default() }
     }
 
-    /// Learns what a micro-batch needed; a lone one had no gradients beside it, as others will.
+    /// Records the need of a micro-batch. A lone micro-batch has no gradients beside it, so the floor is
+    /// added.
     pub(crate) fn observe(&mut self, size: usize, bytes: u64, alone: bool) {
         let beside = if alone { self.floor } else { 0 };
         self.needs.insert(size, bytes.saturating_add(beside));
@@ -69,14 +71,14 @@ impl MemoryModel {
         self.needs.retain(|&other, _| other <= size);
     }
 
-    /// The largest size that has been seen; 0 at first.
+    /// Returns the largest measured size; 0 at first.
     pub(crate) fn largest_seen(&self) -> usize {
         self.needs.last_key_value().map_or(0, |(&size, _)| size)
     }
 
-    /// The largest size that the line may be trusted for. Where needs hardly grow yet, because what
-    /// does not depend on the samples hides what does, that is not far; but [`MemoryModel::sure`] is
-    /// safe in any case.
+    /// Returns the largest size that the line may be extrapolated to. That is not far while needs hardly
+    /// grow, because the fixed part then hides the samples' part; [`MemoryModel::sure`] is safe in any
+    /// case.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let far = large.saturating_mul(EXTRAPOLATE_FACTOR);
@@ -85,14 +87,14 @@ impl MemoryModel {
         if !bent && self.predict(far).is_some_and(|need| need >= grown) {
             return far;
         }
-        // Beyond a bend the slope is that of a stretch not yet seen: only a quarter is added. Otherwise
-        // doubling is safe enough, because a failure costs one retry.
+        // Beyond a bend the slope is not measured yet: only a quarter is added. Otherwise doubling is safe
+        // enough, because a failure costs one retry.
         let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
         self.sure(budget).max(near)
     }
 
-    /// The largest size that fits even in the worst case, in which all measured bytes above the floor grow
-    /// with the samples.
+    /// Returns the largest size that fits in the worst case, in which all measured bytes above the floor
+    /// grow with the samples.
     pub(crate) fn sure(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let floor = self.floor.min(most) as f64;
@@ -100,8 +102,8 @@ impl MemoryModel {
         at_most.largest(budget)
     }
 
-    /// Whether needs grow faster up to the largest size than they did below it: then somewhere on the
-    /// way something new has begun to count, and its cost is not known yet.
+    /// Whether needs grow faster towards the largest size than below it: then a new cost has begun
+    /// somewhere on the way, and its slope is not known yet.
     fn is_bent(&self) -> bool {
         let mut points: Vec<(f64, f64)> = Vec::new();
         for (&size, &need) in self.needs.iter().rev() {
@@ -113,15 +115,15 @@ impl MemoryModel {
         matches!(points[..], [a, b, c, ..] if slope(a, b) > BEND_FACTOR * slope(b, c).max(0.0))
     }
 
-    /// The line through the largest size that has been seen, because needs are straight only from
-    /// some size on, and through the next one that is well below it.
+    /// Returns the line through the largest measured size, because needs are linear only from some size on,
+    /// and the next one well below it.
     pub(crate) fn line(&self) -> Option<Line> {
         let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
         let apart = |size: usize| (size as f64) <= large as f64 * SLOPE_MAX_RATIO;
-        // Where one needed much more than a larger one, there was something else beside it.
+        // A size that needed much more than a larger one was measured beside other data.
         let sound = |need: u64| need as f64 <= most as f64 * NOISE_FACTOR;
         let below = self.needs.iter().rev().find(|&(&size, &need)| apart(size) && sound(need));
-        // With one size alone the fixed part is a guess: a known shape's, or the gradients at least.
+        // With one size alone the fixed part is a guess: that of a known shape, or the floor.
         let (size, least) = match (below, &self.prior) {
             (Some((&small, &least)), _) => (small, least as f64),
             (None, Some(prior)) => (0, prior.fixed.min(most as f64)),
@@ -135,12 +137,12 @@ impl MemoryModel {
         self.line().map(|line| line.at(size))
     }
 
-    /// The largest size within the budget, as far as that is known.
+    /// Returns the largest size predicted to fit the budget.
     pub(crate) fn largest(&self, budget: u64) -> Option<usize> {
         let largest = self.line()?.largest(budget).min(self.largest_as_measured(budget));
         Some(match self.only_size() {
-            // A second size, far enough from the first, is worth a failure: without it nothing tells
-            // what a sample needs from what any number of them does.
+            // A second size, far enough from the first, is worth the risk of a failure: without it the
+            // fixed part and a sample's part cannot be separated.
             Some((size, need)) if need <= budget => {
                 largest.max((size as f64 / SLOPE_MAX_RATIO).ceil() as usize)
             }
@@ -148,10 +150,11 @@ impl MemoryModel {
         })
     }
 
-    /// The largest size that what was measured leaves: where a size did not fit the budget, the needs on
-    /// both sides of it tell more of the sizes below than the line beyond the largest does.
+    /// Returns the largest size that the measured needs allow. Where a measured size exceeds the budget,
+    /// interpolating between the needs on both sides of the budget is more accurate than the line through
+    /// the largest sizes.
     fn largest_as_measured(&self, budget: u64) -> usize {
-        // One that needed more than a larger one had something else beside it.
+        // A size that needed more than a larger one was measured beside other data.
         let mut sound: Vec<(f64, f64)> = Vec::new();
         for (&size, &need) in self.needs.iter().rev() {
             if sound.last().is_none_or(|(_, above)| need as f64 <= *above) {
@@ -170,7 +173,7 @@ impl MemoryModel {
         (lower.0 + (budget - lower.1) / slope.max(f64::MIN_POSITIVE)).max(0.0) as usize
     }
 
-    /// The size that has been seen and its need, where there is no other to go by.
+    /// Returns the only measured size and its need, where there is no second size and no prior.
     fn only_size(&self) -> Option<(usize, u64)> {
         match (self.needs.len(), self.needs.first_key_value()) {
             (1, Some((&size, &need))) if self.prior.is_none() => Some((size, need)),
@@ -178,30 +181,29 @@ impl MemoryModel {
         }
     }
 
-    /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients
-    /// beside it.
+    /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients beside it.
     pub(crate) fn holds_all(&self, samples: usize, budget: u64) -> bool {
         self.largest(budget.saturating_add(self.floor)).is_some_and(|size| size >= samples)
     }
 
-    /// What a lone micro-batch is expected to need.
+    /// Predicts the need of a lone micro-batch.
     pub(crate) fn predict_alone(&self, size: usize) -> Option<u64> {
         self.predict(size).map(|need| need.saturating_sub(self.floor))
     }
 }
 
-/// What to expect of samples of `elements` numbers, from what samples of other lengths needed.
+/// Predicts the line for samples of `elements` elements from the lines of other lengths.
 ///
-/// The cost of an element may itself grow with their number, as attention's does: two lengths tell
-/// by which power, one is taken as it is.
+/// The cost of an element may grow with their number, as attention's does: two lengths determine the power,
+/// one is scaled linearly.
 pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line> {
     let distance = |(e, _): &&(u64, Line)| (*e as f64 / elements as f64).ln().abs();
     let mut nearest: Vec<&(u64, Line)> = known.iter().collect();
     nearest.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
     let (e, line) = nearest.first()?;
     let other = nearest.iter().find(|(other, line)| other != e && line.per_sample > 0.0);
-    // Two: attention's cost grows with the square of the length, and no common layer's grows faster:
-    // a higher power would be noise, and would be extrapolated.
+    // The power is at most 2: attention's cost grows with the square of the length, and no common layer's
+    // grows faster. A higher power would be noise, and would be extrapolated.
     let power = other.map_or(1.0, |(other, with)| {
         let power = (line.per_sample / with.per_sample).ln() / (*e as f64 / *other as f64).ln();
         if power.is_finite() { power.clamp(0.0, 2.0) } else { 1.0 }

@@ -2,18 +2,20 @@
 //!
 //! ```text
 //!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle; `failures` its ceiling
-//!              │          └─► trial     what it answers
-//!              ├─────► memory_model (P)  what a size needs, from what others needed
-//!              └─────► rates (P)         how fast each size was
-//!   log        what was decided for a step, and how often it was run again
-//!   room       what is free for a step
-//!   stopwatch  how long its micro-batches took
-//!   remembered what earlier runs have found
-//!   watch      a try at work: what it needed and how long it took, in one memory or several
+//!              │          └─► trial     its answer
+//!              ├─────► memory_model (P)  need of a size, predicted from others
+//!              └─────► rates (P)         rate of each size
+//!   log        a step's decisions and number of retries
+//!   room       bytes free for a step
+//!   stopwatch  times of its micro-batches
+//!   remembered sizes found by earlier runs
+//!   watch      need and time of an attempt, in one memory or several
+//!
+//!   (P) pure: numbers in, numbers out, without tensors or devices
 //! ```
 //!
-//! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, tells
-//! what it needed and how long it took, and runs the mini-batch again where memory ran out.
+//! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, reports its
+//! need and its time, and retries the mini-batch where memory ran out.
 //!
 //! ```
 //! use brimful::memory::{Arena, Memory};

@@ -1,4 +1,4 @@
-//! Decides the next size: probe, climb, settle; back off, and grow again.
+//! Search for the next size: probe, climb, settle; back off, and grow again.
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
@@ -8,15 +8,15 @@
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
 //! ```
 //!
-//! Whatever is tried is real work: a trial is a few micro-batches of the mini-batch at hand. Only the
-//! very first ones, of a few samples, may be taken back by those who run them.
+//! Every trial is real work: a few micro-batches of the mini-batch at hand. Only the very first ones, of a
+//! few samples, may be rolled back by the caller.
 
 use super::decision::Why;
 use super::failures::{CHANGED, Failures};
 use super::rates::Rates;
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 
-/// What an automatic size strives for.
+/// Goal of an automatic size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Goal {
     #[default]
@@ -24,59 +24,59 @@ pub(crate) enum Goal {
     Largest,
 }
 
-/// Samples in the first micro-batches: 2, because batch normalisation cannot train with one.
+/// Number of samples in the first micro-batches: 2, because batch normalisation cannot train with one.
 const FIRST_SIZE: usize = 2;
-/// Micro-batches in a timed trial: the first warms up, the other 2 are timed.
+/// Number of micro-batches in a timed trial: the first warms up, the other 2 are timed.
 const REPEATS: usize = 3;
-/// Each size of a climb is 32 times the last: for every new shape a device has to choose kernels, so few
-/// large steps are cheaper than many small ones.
+/// Growth of the size from one step of the climb to the next: for every new shape a device has to choose
+/// kernels, so few large steps are cheaper than many small ones.
 const CLIMB_FACTOR: usize = 32;
-/// Between two sizes less than 30 % apart no third is tried: their rates would not differ measurably.
+/// Two sizes less than 30 % apart have no third between them: their rates would not differ measurably.
 const MIN_GAP_FACTOR: f64 = 1.3;
-/// For the sake of equal parts a size may be as small as 65 % of what would fit.
+/// A size that divides the samples equally may be as small as 65 % of the largest that fits.
 const EVEN_MIN_RATIO: f64 = 0.65;
-/// A size at least 10 % above the best is worth a step to see whether it is faster.
+/// A size at least 10 % above the best is worth a timed step.
 const WORTHWHILE_FACTOR: f64 = 1.1;
-/// A size counts as faster from 2 % on: less is noise.
+/// A size counts as faster from 2 % on: smaller differences are noise.
 const FASTER_FACTOR: f64 = 1.02;
-/// At most 9 steps are used to find the fastest size.
+/// Number of steps used to find the fastest size.
 const LEARNING_STEPS: u32 = 9;
-/// Sizes with at least 93 % of the best rate may yet turn out to be the best: each is measured 3 times
-/// while learning.
+/// Sizes with at least 93 % of the best rate may turn out to be the best: each is measured 3 times while
+/// learning.
 const NEAR_BEST_RATIO: f64 = 0.93;
 const READINGS: usize = 3;
 
-/// The state of the search for one kind of mini-batch.
+/// State of the search for one kind of mini-batch.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Policy {
     goal: Goal,
-    /// A size to begin with, from another shape or an earlier run.
+    /// Size to begin with, from another shape or an earlier run.
     start: Option<(usize, Why)>,
     rates: Rates,
     climb: Climb,
     chosen: Option<Chosen>,
     failures: Failures,
     steps: u32,
-    /// The largest size that is known to have fitted.
+    /// Largest size known to fit.
     fitted: usize,
-    /// Whether nothing is to be tried for now.
+    /// Whether the search is paused.
     pub(super) held: bool,
-    /// Whether every further shape is dear.
+    /// Whether every further shape is expensive, so that sizes are to divide the samples equally.
     pub(super) even: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Climb {
-    /// The last size tried.
+    /// Last size tried.
     rung: usize,
-    /// Sizes in a row that were no faster.
+    /// Number of consecutive sizes that were no faster.
     misses: u32,
     over: bool,
-    /// Where memory ended it.
+    /// Size at which memory ended the climb.
     bound: Option<usize>,
 }
 
-/// The size that a step was run with, when all was learnt.
+/// Size that a step was run with outside of a trial.
 #[derive(Debug, Clone, Copy)]
 struct Chosen {
     size: usize,
@@ -88,12 +88,12 @@ impl Policy {
         Self { goal, ..Self::default() }
     }
 
-    /// Begins with a size that samples of another shape suggest.
+    /// Begins with a size predicted from samples of another shape.
     pub(crate) fn predicted(goal: Goal, size: usize) -> Self {
         Self { start: Some((size, Why::Predicted)), ..Self::new(goal) }
     }
 
-    /// Goes on with the size that an earlier run has found.
+    /// Continues with the size that an earlier run has found.
     pub(crate) fn remembered(goal: Goal, size: usize, rate: Option<f64>) -> Self {
         let climb = Climb { rung: size, over: true, ..Climb::default() };
         let mut rates = Rates::default();
@@ -102,19 +102,19 @@ impl Policy {
         Self { start, climb, rates, steps: LEARNING_STEPS, ..Self::new(goal) }
     }
 
-    /// The size found, once there is nothing more to learn.
+    /// Returns the size found, once the search is over.
     pub(crate) fn settled(&self) -> Option<usize> {
         let learnt = self.goal == Goal::Largest || self.steps >= LEARNING_STEPS;
         self.chosen.filter(|_| learnt).map(|chosen| chosen.size)
     }
 
-    /// The size that is best as far as is known.
+    /// Returns the best size so far.
     pub(crate) fn best(&self) -> Option<usize> {
         let fastest = || self.rates.best(usize::MAX).map(|(size, _)| size);
         self.chosen.map(|chosen| chosen.size).or_else(fastest)
     }
 
-    /// The most that failures leave.
+    /// Returns the largest size that failures allow.
     pub(crate) fn limit(&self) -> usize {
         self.failures.cap()
     }
@@ -143,49 +143,50 @@ impl Policy {
     }
 
     fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
-        // A prediction from another shape may be wrong, and a failure costs the step so far: half is tried
-        // first. What an earlier run has measured is taken as it is.
+        // A prediction from another shape may be wrong, and a failure costs the step so far: half of it is
+        // tried first. A size that an earlier run measured is taken as it is.
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
         SizeTrial { size, micro_batches, why, timed: why == Why::Predicted }
     }
 
-    /// Towards the largest size, never far above what is known.
+    /// Grows towards the largest size, never far above the sizes already measured.
     fn reach(&mut self, top: usize, now: &Situation) -> SizeTrial {
-        // A sample more or less is not worth a change.
+        // A change of one sample or so is not worth it.
         let size = match self.chosen {
             Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
             _ => top.min(now.reach.max(FIRST_SIZE)),
         };
-        // What it needs may show that more would fit.
+        // The need at this size may show that more would fit.
         let parts = in_near_equal_parts(now.samples, size);
         if parts > now.seen && parts < now.left {
-            // The first micro-batch of a step has no gradients around: the second tells the need.
+            // The first micro-batch of a step has no gradients beside it: the second shows the need.
             let micro_batches = Some(if now.is_start() { 2 } else { 1 });
             return SizeTrial { size: parts, micro_batches, why: Why::Probe, timed: false };
         }
         self.choose(size, now)
     }
 
-    /// Other ranks take no more: then that is the size there is to be found, though more might fit here,
-    /// and what is remembered of it.
+    /// Takes the smaller size that other ranks agreed on, though more might fit here. This is the size to
+    /// remember.
     pub(crate) fn overruled(&mut self, size: usize, available: u64) {
         self.chosen = Some(Chosen { size, available });
     }
 
-    /// The size in use, and so all smaller ones, have become faster by this factor. What larger ones
-    /// are worth now is to be seen again. Gives the size.
+    /// Scales the rates of the size in use and of all smaller ones by this factor, and measures larger ones
+    /// again. Returns the size in use.
     pub(crate) fn speed_up(&mut self, factor: f64) -> Option<usize> {
         let Chosen { size, .. } = self.chosen?;
-        // Scaled, not forgotten: all smaller sizes would have to be measured again, a step each.
+        // Scaled, not dropped: measuring all smaller sizes again would take a step each.
         self.rates.speed_up(factor);
         self.rates.forget_above(size);
         self.climb = Climb { rung: size, ..Climb::default() };
         Some(size)
     }
 
-    /// What a cut by at most `size` makes of so many samples.
+    /// Returns the size of the near-equal micro-batches that `samples` are cut into, of at most `size`
+    /// each.
     fn parts(&self, samples: usize, size: usize) -> usize {
         let fewest = samples.div_ceil(size);
         let most = if self.even { (fewest as f64 / EVEN_MIN_RATIO) as usize } else { fewest };
@@ -193,9 +194,9 @@ impl Policy {
         samples.div_ceil(equal.unwrap_or(fewest))
     }
 
-    /// Upwards while that is faster.
+    /// Climbs to larger sizes while they are faster.
     fn climb(&mut self, top: usize, now: &Situation) -> SizeTrial {
-        // Memory layouts are being compared by whole steps: a change of size would be taken for theirs.
+        // Memory formats are being compared by whole steps: a change of size would falsify the comparison.
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
@@ -209,7 +210,7 @@ impl Policy {
             let higher = self.climb.rung.saturating_mul(CLIMB_FACTOR).min(known);
             let next = self.parts(now.samples, higher.clamp(FIRST_SIZE.min(top), top));
             if next > self.climb.rung {
-                // Two of a size tell its rate; where there are fewer left, the next step tells it.
+                // Two micro-batches of a size measure its rate; where fewer are left, the next step does.
                 if now.is_start() || now.left >= 2 * next {
                     self.climb.rung = next;
                     return SizeTrial::measure(next, Some(REPEATS));
@@ -228,8 +229,8 @@ impl Policy {
         }
     }
 
-    /// A size that is worth a whole step while the run is young: beside the best and never tried, or
-    /// as good as the best and tried too seldom.
+    /// Returns a size that is worth a whole step while the run is young: one beside the best that was never
+    /// tried, or one as good as the best that was measured too seldom.
     fn doubtful(&self, top: usize, now: &Situation) -> Option<usize> {
         if !self.climb.over || !now.is_start() || self.steps >= LEARNING_STEPS {
             return None;
@@ -244,8 +245,8 @@ impl Policy {
         })
     }
 
-    /// A size half way between the best and the nearest ones that were tried: in the wider gap first.
-    /// Where the best is the largest that was tried, all that memory allows.
+    /// Returns a size half way between the best and its nearest measured neighbours, in the wider gap
+    /// first. Where the best is the largest measured one, returns the largest that memory allows.
     fn between(&self, best: usize, top: usize, samples: usize) -> Option<usize> {
         let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         let (below, above) = self.rates.neighbours(best);
@@ -257,7 +258,7 @@ impl Policy {
         let above = above.unwrap_or(top).min(top);
         let mut gaps = [(below, best), (best, above)];
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
-        // Half way by factors, not by samples: sizes range over several orders of magnitude.
+        // Half way by the factor, not by samples: sizes range over several orders of magnitude.
         let wide = gaps.into_iter().filter(|&gap| width(gap) > MIN_GAP_FACTOR);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
         let mut sizes =
@@ -271,7 +272,7 @@ impl Policy {
         SizeTrial { size, micro_batches: None, why, timed: false }
     }
 
-    /// What has changed since the last choice.
+    /// Returns the reason for this size: the change since the last choice, or the goal.
     fn reason(&self, size: usize, available: u64) -> Why {
         let goal = match self.goal {
             Goal::Fastest => Why::Fastest,
@@ -290,31 +291,31 @@ impl Policy {
         }
     }
 
-    /// Learns how fast micro-batches of this size were.
+    /// Records the rate of micro-batches of this size.
     pub(crate) fn observe_rate(&mut self, size: usize, rate: f64) {
         let best = self.rates.best(usize::MAX).map_or(0.0, |(_, rate)| rate);
         self.rates.observe(size, rate);
         if !self.climb.over {
             self.climb.rung = self.climb.rung.max(size);
             self.climb.misses = if rate > best * FASTER_FACTOR { 0 } else { self.climb.misses + 1 };
-            // One miss may be a plateau between two kernels; two in a row are the end.
+            // One miss may be a plateau between two kernels; two in a row end the climb.
             self.climb.over = self.climb.misses >= 2;
         }
     }
 
-    /// A step has succeeded; `size` is its last, and `retried` whether the allocator had to empty its
-    /// cache for it.
+    /// Records a successful step; `size` is its last, and `retried` says whether the allocator had to empty
+    /// its cache for it.
     pub(crate) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
         self.steps += u32::from(!self.held);
         self.failures.succeeded(size, available, retried);
     }
 
-    /// Memory ran out, and the step is not run again.
+    /// Records that memory ran out and that the step is not retried.
     pub(crate) fn given_up(&mut self) {
         self.failures.given_up();
     }
 
-    /// Memory ran out.
+    /// Records that memory ran out.
     pub(crate) fn failed(&mut self, size: usize, available: u64) {
         let cap = self.failures.failed(size, available, self.fitted);
         self.climb.over = true;

@@ -1,11 +1,11 @@
-//! How fast micro-batches of each size ran: the median of the last few readings.
+//! Rate of micro-batches of each size: the median of the last few readings.
 
 use std::collections::BTreeMap;
 
-/// The last 5 readings of a size count: a median that two slow ones cannot move, and that follows changes.
+/// Number of readings kept of each size: the median of 5 ignores two slow ones, and follows changes.
 const READINGS_KEPT: usize = 5;
 
-/// Samples a second, by size.
+/// Readings of the rate in samples a second, by size.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rates {
     readings: BTreeMap<usize, Vec<f64>>,
@@ -20,7 +20,7 @@ impl Rates {
         readings.push(rate);
     }
 
-    /// All sizes have become faster by this factor.
+    /// Scales the rates of all sizes by this factor.
     pub(crate) fn speed_up(&mut self, factor: f64) {
         self.readings.values_mut().flatten().for_each(|rate| *rate *= factor);
     }
@@ -37,19 +37,19 @@ impl Rates {
         self.readings.get(&size).map(|readings| median(readings))
     }
 
-    /// The fastest size of at most `top`, and its rate.
+    /// Returns the fastest size of at most `top`, and its rate.
     pub(crate) fn best(&self, top: usize) -> Option<(usize, f64)> {
         let rates = self.readings.range(..=top).map(|(&size, readings)| (size, median(readings)));
         rates.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// The nearest sizes below and above that were tried.
+    /// Returns the nearest measured sizes below and above.
     pub(crate) fn neighbours(&self, size: usize) -> (Option<usize>, Option<usize>) {
         let below = self.readings.range(..size).next_back().map(|(&size, _)| size);
         (below, self.readings.range(size + 1..).next().map(|(&size, _)| size))
     }
 
-    /// The sizes of at most `top` that are nearly as fast as the best: by this part of its rate.
+    /// Returns the sizes of at most `top` whose rate is at least `part` of the best.
     pub(crate) fn near_best(&self, top: usize, part: f64) -> impl Iterator<Item = usize> {
         let least = self.best(top).map_or(f64::INFINITY, |(_, rate)| rate * part);
         let near = move |(_, readings): &(&usize, &Vec<f64>)| median(readings) >= least;

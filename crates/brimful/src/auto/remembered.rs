@@ -1,6 +1,6 @@
-//! Sizes found by earlier runs, in a file that several models may share.
+//! Reads and writes sizes found by earlier runs, in a file that several models may share.
 //!
-//! The file helps or it does not: one that is damaged, or not ours, is left as it is, with a warning.
+//! The file is optional: a damaged or foreign one is left unchanged, with a warning.
 
 use std::collections::HashMap;
 use std::fs;
@@ -15,17 +15,17 @@ use super::memory_model::Line;
 use super::sizer::Finding;
 use crate::save;
 
-/// The file's first words, and its version.
+/// Name of the file's format, with its version.
 const FORMAT: &str = "brimful sizes 1";
 
-/// What a size holds for.
+/// Cache key of remembered micro-batch sizes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// A hash of the variables' names, shapes and types.
+    /// Hash of the variables' names, shapes and dtypes.
     pub(crate) model: String,
     pub(crate) dtype: String,
     pub(crate) device: String,
-    /// All of its memory, in bytes.
+    /// Total memory of the device, in bytes.
     pub(crate) memory: u64,
     pub(crate) goal: String,
 }
@@ -45,16 +45,16 @@ struct RememberedSize {
     found: Finding,
 }
 
-/// What the file says of this model; `None` where it is not a file of ours.
+/// Reads this model's sizes; `None` where the file is not one of brimful's.
 pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
     let sound = mine.filter(|entry| is_sound(&entry.found));
     Some(sound.map(|entry| (entry.kind, entry.found)).collect())
 }
 
-/// Writes what is known of this model in place of what the file said of it; others' lines stay.
+/// Writes this model's sizes in place of its earlier ones; entries of other models stay.
 pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Finding>) {
-    // Read again, because other runs share the file; one that is not ours any more is not overwritten.
+    // Read again, because other runs share the file; a file that is no longer ours is not overwritten.
     let Some(entries) = entries(path) else { return };
     let others = entries.into_iter().filter(|entry| entry.identity != *identity);
     let mine = found.iter().map(|(kind, found)| RememberedSize {
@@ -92,7 +92,7 @@ fn is_sound(found: &Finding) -> bool {
     found.size > 0 && found.lines.iter().all(sound)
 }
 
-/// A hash of variables' names, shapes and types, in order.
+/// Hashes variables' names, shapes and dtypes, in order.
 pub(crate) fn hash_of_variables<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> String {
     let line = |(name, tensor): (&str, &Tensor)| {
         format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind())
@@ -100,12 +100,12 @@ pub(crate) fn hash_of_variables<'a>(named: impl Iterator<Item = (&'a str, &'a Te
     hash_of(&named.map(line).collect::<String>())
 }
 
-/// A text's hash, as 16 hexadecimal digits.
+/// Hashes a text to 16 hexadecimal digits.
 pub(crate) fn hash_of(text: &str) -> String {
     format!("{:016x}", fnv(text.as_bytes()))
 }
 
-/// The FNV-1a hash: the same on every machine and with every compiler.
+/// FNV-1a hash: equal on every machine and with every compiler.
 fn fnv(bytes: &[u8]) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

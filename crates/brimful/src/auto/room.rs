@@ -1,19 +1,19 @@
-//! What a step may take of a memory.
+//! Free bytes of a memory that a step may plan with.
 
 use super::sizer::MemoryRoom;
 use crate::Result;
 use crate::memory::{self, Usage};
 
-/// 1 % of a device's or an arena's free memory is not planned with: allocators round up.
+/// Part of a device's or an arena's free memory that is not planned with: allocators round up.
 const DEVICE_MARGIN: f64 = 0.01;
-/// 20 % of a machine's own memory, which other processes use too, and whose end kills processes
-/// instead of refusing memory.
+/// Part of a machine's own free memory that is not planned with: other processes use it too, and at its end
+/// the system kills processes instead of refusing memory.
 const HOST_MARGIN: f64 = 0.2;
 
-/// What is free for a step, less what is `reserved` for later.
+/// Returns the bytes free for a step, less those `reserved` for later.
 ///
 /// # Errors
-/// When the memory has no limit and the system does not say what is free.
+/// When the memory has no limit and the system does not report its free bytes.
 pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<MemoryRoom> {
     let (available, margin) = match usage.available {
         Some(available) => (available, DEVICE_MARGIN),

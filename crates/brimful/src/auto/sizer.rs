@@ -1,4 +1,4 @@
-//! What is known of one kind of mini-batch, and the sizes that follow from it.
+//! Memory models and search of one kind of mini-batch, from which its sizes follow.
 //!
 //! A step may run in several memories at once, as a pipeline's does: then the tightest decides.
 
@@ -9,30 +9,30 @@ use super::memory_model::{Line, MemoryModel};
 use super::policy::{Goal, Policy};
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 
-/// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
-/// samples may come out with gradients many times those of the others. So fewer than 8 are not trained
-/// with only to learn what they need.
+/// Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of two
+/// or three samples may be many times those of the others. So fewer than 8 samples are not trained with
+/// only to measure their need.
 pub(crate) const FEW_SAMPLES: usize = 8;
 
-/// Memory that a step may take.
+/// Free memory for a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct MemoryRoom {
-    /// Bytes free when it begins.
+    /// Bytes free when the step begins.
     pub(crate) available: u64,
-    /// Those of them that may be planned with.
+    /// Bytes of them that may be planned with.
     pub(crate) budget: u64,
 }
 
-/// One kind's memory models, one for each memory, and its policy.
+/// Memory models of one kind of mini-batch, one for each memory, and its policy.
 #[derive(Debug, Clone)]
 pub(crate) struct Sizer {
     models: Vec<MemoryModel>,
     pub(super) policy: Policy,
-    /// The size of the last log line that people see.
+    /// Size in the last log line at the info level.
     announced: Option<usize>,
 }
 
-/// What a size was found to be.
+/// Result of a finished search.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Finding {
     pub(crate) size: usize,
@@ -43,18 +43,18 @@ pub(crate) struct Finding {
 }
 
 impl Sizer {
-    /// For memories of which no more is known than what a step needs there at least.
+    /// Returns a sizer for memories of which only the least need of a step is known.
     pub(crate) fn new(goal: Goal, floors: &[u64]) -> Self {
         let models = floors.iter().map(|floor| MemoryModel::with_floor(*floor)).collect();
         Self::with(models, Policy::new(goal))
     }
 
-    /// Begins with needs, and a size, that other shapes suggest.
+    /// Begins with needs and a size predicted from other shapes.
     pub(crate) fn predicted(goal: Goal, lines: &[Line], floors: &[u64], size: usize) -> Self {
         Self::with(priors(lines, floors), Policy::predicted(goal, size))
     }
 
-    /// Goes on from what an earlier run has found.
+    /// Continues from the result of an earlier run.
     pub(crate) fn remembered(goal: Goal, found: &Finding, floors: &[u64]) -> Self {
         Self::with(priors(&found.lines, floors), Policy::remembered(goal, found.size, found.rate))
     }
@@ -63,29 +63,29 @@ impl Sizer {
         Self { models, policy, announced: None }
     }
 
-    /// What has been found, once there is nothing more to learn.
+    /// Returns the result of the search, once it is over.
     pub(crate) fn finding(&self) -> Option<Finding> {
         let size = self.policy.settled()?;
         Some(Finding { size, lines: self.lines()?, rate: self.policy.rate(size) })
     }
 
-    /// Whether nothing is known yet of what samples need, be it from other shapes or an earlier run.
+    /// Whether the needs of samples are unknown: neither measured, nor predicted, nor remembered.
     pub(crate) fn is_blank(&self) -> bool {
         self.models.iter().any(|model| model.line().is_none())
     }
 
-    /// What samples need, where that has been measured.
+    /// Returns the needs of samples, where they have been measured.
     pub(crate) fn lines(&self) -> Option<Vec<Line>> {
         self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
     }
 
-    /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
+    /// Decides which part of a mini-batch of `samples` to run next; `left` have not been run.
     pub(crate) fn next(&mut self, rooms: &[MemoryRoom], left: usize, samples: usize) -> SizeTrial {
         let pairs = || self.models.iter().zip(rooms);
         let fits = pairs().map(|(model, room)| model.largest(room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
-        // A lone micro-batch has no gradients beside it: the whole mini-batch may fit where a larger one's
-        // micro-batches of that size would not.
+        // A lone micro-batch has no gradients beside it: the whole mini-batch may fit where micro-batches
+        // of that size in a larger one would not.
         let holds_all =
             |(model, room): (&MemoryModel, &MemoryRoom)| model.holds_all(samples, room.budget);
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
@@ -100,14 +100,14 @@ impl Sizer {
         self.policy.next(Situation { fits, seen, reach, sure, available, left, samples })
     }
 
-    /// Whether a step that began now would do so with more than a few samples, or as many as fit.
+    /// Whether a step that began now would begin with more than a few samples, or with as many as fit.
     pub(crate) fn begins_well(&self, rooms: &[MemoryRoom], samples: usize) -> bool {
         let first = self.clone().next(rooms, samples, samples);
         first.size >= FEW_SAMPLES || first.micro_batches.is_none()
     }
 
-    /// Decides how a whole mini-batch is cut. Nothing can be learnt while it runs, so the first time
-    /// it is cut into no more than 64, and not into few samples each as long as none has failed.
+    /// Decides how a whole mini-batch is cut. Nothing can be measured while it runs, so the first one is
+    /// cut into at most 64 micro-batches, of no fewer than 8 samples unless such a size has failed.
     pub(crate) fn next_whole(&mut self, rooms: &[MemoryRoom], samples: usize) -> SizeTrial {
         let mut trial = self.next(rooms, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
@@ -117,25 +117,26 @@ impl Sizer {
         trial
     }
 
-    /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something
-    /// else is measured in whole steps.
+    /// Holds the size as far as memory allows, or resumes the search: for comparisons that are measured in
+    /// whole steps.
     pub(crate) fn hold(&mut self, held: bool) {
         self.policy.held = held;
     }
 
-    /// Prefers sizes that leave no remainder, because every further shape is dear, or does not.
+    /// Sets whether to prefer sizes that leave no remainder, because every further shape is expensive.
     pub(crate) fn even(&mut self, even: bool) {
         self.policy.even = even;
     }
 
-    /// Numbers are in another order in memory: see [`Policy::speed_up`]. Needs may have changed too.
+    /// Adapts to a new memory format, which is faster by this factor (see [`Policy::speed_up`]) and may
+    /// need other memory.
     pub(crate) fn rearranged(&mut self, factor: f64) {
         if let Some(best) = self.policy.speed_up(factor) {
             self.models.iter_mut().for_each(|model| model.forget_above(best));
         }
     }
 
-    /// The most that a size is expected to need in one of the memories.
+    /// Predicts the largest need of a size over the memories.
     pub(crate) fn predict(&self, size: usize) -> Option<u64> {
         self.models.iter().map(|model| model.predict(size)).max().flatten()
     }
@@ -144,20 +145,20 @@ impl Sizer {
         self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
     }
 
-    /// Learns what micro-batches of this size needed in each memory, or one alone.
+    /// Records what micro-batches of this size, or one alone, needed in each memory.
     pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64], alone: bool) {
         let pairs = self.models.iter_mut().zip(needs);
         pairs.for_each(|(model, &need)| model.observe(size, need, alone));
     }
 
-    /// Learns how many samples a second micro-batches of this size ran.
+    /// Records the rate of micro-batches of this size, in samples a second.
     pub(crate) fn observe_rate(&mut self, size: usize, rate: f64) {
         if rate.is_finite() && rate > 0.0 {
             self.policy.observe_rate(size, rate);
         }
     }
 
-    /// Logs a decision, for people to see where it changes something.
+    /// Logs a decision, at the info level where the size changes.
     pub(crate) fn announce(&mut self, decision: &Decision) {
         if decision.failed {
             tracing::warn!("{decision}: the mini-batch is run again");
@@ -168,12 +169,12 @@ impl Sizer {
         }
     }
 
-    /// A step has succeeded.
+    /// Records a successful step.
     pub(crate) fn succeeded(&mut self, size: usize, rooms: &[MemoryRoom], retried: bool) {
         self.policy.succeeded(size, tightest(rooms), retried);
     }
 
-    /// Memory ran out.
+    /// Records that memory ran out.
     pub(crate) fn failed(&mut self, size: usize, rooms: &[MemoryRoom]) {
         self.policy.failed(size, tightest(rooms));
     }
@@ -184,12 +185,12 @@ fn priors(lines: &[Line], floors: &[u64]) -> Vec<MemoryModel> {
     pairs.map(|(line, floor)| MemoryModel::with_prior(*line, *floor)).collect()
 }
 
-/// Whether this is a single micro-batch with none before it: there are no gradients beside it.
+/// Whether this is a single micro-batch with none before it: it has no gradients beside it.
 pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
     matches!(ranges, [Range { start: 0, .. }])
 }
 
-/// What is free in the memory that has the least.
+/// Returns the free bytes of the memory that has the least.
 pub(crate) fn tightest(rooms: &[MemoryRoom]) -> u64 {
     rooms.iter().map(|room| room.available).min().unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! The sizers of all kinds of mini-batches that one model meets.
+//! Sizers of all kinds of mini-batches that one model runs.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::policy::Goal;
 use super::remembered::{self, Identity};
 use super::sizer::{Finding, Sizer};
 
-/// All that is known about sizes.
+/// Sizers by goal and kind, and the file of remembered sizes.
 #[derive(Debug)]
 pub(crate) struct Sizes {
     goal: Goal,
@@ -17,11 +17,11 @@ pub(crate) struct Sizes {
     file: Option<File>,
 }
 
-/// Where sizes are remembered, and what was found there.
+/// File of remembered sizes, and the sizes read from it.
 #[derive(Debug)]
 struct File {
     path: PathBuf,
-    /// What the sizes in it are good for.
+    /// Goal that the file's sizes were found for.
     goal: Goal,
     identity: Identity,
     found: HashMap<Kind, Finding>,
@@ -32,23 +32,23 @@ impl Sizes {
         Self { goal, kinds: HashMap::new(), file: None }
     }
 
-    /// Uses what the file says of this model, device and memory, and writes there what is found.
+    /// Uses the file's sizes for this model, device and memory, and writes new ones there.
     pub(crate) fn remember(&mut self, path: PathBuf, identity: Identity) {
         let found = remembered::read(&path, &identity);
         self.file = found.map(|found| File { path, goal: self.goal, identity, found });
     }
 
-    /// What sizes are for from now on. What is known for another goal is kept.
+    /// Sets the goal from now on. The sizers of another goal are kept.
     pub(crate) fn set_goal(&mut self, goal: Goal) {
         self.goal = goal;
     }
 
-    /// Takes this kind's sizer out, for the time of a step; none of a new kind.
+    /// Takes this kind's sizer out for the duration of a step; `None` for a new kind.
     pub(crate) fn take(&mut self, kind: &Kind) -> Option<Sizer> {
         self.kinds.remove(&(self.goal, kind.clone()))
     }
 
-    /// Puts it back, and writes down what it has found, if that is new.
+    /// Puts the sizer back, and writes its size to the file if it is new.
     pub(crate) fn put(&mut self, kind: Kind, sizer: Sizer) {
         if let (Some(file), Some(finding)) = (&mut self.file, sizer.finding())
             && file.goal == self.goal
@@ -60,12 +60,12 @@ impl Sizes {
         self.kinds.insert((self.goal, kind), sizer);
     }
 
-    /// Numbers are in another order in memory, which is faster by this factor.
+    /// Adapts all sizers to a new memory format, which is faster by this factor.
     pub(crate) fn rearranged(&mut self, factor: f64) {
         self.kinds.values_mut().for_each(|sizer| sizer.rearranged(factor));
     }
 
-    /// A sizer for a new kind, of which `floors` says what a step needs at least in each memory.
+    /// Returns a sizer for a new kind; `floors` are the least needs of a step in each memory.
     pub(crate) fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let file = self.file.as_ref().filter(|file| file.goal == self.goal);
         let remembered = file.and_then(|file| file.found.get(kind));
@@ -75,8 +75,8 @@ impl Sizes {
         }
     }
 
-    /// What samples of other shapes suggest: their cost for each element, and the sizes that were
-    /// good for them.
+    /// Returns a sizer that starts from samples of other shapes: from their cost for each element, and
+    /// their best sizes.
     fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let memories = floors.len();
         let akin = || {
@@ -95,7 +95,8 @@ impl Sizes {
         let lines: Option<Vec<Line>> = (0..memories).map(line).collect();
         let sizes =
             akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.policy.best()?)));
-        // The nearest shape: kernels, and so the fastest size, change with the length of a sample.
+        // Only the nearest shape counts: kernels, and so the fastest size, change with the length of a
+        // sample.
         let nearest = sizes.min_by_key(|(elements, _)| elements.abs_diff(kind.elements()));
         match (lines, nearest) {
             (Some(lines), Some((elements, best))) => {
@@ -106,8 +107,8 @@ impl Sizes {
         }
     }
 
-    /// Twice what the fastest size would be, because half of it is tried first; the largest size is
-    /// left to the memory model.
+    /// Returns twice the expected fastest size, because half of it is tried first. The largest size is left
+    /// to the memory model.
     fn start(&self, best: usize, ratio: f64) -> usize {
         match self.goal {
             Goal::Fastest => ((2.0 * best as f64 * ratio) as usize).max(1),

@@ -1,4 +1,4 @@
-//! Times a row of micro-batches without making the device wait between them.
+//! Times a series of micro-batches without making the device wait between them.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use tch::Device;
 use crate::Result;
 use crate::moment::Moment;
 
-/// Marks between micro-batches: in the device's queue where it has one.
+/// Events between micro-batches, in the device's queue where it has one.
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
     device: Device,
     start: Moment,
-    /// The end of each micro-batch, and whether others will take as long.
+    /// End of each micro-batch, and whether others will take as long.
     laps: Vec<(Moment, bool)>,
 }
 
@@ -21,16 +21,16 @@ impl Stopwatch {
         Ok(Self { device, start: Moment::now(device)?, laps: Vec::new() })
     }
 
-    /// The work since the last mark was one micro-batch: one to go by, or not.
+    /// Records the end of a micro-batch; `typical` says whether others will take as long.
     pub(crate) fn lap(&mut self, typical: bool) -> Result<()> {
         self.laps.push((Moment::now(self.device)?, typical));
         Ok(())
     }
 
-    /// The time of a typical micro-batch: the median of those, without the first of all, which warms
-    /// up, unless there is no other. Waits for the device.
+    /// Returns the median time of the typical micro-batches. Leaves out the first one, which warms up,
+    /// unless there is no other. Waits for the device.
     pub(crate) fn read(&self) -> Result<Option<Duration>> {
-        // Work is done in order, so the last mark comes after all others: one wait is enough.
+        // Work is done in order, so the last event comes after all others: one wait is enough.
         if let Some((last, _)) = self.laps.last() {
             last.wait()?;
         }

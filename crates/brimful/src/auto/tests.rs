@@ -1,4 +1,4 @@
-//! The search for a size in a made-up world: needs and rates are formulas, time and memory numbers.
+//! Tests the search for a size in a simulated world: needs and rates are formulas, time and memory numbers.
 
 use proptest::prelude::*;
 
@@ -7,19 +7,19 @@ use super::policy::Goal;
 use super::sizer::{MemoryRoom, Sizer};
 use super::trial::in_near_equal_parts;
 
-/// What a device would do.
+/// Simulated device.
 #[derive(Debug, Clone)]
 struct World {
     samples: usize,
     available: u64,
     fixed: u64,
     per_sample: u64,
-    /// The size at which a sample is run in the least time.
+    /// Size at which a sample takes the least time.
     fastest: f64,
     sizer: Sizer,
-    /// Something that no model knows of: from this size on memory runs out.
+    /// Size from which on memory runs out, unknown to the memory model.
     surprise: usize,
-    /// Bytes that somebody else takes while micro-batches run, and gives back between them.
+    /// Bytes that another process takes while micro-batches run, and gives back between them.
     taken: u64,
     failures: usize,
 }
@@ -43,7 +43,7 @@ impl World {
         self.fixed + self.per_sample * size as u64
     }
 
-    /// Samples a second: an overhead for each micro-batch, and a price for large ones.
+    /// Returns the rate in samples a second: an overhead for each micro-batch, and a cost of large ones.
     fn rate(&self, size: usize) -> f64 {
         let n = size as f64;
         1e3 / (1.0 + self.fastest / n + n / self.fastest)
@@ -53,7 +53,7 @@ impl World {
         room_of(self.available)
     }
 
-    /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.
+    /// Runs a mini-batch until it succeeds; returns the last size and its reason.
     fn step(&mut self) -> (usize, Why) {
         'again: loop {
             let (mut left, mut last) = (self.samples, (0, Why::Probe));
@@ -199,7 +199,7 @@ fn a_held_size_stays_and_the_search_goes_on_from_there() {
         assert_eq!(world.step().0, first);
     }
     world.sizer.hold(false);
-    // What was fastest in the one order need not be so in the other.
+    // The fastest size may differ from one memory format to the other.
     let before = world.rate(first);
     world.fastest = 1000.0;
     world.sizer.rearranged(world.rate(first) / before);
@@ -225,8 +225,8 @@ proptest! {
     ) {
         let mut world = World::new(Goal::Largest, samples, fixed + per_sample * fits.max(2));
         (world.fixed, world.per_sample) = (fixed, per_sample);
-        // The margin is a part of all that is free: where the fixed part is nearly all of it, a
-        // fixed part of the rest cannot be promised.
+        // The margin is a part of all free memory: where the fixed part takes nearly all of it, no fixed
+        // share of the rest can be promised.
         prop_assume!(per_sample * fits > fixed);
         world.steps(5);
         let (size, _) = world.step();
@@ -244,7 +244,7 @@ proptest! {
         world.steps(10);
         let (size, _) = world.step();
         let whole = |size| world.rate(in_near_equal_parts(samples, size));
-        // The margin is not for use, even if one size more would have fitted into it.
+        // The margin stays unused, even if one size more would fit into it.
         let top = ((world.room().budget - world.fixed) / world.per_sample) as usize;
         let best = (1..=top.min(samples)).map(whole).fold(0.0, f64::max);
         prop_assert!(whole(size) >= 0.97 * best, "size {}: {} of {}", size, whole(size), best);

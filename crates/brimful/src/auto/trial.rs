@@ -1,4 +1,4 @@
-//! What the policy is asked, and what it answers: a trial of one size.
+//! Question to the policy and its answer: a trial of one size.
 
 use std::ops::Range;
 
@@ -6,20 +6,21 @@ use super::decision::{Decision, Why};
 use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
 use crate::bytes::Bytes;
 
-/// What is known when a decision is due.
+/// Situation at a decision.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Situation {
-    /// The largest size that should fit, if anything is known of that.
+    /// Largest size predicted to fit, if anything is known.
     pub(crate) fits: Option<usize>,
-    /// The largest size whose need has been measured.
+    /// Largest size whose need has been measured.
     pub(crate) seen: usize,
-    /// The largest size that the memory model may be extrapolated to.
+    /// Largest size that the memory model may be extrapolated to.
     pub(crate) reach: usize,
-    /// The largest size that fits in the worst case: see [`MemoryModel::sure`](super::memory_model::MemoryModel::sure).
+    /// Largest size that fits in the worst case: see
+    /// [`MemoryModel::sure`](super::memory_model::MemoryModel::sure).
     pub(crate) sure: usize,
     /// Bytes free for the step.
     pub(crate) available: u64,
-    /// Samples of the mini-batch that are still to be run, and all of them.
+    /// Number of samples of the mini-batch that are still to be run, and of all.
     pub(crate) left: usize,
     pub(crate) samples: usize,
 }
@@ -30,31 +31,31 @@ impl Situation {
     }
 }
 
-/// What to run next.
+/// Trial of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SizeTrial {
     pub(crate) size: usize,
-    /// So many micro-batches of exactly that size; `None`: all that is left, in near-equal ones.
+    /// Number of micro-batches of exactly that size; `None` for all the rest, in near-equal ones.
     pub(crate) micro_batches: Option<usize>,
     pub(crate) why: Why,
-    /// Whether its time is wanted.
+    /// Whether to time it.
     pub(crate) timed: bool,
 }
 
 impl SizeTrial {
-    /// A few micro-batches of a size, or a whole step of it, to see how fast it is.
+    /// Returns a trial that measures the rate of a size by a few micro-batches, or by a whole step.
     pub(super) fn measure(size: usize, micro_batches: Option<usize>) -> Self {
         Self { size, micro_batches, why: Why::Measure, timed: true }
     }
 
-    /// The decision to run it, of which nothing has come yet.
+    /// Returns the decision to run this trial, before its result is known.
     pub(crate) fn decision(
         &self,
         ranges: &[Range<usize>],
         sizer: &Sizer,
         rooms: &[MemoryRoom],
     ) -> Decision {
-        // The very first probe has no measurement behind it: what the model would say is its floor.
+        // Before the very first probe nothing is measured: the model would only predict its floor.
         let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
         let predicted = match is_alone(ranges) {
             true => sizer.predict_alone(self.size),
@@ -72,7 +73,7 @@ impl SizeTrial {
     }
 }
 
-/// What a cut by `size` makes of so many samples.
+/// Returns the size of the near-equal micro-batches that `samples` are cut into, of at most `size` each.
 pub(crate) fn in_near_equal_parts(samples: usize, size: usize) -> usize {
     samples.div_ceil(samples.div_ceil(size))
 }

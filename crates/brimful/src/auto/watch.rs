@@ -1,9 +1,9 @@
-//! An automatic size at work: what each piece of a mini-batch needed and how long it took, and what
-//! follows from that for the next.
+//! Runs an automatic size: measures the need and the time of each piece of a mini-batch, and decides on the
+//! next.
 //!
-//! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). One that runs in several
-//! memories at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides,
-//! and where one runs out, all go smaller.
+//! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). A step that runs in several memories
+//! at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides, and where one
+//! runs out, all take a smaller size.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -22,26 +22,26 @@ use crate::memory::{Memory, Usage};
 use crate::oom::OutOfMemory;
 use crate::{Error, Result, split};
 
-/// The most that was in use in each memory, where who ran in it knows that better than its account:
-/// replayed work needs memory that no account shows.
+/// Peak bytes in use in each memory, where the engine knows them better than the memory's account: CUDA
+/// graphs need memory that no account shows.
 pub(crate) type Peaks = Vec<Option<Bytes>>;
 
-/// The size, and what is seen of a try.
+/// Sizer and measurements of one attempt.
 #[derive(Debug)]
 pub(crate) struct SizeWatch {
     sizer: Sizer,
     decisions: Vec<Decision>,
     memories: Vec<Watched>,
-    /// The most in use so far in the first memory.
+    /// Peak bytes in use so far in the first memory.
     pub(crate) peak: Bytes,
-    /// The least that a micro-batch of the mini-batch has.
+    /// Lower bound on the units of a micro-batch.
     least: usize,
     piece: Option<Piece>,
-    /// Whether the first pieces are to be taken back: see [`SizeWatch::new`].
+    /// Whether the first pieces are to be rolled back: see [`SizeWatch::new`].
     rehearses: bool,
 }
 
-/// A memory as it was before the try. One that is not counted has all that the machine has.
+/// Memory as it was before the attempt. Without an account it counts as unlimited.
 #[derive(Debug)]
 struct Watched {
     counted: Option<(Memory, Usage)>,
@@ -58,19 +58,19 @@ impl Watched {
         Ok(Self { room: room(&before, reserved)?, counted: Some((memory, before)) })
     }
 
-    /// That of a step that is cut piece by piece, which has one.
+    /// Returns the memory of a step that is cut piece by piece, which has one.
     fn memory(&self) -> &Memory {
         let counted = self.counted.as_ref();
         &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 
-    /// What it is now, and what it was.
+    /// Returns the usage now and before the attempt.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
         let Some((memory, before)) = &self.counted else { return Ok(None) };
         Ok(Some((memory.usage()?, *before)))
     }
 
-    /// What was needed beyond what was there before.
+    /// Returns the bytes needed beyond those in use before the attempt.
     fn need(&self, told: Option<Bytes>) -> Result<u64> {
         Ok(self.usage()?.map_or(0, |(now, before)| {
             now.peak.max(told.unwrap_or_default()).0.saturating_sub(before.current.0)
@@ -78,25 +78,24 @@ impl Watched {
     }
 }
 
-/// A piece that is being run.
+/// Piece that is being run.
 #[derive(Debug)]
 struct Piece {
-    /// What was decided on, and the most that a micro-batch has of it.
+    /// Size that was decided on, and the largest micro-batch of the piece.
     size: usize,
     largest: usize,
-    /// What a micro-batch has on average.
+    /// Average units of a micro-batch.
     average: f64,
     stopwatch: Option<Stopwatch>,
-    /// The most that a micro-batch had in use besides what the memory's account shows; and all that
-    /// was in use then.
+    /// Peak bytes of a micro-batch that the memory's account does not show, and all bytes in use then.
     unseen: u64,
     beside: u64,
     alone: bool,
 }
 
 impl SizeWatch {
-    /// For a try in these memories, less the bytes of each that are reserved for later. One that
-    /// `rehearses` ends with [`Error::Rehearsed`] once it is known how a better one would begin.
+    /// Begins an attempt in these memories, less the bytes of each that are reserved for later. A rehearsal
+    /// (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
     pub(crate) fn new(
         sizer: Sizer,
         memories: impl Iterator<Item = (Option<Memory>, u64)>,
@@ -116,7 +115,7 @@ impl SizeWatch {
         })
     }
 
-    /// Decides on the next piece.
+    /// Decides on the next piece and returns its micro-batches.
     pub(crate) fn begin(
         &mut self,
         next: usize,
@@ -137,9 +136,10 @@ impl SizeWatch {
         let largest = taken.iter().copied().max().unwrap_or(1);
         let average = taken.iter().sum::<usize>() as f64 / taken.len().max(1) as f64;
         trial.size = match samples.lengths() {
-            // Near-equal micro-batches may be smaller than they were allowed to be.
+            // Near-equal micro-batches may be smaller than the trial allows.
             None => largest,
-            // How full they are is chance, and differs from one mini-batch to the next.
+            // The fill of micro-batches of sequences is chance, and differs from one mini-batch to the
+            // next.
             Some(_) => trial.size.max(largest),
         };
         self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
@@ -151,11 +151,11 @@ impl SizeWatch {
         Ok(ranges)
     }
 
-    /// Takes note of a micro-batch that was run: what it had in use besides what the memory's account
-    /// shows, and whether others like it will take as long.
+    /// Records a micro-batch that was run: the bytes that the memory's account does not show, and whether
+    /// others like it will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
         let Self { memories, piece: Some(piece), .. } = self else { return Ok(()) };
-        // This runs at every micro-batch: the memory is asked only where there may be a new maximum.
+        // This runs at every micro-batch: the memory is read only where there may be a new maximum.
         if unseen.0 > piece.unseen {
             piece.unseen = unseen.0;
             piece.beside = memories[0].memory().usage()?.current.0 + unseen.0;
@@ -163,12 +163,12 @@ impl SizeWatch {
         piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(typical))
     }
 
-    /// Learns nothing from the piece that was begun.
+    /// Drops the measurements of the current piece.
     pub(crate) fn drop_piece(&mut self) {
         self.piece = None;
     }
 
-    /// Learns from the piece that has been run.
+    /// Learns the need and the rate of the piece that has been run.
     pub(crate) fn end(&mut self) -> Result<()> {
         let Some(piece) = self.piece.take() else { return Ok(()) };
         let Piece { size, largest, average, stopwatch, beside, alone, .. } = piece;
@@ -181,9 +181,9 @@ impl SizeWatch {
         Ok(())
     }
 
-    /// One try of all samples at once, with the size that is due for the longest part and that `agree`
-    /// leaves of it; no micro-batch, of whatever rank, has less than the `least`. `run` also gives the memories'
-    /// peaks.
+    /// Runs one attempt over all samples at once, with the smaller of the size that is due for the longest
+    /// part and the size that `agree` returns. No micro-batch of any rank has less than `least`. `run` also
+    /// returns the memories' peaks.
     pub(crate) fn whole<T>(
         &mut self,
         samples: &Samples,
@@ -193,12 +193,13 @@ impl SizeWatch {
     ) -> Result<T> {
         let rooms = self.rooms();
         let units = samples.units();
-        // Everyone's: one sample that fails twice is the end, which all must come to at the same try.
+        // The least of all ranks: one sample that fails twice ends the step, which all ranks must decide at
+        // the same attempt.
         self.least = least;
         let mut trial = self.sizer.next_whole(&rooms, units.max(1));
         let own = trial.size.max(self.least);
         trial.size = agree(own)?;
-        // Users are to see that other ranks decided, and that this one's memory did not.
+        // Users are to see that other ranks limited the size, not this rank's memory.
         if trial.size < own {
             trial.why = Why::Others;
             self.sizer.policy.overruled(trial.size, tightest(&rooms));
@@ -211,7 +212,7 @@ impl SizeWatch {
         self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
         let start = Instant::now();
         let (value, peaks) = run(trial.size)?;
-        // Nothing is learnt from no sample.
+        // An empty part has nothing to measure.
         if units > 0 {
             let told = peaks.into_iter().chain(std::iter::repeat(None));
             let needs = self.memories.iter().zip(told).map(|(watched, peak)| watched.need(peak));
@@ -231,14 +232,14 @@ impl SizeWatch {
         }
     }
 
-    /// The try has succeeded: learns how it went; of one in which captures moved memory about, not
-    /// whether the allocator had to, or refused them some. Gives the sizer back.
+    /// Records that the attempt succeeded and returns the sizer. An attempt that captured CUDA graphs moves
+    /// memory itself, so its allocator retries and refusals do not count.
     pub(crate) fn succeeded(
         mut self,
         captured: bool,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Ending)> {
-        // The largest size of the try.
+        // Size of the attempt's last decision.
         let size = self.decisions.last().map_or(1, |decision| decision.size);
         let mut ending = Ending { retried: false, hidden: false, size };
         for watched in self.memories.iter().filter(|_| !captured) {
@@ -252,14 +253,14 @@ impl SizeWatch {
         Ok((self.sizer, ending))
     }
 
-    /// Memory ran out: the caches are emptied, and the next try will be smaller, unless a single sample
-    /// has failed twice. Gives the sizer back.
+    /// Records that memory ran out: empties the caches, and lowers the size for the next attempt unless a
+    /// single sample has failed twice. Returns the sizer.
     pub(crate) fn failed(
         mut self,
         oom: OutOfMemory,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Result<()>)> {
-        // What a cache holds is cut for the size that failed, and may fit none of the next one's tensors.
+        // A cache holds blocks cut for the size that failed, which may fit none of the next size's tensors.
         let mut counted = self.memories.iter().filter_map(|watched| watched.counted.as_ref());
         counted.try_for_each(|(memory, _)| memory.empty_cache())?;
         let rooms = self.rooms();
@@ -268,7 +269,7 @@ impl SizeWatch {
                 decision.failed = true;
                 self.sizer.announce(decision);
                 let size = decision.size;
-                // Another process may have taken memory meanwhile: the size is judged by what was there.
+                // Another process may have taken memory meanwhile: the size is judged by what was free.
                 let least = self.least_rooms()?;
                 self.sizer.failed(size, &least);
             }
@@ -286,13 +287,13 @@ impl SizeWatch {
         Ok((self.sizer, ended))
     }
 
-    /// The try ended otherwise: what it has learnt stands. Gives the sizer back.
+    /// Ends the attempt otherwise: its measurements stand. Returns the sizer.
     pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
         log.decisions.append(&mut self.decisions);
         self.sizer
     }
 
-    /// The step ended with another error than of memory: what failed before in it is no longer in a row.
+    /// Ends the step with another error than out of memory, which resets the count of consecutive failures.
     pub(crate) fn given_up(mut self, log: &mut SizeLog) -> Sizer {
         self.sizer.policy.given_up();
         self.ended(log)
@@ -302,7 +303,7 @@ impl SizeWatch {
         self.memories.iter().map(|watched| watched.room).collect()
     }
 
-    /// What was free before the try or is free now, whichever is less.
+    /// Returns the bytes free before the attempt or now, whichever is less.
     fn least_rooms(&self) -> Result<Vec<MemoryRoom>> {
         let least = |watched: &Watched| {
             let now = watched.usage()?.map_or(Ok(watched.room), |(now, _)| room(&now, 0))?;
@@ -312,17 +313,17 @@ impl SizeWatch {
     }
 }
 
-/// How a try ended that has succeeded.
+/// Result of an attempt that has succeeded.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ending {
     /// Whether an allocator had to empty its cache.
     pub(crate) retried: bool,
-    /// Whether memory ran out and somebody went on without it.
+    /// Whether an allocation was refused and the caller went on without it.
     pub(crate) hidden: bool,
     pub(crate) size: usize,
 }
 
-/// The micro-batches of a piece: of what is left of all samples.
+/// Cuts the next piece off the samples that are left.
 fn pieces(left: &Samples, trial: &SizeTrial, all: &Samples) -> Result<Vec<Range<usize>>> {
     if left.lengths().is_some() {
         let mut ranges = left.by_units(trial.size)?;
@@ -332,14 +333,13 @@ fn pieces(left: &Samples, trial: &SizeTrial, all: &Samples) -> Result<Vec<Range<
     match trial.micro_batches {
         Some(count) => first_of(left.count(), trial.size, count),
         None if left.count() == all.count() => Ok(all.by_units(trial.size)?),
-        // Of exactly the size that later steps will have: a new one costs a device its
-        // preparations.
+        // Exactly the size that later steps will have: each new size costs a device its preparations.
         None => of_exactly(left.count(), in_near_equal_parts(all.count(), trial.size)),
     }
 }
 
-/// `count` micro-batches of `size` samples, or as many as there are; a single sample is not left
-/// alone, which batch normalisation could not digest.
+/// Returns `count` micro-batches of `size` samples, or as many as there are. Leaves no single sample
+/// behind, which batch normalisation cannot train with.
 fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize>>> {
     let count = count.min(samples / size).max(1);
     match samples.saturating_sub(count * size) {
@@ -348,7 +348,7 @@ fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize
     }
 }
 
-/// Micro-batches of `size` samples, and one of what is left; near-equal ones where that would be a
+/// Returns micro-batches of `size` samples and one of the rest; near-equal ones where the rest would be a
 /// single sample.
 fn of_exactly(samples: usize, size: usize) -> Result<Vec<Range<usize>>> {
     match samples % size {

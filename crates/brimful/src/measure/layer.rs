@@ -1,4 +1,4 @@
-//! One layer under measurement: its times, and what it keeps.
+//! Measures the times and bytes of one layer.
 
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
@@ -9,58 +9,58 @@ use crate::layers::{LayersError, Model, Stashed};
 use crate::oom::{self, Caught};
 use crate::{Error, Result};
 
-/// A layer is run at least 5 times, after a first run that does not count, and until 3 runs agree with
-/// the fastest, but at most 25 times.
+/// Each layer is run at least 5 times, after a warm-up run, until 3 runs agree with the fastest, and at
+/// most 25 times.
 const LEAST_RUNS: usize = 5;
 const AGREEING_RUNS: usize = 3;
 const MOST_RUNS: usize = 25;
 /// A run agrees with the fastest if it took at most 1.1 times as long.
 const AGREEMENT: f64 = 1.1;
 
-/// Seconds of one call.
+/// Times of one call, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct LayerTimes {
     pub(super) forward: f64,
     pub(super) backward: f64,
-    /// The half of a split backward that makes the input's gradient.
+    /// Input gradient of a split backward.
     pub(super) input_gradient: f64,
-    /// The half that makes the weights' gradients.
+    /// Weight gradient of a split backward.
     pub(super) weight_gradient: f64,
 }
 
-/// The most bytes in use while a layer computes.
+/// Peak bytes in use while a layer computes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerPeaks {
     pub(super) forward: u64,
     pub(super) backward: u64,
 }
 
-/// A forward that waits for its backward.
+/// Forward whose backward is still to run.
 struct TracedForward {
-    /// The input and what was stashed, where it wants a gradient.
+    /// Input and popped skips that require a gradient.
     inputs: Vec<Tensor>,
     output: Vec<Tensor>,
     seconds: f64,
 }
 
-/// The layer that is being measured.
+/// Layer under measurement.
 pub(super) struct MeasuredLayer<'a> {
     pub(super) meter: &'a Meter,
-    /// Samples in the batch.
+    /// Number of samples in the batch.
     pub(super) samples: i64,
     pub(super) name: &'a str,
     pub(super) model: &'a Model,
     pub(super) parameters: Vec<Tensor>,
-    /// What earlier layers have stashed.
+    /// Tensors stashed by earlier layers.
     pub(super) stashed: Stashed,
     pub(super) is_first: bool,
 }
 
 impl MeasuredLayer<'_> {
-    /// The least times with all samples, or with the first `few` of them: whatever else the machine
-    /// does can only add to them, and adds to some layers alone.
+    /// Returns the least times with all samples, or with the first `few`: other work on the machine only
+    /// adds to a time, and not to all layers alike.
     pub(super) fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
-        self.run(input, few)?; // libraries set themselves up, caches fill
+        self.run(input, few)?; // warm-up: libraries initialise, caches fill
         let mut runs = Vec::new();
         while runs.len() < LEAST_RUNS || !agree(&runs) && runs.len() < MOST_RUNS {
             runs.push(self.run(input, few)?);
@@ -73,10 +73,10 @@ impl MeasuredLayer<'_> {
         })
     }
 
-    /// The same with a quarter of the samples, where that is more than one.
+    /// Returns the times with a quarter of the samples, if that is more than one.
     pub(super) fn part_times(&self, input: &[Tensor]) -> Result<Option<(i64, LayerTimes)>> {
         let few = self.samples / 4;
-        // Only an output with a row for each sample can be cut again.
+        // Only tensors with a row for each sample can be cut.
         let rows = |value: &Tensor| value.size().first() == Some(&self.samples);
         if few < 2 || !input.iter().chain(self.stashed.all()).all(rows) {
             return Ok(None);
@@ -84,13 +84,13 @@ impl MeasuredLayer<'_> {
         Ok(Some((few, self.times(input, Some(few))?)))
     }
 
-    /// Runs the layer twice: once with a whole backward, once with one in halves.
+    /// Runs the layer twice: with a whole backward, and with a split one.
     fn run(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
         let once = self.traced(input, few)?;
         let all: Vec<Tensor> =
             self.parameters.iter().chain(&once.inputs).map(Tensor::shallow_clone).collect();
         let forward = once.seconds;
-        // Without inputs all of a backward is its second half.
+        // Without inputs the weight gradient is the whole backward.
         let (_, backward) = self.halves(once.output, &[], &all)?;
         let again = self.traced(input, few)?;
         let forward = forward.min(again.seconds);
@@ -110,7 +110,8 @@ impl MeasuredLayer<'_> {
         Ok(TracedForward { inputs, output, seconds })
     }
 
-    /// The bytes that the forward leaves behind, its output, and what is stashed for later layers.
+    /// Returns the bytes that the forward leaves in use, its output, and the tensors stashed for later
+    /// layers.
     pub(super) fn kept(&self, input: &[Tensor]) -> Result<(u64, Vec<Tensor>, Stashed)> {
         let detached = |values: &[Tensor]| -> Result<Vec<Tensor>> {
             values.iter().map(|value| Ok(value.f_detach()?)).collect()
@@ -123,8 +124,8 @@ impl MeasuredLayer<'_> {
         Ok((kept, detached(&output)?, stashed.map(detached)?))
     }
 
-    /// The most bytes while a forward and its backward run, without the input and gradients of parameters. No
-    /// `grad` of anyone is touched.
+    /// Returns the peak bytes of a forward and of its backward, without the input and the gradients of
+    /// parameters. Leaves every `grad` untouched.
     pub(super) fn peaks(&self, input: &[Tensor]) -> Result<LayerPeaks> {
         let input = self.leaves(input, None)?;
         let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
@@ -135,7 +136,7 @@ impl MeasuredLayer<'_> {
         let (output, forward) = self.meter.weighed(before, run)?;
         let (gradients, all) = self.meter.weighed(before, || {
             let groups = [with_gradients(output)?];
-            // Without inputs all of a backward is its second half.
+            // Without inputs the weight gradient is the whole backward.
             let (_, mut whole) = SplitBackward::input_half(&groups, &[])?;
             Ok(whole.weight_gradients(0, &leaves)?)
         })?;
@@ -144,15 +145,15 @@ impl MeasuredLayer<'_> {
         Ok(LayerPeaks { forward, backward: all.saturating_sub(made) })
     }
 
-    /// The bytes that are there between the halves of a backward, the input among them where the second
-    /// half needs it; none where there is no first half.
+    /// Returns the bytes in use between the input gradient and the weight gradient, including the input
+    /// where the latter needs it; `None` where there is no input gradient.
     pub(super) fn kept_between(&self, input: &[Tensor]) -> Result<Option<u64>> {
         let leaves = self.leaves(input, None)?;
         let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
         let traced = leaves.iter().chain(stashed.all()).filter(|leaf| leaf.requires_grad());
         let inputs: Vec<Tensor> = traced.map(Tensor::shallow_clone).collect();
         let before = self.meter.in_use()?;
-        // Values of their own: to its leaves a graph holds on in any case.
+        // New tensors, because a graph keeps its leaves alive in any case.
         let value = |leaf: &Tensor| -> Result<Tensor> {
             let zero = Tensor::f_zeros([] as [i64; 0], (leaf.kind(), leaf.device()))?;
             Ok(leaf.f_add(&zero)?)
@@ -171,7 +172,8 @@ impl MeasuredLayer<'_> {
         Ok(Some(kept))
     }
 
-    /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
+    /// Returns the values as the input of a stage: detached, and requiring a gradient unless the layer is
+    /// the first.
     fn leaves(&self, values: &[Tensor], few: Option<i64>) -> Result<Vec<Tensor>> {
         let leaf = |value: &Tensor| {
             let leaf = match few {
@@ -199,8 +201,8 @@ impl MeasuredLayer<'_> {
         })
     }
 
-    /// The seconds of a backward to these inputs, and of the one to the other leaves after it; none where
-    /// there is nothing to trace back to. No `grad` of anyone is touched.
+    /// Returns the seconds of the gradients of `inputs`, and of those of `others` after it; zeros where no
+    /// output requires a gradient. Leaves every `grad` untouched.
     fn halves(
         &self,
         output: Vec<Tensor>,
@@ -222,7 +224,7 @@ impl MeasuredLayer<'_> {
     }
 }
 
-/// Those of the outputs that a backward starts from, each with a gradient.
+/// Returns the outputs that require a gradient, each with a gradient of ones.
 fn with_gradients(output: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
     let traced = output.into_iter().filter(Tensor::requires_grad);
     let root = |value: Tensor| {
@@ -232,7 +234,7 @@ fn with_gradients(output: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
     traced.map(root).collect()
 }
 
-/// Whether enough runs took no longer than the fastest, more or less.
+/// Whether enough runs took about as long as the fastest.
 fn agree(runs: &[LayerTimes]) -> bool {
     let all =
         |run: &LayerTimes| run.forward + run.backward + run.input_gradient + run.weight_gradient;

@@ -1,4 +1,4 @@
-//! A device's clock and memory, read when all that was queued on it is done.
+//! Reads a device's clock and memory after all queued work is done.
 
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ impl Meter {
         Ok(self.memory.usage()?.current.0)
     }
 
-    /// The result of `work`, and the most bytes in use meanwhile beyond so many.
+    /// Returns the result of `work`, and the peak bytes meanwhile beyond `before`.
     pub(super) fn weighed<T>(
         &self,
         before: u64,
@@ -36,7 +36,7 @@ impl Meter {
         Ok((result, self.memory.usage()?.peak.0.saturating_sub(before)))
     }
 
-    /// The result of `work`, and the seconds until the device has done it.
+    /// Returns the result of `work`, and the seconds until the device has done it.
     pub(super) fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
         synchronize(self.device)?;
         let start = Instant::now();

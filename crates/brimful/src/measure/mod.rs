@@ -1,4 +1,4 @@
-//! Measures the layers' time and size, one layer at a time, so that the whole model never exists.
+//! Measures the times and sizes of layers one at a time, so that the whole model never exists.
 
 mod layer;
 mod meter;
@@ -15,16 +15,16 @@ use crate::{Error, Result};
 use layer::{LayerTimes, MeasuredLayer};
 use meter::Meter;
 
-/// Measures the layers of a model in training, on this device, with this batch of samples.
+/// Measures the layers of a model in training, on this device, with this batch.
 ///
-/// Each layer is built, run and freed before the next one, so a model that is larger than the
-/// device can be measured on it. Random numbers go on afterwards as if nothing had been drawn.
+/// Each layer is built, run and freed before the next one, so a model larger than the device can be
+/// measured on it. The state of the random generators is restored afterwards.
 ///
-/// A layer that is [like the one before it](Layers::like_before) is not run: it costs what that does.
+/// A layer that is [like the one before it](Layers::like_before) is not run: it has the same costs.
 ///
-/// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which
-/// tells the time of a call from the time of a sample. A layer that shares another's variables
-/// is measured with its own copy of them, which is what it has on another device than theirs.
+/// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which separates
+/// the overhead of a call from the time of a sample. A layer that shares another's variables is measured
+/// with its own copy of them, as it has on another device.
 ///
 /// ```
 /// use brimful::{Layers, balance};
@@ -41,16 +41,16 @@ use meter::Meter;
 /// ```
 ///
 /// # Errors
-/// When the batch has no samples, the device is not here, or a layer cannot be built or run;
-/// the layer is named.
+/// When the batch has no samples, the device is missing, or a layer cannot be built or run; the error names
+/// the layer.
 pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Profile> {
     measure_watched(layers, device, batch, |_| {})
 }
 
-/// As [`measure`]; `watch` is shown each layer as soon as it is measured.
+/// Measures as [`measure`] does; calls `watch` with each layer as soon as it is measured.
 ///
 /// # Errors
-/// As [`measure`].
+/// As for [`measure`].
 pub fn measure_watched(
     layers: &Layers,
     device: Device,
@@ -63,10 +63,11 @@ pub fn measure_watched(
     measure_of_kind(layers, device, batch, kind, watch)
 }
 
-/// As [`measure_watched`], with parameters and floating inputs of this number type, which tokens do not tell.
+/// Measures as [`measure_watched`] does, with parameters and floating-point inputs of this dtype, which
+/// cannot be derived from tokens.
 ///
 /// # Errors
-/// As [`measure`].
+/// As for [`measure`].
 pub fn measure_of_kind(
     layers: &Layers,
     device: Device,
@@ -88,12 +89,12 @@ pub fn measure_of_kind(
     profile
 }
 
-/// Where the layers are measured, one after the other.
+/// Device, batch size and dtype of a measurement.
 struct Measurement {
     meter: Meter,
-    /// Samples in the batch.
+    /// Number of samples in the batch.
     samples: i64,
-    /// The number type of the parameters.
+    /// Dtype of the parameters.
     kind: Kind,
 }
 
@@ -106,7 +107,8 @@ impl Measurement {
     ) -> Result<Profile> {
         let _counted = self.meter.memory.enter();
         begin_backwards(self.meter.device)?;
-        // A copy: a layer may change what it gets. In the layers' kind: a sample is often at hand in another one.
+        // A copy, because a layer may change its input; in the parameters' dtype, because samples often
+        // have another.
         let here = |value: &Tensor| {
             let copy = copy_of(&value.f_detach()?)?.f_to_device(self.meter.device)?;
             Ok(if copy.is_floating_point() { copy.f_to_kind(self.kind)? } else { copy })
@@ -117,7 +119,7 @@ impl Measurement {
         let (owners, own) = (layers.shared()?, layers.parameter_counts()?);
         for (position, name) in layers.names().enumerate() {
             if let Some(before) = profile.layers.last().filter(|_| layers.is_alike(position)) {
-                // Its output is of the shape of its input, which is at hand.
+                // Its output has the shape of its input, which is known.
                 let layer = LayerCost { name: name.to_owned(), ..before.clone() };
                 watch(&layer);
                 profile.layers.push(layer);
@@ -138,7 +140,8 @@ impl Measurement {
         Ok(profile)
     }
 
-    /// What a layer costs, and its output for the next one, with what is stashed for later ones.
+    /// Returns a layer's costs, its output as the next one's input, and the tensors stashed for later
+    /// layers.
     fn layer(
         &self,
         layers: &Layers,
@@ -173,8 +176,8 @@ impl Measurement {
         Ok((LayerCost { name, ..layer }, output, stashed))
     }
 
-    /// The times of a sample and of a call. A layer has one overhead for both directions, their
-    /// mean, so that the sum of both is what was measured; a backward's halves share it.
+    /// Returns the times of a sample and of a call. A layer has one overhead for both directions, their
+    /// mean, so that both add up to the measured time; the two parts of a split backward share it.
     fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
         let n = self.samples as f64;
         let fixed = |whole: f64, few: i64, part: f64| {
@@ -186,7 +189,7 @@ impl Measurement {
             f64::midpoint(forward, fixed(whole.backward, few, part.backward))
         });
         let each = |time: f64| f64::max(time - overhead, 0.0) / n;
-        // Halves are never faster than the whole: where they seem so, it is the clock.
+        // A split backward is never faster than a whole one: where it seems so, the clock is inaccurate.
         let (input, weight) = match (whole.input_gradient, whole.weight_gradient) {
             (input, 0.0) => (input.max(whole.backward), 0.0),
             (input, weight) => (input, weight.max(whole.backward - input)),
@@ -212,8 +215,8 @@ impl Measurement {
     }
 }
 
-/// Lets libtorch's thread for backwards on an accelerator run something first: it warns, on standard
-/// error, where the very first is a matrix product.
+/// Runs something small on libtorch's backward thread of an accelerator: it would print a warning to
+/// standard error if its first operation were a matrix product.
 fn begin_backwards(device: Device) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
@@ -222,7 +225,7 @@ fn begin_backwards(device: Device) -> Result<()> {
     Ok(backward(&[&x.f_neg()?], &[Some(&x.f_detach()?)], false)?)
 }
 
-/// Errors that do not name a layer yet, with the layer's name.
+/// Adds the layer's name to errors that lack it.
 fn named(error: Error, layer: &str) -> Error {
     match error {
         Error::OutOfMemory(mut oom) => {

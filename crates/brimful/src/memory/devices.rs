@@ -1,4 +1,4 @@
-//! Every device of this machine, with its memory.
+//! Lists the devices of this machine with their memory.
 
 use brimful_torch::{cuda, memory as torch_memory};
 use tch::Device;
@@ -8,26 +8,26 @@ use crate::Result;
 use crate::bytes::Bytes;
 use crate::device::name;
 
-/// A device and its memory.
+/// Device and its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// What tch calls it.
+    /// tch's name of it.
     pub device: Device,
     /// The name that [`device::find`](crate::device::find) takes: `cpu`, `cuda:0`.
     pub name: String,
-    /// What its maker calls it.
+    /// Model name given by its maker.
     pub model: String,
-    /// All of its memory.
+    /// Total memory.
     pub total: Bytes,
-    /// The memory that nobody uses.
+    /// Free memory.
     pub free: Bytes,
 }
 
-/// Every device of the machine, the CPU first.
+/// Lists the devices of the machine, the CPU first.
 ///
 /// # Errors
-/// When a device does not answer.
+/// When a device does not respond.
 pub fn devices() -> Result<Vec<DeviceInfo>> {
     let HostMemory { total, available } = host()?;
     let model = cpu_model().unwrap_or_else(|| "CPU".into());

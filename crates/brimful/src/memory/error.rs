@@ -1,32 +1,32 @@
-//! Limits that a memory cannot have.
+//! Errors of memory limits.
 
 use thiserror::Error;
 
 use crate::bytes::Bytes;
 
-/// A limit that a memory cannot have.
+/// Error of a memory limit.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// A limit of nothing.
+    /// Limit of 0.
     #[error(
         "{memory} cannot have a limit of 0 bytes: give it at least what the model needs, or none"
     )]
     LimitOfZero {
-        /// The arena's name, or the device's.
+        /// Name of the arena or the device.
         memory: String,
     },
-    /// A limit that is exceeded already.
+    /// Limit below the bytes in use.
     #[error(
         "{memory} cannot be limited to {limit}: {in_use} are in use; free tensors first or set the \
          limit to at least that"
     )]
     LimitBelowUse {
-        /// The arena's name, or the device's.
+        /// Name of the arena or the device.
         memory: String,
-        /// The limit that was asked for.
+        /// Requested limit.
         limit: Bytes,
-        /// What is in use.
+        /// Bytes in use.
         in_use: Bytes,
     },
 }

@@ -1,4 +1,4 @@
-//! The host's memory: what the machine has, or what a container may take of it.
+//! Reads the host's memory: the machine's, or the limit of a container.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,19 +7,19 @@ use std::sync::LazyLock;
 use crate::bytes::Bytes;
 use crate::{Error, Result};
 
-/// The memory of the machine, or of the container that this process is in.
+/// Memory of the machine, or of the container that this process runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// All of it.
+    /// Total memory.
     pub total: Bytes,
-    /// What programs can still take without swapping.
+    /// Memory that programs can still take without swapping.
     pub available: Bytes,
 }
 
 /// Reads the host's memory.
 ///
 /// # Errors
-/// When the system does not say, as outside Linux.
+/// When the system does not report it, as outside Linux.
 pub fn host() -> Result<HostMemory> {
     let unreadable = || Error::Torch("cannot read /proc/meminfo: brimful needs Linux".into());
     let text = fs::read_to_string("/proc/meminfo").map_err(|_| unreadable())?;
@@ -29,13 +29,13 @@ pub fn host() -> Result<HostMemory> {
 }
 
 impl HostMemory {
-    /// What is left of it where there is another limit.
+    /// Returns the smaller of both limits.
     fn within(self, limit: Self) -> Self {
         Self { total: self.total.min(limit.total), available: self.available.min(limit.available) }
     }
 }
 
-/// The groups that this process is in.
+/// Control groups of this process.
 static OWN: LazyLock<Vec<ControlGroup>> =
     LazyLock::new(|| groups(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default()));
 
@@ -48,16 +48,16 @@ fn machine(meminfo: &str) -> Option<HostMemory> {
     Some(HostMemory { total: field("MemTotal:")?, available: field("MemAvailable:")? })
 }
 
-/// A control group's folder, and the names that its files have there.
+/// Folder of a control group, and the names of its files there.
 struct ControlGroup {
     folder: PathBuf,
     limit: &'static str,
     used: &'static str,
-    /// Of the statistics: files that are cached, and can be dropped.
+    /// Key in the statistics of cached files, which can be dropped.
     dropped: &'static str,
 }
 
-/// The groups that this process is in, with those above them, whose limits hold as well.
+/// Returns the groups of this process with all groups above them, whose limits also apply.
 fn groups(own: &str) -> Vec<ControlGroup> {
     let mut groups = Vec::new();
     for line in own.lines() {
@@ -80,8 +80,8 @@ fn groups(own: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// What it may take of a machine's memory; `None` where nothing limits it. Statistics are read only
-    /// where they matter, which may take a while.
+    /// Returns its limit and free memory; `None` where it has no limit below the machine's memory. Reads
+    /// the statistics only where they matter, because that may take a while.
     fn memory(&self, machine: Bytes) -> Option<HostMemory> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();

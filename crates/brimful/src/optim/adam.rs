@@ -16,7 +16,7 @@ pub type Adam = AdamWith<false>;
 /// Adam with decoupled weight decay: the parameter shrinks by *rate · decay*, whatever its gradient.
 pub type AdamW = AdamWith<true>;
 
-/// What [`Adam`] and [`AdamW`] have in common.
+/// Configuration common to [`Adam`] and [`AdamW`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[must_use]
 pub struct AdamWith<const DECOUPLED: bool> {
@@ -29,8 +29,8 @@ pub struct AdamWith<const DECOUPLED: bool> {
 }
 
 impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
-    /// With this learning rate, betas 0.9 and 0.999, eps 1e-8, and a weight decay of 0 for Adam
-    /// and 0.01 for `AdamW`.
+    /// Returns the default options with this learning rate: betas 0.9 and 0.999, eps 1e-8, and a weight
+    /// decay of 0 for Adam and 0.01 for `AdamW`.
     pub fn new(learning_rate: f64) -> Self {
         Self {
             learning_rate,
@@ -42,27 +42,27 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
         }
     }
 
-    /// The decays of the averages: of gradients, and of their squares.
+    /// Sets the decay rates of the averages of gradients and of squared gradients.
     pub fn betas(self, beta1: f64, beta2: f64) -> Self {
         Self { betas: (beta1, beta2), ..self }
     }
 
-    /// What is added to the divisor, to keep it from zero.
+    /// Sets the number that is added to the divisor, to keep it from zero.
     pub fn eps(self, eps: f64) -> Self {
         Self { eps, ..self }
     }
 
-    /// How much the parameter shrinks.
+    /// Sets the weight decay.
     pub fn weight_decay(self, weight_decay: f64) -> Self {
         Self { weight_decay, ..self }
     }
 
-    /// Divides by the largest average so far, not by the present one.
+    /// Sets whether to divide by the largest average of squared gradients so far, not by the present one.
     pub fn amsgrad(self, amsgrad: bool) -> Self {
         Self { amsgrad, ..self }
     }
 
-    /// Keeps the state of an f16 or bf16 parameter in its own kind, not in f32.
+    /// Sets whether the state of an f16 or bf16 parameter is kept in the parameter's own dtype, not in f32.
     pub fn half_state(self, half_state: bool) -> Self {
         Self { half_state, ..self }
     }
@@ -96,7 +96,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             [parameter, average, square] => Some(AdamNumbers { parameter, average, square }),
             _ => None,
         });
-        // With amsgrad there is one more.
+        // With amsgrad there is a third moment, which the one-pass kernel does not support.
         let (Some(now), Some(next)) = (now, next) else { return Ok(false) };
         fused::adam_beside(now, gradient, next, step, self.learning_rate, &self.options())
     }

@@ -1,9 +1,9 @@
-//! What a step would come to, computed before it is asked for: beside the state, so that nothing has happened
-//! until a step takes it over.
+//! Computes updates before the step that asks for them, into a second copy of the state: nothing changes
+//! until a step takes the copy over.
 //!
 //! ```text
-//!   look ahead    piece by piece: the next numbers beside the present ones                       may be given up
-//!   step          gradient, parameter and options as they were?  the copies take their place : as ever
+//!   look_ahead    piece by piece: the next state into the second copy                         may be dropped
+//!   step          gradient, parameter and options unchanged?  swap the copies : update as usual
 //! ```
 
 use brimful_torch::foreach;
@@ -18,56 +18,58 @@ use crate::batch::tensor_bytes;
 use crate::memory;
 use crate::plan::LookAhead;
 
-/// An eighth of the host's memory is left alone: what is computed ahead is no reason for others to have none.
+/// An eighth of the host's memory stays free: updates computed early must not starve other processes.
 const SPARED_SHARE: u64 = 8;
 
-/// 1 Mi numbers are computed at a time, then it is asked whether to go on.
+/// Number of elements computed at a time, before checking whether to continue.
 const PIECE: i64 = 1 << 20;
-/// Kernels work on 16 numbers at a time, so no number of whole ones depends on the cut.
+/// Kernels work on 16 elements at a time, so results do not depend on the cut if pieces are multiples of
+/// 16.
 const UNIT: i64 = 16;
 
-/// The part that a step begins with is wanted as soon as it was asked for: there is nothing to hide it behind.
+/// Part that a step updates first. It is wanted at once, so there is nothing to hide its update behind.
 pub(crate) const FIRST_PART: usize = 0;
 
 impl Method {
-    /// What a [plan](crate::plan::Request::look_ahead) has to know of an optimizer of stages that live on the host, which
-    /// looks ahead at its updates; none of one whose update is a mere addition.
+    /// Returns the memory that computing updates early takes, for a
+    /// [plan](crate::plan::Request::look_ahead) with offloaded stages; `None` for a method whose update is
+    /// a single addition.
     ///
     /// # Errors
-    /// When the system does not tell how much memory the host has.
+    /// When the system does not report the host's memory.
     pub fn ahead_needs(&self, kind: Kind) -> Result<Option<LookAhead>> {
         let state = self.state_factor_in(kind);
         if state == 0.0 {
             return Ok(None);
         }
-        // Beside the state, a copy of the parameter where there is no master.
+        // A copy of the parameter is needed too where there is no master.
         let bytes = if has_master(kind, self) { state } else { state + 1.0 };
         let spared = memory::host()?.total.0 / SPARED_SHARE;
         Ok(Some(LookAhead { bytes, spared }))
     }
 }
 
-/// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
+/// Second state of a parameter, and the tensor that updates go to: its master, or a copy of the parameter.
 #[derive(Debug)]
 pub(super) struct SecondState {
     state: ParameterState,
     pub(super) work: Tensor,
-    /// What it was computed from, where it is the next state; none where it is but room for that.
+    /// Inputs that it was computed from; `None` while it is only allocated memory.
     ahead: Option<Ahead>,
 }
 
-/// What a parameter's next state was computed from.
+/// Inputs that a parameter's next state was computed from.
 #[derive(Debug)]
 struct Ahead {
     method: Method,
     parameter_version: i64,
-    /// Where the gradient lies, not the gradient itself: its memory is to be free when nobody else has it.
+    /// Address of the gradient, not the gradient itself, so that its memory is freed with its last owner.
     gradient: usize,
     gradient_version: i64,
 }
 
 impl SecondState {
-    /// Room for one like this, whose parameter is laid out like that.
+    /// Allocates a second state like `state`, for a parameter with the strides of `layout`.
     fn like(state: &ParameterState, layout: &Tensor) -> Result<Self> {
         let state = state.room_beside()?;
         let work = match &state.master {
@@ -77,7 +79,7 @@ impl SecondState {
         Ok(Self { state, work, ahead: None })
     }
 
-    /// Whether it is what a step with this gradient would come to.
+    /// Whether it holds the result of a step with this gradient.
     pub(super) fn is_of(&self, tensor: &Tensor, gradient: &Tensor, method: &Method) -> bool {
         self.ahead.as_ref().is_some_and(|ahead| {
             let versions = [ahead.parameter_version, ahead.gradient_version];
@@ -88,7 +90,8 @@ impl SecondState {
         })
     }
 
-    /// Has the system give the memory, piece by piece, as long as it is to go on.
+    /// Writes to all of the memory, so that the system provides the pages, piece by piece while `go_on`
+    /// allows.
     fn touch(&self, go_on: &impl Fn() -> bool) -> Result<()> {
         for tensor in self.numbers()? {
             for (start, length) in pieces(&tensor).take_while(|_| go_on()) {
@@ -98,19 +101,19 @@ impl SecondState {
         Ok(())
     }
 
-    /// Whether it has room for this: the parameter may have changed its kind or layout since it was made.
+    /// Whether its memory fits: the parameter may have changed its dtype or strides since.
     fn suits(&self, tensor: &Tensor, state: &ParameterState) -> bool {
         self.state.master.is_some() == state.master.is_some()
             && fits(state.master.as_ref().unwrap_or(tensor), &self.work)
     }
 
-    /// The parameter and its moments, in the order in which they lie in memory.
+    /// Returns the parameter and its moments as flat tensors.
     fn numbers(&self) -> Result<Vec<Tensor>> {
         numbers(&self.work, &self.state)
     }
 
-    /// Makes it what a step with this gradient makes of the parameter and its state; tells whether it came to the
-    /// end, before which it may be left off.
+    /// Computes the step with this gradient from the parameter and its state into this one. Returns false
+    /// if `go_on` stopped it before the end.
     fn advance(
         &self,
         (tensor, state): (&Tensor, &ParameterState),
@@ -143,7 +146,7 @@ impl SecondState {
 }
 
 impl UpdateBeside<'_> {
-    /// Copies what is there now, and updates that. `taken` counts the steps before this one.
+    /// Copies the present values and updates the copies. `taken` counts the steps before this one.
     fn by_copies(&self, method: &Method, taken: Option<&Tensor>) -> Result<()> {
         foreach::copy(self.next, self.now)?;
         let mut next = self.next.iter().map(|tensor| vec![tensor.shallow_clone()]);
@@ -151,7 +154,7 @@ impl UpdateBeside<'_> {
             parameters: next.next().unwrap_or_default(),
             gradients: vec![self.gradient.shallow_clone()],
             moments: next.collect(),
-            // The kernel counts, and does so for every piece.
+            // The kernel increments the counter, and would do so for every piece.
             steps: taken.map(Tensor::f_detach_copy).transpose()?.into_iter().collect(),
             first: false,
             rate: None,
@@ -160,7 +163,7 @@ impl UpdateBeside<'_> {
     }
 }
 
-/// A parameter, or its master, and its moments in the order in which they lie in memory.
+/// Returns a parameter, or its master, and its moments as flat tensors.
 fn numbers(parameter: &Tensor, state: &ParameterState) -> Result<Vec<Tensor>> {
     std::iter::once(parameter).chain(&state.moments).map(flat).collect()
 }
@@ -169,8 +172,8 @@ fn flat(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_as_strided([tensor.numel() as i64], [1], None)?)
 }
 
-/// Where pieces of these numbers begin, and how long they are. The last is what does not fill a register: kernels
-/// round such numbers by themselves.
+/// Returns the start and length of each piece. The last piece is the rest that does not fill a register:
+/// kernels round such elements differently.
 fn pieces(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
     let numbers = flat.numel() as i64;
     let rest = numbers % UNIT;
@@ -180,13 +183,13 @@ fn pieces(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
     pieces.chain((rest > 0).then_some((whole, rest)))
 }
 
-/// What a second state takes, beside a parameter like this.
+/// Number of bytes of a second state for a parameter like this.
 fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
     state.moments.iter().chain([parameter]).map(tensor_bytes).sum()
 }
 
 impl Parameter {
-    /// Computes what a step with this gradient makes of it, where room was made for that.
+    /// Computes the step with this gradient into the second state, if one is allocated.
     fn look_ahead(
         &mut self,
         gradient: &Tensor,
@@ -212,7 +215,8 @@ impl Parameter {
             self.second = None;
             return Ok(());
         }
-        // Before anything is read: what changes meanwhile has another version afterwards.
+        // Versions are read before any value: a change during the computation leads to another version
+        // afterwards.
         let (parameter_version, gradient_version) = (version(tensor), version(gradient));
         match next.advance((tensor, state), gradient, method, go_on) {
             Ok(true) => {
@@ -221,7 +225,7 @@ impl Parameter {
             }
             Ok(false) => (),
             Err(error) => {
-                // The likeliest cause is that the host has no memory left.
+                // The likeliest cause is that the host is out of memory.
                 self.second = None;
                 return Err(error);
             }
@@ -229,9 +233,9 @@ impl Parameter {
         Ok(())
     }
 
-    /// Its state, and what its second one would be laid out like, where it is to have one and has none. That is read
-    /// off the state: the parameter itself may be on its way to a slot. Without master and moments an update is one
-    /// addition, which nobody has to look ahead of.
+    /// Returns the state, and a tensor with the strides of the second state, where a second state is
+    /// missing. The strides come from the state because the parameter itself may be on its way to a device
+    /// buffer. Without master and moments an update is one addition, which is not worth computing early.
     fn lacks_second(&self) -> Option<(&ParameterState, &Tensor)> {
         let part = self.home.as_ref().map_or(FIRST_PART, |home| home.part);
         if part == FIRST_PART || self.second.is_some() {
@@ -241,12 +245,12 @@ impl Parameter {
         Some((state, state.master.as_ref().or(state.moments.first())?))
     }
 
-    /// What its second state takes, if it has one.
+    /// Number of bytes of its second state, if it has one.
     fn second_bytes(&self) -> u64 {
         self.second.as_ref().map_or(0, |second| second_bytes(&second.state, &second.work))
     }
 
-    /// Lets the next state be the state.
+    /// Makes the second state, if it is computed, the state; the old one becomes memory for the next.
     pub(super) fn take_over(&mut self) {
         let next = self.second.take_if(|second| second.ahead.is_some());
         let Some(SecondState { state, work, .. }) = next else { return };
@@ -262,8 +266,8 @@ impl Parameter {
 }
 
 impl Optimizer {
-    /// Computes what a step with this gradient makes of the parameter of this name. Nothing has happened to it
-    /// before a step takes that over. It is left off when it is not to go on.
+    /// Computes the step of the parameter `name` with this gradient into its second state, until `go_on`
+    /// returns false. The parameter and its state are unchanged until a step takes the second state over.
     pub(crate) fn look_ahead(
         &mut self,
         name: &str,
@@ -278,8 +282,8 @@ impl Optimizer {
         parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
     }
 
-    /// Makes room to look ahead, and has the system give it, as long as it is to go on: that takes longer than to look
-    /// ahead.
+    /// Allocates second states and touches their memory, while `go_on` allows: getting pages from the
+    /// system takes longer than computing the updates.
     pub(crate) fn make_room_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
         if !self.parameters.iter().any(|parameter| parameter.lacks_second().is_some()) {
             return Ok(());
@@ -298,7 +302,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// What parameters' home has for more second states, beside those that were made and what a step needs.
+    /// Free bytes for more second states in the host memory of offloaded parameters, beyond those allocated
+    /// and those that a step needs.
     fn room_ahead(&self) -> Result<u64> {
         let made: u64 = self.parameters.iter().map(Parameter::second_bytes).sum();
         let arena = self.parameters.iter().find_map(|p| p.home.as_ref()?.arena.as_ref());
@@ -309,18 +314,18 @@ impl Optimizer {
         Ok(host.available.0.saturating_sub(host.total.0 / SPARED_SHARE))
     }
 
-    /// Whether something was computed ahead that no step has taken over.
+    /// Whether a second state is computed that no step has taken over.
     pub(crate) fn has_ahead(&self) -> bool {
         let mut seconds = self.parameters.iter().filter_map(|parameter| parameter.second.as_ref());
         seconds.any(|second| second.ahead.is_some())
     }
 
-    /// Gives up what was computed ahead and no step has taken over; tells whether there was any.
+    /// Discards computed second states that no step has taken over; returns whether there were any.
     pub(crate) fn forget_ahead(&mut self) -> bool {
         self.parameters.iter_mut().map(Parameter::forget_ahead).fold(false, |any, had| any | had)
     }
 
-    /// Gives up the room for it as well.
+    /// Frees the second states as well.
     pub(crate) fn drop_ahead(&mut self) {
         self.parameters.iter_mut().for_each(|parameter| parameter.second = None);
     }
@@ -334,10 +339,10 @@ mod tests {
     use brimful_torch::autograd::set_gradient;
     use tch::Device;
 
-    /// An optimizer of two parameters that has taken a step.
+    /// Returns an optimizer of two parameters that has taken a step.
     fn optimizer(method: Method, kind: Kind) -> Optimizer {
         let number = |at: i64| {
-            // The second is of two pieces and a rest.
+            // The second one has two pieces and a rest.
             let columns = [6, PIECE / 5 + 7][at as usize];
             let values = Tensor::arange(5 * columns, (Kind::Float, Device::Cpu)) / (at + 7);
             values.view([5, columns]).to_kind(kind).set_requires_grad(true)
@@ -350,7 +355,7 @@ mod tests {
         optimizer
     }
 
-    /// Gradients anew, in tensors of their own.
+    /// Sets new gradients, in new tensors.
     fn give(optimizer: &mut Optimizer, factor: f64) {
         for Parameter { tensor, state, .. } in &mut optimizer.parameters {
             let kind = state
@@ -377,7 +382,7 @@ mod tests {
         parameters.chain(state.into_iter().map(|(_, tensor)| tensor.copy())).collect()
     }
 
-    /// Three steps, each looked ahead of or not, with something that happens before it is taken.
+    /// Takes three steps, with or without computing each update early, and calls `before` ahead of each.
     fn three_steps(
         method: Method,
         kind: Kind,

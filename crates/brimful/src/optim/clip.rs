@@ -1,4 +1,4 @@
-//! Keeps the gradients' common norm below a bound.
+//! Clips the common norm of gradients.
 
 use brimful_torch::foreach;
 use tch::Tensor;
@@ -10,34 +10,34 @@ use crate::Result;
 /// Keeps the divisor from zero, as in PyTorch.
 const EPS: f64 = 1e-6;
 
-/// The norm that gradients had, still on their device: clipping does not wait for it.
+/// Norm of the gradients before clipping, still on their device: clipping does not wait for it.
 #[derive(Debug)]
 pub struct GradientNorm(Tensor);
 
 impl GradientNorm {
-    /// The number, for which the host waits.
+    /// Returns the number, which waits for the device.
     ///
     /// # Errors
-    /// When the device reports what went wrong there before.
+    /// When the device reports an earlier failure.
     pub fn value(&self) -> Result<f64> {
         Ok(self.0.f_double_value(&[])?)
     }
 
-    /// The 0-dim tensor, for which nobody waits.
+    /// Returns the 0-dim tensor, without waiting for the device.
     pub fn tensor(&self) -> &Tensor {
         &self.0
     }
 }
 
-/// Multiplies all gradients by one factor so that their 2-norm, taken as one vector, is at most
-/// `max_norm`; smaller ones stay as they are. Gives the norm that they had.
+/// Multiplies all gradients by one factor so that their 2-norm, taken as one vector, is at most `max_norm`;
+/// smaller ones stay as they are. Returns the norm before clipping.
 ///
-/// A norm that is not finite leaves gradients that are not finite. Half gradients are multiplied by
-/// the factor rounded to their kind, so their norm may exceed the bound by that rounding.
+/// A non-finite norm makes the gradients non-finite. Half-precision gradients are multiplied by the factor
+/// rounded to their dtype, so their norm may exceed the bound by that rounding.
 ///
 /// # Errors
-/// When `max_norm` is not above 0, no parameter has a gradient, or memory runs out. The gradients
-/// are as before then.
+/// When `max_norm` is not above 0, no parameter has a gradient, or memory runs out. The gradients are
+/// unchanged then.
 pub fn clip_gradient_norm<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
@@ -60,7 +60,7 @@ pub(crate) fn check_max_norm(max_norm: f64) -> Result<()> {
     within("max_norm", max_norm, max_norm > 0.0, "give a number above 0")
 }
 
-/// What gradients of this norm are multiplied with; not finite where the norm is no number.
+/// Returns the factor for gradients of this norm; non-finite where the norm is.
 pub(crate) fn clip_factor(norm: f64, max_norm: f64) -> f64 {
     let factor = max_norm / (norm + EPS);
     if factor > 1.0 { 1.0 } else { factor }

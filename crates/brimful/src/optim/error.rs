@@ -1,30 +1,30 @@
-//! Why parameters cannot be optimized as asked.
+//! Errors of optimizers and weight averages.
 
 use thiserror::Error;
 
-/// Parameters that cannot be optimized as asked.
+/// Error of an optimizer or of weight averages.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OptimError {
-    /// An option of an optimizer that makes no sense.
+    /// Option of an optimizer with an invalid value.
     #[error("{option} cannot be {value}: {remedy}")]
     BadOption {
         /// The option's name.
         option: &'static str,
-        /// What it was set to.
+        /// Its value.
         value: String,
-        /// What it may be.
+        /// Values that it may have.
         remedy: &'static str,
     },
-    /// A tensor that no optimizer can update.
+    /// Tensor that no optimizer can update.
     #[error("parameter '{parameter}' cannot be optimized: {reason}")]
     BadParameter {
         /// Its name.
         parameter: String,
-        /// Why, and what to do.
+        /// Reason and remedy.
         reason: String,
     },
-    /// A parameter group without a parameter.
+    /// Parameter group without a parameter.
     #[error(
         "group '{group}' matches none of the {parameters} parameters (the first is '{first}'): \
          mend its condition or leave it out"
@@ -32,38 +32,38 @@ pub enum OptimError {
     EmptyGroup {
         /// The group's name.
         group: String,
-        /// How many parameters there are.
+        /// Number of parameters.
         parameters: usize,
-        /// The name of the first one.
+        /// Name of the first one.
         first: String,
     },
-    /// A parameter group that cannot be made.
+    /// Parameter group that cannot be created.
     #[error("group '{group}' cannot be made: {reason}")]
     BadGroup {
         /// The group's name.
         group: String,
-        /// Why, and what to do.
+        /// Reason and remedy.
         reason: String,
     },
-    /// A parameter group that does not exist.
+    /// Parameter group that does not exist.
     #[error("there is no group '{group}'; there is {known}")]
     NoGroup {
-        /// The name that was asked for.
+        /// Requested name.
         group: String,
-        /// The names that there are.
+        /// Names of the existing groups.
         known: String,
     },
-    /// A saved state that belongs to another model or optimizer.
+    /// Saved state that belongs to another model or optimizer.
     #[error(
         "the saved optimizer state does not fit: '{name}' is {saved} in it, but {here} here; load \
          the state that was saved with this model, optimizer and groups"
     )]
     StateMismatch {
-        /// What differs: a parameter, one of its state's tensors, or a group.
+        /// Name of the first difference: a parameter, one of its state's tensors, or a group.
         name: String,
-        /// What the saved state has.
+        /// Value in the saved state.
         saved: String,
-        /// What the optimizer has.
+        /// Value in the optimizer.
         here: String,
     },
     /// Saved averages that belong to another model.
@@ -72,22 +72,22 @@ pub enum OptimError {
          were saved with this model"
     )]
     AveragesMismatch {
-        /// What differs: a variable, or one of the texts.
+        /// Name of the first difference: a variable, or one of the texts.
         name: String,
-        /// What the saved averages have.
+        /// Value in the saved averages.
         saved: String,
-        /// What is here.
+        /// Value in the model.
         here: String,
     },
-    /// Averages cannot follow weights in whose place they are.
+    /// Update of averages that are swapped in.
     #[error(
         "the averages are in the place of the model's own weights: put those back with `swap_out` first"
     )]
     AveragesInPlace,
-    /// Gradients were needed, and there are none.
+    /// Clipping without any gradient.
     #[error("none of the {parameters} parameters has a gradient: run backward first")]
     NoGradient {
-        /// How many parameters were looked at.
+        /// Number of parameters searched.
         parameters: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! The choice of an optimization method, and what all methods have in common.
+//! Choice of an optimization method, and the code common to all methods.
 
 use brimful_torch::TorchError;
 use brimful_torch::optim::LearningRate;
@@ -9,7 +9,7 @@ use super::OptimError;
 use super::{Adam, AdamW, Sgd};
 use crate::Result;
 
-/// How parameters are updated: by [`Sgd`], [`Adam`] or [`AdamW`], with their options.
+/// Optimization method: [`Sgd`], [`Adam`] or [`AdamW`], with its options.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "method", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -23,37 +23,37 @@ pub enum Method {
     AdamW(AdamW),
 }
 
-/// Parameters that are updated in one call, and what belongs to each, as parallel lists.
+/// Parameters that are updated in one call, with their gradients and state, as parallel lists.
 pub(super) struct Lists {
     pub(super) parameters: Vec<Tensor>,
     pub(super) gradients: Vec<Tensor>,
-    /// One list a name of [`Method::moments`].
+    /// One list for each name in [`Method::moments`].
     pub(super) moments: Vec<Vec<Tensor>>,
-    /// Empty where the method does not count.
+    /// Step counters; empty where the method does not count.
     pub(super) steps: Vec<Tensor>,
     /// Whether this is the first step of all of them.
     pub(super) first: bool,
-    /// The learning rate, where it is not the method's own number.
+    /// Learning rate as a tensor; `None` for the method's own number.
     pub(super) rate: Option<Tensor>,
 }
 
-/// One parameter, or a piece of it, and its moments behind it: as they are, and room for what they will be.
+/// One parameter, or a piece of it, followed by its moments: present values, and memory for the next ones.
 pub(super) struct UpdateBeside<'a> {
     pub(super) now: &'a [Tensor],
     pub(super) gradient: &'a Tensor,
     pub(super) next: &'a [Tensor],
-    /// Counted from 1.
+    /// Number of this step, counted from 1.
     pub(super) step: f64,
 }
 
 impl Lists {
-    /// How far to go, where the method says `number`.
+    /// Returns the learning rate: the tensor if there is one, or `number`.
     pub(super) fn rate(&self, number: f64) -> LearningRate<'_> {
         self.rate.as_ref().map_or(LearningRate::Number(number), LearningRate::Tensor)
     }
 }
 
-/// The same expression of whichever method it is.
+/// Evaluates an expression on the configuration of any method.
 macro_rules! of_method {
     ($method:expr, $config:ident => $value:expr) => {
         match $method {
@@ -65,7 +65,7 @@ macro_rules! of_method {
 }
 
 impl Method {
-    /// `sgd`, `adam` or `adamw`.
+    /// Returns `sgd`, `adam` or `adamw`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Sgd(_) => "sgd",
@@ -74,7 +74,7 @@ impl Method {
         }
     }
 
-    /// How far a step goes.
+    /// Returns the learning rate.
     pub fn learning_rate(&self) -> f64 {
         of_method!(self, config => config.learning_rate)
     }
@@ -83,7 +83,7 @@ impl Method {
         of_method!(self, config => config.learning_rate = rate)
     }
 
-    /// The same method, under which parameters do not shrink by themselves.
+    /// Returns this method without weight decay.
     pub(super) fn without_decay(self) -> Self {
         of_method!(self, config => config.weight_decay(0.0).into())
     }
@@ -92,17 +92,17 @@ impl Method {
         of_method!(self, config => config.check())
     }
 
-    /// The names of the tensors that are kept of each parameter, shaped like it.
+    /// Names of the tensors that are kept for each parameter, with its shape.
     pub(super) fn moments(&self) -> &'static [&'static str] {
         of_method!(self, config => config.moments())
     }
 
-    /// Whether the steps of each parameter are counted.
+    /// Whether the method counts the steps of each parameter.
     pub(super) fn counts(&self) -> bool {
         !matches!(self, Self::Sgd(_))
     }
 
-    /// Whether a half parameter's state is of its own kind.
+    /// Whether the state of a half-precision parameter has the parameter's dtype.
     pub(super) fn half_state(&self) -> bool {
         of_method!(self, config => config.half_state)
     }
@@ -111,7 +111,7 @@ impl Method {
         of_method!(self, config => config.update(lists))
     }
 
-    /// The same of one parameter, beside what it is; tells whether that can be done in one pass.
+    /// Updates one parameter out of place in one pass; returns false where the method has no such kernel.
     pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
         match self {
             Self::Sgd(_) => Ok(false),

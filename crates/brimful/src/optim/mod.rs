@@ -1,5 +1,5 @@
-//! Optimizers on libtorch's fused kernels: one pass over the memory of all parameters, a step that
-//! is whole or not taken, and a state that can be saved.
+//! Optimizers on libtorch's fused kernels: one pass over the memory of all parameters, atomic steps, and a
+//! state that can be saved.
 //!
 //! ```
 //! use brimful::optim::{AdamW, Optimizer};
@@ -17,16 +17,16 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! *Atomic.* A step allocates what it lacks before it changes anything, and nothing afterwards. One
-//! that runs out of memory leaves parameters, state and step counters as they were.
+//! *Atomic.* A step allocates all that it needs before it changes anything, and nothing afterwards. A step
+//! that runs out of memory leaves parameters, state and step counters unchanged.
 //!
-//! *Half precision.* A parameter in f16 or bf16 gets its state in f32, and an f32 copy of itself
-//! that the updates go to: bf16 keeps 8 bits, and most of a small update would be rounded away. The
-//! fused kernels want one kind for all, so gradients are converted in pieces of 64 MiB. `half_state`
-//! keeps the state in the parameter's own kind instead, as PyTorch does, in half the memory or less.
+//! *Half precision.* A parameter in f16 or bf16 has its state in f32, and an f32 master copy that updates
+//! go to: bf16 has 8 significant bits, and most of a small update would be rounded away. The fused kernels
+//! need one dtype for all tensors, so gradients are converted in pieces of 64 MiB. `half_state` keeps the
+//! state in the parameter's own dtype instead, as PyTorch does, in half the memory or less.
 //!
-//! *tch's optimizers* can be used in place of these wherever one is stepped: both find the gradients
-//! in the parameters.
+//! *tch's optimizers* can be used instead wherever the caller steps: both read the gradients from the
+//! parameters.
 
 mod adam;
 mod ahead;
@@ -69,7 +69,7 @@ use ahead::SecondState;
 use replay::OptimizerReplay;
 use state::ParameterState;
 
-/// The group of the parameters that no other group has taken.
+/// Group of the parameters that are in no other group.
 pub(crate) const DEFAULT_GROUP: &str = "default";
 
 /// Updates parameters by their gradients.
@@ -85,11 +85,11 @@ struct Parameter {
     name: String,
     tensor: Tensor,
     group: usize,
-    /// Where it lives; on its device, if nothing is said.
+    /// Its offloading; `None` if it stays on its device.
     home: Option<ParameterHome>,
     /// `None` until its first step.
     state: Option<ParameterState>,
-    /// What its next step comes to, where that was computed before it, or room for it.
+    /// Next state, computed before the step, or the memory for it.
     second: Option<SecondState>,
 }
 
@@ -98,18 +98,18 @@ impl Parameter {
         Self { name, tensor, group: 0, home: None, state: None, second: None }
     }
 
-    /// Charges what is allocated to the account of the host, where the parameter lives there.
+    /// Charges allocations to the host's arena while the guard lives, if the parameter is offloaded.
     fn enter_home(&self) -> Option<ArenaGuard> {
         self.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter)
     }
 }
 
-/// A parameter's place among those that live on the host.
+/// Offloading of a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct ParameterHome {
-    /// Parts are updated in their order.
+    /// Part that it is updated in; parts are updated in order.
     pub(crate) part: usize,
-    /// What its state is charged to.
+    /// Arena that its state is charged to.
     pub(crate) arena: Option<Arena>,
 }
 
@@ -120,13 +120,13 @@ struct ParameterGroup {
 }
 
 impl Optimizer {
-    /// An optimizer of the store's trainable variables, frozen ones included: those are skipped
-    /// while they are frozen. Variables that are made later are not in it.
+    /// Creates an optimizer of the store's trainable variables, which skips those that are frozen at a
+    /// step. Variables that are created later are not included.
     ///
     /// # Errors
-    /// When an option makes no sense.
+    /// When an option is invalid.
     pub fn new(vs: &nn::VarStore, config: impl Into<Method>) -> Result<Self> {
-        // The store names all variables but lists the trainable ones without their names.
+        // The store names all variables, but lists the trainable ones without their names.
         let trainable: HashSet<_> = vs.trainable_variables().iter().map(place).collect();
         let named = vs.variables().into_iter().filter(|(_, t)| trainable.contains(&place(t)));
         let mut named: Vec<_> = named.collect();
@@ -134,10 +134,10 @@ impl Optimizer {
         Self::for_named(named, config)
     }
 
-    /// An optimizer of these parameters.
+    /// Creates an optimizer of these parameters.
     ///
     /// # Errors
-    /// When an option makes no sense, two parameters have one name or are one tensor, or one is no
+    /// When an option is invalid, two parameters have the same name or are the same tensor, or one is not a
     /// leaf or not a floating-point tensor.
     pub fn for_named(named: Vec<(String, Tensor)>, config: impl Into<Method>) -> Result<Self> {
         let method = config.into();
@@ -149,7 +149,7 @@ impl Optimizer {
         Ok(Self { parameters, groups, replay: OptimizerReplay::default() })
     }
 
-    /// Says where the parameters of these names live.
+    /// Sets which parameters are offloaded, by their names.
     pub(crate) fn set_homes(&mut self, home: impl Fn(&str) -> Option<ParameterHome>) {
         self.parameters.iter_mut().for_each(|parameter| parameter.home = home(&parameter.name));
     }
@@ -157,8 +157,8 @@ impl Optimizer {
     /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.
     ///
     /// # Errors
-    /// When an option makes no sense, the name is taken, no parameter or one of another group
-    /// satisfies `members`, or a step was taken already. No group is made then.
+    /// When an option is invalid, the name is taken, no parameter or one of another group satisfies
+    /// `members`, or a step was taken already. No group is created then.
     pub fn group(
         &mut self,
         name: &str,
@@ -173,7 +173,7 @@ impl Optimizer {
         }
     }
 
-    /// Makes these parameters a group; tells whether there are any.
+    /// Moves these parameters into a new group; returns false if there are none.
     fn form_group(
         &mut self,
         name: &str,
@@ -192,7 +192,7 @@ impl Optimizer {
         any
     }
 
-    /// Whether a group can be made of these parameters, if there are any.
+    /// Whether a group of these parameters can be created.
     pub(crate) fn check_group(
         &self,
         name: &str,
@@ -217,7 +217,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Leaves every parameter without a gradient, so that the next backward makes its own.
+    /// Removes the gradients of all parameters, so that the next backward creates new ones.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -232,12 +232,12 @@ impl Optimizer {
     /// [`clip_gradient_norm`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`clip_gradient_norm`].
     pub fn clip_gradient_norm(&self, max_norm: f64) -> Result<GradientNorm> {
         clip_gradient_norm(self.parameters.iter().map(|parameter| &parameter.tensor), max_norm)
     }
 
-    /// The learning rate of the parameters that are in no group of their own.
+    /// Returns the learning rate of the parameters that are in no group of their own.
     pub fn learning_rate(&self) -> f64 {
         self.groups[0].method.learning_rate()
     }
@@ -254,7 +254,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The learning rate of one group.
+    /// Returns the learning rate of one group.
     ///
     /// # Errors
     /// When there is no such group.
@@ -276,12 +276,12 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The parameters with their names.
+    /// Returns the parameters with their names.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.parameters.iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor))
     }
 
-    /// The groups' names.
+    /// Returns the groups' names.
     pub(crate) fn groups(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|group| group.name.as_str())
     }
@@ -298,7 +298,7 @@ impl Optimizer {
     }
 }
 
-/// Where a tensor lies and how: clones of a tensor share it.
+/// Address and strides of a tensor, which clones of it share.
 fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
     (tensor.data_ptr(), tensor.size(), tensor.stride())
 }
@@ -328,7 +328,7 @@ fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Each is a tensor, with a name of its own.
+/// Checks that each is defined and has a name of its own.
 fn check_named(named: &[(String, Tensor)]) -> Result<()> {
     let mut names = HashSet::new();
     for (name, tensor) in named {
@@ -343,7 +343,7 @@ fn check_named(named: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Whether some elements are the same memory, as in an expanded tensor.
+/// Whether elements share memory, as in an expanded tensor.
 fn overlaps(tensor: &Tensor) -> bool {
     tensor.size().iter().zip(tensor.stride()).any(|(&size, stride)| size > 1 && stride == 0)
 }

@@ -1,21 +1,21 @@
-//! Weight decay for matrices alone: norms and biases, of fewer than two dimensions, have none.
+//! Weight decay for matrices only: norms and biases, of fewer than two dimensions, have none.
 
 use super::{Optimizer, Parameter};
 use crate::Result;
 
-/// The group of the parameters that [`Optimizer::decay_only_matrices`] takes the decay from.
+/// Group of the parameters that [`Optimizer::decay_only_matrices`] excludes from weight decay.
 pub const NO_DECAY_GROUP: &str = "no-decay";
 
-/// Parameters of so many dimensions are matrices, and shrink.
+/// Number of dimensions from which a parameter has weight decay.
 const MATRIX_DIMENSIONS: usize = 2;
 
 impl Optimizer {
-    /// Takes the weight decay from every parameter of fewer than two dimensions, which are the
-    /// biases and the weights of norms: they become the group [`NO_DECAY_GROUP`]. Those of other
-    /// groups keep the options that they were given. Where there are none, nothing is done.
+    /// Excludes every parameter of fewer than two dimensions, that is biases and the weights of norms, from
+    /// weight decay: they become the group [`NO_DECAY_GROUP`]. Parameters of other groups keep their
+    /// options. Does nothing if there are none.
     ///
     /// # Errors
-    /// When a step was taken already, or there is such a group. No group is made then.
+    /// When a step was taken already, or the group exists. No group is created then.
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         self.check_no_decay()?;
         let method = self.groups[0].method.without_decay();

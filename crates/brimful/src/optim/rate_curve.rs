@@ -1,10 +1,10 @@
-//! The learning rate of every step: how it rises at first, and falls later.
+//! Learning-rate schedules: warm-up and decay.
 
 use std::f64::consts::PI;
 
-/// A learning rate that rises over the first steps, and falls until the last one.
+/// Learning-rate schedule that warms up over the first steps, and decays until the last one.
 ///
-/// It is a number for each step and nothing else: a loop gives it to its optimizer.
+/// It returns a number for each step and nothing else: a loop sets it in its optimizer.
 ///
 /// ```
 /// use brimful::optim::RateCurve;
@@ -21,13 +21,13 @@ pub struct RateCurve {
     rate: f64,
     warmup: usize,
     shape: CurveShape,
-    /// Of the whole training, the first ones included.
+    /// Steps of the whole training, including the warm-up.
     steps: usize,
-    /// What is left of the rate at last.
+    /// Share of the rate that is left at the end.
     share: f64,
 }
 
-/// How the rate falls.
+/// Shape of the decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CurveShape {
     Constant,
@@ -36,39 +36,38 @@ enum CurveShape {
 }
 
 impl RateCurve {
-    /// The same rate for every step. What an optimizer does not take, such as a negative one, its
-    /// `set_learning_rate` refuses.
+    /// Returns a constant rate. An invalid one, such as a negative one, is refused by the optimizer's
+    /// `set_learning_rate`.
     pub fn new(rate: f64) -> Self {
         Self { rate, warmup: 0, shape: CurveShape::Constant, steps: 0, share: 0.0 }
     }
 
-    /// Rises in a straight line over so many steps, all of which are below the rate itself; the
-    /// step after them has it.
+    /// Warms up linearly over `steps` steps, all of which are below the rate itself; the step after them
+    /// has it.
     pub fn warmup(self, steps: usize) -> Self {
         Self { warmup: steps, ..self }
     }
 
-    /// Falls in a straight line, to be at its least after `steps` steps, those of the warm-up
-    /// included.
+    /// Decays linearly, to the final share after `steps` steps, including those of the warm-up.
     pub fn linear(self, steps: usize) -> Self {
         Self { shape: CurveShape::Linear, steps, ..self }
     }
 
-    /// Falls by half a cosine, slowly at first and at last, to be at its least after `steps` steps,
-    /// those of the warm-up included.
+    /// Decays along half a cosine, slowly at first and at last, to the final share after `steps` steps,
+    /// including those of the warm-up.
     pub fn cosine(self, steps: usize) -> Self {
         Self { shape: CurveShape::Cosine, steps, ..self }
     }
 
-    /// Falls to this share of the rate, not to 0.
+    /// Decays to this share of the rate, not to 0.
     pub fn down_to(self, share: f64) -> Self {
         Self { share, ..self }
     }
 
-    /// The rate of the step that `step` others went before.
+    /// Returns the rate of step `step`, counted from 0.
     pub fn at(&self, step: usize) -> f64 {
         if step < self.warmup {
-            // From above 0: a first step that goes nowhere would be lost.
+            // From above 0: a first step with a rate of 0 would be wasted.
             return self.rate * ((step + 1) as f64 / (self.warmup as f64 + 1.0));
         }
         let falling = self.steps.saturating_sub(self.warmup).max(1);

@@ -1,8 +1,8 @@
-//! Steps on CUDA that are captured once and replayed, as long as nothing moves.
+//! Optimizer steps as CUDA graphs: captured once and replayed while no tensor moves.
 //!
-//! Captured work knows addresses, not tensors. So each step looks where parameters, gradients and state
-//! lie; where that was the same a few times in a row, the step is captured, with the learning rates as
-//! tensors, which change without a new capture. What moves is stepped as ever.
+//! A CUDA graph holds addresses, not tensors. So each step reads the addresses of parameters, gradients and
+//! state. Where they were unchanged a few times in a row, the step is captured, with the learning rates as
+//! tensors, which change without a new capture. Otherwise the step runs normally.
 
 use brimful_torch::autograd::count_change;
 use brimful_torch::graph::{self, Graph, Pool};
@@ -13,16 +13,16 @@ use super::{Optimizer, Parameter, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
-/// 2 steps in a row must find everything in one place before one is captured.
+/// Number of consecutive steps with unchanged addresses before one is captured.
 const CALM_STEPS: usize = 2;
-/// After 8 captures no more is tried: where things move again and again, they cost more than they save.
+/// Largest number of captures: where tensors move again and again, captures cost more than they save.
 const MOST_CAPTURES: usize = 8;
 
-/// What is known of where things lie.
+/// Addresses of the last step, and the CUDA graph captured for them.
 #[derive(Debug, Default)]
 pub(super) struct OptimizerReplay {
     wanted: bool,
-    /// Where all was at the last step, and for how many steps it had been there.
+    /// Addresses at the last step; `calm_steps` counts the steps that they were unchanged.
     places: Vec<usize>,
     calm_steps: usize,
     captured: Option<Captured>,
@@ -33,12 +33,12 @@ pub(super) struct OptimizerReplay {
 #[derive(Debug)]
 struct Captured {
     graph: Graph,
-    /// Each group's learning rate as the graph reads it, and what was last written there.
+    /// Learning rate of each group as the graph reads it, and the number last written there.
     rates: Vec<(Tensor, f64)>,
 }
 
 impl OptimizerReplay {
-    /// Gives up what was captured: options other than learning rates are numbers in it.
+    /// Discards the graph: options other than learning rates are constants in it.
     pub(super) fn forget(&mut self) {
         let Self { wanted, captures, replayed, .. } = *self;
         *self = Self { wanted, captures, replayed, ..Self::default() };
@@ -46,22 +46,22 @@ impl OptimizerReplay {
 }
 
 impl Optimizer {
-    /// On CUDA, captures a step and replays it while parameters, gradients and state stay where they
-    /// are: one launch, and none of the work that leads to one. Elsewhere nothing changes.
+    /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep
+    /// their addresses: one launch, without the host's work for each kernel. No effect on other devices.
     ///
-    /// The result is the same up to the rounding of the learning rate to f32.
+    /// The result differs by no more than the rounding of the learning rate to f32.
     #[must_use]
     pub fn replay(mut self, wanted: bool) -> Self {
         self.replay = OptimizerReplay { wanted, ..OptimizerReplay::default() };
         self
     }
 
-    /// How many steps were replayed so far.
+    /// Number of steps that were replayed.
     pub fn replayed(&self) -> usize {
         self.replay.replayed
     }
 
-    /// Takes the step by a replay, where that is possible.
+    /// Takes the step by replaying a CUDA graph, if possible; returns whether it did.
     pub(super) fn step_again(&mut self) -> Result<bool> {
         if !self.replay.wanted {
             return Ok(false);
@@ -72,7 +72,8 @@ impl Optimizer {
             self.replay.places = places;
             return Ok(false);
         }
-        // Not counted before: gradients that are made anew at every step lie elsewhere each time.
+        // Not counted before: gradients that are allocated anew at every step have another address each
+        // time.
         self.replay.calm_steps += 1;
         if self.replay.captured.is_none() && !self.capture(device)? {
             return Ok(false);
@@ -80,7 +81,7 @@ impl Optimizer {
         let Some(captured) = &mut self.replay.captured else { return Ok(false) };
         for ((tensor, written), group) in captured.rates.iter_mut().zip(&self.groups) {
             let rate = group.method.learning_rate();
-            // A fill is a launch: most steps keep the rate that is there.
+            // A fill is a launch, and most steps keep the rate.
             if *written != rate {
                 let _ = tensor.f_fill_(rate)?;
                 *written = rate;
@@ -92,8 +93,8 @@ impl Optimizer {
         Ok(true)
     }
 
-    /// Nobody has seen that a replay changed the parameters, and somebody may go by it: autograd, or a
-    /// pipeline with copies of them.
+    /// Raises the versions of the parameters, which a replay does not: autograd, and pipelines with copies
+    /// of the parameters, depend on them.
     fn count_changes(&mut self) {
         for Parameter { tensor, state, .. } in &mut self.parameters {
             if tensor.requires_grad() && tensor.grad().defined() {
@@ -105,8 +106,8 @@ impl Optimizer {
         }
     }
 
-    /// Where everything lies that a step reads or writes, if that is one CUDA device and no state is
-    /// missing.
+    /// Returns the addresses of all that a step reads or writes, if that is on one CUDA device and no state
+    /// is missing.
     fn places(&self) -> Result<Option<(Device, Vec<usize>)>> {
         let mut places = Vec::with_capacity(4 * self.parameters.len());
         let mut device = None;
@@ -114,7 +115,7 @@ impl Optimizer {
             let tensor = &parameter.tensor;
             let gradient = tensor.f_grad()?;
             if !tensor.requires_grad() || !gradient.defined() {
-                // Marked, not left out: one that gets a gradient again must change the list.
+                // A placeholder, not left out: a parameter that gets a gradient again must change the list.
                 places.push(0);
                 continue;
             }
@@ -133,7 +134,7 @@ impl Optimizer {
         Ok(device.map(|device| (device, places)))
     }
 
-    /// Captures a step; nothing of it runs. Tells whether there is one now.
+    /// Captures a step without running it; returns whether there is a graph now.
     fn capture(&mut self, device: Device) -> Result<bool> {
         let OptimizerReplay { calm_steps, captures, .. } = self.replay;
         if calm_steps < CALM_STEPS || captures == MOST_CAPTURES {
@@ -147,7 +148,7 @@ impl Optimizer {
         let rates = self.groups.iter().map(rate).collect::<Result<Vec<_>>>()?;
         let tensors = rates.iter().map(|(tensor, _)| tensor.shallow_clone()).collect();
         let recorded = catch_unseen(|| {
-            // CUDA does not capture the default stream, which all threads use.
+            // CUDA does not capture the default stream.
             let stream = Stream::urgent(device)?;
             let step = || {
                 let mut plan = self.prepare()?;

@@ -1,10 +1,10 @@
-//! An optimizer's state as named tensors and texts, to be saved beside the model.
+//! State of an optimizer as named tensors and texts, to be saved beside the model.
 //!
-//! | what | where |
+//! | item | saved as |
 //! | --- | --- |
 //! | averages, buffers, step counts, masters | tensors `PARAMETER.exp_avg`, `PARAMETER.step`, … |
 //! | a group's method, learning rate and options | text `group.GROUP`, as JSON |
-//! | which group a parameter is in | text `parameter.PARAMETER` |
+//! | group of a parameter | text `parameter.PARAMETER` |
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,8 +19,8 @@ use crate::{Error, Result};
 
 const FORMAT: (&str, &str) = ("format", "brimful optimizer state 1");
 
-/// A saved state that fits, in memory of its own: the states in the order of the parameters, the methods in that of
-/// the groups.
+/// Saved state that fits this optimizer, in memory of its own: states in the order of the parameters,
+/// methods in the order of the groups.
 #[derive(Debug)]
 pub(crate) struct ReadState {
     states: Vec<Option<ParameterState>>,
@@ -28,7 +28,7 @@ pub(crate) struct ReadState {
 }
 
 impl Optimizer {
-    /// The whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
+    /// Returns the whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
     /// own, which its next step changes.
     pub fn state(&self) -> (Vec<(String, Tensor)>, Metadata) {
         let mut tensors = Vec::new();
@@ -46,20 +46,20 @@ impl Optimizer {
         (tensors, metadata)
     }
 
-    /// Takes over a state that [`Optimizer::state`] gave, with the learning rates and options that
-    /// its groups had. The parameters themselves are not in it. It is copied into the memory that
-    /// the caller has entered, as by [`guard`](crate::guard).
+    /// Loads a state that [`Optimizer::state`] returned, with the learning rates and options of its groups.
+    /// It does not contain the parameters themselves. The tensors are copied into the memory that the
+    /// caller has entered, as by [`guard`](crate::guard).
     ///
     /// # Errors
-    /// When it is of other parameters, shapes, groups or methods: the first difference is named,
-    /// and nothing is changed. So it is when memory runs out.
+    /// When it belongs to other parameters, shapes, groups or methods (the error names the first
+    /// difference), or memory runs out. Nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let read = self.read_state(tensors, metadata)?;
         self.take_state(read);
         Ok(())
     }
 
-    /// Reads such a state into memory of its own: all of loading that may fail.
+    /// Reads such a state into new memory: the part of loading that may fail.
     pub(crate) fn read_state(
         &mut self,
         tensors: &[(String, Tensor)],
@@ -74,7 +74,7 @@ impl Optimizer {
         self.check_names(metadata)?;
         let mut left: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-        // Its room may be what the new state needs, and what was computed ahead is of the old one.
+        // The new state may need the memory of the second states, whose values belong to the old one.
         self.drop_ahead();
         let mut states = Vec::new();
         for parameter in &self.parameters {
@@ -86,7 +86,7 @@ impl Optimizer {
         }
     }
 
-    /// Lets a state that was read be the optimizer's.
+    /// Replaces the optimizer's state with one that was read.
     pub(crate) fn take_state(&mut self, read: ReadState) {
         for (parameter, state) in self.parameters.iter_mut().zip(read.states) {
             parameter.state = state;
@@ -97,7 +97,7 @@ impl Optimizer {
         self.replay.forget();
     }
 
-    /// Writes the state to a safetensors file, whole or not at all.
+    /// Writes the state to a safetensors file atomically.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -106,17 +106,17 @@ impl Optimizer {
         save::write(path, &tensors, &metadata)
     }
 
-    /// Reads the state from a file that [`Optimizer::save`] has written.
+    /// Reads the state from a file written by [`Optimizer::save`].
     ///
     /// # Errors
-    /// When the file cannot be read or is damaged, or as [`Optimizer::load_state`]; nothing is
-    /// changed then.
+    /// When the file cannot be read or is damaged, or as for [`Optimizer::load_state`]; nothing is changed
+    /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let (tensors, metadata) = save::read(path)?;
         self.load_state(&tensors, &metadata)
     }
 
-    /// The saved methods in the order of this optimizer's groups.
+    /// Returns the saved methods in the order of this optimizer's groups.
     fn read_methods(&self, metadata: &Metadata) -> Result<Vec<Method>> {
         let known = |name: &str| self.groups.iter().any(|group| group.name == name);
         let saved = metadata.keys().filter_map(|key| key.strip_prefix("group."));
@@ -126,7 +126,7 @@ impl Optimizer {
         self.groups.iter().map(|group| read_method(group, metadata)).collect()
     }
 
-    /// The saved parameters must be these, in these groups.
+    /// Checks that the saved parameters are these, in these groups.
     fn check_names(&self, metadata: &Metadata) -> Result<()> {
         let saved = metadata.iter().filter_map(|(key, group)| {
             key.strip_prefix("parameter.").map(|name| (name, group.as_str()))
@@ -160,7 +160,7 @@ fn read_method(group: &ParameterGroup, metadata: &Metadata) -> Result<Method> {
     Ok(saved)
 }
 
-/// Takes the parameter's tensors out of those that are left: all that it needs, or none.
+/// Takes the parameter's tensors out of `left`: all that it needs, or none.
 fn read_state(
     parameter: &Parameter,
     method: &Method,

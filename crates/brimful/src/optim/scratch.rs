@@ -1,32 +1,32 @@
-//! Scratch space in which tensors are converted to another kind or layout, a bounded piece at a time.
+//! Scratch space for converting tensors to another dtype or other strides, in pieces of a bounded size.
 
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// What must be converted is so in pieces of at most 16 Mi elements, or one tensor: scratch space of all at once
+/// Conversions run in pieces of at most 16 Mi elements, or of one tensor: scratch space for all at once
 /// would double their memory.
 const SCRATCH_ELEMENTS: usize = 16 << 20;
 /// Tensors in scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
 const ALIGNMENT: usize = 64;
 
-/// What one like this takes of it, in elements.
+/// Number of elements of scratch space for a tensor like this.
 pub(super) fn scratch_elements(like: &Tensor) -> usize {
     like.numel().next_multiple_of(ALIGNMENT)
 }
 
-/// Things that have a key in common: of a bounded size in scratch space, or one alone.
+/// Items with a common key, of a bounded size in scratch space unless it is a single one.
 #[derive(Debug)]
 pub(super) struct ScratchPiece<K, T> {
     pub(super) key: K,
     pub(super) items: Vec<T>,
-    /// The scratch space that they take, in elements.
+    /// Scratch space that they take, in elements.
     pub(super) scratch: usize,
 }
 
 impl<K: PartialEq, T> ScratchPiece<K, T> {
-    /// Puts a thing into the piece of its key, or into a new one where the scratch space is full.
+    /// Adds an item to the piece of its key, or to a new one where the scratch space is full.
     pub(super) fn put(pieces: &mut Vec<Self>, key: K, item: T, needed: usize) {
         let last = pieces.iter_mut().rev().find(|piece| piece.key == key);
         match last.filter(|piece| piece.scratch + needed <= SCRATCH_ELEMENTS) {
@@ -39,7 +39,7 @@ impl<K: PartialEq, T> ScratchPiece<K, T> {
     }
 }
 
-/// One tensor for each kind and device, of the size that the largest of its pieces needs.
+/// Allocates one tensor for each dtype and device, of the size that its largest piece needs.
 pub(super) fn scratch_for(
     pieces: impl Iterator<Item = ((Kind, Device), usize)>,
 ) -> Result<Vec<Tensor>> {
@@ -54,7 +54,8 @@ pub(super) fn scratch_for(
     sizes.into_iter().map(new).collect()
 }
 
-/// A piece's tensors in scratch space, each laid out as what it is for: of one kind, on one device.
+/// Copies the tensors of a piece into scratch space, each with the strides of its `like`; all of one dtype
+/// and device.
 pub(super) fn convert(
     tensors: &[Tensor],
     like: &[&Tensor],

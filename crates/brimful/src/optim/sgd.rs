@@ -1,4 +1,4 @@
-//! Stochastic gradient descent, with momentum if wanted.
+//! Stochastic gradient descent, optionally with momentum.
 
 use brimful_torch::TorchError;
 use brimful_torch::optim as fused;
@@ -23,7 +23,7 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    /// Plain descent with this learning rate.
+    /// Returns plain gradient descent with this learning rate.
     pub fn new(learning_rate: f64) -> Self {
         Self {
             learning_rate,
@@ -35,27 +35,27 @@ impl Sgd {
         }
     }
 
-    /// How much of the last direction is kept.
+    /// Sets the momentum: the share of the last direction that is kept.
     pub fn momentum(self, momentum: f64) -> Self {
         Self { momentum, ..self }
     }
 
-    /// How much of the gradient is left out of the direction.
+    /// Sets the dampening: the share of the gradient that is left out of the direction.
     pub fn dampening(self, dampening: f64) -> Self {
         Self { dampening, ..self }
     }
 
-    /// How much of the parameter is added to its gradient.
+    /// Sets the weight decay: the share of the parameter that is added to its gradient.
     pub fn weight_decay(self, weight_decay: f64) -> Self {
         Self { weight_decay, ..self }
     }
 
-    /// Looks ahead along the direction. Needs momentum, and no dampening.
+    /// Sets whether to use Nesterov momentum. Needs momentum, and no dampening.
     pub fn nesterov(self, nesterov: bool) -> Self {
         Self { nesterov, ..self }
     }
 
-    /// Keeps the state of an f16 or bf16 parameter in its own kind, not in f32.
+    /// Sets whether the state of an f16 or bf16 parameter is kept in the parameter's own dtype, not in f32.
     pub fn half_state(self, half_state: bool) -> Self {
         Self { half_state, ..self }
     }
@@ -88,7 +88,7 @@ impl Sgd {
             dampening: self.dampening,
             weight_decay: self.weight_decay,
             nesterov: self.nesterov,
-            // Without a buffer there is nothing to begin with, and libtorch says so aloud.
+            // Without a buffer there is no first step, and libtorch would print a warning.
             first: lists.first && self.momentum != 0.0,
         };
         let rate = lists.rate(self.learning_rate);

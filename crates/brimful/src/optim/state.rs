@@ -1,4 +1,4 @@
-//! What an optimizer remembers of one parameter.
+//! State of one parameter in an optimizer.
 
 use brimful_torch::host::prefer_large_pages;
 use brimful_torch::optim::fits;
@@ -7,25 +7,25 @@ use tch::{Device, Kind, Tensor};
 use super::Method;
 use crate::Result;
 
-/// The memory of one parameter's steps.
+/// Step counter, moments and master copy of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// The parameter in f32, where it is itself in half precision: what updates go to.
+    /// Parameter in f32 that updates go to, where the parameter itself is in half precision.
     pub(super) master: Option<Tensor>,
-    /// The parameter's version when it was last rounded from `master`.
+    /// Version of the parameter when it was last rounded from `master`.
     pub(super) version: i64,
-    /// How many steps were taken: one f32, on the parameter's device.
+    /// Number of steps taken: one f32, on the parameter's device.
     pub(super) step: Option<Tensor>,
-    /// The tensors of [`Method::moments`].
+    /// Tensors of [`Method::moments`].
     pub(super) moments: Vec<Tensor>,
 }
 
-/// No parameter has this version, so its master is compared with it before it is used.
+/// Version that no parameter has, so its master is compared with it before it is used.
 pub(super) const UNKNOWN_VERSION: i64 = -1;
 
 impl ParameterState {
-    /// A state for this parameter as it is now; what `old` holds is taken over. The parameter may
-    /// have changed its kind, device or layout since.
+    /// Creates a state for this parameter as it is now, with the values of `old`. The parameter may have
+    /// changed its dtype, device or strides since.
     pub(super) fn new(tensor: &Tensor, method: &Method, old: Option<&Self>) -> Result<Self> {
         let master =
             has_master(tensor.kind(), method).then(|| new_master(tensor, old)).transpose()?;
@@ -43,7 +43,7 @@ impl ParameterState {
         Ok(Self { master, version: version(tensor), step, moments })
     }
 
-    /// Room for a second state like this one.
+    /// Allocates a second state like this one.
     pub(super) fn room_beside(&self) -> Result<Self> {
         let room = |tensor: &Option<Tensor>| tensor.as_ref().map(room_like).transpose();
         let moments = self.moments.iter().map(room_like).collect::<Result<_>>()?;
@@ -56,25 +56,25 @@ impl ParameterState {
         self.suits(tensor, method) && !self.is_stale(tensor)
     }
 
-    /// Whether somebody has set the parameter since it was rounded from its master.
+    /// Whether the parameter was set since it was rounded from its master.
     pub(super) fn is_stale(&self, tensor: &Tensor) -> bool {
         self.master.is_some() && self.version != version(tensor)
     }
 
-    /// Whether it is of the parameter's kind, device and layout.
+    /// Whether it has the parameter's dtype, device and strides.
     pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
         let like = self.master.as_ref().unwrap_or(tensor);
         let dense = fits(like, like);
         self.master.is_some() == has_master(tensor.kind(), method)
             && like.device() == tensor.device()
-            // ParameterState of a parameter with gaps is contiguous, as the copy that is updated.
+            // The state of a parameter with gaps is contiguous, like the copy that is updated.
             && self.moments.iter().all(|moment| {
                 if dense { fits(like, moment) } else { moment.is_contiguous() && alike(like, moment) }
             })
     }
 
-    /// Lets the master be the parameter where somebody has set that; elsewhere it keeps its digits. It takes the
-    /// [scratch space](refresh_scratch) that was made for it, and nothing more.
+    /// Copies the elements of the parameter that were set since into the master; the others keep their f32
+    /// digits. Allocates nothing beyond the [scratch space](refresh_scratch) made for it.
     pub(super) fn refresh(&self, tensor: &Tensor, scratch: &[Tensor]) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for (master, tensor) in pieces(master)?.iter().zip(pieces(&tensor.f_detach()?)?) {
@@ -89,7 +89,7 @@ impl ParameterState {
         Ok(())
     }
 
-    /// The state's tensors with their names.
+    /// Returns the state's tensors with their names.
     pub(super) fn tensors(&self, method: &Method) -> impl Iterator<Item = (&'static str, &Tensor)> {
         let step = self.step.iter().map(|step| ("step", step));
         let master = self.master.iter().map(|master| ("master", master));
@@ -98,25 +98,25 @@ impl ParameterState {
 }
 
 impl Method {
-    /// What is kept of parameters, over what these take themselves: 2 by Adam, 0 by SGD without
-    /// momentum. Half-precision parameters whose state is in f32 have more.
+    /// Size of the state as a multiple of the parameters' size: 2 for Adam, 0 for SGD without momentum.
+    /// Half-precision parameters whose state is in f32 have a larger one.
     pub fn state_factor(&self) -> f64 {
         self.moments().len() as f64
     }
 
-    /// The same of parameters of this number type: of half-precision ones with what is kept in f32.
+    /// Size of the state of parameters of this dtype as a multiple of their size, f32 masters included.
     pub fn state_factor_in(&self, kind: Kind) -> f64 {
         self.bytes_of_number(kind) as f64 / kind.elt_size_in_bytes() as f64
     }
 
-    /// What is kept of each number.
+    /// Number of bytes of the state for each element.
     fn bytes_of_number(&self, kind: Kind) -> usize {
         let has_master = has_master(kind, self);
         let size = if has_master { Kind::Float } else { kind }.elt_size_in_bytes();
         (self.moments().len() + usize::from(has_master)) * size
     }
 
-    /// What the state of these parameters takes, which their first step makes.
+    /// Number of bytes of the state of these parameters, which their first step allocates.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
         let step = if self.counts() { 4 } else { 0 };
         let of_one = |p: &Tensor| self.bytes_of_number(p.kind()) * p.numel() + step;
@@ -124,20 +124,20 @@ impl Method {
     }
 }
 
-/// Whether updates of a parameter of this kind go to an f32 copy of it.
+/// Whether a parameter of this dtype has an f32 master copy.
 pub(super) fn has_master(kind: Kind, method: &Method) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16) && !method.half_state()
 }
 
-/// How often the parameter was changed in place.
+/// Number of in-place changes of the parameter.
 pub(super) fn version(tensor: &Tensor) -> i64 {
     tensor.f_internal_version().unwrap_or(UNKNOWN_VERSION)
 }
 
-/// A parameter's master is refreshed so many numbers at a time, or a row.
+/// Number of elements of a master that are refreshed at a time, or one row.
 const REFRESHED: usize = 1 << 20;
 
-/// The tensor in pieces along its first dimension.
+/// Splits the tensor into pieces along its first dimension.
 fn pieces(tensor: &Tensor) -> Result<Vec<Tensor>> {
     match tensor.size().first() {
         Some(rows) if tensor.numel() > 0 => Ok(tensor.f_split(rows_of_piece(tensor, *rows), 0)?),
@@ -150,7 +150,7 @@ fn rows_of_piece(tensor: &Tensor, rows: i64) -> i64 {
     (REFRESHED as i64 / row).clamp(1, rows)
 }
 
-/// What [`ParameterState::refresh`] takes of scratch space, in elements of each kind.
+/// Scratch space for [`ParameterState::refresh`], in elements of each dtype.
 pub(super) fn refresh_scratch(tensor: &Tensor) -> [((Kind, Device), usize); 3] {
     let elements = match tensor.size().first() {
         Some(&rows) if tensor.numel() > 0 => {
@@ -161,7 +161,7 @@ pub(super) fn refresh_scratch(tensor: &Tensor) -> [((Kind, Device), usize); 3] {
     [tensor.kind(), Kind::Float, Kind::Bool].map(|kind| ((kind, tensor.device()), elements))
 }
 
-/// Scratch space of this kind, shaped like this.
+/// Returns scratch space of this dtype with the shape of `like`.
 fn room_in(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor> {
     let mut all = scratch.iter();
     let space = all.find(|space| (space.kind(), space.device()) == (kind, like.device()));
@@ -169,8 +169,8 @@ fn room_in(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor> {
     Ok(space.f_narrow(0, 0, like.numel() as i64)?.f_view(like.size().as_slice())?)
 }
 
-/// The parameter in f32. Where it is still what the old master was rounded to, the old one's digits
-/// are kept; where somebody has set it since, its own value counts.
+/// Returns the parameter in f32. Elements that still equal the rounded old master keep its digits; elements
+/// that were set since have the parameter's value.
 fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
     let mut present = empty_master(tensor)?;
     present.f_copy_(&tensor.f_detach()?)?;
@@ -182,7 +182,7 @@ fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
     Ok(kept)
 }
 
-/// Room for the parameter in f32, laid out as it is.
+/// Allocates an f32 tensor with the parameter's shape and strides.
 fn empty_master(tensor: &Tensor) -> Result<Tensor> {
     let like = (Kind::Float, tensor.device());
     let room = match fits(tensor, tensor) {
@@ -193,7 +193,7 @@ fn empty_master(tensor: &Tensor) -> Result<Tensor> {
     Ok(room)
 }
 
-/// Room for a tensor like this one.
+/// Allocates a tensor like this one.
 pub(super) fn room_like(tensor: &Tensor) -> Result<Tensor> {
     let room = tensor.f_detach()?.f_empty_like()?;
     prefer_large_pages(&room);

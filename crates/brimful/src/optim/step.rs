@@ -1,8 +1,8 @@
-//! One step: everything that can fail first, then the update, which allocates nothing.
+//! Optimizer step: all that can fail first, then the update, which allocates nothing.
 //!
 //! ```text
-//!   prepare   gradients found · missing state, copies and scratch space allocated     may fail
-//!   commit    gradients converted · fused kernels · half parameters written back      cannot
+//!   prepare   gradients found · missing state, copies and scratch space allocated        may fail
+//!   commit    gradients converted · fused kernels · half-precision parameters written    cannot fail
 //! ```
 
 use brimful_torch::foreach;
@@ -16,52 +16,52 @@ use super::state::{self, ParameterState, refresh_scratch};
 use super::{Optimizer, Parameter};
 use crate::Result;
 
-/// One parameter's part of a step.
+/// Part of a step for one parameter.
 struct Item {
     index: usize,
-    /// What the kernel updates: the parameter, its f32 master, or a copy of it without gaps.
+    /// Tensor that the kernel updates: the parameter, its f32 master, or a contiguous copy of it.
     work: Tensor,
     gradient: Tensor,
-    /// What replaces the parameter's state; `None` where that can be used as it is.
+    /// Replacement of the parameter's state; `None` where the present one is used.
     state: Option<ParameterState>,
-    /// Whether the state's master is to be made what somebody has set the parameter to.
+    /// Whether the parameter was set since, so that the state's master must be refreshed.
     stale: bool,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
-    /// Whether `work` is what it is to be already, and the state too.
+    /// Whether `work` and the state were computed before the step.
     ahead: bool,
 }
 
-/// What the parameters of one fused call have in common.
+/// Properties that the parameters of one fused call share.
 #[derive(PartialEq)]
 struct Key {
-    /// Of parameters that live on the host; none for others, which come first.
+    /// Part of offloaded parameters; `None` for others, which come first.
     part: Option<usize>,
     group: usize,
     device: Device,
     kind: Kind,
-    /// Whether it is their first step.
+    /// Whether this is their first step.
     first: bool,
-    /// Whether their gradients go through scratch space.
+    /// Whether their gradients are converted in scratch space.
     converted: bool,
     /// Whether their update was computed before the step.
     ahead: bool,
 }
 
-/// The parameters of one fused call.
+/// Parameters of one fused call.
 type FusedBatch = ScratchPiece<Key, Item>;
 
-/// A step that needs nothing more.
+/// Prepared step: committing it needs nothing more.
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
-    /// The groups' learning rates as tensors; none where the groups' own numbers count.
+    /// Learning rates of the groups as tensors; empty where the groups' own numbers apply.
     pub(super) rates: Vec<Tensor>,
 }
 
 impl OptimizerPlan {
-    /// The part of it for parameters that live on their device, and the part for those that live on the
-    /// host, if there are such.
+    /// Splits the step into the part for parameters on devices, and the part for offloaded ones, if there
+    /// are any.
     pub(crate) fn split(self) -> (Self, Option<Self>) {
         let (home, here): (Vec<_>, Vec<_>) =
             self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
@@ -73,19 +73,19 @@ impl OptimizerPlan {
         (here, (!none).then_some(home))
     }
 
-    /// Whether some of it was computed before.
+    /// Whether part of it was computed before.
     pub(crate) fn takes_over(&self) -> bool {
         self.buckets.iter().any(|bucket| bucket.key.ahead)
     }
 }
 
 impl Optimizer {
-    /// Updates every parameter that has a gradient; those without one, and frozen ones, stay as
-    /// they are, with their state.
+    /// Updates every parameter that has a gradient. Those without one, and frozen ones, stay unchanged,
+    /// with their state.
     ///
     /// # Errors
-    /// When memory runs out, or a gradient is sparse: parameters, state and step counters are as
-    /// before then.
+    /// When memory runs out, or a gradient is sparse: parameters, state and step counters are unchanged
+    /// then.
     pub fn step(&mut self) -> Result<()> {
         if self.step_again()? {
             return Ok(());
@@ -94,12 +94,12 @@ impl Optimizer {
         self.commit(plan)
     }
 
-    /// Everything that can fail.
+    /// Prepares a step. All that can fail is here.
     pub(crate) fn prepare(&self) -> Result<OptimizerPlan> {
         self.prepare_from(|parameter| Ok(parameter.tensor.f_grad()?))
     }
 
-    /// The same for the parameters of these names alone, with gradients that they have not been given.
+    /// Prepares a step of these parameters only, with gradients that are not set in them.
     pub(crate) fn prepare_with(&self, gradients: &[(String, Tensor)]) -> Result<OptimizerPlan> {
         self.prepare_from(|parameter| {
             let given = gradients.iter().find(|(name, _)| *name == parameter.name);
@@ -107,7 +107,7 @@ impl Optimizer {
         })
     }
 
-    /// The same with each parameter's gradient from here, not defined where it has none.
+    /// Prepares a step with the gradients that `gradient_of` returns, undefined where there is none.
     fn prepare_from(
         &self,
         gradient_of: impl Fn(&Parameter) -> Result<Tensor>,
@@ -162,7 +162,8 @@ impl Optimizer {
             _ => (Some(ParameterState::new(tensor, method, old)?), false),
         };
         let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
-        // Half parameters are updated as f32 masters: an update below their last digit would be lost.
+        // Half-precision parameters are updated as f32 masters: an update below their last digit would be
+        // lost.
         let (work, write_back) = match master {
             Some(master) => (master.shallow_clone(), true),
             None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
@@ -183,12 +184,12 @@ impl Optimizer {
         }
     }
 
-    /// The update, which allocates nothing.
+    /// Commits a step without allocating.
     pub(crate) fn commit(&mut self, plan: OptimizerPlan) -> Result<()> {
         self.commit_in_parts(plan, |_| {})
     }
 
-    /// The same, and tells of each part that lives on the host when it is done.
+    /// Commits a step and calls `done` with each part of offloaded parameters when it is updated.
     pub(crate) fn commit_in_parts(
         &mut self,
         plan: OptimizerPlan,
@@ -220,8 +221,8 @@ impl Optimizer {
             items.iter().for_each(|item| self.parameters[item.index].take_over());
             return self.write_back(&items);
         }
-        // State was allocated by `prepare`; that it is put in place, or a stale master refreshed, only now is
-        // what makes a failure before leave no trace.
+        // `prepare` allocated the state. Setting it, and refreshing a stale master, only here is what lets
+        // an earlier failure leave no trace.
         for item in &mut items {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(new) = item.state.take() {
@@ -267,8 +268,8 @@ impl Optimizer {
             items().map(|item| self.parameters[item.index].tensor.shallow_clone()).collect();
         let from: Vec<_> = items().map(|item| item.work.shallow_clone()).collect();
         foreach::copy(&into, &from)?;
-        // The write raised the parameter's version; a later change by somebody else shows by comparison,
-        // and makes its master stale.
+        // The write raised the parameter's version; a later change by others shows by comparison, and makes
+        // the master stale.
         for item in items() {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(state) = state {

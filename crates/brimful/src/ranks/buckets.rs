@@ -1,7 +1,7 @@
-//! Gradients in pieces of some megabytes, each summed over the ranks as soon as it is full.
+//! Buckets of gradients of some megabytes, each summed over the ranks as soon as it is full.
 //!
-//! Gradients are complete in about the reverse order of the parameters, so buckets are filled in that
-//! order. What is sent is the sums' own kind: f32 for parameters in half precision.
+//! Backward completes gradients in about the reverse order of the parameters, so buckets are filled in that
+//! order. They have the dtype of the sums: f32 for parameters in half precision.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,26 +10,26 @@ use super::host_copier::HostCopier;
 use crate::world::Summing;
 use crate::{Error, Result};
 
-/// A bucket has 4 MiB, unless one parameter alone has more: small enough to set out early, large enough
+/// A bucket has 4 MiB, unless one parameter alone has more: small enough to be sent early, large enough
 /// that a message's latency does not matter.
 const BUCKET_BYTES: usize = 4 << 20;
 
-/// The gradients of all parameters on their way to the other ranks.
+/// Gradients of all parameters on their way to the other ranks.
 #[derive(Debug)]
 pub(crate) struct Buckets {
     turn: RanksTurn,
     copier: HostCopier,
     buckets: Vec<Bucket>,
-    /// Of each parameter.
+    /// Place of each parameter's gradient.
     places: Vec<BucketPlace>,
-    /// The first thing that went wrong while nobody could be told.
+    /// First error in a backward, kept until it can be reported.
     failed: Option<Error>,
 }
 
 #[derive(Debug)]
 struct Bucket {
     numbers: Tensor,
-    /// Parameters whose gradients are not in it yet.
+    /// Number of parameters whose gradients are not in it yet.
     missing: usize,
     summing: Option<Summing>,
 }
@@ -75,15 +75,14 @@ impl Buckets {
         Ok(Self { turn, copier, buckets, places, failed: None })
     }
 
-    /// A parameter's gradient is complete. It is called in the midst of a backward, so that what goes
-    /// wrong is told later.
+    /// Adds a parameter's complete gradient. Backward calls it, so errors are reported later.
     pub(crate) fn arrived(&mut self, parameter: usize, gradient: &Tensor) {
         if self.failed.is_none() {
             self.failed = self.put(parameter, Some(gradient)).err();
         }
     }
 
-    /// Puts the gradients in that have not arrived: nothing where there is none.
+    /// Adds the gradients that have not arrived; zeros where there is none.
     pub(crate) fn fill(&mut self, gradients: &[Option<Tensor>]) -> Result<()> {
         if let Some(error) = self.failed.take() {
             return Err(error);
@@ -100,7 +99,7 @@ impl Buckets {
         let mut into = self.part(parameter)?;
         match gradient {
             Some(gradient) => self.copier.bring(gradient, &into)?,
-            // Sent as zeros: others may have a gradient for it, and all rings have the same numbers.
+            // Sent as zeros: other ranks may have a gradient for it, and all rings must have the same size.
             None => drop(into.f_zero_()?),
         }
         let place = &mut self.places[parameter];
@@ -111,14 +110,14 @@ impl Buckets {
         let bucket = &mut self.buckets[place.bucket];
         bucket.missing -= 1;
         if bucket.missing == 0 {
-            // The sum begins when the copy has landed; the backward goes on without waiting for either.
+            // The sum begins when the copy is complete; the backward waits for neither.
             let ready = self.copier.landing()?;
             bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
         }
         Ok(())
     }
 
-    /// Where a parameter's gradient is.
+    /// Returns the memory of a parameter's gradient.
     fn part(&self, parameter: usize) -> Result<Tensor> {
         let BucketPlace { bucket, start, shape, .. } = &self.places[parameter];
         let length = shape.iter().product();
@@ -126,7 +125,7 @@ impl Buckets {
         Ok(numbers.f_narrow(0, *start as i64, length)?.f_view(&shape[..])?)
     }
 
-    /// Waits until all ranks' gradients are in, and gives the sum of each parameter.
+    /// Waits until the gradients of all ranks are summed, and returns the sum of each parameter.
     pub(crate) fn summed(mut self) -> Result<Vec<Tensor>> {
         for bucket in &mut self.buckets {
             if let Some(summing) = bucket.summing.take() {
@@ -137,7 +136,7 @@ impl Buckets {
     }
 }
 
-/// The kind that numbers of a kind are summed in: halves would lose digits.
+/// Returns the dtype that a dtype is summed in: sums in half precision would lose digits.
 pub(crate) fn summed_in(kind: Kind) -> Kind {
     match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,

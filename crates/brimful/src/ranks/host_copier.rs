@@ -1,4 +1,4 @@
-//! The way of gradients from their device to the host's memory, beside the device's other work.
+//! Copies gradients from their device to host memory, on a stream of its own.
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// A device's own copies. On a CPU, where the host's memory is the device's, they are done at once.
+/// Copy stream of a device. On a CPU, copies are synchronous.
 #[derive(Debug)]
 pub(super) struct HostCopier {
     device: Device,
@@ -18,7 +18,7 @@ impl HostCopier {
         Ok(Self { device, copies: Stream::new(device)? })
     }
 
-    /// Room in the host's memory for so many numbers.
+    /// Allocates host memory for so many elements, pinned if the device is not a CPU.
     pub(super) fn room(&self, numbers: usize, kind: Kind) -> Result<Tensor> {
         let room = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
         Ok(if self.device == Device::Cpu { room } else { transfer::room_for(&room)? })
@@ -30,17 +30,17 @@ impl HostCopier {
         if gradient.device() == Device::Cpu {
             return Ok(transfer::copy(into, &gradient)?);
         }
-        // Its copies and their events are of one device.
+        // Copy stream and events belong to one device.
         let gradient = gradient.f_to_device(self.device)?;
         // On a stream of its own, after the gradient: on the backward's, each copy would delay it.
         self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.copies.enter()?;
         transfer::copy(into, &gradient)?;
-        // Its memory must not be used for something else before it has been copied.
+        // The gradient's memory must not be reused before it has been copied.
         Ok(self.copies.keep(&gradient)?)
     }
 
-    /// When what was brought so far is there; none where it is.
+    /// Returns the event after the copies so far; `None` if they are complete.
     pub(super) fn landing(&self) -> Result<Option<Event>> {
         Ok(if self.device == Device::Cpu { None } else { Some(Event::after(self.copies)?) })
     }

@@ -1,40 +1,40 @@
-//! Files that are no run files, and why.
+//! Errors of reading run files.
 
 use thiserror::Error;
 
-/// A file that cannot be read as a run.
+/// Error for a file that cannot be read as a run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// Something else.
+    /// File of another kind.
     #[error(
         "'{path}' is not a run file ({reason}): give it one that 'brimful train --record' has written"
     )]
     NotARun {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What it lacks.
+        /// Reason why it is not a run file.
         reason: String,
     },
-    /// Of a version that is not known here.
+    /// Run file of an unknown version.
     #[error(
         "'{path}' is a run file of version {found}, but this program reads version {known}: use the \
          brimful that wrote it, or record the run again"
     )]
     OtherVersion {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Its version.
+        /// Version of the file.
         found: u64,
-        /// The version that is known.
+        /// Version that this library reads.
         known: u64,
     },
-    /// A run file that does not hold what it should.
+    /// Run file with invalid contents.
     #[error("the run file '{path}' is damaged ({reason}): record the run again")]
     Damaged {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What is wrong.
+        /// Reason.
         reason: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Run files: written whole or not at all, and checked when they are read.
+//! Reads and checks run files, and writes them atomically.
 
 use std::fs;
 use std::path::Path;
@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 use super::{Compared, Run, RunError};
 use crate::{Result, save};
 
-/// What every run file says of itself.
+/// Format name at the beginning of every run file.
 const FORMAT: &str = "brimful run";
 const VERSION: u64 = 1;
 
-/// What comes first.
+/// Beginning of a run file.
 #[derive(Deserialize)]
 struct Head {
     format: String,
@@ -28,17 +28,17 @@ struct Written<'a> {
 }
 
 impl Run {
-    /// The file's text: see [the format](super#the-file).
+    /// Returns the file's text: see [the format](super#the-file).
     #[must_use]
     pub fn to_json(&self) -> String {
         let written = Written { format: FORMAT, version: VERSION, run: self };
         serde_json::to_string(&written).expect("strings, numbers, and keys that are strings")
     }
 
-    /// Writes the run in place of what the file held before, whole or not at all.
+    /// Writes the run to a file, replacing it atomically.
     ///
     /// # Errors
-    /// When the file system refuses, with the remedy.
+    /// When the file system refuses; the error names the remedy.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         save::replace(path, self.to_json().as_bytes())
     }
@@ -46,15 +46,14 @@ impl Run {
     /// Reads a run file.
     ///
     /// # Errors
-    /// When it cannot be read, is no run file or one of another version, or does not hold what it
-    /// should.
+    /// When the file cannot be read, is not a run file or has another version, or its contents are invalid.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let text = fs::read(path).map_err(|error| save::unreadable(path, error))?;
         Ok(parse(&text, path.display().to_string())?)
     }
 
-    /// Columns must be of one length, and hold what they name.
+    /// Checks that columns have the same length and valid entries.
     fn check(&self) -> Result<(), String> {
         self.steps.check(self.devices.len())?;
         for Compared { title, measured, simulated } in &self.timelines {
@@ -69,7 +68,7 @@ impl Run {
 fn parse(text: &[u8], path: String) -> Result<Run, RunError> {
     let head: Head = match serde_json::from_slice(text) {
         Ok(head) => head,
-        // It began as one, and was cut off.
+        // It began as JSON, and was cut off.
         Err(error) if error.is_eof() && !text.is_empty() => {
             return Err(RunError::Damaged { path, reason: error.to_string() });
         }

@@ -1,4 +1,4 @@
-//! What the steps came to, in columns that stay short however long the run is.
+//! Results of the steps, in columns whose length is bounded however long the run is.
 
 use std::time::Duration;
 
@@ -7,29 +7,29 @@ use serde::{Deserialize, Serialize};
 use super::Record;
 use crate::bytes::Bytes;
 
-/// The most points that are kept; more are joined two by two.
+/// Largest number of points; beyond it, neighbours are joined in pairs.
 const POINTS: usize = 4096;
 
-/// What the steps came to: in each column one entry a point, which is one step or, in a long run,
-/// several neighbours.
+/// Results of the steps. Each column has one entry for each point, which is one step or, in a long run,
+/// several neighbouring steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Steps {
-    /// How many steps a point stands for; the last one may stand for fewer.
+    /// Number of steps in a point; the last one may have fewer.
     pub every: usize,
-    /// The number of its last step, from 1 on.
+    /// Number of its last step, from 1 on.
     pub number: Vec<usize>,
     /// Seconds from the run's start to its end.
     pub seconds: Vec<f64>,
-    /// The mean loss, where it is a number.
+    /// Mean loss; `None` if it is non-finite.
     pub loss: Vec<Option<f64>>,
-    /// Samples a second.
+    /// Rate in samples a second.
     pub samples_per_s: Vec<f64>,
-    /// The most samples in a micro-batch.
+    /// Size of the largest micro-batch.
     pub micro_batch: Vec<usize>,
-    /// How often a step was run again because memory had run out.
+    /// Number of retries after running out of memory.
     pub retries: Vec<usize>,
-    /// For each device the most bytes in use, where they are counted.
+    /// Peak bytes in use on each device, where they are counted.
     pub peaks: Vec<Vec<Option<Bytes>>>,
 }
 
@@ -54,23 +54,23 @@ impl Steps {
     }
 }
 
-/// The steps so far.
+/// Results of the steps so far.
 #[derive(Debug, Default)]
 pub(super) struct History {
     points: Vec<Point>,
-    /// See [`Steps::every`]; a power of two.
+    /// Steps in a point: see [`Steps::every`]; a power of two.
     every: usize,
-    /// How many there were.
+    /// Number of steps so far.
     pub(super) steps: usize,
 }
 
-/// Neighbouring steps.
+/// Neighbouring steps that are joined.
 #[derive(Debug, Clone)]
 struct Point {
     steps: usize,
     number: usize,
     seconds: f64,
-    /// The sum over the steps.
+    /// Sum over the steps.
     loss: f64,
     samples: usize,
     time: Duration,
@@ -80,7 +80,7 @@ struct Point {
 }
 
 impl History {
-    /// Adds a step that ended so many seconds after the start.
+    /// Adds a step that ended `seconds` after the start.
     pub(super) fn add(&mut self, step: &Record, seconds: f64) {
         self.steps += 1;
         self.every = self.every.max(1);
@@ -102,7 +102,7 @@ impl History {
         }
     }
 
-    /// Joins it with the last one, as long as that stands for too few steps.
+    /// Joins the point with the last one while that has fewer than `every` steps.
     fn put(&mut self, point: Point) {
         match self.points.last_mut() {
             Some(last) if last.steps < self.every => last.join(point),

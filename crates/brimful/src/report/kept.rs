@@ -1,4 +1,4 @@
-//! Which steps are kept action by action: the first, the fastest, the slowest and the last.
+//! Chooses the steps whose actions are kept: the first, the fastest, the slowest and the last.
 
 use std::sync::Arc;
 
@@ -7,14 +7,14 @@ use crate::bytes::Bytes;
 use crate::schedule::{Costs, Simulation, simulate};
 use crate::step::Timeline;
 
-/// The most actions of all kept steps together: a page of them stays a page.
+/// Largest number of actions in all kept steps together, which keeps the report page small.
 const ACTIONS: usize = 100_000;
 
-/// The steps that are kept.
+/// Steps whose actions are kept.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     first: Option<Arc<Numbered>>,
-    /// Of those after the first, which has everything still to set up.
+    /// Fastest and slowest step after the first, which includes all set-up.
     fastest: Option<Arc<Numbered>>,
     slowest: Option<Arc<Numbered>>,
     last: Option<Arc<Numbered>>,
@@ -29,7 +29,7 @@ struct Numbered {
 }
 
 impl Kept {
-    /// Looks at a step, and takes its actions.
+    /// Considers a step, and takes its actions.
     pub(super) fn look(&mut self, number: usize, step: &mut Record) {
         let Some(ran) = step.timeline.take() else { return };
         let step = Numbered { number, rate: step.rate(), ran, peaks: step.peaks.clone() };
@@ -47,12 +47,12 @@ impl Kept {
         }
     }
 
-    /// The last one's actions.
+    /// Returns the last step's actions.
     pub(super) fn last(&self) -> Option<&Timeline> {
         self.last.as_ref().map(|step| &step.ran)
     }
 
-    /// As many as there is room for, in the order of the run, the last one in any case.
+    /// Returns as many steps as the limit on actions allows, in the order of the run; the last one always.
     pub(super) fn compared(&self) -> Vec<Compared> {
         let roles = [
             ("last", &self.last),
@@ -76,14 +76,14 @@ impl Kept {
 }
 
 impl Numbered {
-    /// And moves, which take as much room.
+    /// Number of actions and moves, which take as much space.
     fn actions(&self) -> usize {
         let Timeline { spans, buses, .. } = &self.ran;
         let moves = buses.iter().map(|bus| bus.moves.len());
         spans.iter().map(Vec::len).chain(moves).sum()
     }
 
-    /// Beside it the same schedule on paper.
+    /// Returns the measured step beside a simulation of the same schedule.
     fn compared(&self, roles: &[&str]) -> Compared {
         let Timeline { actions, spans: timeline, buses } = &self.ran;
         let compact = |step: &Simulation| TimelineRecord::new(actions, step, Unit::Seconds);
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::schedule::{Recompute, Schedule};
 
-    /// Looks at steps that took so many seconds each; gives the titles of those that are kept.
+    /// Records steps that took so many seconds each; returns the titles of those that are kept.
     fn kept(micro_batches: usize, seconds: &[u64]) -> Vec<String> {
         let actions = Schedule::GPipe.actions(2, micro_batches, Recompute::Never);
         let actions = Arc::new(actions.expect("a schedule"));

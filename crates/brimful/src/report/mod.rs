@@ -1,7 +1,8 @@
-//! A run in one file: what it was told, what each step came to, and what the devices did and held.
+//! Records a run in one file: its settings, the result of each step, and timelines and memory of the
+//! devices.
 //!
-//! A [`Recorder`] watches a training loop, whatever it looks like, and makes a [`Run`] of it; the
-//! program's `brimful report` makes a page of that.
+//! A [`Recorder`] watches any training loop and returns a [`Run`], which the program's `brimful report`
+//! turns into a page.
 //!
 //! ```
 //! use brimful::report::{Ended, Recorder, Run};
@@ -29,10 +30,9 @@
 //!
 //! # The file
 //!
-//! One JSON object: `"format": "brimful run"`, `"version": 1`, and the fields of [`Run`] under their
-//! names. Steps and actions are columns, not objects, so that a hundred thousand actions take a few
-//! megabytes: see [`Steps`] and [`Lane`]. A reader refuses other versions; fields that it does not
-//! know it leaves alone.
+//! One JSON object: `"format": "brimful run"`, `"version": 1`, and the fields of [`Run`] under their names.
+//! Steps and actions are columns, not objects, so that a hundred thousand actions take a few megabytes: see
+//! [`Steps`] and [`Lane`]. A reader refuses other versions and ignores unknown fields.
 
 mod error;
 mod file;
@@ -53,94 +53,94 @@ pub use timeline::{BusLane, Lane, TimelineRecord, Unit, WaitLane};
 use crate::auto::{Decision, Why};
 use crate::bytes::Bytes;
 
-/// A run, as far as it went.
+/// Recorded run, as far as it went.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Run {
-    /// What was run, in a few words.
+    /// Short description of the run.
     pub title: String,
-    /// What it was told and where it ran, in the order in which it is shown.
+    /// Names and values of settings, in the order in which they are shown.
     pub settings: Vec<(String, String)>,
-    /// The devices whose memory is counted, in the order of the pipeline.
+    /// Devices whose memory is counted, in the order of the pipeline.
     pub devices: Vec<Device>,
-    /// What the steps came to.
+    /// Results of the steps.
     pub steps: Steps,
-    /// The tests in between.
+    /// Tests between the steps.
     pub tests: Vec<Test>,
-    /// What was decided about an automatic size, where that was new.
+    /// Decisions of the automatic size, without repetitions.
     pub decisions: Vec<Decided>,
-    /// How many more decisions there were than are kept.
+    /// Number of further decisions that were not kept.
     pub decisions_left_out: usize,
-    /// Some steps, action by action.
+    /// Timelines of some steps.
     pub timelines: Vec<Compared>,
-    /// How it ended.
+    /// End of the run.
     pub ended: Ended,
 }
 
-/// A device and where its memory ends.
+/// Device and its memory limit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// As people call it.
+    /// Name of the device.
     pub name: String,
-    /// Where its memory ends; `None` where nothing limits it.
+    /// Memory limit; `None` where there is none.
     pub limit: Option<Bytes>,
 }
 
-/// A test between steps.
+/// Test between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Test {
-    /// After which step.
+    /// Number of the step before it.
     pub step: usize,
-    /// The loss, if it is a number.
+    /// Loss; `None` if it is non-finite.
     pub loss: Option<f64>,
-    /// The share of right answers.
+    /// Share of right answers.
     pub accuracy: Option<f64>,
 }
 
-/// A decision on the size of micro-batches: see [`Decision`].
+/// Decision on the size of micro-batches: see [`Decision`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decided {
-    /// In which step.
+    /// Number of the step.
     pub step: usize,
-    /// At most so many samples in a micro-batch.
+    /// Largest number of samples in a micro-batch.
     pub size: usize,
-    /// What came of it.
+    /// Result of the decision.
     pub outcome: RunOutcome,
-    /// Why, in words.
+    /// Reason, in words.
     pub why: String,
-    /// What it was expected to need.
+    /// Predicted need.
     pub predicted: Option<Bytes>,
-    /// What it needed.
+    /// Measured need.
     pub measured: Option<Bytes>,
-    /// What was free for it.
+    /// Bytes that were free for it.
     pub available: Bytes,
 }
 
-/// What came of a decision.
+/// Result of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RunOutcome {
-    /// Run to learn what it needs or how fast it is.
+    /// The size was run to measure its need or its rate.
     Tried,
     /// Memory ran out.
     Failed,
-    /// Taken.
+    /// The size was chosen.
     Chosen,
 }
 
-/// A step as it ran and as it was simulated, one beside the other; one of them may be missing.
+/// Timelines of a step, measured and simulated; one of them may be missing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Compared {
-    /// Which step, in words.
+    /// Name of the step, with the reasons for keeping it.
     pub title: String,
-    /// As it ran.
+    /// Measured timeline.
     pub measured: Option<TimelineRecord>,
-    /// As it was simulated. Of a step that ran: the same schedule with the mean time of each kind of
-    /// action on each stage, and transfers that take no time.
+    /// Simulated timeline. For a measured step: the same schedule with the mean time of each kind of action
+    /// on each stage, and transfers that take no time.
     pub simulated: Option<TimelineRecord>,
 }
 
-/// How a run ended.
+/// End of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -148,16 +148,16 @@ pub enum Ended {
     /// Nothing was run: it is a plan.
     #[default]
     Planned,
-    /// As it should.
+    /// The run finished.
     Finished,
-    /// It was told to stop.
+    /// The run was stopped on request.
     Stopped,
-    /// By this error.
+    /// The run failed with this error.
     Failed(String),
 }
 
 impl Run {
-    /// A run of which nothing is known yet.
+    /// Returns an empty run.
     #[must_use]
     pub fn new(title: impl Into<String>) -> Self {
         Self { title: title.into(), ..Self::default() }
@@ -182,7 +182,7 @@ impl Decided {
         }
     }
 
-    /// Whether it tells nothing that the one before has not told.
+    /// Whether it has the same size, outcome and reason as the decision before.
     fn repeats(&self, before: &Self) -> bool {
         (self.size, self.outcome, &self.why) == (before.size, before.outcome, &before.why)
     }

@@ -1,4 +1,4 @@
-//! What one step is to a recorder, on one device, in replicas or in a pipeline.
+//! Step as a recorder sees it, on one device, in replicas or in a pipeline.
 
 use std::time::Duration;
 
@@ -6,35 +6,35 @@ use crate::auto::Decision;
 use crate::bytes::Bytes;
 use crate::step::{Step, Timeline};
 
-/// What one step came to. Every kind of step turns into one.
+/// Result of one step. Every kind of step converts into it.
 #[derive(Debug, Default)]
 pub struct Record {
-    /// The mini-batch's loss.
+    /// Loss of the mini-batch.
     pub loss: f64,
-    /// Samples in the mini-batch.
+    /// Number of samples in the mini-batch.
     pub samples: usize,
-    /// The most samples in a micro-batch.
+    /// Size of the largest micro-batch.
     pub micro_batch: usize,
-    /// How long it took: forward and backward, and what else the caller adds.
+    /// Duration of forward and backward, and of any work that the caller adds.
     pub time: Duration,
-    /// The most memory in use on each device, where it is counted.
+    /// Peak memory in use on each device, where it is counted.
     pub peaks: Vec<Option<Bytes>>,
-    /// What was decided about an automatic size.
+    /// Decisions of the automatic size.
     pub decisions: Vec<Decision>,
-    /// How often it was run again because memory had run out.
+    /// Number of retries after running out of memory.
     pub retries: usize,
-    /// Its actions, of a pipeline.
+    /// Actions of a pipeline's step.
     pub timeline: Option<Timeline>,
 }
 
 impl Record {
-    /// The most memory in use on any device.
+    /// Returns the largest peak of all devices.
     #[must_use]
     pub fn peak(&self) -> Bytes {
         self.peaks.iter().flatten().max().copied().unwrap_or_default()
     }
 
-    /// Samples a second.
+    /// Returns the rate in samples a second.
     pub(super) fn rate(&self) -> f64 {
         self.samples as f64 / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
     }

@@ -1,4 +1,4 @@
-//! Watches a training loop: every step in short, a few of them action by action.
+//! Records a training loop: a summary of every step, and the actions of a few.
 
 use std::time::Instant;
 
@@ -8,13 +8,13 @@ use super::{Decided, Device, Ended, Record, Run, Test};
 use crate::bytes::Bytes;
 use crate::step::Timeline;
 
-/// The most decisions that are kept: an automatic size has settled long before.
+/// Largest number of decisions kept: an automatic size has converged long before.
 const DECISIONS: usize = 1000;
 
-/// A run that is being recorded. What it keeps does not grow with the number of steps.
+/// Recorder of a run. Its size does not grow with the number of steps.
 #[derive(Debug)]
 pub struct Recorder {
-    /// What is known so far, apart from steps.
+    /// Recorded run so far, without its steps.
     run: Run,
     start: Instant,
     history: History,
@@ -22,7 +22,7 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Starts its clock.
+    /// Creates a recorder and starts its clock.
     #[must_use]
     pub fn new(title: impl Into<String>) -> Self {
         Self {
@@ -33,17 +33,17 @@ impl Recorder {
         }
     }
 
-    /// Something that the run was told, or where it runs.
+    /// Records a setting, such as an option or the machine.
     pub fn setting(&mut self, name: &str, value: impl ToString) {
         self.run.settings.push((name.to_owned(), value.to_string()));
     }
 
-    /// The next device whose peaks the steps tell, and where its memory ends.
+    /// Records the next device whose peaks the steps report, with its memory limit.
     pub fn device(&mut self, name: impl Into<String>, limit: Option<Bytes>) {
         self.run.devices.push(Device { name: name.into(), limit });
     }
 
-    /// A step is done.
+    /// Records a finished step.
     pub fn step(&mut self, step: impl Into<Record>) {
         let mut step = step.into();
         self.history.add(&step, self.start.elapsed().as_secs_f64());
@@ -66,20 +66,20 @@ impl Recorder {
         }
     }
 
-    /// A test is done: its loss, and the share of right answers if that is known.
+    /// Records a finished test: its loss, and the share of right answers if it is known.
     pub fn test(&mut self, loss: f64, accuracy: Option<f64>) {
         let loss = loss.is_finite().then_some(loss);
         let accuracy = accuracy.filter(|share| share.is_finite());
         self.run.tests.push(Test { step: self.history.steps, loss, accuracy });
     }
 
-    /// The last step's actions, of a pipeline.
+    /// Returns the last step's actions, for a pipeline.
     #[must_use]
     pub fn last(&self) -> Option<&Timeline> {
         self.kept.last()
     }
 
-    /// The run as far as it went.
+    /// Returns the run as far as it went.
     #[must_use]
     pub fn run(&self, ended: Ended) -> Run {
         Run {

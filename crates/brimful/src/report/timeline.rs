@@ -1,4 +1,4 @@
-//! A step action by action, in columns of whole numbers.
+//! Timelines of steps, as columns of integers.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,102 +6,103 @@ use crate::schedule::{
     ActionKind, Actions, Awaited, BusUse, DeviceUse, MoveKind, MoveSpan, Simulation, Span, WaitSpan,
 };
 
-/// A step, as it was run or simulated.
+/// Timeline of a step, measured or simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TimelineRecord {
-    /// What times are in.
+    /// Unit of times.
     pub unit: Unit,
-    /// The length of one count of the lanes' columns, in that unit.
+    /// Length of one count in the lanes' columns, in that unit.
     pub resolution: f64,
-    /// From the first action's beginning to the last one's end.
+    /// Time from the first action's start to the last one's end.
     pub makespan: f64,
     /// Idle time of all devices over all their time.
     pub bubble: f64,
-    /// How many stages there are.
+    /// Number of stages.
     pub stages: usize,
-    /// How many micro-batches.
+    /// Number of micro-batches.
     pub micro_batches: usize,
-    /// One for each device.
+    /// One lane for each device.
     pub lanes: Vec<Lane>,
 }
 
-/// What times are in.
+/// Unit of times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Unit {
     /// Seconds.
     Seconds,
-    /// Whatever the user's own numbers are in.
+    /// Unit of the user's own numbers.
     Own,
 }
 
-/// What one device did, in the order in which it did it: in each column one entry an action.
+/// Actions of one device, in the order of execution: each column has one entry for each action.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Lane {
-    /// Time at work.
+    /// Time at which it computes.
     pub busy: f64,
-    /// Time without work, until the last device is done.
+    /// Idle time until the last device is done.
     pub idle: f64,
-    /// The most bytes that it held; 0 where they are not counted.
+    /// Peak bytes in use; 0 where they are not counted.
     pub peak_bytes: u64,
-    /// The [letters](ActionKind::letter) of the kinds.
+    /// [Letters](ActionKind::letter) of the action kinds.
     pub kinds: String,
-    /// The stages; a single entry where all are of one.
+    /// Stages; a single entry where all actions belong to one.
     pub stages: Vec<u32>,
-    /// The micro-batches.
+    /// Micro-batches.
     pub micro_batches: Vec<u32>,
-    /// Counts from the end of the action before, or from the step's beginning, to its own beginning.
+    /// Counts from the end of the previous action, or from the step's start, to the action's start.
     pub waits: Vec<u64>,
-    /// Counts from its beginning to its end.
+    /// Counts from start to end.
     pub times: Vec<u64>,
-    /// The most bytes on the device as it began or ended; empty where they are not counted.
+    /// Largest number of bytes on the device at the action's start or end; empty where they are not
+    /// counted.
     pub bytes: Vec<u64>,
-    /// What came over the bus from the host.
+    /// Transfers from the host.
     #[serde(default, skip_serializing_if = "is_unused")]
     pub inward: BusLane,
-    /// What went over the bus to the host.
+    /// Transfers to the host.
     #[serde(default, skip_serializing_if = "is_unused")]
     pub outward: BusLane,
-    /// What it waited for meanwhile.
+    /// Waits of compute for transfers.
     #[serde(default, skip_serializing_if = "is_unused")]
     pub awaited: WaitLane,
 }
 
-/// One way of a device's bus, in the order in which it was used: in each column one entry a move.
+/// Transfers of a device in one direction, in order: each column has one entry for each move.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BusLane {
-    /// The [letters](MoveKind::letter) of the kinds.
+    /// [Letters](MoveKind::letter) of the move kinds.
     pub kinds: String,
-    /// The stages that weights, gradients and boundaries are of.
+    /// Stages of weights, gradients and boundaries.
     pub stages: Vec<u32>,
-    /// The micro-batches of boundaries.
+    /// Micro-batches of boundaries.
     pub micro_batches: Vec<Option<u32>>,
-    /// Counts from the end of the move before, or from the step's beginning, to its own beginning.
+    /// Counts from the end of the previous move, or from the step's start, to the move's start.
     pub waits: Vec<u64>,
-    /// Counts from its beginning to its end.
+    /// Counts from start to end.
     pub times: Vec<u64>,
-    /// The bytes that crossed; empty in files that do not tell them.
+    /// Bytes transferred; empty in files that lack them.
     #[serde(default)]
     pub bytes: Vec<u64>,
 }
 
-/// When a device's compute had to wait: in each column one entry a wait.
+/// Waits of a device's compute: each column has one entry for each wait.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WaitLane {
-    /// The [letters](Awaited::letter) of what it waited for.
+    /// [Letters](Awaited::letter) of the reasons for waiting.
     pub kinds: String,
-    /// Counts from the end of the wait before, or from the step's beginning, to its own beginning.
+    /// Counts from the end of the previous wait, or from the step's start, to the wait's start.
     pub waits: Vec<u64>,
-    /// Counts from its beginning to its end.
+    /// Counts from start to end.
     pub times: Vec<u64>,
 }
 
 impl TimelineRecord {
-    /// A step, simulated or [measured](Simulation::measured).
+    /// Creates a timeline of a step, simulated or [measured](Simulation::measured).
     #[must_use]
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
         let resolution = resolution(step.makespan());
@@ -132,7 +133,7 @@ impl TimelineRecord {
     }
 }
 
-/// A power of ten that gives the makespan some nine digits.
+/// Returns a power of ten in which the makespan has about nine digits.
 fn resolution(makespan: f64) -> f64 {
     const DIGITS: i32 = 9;
     let digits = makespan.log10().ceil();
@@ -206,7 +207,7 @@ impl BusLane {
         check_kinds(&self.kinds, &MoveKind::ALL.map(MoveKind::letter), "the moves")?;
         let columns =
             [self.stages.len(), self.micro_batches.len(), self.waits.len(), self.times.len()];
-        // An older file tells no bytes.
+        // Older files have no bytes.
         let bytes = Some(self.bytes.len()).filter(|bytes| *bytes > 0);
         if let Some(found) = columns.into_iter().chain(bytes).find(|found| *found != moves) {
             return Err(format!("{moves} moves, but {found} entries in a column"));
@@ -238,7 +239,7 @@ fn is_unused<T: Default + PartialEq>(lane: &T) -> bool {
     *lane == T::default()
 }
 
-/// A column of kinds may have these letters.
+/// Checks that a column of kinds has only these letters.
 fn check_kinds(kinds: &str, letters: &[char], among: &str) -> Result<(), String> {
     match kinds.chars().find(|kind| !letters.contains(kind)) {
         Some(letter) => Err(format!("'{letter}' among {among}")),
@@ -246,7 +247,8 @@ fn check_kinds(kinds: &str, letters: &[char], among: &str) -> Result<(), String>
     }
 }
 
-/// Counts between spans and within them; from rounded moments, so that the rounding does not add up.
+/// Returns the counts between spans and within them. Start and end are rounded, not differences, so that
+/// rounding errors do not add up.
 fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>, Vec<u64>) {
     let count = |time: f64| (time / resolution).round() as u64;
     let mut before = 0;
@@ -299,7 +301,7 @@ mod tests {
         }
     }
 
-    /// A step whose weights and boundaries live on the host, simulated.
+    /// Simulates a step with offloaded weights and boundaries.
     fn at_home() -> (TimelineRecord, Simulation) {
         let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
         let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");

@@ -1,27 +1,27 @@
-//! Files that cannot be read or written.
+//! Errors of reading and writing files.
 
 use thiserror::Error;
 
-/// A file that cannot be read or written.
+/// Error of reading or writing a file.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// A file that cannot be read or written.
+    /// File that cannot be read or written.
     #[error("cannot {action} '{path}': {reason}")]
     File {
-        /// What was tried: `read` or `write`.
+        /// Attempted action: `read` or `write`.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why not.
+        /// Reason of the failure.
         reason: String,
     },
-    /// A file that holds something else than whole tensors.
+    /// File that does not contain complete tensors.
     #[error("'{path}' is damaged, or not a safetensors file: {reason}")]
     NotTensors {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What gave it away.
+        /// Reason.
         reason: String,
     },
 }

@@ -1,5 +1,4 @@
-//! A safetensors file that is open: what is in it is known, and its tensors are copied one by one into
-//! those that want them.
+//! Open safetensors file: its header is read, and its tensors are copied one by one on request.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -13,27 +12,27 @@ use tch::{Kind, Tensor};
 use super::{Metadata, damaged, kind_of, read_header, unreadable};
 use crate::{Error, Result};
 
-/// A tensor of fewer bytes is copied: mapped, it would take a page and a place in the system's list of maps.
+/// A smaller tensor is copied: mapping it would take a page and an entry in the system's list of maps.
 const SMALL: usize = 1 << 20;
 
-/// So many bytes of two tensors are compared at once.
+/// Number of bytes of two tensors that are compared at once.
 const COMPARED_AT_ONCE: usize = 1 << 20;
 
-/// A safetensors file of which nothing but the header was read.
+/// Open safetensors file whose header has been read.
 #[derive(Debug)]
 pub struct OpenedFile {
     path: PathBuf,
     file: File,
     header: Header,
-    /// Where the tensors' bytes begin.
+    /// Offset of the tensors' bytes.
     start: u64,
 }
 
 impl OpenedFile {
-    /// Opens a file and reads what it holds.
+    /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// When the file cannot be read, is no safetensors file, or was cut off.
+    /// When the file cannot be read, is not a safetensors file, or was cut off.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let file = File::open(path).map_err(|reason| unreadable(path, reason))?;
@@ -47,31 +46,32 @@ impl OpenedFile {
         Ok(Self { path: path.to_owned(), file, header, start })
     }
 
-    /// The names of its tensors, in the order of their bytes.
+    /// Returns the names of the tensors, in the order of their bytes.
     pub fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
 
-    /// The shape of the tensor of this name, if there is one.
+    /// Returns the shape of the tensor `name`, if there is one.
     pub fn shape(&self, name: &str) -> Option<Vec<i64>> {
         self.header.info(name).map(shape_of)
     }
 
-    /// The dtype of the tensor of this name, if there is one and libtorch has its dtype.
+    /// Returns the dtype of the tensor `name`, if there is one and libtorch has its dtype.
     pub fn kind(&self, name: &str) -> Option<Kind> {
         kind_of(&self.path, name, self.header.info(name)?).ok()
     }
 
-    /// The texts that go with the tensors.
+    /// Returns the texts that go with the tensors.
     pub fn metadata(&self) -> Metadata {
         self.header.metadata().clone().unwrap_or_default().into_iter().collect()
     }
 
-    /// Copies a tensor's numbers into another of its shape, of whatever kind and on whatever device. They
-    /// are in the host's memory no second time.
+    /// Copies a tensor into another of its shape, of any dtype and on any device, without a second copy in
+    /// host memory.
     ///
     /// # Errors
-    /// When there is no tensor of this name and shape, the file cannot be read any more, or memory runs out.
+    /// When there is no tensor of this name and shape, the file cannot be read any more, or memory runs
+    /// out.
     pub fn copy(&self, name: &str, into: &Tensor) -> Result<()> {
         let info = self.info(name)?;
         let (here, wanted) = (shape_of(info), into.size());
@@ -84,10 +84,10 @@ impl OpenedFile {
         mapped::copy(&self.file, start, kind, into).map_err(|error| self.refused(error))
     }
 
-    /// Whether a tensor here and one of another file are of one kind and shape, and byte for byte the same.
+    /// Whether a tensor of this file and one of another have the same dtype, shape and bytes.
     ///
     /// # Errors
-    /// When either is not there, or a file cannot be read any more.
+    /// When either is missing, or a file cannot be read any more.
     pub fn holds_same(&self, name: &str, other: &Self, other_name: &str) -> Result<bool> {
         let (own, others) = (self.info(name)?, other.info(other_name)?);
         if (own.dtype, &own.shape) != (others.dtype, &others.shape) {
@@ -118,8 +118,8 @@ impl OpenedFile {
         info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))
     }
 
-    /// All tensors, on the CPU, in the order of their bytes: large ones as pages of the file, small ones as
-    /// copies.
+    /// Reads all tensors, on the CPU, in the order of their bytes. Large ones are mapped pages of the file,
+    /// small ones copies.
     pub(super) fn read_all(&self) -> Result<Vec<(String, Tensor)>> {
         let read = |name: String| {
             let info = self.header.info(&name).expect("the name is one of the header's");

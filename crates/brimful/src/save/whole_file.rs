@@ -1,4 +1,4 @@
-//! A file that is written whole or not at all: beside its place, forced to the disk, and renamed.
+//! Writes files atomically: to a temporary file beside the target, which is synced to the disk and renamed.
 
 use std::fmt::Display;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -11,30 +11,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{SaveError, unreadable};
 use crate::{Error, Result};
 
-/// Writes bytes in place of what the file held before, whole or not at all. Links to it and its permissions
-/// stay. What is no plain file, and `/dev/stdout` wherever it leads, is written to as it is.
+/// Replaces a file's contents atomically. Keeps links to it and its permissions. A target that is not a
+/// regular file, and `/dev/stdout` wherever it leads, is written to directly.
 ///
 /// # Errors
-/// When the file system refuses, with the remedy. The old file, if there was one, is then as before,
-/// and nothing is left beside it.
+/// When the file system refuses; the error names the remedy. The old file, if there was one, is unchanged
+/// then, and no temporary file is left.
 pub fn replace(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     let beside = WrittenFile::new(path.as_ref())?;
     (&beside.file).write_all(bytes).map_err(|reason| beside.refused(&reason))?;
     beside.replace()
 }
 
-/// Finds out whether [`replace`] could begin to write, and leaves nothing behind.
+/// Checks whether [`replace`] could begin to write, and leaves nothing behind.
 ///
 /// # Errors
-/// With what the file system refuses.
+/// With the error of the file system.
 pub fn probe(path: impl AsRef<Path>) -> io::Result<()> {
     WrittenFile::open(path.as_ref()).map(drop)
 }
 
-/// Writes what is in another file in place of what the file held before, as [`replace`] does.
+/// Replaces a file atomically with a copy of another, as [`replace`] does.
 ///
 /// # Errors
-/// As [`replace`], and when the other file cannot be read.
+/// As for [`replace`], and when the other file cannot be read.
 pub fn replace_by_copy(path: impl AsRef<Path>, other: impl AsRef<Path>) -> Result<()> {
     let other = other.as_ref();
     let mut source = File::open(other).map_err(|reason| unreadable(other, reason))?;
@@ -43,12 +43,12 @@ pub fn replace_by_copy(path: impl AsRef<Path>, other: impl AsRef<Path>) -> Resul
     beside.replace()
 }
 
-/// A new file beside its final place, removed unless it gets there.
+/// New file beside its target, removed unless it is renamed to it.
 #[derive(Debug)]
 pub struct WrittenFile {
     pub(crate) file: File,
     target: PathBuf,
-    /// None where the target itself is written to, because it is no plain file.
+    /// `None` where the target itself is written to, because it is not a regular file.
     path: Option<PathBuf>,
 }
 
@@ -66,22 +66,22 @@ impl WrittenFile {
         if before.as_ref().is_some_and(Metadata::is_dir) {
             return Err(io::ErrorKind::IsADirectory.into());
         }
-        // One that is there already is somebody else's, or a way to elsewhere.
+        // An existing file belongs to others, or is a link to elsewhere.
         let create = |path: &Path| OpenOptions::new().write(true).create_new(true).open(path);
         let (path, file) = make_beside(&place, create)?;
         let beside = Self { file, target: place, path: Some(path) };
         if let Some(before) = before {
-            // Before anything is in it, which may not be for everyone's eyes. A file system without permissions
+            // Set before anything is written, which may be confidential. A file system without permissions
             // refuses.
             let _ = beside.file.set_permissions(before.permissions());
         }
         Ok(beside)
     }
 
-    /// Puts the file in its place, on the disk and in the folder, before it returns.
+    /// Renames the file to its target; file and folder are synced to the disk before it returns.
     ///
     /// # Errors
-    /// When the file system refuses: the old file is there then.
+    /// When the file system refuses: the old file is unchanged then.
     pub fn replace(self) -> Result<()> {
         self.put().map_err(|reason| self.refused(&reason))
     }
@@ -92,7 +92,7 @@ impl WrittenFile {
         in_its_place(&self.target, || fs::rename(path, &self.target))
     }
 
-    /// The error of a write that the file system refused.
+    /// Returns the error of a refused write.
     pub(crate) fn refused(&self, reason: &io::Error) -> Error {
         refusal(&self.target, reason)
     }
@@ -100,19 +100,19 @@ impl WrittenFile {
 
 impl Drop for WrittenFile {
     fn drop(&mut self) {
-        // After the rename there is nothing to remove, and that is fine.
+        // After the rename there is nothing to remove, which is fine.
         let _ = self.path.as_ref().map(fs::remove_file);
     }
 }
 
-/// Lets `rename` put something in its place, and forces its folder to the disk.
+/// Runs `rename`, and syncs the target's folder to the disk.
 pub(super) fn in_its_place(
     target: &Path,
     rename: impl FnOnce() -> io::Result<()>,
 ) -> io::Result<()> {
     let folder = File::open(folder_of(target))?;
     rename()?;
-    // From here on the new one is in its place: nothing that fails now is a failed write.
+    // From here on the new file is in place: a later failure is not a failed write.
     if let Err(error) = folder.sync_all() {
         tracing::warn!(
             place = %target.display(), %error,
@@ -123,8 +123,8 @@ pub(super) fn in_its_place(
     Ok(())
 }
 
-/// A file or folder that is there already. Where the system does not follow a link, as another user's in `/tmp`,
-/// that is refused.
+/// Returns the metadata of an existing file or folder. Fails where the system refuses to follow a link, as
+/// another user's in `/tmp`.
 pub(super) fn found_at(target: &Path) -> io::Result<Option<Metadata>> {
     match fs::metadata(target) {
         Err(reason) if reason.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -137,12 +137,12 @@ fn folder_of(path: &Path) -> &Path {
     folder.unwrap_or(Path::new("."))
 }
 
-/// As many links as Linux follows.
+/// Largest number of links that Linux follows.
 const MOST_LINKS: usize = 40;
 
-/// Follows links to the place at which [`replace`] and [`replace_folder`](super::replace_folder) put what is new, there
-/// already or not. None for what is written to as it is: devices, pipes, and open files of this process, as
-/// `/dev/stdout` is, wherever they lead.
+/// Follows links to the path at which [`replace`] and [`replace_folder`](super::replace_folder) put the new
+/// file or folder, which need not exist. Returns `None` for targets that are written to directly: devices,
+/// pipes, and open files of this process, such as `/dev/stdout`, wherever they lead.
 pub fn place(path: impl AsRef<Path>) -> Option<PathBuf> {
     let place = behind_links(path.as_ref());
     let found = fs::metadata(&place);
@@ -150,7 +150,7 @@ pub fn place(path: impl AsRef<Path>) -> Option<PathBuf> {
     (is_replaced && open_number(&place).is_none()).then_some(place)
 }
 
-/// Follows links to what they lead to, or to the name of an open file of this process.
+/// Follows links to their target, or to the name of an open file of this process.
 fn behind_links(path: &Path) -> PathBuf {
     let mut place = path.to_owned();
     for _ in 0..MOST_LINKS {
@@ -163,15 +163,15 @@ fn behind_links(path: &Path) -> PathBuf {
     place
 }
 
-/// Number of an open file of this process, where a path is its name among those.
+/// Returns the number of an open file of this process, if the path is its name among those.
 fn open_number(path: &Path) -> Option<&str> {
     let folder = fs::canonicalize(path.parent()?).ok()?;
     let is_of_open = fs::canonicalize("/proc/self/fd").is_ok_and(|open| open == folder);
     path.file_name()?.to_str().filter(|_| is_of_open)
 }
 
-/// Opens what is no place of its own. The standard streams go on where they are: opened anew, a file that they lead
-/// to would be written over from its beginning.
+/// Opens a target that is written to directly. The standard streams are duplicated: opened anew, a file
+/// behind them would be overwritten from its beginning.
 fn open_as_it_is(path: &Path) -> io::Result<File> {
     match open_number(&behind_links(path)) {
         Some("1") => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),
@@ -180,25 +180,25 @@ fn open_as_it_is(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Lets `path` be a second name of `file`, on the same file system, in place of what it named before and without a
-/// moment in which it names nothing.
+/// Makes `path` a hard link to `file`, on the same file system, atomically: at no time does it name
+/// nothing.
 ///
 /// # Errors
-/// When the file system refuses, as some do that know no second names. What was there before is there then.
+/// When the file system refuses, as those without hard links do. The previous file is unchanged then.
 pub fn replace_by_link(file: impl AsRef<Path>, path: impl AsRef<Path>) -> Result<()> {
     let (file, path) = (file.as_ref(), path.as_ref());
     let place = place(path).ok_or_else(|| unwritable(path, "it is no file"))?;
     let linked = make_beside(&place, |link| fs::hard_link(file, link)).and_then(|(link, ())| {
         let replaced = in_its_place(&place, || fs::rename(&link, &place));
-        // Two names of one file are not renamed onto each other: the new one stays.
+        // Renaming two links to one file onto each other does nothing: the new link remains.
         let _ = fs::remove_file(&link);
         replaced
     });
     linked.map_err(|reason| refusal(path, &reason))
 }
 
-/// Removes what killed processes have left beside a path that they were writing to. Only for one who knows that
-/// nobody is writing there now.
+/// Removes temporary files that killed processes have left beside a path. Call it only while no process
+/// writes there.
 pub fn remove_left_over(path: impl AsRef<Path>) {
     let Some(place) = place(path) else { return };
     let Some(name) = place.file_name().map(|name| name.to_string_lossy().into_owned()) else {
@@ -214,14 +214,14 @@ pub fn remove_left_over(path: impl AsRef<Path>) {
     for entry in entries.flatten() {
         if entry.file_name().to_str().and_then(is_left_over).is_some() {
             let path = entry.path();
-            // What cannot be removed does no harm.
+            // A file that cannot be removed does no harm.
             let _ = fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path));
         }
     }
 }
 
-/// Lets `make` make something new beside the target, under a name that nobody has: an earlier process of this
-/// number may have left one behind.
+/// Calls `make` with an unused path beside the target: an earlier process with this process's number may
+/// have left files behind.
 pub(super) fn make_beside<T>(
     target: &Path,
     make: impl Fn(&Path) -> io::Result<T>,

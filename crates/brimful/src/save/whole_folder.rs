@@ -1,4 +1,4 @@
-//! A folder that is written whole or not at all: beside its place, and renamed.
+//! Writes folders atomically: to a temporary folder beside the target, which is renamed.
 
 use std::fs::{self, File};
 use std::io;
@@ -10,14 +10,15 @@ use rustix::io::Errno;
 use super::whole_file::{found_at, in_its_place, make_beside, place, refusal};
 use crate::{Error, Result};
 
-/// Lets `fill` write files into a new folder, which then takes the place of what was there before, whole or
-/// not at all. Links to it and its permissions stay.
+/// Calls `fill` with a new folder, which then replaces the target atomically. Keeps links to it and its
+/// permissions.
 ///
-/// Where the file system can exchange two folders, there is one at every moment; where it cannot (some that are
-/// mounted over a network), there is none for the moment between two renames.
+/// If the file system can exchange two folders, the target exists at all times; if not (as on some network
+/// file systems), it is missing for an instant between two renames.
 ///
 /// # Errors
-/// That of `fill`, or when the file system refuses. The old folder, if there was one, is then as before.
+/// The error of `fill`, or when the file system refuses. The old folder, if there was one, is unchanged
+/// then.
 pub fn replace_folder<E: From<Error>>(
     target: impl AsRef<Path>,
     fill: impl FnOnce(&Path) -> Result<(), E>,
@@ -28,7 +29,7 @@ pub fn replace_folder<E: From<Error>>(
     Ok(new.replace().map_err(|reason| refusal(target, &reason))?)
 }
 
-/// A folder beside its final place; removed, as what was there before is once it is here.
+/// Folder beside its target. Dropping it removes it, or the old folder that it was exchanged with.
 struct FolderBeside {
     path: PathBuf,
     target: PathBuf,
@@ -43,14 +44,14 @@ impl FolderBeside {
         }
         let (path, ()) = make_beside(&target, |path| fs::create_dir(path))?;
         let new = Self { path, target };
-        // One that nobody may write to is to be filled first of all.
+        // A read-only folder could not be filled.
         if let Some(before) = before.filter(|before| !before.permissions().readonly()) {
             let _ = fs::set_permissions(&new.path, before.permissions());
         }
         Ok(new)
     }
 
-    /// Puts the folder in its place, on the disk before it returns.
+    /// Renames the folder to its target, synced to the disk before it returns.
     fn replace(self) -> io::Result<()> {
         sync_all(&self.path)?;
         in_its_place(&self.target, || match self.exchange() {
@@ -60,25 +61,25 @@ impl FolderBeside {
         })
     }
 
-    /// Puts both folders in each other's places at once.
+    /// Exchanges both folders at once.
     fn exchange(&self) -> rustix::io::Result<()> {
         renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)
     }
 
-    /// The same in two renames.
+    /// Replaces the target in two renames.
     fn replace_in_two(&self) -> io::Result<()> {
-        // An empty folder gives way to what is renamed to it.
+        // Renaming onto an empty folder replaces it.
         let (before, ()) = make_beside(&self.target, |path| fs::create_dir(path))?;
         if let Err(reason) = fs::rename(&self.target, &before) {
             let _ = fs::remove_dir(before);
             return Err(reason);
         }
         if let Err(reason) = fs::rename(&self.path, &self.target) {
-            // Only if this fails too is the old one left beside its place.
+            // Only if this fails too, the old folder stays beside its place.
             let _ = fs::rename(&before, &self.target);
             return Err(reason);
         }
-        // One that stays does no harm.
+        // A leftover folder does no harm.
         let _ = fs::remove_dir_all(before);
         Ok(())
     }
@@ -86,12 +87,12 @@ impl FolderBeside {
 
 impl Drop for FolderBeside {
     fn drop(&mut self) {
-        // The old folder, or one that was not filled; nothing where the target was new.
+        // Removes the old folder, or one that was not filled; there is none where the target was new.
         let _ = fs::remove_dir_all(&self.path);
     }
 }
 
-/// Forces a folder and all that is in it to the disk.
+/// Syncs a folder and all its contents to the disk.
 fn sync_all(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

@@ -1,4 +1,4 @@
-//! What ranks settle between them: values that all are told, and results that all have or none.
+//! Agreement between ranks: values that all ranks share, and results that all ranks get or none.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -14,18 +14,18 @@ use super::messenger::{Messenger, Value};
 use super::waits::Wait;
 use crate::{Error, Result};
 
-/// How a rank has failed, as the others are told.
+/// Failure of a rank as reported to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct ToldFailure {
-    /// Since the turn's beginning.
+    /// Time since the collective began.
     at: Duration,
     message: String,
     cause: Option<RankCause>,
 }
 
 impl World {
-    /// Tells all ranks a value, and gives what each has told, in the order of the ranks. All ranks
-    /// make the same calls in the same order; `what` says which one this is.
+    /// Sends a value to all ranks and returns the values of all, in the order of the ranks. All ranks make
+    /// the same calls in the same order; `what` names this one.
     ///
     /// # Errors
     /// When a rank is lost, has ended, or makes another call.
@@ -47,19 +47,19 @@ impl World {
         self.link().wait(|engine| Ok(said(engine, number, what, &own)?))
     }
 
-    /// Makes sure that all ranks have the same value of what is named so.
+    /// Checks that all ranks have the same value; `what` names it in the error.
     ///
     /// # Errors
-    /// When they have not: on every rank, with what each has. As [`World::share`].
+    /// When values differ: on every rank, with the value of each. As for [`World::share`].
     pub fn agree(&self, what: &str, value: &impl Display) -> Result<()> {
         Ok(WorldError::check_same(what, self.share(what, &value.to_string())?)?)
     }
 
-    /// The results of all ranks, if all have one; else everyone gets the error that came first. `at`
-    /// is when this rank's came, since what they do together began.
+    /// Returns the results of all ranks if all succeeded; otherwise every rank gets the earliest error.
+    /// `at` is the time of this rank's error since the collective began.
     ///
     /// # Errors
-    /// That error, which names the rank. As [`World::share`].
+    /// The earliest error, which names the rank. As for [`World::share`].
     pub fn settle<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
@@ -72,7 +72,7 @@ impl World {
             message: error.to_string(),
             cause: told_cause(error),
         });
-        // Told even where this rank has failed: a rank that does not answer makes all others wait.
+        // Sent even where this rank has failed: a rank that does not answer makes all others wait.
         let own = encode(&told)?;
         let all = self.share_bytes(what, own)?;
         let mut results = Vec::with_capacity(all.len());
@@ -88,7 +88,7 @@ impl World {
         }
         match (first, result) {
             (None, _) => Ok(results),
-            // The error itself, of which the others have but the words.
+            // The original error, of which the others have only the message.
             (Some((rank, _)), Err(error)) if rank == self.rank() => Err(error),
             (Some((rank, failure)), _) => Err(self.failed(rank, failure)),
         }
@@ -101,13 +101,13 @@ impl World {
     }
 }
 
-/// What others act on of this rank's error, if anything.
+/// Returns the part of this rank's error that other ranks act on, if any.
 fn told_cause(error: &Error) -> Option<RankCause> {
     let ran_out = error.out_of_memory().cloned().map(RankCause::OutOfMemory);
     ran_out.or_else(|| error.non_finite().map(RankCause::NonFinite))
 }
 
-/// What all ranks have said at this moment, if they have.
+/// Returns the values of all ranks in this exchange, once all have arrived.
 fn said(
     engine: &mut Messenger,
     number: u64,

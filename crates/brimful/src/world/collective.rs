@@ -1,4 +1,4 @@
-//! Tensors that all ranks sum up, get from one, or give to the first.
+//! Collectives on tensors: all-reduce, broadcast, and gather on the first rank.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use super::message::TensorOutline;
 use super::{Turn, World, WorldError};
 use crate::{Error, Result};
 
-/// Channels on which a rank gives others its tensors are numbered from 2^29 on; no other channel of a
-/// turn has one of these numbers.
+/// Channels on which a rank sends others its tensors are numbered from 2^29 on; no other channel of a turn
+/// has one of these numbers.
 const FIRST_SPREAD_CHANNEL: u32 = 1 << 29;
 
 impl World {
-    /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
-    /// and kinds. All ranks get the same bits.
+    /// Replaces each tensor by the sum over all ranks (an all-reduce). Shapes and dtypes must be the same
+    /// on all ranks, and all get the same bits.
     ///
     /// # Errors
-    /// When the ranks have different tensors, before any of them has changed; when a rank is lost or
-    /// has ended.
+    /// When the ranks have different tensors, before any of them has changed; when a rank is lost or has
+    /// ended.
     pub fn sum(&self, tensors: &[Tensor]) -> Result<()> {
         if self.size() == 1 {
             return Ok(());
@@ -28,9 +28,9 @@ impl World {
         self.agree_on("what is summed", tensors)?;
         let turn = self.turn()?;
         let all = self.everyone();
-        // Where this rank returns early, the others would wait for its part of the ring.
+        // If this rank returned early, the others would wait for its part of the ring.
         let stopping = turn.stopping();
-        // Into memory of the host's, and back when all sums are there: a failure changes no tensor.
+        // Summed in host memory and copied back when all sums are complete: a failure changes no tensor.
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
         let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat, None));
         for summing in summing.collect::<Result<Vec<_>>>()? {
@@ -40,7 +40,7 @@ impl World {
         put_back(tensors, &flat)
     }
 
-    /// Gives each tensor the values that it has on the rank `from`.
+    /// Replaces the tensors of all ranks by those of rank `from`.
     ///
     /// # Errors
     /// When there is no such rank; when the ranks have different tensors, before any of them has
@@ -58,16 +58,17 @@ impl World {
         put_back(tensors, &came)
     }
 
-    /// Brings every rank's named tensors to rank 0, where all of them come back; the other ranks get
-    /// their own back.
+    /// Gathers every rank's named tensors on rank 0, which gets all of them; the other ranks get their own
+    /// back.
     ///
     /// # Errors
-    /// When a rank has no memory for it, is lost or has ended: on all ranks.
+    /// When a rank runs out of memory for it, is lost or has ended: on all ranks.
     pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         self.gather_told(Ok(named))
     }
 
-    /// The same, of ranks that may have failed before: all get the error that came first.
+    /// Gathers as [`World::gather`] does, from ranks that may have failed before: all get the earliest
+    /// error.
     pub(crate) fn gather_told(
         &self,
         named: Result<Vec<(String, Tensor)>>,
@@ -80,7 +81,7 @@ impl World {
         let turn = self.turn()?;
         let gathered = named.and_then(|named| self.gather_in(&turn, named, names));
         let told = gathered.as_ref().map(drop).map_err(Error::clone);
-        // What another rank's failure brings about here is dated after that.
+        // An error that another rank's failure causes here counts as later than that failure.
         let at = if matches!(told, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
         self.settle("gathered", told, at)?;
         gathered
@@ -108,7 +109,7 @@ impl World {
         Ok(all)
     }
 
-    /// Gives all of these ranks the tensors of `root`, as a part of a turn, on a channel of its own.
+    /// Sends the tensors of `root` to all of these ranks, as part of a turn, on a channel of its own.
     pub(crate) fn spread_in(
         &self,
         turn: &Turn,
@@ -116,13 +117,13 @@ impl World {
         ranks: &[usize],
         own: &[Tensor],
     ) -> Result<Vec<Tensor>> {
-        // A channel's number is that of its root: several may be spread in one turn.
+        // The root determines the channel's number: several broadcasts may share a turn.
         let channel = FIRST_SPREAD_CHANNEL + root as u32;
         if root != self.rank() {
             let came = turn.inlet(root, channel, 1, None)?.take()?;
             return Ok(came.into_iter().flatten().flatten().collect());
         }
-        // Copied once, not for each of the others.
+        // Copied once, not for each of the other ranks.
         let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
         let parcel = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
         for to in ranks.iter().filter(|rank| **rank != root) {
@@ -131,26 +132,26 @@ impl World {
         Ok(own.iter().map(Tensor::shallow_clone).collect())
     }
 
-    /// Makes sure that all ranks have tensors of the same kinds and shapes. Numbers that are missing
-    /// in one of them would be taken from whatever its memory held.
+    /// Checks that all ranks have tensors of the same dtypes and shapes. Otherwise the missing elements
+    /// would be read from uninitialised memory.
     fn agree_on(&self, what: &str, tensors: &[Tensor]) -> Result<()> {
         let row = tensors.iter().map(|tensor| Some(tensor.shallow_clone())).collect();
         let outline = TensorOutline::of(&vec![row]).map(|outline| outline.to_string());
         Ok(WorldError::check_same(what, self.settle(what, outline, Duration::ZERO)?)?)
     }
 
-    /// All ranks, in order.
+    /// Returns all ranks, in order.
     pub(crate) fn everyone(&self) -> Arc<[usize]> {
         (0..self.size()).collect()
     }
 }
 
-/// The numbers in one piece of the host's memory: the tensor itself where they are.
+/// Returns the tensor as contiguous memory of the host; the same tensor if it is that already.
 fn flat(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
 }
 
-/// The same, with a gradient where the tensor has one.
+/// Returns the tensor in host memory, requiring a gradient where the tensor does.
 fn on_host(tensor: &Tensor) -> Result<Tensor> {
     Ok(flat(tensor)?.f_set_requires_grad(tensor.requires_grad())?)
 }

@@ -1,4 +1,4 @@
-//! Why ranks cannot go on together.
+//! Errors between ranks.
 
 use std::time::Duration;
 
@@ -8,31 +8,31 @@ use thiserror::Error;
 use crate::loss::NonFiniteValue;
 use crate::oom::OutOfMemory;
 
-/// What separates the ranks of a world.
+/// Error between the ranks of a world.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum WorldError {
-    /// A program that was built without MPI, or an MPI that does not start.
+    /// MPI is missing or does not start.
     #[error("no world can be started: {reason}")]
     NotStarted {
-        /// What is missing.
+        /// Reason.
         reason: String,
     },
-    /// A rank that is not heard of any more.
+    /// Lost rank: its heartbeat has stopped.
     #[error(
         "rank {rank} on {host} has not been heard of for {} s: it was killed, stopped or cut off; \
          start again from the last saved model",
         silent.as_secs()
     )]
     RankLost {
-        /// Which one.
+        /// Its number.
         rank: usize,
-        /// The machine that it ran on.
+        /// Its machine.
         host: String,
-        /// For how long.
+        /// Time since its last heartbeat.
         silent: Duration,
     },
-    /// A rank that gives signs of life, but does not do what others wait for.
+    /// Rank whose heartbeat continues but that keeps others waiting.
     #[error(
         "rank {rank} on {host} gives signs of life, but has been waited for for {} s: it hangs, or is \
          at something that takes longer than the longest wait that was set; start again from the last \
@@ -40,108 +40,108 @@ pub enum WorldError {
         waited.as_secs()
     )]
     RankHangs {
-        /// Which one.
+        /// Its number.
         rank: usize,
-        /// The machine that it runs on.
+        /// Its machine.
         host: String,
-        /// For how long.
+        /// Time that it was waited for.
         waited: Duration,
     },
-    /// A rank that has ended while others waited for it.
+    /// Rank that has ended while others waited for it.
     #[error("rank {rank} on {host} has ended while others needed it{}", said(words))]
     RankLeft {
-        /// Which one.
+        /// Its number.
         rank: usize,
-        /// The machine that it ran on.
+        /// Its machine.
         host: String,
-        /// Why, in its own words.
+        /// Its reason, if it sent one.
         words: Option<String>,
     },
-    /// This rank, which the others do not hear.
+    /// This rank, whose heartbeat the others do not receive.
     #[error("the other ranks have given up this one, rank {rank}, because they did not hear of it")]
     GivenUp {
         /// Its number.
         rank: usize,
     },
-    /// A rank in which a step failed.
+    /// Rank on which a step failed.
     #[error("rank {rank} on {host}: {message}")]
     RankFailed {
-        /// Which one.
+        /// Its number.
         rank: usize,
-        /// The machine that it runs on.
+        /// Its machine.
         host: String,
         /// Its error.
         message: String,
-        /// What the others know of it as that rank does.
+        /// Part of its error that other ranks act on.
         cause: Option<Box<RankCause>>,
     },
-    /// Ranks that were not given the same.
+    /// Value that differs between ranks.
     #[error("{what} must be the same on all ranks, but is {}", listed(found))]
     Differs {
-        /// What is compared.
+        /// Name of the compared value.
         what: String,
-        /// What each rank has.
+        /// Value of each rank.
         found: Vec<String>,
     },
-    /// Ranks that do different things.
+    /// Rank that makes another call than this one.
     #[error(
         "rank {rank} calls `{theirs}` where this one calls `{here}`: let all ranks make the same calls \
          in the same order"
     )]
     OutOfStep {
-        /// The other rank.
+        /// Number of the other rank.
         rank: usize,
-        /// What it does.
+        /// Its call.
         theirs: String,
-        /// What this one does.
+        /// Call of this rank.
         here: String,
     },
-    /// Ranks that cannot be dealt out.
+    /// Number of ranks that the replicas do not divide.
     #[error(
         "{ranks} rank{} cannot be divided into {replicas} replicas of as many ranks each: start a \
          multiple of {replicas}, as in mpirun -n {replicas}, or srun",
         if *ranks == 1 { "" } else { "s" }
     )]
     DoesNotDivide {
-        /// Ranks in the world.
+        /// Number of ranks in the world.
         ranks: usize,
-        /// Replicas asked for.
+        /// Number of replicas asked for.
         replicas: usize,
     },
-    /// More ranks than there is work for.
+    /// More ranks than devices with a stage.
     #[error(
         "{ranks} ranks are too many for {workers} devices of a pipeline: start at most {workers}"
     )]
     TooManyRanks {
-        /// Ranks of a pipeline.
+        /// Number of ranks of a pipeline.
         ranks: usize,
-        /// Devices that have a stage.
+        /// Number of devices that have a stage.
         workers: usize,
     },
-    /// A rank that the world does not have.
+    /// Rank that does not exist.
     #[error("there is no rank {rank} among {size}: ranks are counted from 0")]
     NoRank {
-        /// The one that was named.
+        /// Number that was given.
         rank: usize,
-        /// How many there are.
+        /// Number of ranks.
         size: usize,
     },
-    /// Outputs that cannot be made where the closure did not run.
+    /// Outputs that cannot be rebuilt on a rank where the closure did not run.
     #[error(
         "outputs of the type {name} cannot be rebuilt on a rank where the closure did not run: let it \
          give tensors, tuples of them, or a struct of such"
     )]
     NoForm {
-        /// The type.
+        /// Name of the type.
         name: String,
     },
-    /// A message that could not be sent, or not be understood.
+    /// Message that could not be sent or decoded.
     #[error("messages between the ranks: {0}")]
     Message(String),
 }
 
 impl WorldError {
-    /// Refuses what is not the same on all ranks.
+    /// Fails if the values of all ranks are not equal.
     pub(crate) fn check_same(what: &str, found: Vec<String>) -> Result<(), Self> {
         match found.iter().all(|other| *other == found[0]) {
             true => Ok(()),
@@ -150,13 +150,13 @@ impl WorldError {
     }
 }
 
-/// What a rank failed with, of what others than that rank act on.
+/// Part of a rank's error that other ranks act on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum RankCause {
     /// Memory ran out.
     OutOfMemory(OutOfMemory),
-    /// A loss or a gradient is not finite.
+    /// A loss or a gradient is non-finite.
     NonFinite(NonFiniteValue),
 }
 
@@ -164,7 +164,7 @@ fn said(words: &Option<String>) -> String {
     words.as_ref().map(|words| format!(": {words}")).unwrap_or_default()
 }
 
-/// Each value once, with the ranks that have it.
+/// Lists each value once, with the ranks that have it.
 fn listed(found: &[String]) -> String {
     let mut seen: Vec<(&String, Vec<String>)> = Vec::new();
     for (rank, value) in found.iter().enumerate() {

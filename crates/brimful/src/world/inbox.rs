@@ -1,9 +1,9 @@
-//! Tensors on their way to this rank, over one channel: announced, arriving, there.
+//! Receiving end of a channel: tensors are announced, received, and taken.
 //!
-//! A sender announces what it sends. Memory for it is taken, and the numbers asked for, as soon as
-//! the channel has been opened here and has a place free; so they arrive while others compute, and
-//! a sender that is ahead cannot fill this rank's memory. Only what later tensors could be taken for,
-//! because the wire tells no more apart, is asked for before that, and put in its place then.
+//! A sender announces its tensors. This rank allocates memory for them and posts the receives as soon as
+//! the channel is open and has a free place. So data arrive while other threads compute, and a sender that
+//! is ahead cannot fill this rank's memory. One case is received earlier, and copied later: tensors whose
+//! tags a later tensor would repeat.
 
 use std::collections::VecDeque;
 
@@ -17,27 +17,27 @@ use super::wire::{Ticket, Wire};
 use crate::Result;
 use crate::memory::Memory;
 
-/// One channel's tensors.
+/// Receiving end of one channel.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     announced: VecDeque<Announced>,
-    /// How many parcels may arrive ahead of their use; none before the channel is opened.
+    /// Number of transfers that may arrive ahead of their use; 0 before the channel is opened.
     places: usize,
-    /// Where they are needed.
+    /// Memory that the tensors are needed in.
     memory: Option<Memory>,
-    /// Tensors that the next parcels, of one tensor each, are to be put into.
+    /// Destinations of the next transfers, of one tensor each.
     into: VecDeque<Tensor>,
     arriving: VecDeque<Incoming>,
-    /// Why there is no memory for the next.
+    /// Error of allocating memory for the next transfer.
     refused: Option<crate::Error>,
 }
 
 #[derive(Debug)]
 struct Announced {
-    /// The number of its first tensor.
+    /// Number of its first tensor.
     first: u64,
     outline: TensorOutline,
-    /// What it arrives in, and what of it is still to come, where it was asked for ahead of its time.
+    /// Temporary tensors and pending receives, where it is received ahead of its time.
     ahead: Option<(Tensors, Vec<Ticket>)>,
 }
 
@@ -46,7 +46,7 @@ struct Incoming {
     outline: TensorOutline,
     tensors: Tensors,
     tickets: Vec<Ticket>,
-    /// Where the numbers are, if they arrive elsewhere than in the tensors.
+    /// Temporary tensors that hold the data, if it was received ahead of its time.
     ahead: Option<Tensors>,
 }
 
@@ -55,12 +55,12 @@ impl Inbox {
         self.announced.push_back(Announced { first, outline, ahead: None });
     }
 
-    /// The number of the first tensor that has not been asked for.
+    /// Number of the first tensor without a posted receive.
     pub(super) fn oldest(&self) -> Option<u64> {
         self.announced.iter().find(|parcel| parcel.ahead.is_none()).map(|parcel| parcel.first)
     }
 
-    /// Asks for all parcels that begin before this number, whether or not there are places.
+    /// Posts the receives of all transfers that begin before this number, even without free places.
     pub(super) fn ask_ahead(
         &mut self,
         wire: &mut dyn Wire,
@@ -81,12 +81,12 @@ impl Inbox {
         self.memory = memory;
     }
 
-    /// Lets the next parcel of one tensor be put into this one.
+    /// Sets a tensor as the destination of a later transfer of one tensor.
     pub(super) fn take_into(&mut self, tensor: Tensor) {
         self.into.push_back(tensor);
     }
 
-    /// Asks for what there are places for, and sees what has arrived.
+    /// Posts receives for all free places, and checks which have completed.
     pub(super) fn advance(&mut self, wire: &mut dyn Wire, from: usize) -> Result<(), WorldError> {
         while self.refused.is_none() && self.arriving.len() < self.places {
             let Some(parcel) = self.announced.pop_front() else { break };
@@ -99,7 +99,8 @@ impl Inbox {
                     };
                     self.arriving.push_back(Incoming { outline, tensors, tickets, ahead });
                 }
-                // Kept for the thread that takes it: whoever moves messages on is not to blame.
+                // Kept for the thread that takes the transfer: the one that moves messages on is not to
+                // blame.
                 Err(error) => {
                     self.refused = Some(error);
                     self.announced.push_front(parcel);
@@ -109,7 +110,7 @@ impl Inbox {
         self.arriving.iter_mut().try_for_each(|arriving| still(&mut arriving.tickets, wire))
     }
 
-    /// Where the next parcel is to be.
+    /// Returns the tensors to receive the next transfer in.
     fn room_for(&mut self, outline: &TensorOutline) -> Result<Tensors> {
         let Some(tensor) = self.into.pop_front() else {
             return outline.empty(self.memory.as_ref());
@@ -118,7 +119,7 @@ impl Inbox {
         Ok(vec![vec![Some(tensor)]])
     }
 
-    /// What keeps the next parcel, of this rank, from being there.
+    /// Returns the reason why the next transfer is not complete.
     pub(super) fn waits_for(&self, from: usize) -> Wait {
         match self.announced.is_empty() && self.arriving.is_empty() {
             true => Wait::Rank(from),
@@ -126,14 +127,14 @@ impl Inbox {
         }
     }
 
-    /// Whether all of the next parcel is there.
+    /// Whether the next transfer is complete.
     pub(super) fn is_there(&self) -> bool {
         self.arriving.front().is_some_and(|next| next.tickets.is_empty())
     }
 
-    /// The next parcel, if all of it is there.
+    /// Takes the next transfer, if it is complete.
     pub(super) fn take(&mut self) -> Option<Result<Tensors>> {
-        // What has arrived before memory ran out is whole, and comes first.
+        // Transfers that arrived before memory ran out are complete, and come first.
         if self.arriving.is_empty() {
             return self.refused.clone().map(Err);
         }
@@ -145,7 +146,7 @@ impl Inbox {
         Some(placed.and_then(|()| outline.trace(&tensors)).map(|()| tensors))
     }
 
-    /// Whatever is still to come is received and dropped, so that its senders get rid of it.
+    /// Receives and drops all pending transfers, so that their senders can free them.
     pub(super) fn discard(
         self,
         wire: &mut dyn Wire,
@@ -162,7 +163,7 @@ impl Inbox {
     }
 }
 
-/// Receives what nobody needs.
+/// Receives tensors to drop them.
 pub(super) fn discarded(
     wire: &mut dyn Wire,
     from: usize,
@@ -182,7 +183,7 @@ fn ask(
     present.map(|(tensor, number)| wire.receive(tensor.shallow_clone(), from, number)).collect()
 }
 
-/// Puts what has arrived elsewhere in its place.
+/// Copies tensors that were received ahead of their time to their destination.
 fn put(tensors: &Tensors, ahead: &Tensors) -> Result<()> {
     let all = tensors.iter().flatten().flatten().zip(ahead.iter().flatten().flatten());
     all.into_iter().try_for_each(|(tensor, ahead)| {
@@ -190,14 +191,14 @@ fn put(tensors: &Tensors, ahead: &Tensors) -> Result<()> {
     })
 }
 
-/// Room for what nobody here has asked for.
+/// Allocates memory that is charged to no arena of this rank.
 fn uncharged(outline: &TensorOutline) -> Result<Tensors, WorldError> {
     outline.empty(None).map_err(|error| WorldError::Message(error.to_string()))
 }
 
-/// Keeps those that are not done.
+/// Drops the tickets of completed messages.
 pub(super) fn still(tickets: &mut Vec<Ticket>, wire: &mut dyn Wire) -> Result<(), WorldError> {
-    // From the end, where removing is free; which of them is done first does not matter.
+    // From the end, where removing is free; the order of completion does not matter.
     while let Some(ticket) = tickets.last() {
         if !wire.is_done(*ticket)? {
             break;

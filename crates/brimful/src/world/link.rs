@@ -1,5 +1,5 @@
-//! The lock around this rank's messages, how threads wait for them, and the thread that keeps them
-//! moving while all others compute.
+//! Lock around this rank's messages, the waits of threads for them, and the thread that moves them on while
+//! all others compute.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,27 +14,27 @@ use super::ring::Ring;
 use super::waits::Wait;
 use crate::Result;
 
-/// While ranks work together, messages are moved on every millisecond, for those that compute.
+/// Interval of moving messages on while ranks work together.
 const BUSY_INTERVAL: Duration = Duration::from_millis(1);
-/// Every 100 µs where a device is about to put something into the host's memory, which sets out then.
+/// Interval while a device is about to fill host memory that is sent then.
 const DEVICE_INTERVAL: Duration = Duration::from_micros(100);
-/// Every 10 ms when there is nothing but signs of life.
+/// Interval when there are only heartbeats.
 const IDLE_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The result of one look at the messages by a waiting thread.
+/// Result of one look at the messages by a waiting thread.
 pub(super) enum Look<T> {
     Found(T),
     /// Nothing yet.
     WaitFor(Wait),
 }
 
-/// This rank's messages, for all its threads.
+/// Messages of this rank, shared by its threads.
 #[derive(Debug)]
 pub(super) struct Link {
-    /// None after the end.
+    /// `None` after the end.
     engine: Mutex<Option<Messenger>>,
-    /// Sums that whoever moves messages on takes over: who computes does not wait for the lock, which
-    /// is held while numbers are copied.
+    /// Sums for the next thread that moves messages on: a computing thread does not wait for the lock,
+    /// which is held while data are copied.
     sums: Mutex<Vec<(Channel, Ring)>>,
     ends: AtomicBool,
 }
@@ -48,7 +48,7 @@ impl Link {
         })
     }
 
-    /// Lets a sum begin when messages are moved on next.
+    /// Queues a sum, which begins when messages are moved on next.
     pub(super) fn begin_sum(&self, channel: Channel, ring: Ring) {
         self.sums.lock().unwrap_or_else(PoisonError::into_inner).push((channel, ring));
     }
@@ -57,12 +57,13 @@ impl Link {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does something with the messages that does not wait.
+    /// Runs `f` on the messages; `f` must not wait.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Messenger) -> T) -> Result<T> {
         let mut engine = self.lock();
         let ended = || WorldError::NotStarted { reason: "it has ended".into() };
         let engine = engine.as_mut().ok_or_else(ended)?;
-        // Taken over by whoever has the lock next, and let go before `f`, which may copy for long.
+        // The next holder of the lock takes the sums over, and unlocks them before `f`, which may copy for
+        // long.
         let mut begun = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         engine.rings.extend(begun.drain(..));
         drop(begun);
@@ -76,7 +77,7 @@ impl Link {
     ) -> Result<T> {
         let mut pause = Pause::default();
         loop {
-            // The lock is held for one look only: other threads, and the signs of life, need it too.
+            // The lock is held for one look only: other threads and the heartbeats need it too.
             let found = self.with(|engine| {
                 engine.progress();
                 let looked = look(engine);
@@ -97,7 +98,7 @@ impl Link {
     }
 }
 
-/// Rests for longer and longer: others may need the core, and messages mostly come soon.
+/// Increasing pauses: other threads may need the core, and most messages arrive soon.
 #[derive(Debug, Default)]
 struct Pause {
     rests: u32,
@@ -107,7 +108,7 @@ impl Pause {
     fn rest(&mut self) {
         self.rests += 1;
         match self.rests {
-            // An answer of another rank takes some microseconds, in which a sleep would not even begin.
+            // An answer of another rank takes some microseconds, less than the shortest sleep.
             ..=100 => thread::yield_now(),
             _ => thread::sleep(
                 Duration::from_micros(20).saturating_mul(self.rests - 100).min(BUSY_INTERVAL / 5),
@@ -116,20 +117,19 @@ impl Pause {
     }
 }
 
-/// The thread that keeps messages moving. It starts the wire and ends it, because MPI must be ended by
-/// the thread that has started it, whoever has the world last. Dropped, it ends this rank's part in
-/// the world.
+/// Thread that keeps messages moving. It starts and ends the wire, because MPI must be ended by the thread
+/// that has started it. Dropping it ends this rank's part in the world.
 #[derive(Debug)]
 pub(super) struct Pump {
     pub(super) link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
-    /// Tells that nobody is to be waited for any more, and then that all has ended in order. Behind
-    /// a lock so that a world can be shared by threads.
+    /// Reports first that no rank is waited for any more, then that all has ended in order. Behind a lock
+    /// so that threads can share a world.
     done: Mutex<Receiver<()>>,
 }
 
 impl Pump {
-    /// Starts the thread, and there the messages.
+    /// Starts the thread, and the messages on it.
     pub(super) fn start(
         start: impl FnOnce() -> Result<Messenger, WorldError> + Send + 'static,
     ) -> Result<Self> {
@@ -137,7 +137,7 @@ impl Pump {
         let (ended, done) = channel();
         let run = move || {
             let link = start().map(Link::new);
-            // Nobody is there to hear it only where the starter has panicked.
+            // The receiver is gone only if the starting thread has panicked.
             let _ = begun.send(link.clone());
             if let Ok(link) = link {
                 pump(&link, &ended);
@@ -152,7 +152,7 @@ impl Pump {
 }
 
 impl Drop for Pump {
-    /// Says that this rank ends, and waits until all do, or until one is lost.
+    /// Announces the end of this rank, and waits until all ranks end or one is lost.
     fn drop(&mut self) {
         let words = thread::panicking().then(|| "it panicked".to_owned());
         let patience = self.link.with(|engine| {
@@ -161,10 +161,9 @@ impl Drop for Pump {
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
-        // It may be resting for 10 ms, and all other ranks wait for this one's end.
+        // The thread may be pausing for 10 ms, while all other ranks wait for this one's end.
         thread.thread().unpark();
-        // The thread itself sees that ranks are gone; the end in order is MPI's own, which knows
-        // of no limit.
+        // The thread itself notices lost ranks; but MPI's own end, which it calls last, has no timeout.
         let done = self.done.get_mut().unwrap_or_else(PoisonError::into_inner);
         if done.recv().is_ok() && done.recv_timeout(patience.unwrap_or_default()).is_ok() {
             let _ = thread.join();
@@ -172,7 +171,7 @@ impl Drop for Pump {
     }
 }
 
-/// Moves messages on until the end; then ends in order if all ranks are there to do so.
+/// Moves messages on until the end, then ends MPI in order if no rank is lost.
 fn pump(link: &Link, ended: &Sender<()>) {
     loop {
         let Ok((over, rest)) = link.with(|engine| {
@@ -197,7 +196,7 @@ fn pump(link: &Link, ended: &Sender<()>) {
     let _ = ended.send(());
 }
 
-/// How long messages may rest.
+/// Returns the interval of moving messages on.
 fn rest(engine: &Messenger) -> Duration {
     match (engine.expects_a_device(), engine.is_busy()) {
         (true, _) => DEVICE_INTERVAL,

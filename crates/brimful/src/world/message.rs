@@ -1,4 +1,4 @@
-//! What ranks tell each other, apart from the numbers of tensors.
+//! Messages between ranks, except the data of tensors.
 
 use std::fmt::{self, Display};
 
@@ -11,43 +11,44 @@ use crate::Result;
 use crate::memory::{Arena, Memory};
 use crate::save::KINDS;
 
-/// Tensors under way, in rows, some of them missing.
+/// Rows of tensors in flight, some of them missing.
 pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
 
-/// A way for tensors from one rank to another, in order. A turn's channels are its own, so that
-/// nothing of a turn that failed is taken for something of a later one.
+/// Ordered channel for tensors from one rank to another. Each turn has its own channels, so that tensors of
+/// a failed turn are not mistaken for those of a later one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Channel {
     pub(crate) turn: u64,
     pub(crate) number: u32,
 }
 
-/// A small message.
+/// Small message.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Message {
-    /// A sign of life.
+    /// Heartbeat.
     Beat { waits_for: Option<usize> },
-    /// What this rank has to say where all ranks say something: the number counts such moments.
+    /// This rank's value in an exchange of values; `number` counts the exchanges.
     Value { number: u64, what: String, bytes: Vec<u8> },
-    /// Tensors follow, numbered from the first on: a rank counts all that it sends to another.
+    /// Announcement of tensors, numbered from `first` on: a rank counts all tensors that it sends to
+    /// another.
     Tensors { channel: Channel, first: u64, outline: TensorOutline },
     /// The turn has failed here.
     Stop { turn: u64 },
     /// A rank has been silent for so many milliseconds.
     Lost { rank: usize, silent: u64 },
-    /// A rank has been waited for for so many milliseconds.
+    /// A rank has kept others waiting for so many milliseconds.
     Hangs { rank: usize, waited: u64 },
     /// This rank ends, with an error or without.
     Left { words: Option<String> },
 }
 
-/// Tensors without their numbers.
+/// Dtypes and shapes of tensors, without their data.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct TensorOutline(Vec<Vec<Option<Form>>>);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Form {
-    /// The place in the list of kinds.
+    /// Index in the list of dtypes.
     kind: usize,
     size: Vec<i64>,
     traced: bool,
@@ -61,7 +62,7 @@ pub(super) fn decode<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Result<T, Worl
     postcard::from_bytes(bytes).map_err(|error| WorldError::Message(error.to_string()))
 }
 
-/// The same rows, with what `f` makes of each entry.
+/// Maps each entry of the rows by `f`.
 fn each<T, U>(rows: &[Vec<Option<T>>], f: impl Fn(&T) -> Result<U>) -> Result<Vec<Vec<Option<U>>>> {
     let row = |row: &Vec<Option<T>>| row.iter().map(|t| t.as_ref().map(&f).transpose()).collect();
     rows.iter().map(row).collect()
@@ -78,14 +79,15 @@ impl TensorOutline {
         Ok(Self(each(tensors, form)?))
     }
 
-    /// How many tensors there are.
+    /// Number of tensors.
     pub(super) fn count(&self) -> u64 {
         self.0.iter().flatten().flatten().count() as u64
     }
 
-    /// Makes sure that a parcel of this outline is just what the tensor has room for.
+    /// Checks that a transfer of this outline fits the tensor exactly.
     pub(super) fn check_fits(&self, tensor: &Tensor) -> Result<(), WorldError> {
-        // MPI would write past the end of a tensor that is too short, or leave the rest of a longer one.
+        // MPI would write past the end of a tensor that is too short, or leave the rest of a longer one
+        // unchanged.
         let alone = vec![vec![Some(tensor.shallow_clone())]];
         let room = Self::of(&alone).map_err(|error| WorldError::Message(error.to_string()))?;
         let numbers = |outline: &Self| {
@@ -100,9 +102,9 @@ impl TensorOutline {
         )))
     }
 
-    /// Tensors of this outline in the host's memory, whose numbers are yet to come, and which are
-    /// needed in this memory. Where that is no arena they have an account of their own, without a limit: the thread
-    /// that happens to move messages on may have an arena that is full, which is none of its sender's.
+    /// Allocates tensors of this outline in host memory, for data that are needed in `memory`. Unless that
+    /// is an arena, they are charged to an arena of their own without a limit: the thread that moves
+    /// messages on may have entered a full arena that has nothing to do with them.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
         let _inside = match memory {
             Some(Memory::Arena(arena)) => arena.enter(),
@@ -119,7 +121,7 @@ impl TensorOutline {
         each(&self.0, tensor)
     }
 
-    /// Lets those get gradients that had them at the sender's.
+    /// Makes those tensors require a gradient that did so at the sender.
     pub(super) fn trace(&self, tensors: &Tensors) -> Result<()> {
         for (form, tensor) in self.0.iter().flatten().zip(tensors.iter().flatten()) {
             if let (Some(Form { traced: true, .. }), Some(tensor)) = (form, tensor) {
@@ -131,7 +133,7 @@ impl TensorOutline {
 }
 
 impl Display for TensorOutline {
-    /// The kind and shape of each tensor.
+    /// Lists the dtype and shape of each tensor.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = |form: &Form| KINDS.get(form.kind).map(|(kind, _)| *kind);
         let forms = self.0.iter().flatten().flatten().map(|form| match kind(form) {

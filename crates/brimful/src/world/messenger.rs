@@ -1,7 +1,7 @@
-//! All that is under way between this rank and the others, moved on by whoever looks.
+//! Messages between this rank and the others, and the progress of all of them.
 //!
-//! Behind one lock. A thread that waits for something moves everything on while it waits; beside
-//! that, the pump does so now and then, for the sake of those that compute.
+//! One lock guards it. A waiting thread moves all messages on while it waits; the pump also does so at
+//! intervals, because other threads compute.
 
 mod channels;
 
@@ -19,7 +19,7 @@ use super::waits::{Wait, Waits};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
-/// What another rank has said where all say something.
+/// Value of another rank in an exchange of values.
 #[derive(Debug)]
 pub(super) struct Value {
     pub(super) number: u64,
@@ -27,7 +27,7 @@ pub(super) struct Value {
     pub(super) bytes: Vec<u8>,
 }
 
-/// The state of this rank's messages.
+/// State of this rank's messages.
 #[derive(Debug)]
 pub(super) struct Messenger {
     wire: Box<dyn Wire>,
@@ -37,28 +37,28 @@ pub(super) struct Messenger {
     pub(super) traffic: Traffic,
     pub(super) pulse: Pulse,
     pub(super) waits: Waits,
-    /// By rank, in order.
+    /// Values received, by rank and in order.
     pub(super) values: Vec<VecDeque<Value>>,
-    /// How often all ranks have said something.
+    /// Number of exchanges of values so far.
     pub(super) moments: u64,
-    /// In the order of ranks and channels, as all that is gone through.
+    /// Sorted by rank and channel, like all collections that are iterated.
     inboxes: BTreeMap<(usize, Channel), Inbox>,
     outboxes: BTreeMap<(usize, Channel), Outbox>,
-    /// Messages that nobody asks after.
+    /// Messages that only need to complete.
     forgotten: Vec<Ticket>,
     pub(super) rings: BTreeMap<Channel, Ring>,
-    /// How many tensors have been sent to each rank.
+    /// Number of tensors sent to each rank.
     sent: Vec<u64>,
-    /// By rank, a number below which all announced tensors have been asked for.
+    /// Number for each rank below which all announced tensors have posted receives.
     oldest: Vec<u64>,
     turns: u64,
     open: BTreeSet<u64>,
     stopped: BTreeSet<u64>,
-    /// Ranks that have ended, with their last words.
+    /// Ranks that have ended, with the reason that they sent.
     left: Vec<Option<Option<String>>>,
-    /// Ranks that do different things.
+    /// Error of ranks that make different calls.
     confused: Option<WorldError>,
-    /// Ranks that are gone, or cannot be reached: there is no end in order any more.
+    /// Error of lost or unreachable ranks, after which there is no end in order.
     broken: Option<WorldError>,
 }
 
@@ -90,7 +90,7 @@ impl Messenger {
         }
     }
 
-    /// Moves everything on. What goes wrong breaks the world.
+    /// Moves all messages on. An error breaks the world.
     pub(super) fn progress(&mut self) {
         if self.broken.is_none()
             && let Err(error) = self.try_progress()
@@ -100,7 +100,7 @@ impl Messenger {
     }
 
     fn try_progress(&mut self) -> Result<(), WorldError> {
-        // Messages first: they announce what inboxes ask for below.
+        // Messages first: they announce the tensors that inboxes receive below.
         while let Some((from, bytes)) = self.wire.told()? {
             self.pulse.heard(from, Instant::now());
             self.dispatch(from, message::decode(&bytes)?)?;
@@ -127,7 +127,7 @@ impl Messenger {
             }
             Message::Tensors { channel, first, outline } => {
                 self.tell_apart(from, first, outline.count())?;
-                // Received all the same: MPI keeps a send, and its sender's memory, until it is taken.
+                // Received all the same: MPI keeps a send, and its sender's memory, until it is received.
                 if self.is_over(channel.turn) {
                     let tickets = inbox::discarded(&mut *self.wire, from, first, &outline)?;
                     self.forgotten.extend(tickets);
@@ -154,7 +154,7 @@ impl Messenger {
         Ok(())
     }
 
-    /// Gives a sign of life where it is time, and declares ranks lost that have given none for too long.
+    /// Sends a heartbeat when it is due, and declares ranks lost that were silent for too long.
     pub(super) fn watch(&mut self, now: Instant) {
         if self.broken.is_some() {
             return;
@@ -165,8 +165,8 @@ impl Messenger {
         let me = self.rank;
         let left = &self.left;
         if let Some((rank, silent)) = self.pulse.lost(now, |r| r != me && left[r].is_none()) {
-            // All ranks are told, so that all name the same one: those that wait for a rank that waits
-            // for the lost one would else blame it, some seconds later.
+            // Sent to all ranks, so that all name the same one: otherwise those that wait for a rank that
+            // waits for the lost one would blame it some seconds later.
             let millis = silent.as_millis() as u64;
             self.tell_all(&Message::Lost { rank, silent: millis });
             self.broken = Some(self.lost(rank, silent));
@@ -177,11 +177,11 @@ impl Messenger {
         WorldError::RankLost { rank, host: self.hosts[rank].clone(), silent }
     }
 
-    /// This thread goes on waiting, unless who it waits for is gone or hangs.
+    /// Records that this thread waits; fails if the awaited rank is gone or hangs.
     pub(super) fn wait_for(&mut self, wait: Wait) -> Result<(), WorldError> {
         self.check(wait)?;
         let (Wait::Rank(rank) | Wait::Message(rank)) = wait else { return Ok(()) };
-        // A rank that hangs still gives signs of life, by its pump: only the length of a wait tells.
+        // The pump of a hanging rank still sends heartbeats: only the length of a wait shows that it hangs.
         let Some((rank, waited)) = self.waits.waiting(rank, Instant::now()) else { return Ok(()) };
         self.tell_all(&Message::Hangs { rank, waited: waited.as_millis() as u64 });
         let error = self.hangs(rank, waited);
@@ -192,7 +192,7 @@ impl Messenger {
         WorldError::RankHangs { rank, host: self.hosts[rank].clone(), waited }
     }
 
-    /// Sends a small message to all other ranks; those that have ended wait for the rest to end.
+    /// Sends a small message to all other ranks, including those that have ended and wait for the rest.
     pub(super) fn tell_all(&mut self, message: &Message) {
         let told = message::encode(message).and_then(|bytes| {
             for to in (0..self.size).filter(|to| *to != self.rank) {
@@ -206,18 +206,18 @@ impl Messenger {
         }
     }
 
-    /// Whether anything keeps this rank from waiting.
+    /// Fails if there is a reason not to wait.
     fn check(&self, wait: Wait) -> Result<(), WorldError> {
         if let Some(error) = self.broken.as_ref().or(self.confused.as_ref()) {
             return Err(error.clone());
         }
-        // A message that is under way arrives even if its sender has ended since.
+        // A message in flight arrives even if its sender has ended since.
         let Wait::Rank(rank) = wait else { return Ok(()) };
         let Some(words) = self.left[rank].clone() else { return Ok(()) };
         Err(WorldError::RankLeft { rank, host: self.hosts[rank].clone(), words })
     }
 
-    /// Ranks do different things: from here on nothing that they say fits together.
+    /// Records that ranks make different calls: later messages would not match.
     pub(super) fn confuse(&mut self, error: WorldError) -> WorldError {
         self.confused.get_or_insert(error).clone()
     }
@@ -231,12 +231,12 @@ impl Messenger {
         self.broken.is_some()
     }
 
-    /// Whether there is anything to move on.
+    /// Whether there are messages to move on.
     pub(super) fn is_busy(&self) -> bool {
         !self.open.is_empty() || !self.forgotten.is_empty()
     }
 
-    /// Ends in order, or just lets go.
+    /// Returns the wire, to be ended in order or dropped.
     pub(super) fn into_wire(self) -> Box<dyn Wire> {
         self.wire
     }

@@ -1,20 +1,20 @@
-//! Several processes that train one model: the ranks of a world.
+//! Processes that train one model together: the ranks of a world.
 //!
-//! They are started by `mpirun` or `srun`, on one machine or on many, and all run the same program
-//! ([`World::start`], with the feature `mpi`); a process can also be alone ([`World::alone`]). All
-//! ranks make the same calls in the same order, with the same mini-batches.
+//! `mpirun` or `srun` starts them, on one machine or on many, and all run the same program
+//! ([`World::start`], with the feature `mpi`); a process can also be alone ([`World::alone`]). All ranks
+//! make the same calls in the same order, with the same mini-batches.
 //!
 //! ```text
-//!   what is called           ── agree, share, settle ──   all ranks know, or all have the error
+//!   calls                    ── agree, share, settle ──   all ranks get the values, or the error
 //!   tensors                  ── turn: outlet, inlet, sum ──   point to point, while others compute
-//!   messages                 engine: announced, asked for, arrived      pulse: who is still there
-//!   the wire                 MPI
+//!   messages                 messenger: announced, posted, received     pulse: heartbeats
+//!   wire                     MPI
 //! ```
 //!
-//! *No hang.* Every rank gives signs of life, from a thread of its own. One that is killed, stopped
-//! or cut off is given up after [`World::patience`], and every wait of the others ends with an error
-//! that names it. So is one that gives signs of life but is waited for longer than
-//! [`World::longest_wait`]. A rank whose step fails tells the others at once.
+//! *No hang.* Every rank sends heartbeats from a thread of its own. A rank that is killed, stopped or cut
+//! off is given up after [`World::patience`], and every wait of the others ends with an error that names
+//! it. So is a rank whose heartbeat continues but that is waited for longer than [`World::longest_wait`]. A
+//! rank whose step fails reports it to the others at once.
 
 #![cfg_attr(
     not(feature = "mpi"),
@@ -53,15 +53,15 @@ use messenger::Messenger;
 pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 
-/// How long a rank may be silent, unless told otherwise.
+/// Default time without a heartbeat after which a rank is given up.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long a rank may be waited for, unless told otherwise.
+/// Default time that a rank may be waited for.
 const LONGEST_WAIT: Duration = Duration::from_secs(30 * 60);
 
-/// All processes that train together, as one of them sees it.
+/// World of all processes that train together.
 ///
-/// Clones are the same world. When the last is dropped, this rank has ended: it waits until all
-/// others end too, or are lost.
+/// Clones are the same world. Dropping the last one ends this rank: it waits until all others end too, or
+/// are lost.
 #[derive(Debug, Clone)]
 pub struct World(Arc<Membership>);
 
@@ -74,7 +74,7 @@ struct Membership {
     _pump: Option<Pump>,
 }
 
-/// What ranks tell each other first.
+/// First message of each rank.
 #[cfg(feature = "mpi")]
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct Greeting {
@@ -83,25 +83,25 @@ struct Greeting {
 }
 
 impl World {
-    /// Joins the world that `mpirun` or `srun` has started; without them, a world of one. A process
-    /// can do so once.
+    /// Joins the world that `mpirun` or `srun` has started; without them, creates a world of one. Call it
+    /// once in a process.
     ///
     /// # Errors
     /// When MPI cannot be started, or the ranks run different versions of this library.
-    // The pages show it without MPI too.
+    // Documented even without MPI.
     #[cfg(any(feature = "mpi", doc))]
     pub fn start() -> Result<Self> {
         Self::over(|| Ok(Box::new(mpi::MpiWire::start(PATIENCE)?)))
     }
 
-    /// A world of this process alone.
+    /// Creates a world of this process alone.
     pub fn alone() -> Self {
         let link = Link::new(Messenger::new(Box::new(Alone), PATIENCE, LONGEST_WAIT));
         let hosts = vec![Alone.host()];
         Self(Arc::new(Membership { rank: 0, hosts, link, _pump: None }))
     }
 
-    /// The world at the end of a wire, which is started and ended by one thread.
+    /// Creates the world on a wire, which one thread starts and ends.
     #[cfg(feature = "mpi")]
     fn over(
         wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
@@ -122,29 +122,29 @@ impl World {
         Ok(Self(member))
     }
 
-    /// This process's number, from 0 on.
+    /// Returns this process's number, from 0 on.
     pub fn rank(&self) -> usize {
         self.0.rank
     }
 
-    /// This process's number among those on its machine, such as that of the device that is its own.
+    /// Returns this process's number among those on its machine, which can select its device.
     pub fn rank_on_host(&self) -> usize {
         let hosts = self.hosts();
         let rank = self.rank();
         hosts[..rank].iter().filter(|host| **host == hosts[rank]).count()
     }
 
-    /// How many processes there are.
+    /// Returns the number of processes.
     pub fn size(&self) -> usize {
         self.0.hosts.len()
     }
 
-    /// The machine that each rank runs on.
+    /// Returns the machine of each rank.
     pub fn hosts(&self) -> &[String] {
         &self.0.hosts
     }
 
-    /// After how much silence a rank is given up: 30 s, unless it was set.
+    /// Returns the time without a heartbeat after which a rank is given up: 30 s by default.
     ///
     /// # Errors
     /// When the world has ended.
@@ -152,8 +152,8 @@ impl World {
         self.link().with(|engine| engine.pulse.patience)
     }
 
-    /// Sets after how much silence a rank is given up. All ranks set the same: a rank gives ten signs
-    /// of life within its own patience.
+    /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same: a
+    /// rank sends ten heartbeats within its own patience.
     ///
     /// # Errors
     /// When the world has ended.
@@ -161,8 +161,8 @@ impl World {
         self.link().with(|engine| engine.pulse.patience = patience)
     }
 
-    /// After how long a rank is given up that is waited for although it gives signs of life: because
-    /// its data never come, say. 30 minutes, unless it was set.
+    /// Returns the time after which a rank is given up that keeps others waiting although its heartbeat
+    /// continues, for instance because its data never arrive. 30 minutes by default.
     ///
     /// # Errors
     /// When the world has ended.
@@ -170,8 +170,8 @@ impl World {
         self.link().with(|engine| engine.waits.longest)
     }
 
-    /// Sets for how long this rank waits for another: longer than what one rank does alone, such as
-    /// an evaluation.
+    /// Sets how long this rank waits for another. It must be longer than any work that one rank does alone,
+    /// such as an evaluation.
     ///
     /// # Errors
     /// When the world has ended.
@@ -179,7 +179,7 @@ impl World {
         self.link().with(|engine| engine.waits.longest = longest)
     }
 
-    /// What this rank has sent so far.
+    /// Returns the amount of data that this rank has sent so far.
     ///
     /// # Errors
     /// When the world has ended.
@@ -187,7 +187,7 @@ impl World {
         self.link().with(|engine| engine.traffic)
     }
 
-    /// Begins something that ranks do together.
+    /// Begins a collective of the ranks.
     pub(crate) fn turn(&self) -> Result<Turn> {
         Turn::begin(self.link(), self.rank())
     }
@@ -204,7 +204,7 @@ mod tests {
 
     use super::*;
 
-    /// MPI wants to be ended by the thread that has started it, whoever drops the world.
+    /// MPI must be ended by the thread that has started it, whichever thread drops the world.
     #[test]
     fn the_wire_is_ended_by_the_thread_that_has_started_it() {
         let (mut wires, observer) = test_wire::wires(1, 64);

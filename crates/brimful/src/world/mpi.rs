@@ -1,4 +1,4 @@
-//! MPI as the wire between ranks.
+//! Wire between ranks over MPI.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use tch::Tensor;
 use super::error::WorldError;
 use super::wire::{Ticket, Wire};
 
-/// Tags that every MPI has.
+/// Number of tags that every MPI provides.
 const TAGS: u64 = 1 << 15;
 
-/// MPI with the messages that it has under way.
+/// MPI with its pending messages.
 #[derive(Debug)]
 pub(super) struct MpiWire {
     mpi: Mpi,
@@ -44,7 +44,8 @@ impl Wire for MpiWire {
     }
 
     fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError> {
-        // A line of its own: a small message is not to be taken for the numbers of a tensor.
+        // Sent on a communicator of its own, so that a small message is not mistaken for the data of a
+        // tensor.
         let pending = self.mpi.send(MpiLine::Control, Buffer::Bytes(bytes), to, 0);
         self.keep(pending)
     }
@@ -69,7 +70,7 @@ impl Wire for MpiWire {
 
     fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError> {
         let Some(pending) = self.pending.get_mut(&ticket) else { return Ok(true) };
-        // Tested, never waited for: the lock is held, and a dead rank's message would never be done.
+        // Tested, never waited for: the lock is held, and a dead rank's message would never complete.
         let done = self.mpi.is_done(pending).map_err(failed)?;
         if done {
             self.pending.remove(&ticket);

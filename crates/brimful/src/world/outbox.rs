@@ -1,7 +1,7 @@
-//! Tensors on their way from this rank, over one channel: computed, sent, gone.
+//! Sending end of a channel: transfers wait for their device, are sent, and complete.
 //!
-//! A device that works by itself puts what it computes into the host's memory some time later: it
-//! sets out when it is there, and the thread that has ordered it goes on.
+//! An asynchronous device copies its results to host memory some time later: the transfer is sent then, and
+//! the calling thread does not wait.
 
 use std::collections::VecDeque;
 
@@ -14,27 +14,27 @@ use super::message::{TensorOutline, Tensors};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
-/// One channel's tensors.
+/// Sending end of one channel.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     waiting: VecDeque<Parcel>,
     sent: VecDeque<Vec<Ticket>>,
 }
 
-/// Tensors that are ready to be sent, but for numbers that a device is yet to put into them.
+/// Tensors ready to be sent, except for data that a device still has to write.
 #[derive(Debug)]
 pub(super) struct Parcel {
     pub(super) outline: TensorOutline,
-    /// Those that are not missing: each contiguous, and in the host's memory.
+    /// Tensors that are not missing: each contiguous, and in host memory.
     pub(super) tensors: Vec<Tensor>,
-    /// When their numbers are there; none where they are.
+    /// Event after which their data are complete; `None` if they are.
     ready: Option<Event>,
 }
 
 impl Parcel {
-    /// Packs tensors, of which those that are elsewhere than in the host's memory, or not contiguous,
-    /// are copied: so this is done before the lock is taken, without which nobody hears of this rank.
-    /// Numbers that come only when an event is reached come into contiguous memory of the host's.
+    /// Packs tensors; copies those that are not in host memory or not contiguous. Call it before taking the
+    /// lock: heartbeats of this rank need the lock. Tensors whose data arrive with an event must be
+    /// contiguous host memory.
     pub(super) fn pack(tensors: &Tensors, ready: Option<Event>) -> Result<Self> {
         let outline = TensorOutline::of(tensors)?;
         let host = |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous();
@@ -48,9 +48,9 @@ impl Outbox {
         self.waiting.push_back(parcel);
     }
 
-    /// The next that can set out.
+    /// Returns the next transfer if it can be sent.
     pub(super) fn next(&mut self) -> Result<Option<Parcel>> {
-        // In order, though a later one may be ready: the receiver tells parcels apart by their order.
+        // In order, though a later one may be ready: the receiver identifies transfers by their order.
         let Some(parcel) = self.waiting.front() else { return Ok(None) };
         Ok(match is_reached(parcel.ready.as_ref())? {
             true => self.waiting.pop_front(),
@@ -58,12 +58,12 @@ impl Outbox {
         })
     }
 
-    /// The next has set out.
+    /// Records the pending sends of a transfer.
     pub(super) fn sent(&mut self, tickets: Vec<Ticket>) {
         self.sent.push_back(tickets);
     }
 
-    /// Forgets what has gone.
+    /// Drops completed transfers.
     pub(super) fn advance(&mut self, wire: &mut dyn Wire) -> Result<(), WorldError> {
         while let Some(first) = self.sent.front_mut() {
             still(first, wire)?;
@@ -75,17 +75,17 @@ impl Outbox {
         Ok(())
     }
 
-    /// Whether the next is still to be computed.
+    /// Whether a transfer still waits for its device.
     pub(super) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// How many have not gone yet.
+    /// Number of transfers that are not complete.
     pub(super) fn len(&self) -> usize {
         self.waiting.len() + self.sent.len()
     }
 
-    /// What has set out and not gone yet.
+    /// Returns the pending sends.
     pub(super) fn into_tickets(self) -> impl Iterator<Item = Ticket> {
         self.sent.into_iter().flatten()
     }

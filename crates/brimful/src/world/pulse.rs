@@ -1,13 +1,13 @@
-//! Who has been heard of, and who must be given up.
+//! Heartbeats of the ranks, and the detection of lost ones.
 
 use std::time::{Duration, Instant};
 
-/// When each rank was last heard of.
+/// Time of each rank's last message.
 #[derive(Debug)]
 pub(super) struct Pulse {
     heard: Vec<Instant>,
     pub(super) patience: Duration,
-    /// When this rank last looked, and when it last gave a sign itself.
+    /// Time of this rank's last check, and of its last heartbeat.
     looked: Instant,
     beaten: Instant,
 }
@@ -21,9 +21,9 @@ impl Pulse {
         self.heard[rank] = now;
     }
 
-    /// Whether it is time to give a sign; then it counts as given. Ten fit into the patience.
+    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the patience.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
-        // Ten, so that a few may be late under load before a rank is taken for dead.
+        // Ten, so that a few may be late under load before a rank counts as dead.
         let due = now.duration_since(self.beaten) >= self.patience / 10;
         if due {
             self.beaten = now;
@@ -31,7 +31,7 @@ impl Pulse {
         due
     }
 
-    /// The rank that has been silent for too long, and for how long, among those that `counts`.
+    /// Returns the rank that was silent for too long, and for how long, among those that `counts`.
     pub(super) fn lost(
         &mut self,
         now: Instant,
@@ -40,8 +40,8 @@ impl Pulse {
         let away = now.duration_since(self.looked);
         self.looked = now;
         if away > self.patience / 4 {
-            // This process itself did not run (a stopped job, a suspended machine): what was said
-            // meanwhile is yet to be heard, and nobody is to be blamed for the gap.
+            // This process itself did not run (a stopped job, a suspended machine): messages sent meanwhile
+            // are still unread, so no rank is to blame for the gap.
             self.heard.iter_mut().for_each(|heard| *heard += away);
             return None;
         }
@@ -58,7 +58,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Looks every second until a rank is lost; rank 1 gives a sign as long as `beats` says so.
+    /// Checks every second until a rank is lost; rank 1 sends a heartbeat while `beats` returns true.
     fn lost_after(seconds: u32, beats: impl Fn(u32) -> bool) -> Option<(usize, u32)> {
         let start = Instant::now();
         let mut pulse = Pulse::new(3, 10 * SECOND, start);

@@ -1,12 +1,13 @@
-//! A sum over ranks, in place: every rank sends and receives twice its numbers, whatever the ranks.
+//! In-place ring all-reduce: every rank sends and receives about twice the tensor's size, whatever the
+//! number of ranks.
 //!
 //! ```text
-//!   n ranks, n parts; at each step all send one part to the next and take one from the one before
-//!   n − 1 steps    the part that comes is added to the own: in the end each rank has one part's sum
+//!   n ranks, n parts; at each step a rank sends one part to the next and receives one from the previous
+//!   n − 1 steps    the received part is added to the rank's own: each rank ends with one part's sum
 //!   n − 1 steps    the sums go round
 //! ```
 //!
-//! Each part is added up in one order, and in one place, so that all ranks have the same bits.
+//! Each part is summed in one order and in one place, so that all ranks have the same bits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,18 +20,18 @@ use super::messenger::Messenger;
 use super::outbox::{Parcel, is_reached};
 use crate::{Result, split};
 
-/// A sum under way.
+/// All-reduce in progress.
 #[derive(Debug)]
 pub(super) struct Ring {
     ranks: Arc<[usize]>,
-    /// This rank's place among them.
+    /// Index of this rank among them.
     at: usize,
     /// One-dimensional and contiguous.
     sum: Tensor,
-    /// When this rank's numbers are there; none where they are.
+    /// Event after which this rank's data are complete; `None` if they are.
     ready: Option<Event>,
     parts: Vec<Range<usize>>,
-    /// For the part that comes and is to be added.
+    /// Buffer for a received part that is to be added.
     scratch: Tensor,
     step: usize,
     begun: bool,
@@ -54,24 +55,24 @@ impl Ring {
         self.step == 2 * (self.ranks.len() - 1) && !self.is_waiting()
     }
 
-    /// Whether this rank's numbers are yet to come.
+    /// Whether this rank's data are not complete yet.
     pub(super) fn is_waiting(&self) -> bool {
         self.ready.is_some()
     }
 
-    /// The rank that parts come from.
+    /// Returns the rank that parts come from.
     pub(super) fn before(&self) -> usize {
         self.ranks[(self.at + self.ranks.len() - 1) % self.ranks.len()]
     }
 
-    /// The rank that parts go to.
+    /// Returns the rank that parts go to.
     pub(super) fn after(&self) -> usize {
         self.ranks[(self.at + 1) % self.ranks.len()]
     }
 
-    /// Goes as far as what has come allows.
+    /// Advances as far as the received parts allow.
     pub(super) fn advance(&mut self, engine: &mut Messenger, channel: Channel) -> Result<()> {
-        // Looked at, not waited for: the lock is held here, and other sums may go on.
+        // Polled, not waited for: the lock is held here, and other sums may proceed.
         if !is_reached(self.ready.as_ref())? {
             return Ok(());
         }
@@ -81,12 +82,12 @@ impl Ring {
         let before = self.before();
         while !self.is_done() {
             let adds = self.step < n - 1;
-            // Once around for the sums, once more for all to have them.
+            // One round to sum the parts, another to distribute the sums.
             let sent = (self.at + 2 * n - self.step) % n;
             let coming = (sent + n - 1) % n;
             if !self.begun {
                 let into = if adds { self.scratch_for(coming)? } else { self.part(coming)? };
-                // Straight into place: a copy of every gradient of every step would be felt.
+                // Received straight into place: a copy of every gradient at every step would cost time.
                 let inbox = engine.inbox(before, channel);
                 inbox.open(1, None);
                 inbox.take_into(into);
@@ -94,7 +95,7 @@ impl Ring {
                 engine.send(next, channel, part)?;
                 self.begun = true;
             }
-            // What is being sent must not change.
+            // The part being sent must not change.
             if engine.outstanding(next, channel) > 0 {
                 return Ok(());
             }
@@ -119,7 +120,7 @@ impl Ring {
     }
 }
 
-/// As many near-equal parts as ranks, the last ones empty where there are too few numbers.
+/// Returns as many near-equal parts as ranks; the last ones are empty where there are too few elements.
 fn parts(numbers: usize, ranks: usize) -> Result<Vec<Range<usize>>> {
     let mut parts = if numbers == 0 { Vec::new() } else { split::by_count(numbers, ranks)? };
     parts.resize(ranks, numbers..numbers);

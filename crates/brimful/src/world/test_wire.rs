@@ -1,5 +1,5 @@
-//! A wire between ranks within one process, for tests: messages are matched as MPI matches them, and
-//! there are as few tags as a test wants.
+//! In-process wire between ranks, for tests: messages are matched as by MPI, with as few tags as a test
+//! wants.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -10,23 +10,22 @@ use tch::Tensor;
 use super::error::WorldError;
 use super::wire::{Ticket, Wire};
 
-/// From, to and tag: of messages that have all three in common, the one that was sent first goes to
-/// who asked first.
+/// Sender, receiver and tag: messages that share all three are matched in order.
 type Key = (usize, usize, u64);
 
-/// What is between the ranks.
+/// Messages between the ranks.
 #[derive(Debug, Default)]
 struct Air {
     told: HashMap<(usize, usize), Vec<Vec<u8>>>,
     heard: HashMap<(usize, usize), usize>,
     sent: HashMap<Key, Vec<Tensor>>,
     asked: HashMap<Key, usize>,
-    /// Whether the numbers of tensors get lost.
+    /// Whether the data of tensors get lost.
     loses_numbers: bool,
     ended: Option<ThreadId>,
 }
 
-/// One rank's end.
+/// End of the wire at one rank.
 #[derive(Debug)]
 pub(super) struct TestWire {
     rank: usize,
@@ -37,11 +36,11 @@ pub(super) struct TestWire {
     asked: HashMap<Ticket, (Key, usize, Tensor)>,
 }
 
-/// What a test knows of the wires.
+/// Access of a test to the wires.
 #[derive(Debug, Clone)]
 pub(super) struct Observer(Arc<Mutex<Air>>);
 
-/// As many ends as ranks, with so many tags.
+/// Creates an end for each rank, with so many tags.
 pub(super) fn wires(size: usize, tags: u64) -> (Vec<Box<dyn Wire>>, Observer) {
     let air: Arc<Mutex<Air>> = Arc::default();
     let wire =
@@ -51,12 +50,12 @@ pub(super) fn wires(size: usize, tags: u64) -> (Vec<Box<dyn Wire>>, Observer) {
 }
 
 impl Observer {
-    /// From now on announcements arrive, and the numbers that they tell of never do.
+    /// Makes the data of announced tensors never arrive from now on.
     pub(super) fn lose_numbers(&self) {
         self.0.lock().expect("not poisoned").loses_numbers = true;
     }
 
-    /// The thread that has ended a wire in order.
+    /// Returns the thread that has ended a wire in order.
     pub(super) fn ended_by(&self) -> Option<ThreadId> {
         self.0.lock().expect("not poisoned").ended
     }

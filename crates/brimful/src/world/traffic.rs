@@ -1,17 +1,17 @@
-//! How much a rank has sent.
+//! Amount of data that a rank has sent.
 
 use tch::Tensor;
 
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 
-/// What a rank has sent to others since it started: the numbers of tensors, without the short
-/// messages around them.
+/// Data that a rank has sent to others since it started: contents of tensors, without the short messages
+/// around them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes sent.
+    /// Number of bytes.
     pub sent: Bytes,
-    /// Tensors sent.
+    /// Number of tensors.
     pub tensors: u64,
 }
 

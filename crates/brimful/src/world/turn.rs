@@ -1,4 +1,4 @@
-//! One thing that ranks do together, with channels of its own; nothing of it outlasts it.
+//! One collective of the ranks, with channels of its own.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use super::waits::Wait;
 use crate::Result;
 use crate::memory::Memory;
 
-/// A turn. All ranks begin the same turns in the same order. Dropped, it is over: what is still on
-/// its way is dropped too.
+/// Collective of the ranks. All ranks begin the same turns in the same order. Dropping the last clone ends it,
+/// with all pending transfers.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn(Arc<Open>);
 
@@ -25,7 +25,7 @@ struct Open {
     number: u64,
 }
 
-/// This rank's end of a channel to another.
+/// Sending end of a channel.
 #[derive(Debug)]
 pub(crate) struct Outlet {
     turn: Turn,
@@ -34,7 +34,7 @@ pub(crate) struct Outlet {
     places: usize,
 }
 
-/// This rank's end of a channel from another.
+/// Receiving end of a channel.
 #[derive(Debug)]
 pub(crate) struct Inlet {
     turn: Turn,
@@ -42,14 +42,14 @@ pub(crate) struct Inlet {
     channel: Channel,
 }
 
-/// A sum over ranks under way.
+/// Sum over ranks in progress.
 #[derive(Debug)]
 pub(crate) struct Summing {
     turn: Turn,
     channel: Channel,
 }
 
-/// Why a parcel was not sent or taken.
+/// Reason why a transfer was not sent or taken.
 #[derive(Debug)]
 pub(crate) enum Stopped {
     /// The turn has failed on a rank.
@@ -67,13 +67,13 @@ impl Turn {
         Channel { turn: self.0.number, number }
     }
 
-    /// The way to another rank, on which at most so many parcels are under way.
+    /// Returns the sending end of a channel to another rank, with at most `places` transfers in flight.
     pub(crate) fn outlet(&self, to: usize, number: u32, places: usize) -> Outlet {
         Outlet { turn: self.clone(), to, channel: self.channel(number), places }
     }
 
-    /// The way from another rank. What arrives is charged to the memory, or can be copied to it
-    /// without making the host wait.
+    /// Returns the receiving end of a channel from another rank. Received tensors are charged to an arena,
+    /// or can be copied to an accelerator without blocking the host.
     pub(crate) fn inlet(
         &self,
         from: usize,
@@ -86,9 +86,9 @@ impl Turn {
         Ok(Inlet { turn: self.clone(), from, channel })
     }
 
-    /// Begins to sum a tensor over these ranks, which all name them in the same order. It is
-    /// contiguous, in the host's memory, and the sum's from now on; its numbers are there when the
-    /// event is reached.
+    /// Begins to sum a tensor over these ranks, which all ranks list in the same order. The tensor is
+    /// contiguous host memory, and belongs to the sum from now on; its data are complete when the event is
+    /// reached.
     pub(crate) fn sum(
         &self,
         ranks: &Arc<[usize]>,
@@ -103,24 +103,24 @@ impl Turn {
         Ok(Summing { turn: self.clone(), channel })
     }
 
-    /// The rank that this end of it is in.
+    /// Returns the rank of this end.
     pub(crate) fn rank(&self) -> usize {
         self.0.rank
     }
 
-    /// Tells all ranks that it has failed here: whoever waits for something of it waits no more.
+    /// Reports to all ranks that the turn has failed here, which ends every wait for it.
     pub(crate) fn stop(&self) {
-        // Where there is no world any more, nobody waits.
+        // After the end of the world there is no wait to end.
         let _ = self.0.link.with(|engine| engine.stop(self.0.number));
     }
 
-    /// Stops the turn unless it is told that all went well.
+    /// Returns a guard that stops the turn unless all went well.
     pub(crate) fn stopping(&self) -> Stopping {
         Stopping(Some(self.clone()))
     }
 }
 
-/// Stops a turn when it is dropped, be it by a panic.
+/// Guard that stops a turn when it is dropped, also by a panic.
 #[derive(Debug)]
 pub(crate) struct Stopping(Option<Turn>);
 
@@ -140,8 +140,8 @@ impl Drop for Stopping {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        // Others may still need what this rank's device is computing, though nobody here does: it is sent
-        // before the channels are closed. Where there is no world any more, nobody needs it.
+        // Other ranks may still need data that this rank's device is computing: they are sent before the
+        // channels are closed. After the end of the world no rank needs them.
         let _ = self.link.wait(|engine| match engine.is_computing_for(self.number) {
             true => Ok(Look::WaitFor(Wait::Nobody)),
             false => Ok(Look::Found(())),
@@ -151,12 +151,12 @@ impl Drop for Open {
 }
 
 impl Outlet {
-    /// Lets tensors set out, once there is a place.
+    /// Sends tensors, once there is a free place.
     pub(crate) fn send(&self, tensors: Tensors) -> Result<(), Stopped> {
         self.send_when(tensors, None)
     }
 
-    /// The same of tensors whose numbers are in the host's memory when the event is reached.
+    /// Sends tensors whose data are in host memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
         // Packed without the lock, because it may copy from a device; and the originals are dropped, so
@@ -168,7 +168,7 @@ impl Outlet {
                 return Ok(Look::Found(Err(Stopped::Turn)));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
-                // The receiver is not to blame for what this rank's own device has yet to compute.
+                // The receiver is not to blame while this rank's own device still computes.
                 let own = engine.is_computing(self.to, self.channel);
                 return Ok(Look::WaitFor(if own { Wait::Nobody } else { Wait::Rank(self.to) }));
             }
@@ -180,13 +180,13 @@ impl Outlet {
 }
 
 impl Inlet {
-    /// The next tensors.
+    /// Takes the next tensors.
     pub(crate) fn take(&self) -> Result<Tensors, Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
         link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
-            // What has come is given even in a turn that was stopped since; only who would wait is told.
+            // Received tensors are returned even after the turn has stopped; only a wait fails.
             match inbox.take() {
                 Some(tensors) => tensors.map(|tensors| Look::Found(Ok(tensors))),
                 None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Turn))),
@@ -234,7 +234,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Two ranks on a wire with so many tags, both in their first turn.
+    /// Returns two ranks on a wire with so many tags, both in their first turn.
     fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Turn; 2], Observer) {
         let (wires, observer) = wires(2, tags);
         let links = wires.into_iter().map(|wire| Link::new(Messenger::new(wire, LONG, LONG)));
@@ -255,7 +255,7 @@ mod tests {
         tensors[0][0].as_ref().expect("one tensor")
     }
 
-    /// More tensors than tags are under way, and the last channel is asked first.
+    /// More tensors than tags are in flight, and the last channel is received first.
     #[test]
     fn tensors_are_not_swapped_where_tags_repeat() {
         for tags in [1, 2, 3, 5, 64] {
@@ -277,7 +277,7 @@ mod tests {
         }
     }
 
-    /// A rank that is late begins its sums in another order than those that are announced.
+    /// A late rank begins its sums in another order than announced.
     #[test]
     fn sums_are_not_swapped_where_tags_repeat() {
         for tags in [1, 2, 3, 5, 64] {
@@ -304,7 +304,8 @@ mod tests {
         }
     }
 
-    /// What is sent is copied before the lock is taken: the copy is made while another has the lock.
+    /// Sent tensors are copied before the lock is taken: the copy is made while another thread holds the
+    /// lock.
     #[test]
     fn tensors_are_copied_to_the_host_without_the_lock() {
         let (links, [sender, _receiver], _) = two_ranks(64);
@@ -329,7 +330,7 @@ mod tests {
         });
     }
 
-    /// The thread that moves messages on is in an arena that is full.
+    /// The thread that moves messages on has entered a full arena.
     #[test]
     fn what_nobody_needs_is_not_charged_to_who_drops_it() {
         let (links, [sender, receiver], _) = two_ranks(64);
@@ -359,7 +360,7 @@ mod tests {
         assert_eq!((only(&came), arena.refusals()), (&number(1.0), 0));
     }
 
-    /// A sender that gives signs of life, but whose data never come.
+    /// A sender whose heartbeat continues, but whose data never arrive.
     #[test]
     fn data_that_never_come_are_not_waited_for_for_ever() {
         let (links, [sender, receiver], observer) = two_ranks(64);
@@ -372,7 +373,7 @@ mod tests {
             while !taking.is_finished() && start.elapsed() < LONG / 6 {
                 thread::yield_now();
             }
-            // Whoever hangs all the same is let go.
+            // Ends a wait that hangs in spite of this.
             receiver.stop();
             taking.join().expect("no panic")
         });

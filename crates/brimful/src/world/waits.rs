@@ -1,22 +1,22 @@
-//! Who waits for whom, and for how long: so that a rank that hangs is told from those that wait for
-//! it, although all give signs of life.
+//! Waits between ranks and their lengths, to distinguish a rank that hangs from those that wait for it,
+//! although the heartbeats of all continue.
 
 use std::collections::HashMap;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// What a thread waits for.
+/// Cause of a thread's wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wait {
-    /// This rank is to do something.
+    /// An action of this rank.
     Rank(usize),
-    /// A message of this rank is under way, which may have ended since.
+    /// A message of this rank is in flight; the rank may have ended since.
     Message(usize),
     /// No other rank.
     Nobody,
 }
 
-/// The waits of this rank's threads, and those that the other ranks have told of.
+/// Waits of this rank's threads, and those that other ranks have reported.
 #[derive(Debug)]
 pub(super) struct Waits {
     rank: usize,
@@ -30,8 +30,8 @@ impl Waits {
         Self { rank, longest, own: HashMap::new(), others: vec![None; ranks] }
     }
 
-    /// This thread waits for a rank. Where it has done so for too long, tells which rank hangs, and
-    /// how long it was waited for.
+    /// Records that this thread waits for a rank. If it has waited for too long, returns the rank that
+    /// hangs and the time.
     pub(super) fn waiting(&mut self, rank: usize, now: Instant) -> Option<(usize, Duration)> {
         let wait = self.own.entry(thread::current().id()).or_insert((rank, now));
         if wait.0 != rank {
@@ -41,24 +41,24 @@ impl Waits {
         (waited > self.longest).then(|| (self.hanging(rank), waited))
     }
 
-    /// This thread waits for nobody.
+    /// Records that this thread does not wait.
     pub(super) fn over(&mut self) {
         self.own.remove(&thread::current().id());
     }
 
-    /// Whom this rank has waited for the longest.
+    /// Returns the rank that this one has waited for the longest.
     pub(super) fn own(&self) -> Option<usize> {
         self.own.values().min_by_key(|(_, since)| *since).map(|(rank, _)| *rank)
     }
 
-    /// Another rank has told whom it waits for.
+    /// Records the rank that another one waits for.
     pub(super) fn heard(&mut self, from: usize, waits_for: Option<usize>) {
         self.others[from] = waits_for;
     }
 
-    /// The rank at the end of those that wait for each other; this one if they wait in a circle.
+    /// Returns the rank at the end of the chain of waits; `rank` itself if they form a circle.
     fn hanging(&self, rank: usize) -> usize {
-        // Along who waits for whom; one that waits for this rank would lead back here, and ends the chain.
+        // Follows the waits; one for this rank would lead back here, and ends the chain.
         let next = |rank: &usize| self.others[*rank].filter(|next| *next != self.rank);
         let chain: Vec<usize> =
             std::iter::successors(Some(rank), next).take(self.others.len()).collect();

@@ -1,4 +1,4 @@
-//! What carries messages from rank to rank: MPI, or nothing where a process is alone.
+//! Transport of messages between ranks: MPI, or nothing where a process is alone.
 
 use std::fmt::Debug;
 
@@ -6,41 +6,41 @@ use tch::Tensor;
 
 use super::error::WorldError;
 
-/// A message under way, by number.
+/// Number of a pending message.
 pub(super) type Ticket = u64;
 
-/// Carries messages. Nothing here waits.
+/// Transport of messages. No method waits.
 pub(super) trait Wire: Debug + Send {
-    /// This process's number, and how many there are.
+    /// Returns this process's number and the number of processes.
     fn place(&self) -> (usize, usize);
 
-    /// The name of this machine.
+    /// Returns the name of this machine.
     fn host(&self) -> String;
 
-    /// Lets a small message set out, of which the receiver knows nothing beforehand.
+    /// Sends a small message, which the receiver does not expect.
     fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError>;
 
-    /// The next small message that has come, with its sender.
+    /// Returns the next small message received, with its sender.
     fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError>;
 
-    /// How many tensors from one rank are told apart by their numbers. Of those whose numbers are a
-    /// multiple of this apart, the one that was sent first goes to who asked first.
+    /// Number of tensors from one rank that have distinct tags. Tensors whose numbers differ by a multiple
+    /// of it have the same tag, and are matched with receives in order.
     fn tags(&self) -> u64;
 
-    /// Lets the numbers of a contiguous tensor in the host's memory set out, as that of this number.
+    /// Sends the data of a contiguous tensor in host memory, as tensor `number`.
     fn send(&mut self, tensor: Tensor, to: usize, number: u64) -> Result<Ticket, WorldError>;
 
-    /// Lets the tensor of this number be filled in.
+    /// Receives tensor `number` into this one.
     fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError>;
 
-    /// Whether the message is done, after which its number is no more.
+    /// Whether the message is complete, which ends its ticket.
     fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError>;
 
-    /// Ends in order, when all ranks do.
+    /// Ends in order, together with all ranks.
     fn end(self: Box<Self>);
 }
 
-/// A process without others.
+/// Wire of a process without others.
 #[derive(Debug)]
 pub(super) struct Alone;
 

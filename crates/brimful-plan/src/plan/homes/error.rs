@@ -1,15 +1,16 @@
-//! Why no way of running the stages fits.
+//! Errors of placing stages on devices and host.
 
 use thiserror::Error;
 
 use crate::bytes::Bytes;
 use crate::schedule::{CostError, DeviceId, ScheduleError, StageId};
 
-/// Stages for which there is no room, or a question that cannot be answered.
+/// Error for stages that do not fit, or of a request.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum HomeError {
-    /// Even one slot, everything recomputed and all boundaries on the host is too much.
+    /// Too little device memory even with one device buffer, everything recomputed and all boundaries
+    /// offloaded.
     #[error(
         "device {device} needs {} and has {}, with {} everything recomputed and boundaries on the host: \
          stage {stage} is its largest; cut it finer, or use smaller micro-batches",
@@ -17,33 +18,33 @@ pub enum HomeError {
         if *.fetched { "one slot for weights at home," } else { "the weights on the device," }
     )]
     DeviceTooSmall {
-        /// Which device.
+        /// Number of the device.
         device: DeviceId,
         /// Its stage that takes most.
         stage: StageId,
-        /// The bytes at its peak.
+        /// Peak bytes.
         needed: u64,
-        /// The bytes that it has.
+        /// Bytes that it has.
         memory: u64,
-        /// Whether weights could live on the host.
+        /// Whether weights could be offloaded.
         fetched: bool,
     },
-    /// What does not fit on the devices does not fit on the host.
+    /// Too little host memory for the stages that do not fit on the devices.
     #[error(
         "the host needs {} for the stages that do not fit on their devices, and has {}: use a larger host, \
          more devices, or an optimizer with less state",
         Bytes(*.needed), Bytes(*.memory)
     )]
     HostTooSmall {
-        /// The bytes that would live there.
+        /// Bytes that would be offloaded.
         needed: u64,
-        /// The bytes that it has.
+        /// Bytes that the host has.
         memory: u64,
     },
-    /// A schedule that cannot be made.
+    /// Schedule that cannot be made.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// Costs that cannot be simulated, or moves that cannot be made.
+    /// Costs that cannot be simulated, or transfers that cannot be made.
     #[error(transparent)]
     Cost(#[from] CostError),
 }

@@ -1,4 +1,4 @@
-//! Chooses where each stage lives, and what it keeps, recomputes or offloads, for the shortest step
+//! Chooses which stages to offload, and what each keeps, recomputes or offloads, for the shortest step
 //! within the devices' memory.
 //!
 //! ```
@@ -20,11 +20,11 @@
 //! # Ok::<(), brimful::plan::homes::HomeError>(())
 //! ```
 //!
-//! How: what each stage would cost in each of its ways is estimated for itself, and a knapsack over
-//! whole devices takes the best ways that fit, exactly for these estimates. What the estimates leave out
-//! (fetches that hide behind a neighbour, what is there at the same time) the simulation tells: each
-//! answer is simulated, the room is corrected by what was over or left, and in the end single stages
-//! are changed as long as the simulated step gets shorter.
+//! The search first estimates the cost of each stage in each of its ways, separately. A knapsack for each
+//! device then picks the best ways that fit, exactly for these estimates. The estimates leave out
+//! interactions (fetches that hide behind a neighbour, bytes in use at the same time), so each result is
+//! simulated, and the knapsack's capacity corrected by the excess or the rest. In the end single stages are
+//! changed while the simulated step gets shorter.
 
 mod choice;
 mod error;
@@ -36,27 +36,27 @@ use crate::schedule::{Costs, Home, Schedule};
 pub use choice::HomeChoice;
 pub use error::HomeError;
 
-/// A question: a pipeline whose stages are cut, its devices, and the host. All its stages are trained.
+/// Request: a pipeline whose stages are cut, its devices, and the host. All its stages are trained.
 #[derive(Debug, Clone)]
 pub struct HomeRequest<'a> {
-    /// What each stage costs, and the bus.
+    /// Costs of each stage and of the host link.
     pub costs: &'a Costs,
-    /// The order of the actions.
+    /// Order of the actions.
     pub schedule: Schedule,
-    /// The number of micro-batches.
+    /// Number of micro-batches.
     pub micro_batches: usize,
-    /// How many bytes each device has for us; `None` is no limit.
+    /// Memory of each device in bytes; `None` for no limit.
     pub memory: Vec<Option<u64>>,
-    /// How many bytes the host has for us; `None` is no limit.
+    /// Memory of the host in bytes; `None` for no limit.
     pub host_memory: Option<u64>,
-    /// Pairs of stages of one device that share parameters, which live in one place.
+    /// Pairs of stages on one device that share parameters, which have a single place.
     pub ties: Vec<(usize, usize)>,
-    /// Where all stages live; `None` chooses, as many on their devices as fit.
+    /// Place of all stages' weights; `None` chooses it, with as many stages on their devices as fit.
     pub home: Option<Home>,
 }
 
 impl<'a> HomeRequest<'a> {
-    /// Without any limit, and homes to be chosen.
+    /// Returns a request without limits, in which places are chosen.
     #[must_use]
     pub fn new(costs: &'a Costs, schedule: Schedule, devices: usize, micro_batches: usize) -> Self {
         Self {
@@ -71,11 +71,11 @@ impl<'a> HomeRequest<'a> {
     }
 }
 
-/// The shortest step that fits.
+/// Returns the shortest step that fits.
 ///
 /// # Errors
-/// Where nothing fits: which stage is too large, or what the host lacks; and where costs or schedule
-/// are none.
+/// If nothing fits: with the stage that is too large, or the memory that the host lacks. If costs or
+/// schedule are invalid.
 pub fn choose(request: &HomeRequest<'_>) -> Result<HomeChoice, HomeError> {
     search::Search::new(request)?.best()
 }

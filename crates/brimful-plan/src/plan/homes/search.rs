@@ -1,4 +1,4 @@
-//! Looks for the best ways of all stages: knapsacks, each simulated, then single changes.
+//! Searches for the best ways of all stages: knapsacks, each simulated, then single changes.
 
 use crate::schedule::{
     Actions, CostError, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId,
@@ -9,31 +9,30 @@ use super::super::knapsack::{self, Offer};
 use super::ways::{Kept, StageStep, StageWay, WayCost};
 use super::{HomeChoice, HomeError, HomeRequest};
 
-/// How often the room is corrected by what the simulation was over or left: each time by all of it,
-/// which is enough after a few.
+/// Number of corrections of the knapsack's capacity, each by the whole excess or rest of the simulation: a
+/// few are enough.
 const TRIES: usize = 6;
 
-/// The most changes that are simulated in the end: nearly all of single stages that a pipeline of 32
-/// stages has.
+/// Largest number of changes simulated in the end: nearly all single changes of a pipeline of 32 stages.
 const CHANGES: usize = 150;
 
-/// Steps that differ by less are equal: sums in another order.
+/// Steps that differ by less are equal: their times are sums in different orders.
 const ROUNDING: f64 = 1.0 - 1e-9;
 
-/// Slots to try: two hide the fetches, one needs less.
+/// Numbers of device buffers to compare: two hide the fetches, one needs less memory.
 const SLOTS: [usize; 2] = [2, 1];
 
-/// What a byte on the host is made to cost, as parts of the step's time for all of them, where the host
-/// is too small for the shortest step: from little to more than anything else.
+/// Prices of a byte in host memory, as parts of the step's time for all of them, for a host that is too
+/// small for the shortest step: from little to more than anything else.
 const HOST_PRICES: [f64; 5] = [0.0, 0.01, 0.1, 1.0, 100.0];
 
-/// One of the ways of a stage: its number in [`StageWay::ALL`], and what it costs.
+/// One way of a stage: its index in [`StageWay::ALL`], and its cost.
 type WayOffer = (usize, WayCost);
 
-/// The number of each stage's way in [`StageWay::ALL`].
+/// Index of each stage's way in [`StageWay::ALL`].
 type Ways = Vec<usize>;
 
-/// Ways that were simulated.
+/// Simulated ways.
 #[derive(Clone)]
 struct Tried {
     ways: Ways,
@@ -43,7 +42,7 @@ struct Tried {
 pub(super) struct Search<'a> {
     request: &'a HomeRequest<'a>,
     placement: Vec<DeviceId>,
-    /// Of each stage, the ways that are allowed and what they cost by themselves; the leanest last.
+    /// Allowed ways of each stage with their separate costs; the leanest last.
     offers: Vec<Vec<WayOffer>>,
 }
 
@@ -68,7 +67,7 @@ impl<'a> Search<'a> {
         }
         let [two, one] = SLOTS.map(|slots| self.with_slots(slots));
         match (two, one) {
-            // Where room is scarce, the second slot's can be worth more elsewhere.
+            // If memory is scarce, the second buffer's bytes can be worth more elsewhere.
             (Ok(two), Ok(one)) if self.rank(&one, 0.0) < self.rank(&two, 0.0) => Ok(one.choice),
             (Ok(two), _) => Ok(two.choice),
             (Err(_), one) => one.map(|one| one.choice),
@@ -85,7 +84,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The best that fits with as many slots as the leanest ways, which do on the devices.
+    /// Returns the best ways that fit, with as many buffers as the leanest ways, which fit on the devices.
     fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, HomeError> {
         let mut least_over = None;
         for price in HOST_PRICES {
@@ -95,12 +94,12 @@ impl<'a> Search<'a> {
                 Some(error) => least_over = Some(error),
             }
         }
-        // The last price was beyond everything: with it, as little lives on the host as can be.
+        // The last price exceeds everything else: with it, as little as possible is offloaded.
         Err(least_over.unwrap_or(HomeError::HostTooSmall { needed: 0, memory: 0 }))
     }
 
-    /// The best of several knapsacks that fits on the devices. The first room is what the leanest ways
-    /// leave; then it is corrected by what was over or left.
+    /// Returns the best result of several knapsacks that fits on the devices. The first capacity is what
+    /// the leanest ways leave; then it is corrected by the excess or the rest.
     fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, HomeError> {
         let mut rooms = self.rooms(leanest);
         let mut best: Option<Tried> = None;
@@ -119,7 +118,7 @@ impl<'a> Search<'a> {
         Ok(best.unwrap_or_else(|| leanest.clone()))
     }
 
-    /// The best that changes lead to from either end: from what the knapsack has found, and from the leanest.
+    /// Returns the better result of changes from the knapsack's ways and from the leanest.
     fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, HomeError> {
         let [found, leanest] = starts.map(|start| self.changed(start));
         let (found, leanest) = (found?, leanest?);
@@ -128,8 +127,8 @@ impl<'a> Search<'a> {
         Ok(if fits && is_shorter { leanest } else { found })
     }
 
-    /// Changes single stages, then pairs of them, those first that promise most, as long as the simulated
-    /// step gets shorter.
+    /// Changes single stages, then pairs of them, the most promising first, while the simulated step gets
+    /// shorter.
     fn changed(&self, mut best: Tried) -> Result<Tried, HomeError> {
         let mut left = CHANGES;
         while let Some(better) = self.better(&best, &mut left)? {
@@ -138,7 +137,7 @@ impl<'a> Search<'a> {
         Ok(best)
     }
 
-    /// The first change that makes the simulated step shorter and fits.
+    /// Returns the first change that fits and makes the simulated step shorter.
     fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, HomeError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
@@ -151,9 +150,8 @@ impl<'a> Search<'a> {
         Ok(None)
     }
 
-    /// At most `most` changes: of single stages by what they would gain by themselves, also those that
-    /// would lose, because the simulation may know better; then of two stages, where one gives its room
-    /// to the other.
+    /// Returns at most `most` changes: of single stages, by their estimated gain, including losses, because
+    /// the simulation may decide otherwise; then of two stages, where one frees memory for the other.
     fn changes(&self, best: &Tried, most: usize) -> Vec<Ways> {
         let mut singles = Vec::new();
         for (j, offers) in self.offers.iter().enumerate() {
@@ -174,7 +172,7 @@ impl<'a> Search<'a> {
         singles.iter().map(|single| changed(&[*single])).chain(pairs).take(most).collect()
     }
 
-    /// What the knapsack takes for each stage, device by device.
+    /// Returns the knapsack's way for each stage, device by device.
     fn picked(&self, rooms: &[u64], price: f64) -> Option<Ways> {
         let price = price * self.price_of_a_byte();
         let priced = |(way, cost): &WayOffer| {
@@ -185,12 +183,12 @@ impl<'a> Search<'a> {
         knapsack::pick_all(&self.placement, rooms.iter().copied(), offers)
     }
 
-    /// The stages of a device.
+    /// Returns the stages of a device.
     fn stages_of(&self, device: usize) -> impl Iterator<Item = usize> {
         (0..self.placement.len()).filter(move |j| self.placement[*j].index() == device)
     }
 
-    /// All time over all bytes that could live on the host.
+    /// Returns the total time over all bytes that could be offloaded.
     fn price_of_a_byte(&self) -> f64 {
         let leanest = || self.offers.iter().filter_map(|offers| offers.last());
         let seconds: f64 = leanest().map(|(_, cost)| cost.seconds).sum();
@@ -198,14 +196,14 @@ impl<'a> Search<'a> {
         seconds / bytes.max(1.0)
     }
 
-    /// What the stages' own bytes may be on each device: its memory without what they share.
+    /// Returns the bytes for the stages' own needs on each device: its memory without shared bytes.
     fn rooms(&self, leanest: &Tried) -> Vec<u64> {
         let own = |d: usize, number: &dyn Fn(usize) -> usize| -> u64 {
             let bytes = self.stages_of(d).map(|j| self.offer(j, number(j)).device_bytes);
             bytes.fold(0, u64::saturating_add)
         };
         let room = |(d, memory): (usize, &Option<u64>)| match memory {
-            // Room for the largest ways, with what their rounding takes.
+            // Enough for the largest ways, with their rounding.
             None => own(d, &|j| self.offers[j][0].0).saturating_mul(2),
             Some(memory) => {
                 let leanest_own = own(d, &|j| leanest.ways[j]);
@@ -216,7 +214,7 @@ impl<'a> Search<'a> {
         self.request.memory.iter().enumerate().map(room).collect()
     }
 
-    /// The bytes that each device has left, below 0 where it is over; 0 where there is no limit.
+    /// Returns the bytes that each device has left, negative if it exceeds its memory; 0 without a limit.
     fn left(&self, choice: &HomeChoice) -> Vec<i64> {
         let left = |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
         self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
@@ -227,8 +225,8 @@ impl<'a> Search<'a> {
         offer.expect("ways are picked from the offers").1
     }
 
-    /// The step's time, and what crosses the bus at its small price: of equal steps the one that moves
-    /// less.
+    /// Returns the step's time, plus a small price for transfers (among equal steps, fewer are better) and
+    /// the price of host memory.
     fn rank(&self, tried: &Tried, price: f64) -> f64 {
         let offers = tried.ways.iter().enumerate().map(|(j, number)| self.offer(j, *number));
         let disturbance: f64 = offers.map(|offer| offer.disturbance).sum();
@@ -236,7 +234,7 @@ impl<'a> Search<'a> {
         tried.choice.simulation.makespan() + disturbance + host
     }
 
-    /// The same ways, but where one of two stages that share parameters lives on the host, so does the other.
+    /// Offloads both of two stages that share parameters if one is offloaded.
     fn together(&self, mut ways: Ways) -> Ways {
         let is_at_host = |way: usize| StageWay::ALL[way].weights == Home::Host;
         for &(one, other) in &self.request.ties {
@@ -285,7 +283,7 @@ impl<'a> Search<'a> {
         Some(HomeError::DeviceTooSmall { device: DeviceId::at(d), stage, needed, memory, fetched })
     }
 
-    /// The stage that takes most of a device while it is at work.
+    /// Returns the stage that takes most of a device while it computes.
     fn largest(&self, device: usize, fetched: bool) -> StageId {
         let bytes = |j: &usize| {
             let cost = &self.request.costs.stages[*j];
@@ -309,7 +307,7 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
 }
 
-/// How much more the one is than the other, as far as there is room for it.
+/// Returns the difference of two numbers, clamped to the range of `i64`.
 fn difference(one: u64, other: u64) -> i64 {
     let exact = i128::from(one) - i128::from(other);
     exact.clamp(i64::MIN.into(), i64::MAX.into()) as i64

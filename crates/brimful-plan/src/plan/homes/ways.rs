@@ -1,28 +1,29 @@
-//! The ways in which one stage can be run, with the bytes and the time that each would take.
+//! Ways to run one stage, with the bytes and the time of each.
 
 use crate::schedule::{Actions, Costs, Home, StageCost, StageHome, StageId};
 
-/// How a stage is run.
+/// Way to run a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StageWay {
     pub(super) weights: Home,
     pub(super) kept: Kept,
 }
 
-/// What becomes of a micro-batch between its forward and its backward.
+/// Data kept of a micro-batch between its forward and its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kept {
     /// Input and activations stay.
     Activations,
-    /// The input stays; the activations are computed again.
+    /// The input stays; the activations are recomputed.
     Input,
-    /// The input waits on the host; the activations are computed again.
+    /// The input is offloaded; the activations are recomputed.
     Nothing,
 }
 
 impl StageWay {
-    /// All ways, the leanest last. Activations are kept with the weights alone: their graph looks at the
-    /// very memory that others take when a stage leaves for the host.
+    /// All ways, the leanest last. Activations are kept only if the weights stay on the device: their graph
+    /// refers to the device memory of the weights, which other stages reuse after an offloaded stage has
+    /// left.
     pub(super) const ALL: [Self; 5] = [
         Self { weights: Home::Device, kept: Kept::Activations },
         Self { weights: Home::Device, kept: Kept::Input },
@@ -31,7 +32,7 @@ impl StageWay {
         Self { weights: Home::Host, kept: Kept::Nothing },
     ];
 
-    /// The number of this way with its weights on the host, where no activations can be kept.
+    /// Returns the index of this way with its weights offloaded, in which no activations can be kept.
     pub(super) fn at_host(self) -> usize {
         let kept = if self.kept == Kept::Nothing { Kept::Nothing } else { Kept::Input };
         let way = Self { weights: Home::Host, kept };
@@ -44,18 +45,18 @@ impl StageWay {
     }
 }
 
-/// What a way of one stage takes by itself; what it shares with others the simulation tells.
+/// Cost of one stage's way by itself; the simulation adds the interactions with other stages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct WayCost {
     pub(super) device_bytes: u64,
     pub(super) host_bytes: u64,
     pub(super) seconds: f64,
-    /// The part of the seconds by which copies make the compute beside them slower.
+    /// Part of the seconds by which copies slow down concurrent compute.
     pub(super) disturbance: f64,
 }
 
-/// Copies beside matrix products make those slower, by this part of the copies' time (measured: 8 GiB
-/// of copies cost 160 ms of products 2.3 ms). It lets the planner leave on the device what fits.
+/// Copies slow down concurrent matrix products, by this part of the copies' time (measured: 8 GiB of copies
+/// delay 160 ms of products by 2.3 ms). It makes the planner prefer the device for stages that fit.
 const DISTURBANCE: f64 = 0.015;
 
 /// One stage in one step.
@@ -63,7 +64,7 @@ pub(super) struct StageStep<'a> {
     pub(super) costs: &'a Costs,
     pub(super) actions: &'a Actions,
     pub(super) stage: StageId,
-    /// How often its weights are fetched where they live on the host.
+    /// Number of fetches of its weights if it is offloaded.
     pub(super) fetches: usize,
 }
 
@@ -71,7 +72,7 @@ impl StageStep<'_> {
     pub(super) fn cost(&self, way: StageWay) -> WayCost {
         let cost = &self.costs.stages[self.stage.index()];
         let input = self.costs.input_bytes_of(self.stage);
-        // The schedule was made without recompute: what it holds are micro-batches under way.
+        // The schedule was made without recomputation: it holds the micro-batches in flight.
         let under_way = self.actions.held(self.stage) as u64;
         let boundaries = under_way.saturating_mul(input);
         let activations = under_way.saturating_mul(cost.activation_bytes);
@@ -85,7 +86,7 @@ impl StageStep<'_> {
             Home::Host => (0, home_bytes(cost)),
         };
         let bus = self.bus_times(way, cost, input as f64);
-        // A boundary goes out once and comes in twice, its gradient once each.
+        // A boundary is copied out once and in twice, its gradient once each.
         let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 5.0 * bus.boundaries);
         WayCost {
             device_bytes: kept.saturating_add(resident),
@@ -108,8 +109,8 @@ impl StageStep<'_> {
         }
     }
 
-    /// Compute and bus run beside each other, so the longer one counts, forward and backward each for
-    /// itself: that is where breadth first puts one fetch each.
+    /// Compute and transfers overlap, so the longer one counts, separately in forward and backward: breadth
+    /// first has one fetch in each.
     fn seconds(&self, way: StageWay, cost: &StageCost, bus: BusTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
@@ -122,7 +123,7 @@ impl StageStep<'_> {
     }
 }
 
-/// The weights, their gradients as they arrive, and the optimizer's state.
+/// Returns the bytes of the weights, their gradients as they arrive, and the optimizer's state.
 fn home_bytes(cost: &StageCost) -> u64 {
     cost.home_bytes.saturating_add(cost.optimizer_bytes).saturating_add(cost.sent_bytes)
 }
@@ -132,7 +133,7 @@ fn resident_bytes(cost: &StageCost) -> u64 {
     trained.saturating_add(cost.optimizer_bytes)
 }
 
-/// What a stage's moves take in each half of a step.
+/// Transfer times of a stage in the forward or the backward of a step.
 #[derive(Debug, Clone, Copy)]
 struct BusTimes {
     fetch: f64,

@@ -1,29 +1,29 @@
-//! Lists beside each other: what they need and how long they take.
+//! Candidates for an automatic schedule, compared by memory and time.
 
 use super::super::{Action, ActionKind, Actions, CostError, recompute, simulate};
 use super::Work;
 
-/// Steps that differ by less are equal: sums in another order.
+/// Steps that differ by less are equal: their times are sums in different orders.
 const ROUNDING: f64 = 1e-9;
 
-/// Lists that were simulated.
+/// Simulated lists.
 #[derive(Debug)]
 pub(in super::super) struct Candidate {
     pub(in super::super) actions: Actions,
-    /// The lists without recomputes.
+    /// Lists without recomputes.
     pub(super) lists: Vec<Vec<Action>>,
     pub(super) makespan: f64,
-    /// Bytes by which the worst device is over its memory.
+    /// Largest excess of a device's memory, in bytes.
     over: u64,
     largest_peak: u64,
-    /// The most activations on any device: what tells memory where no bytes are given.
+    /// Largest number of activations on any device: the measure of memory if no bytes are given.
     most_held: usize,
-    /// Backwards in two halves.
+    /// Number of split backwards.
     halved: usize,
 }
 
 impl Candidate {
-    /// Weaves the recomputes in and simulates it; `None` where the lists cannot be run.
+    /// Inserts the recomputes and simulates the lists; `None` if they cannot be run.
     pub(super) fn new(work: Work<'_>, lists: Vec<Vec<Action>>) -> Result<Option<Self>, CostError> {
         let mode = |stage: super::super::StageId| work.recompute[stage.index()];
         let woven = lists.iter().map(|list| recompute::weave(list.clone(), mode)).collect();
@@ -45,8 +45,8 @@ impl Candidate {
         }))
     }
 
-    /// What fits, then by time; of equals the one that needs less memory, then the one with more whole
-    /// backwards, wins.
+    /// Whether it is better: by excess of memory, then by time; among equals less memory wins, then fewer
+    /// split backwards.
     pub(super) fn is_better(&self, other: &Self) -> bool {
         let rest = |of: &Self| (of.largest_peak, of.most_held, of.halved);
         if self.over != other.over {

@@ -1,8 +1,8 @@
-//! Plays a step by the stages' times, every free device taking what a policy prefers, and notes the order
-//! that comes out.
+//! Plays a step with the stages' times: every free device runs the action that a policy prefers. The
+//! resulting order becomes the schedule.
 //!
-//! A device knows what is on its way to it: whoever has begun will be done in time. Of weight gradients
-//! the newest runs first, so that a backward whose halves nothing comes between can be made whole again.
+//! A device knows the arrival times of started transfers. The newest weight gradient runs first, so that a
+//! split backward without an action in between can be joined again.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -13,7 +13,7 @@ use super::super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, StageI
 use super::Work;
 use super::policy::Policy;
 
-/// The lists of the devices, without recomputes; `None` where the memory brings everyone to a halt.
+/// Returns the lists of the devices, without recomputes; `None` if lack of memory stops all devices.
 pub(super) fn play(work: Work<'_>, policy: Policy) -> Option<Vec<Vec<Action>>> {
     let mut player = GreedyRun::new(work, policy);
     while let Some(Reverse((now, device))) = player.looks.pop() {
@@ -24,7 +24,7 @@ pub(super) fn play(work: Work<'_>, policy: Policy) -> Option<Vec<Vec<Action>>> {
     all_done.then(|| player.devices.into_iter().map(|device| device.list).collect())
 }
 
-/// A moment, in the order of time.
+/// Time, with a total order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Moment(f64);
 
@@ -48,7 +48,7 @@ struct GreedyRun<'a> {
     devices: Vec<GreedyDevice>,
     stages: Vec<StageProgress>,
     ways: Ways,
-    /// When which device is to look what it can do.
+    /// Times at which devices check for an action to run.
     looks: BinaryHeap<Reverse<(Moment, DeviceId)>>,
 }
 
@@ -58,32 +58,32 @@ struct GreedyDevice {
     free: f64,
     bytes: u128,
     limit: u128,
-    /// What a forward leaves free, so that a gradient can always follow.
+    /// Bytes that a forward leaves free, so that a gradient can always follow.
     reserve: u128,
 }
 
-/// How far a stage has come; it runs the micro-batches in their order.
+/// Progress of a stage, which runs the micro-batches in order.
 #[derive(Default)]
 struct StageProgress {
     forwards: usize,
     gradients: usize,
-    /// Micro-batches whose weight gradient is still to come.
+    /// Micro-batches whose weight gradient is still to run.
     weights: Vec<MicroBatchId>,
     released: usize,
-    /// When the boundaries and the gradients that are on their way, or here, arrive.
+    /// Arrival times of the boundaries and gradients that were sent.
     boundaries: Vec<f64>,
     gradients_in: Vec<f64>,
 }
 
-/// What a device sees when it looks around.
+/// Actions that a device could run.
 #[derive(Default)]
 struct Outlook {
     gradient: Option<Action>,
     forward: Option<Action>,
-    /// When the next gradient arrives, and the next of anything.
+    /// Arrival time of the next gradient, and of the next input of any kind.
     next_gradient: f64,
     next: f64,
-    /// A forward is there, but no room for it.
+    /// Whether a forward is ready but does not fit into memory.
     is_full: bool,
 }
 
@@ -100,7 +100,7 @@ impl<'a> GreedyRun<'a> {
         }
     }
 
-    /// Lets a device begin something, if it is free and there is something.
+    /// Starts an action on a device, if it is free and has one.
     fn look(&mut self, id: DeviceId, now: f64) {
         if self.devices[id.index()].free > now {
             return;
@@ -108,7 +108,7 @@ impl<'a> GreedyRun<'a> {
         let outlook = self.outlook(id, now);
         match self.choose(id, &outlook, now) {
             Some(action) => self.begin(id, action, now),
-            // An estimate is no appointment: who sends makes one.
+            // An estimated arrival schedules no check: the sender does so when it starts.
             None => {
                 let known = |stage: &StageId| self.known_arrivals(*stage);
                 let later = self.devices[id.index()].stages.iter().flat_map(known);
@@ -153,7 +153,7 @@ impl<'a> GreedyRun<'a> {
                 if !self.has_room(device, action) {
                     outlook.is_full |= at <= now;
                 } else if at <= now {
-                    // The stage furthest along the model: its output is the nearest to a gradient.
+                    // The stage furthest along the model: its output is the closest to a gradient.
                     outlook.forward = Some(action);
                 } else {
                     outlook.next = outlook.next.min(at);
@@ -172,7 +172,7 @@ impl<'a> GreedyRun<'a> {
             && bytes <= device.limit
     }
 
-    /// The stage's next forward, and when it can begin, as far as that is known.
+    /// Returns the stage's next forward, and its earliest start as far as known.
     fn next_forward(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
         let progress = &self.stages[stage.index()];
         let i = progress.forwards;
@@ -184,7 +184,7 @@ impl<'a> GreedyRun<'a> {
         Some((action, arrived.unwrap_or_else(|| self.soonest(action, now))))
     }
 
-    /// The stage's next gradient, and when it can begin: its recompute need not wait for anything.
+    /// Returns the stage's next gradient, and its earliest start: its recompute needs no input.
     fn next_gradient(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
         let progress = &self.stages[stage.index()];
         let i = progress.gradients;
@@ -199,7 +199,7 @@ impl<'a> GreedyRun<'a> {
         Some((action, at - self.recompute_time(action)))
     }
 
-    /// The soonest that an input can be there whose sender has not begun.
+    /// Returns the earliest arrival of an input whose sender has not started.
     fn soonest(&self, action: Action, now: f64) -> f64 {
         let Some(source) = action.source(self.last()) else { return 0.0 };
         let sender = &self.devices[self.work.placement[source.index()].index()];
@@ -217,7 +217,7 @@ impl<'a> GreedyRun<'a> {
         boundary.into_iter().chain(gradient)
     }
 
-    /// The newest weight gradient that is still to come, of the stage that has the most of them.
+    /// Returns the newest weight gradient still to run, of the stage that has most of them.
     fn newest_weight(&self, id: DeviceId) -> Option<Action> {
         let weights = |stage: &&StageId| self.stages[stage.index()].weights.len();
         let stage = *self.devices[id.index()].stages.iter().max_by_key(weights)?;
@@ -252,13 +252,13 @@ impl<'a> GreedyRun<'a> {
             ActionKind::Forward => progress.boundaries.push(arrival),
             _ => progress.gradients_in.push(arrival),
         }
-        // Now too: who knew nothing of it waits for no appointment.
+        // A check now, too: a device that did not know of this input has none scheduled.
         for at in [now, arrival] {
             self.looks.push(Reverse((Moment(at), to)));
         }
     }
 
-    /// The time of the recompute before a gradient.
+    /// Returns the time of the recompute before a gradient.
     fn recompute_time(&self, action: Action) -> f64 {
         let device = &self.devices[self.work.placement[action.stage.index()].index()];
         let mode = self.work.recompute[action.stage.index()];
@@ -272,10 +272,11 @@ impl<'a> GreedyRun<'a> {
 }
 
 impl Work<'_> {
-    /// What an action holds; a gradient's recompute counts as its own.
+    /// Returns the bytes of an action; a gradient includes its recompute.
     fn hold(self, action: Action) -> Hold {
         let is_recomputed = self.recompute[action.stage.index()] != Recompute::Never;
-        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
+        // Consecutive stages on the same device are rare: the simulation counts the boundaries between
+        // them.
         let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
         let hold = Hold::new(&self.recipe.costs, action, held);
         if !(is_recomputed && action.kind.passes_gradient()) {
@@ -294,7 +295,7 @@ impl GreedyDevice {
             let hold = work.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
             hold.takes + hold.passing
         };
-        // As if every stage had begun its backwards.
+        // Counted as if every stage had started its backwards.
         let resident = |stage: &StageId| {
             let cost = &work.recipe.costs.stages[stage.index()];
             cost.lasting_bytes() + u128::from(cost.gradient_bytes)

@@ -1,22 +1,22 @@
-//! Small changes to lists, each kept where the step gets better by it.
+//! Local search: small changes to lists, kept if they improve the step.
 
 use super::super::{Action, ActionKind, CostError};
 use super::{Candidate, Work};
 
-/// A change of one device's list.
+/// Change of one device's list.
 #[derive(Debug, Clone, Copy)]
 enum Change {
-    /// Makes the halves of the backward that begins here one, in the place of the first.
+    /// Joins the split backward whose input gradient is here, in its place.
     Join(usize),
-    /// Makes all backwards whole whose halves nothing comes between.
+    /// Joins all split backwards without an action in between.
     JoinAll,
-    /// Lets the action here and the next change places.
+    /// Swaps the action here with the next.
     Swap(usize),
-    /// Brings the weight gradient from the first place to the second.
+    /// Moves the weight gradient from the first position to the second.
     Bring(usize, usize),
 }
 
-/// Changes one thing after the other as long as the step gets better, `tries` times at most.
+/// Applies changes while the step improves, at most `tries` times.
 pub(super) fn improve(
     work: Work<'_>,
     mut best: Candidate,
@@ -46,14 +46,14 @@ pub(super) fn improve(
     Ok(best)
 }
 
-/// All changes of a list, those of many actions first.
+/// Returns all changes of a list, those of many actions first.
 fn changes(list: &[Action]) -> Vec<Change> {
     let mut changes = vec![Change::JoinAll];
     for (at, action) in list.iter().enumerate() {
         match action.kind {
             ActionKind::InputGradient => changes.push(Change::Join(at)),
             ActionKind::WeightGradient => {
-                // One action further is a swap; a gap is seldom far.
+                // A move by one is a swap; bubbles are seldom far away.
                 changes.extend(
                     (2..=6).filter_map(|far| Some(Change::Bring(at, at.checked_sub(far)?))),
                 );
@@ -67,7 +67,7 @@ fn changes(list: &[Action]) -> Vec<Change> {
 }
 
 impl Change {
-    /// The list with the change; `None` where it makes none.
+    /// Returns the changed list; `None` if the change has no effect.
     fn applied(self, list: &[Action]) -> Option<Vec<Action>> {
         match self {
             Self::JoinAll => Some(joined(list)).filter(|joined| joined.len() < list.len()),
@@ -96,7 +96,7 @@ impl Change {
     }
 }
 
-/// The list with all backwards whole whose halves nothing comes between.
+/// Returns the list with all split backwards joined that have no action in between.
 fn joined(list: &[Action]) -> Vec<Action> {
     let mut joined: Vec<Action> = Vec::with_capacity(list.len());
     for &action in list {

@@ -1,8 +1,8 @@
-//! Makes lists for the times that stages really take, within the memory that devices have.
+//! Makes schedules from the measured times of stages, within the memory of the devices.
 //!
-//! A bubble is filled with what nobody waits for: weight gradients, as many as the memory lets wait for
-//! one. Several policies are played by the stages' times, and so are the named schedules of the same
-//! placement; the shortest list that fits is then improved by small changes, and taken.
+//! Weight gradients, which no other stage waits for, fill the bubbles, as many as memory can hold back.
+//! Several policies and the named schedules with the same placement are played with the stages' times; the
+//! shortest one that fits is then improved by small changes.
 
 mod candidate;
 mod greedy;
@@ -14,29 +14,29 @@ pub(super) use candidate::Candidate;
 use super::{CostError, DeviceId, Recompute, ScheduleRecipe};
 use policy::Policy;
 
-/// How many actions are simulated for policies, and for changes: together less than a tenth of a second's work. Of
-/// a step so large that not all can be tried within it, the first ones are.
+/// Number of actions that are simulated for policies, and for changes: together less than a tenth of a
+/// second. If a step is too large to try all, only the first are tried.
 const POLICY_EFFORT: usize = 1 << 17;
 const CHANGE_EFFORT: usize = 1 << 17;
 
-/// What is to be done, and where.
+/// Work to schedule, and its placement.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Work<'a> {
-    /// What it costs on each stage, and how many bytes each device has.
+    /// Costs of each stage, and the memory of each device.
     pub(super) recipe: &'a ScheduleRecipe,
-    /// The device of each stage.
+    /// Device of each stage.
     pub(super) placement: &'a [DeviceId],
     pub(super) micro_batches: usize,
-    /// What each stage recomputes.
+    /// Recomputation of each stage.
     pub(super) recompute: &'a [Recompute],
 }
 
-/// The best list that is found: the shortest that fits, or else the one that lacks the least memory.
+/// Returns the best schedule found: the shortest that fits, or else the one with the smallest excess.
 pub(super) fn best(work: Work<'_>) -> Result<Option<Candidate>, CostError> {
     let actions = work.placement.len() * work.micro_batches * 3;
     let tries = |effort: usize| (effort / actions).max(1);
     let mut best: Option<Candidate> = None;
-    // Those that place the stages as they are here.
+    // Named schedules with the same placement of stages.
     let named = work.recipe.schedule.alike().into_iter();
     let named = named.map(|named| named.lists(work.recipe.memory.len(), work.micro_batches));
     let played =

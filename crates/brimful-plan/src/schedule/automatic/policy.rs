@@ -1,22 +1,22 @@
-//! By which rules a free device chooses what it does next.
+//! Policies by which a free device chooses its next action.
 
-/// How many micro-batches a stage may hold, memory permitting.
+/// Largest number of micro-batches that a stage may hold, memory permitting.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Depth {
-    /// As many as 1F1B: the stages from this one to the last.
+    /// As for 1F1B: the number of stages from this one to the last.
     ToTheLast,
-    /// As many as zero-bubble H1: all stages.
+    /// As for zero-bubble H1: the number of stages.
     AllStages,
-    /// As many as a gradient needs to go all the way and come back: twice the stages.
+    /// Enough for a gradient to go all the way and come back: twice the number of stages.
     ThereAndBack,
-    /// As many as there are.
+    /// No limit.
     All,
 }
 
 impl Depth {
     const CHOICES: [Self; 4] = [Self::ToTheLast, Self::AllStages, Self::ThereAndBack, Self::All];
 
-    /// Of one stage of so many.
+    /// Returns the limit for one stage of `stages`.
     pub(super) fn of(self, stage: usize, stages: usize) -> usize {
         match self {
             Self::ToTheLast => stages - stage,
@@ -27,21 +27,21 @@ impl Depth {
     }
 }
 
-/// Which backwards are split: halves together take longer than the whole.
+/// Set of backwards that are split: both parts together take longer than the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Halved {
-    /// None.
+    /// No backward.
     None,
-    /// Those of the last micro-batches, as many as there are stages: the rest of the step is busy without.
+    /// The last micro-batches, as many as there are stages: before those the devices are busy anyway.
     Last,
-    /// Those of the first and of the last micro-batches, as many as there are stages each.
+    /// The first and the last micro-batches, as many as there are stages each.
     Ends,
-    /// All.
+    /// All backwards.
     All,
 }
 
 impl Halved {
-    /// Whether it splits the backward of micro-batch `i` of `m`.
+    /// Whether the backward of micro-batch `i` of `m` is split.
     pub(super) fn splits(self, i: usize, m: usize, stages: usize) -> bool {
         match self {
             Self::None => false,
@@ -52,21 +52,21 @@ impl Halved {
     }
 }
 
-/// What a device does when it could do several things.
+/// Preferences of a device with several possible actions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Policy {
     pub(super) depth: Depth,
-    /// Forwards before gradients, where both are ready.
+    /// Whether forwards go before gradients if both are ready.
     pub(super) forward_first: bool,
-    /// By what part of a forward it may keep a gradient waiting that is on its way.
+    /// Part of a forward's time by which it may delay an arriving gradient.
     pub(super) forward_delay: f64,
-    /// By what part of a weight gradient it may keep waiting what is on its way.
+    /// Part of a weight gradient's time by which it may delay an arriving input.
     pub(super) weight_delay: f64,
     pub(super) halved: Halved,
 }
 
 impl Policy {
-    /// All that are tried, unlike ones before those that differ little.
+    /// Returns all policies to try, dissimilar ones first.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let whole = Self {
             depth: Depth::AllStages,

@@ -1,17 +1,17 @@
-//! A step whose updates at home were computed ahead of it, during the backward of the step before.
+//! Simulates steps whose updates on the host were computed early, during the backward of the step before.
 
 use super::super::{Actions, CostError, Costs, MoveSpan, Simulation};
 use super::{MoveKind, Moves, simulate_moves};
 
-/// The stage that a step begins with: its update is wanted at once, so there is nothing to hide it behind.
+/// First stage of a step: its update is needed at once, so nothing can hide it.
 const FIRST: usize = 0;
 
-/// As [`simulate_moves`], in a run whose host looks ahead: when a stage's gradients are home, it computes what their
-/// update will come to. What is done by the end of the step is taken over; the rest, as the first stage's, is computed
-/// behind the next step's forward.
+/// Simulates as [`simulate_moves`] does, with a host that computes updates early: when a stage's gradients
+/// are on the host, it computes their update. Updates that are ready at the end of the step are taken over;
+/// the rest, and the first stage's, overlap with the next step's forward.
 ///
 /// # Errors
-/// As [`simulate_moves`].
+/// As for [`simulate_moves`].
 pub fn simulate_moves_ahead(
     actions: &Actions,
     moves: &Moves,
@@ -25,12 +25,13 @@ pub fn simulate_moves_ahead(
     if late.is_empty() {
         return Ok(step);
     }
-    // Updates make the forward wait; when gradients are home is counted from the end, so it stays.
+    // Updates delay the forward; late updates are determined by the times from the end, which stay the
+    // same.
     late.into_iter().for_each(|j| left.stages[j].home_update = costs.stages[j].home_update);
     simulate_moves(actions, moves, &left)
 }
 
-/// The stages but the first whose updates are not computed by the end of the step, one after the other.
+/// Returns the stages after the first whose updates are not ready at the end of the step, in order.
 fn late_updates(step: &Simulation, costs: &Costs) -> Vec<usize> {
     let looks_ahead = |span: &&MoveSpan| {
         span.moved.kind == MoveKind::GradientsHome && span.moved.stage.index() != FIRST

@@ -1,11 +1,11 @@
-//! A bus with a clock: one move at a time in each direction, slower while both are in use.
+//! Simulated host link: one move at a time in each direction, slower while both are in use.
 
 use std::collections::VecDeque;
 
 use super::super::BusCost;
 use super::Move;
 
-/// Both directions of a device's bus, inward first.
+/// Both directions of a device's host link, inward first.
 pub(super) struct BusClock {
     cost: BusCost,
     lanes: [BusLane; 2],
@@ -17,15 +17,15 @@ struct BusLane {
     current: Option<Transit>,
 }
 
-/// A move that has not begun.
+/// Move that has not started.
 pub(super) struct WaitingMove {
     pub(super) moved: Move,
     pub(super) bytes: u64,
-    /// When what it moves is ready.
+    /// Time at which its data are ready.
     pub(super) ready: f64,
 }
 
-/// A move under way.
+/// Move in flight.
 struct Transit {
     moved: Move,
     start: f64,
@@ -42,7 +42,7 @@ impl BusClock {
         self.lanes[lane].waiting.push_back(waiting);
     }
 
-    /// Begins the next move in each direction that is free, where what comes in is on the host.
+    /// Starts the next move in each idle direction; an inward move only once its data are on the host.
     pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) {
         let [inward, outward] = &mut self.lanes;
         outward.begin(now);
@@ -51,7 +51,7 @@ impl BusClock {
         }
     }
 
-    /// When the next move ends, or the next one can begin, if nothing else happens.
+    /// Returns the time at which a move ends or the next can start, if nothing else happens.
     pub(super) fn next_change(&self, now: f64) -> Option<f64> {
         let lanes = self.lanes.iter().zip(self.rates());
         let changes = lanes.flat_map(|(lane, rate)| [lane.end(now, rate), lane.next_ready(now)]);
@@ -63,12 +63,12 @@ impl BusClock {
         self.lanes.iter_mut().zip(rates).for_each(|(lane, rate)| lane.advance(now, time, rate));
     }
 
-    /// The moves that have arrived, with their beginnings.
+    /// Returns the moves that have arrived, with their start times.
     pub(super) fn take_ended(&mut self) -> Vec<(Move, f64)> {
         self.lanes.iter_mut().filter_map(BusLane::take_ended).collect()
     }
 
-    /// What each lane carries, where something is under way in it.
+    /// Returns the bandwidth of each direction.
     fn rates(&self) -> [f64; 2] {
         let BusCost { inward, outward, both } = self.cost;
         let are_both = self.lanes.iter().all(|lane| lane.current.is_some());
@@ -99,8 +99,8 @@ impl BusLane {
     }
 
     fn advance(&mut self, now: f64, time: f64, rate: f64) {
-        // By the time, not by the bytes: those would leave a rest by rounding, and an infinite rate
-        // times no time is no number.
+        // Compares times, not bytes: rounding would leave a rest of bytes, and an infinite rate times zero
+        // time is NaN.
         let is_there = self.end(now, rate).is_some_and(|end| end <= time);
         if let Some(transit) = &mut self.current {
             transit.bytes_left =

@@ -1,4 +1,5 @@
-//! The rules of moves: nothing used before it is there, and never more in the slots than there are.
+//! Validates moves: all data are in place before their use, and there are never more stages in device
+//! buffers than buffers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +8,7 @@ use super::error::{MoveError, MoveRule};
 use super::make::{waiting, waits_on_host};
 use super::{Home, Move, MoveKind, Moved, StageHome};
 
-/// Whether there is a home for each stage, and a slot where one is needed.
+/// Checks that there is a place for each stage, and a device buffer if one is needed.
 pub(super) fn numbers(
     lists: &[Vec<Action>],
     homes: &[StageHome],
@@ -15,7 +16,7 @@ pub(super) fn numbers(
 ) -> Result<(), MoveError> {
     let last = lists.iter().flatten().map(|action| action.stage.index()).max();
     let needed = last.map_or(0, |last| last + 1);
-    // The lists may be a part of the whole, so there may be homes of stages that others run.
+    // The lists may be a part of the schedule, so there may be places of stages without actions.
     if homes.len() < needed {
         return Err(MoveError::WrongStages { given: homes.len(), needed });
     }
@@ -26,7 +27,7 @@ pub(super) fn numbers(
     }
 }
 
-/// Plays a device's actions and moves, and looks at every rule.
+/// Plays a device's actions and moves, and checks every rule.
 pub(super) fn list(
     list: &[Action],
     moves: &[Move],
@@ -59,30 +60,30 @@ fn in_order(moves: &[Move], end: usize) -> Result<(), MoveRule> {
     Ok(())
 }
 
-/// What is where while the list is played.
+/// State of a device while its list is played.
 #[derive(Default)]
 struct MovingState<'a> {
     homes: &'a [StageHome],
     slots: usize,
-    /// The stages of this device.
+    /// Stages of this device.
     stages: BTreeSet<StageId>,
     in_slots: BTreeSet<StageId>,
-    /// Gradients that wait to go home, and those that went.
+    /// Stages with gradients to send to the host, and those already sent.
     summed: BTreeSet<StageId>,
     sent: BTreeMap<StageId, Move>,
-    /// Micro-batches that are let go of between forward and recompute.
+    /// Micro-batches whose input is freed between forward and recompute.
     waiting: BTreeSet<(StageId, MicroBatchId)>,
-    /// Of what enters stages, and of its gradients.
+    /// State of boundaries and of their gradients.
     passages: BTreeMap<Moved, Passage>,
 }
 
-/// How far something that waits on the host has come.
+/// State of a boundary or gradient that is offloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Passage {
-    /// On this device, by this action.
+    /// Made on this device by this action.
     Made(Action),
     OnHost,
-    /// On this device, for whoever needs it.
+    /// Back on this device.
     Back,
     UsedUp,
 }
@@ -114,7 +115,7 @@ impl MovingState<'_> {
         self.stages.contains(&stage)
     }
 
-    /// A boundary concerns the stage that it enters and the one before.
+    /// Whether the move belongs to this device: a boundary concerns its stage and the one before.
     fn may_move(&self, one: Move) -> bool {
         let Some(home) = self.homes.get(one.stage.index()) else { return false };
         let is_here = self.has(one.stage);
@@ -158,7 +159,7 @@ impl MovingState<'_> {
         Ok(())
     }
 
-    /// Whether something that the action needs waits on the host.
+    /// Whether the action needs data that are still on the host.
     fn lacks(&self, action: Action) -> bool {
         let Action { stage, micro_batch, .. } = action;
         let next = StageId(stage.0 + 1);
@@ -177,7 +178,7 @@ impl MovingState<'_> {
         }
     }
 
-    /// What the action makes is to leave, and what it has used is gone.
+    /// Marks the action's output as made, and its inputs as used up.
     fn pass(&mut self, action: Action) {
         let Action { kind, stage, micro_batch } = action;
         let next = StageId(stage.0 + 1);
@@ -186,7 +187,7 @@ impl MovingState<'_> {
         let made = Passage::Made(action);
         if kind == ActionKind::Forward {
             if self.waiting.contains(&(stage, micro_batch)) {
-                // The model's own input has yet to leave; of others the host has a copy.
+                // The model's own input still has to be sent; the host has a copy of the others.
                 let place = if is_first { made } else { Passage::OnHost };
                 self.passages.insert(Moved::Boundary(stage, micro_batch), place);
             }
@@ -219,7 +220,7 @@ impl MovingState<'_> {
         self.summed.first().map_or(Ok(()), |&stage| Err(MoveRule::GradientsKept(stage)))
     }
 
-    /// Sends to the host what was made here.
+    /// Sends data made here to the host.
     fn send(&mut self, one: Move) -> Result<(), MoveRule> {
         match self.passages.get_mut(&Moved::of(one)) {
             Some(place @ Passage::Made(_)) => {
@@ -230,7 +231,7 @@ impl MovingState<'_> {
         }
     }
 
-    /// Brings something back that this device or another has sent.
+    /// Brings data back that this device or another has sent.
     fn bring(&mut self, one: Move, is_made_here: bool) -> Result<(), MoveRule> {
         match (one.micro_batch, self.passages.get(&Moved::of(one))) {
             (Some(_), Some(Passage::OnHost)) => {}

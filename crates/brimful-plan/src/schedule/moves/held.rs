@@ -1,13 +1,13 @@
-//! What a device holds while actions and moves are played.
+//! Memory of a device while actions and moves are played.
 //!
 //! ```text
-//! slots        as large as the largest stage that lives on the host, all the time
-//! sums         of a stage that lives on the host, from its first backward until the next one's set out
-//! boundary     from its making or arrival until the backward, without the time that it spends on the host
-//! its gradient from its making or arrival until the backward that takes it, without that time
+//! slots         as large as the largest offloaded stage, all the time
+//! sums          of an offloaded stage, from its first backward until the next stage's sums are sent
+//! boundary      from its creation or arrival until the backward, except while it is offloaded
+//! its gradient  from its creation or arrival until the backward that takes it, except while it is offloaded
 //! ```
 //!
-//! Activations, what actions work with, and all that lives on the device, as in `memory`.
+//! Activations, working bytes of actions, and resident stages are counted as in `memory`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,22 +15,22 @@ use super::super::memory::{HeldAs, StageBefore, clamp};
 use super::super::{Action, ActionKind, Actions, Costs, DeviceId, MicroBatchId, StageId};
 use super::{Home, Moves, StageHome};
 
-/// The bytes on one device, and the most there were.
+/// Bytes on one device, and their peak.
 pub(super) struct HeldBytes {
     costs: Costs,
     homes: Vec<StageHome>,
-    /// How the device's stages hold their micro-batches.
+    /// Memory modes of the micro-batches of the device's stages.
     held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
     /// Stages whose sums of gradients are, or were, on the device.
     summed: BTreeSet<StageId>,
-    /// The stage whose sums have set out last.
+    /// Stage whose sums were sent last.
     leaving: Option<StageId>,
     // 128 bits hold any sum of the 64-bit sizes.
     bytes: u128,
     peak_bytes: u128,
     held: usize,
     peak_held: usize,
-    /// The bytes after each change.
+    /// Bytes after each change.
     pub(super) levels: Vec<(f64, u64)>,
 }
 
@@ -38,7 +38,7 @@ impl HeldBytes {
     pub(super) fn new(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> Self {
         let of_pair = |action: &Action| {
             let held = actions.held_of(*action);
-            // What waits on the host comes back as a copy of its own.
+            // An offloaded boundary comes back as a separate copy.
             let stays = moves.homes()[action.stage.index()].boundaries == Home::Device;
             let before = if stays { held.before } else { StageBefore::Elsewhere };
             ((action.stage, action.micro_batch), HeldAs { before, ..held })
@@ -59,22 +59,23 @@ impl HeldBytes {
         }
     }
 
-    /// The bytes now.
+    /// Returns the bytes now.
     pub(super) fn now(&self) -> u64 {
         clamp(self.bytes)
     }
 
-    /// The most bytes, and the most activations.
+    /// Returns the peak bytes, and the largest number of activations.
     pub(super) fn peak(&self) -> (u64, usize) {
         (clamp(self.peak_bytes), self.peak_held)
     }
 
-    /// A boundary or its gradient is there, made or come from another device, or its room is, if it is to come back.
+    /// Counts a boundary or its gradient: made here, received from another device, or allocated to come
+    /// back.
     pub(super) fn take(&mut self, time: f64, bytes: u64) {
         self.change(time, u128::from(bytes), 0);
     }
 
-    /// A boundary or its gradient is let go of: the host has it.
+    /// Frees a boundary or its gradient that the host has.
     pub(super) fn give(&mut self, time: f64, bytes: u64) {
         self.change(time, 0, u128::from(bytes));
     }
@@ -83,7 +84,7 @@ impl HeldBytes {
         let cost = *self.costs.of(action);
         let keeps = action.kind.keeps(self.is_recomputed(action));
         let mut takes = if keeps { u128::from(cost.activation_bytes) } else { 0 };
-        // Those of later stages came from the stage before.
+        // Inputs of later stages were counted when they arrived from the stage before.
         if action.kind == ActionKind::Forward && action.stage == StageId(0) {
             takes += u128::from(self.costs.input_bytes);
         }
@@ -103,7 +104,7 @@ impl HeldBytes {
         let cost = *self.costs.of(action);
         let mut gives = self.working(action);
         if action.kind.passes_gradient() {
-            // What goes on to the stage before is taken again there, by its arrival.
+            // The gradient for the stage before is counted again there, on arrival.
             gives += self.input_gradient(action) + u128::from(cost.output_bytes);
         }
         if action.kind.releases() {
@@ -114,7 +115,7 @@ impl HeldBytes {
         self.change(time, 0, gives);
     }
 
-    /// All is done: sums become gradients where their stage lives on the device.
+    /// Ends the step: casts the sums of stages on the device to gradients.
     pub(super) fn finish(&mut self, time: f64) {
         let here =
             self.summed.iter().filter(|stage| self.homes[stage.index()].weights == Home::Device);
@@ -124,7 +125,7 @@ impl HeldBytes {
         self.change(time, casts, u128::from(left));
     }
 
-    /// A stage's sums set out for the host: those that set out before them are given up.
+    /// Starts to send a stage's sums to the host, which frees those sent before them.
     pub(super) fn set_out(&mut self, time: f64, stage: StageId) {
         if let Some(before) = self.leaving.replace(stage) {
             let bytes = u128::from(self.costs.stages[before.index()].gradient_bytes);
@@ -141,20 +142,20 @@ impl HeldBytes {
         self.costs.working_bytes(action, self.is_recomputed(action))
     }
 
-    /// The bytes of what enters a stage, where it is not what the stage before has kept.
+    /// Returns the bytes of a stage's input; 0 if the stage before keeps it on this device.
     pub(super) fn input_of(&self, stage: StageId, micro_batch: MicroBatchId) -> u64 {
         let held = self.held_as.get(&(stage, micro_batch));
         let is_shared = held.is_some_and(|held| held.before == StageBefore::HereAndKept);
         if is_shared { 0 } else { self.costs.input_bytes_of(stage) }
     }
 
-    /// Of its input, the first stage makes no gradient: nobody is before it.
+    /// The first stage's input needs no gradient.
     fn input_gradient(&self, action: Action) -> u128 {
         let is_first = action.stage == StageId(0);
         if is_first { 0 } else { u128::from(self.costs.input_bytes_of(action.stage)) }
     }
 
-    /// The last stage's output gradient is the loss's; to others it comes from the stage after.
+    /// The last stage's output gradient comes from the loss; other stages receive it from the stage after.
     fn loss_gradient(&self, action: Action) -> u128 {
         let is_last = action.stage.index() + 1 == self.costs.stages.len();
         if is_last { u128::from(self.costs.stages[action.stage.index()].output_bytes) } else { 0 }
@@ -170,7 +171,7 @@ impl HeldBytes {
     }
 }
 
-/// What lives on the device, and the slots for what does not.
+/// Returns the bytes of stages on the device, and of the device buffers for offloaded ones.
 fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> u128 {
     let stages = actions.placement().iter().zip(moves.homes()).zip(&costs.stages);
     let here = stages.filter(|((at, _), _)| **at == device).map(|((_, home), cost)| (home, cost));

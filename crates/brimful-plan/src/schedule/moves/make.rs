@@ -5,26 +5,26 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
 use super::{Home, Move, MoveKind, Moved, StageHome};
 
-/// The moves of a list, in the order in which they are started.
+/// Returns the moves of a list, in the order in which they start.
 pub(super) fn moves(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
     let mut moves = weights(list, homes, slots);
     moves.extend(gradients(list, homes));
     moves.extend(boundaries(list, homes));
-    // Stable: fetches that are started together keep the order in which they are needed.
+    // Stable: fetches that start together keep the order in which they are needed.
     moves.sort_by_key(|one| (one.before, one.kind as u8));
     moves
 }
 
-/// A stage that lives on the host, at work until another such stage is.
+/// Consecutive actions of an offloaded stage, until another offloaded stage acts.
 struct Visit {
     stage: StageId,
-    /// The number of the action after its last.
+    /// Index of the action after its last.
     end: usize,
 }
 
-/// After each visit the slots belong to the stages that are needed next, as many as there are slots.
-/// What is there and among them stays; so a stage that leaves is always needed later than those that
-/// come, which no other choice of who leaves can better.
+/// Makes fetches and releases: after each visit the device buffers belong to the stages that are needed
+/// next, as many as there are buffers. Stages already in a buffer stay. So a released stage is always
+/// needed later than those fetched, which no other choice can better.
 fn weights(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
     let visits = visits(list, homes);
     let mut moves = Vec::new();
@@ -57,7 +57,7 @@ fn visits(list: &[Action], homes: &[StageHome]) -> Vec<Visit> {
     visits
 }
 
-/// The stages of the next visits, each once, at most `slots` of them.
+/// Returns the stages of the next visits, each once, at most `slots` of them.
 fn needed_next(visits: &[Visit], slots: usize) -> Vec<StageId> {
     let mut stages = Vec::new();
     for visit in visits {
@@ -71,7 +71,7 @@ fn needed_next(visits: &[Visit], slots: usize) -> Vec<StageId> {
     stages
 }
 
-/// The gradients of each trained stage that lives on the host, after its last backward.
+/// Makes the gradient moves of each trained offloaded stage, after its last backward.
 fn gradients(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     let mut last = BTreeMap::new();
     for (at, action) in list.iter().enumerate() {
@@ -89,9 +89,8 @@ fn gradients(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     last.into_iter().map(leave).collect()
 }
 
-/// The micro-batches of stages whose boundaries live on the host that are let go of between forward and
-/// recompute: not where they would have to turn back at once. Of what is kept, the activations hold the
-/// input.
+/// Returns the micro-batches of stages with offloaded boundaries whose input is freed between forward and
+/// recompute, unless it would have to come back at once. If activations are kept, they hold the input.
 pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId, MicroBatchId)> {
     let mut forwards = BTreeMap::new();
     let mut waiting = BTreeSet::new();
@@ -109,14 +108,14 @@ pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId
     waiting
 }
 
-/// Whether what enters the stage waits on the host; nothing enters the stage after the last.
+/// Whether the stage's input is offloaded; false for the stage after the last.
 pub(super) fn waits_on_host(homes: &[StageHome], stage: StageId) -> bool {
     homes.get(stage.index()).is_some_and(|home| home.boundaries == Home::Host)
 }
 
-/// The boundaries and gradients that wait on the host. They leave as soon as they are made, and come back
-/// while the action before the one that needs them runs: at most two of a kind are there. What another
-/// device makes is waited for when it is needed, as everywhere.
+/// Makes the moves of boundaries and gradients that are offloaded. They are sent as soon as they are made,
+/// and come back while the action before the one that needs them runs: at most two of a kind are on the
+/// device. Data from another device are waited for when they are needed, as everywhere.
 fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     let mut crossing = Crossing { moves: Vec::new(), left: BTreeMap::new() };
     let waiting = waiting(list, homes);
@@ -145,10 +144,10 @@ fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     crossing.moves
 }
 
-/// Moves of boundaries, as they are found.
+/// Collected moves of boundaries.
 struct Crossing {
     moves: Vec<Move>,
-    /// Before which action each has left.
+    /// Index of the action before which each was sent.
     left: BTreeMap<Moved, usize>,
 }
 

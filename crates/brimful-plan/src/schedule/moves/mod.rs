@@ -1,9 +1,9 @@
-//! What moves between a device and host memory while the device works through its list: weights that
-//! live on the host, their gradients, and boundaries.
+//! Moves between a device and host memory during a step: offloaded weights, their gradients, and
+//! boundaries.
 //!
-//! A device has a few *slots*, each as large as its largest stage that lives on the host. A stage's
-//! weights are fetched into a slot as soon as one is free and until others are needed sooner, so with
-//! two slots one stage computes while the next one's weights are on their way:
+//! A device has a few *slots* (device buffers), each as large as its largest offloaded stage. A stage's
+//! weights are fetched into a slot as soon as one is free, and stay until other weights are needed sooner.
+//! So with two slots, one stage computes while the next one's weights are in flight:
 //!
 //! ```text
 //! actions   0F0 0F1 1F0 1F1 2F0 2F1 2B1 2B0 1B1 1B0 0B1 0B0
@@ -11,8 +11,8 @@
 //! slot 2    1──────────────────────────────────────
 //! ```
 //!
-//! The list of moves is data, as the list of actions is: the one that is executed is the one that is
-//! validated, simulated and drawn.
+//! Moves are data, like actions: the list that is executed is the one that is validated, simulated and
+//! drawn.
 
 mod ahead;
 mod bus;
@@ -31,61 +31,60 @@ pub use ahead::simulate_moves_ahead;
 pub use error::{MoveError, MoveRule};
 pub use play::simulate_moves;
 
-/// A memory in which something lives between its uses.
+/// Memory that data stay in between their uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Home {
-    /// The device's own: it is there all the time.
+    /// Device memory: the data are always there.
     #[default]
     Device,
-    /// The host's: it comes when it is needed, and goes when others are.
+    /// Host memory (offloaded): the data are brought to the device on demand.
     Host,
 }
 
-/// Where a stage's things live, and whether it is trained.
+/// Memory that a stage's data stay in, and whether it is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StageHome {
-    /// Of the weights, and with them of their gradients and the optimizer's state.
+    /// Place of the weights, their gradients and the optimizer's state.
     pub weights: Home,
-    /// Of what enters the stage, from its making until the forward and between forward and recompute, and of
-    /// its gradients.
+    /// Place of the stage's input, until the forward and between forward and recompute, and of its gradient.
     pub boundaries: Home,
-    /// Whether any parameter is trained: a frozen stage has no gradients to send home.
+    /// Whether any parameter is trained: a frozen stage has no gradients to send to the host.
     pub trained: bool,
 }
 
 impl StageHome {
-    /// A trained stage that has everything on its device.
+    /// Trained stage with everything on its device.
     pub const DEVICE: Self =
         Self { weights: Home::Device, boundaries: Home::Device, trained: true };
-    /// A trained stage whose weights live on the host; its boundaries stay on the device.
+    /// Trained stage with offloaded weights; its boundaries stay on the device.
     pub const HOST: Self = Self { weights: Home::Host, ..Self::DEVICE };
 }
 
-/// What moves, and which way.
+/// Kind and direction of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MoveKind {
-    /// A stage's summed gradients leave for the host; then their memory on the device is free.
+    /// Sends a stage's summed gradients to the host; then their device memory is free.
     GradientsHome,
-    /// A stage's slot is free again. Nothing is copied and it takes no time: the host has the weights.
+    /// Frees a stage's device buffer. Copies nothing and takes no time: the host has the weights.
     Release,
-    /// What enters a stage leaves for the host: after the forward of the stage before, or, of the model's
-    /// own input, after the first stage's.
+    /// Sends a stage's input to the host: after the forward of the stage before, or, for the model's own
+    /// input, after the first stage's.
     BoundaryOut,
-    /// The gradient of what entered a stage leaves for the host, after the stage's backward.
+    /// Sends the gradient of a stage's input to the host, after the stage's backward.
     GradientOut,
-    /// A stage's weights come from the host into a free slot.
+    /// Fetches a stage's weights from the host into a free device buffer.
     Fetch,
-    /// What enters a stage comes back, for its forward or its recompute.
+    /// Brings a stage's input back, for its forward or its recompute.
     BoundaryIn,
-    /// The gradient of what entered a stage comes back, for the backward of the stage before.
+    /// Brings the gradient of a stage's input back, for the backward of the stage before.
     GradientIn,
 }
 
 impl MoveKind {
-    /// All kinds, in the order of moves that are started at one time: what makes room comes before
-    /// what takes it.
+    /// All kinds, in the order of moves that start together: those that free memory come before those that
+    /// take it.
     pub const ALL: [Self; 7] = [
         Self::GradientsHome,
         Self::Release,
@@ -96,7 +95,7 @@ impl MoveKind {
         Self::GradientIn,
     ];
 
-    /// The name in prose.
+    /// Returns the name in prose.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -110,7 +109,7 @@ impl MoveKind {
         }
     }
 
-    /// The letter in a run's file, where actions have capitals.
+    /// Returns the letter in a run's file, in which actions have capitals.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -124,43 +123,43 @@ impl MoveKind {
         }
     }
 
-    /// Whether it brings something onto the device; a release goes neither way.
+    /// Whether it copies to the device; false for a release.
     #[must_use]
     pub const fn is_inward(self) -> bool {
         matches!(self, Self::Fetch | Self::BoundaryIn | Self::GradientIn)
     }
 
-    /// Whether it takes something off the device, over the bus.
+    /// Whether it copies to the host; false for a release.
     #[must_use]
     pub const fn is_outward(self) -> bool {
         matches!(self, Self::GradientsHome | Self::BoundaryOut | Self::GradientOut)
     }
 }
 
-/// One move of a device's list. It is *started* right before action number `before` is run: nobody
-/// waits for it then. What it needs (the actions before it, and the release that made its room)
-/// comes first on the streams, and who needs it waits for it.
+/// Move of a device's list. It *starts* right before action number `before` is run, without blocking.
+/// Stream fences make it wait for its own dependencies (the actions before it, and the release that freed
+/// its memory), and make the actions that need it wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Move {
-    /// What moves.
+    /// Kind of the move.
     pub kind: MoveKind,
-    /// Of which stage; a boundary is that of the stage which it enters.
+    /// Stage; a boundary belongs to the stage that it enters.
     pub stage: StageId,
-    /// Of which micro-batch, where it is a boundary or its gradient.
+    /// Micro-batch of a boundary or its gradient.
     pub micro_batch: Option<MicroBatchId>,
-    /// The number of the action in its device's list; the length of the list is after the last one.
+    /// Index of the action in its device's list; the list's length for moves after the last action.
     pub before: usize,
 }
 
 impl fmt::Display for Move {
-    /// `fetch 2`, `boundary out 2.5`.
+    /// Writes `fetch 2` or `boundary out 2.5`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.kind.name(), self.stage)?;
         self.micro_batch.map_or(Ok(()), |micro_batch| write!(f, ".{micro_batch}"))
     }
 }
 
-/// What a move brings or takes.
+/// Data that a move copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Moved {
     Weights(StageId),
@@ -178,8 +177,8 @@ impl Moved {
     }
 }
 
-/// The moves of every device, in the order in which they are started. Whoever holds them may run them
-/// with their actions: they were validated when they were made.
+/// Validated moves of every device, in the order in which they start. They are validated on creation, so
+/// they can always be run with their actions.
 ///
 /// ```
 /// # use brimful_plan as brimful;
@@ -188,7 +187,7 @@ impl Moved {
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;
 /// let moves = Moves::new(&actions, &[StageHome::HOST; 8], 2)?;
-/// // Once forward and once back, but for the two that are there at the turn.
+/// // Once forward and once back, except for the two that are in slots in between.
 /// let fetches = moves.of(0).iter().filter(|one| one.kind == MoveKind::Fetch);
 /// assert_eq!(fetches.count(), 8 + 6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -201,20 +200,20 @@ pub struct Moves {
 }
 
 impl Moves {
-    /// The moves of a training step. `homes` has one for each stage; every device has `slots` slots:
-    /// with one nothing overlaps, more than two help where fetches are uneven.
+    /// Makes the moves of a training step. `homes` has one element for each stage; every device has `slots`
+    /// device buffers: with one, nothing overlaps; more than two help if fetches are uneven.
     ///
     /// # Errors
-    /// Where the homes are not those of the schedule's stages, or there is no slot.
+    /// If `homes` does not match the schedule's stages, or there is no slot.
     pub fn new(actions: &Actions, homes: &[StageHome], slots: usize) -> Result<Self, MoveError> {
         Self::of_lists(actions.lists(), homes, slots)
     }
 
-    /// The moves of the lists that are really run, where those are a part of a schedule's: of an evaluation the
-    /// forwards alone, for which weights cross once.
+    /// Makes the moves of lists that are a part of a schedule's: for instance the forwards of an
+    /// evaluation, which fetch weights once.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As for [`new`](Self::new).
     pub fn of_lists(
         lists: &[Vec<Action>],
         homes: &[StageHome],
@@ -225,16 +224,15 @@ impl Moves {
         Self::given(lists, homes, slots, moves)
     }
 
-    /// Takes moves of one's own, a list for each device in the order in which they are started, and
-    /// checks them:
+    /// Takes custom moves, a list for each device in the order in which they start, and checks that:
     ///
-    /// 1. a stage that lives on the host is used only between its fetch and its release, and every
-    ///    stage that was fetched is released;
+    /// 1. an offloaded stage is used only between its fetch and its release, and every fetched stage is
+    ///    released;
     /// 2. there are never more stages in slots than slots;
-    /// 3. gradients go home once, after their stage's last backward, where a stage that lives on the
-    ///    host is trained;
-    /// 4. a boundary that lives on the host leaves after the forward that makes it, and its gradient after the
-    ///    backward; they are back before what needs them.
+    /// 3. gradients are sent to the host once, after their stage's last backward, if an offloaded stage is
+    ///    trained;
+    /// 4. an offloaded boundary is sent after the forward that makes it, and its gradient after the
+    ///    backward; both are back before the actions that need them.
     ///
     /// # Errors
     /// With the broken rule.
@@ -255,31 +253,31 @@ impl Moves {
         Ok(Self { lists: moves, homes: homes.to_vec(), slots })
     }
 
-    /// The moves of a device, in the order in which they are started; none of one that is not there.
+    /// Returns the moves of a device, in the order in which they start; empty if there is no such device.
     #[must_use]
     pub fn of(&self, device: usize) -> &[Move] {
         self.lists.get(device).map_or(&[], Vec::as_slice)
     }
 
-    /// The list of each device.
+    /// Returns the list of each device.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Move>] {
         &self.lists
     }
 
-    /// Where each stage lives.
+    /// Returns the places of each stage.
     #[must_use]
     pub fn homes(&self) -> &[StageHome] {
         &self.homes
     }
 
-    /// How many stages that live on the host a device can have at one time.
+    /// Returns the number of device buffers for offloaded stages.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.slots
     }
 
-    /// Whether nothing moves.
+    /// Whether there are no moves.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lists.iter().all(Vec::is_empty)

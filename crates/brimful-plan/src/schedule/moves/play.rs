@@ -1,10 +1,10 @@
-//! Runs actions and moves on paper, with a clock: both directions of a bus slow each other down, so
-//! when a move ends depends on what else is under way.
+//! Simulates actions and moves with a clock: transfers in both directions slow each other down, so the end
+//! of a move depends on the others in flight.
 //!
-//! A move begins when the actions before it are done and its direction of the bus is free, in the
-//! order of the list. A stage's first fetch also waits for its update by the step before, which runs
-//! at home from the beginning of this one. An action begins when its device and its input are ready, as in
-//! [`simulate`](super::super::simulate), and its weights and its boundary are there.
+//! A move begins when the actions before it are done and its direction of the host link is free, in the
+//! order of the list. A stage's first fetch also waits for its update by the step before, which runs on the
+//! host from the beginning of this one. An action begins when its device and its input are ready, as in
+//! [`simulate`](super::super::simulate), and its weights and its boundary are on the device.
 
 use std::collections::BTreeSet;
 
@@ -18,19 +18,19 @@ use super::held::HeldBytes;
 use super::make::{waiting, waits_on_host};
 use super::{Home, MicroBatchId, Move, MoveKind, Moved, Moves};
 
-/// Simulates one step whose weights or boundaries live on the host, with a lane for each device's bus.
+/// Simulates one step with offloaded weights or boundaries, and the transfers of each device.
 ///
-/// Memory is counted with its queues: a boundary or its gradient is there from its arrival on.
+/// Memory includes queues: a boundary or its gradient counts from its arrival on.
 ///
 /// # Errors
-/// Where the costs or the moves are not those of the schedule, or are negative or no numbers.
+/// If costs or moves do not match the schedule, or a cost is negative or NaN.
 pub fn simulate_moves(
     actions: &Actions,
     moves: &Moves,
     costs: &Costs,
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
-    // They may be those of other lists, with which this one would never come to its end.
+    // Moves of other lists could stop this one before its end.
     Moves::given(actions.lists(), moves.homes(), moves.slots(), moves.lists().to_vec())?;
     let devices = Player::new(actions, moves, costs).run()?;
     let last_end = |device: &DevicePlay| {
@@ -52,7 +52,7 @@ pub fn simulate_moves(
     Ok(step)
 }
 
-/// All devices at one moment.
+/// State of all devices at one time.
 struct Player<'a> {
     actions: &'a Actions,
     moves: &'a Moves,
@@ -61,27 +61,27 @@ struct Player<'a> {
     devices: Vec<DevicePlay>,
     arrivals: Arrivals,
     ways: Ways,
-    /// When the step before has updated each stage that lives on the host.
+    /// Time at which the step before has updated each offloaded stage.
     updated: Vec<f64>,
-    /// What is on its way between devices: when it is there, where, and its bytes.
+    /// Transfers between devices in flight: arrival, target and bytes.
     arriving: Vec<(f64, DeviceId, u64)>,
-    /// Boundaries and gradients that have come to the host, from whatever device.
+    /// Boundaries and gradients that have reached the host, from any device.
     on_host: BTreeSet<Moved>,
-    /// Micro-batches that are let go of between forward and recompute.
+    /// Micro-batches whose input is freed between forward and recompute.
     waiting: BTreeSet<(StageId, MicroBatchId)>,
 }
 
-/// How far a device and its bus have come.
+/// Progress of a device and its host link.
 struct DevicePlay {
     spans: Vec<Span>,
-    /// Actions that are done; one more has begun where there is one span more.
+    /// Number of finished actions; one more runs if there is one more span.
     done: usize,
     next_move: usize,
     bus: BusClock,
     crossed: BusUse,
-    /// What compute waits for now, and since when.
+    /// Cause and start of the present wait of compute.
     waits: Option<(Awaited, f64)>,
-    /// What is not on the device, or not yet: stages that live on the host and boundaries.
+    /// Offloaded weights and boundaries that are not on the device.
     away: BTreeSet<Moved>,
     held: HeldBytes,
 }
@@ -114,7 +114,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Validated actions with validated moves never come to a halt before their end.
+    /// Runs until all is done: validated actions with validated moves never stop before their end.
     fn run(mut self) -> Result<Vec<DevicePlay>, CostError> {
         loop {
             while self.settle() {}
@@ -130,7 +130,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// What ends now ends, then what can begin begins; ends come first, because they make room.
+    /// Ends all that ends now, then begins all that can begin; ends come first, because they free memory.
     fn settle(&mut self) -> bool {
         let mut changed = self.receive();
         for d in (0..self.devices.len()).map(DeviceId::at) {
@@ -175,7 +175,7 @@ impl<'a> Player<'a> {
             if moved.kind.is_inward() {
                 play.away.remove(&Moved::of(moved));
             } else {
-                // Sums are given up when others set out.
+                // Sums are freed when the next ones are sent.
                 if moved.kind != MoveKind::GradientsHome {
                     play.held.give(self.now, bytes);
                 }
@@ -185,20 +185,20 @@ impl<'a> Player<'a> {
         !ended.is_empty()
     }
 
-    /// Hands what has become possible to the bus; a release takes effect at once.
+    /// Queues the moves that can start now; a release takes effect at once.
     fn begin_moves(&mut self, device: DeviceId) -> bool {
         let play = &mut self.devices[device.index()];
         let list = &self.moves.lists()[device.index()];
         let first = play.next_move;
         while let Some(&one) = list.get(play.next_move).filter(|one| one.before <= play.done) {
             play.next_move += 1;
-            // A boundary that leaves before its own stage has used it is away all the time until then.
+            // A boundary that is sent before its own stage has used it is away until then.
             if matches!(one.kind, MoveKind::Release | MoveKind::BoundaryOut) {
                 play.away.insert(Moved::of(one));
             }
             match one.kind {
                 MoveKind::GradientsHome => play.held.set_out(self.now, one.stage),
-                // Its room is there from now on, however long the bus is in use by others.
+                // Its memory is allocated from now on, even while other moves occupy the link.
                 MoveKind::BoundaryIn | MoveKind::GradientIn => {
                     play.held.take(self.now, self.costs.moved_bytes(one));
                 }
@@ -227,7 +227,7 @@ impl<'a> Player<'a> {
         if play.running().is_some() {
             return false;
         }
-        // The moves that are started before it have been handed over, so what is away is known.
+        // All moves that start before it are queued, so it is known which data are away.
         let lacks = play.lacks(action).map(|awaited| match awaited {
             Awaited::Weights if self.updated[action.stage.index()] > now => Awaited::Update,
             awaited => awaited,
@@ -253,7 +253,7 @@ impl<'a> Player<'a> {
             // Moves bring it: until then it is away.
             return true;
         }
-        // NaN before it is sent, which is no time that has come.
+        // NaN before it is sent, which compares as not arrived.
         *self.arrivals.cell(action.stage, action) <= self.now
     }
 
@@ -268,7 +268,7 @@ impl<'a> Player<'a> {
         play.held.end(now, action);
         let pair = (action.stage, action.micro_batch);
         let is_let_go = action.kind == ActionKind::Forward && self.waiting.contains(&pair);
-        // The first stage's has yet to leave; of others the host has a copy.
+        // The first stage's input still has to be sent; the host has a copy of the others.
         if is_let_go && action.stage > StageId(0) {
             play.held.give(now, self.costs.input_bytes_of(action.stage));
             play.away.insert(Moved::Boundary(action.stage, action.micro_batch));
@@ -281,14 +281,14 @@ impl<'a> Player<'a> {
         true
     }
 
-    /// Hands the action's output to the stage that waits for it.
+    /// Passes the action's output to the stage that waits for it.
     fn deliver(&mut self, action: Action, from: DeviceId) {
         let Some(target) = action.target(self.actions.last_stage()) else { return };
-        // A boundary's gradient has its size.
+        // A boundary's gradient has the size of the boundary.
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
         if waits_on_host(self.moves.homes(), boundary) {
-            // It is here until its move has taken it to the host.
+            // It stays here until its move has taken it to the host.
             self.devices[from.index()].held.take(self.now, bytes);
             return;
         }
@@ -306,7 +306,8 @@ impl<'a> Player<'a> {
     }
 }
 
-/// The host updates one stage after the other, in the order in which the forward needs them.
+/// Returns the time of each stage's update: the host updates one stage after the other, in the order of the
+/// forward.
 fn updated(moves: &Moves, costs: &Costs) -> Vec<f64> {
     let mut time = 0.0;
     let stages = moves.homes().iter().zip(&costs.stages);
@@ -323,7 +324,7 @@ impl DevicePlay {
         self.spans.last().filter(|_| self.spans.len() > self.done)
     }
 
-    /// What the action needs that is not there.
+    /// Returns the data that the action needs and that are not on the device.
     fn lacks(&self, action: Action) -> Option<Awaited> {
         let Action { kind, stage, micro_batch } = action;
         let is_away = |moved: Moved| self.away.contains(&moved);
@@ -337,7 +338,7 @@ impl DevicePlay {
         lacks_boundary.then_some(Awaited::Boundaries)
     }
 
-    /// From now on compute waits for this, or for nothing that moves.
+    /// Records the cause of compute's wait from now on, or its end.
     fn wait(&mut self, now: f64, awaited: Option<Awaited>) {
         if self.waits.map(|(awaited, _)| awaited) == awaited {
             return;
@@ -349,8 +350,8 @@ impl DevicePlay {
     }
 }
 
-/// What is on no device as the step begins: weights that live on the host, and what is to be made and
-/// will wait there.
+/// Returns the data that are on no device at the step's start: offloaded weights, and boundaries and
+/// gradients that will be offloaded.
 fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
     let mut away = BTreeSet::new();
     for (j, home) in moves.homes().iter().enumerate() {
@@ -368,7 +369,7 @@ fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
 }
 
 impl Costs {
-    /// The bytes that cross the bus.
+    /// Number of bytes transferred.
     fn moved_bytes(&self, one: Move) -> u64 {
         let stage = &self.stages[one.stage.index()];
         match one.kind {

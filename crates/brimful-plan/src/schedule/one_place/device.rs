@@ -1,27 +1,27 @@
-//! A device while actions are reordered: what it has yet to do, runs, holds, and has done.
+//! State of a device while actions are reordered.
 
 use std::collections::{BTreeSet, VecDeque};
 
 use super::super::{Action, ActionKind, DeviceId, StageId};
 
-/// How urgent an action is, the smallest first: by its class, and by a number within the class.
+/// Urgency of an action, the smallest first: a class, and a number within the class.
 pub(in super::super) type Rank = (u8, i64);
 
 #[derive(Default)]
 pub(super) struct DeviceState {
     pub(super) queues: Vec<ActionQueue>,
-    /// Who sends to it.
+    /// Devices that send to it.
     pub(super) neighbours: BTreeSet<DeviceId>,
-    /// Its current action, and the tick at which that ends.
+    /// Current action, and the tick of its end.
     pub(super) running: Option<(Action, u64)>,
-    /// Micro-batches whose activations it holds.
+    /// Number of micro-batches whose activations it holds.
     pub(super) held: usize,
-    /// The queue that it has promised to take from next.
+    /// Index of the queue that it has promised to take from next.
     pub(super) promised: Option<usize>,
     pub(super) done: Vec<Action>,
 }
 
-/// What is left to do of one kind on one stage, in its order.
+/// Pending actions of one kind on one stage, in order.
 pub(super) struct ActionQueue {
     stage: StageId,
     kind: ActionKind,
@@ -50,15 +50,15 @@ impl DeviceState {
         self.queues.iter().all(|queue| queue.pending.is_empty())
     }
 
-    /// Of an action that takes from no channel: whether what it needs was made here.
+    /// Whether the input of an action was made on this device. For actions that take from no channel.
     pub(super) fn has_made_input(&self, action: Action) -> bool {
         let made_by = match action.kind {
             ActionKind::Forward => return true,
             ActionKind::WeightGradient => ActionKind::InputGradient,
             _ => ActionKind::Forward,
         };
-        // All kinds of a stage run the micro-batches in one order, so comparing how many are left
-        // tells whether this one's input was made.
+        // All kinds of a stage run the micro-batches in one order, so the numbers of pending actions show
+        // whether this one's input was made.
         self.left(action.stage, made_by) < self.left(action.stage, action.kind)
     }
 
@@ -67,7 +67,7 @@ impl DeviceState {
     }
 }
 
-/// The most activations that a list holds at one time.
+/// Returns the largest number of activations that a list holds at one time.
 pub(super) fn most_held(list: &[Action]) -> usize {
     let mut now = 0;
     let mut most = 0;

@@ -1,10 +1,9 @@
-//! Runs lists of actions over channels with one place, greedily, and notes the order that comes out.
+//! Greedy list scheduler: plays actions over channels with one place, and returns the resulting order.
 //!
-//! Each tick every free device runs the most urgent of its pending actions that it can: whose input is
-//! there, whose activations it may hold, whose output will find room. There will be room, too, if the
-//! device at the channel's other end promises to take from it next; without promises every boundary
-//! would leave a gap behind it. What comes out needs no more than one place in each channel, because
-//! it was made with no more.
+//! At each tick every free device runs its most urgent pending action whose input has arrived, whose
+//! activations it may hold, and whose output has a place. A place also counts if the device at the
+//! channel's other end promises to take from it next; without promises every boundary would leave a gap
+//! behind it. The result needs no more than one place in each channel, because it was made with one.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -12,10 +11,10 @@ use std::collections::{BTreeSet, BinaryHeap};
 use super::super::{Action, ActionKind, DeviceId, StageId};
 use super::device::{DeviceState, Rank, most_held};
 
-/// Reorders the lists, so that none holds more activations than the list that holds the most now.
+/// Reorders the lists so that none holds more activations than the present maximum.
 ///
-/// `rank` is told each action and its position in its list. The actions of one kind on one stage
-/// keep their order. `None` where the limit brings everyone to a halt.
+/// `rank` gets each action and its position in its list. The actions of one kind on one stage keep their
+/// order. `None` if the limit stops all devices.
 pub(in super::super) fn reorder(
     lists: &[Vec<Action>],
     rank: impl Fn(usize, Action) -> Rank,
@@ -26,44 +25,44 @@ pub(in super::super) fn reorder(
 struct ListScheduler {
     devices: Vec<DeviceState>,
     device_of: Vec<DeviceId>,
-    /// Before each stage: boundaries and gradients.
+    /// Channels before each stage: boundaries and gradients.
     channels: Vec<[ChannelLoad; 2]>,
     last: StageId,
     limit: usize,
     now: u64,
-    /// Who is free and has an action whose input is there.
+    /// Free devices that may have an action whose input has arrived.
     awake: BTreeSet<DeviceId>,
     ends: BinaryHeap<Reverse<(u64, DeviceId)>>,
 }
 
-/// What is in a channel.
+/// Contents of a channel.
 #[derive(Clone, Copy, Default)]
 struct ChannelLoad {
     waiting: usize,
-    /// Being made, with the place taken already.
+    /// Number of outputs being made, whose place is taken already.
     coming: usize,
 }
 
-/// What a free device does.
+/// Decision of a free device.
 enum NextMove {
-    /// Runs the first action of this queue, perhaps because of a neighbour's promise.
+    /// Runs the first action of this queue, if needed with a neighbour's promise.
     Start(usize, Option<Promise>),
     /// Waits for a neighbour.
     Wait,
-    /// Has nothing that could be run.
+    /// Has no action to run.
     Rest,
 }
 
-/// Whether an output will find room.
+/// Availability of a place for an output.
 enum OutputRoom {
-    /// It will, perhaps because of a neighbour's promise.
+    /// There is one, if needed with a neighbour's promise.
     Free(Option<Promise>),
-    /// The neighbour who could make room has not decided yet.
+    /// The neighbour that could free a place has not decided yet.
     Undecided,
     Taken,
 }
 
-/// A device will take from this queue next.
+/// Promise of a device to take from this queue next.
 struct Promise {
     by: DeviceId,
     queue: usize,
@@ -98,8 +97,8 @@ impl ListScheduler {
             self.decide();
             let Some(&Reverse((now, _))) = self.ends.peek() else { break };
             self.now = now;
-            // All that ends in this tick ends before anyone decides: a device that decided between
-            // two ends would not see the place that the second one frees.
+            // All actions that end in this tick end before any device decides: otherwise a device would not
+            // see the place that a later end frees.
             while let Some(&Reverse((end, device))) = self.ends.peek()
                 && end == now
             {
@@ -111,9 +110,9 @@ impl ListScheduler {
         all_done.then(|| self.devices.into_iter().map(|device| device.done).collect())
     }
 
-    /// Lets everyone who can start something, the last device first, so that room opens along the
-    /// forwards' way. A most urgent action may get its room from a neighbour who decides later; only
-    /// when nobody moves any more does somebody take a less urgent one.
+    /// Starts all actions that can start, the last device first, so that places open along the forwards'
+    /// direction. A most urgent action may get its place from a neighbour that decides later; only when no
+    /// device starts any more, one takes a less urgent action.
     fn decide(&mut self) {
         let mut patient = self.awake.clone();
         let mut settling = self.awake.clone();
@@ -121,8 +120,8 @@ impl ListScheduler {
             match self.choose(device, is_patient) {
                 NextMove::Start(queue, promise) => {
                     self.start(device, queue, promise);
-                    // A start takes from one channel and fills another: neighbours who had no room,
-                    // or waited for this decision, decide anew.
+                    // A start takes from one channel and fills another: neighbours without a place, or
+                    // waiting for this decision, decide again.
                     let neighbours = &self.devices[device.index()].neighbours;
                     for &neighbour in neighbours.intersection(&self.awake) {
                         patient.insert(neighbour);
@@ -142,7 +141,7 @@ impl ListScheduler {
         if device.running.is_some() {
             return NextMove::Rest;
         }
-        // A promise binds: somebody sends into the place that this action frees.
+        // A promise binds: another device sends into the place that this action frees.
         if let Some(queue) = device.promised {
             return NextMove::Start(queue, None);
         }
@@ -155,7 +154,7 @@ impl ListScheduler {
             best = match self.room(id, action, patient) {
                 OutputRoom::Free(promise) => (Some(rank), NextMove::Start(queue, promise)),
                 OutputRoom::Undecided => (Some(rank), NextMove::Wait),
-                // Without a rank, so that any other action may still be run instead of this one.
+                // Without a rank, so that any other action may still run instead of this one.
                 OutputRoom::Taken if best.0.is_none() => (None, NextMove::Wait),
                 OutputRoom::Taken => best,
             };
@@ -163,7 +162,7 @@ impl ListScheduler {
         best.1
     }
 
-    /// A queue's next action, if all is there that it needs.
+    /// Returns a queue's next action, if all its inputs are ready.
     fn ready(&self, device: &DeviceState, queue: usize) -> Option<(Rank, Action)> {
         let &(rank, action) = device.queues[queue].pending.front()?;
         let arrived = match action.source(self.last) {
@@ -185,8 +184,8 @@ impl ListScheduler {
         if patient && neighbour.running.is_none() {
             return OutputRoom::Undecided;
         }
-        // The output needs its place when the action ends, so a neighbour that is free by then can
-        // still take what is in the way.
+        // The output needs its place when the action ends, so a neighbour that is free by then can still
+        // take the present content.
         let in_time = neighbour.running.is_none_or(|(_, end)| end <= self.now + ticks(action.kind));
         if coming > 0 || !in_time || neighbour.promised.is_some() {
             return OutputRoom::Taken;
@@ -199,15 +198,14 @@ impl ListScheduler {
         }
     }
 
-    /// Nothing will hinder the queue's next action once the device is free.
+    /// Whether the queue's next action can run as soon as the device is free.
     fn can_promise(&self, by: DeviceId, queue: usize) -> bool {
         let device = &self.devices[by.index()];
         let Some(&(_, action)) = device.queues[queue].pending.front() else { return false };
         let released = device.running.is_some_and(|(running, _)| running.kind.releases());
         let held = device.held - usize::from(released);
         let allowed = action.kind != ActionKind::Forward || held < self.limit;
-        // Only room that is there now counts: a promise must not rest on another one, which nobody
-        // has given yet.
+        // Only present places count: a promise must not depend on another promise, which is not given yet.
         allowed && matches!(self.room(by, action, true), OutputRoom::Free(None))
     }
 
@@ -252,7 +250,7 @@ impl ListScheduler {
     }
 }
 
-/// The patient before those who settle for less.
+/// Returns the next device: the patient ones first, then those that take a less urgent action.
 fn next_of(
     patient: &mut BTreeSet<DeviceId>,
     settling: &mut BTreeSet<DeviceId>,
@@ -261,7 +259,7 @@ fn next_of(
     patient.or_else(|| settling.pop_last().map(|device| (device, false)))
 }
 
-/// As long as in [`Costs::ticks`](super::super::Costs::ticks).
+/// Returns the duration as in [`Costs::ticks`](super::super::Costs::ticks).
 fn ticks(kind: ActionKind) -> u64 {
     if kind == ActionKind::Backward { 2 } else { 1 }
 }

@@ -1,8 +1,8 @@
-//! Orders of actions that get by with one place in each channel.
+//! Reorders actions so that one place in each channel is enough.
 //!
-//! Where micro-batches go round the devices several times, the plainest order lets some of them
-//! queue between two devices. These functions find another one that is as short, or nearly so, in
-//! which nobody waits for ever while a full channel blocks its sender.
+//! If micro-batches go round the devices several times, the plainest order lets some of them queue between
+//! two devices. These functions find another order, as short or nearly so, in which no device waits for
+//! ever while a full channel blocks its sender.
 
 mod device;
 mod list_scheduler;
@@ -11,7 +11,7 @@ use super::{Action, Actions, Costs, simulate};
 pub(super) use device::Rank;
 pub(super) use list_scheduler::reorder;
 
-/// The lists with the shortest step, an action a tick; the first of equal ones.
+/// Returns the lists with the shortest step, at one tick an action; the first of equal ones.
 pub(super) fn shortest(
     candidates: impl IntoIterator<Item = Vec<Vec<Action>>>,
 ) -> Option<Vec<Vec<Action>>> {

@@ -1,12 +1,12 @@
-//! The text grid: a row for each device, a column for each tick.
+//! Text grid: a row for each device, a column for each tick.
 //!
 //! ```text
 //! tick     0              5
 //! stage 0  F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  B0─── ·  B1─── …
 //! ```
 //!
-//! Every action takes one tick and a whole backward two, whatever it costs: a grid is read, not
-//! measured.
+//! Every action takes one tick and a whole backward two, whatever its cost: the grid shows the order, not
+//! times.
 
 use std::fmt;
 
@@ -15,24 +15,24 @@ use super::super::{
     Moves, Simulation, Span, StageCost, simulate, simulate_moves,
 };
 
-/// A text grid that is being set up; show it with `Display`.
+/// Text grid; its options are set first, then it is shown with `Display`.
 #[derive(Debug, Clone)]
 pub struct Grid {
     labels: Vec<String>,
     rows: Vec<Vec<GridCell>>,
-    /// Of a cell's text, without the gap to the next.
+    /// Width of a cell's text, without the gap to the next.
     cell_width: usize,
     color: bool,
     line_width: usize,
 }
 
-/// One device, or one direction of its bus, in one tick.
+/// One device, or one direction of its host link, in one tick.
 #[derive(Debug, Clone, Default)]
 struct GridCell {
     text: String,
-    /// The terminal's code for its colour; `None` where nothing happens.
+    /// Terminal colour code; `None` for an empty cell.
     color: Option<&'static str>,
-    /// The action goes on in the next tick.
+    /// Whether the action continues in the next tick.
     goes_on: bool,
 }
 
@@ -44,12 +44,11 @@ pub fn grid(actions: &Actions) -> Grid {
     Grid::new(actions, &simulation)
 }
 
-/// Draws the actions and what moves meanwhile, one tick each: under each device a row for what comes
-/// to it and one for what leaves, weights and gradients by their stage (`↓2`, `↑2`), boundaries by
-/// stage and micro-batch (`↓2.0`).
+/// Draws actions and moves, one tick each: under each device a row for moves to it and one for moves to the
+/// host, weights and gradients by their stage (`↓2`, `↑2`), boundaries by stage and micro-batch (`↓2.0`).
 ///
 /// # Errors
-/// Where the moves are not those of the actions.
+/// If the moves do not belong to the actions.
 pub fn grid_with_moves(actions: &Actions, moves: &Moves) -> Result<Grid, CostError> {
     let one_byte = StageCost {
         fetched_bytes: 1,
@@ -57,7 +56,7 @@ pub fn grid_with_moves(actions: &Actions, moves: &Moves) -> Result<Grid, CostErr
         output_bytes: 1,
         ..StageCost::new(1.0, 1.0, 1.0)
     };
-    // A byte a tick, so that every move takes one tick and begins with one.
+    // One byte a tick, so that every move takes one tick and begins with one.
     let bus = BusCost::equal(1.0);
     let costs = Costs { input_bytes: 1, bus, ..Costs::equal(actions.stages(), one_byte) };
     Ok(Grid::new(actions, &simulate_moves(actions, moves, &costs)?))
@@ -95,14 +94,14 @@ fn short_name(moved: Move) -> String {
     format!("{arrow}{}{boundary}", moved.stage)
 }
 
-/// A device with one stage need not say which.
+/// Returns an action's text; without the stage if each device has only one.
 fn name(action: Action, alone: bool) -> String {
     let full = action.to_string();
     if alone { full.trim_start_matches(|c: char| c.is_ascii_digit()).to_owned() } else { full }
 }
 
 impl Grid {
-    /// Of a simulation with whole ticks.
+    /// Draws a simulation with whole ticks.
     fn new(actions: &Actions, simulation: &Simulation) -> Self {
         let alone = actions.stages() == actions.devices();
         let word = if alone { "stage" } else { "device" };
@@ -112,7 +111,7 @@ impl Grid {
         for (d, spans) in simulation.timeline().iter().enumerate() {
             labels.push(format!("{word} {d}"));
             rows.push(device_row(ticks, spans, alone));
-            // Where nothing can move there are no buses, and no rows for them.
+            // Without moves there are no buses, and no rows for them.
             if let Some(BusUse { moves, .. }) = simulation.buses().get(d) {
                 labels.extend(["  in".to_owned(), "  out".to_owned()]);
                 rows.extend([bus_row(ticks, moves, true), bus_row(ticks, moves, false)]);
@@ -123,13 +122,13 @@ impl Grid {
         Self { labels, rows, cell_width, color: false, line_width: usize::MAX }
     }
 
-    /// With colours, for a terminal that shows them.
+    /// Sets whether to use terminal colours.
     #[must_use]
     pub fn color(self, color: bool) -> Self {
         Self { color, ..self }
     }
 
-    /// Folded into bands of ticks, so that no line is longer than `columns`.
+    /// Folds the grid into bands of ticks, so that no line is longer than `columns`.
     #[must_use]
     pub fn width(self, columns: usize) -> Self {
         Self { line_width: columns, ..self }
@@ -148,7 +147,7 @@ impl Grid {
         self.labels.iter().map(String::len).max().unwrap_or(0)
     }
 
-    /// Every fifth tick's number, over its column.
+    /// Returns the line with every fifth tick's number over its column.
     fn ruler(&self, from: usize, to: usize) -> String {
         let mut ruler = format!("{:<width$}  ", "tick", width = self.label_width());
         let start = ruler.len();
@@ -175,7 +174,7 @@ impl Grid {
         let fill = if cell.text.is_empty() || cell.goes_on { '─' } else { ' ' };
         let mut text = cell.text.clone();
         text.extend(std::iter::repeat_n(fill, self.cell_width - cell.text.chars().count()));
-        // The gap belongs to the action only where it goes on.
+        // The gap belongs to the action only if it continues.
         let gap = if cell.goes_on { '─' } else { ' ' };
         if self.color { format!("\x1b[{color}m{text}{gap}\x1b[0m") } else { format!("{text}{gap}") }
     }

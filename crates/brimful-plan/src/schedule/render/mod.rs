@@ -1,4 +1,4 @@
-//! Shows a schedule: a text grid for the terminal, an SVG picture, and a trace for Perfetto.
+//! Renders schedules: a text grid for the terminal, an SVG picture, and a trace for Perfetto.
 
 mod grid;
 mod svg;

@@ -1,4 +1,4 @@
-//! The simulated step as an SVG picture, drawn to scale; several under each other for comparison.
+//! Draws simulated steps as an SVG picture to scale, several below each other for comparison.
 
 use std::fmt::Write;
 
@@ -8,22 +8,22 @@ use crate::bytes::Bytes;
 /// One schedule in the picture.
 #[derive(Debug, Clone, Copy)]
 pub struct Panel<'a> {
-    /// Shown above it.
+    /// Title above it.
     pub title: &'a str,
-    /// What is run.
+    /// Actions of the step.
     pub actions: &'a Actions,
-    /// When.
+    /// Simulation of the step.
     pub simulation: &'a Simulation,
 }
 
 const WIDTH: f64 = 1200.0;
 const MARGIN: f64 = 28.0;
 const LEFT: f64 = 100.0;
-/// Of the column that shows what a device holds.
+/// Width of the column with each device's memory.
 const MEMORY: f64 = 150.0;
 const ROW: f64 = 30.0;
 const ROW_GAP: f64 = 5.0;
-/// Of one direction of a device's bus.
+/// Height of one direction of a device's host link.
 const BUS_ROW: f64 = 9.0;
 const BUS_GAP: f64 = 2.0;
 const HEADER: f64 = 56.0;
@@ -53,13 +53,13 @@ impl Panel<'_> {
         TITLE + self.simulation.devices().len() as f64 * self.device_height() + AXIS
     }
 
-    /// A device's row, and those of its bus where something moves.
+    /// Height of a device's row, with those of its host link if there are moves.
     fn device_height(&self) -> f64 {
         let has_bus = !self.simulation.buses().is_empty();
         ROW + ROW_GAP + if has_bus { 2.0 * (BUS_ROW + BUS_GAP) } else { 0.0 }
     }
 
-    /// Bytes where they are known, else whole devices' activations.
+    /// Returns the bytes if they are known, else the activations of whole devices.
     fn memory(&self, device: usize) -> (f64, String) {
         let used = self.simulation.devices()[device];
         if used.peak_bytes > 0 {
@@ -80,7 +80,7 @@ fn open(out: &mut String, height: f64) {
     );
 }
 
-/// The kinds that occur, and the bubble.
+/// Draws the legend: the kinds that occur, and the bubble.
 fn legend(out: &mut String, panels: &[Panel<'_>]) {
     let occurs = |kind: &ActionKind| {
         let mut spans = panels.iter().flat_map(|panel| panel.simulation.timeline()).flatten();
@@ -102,7 +102,7 @@ fn legend(out: &mut String, panels: &[Panel<'_>]) {
     }
 }
 
-/// The scales that all panels share.
+/// Scales shared by all panels.
 struct Picture {
     makespan: f64,
     memory: f64,
@@ -114,7 +114,7 @@ impl Picture {
         let memories = panels.iter().flat_map(|panel| {
             (0..panel.simulation.devices().len()).map(|device| panel.memory(device).0)
         });
-        // Not 0, so that nothing is divided by it.
+        // Not 0, to avoid divisions by zero.
         Self {
             makespan: makespan.max(f64::MIN_POSITIVE),
             memory: memories.fold(f64::MIN_POSITIVE, f64::max),
@@ -152,7 +152,7 @@ impl Picture {
         self.memory(out, panel.memory(device), y);
     }
 
-    /// Two thin rows: what comes to the device, and what leaves it.
+    /// Draws two thin rows: moves to the device, and moves to the host.
     fn bus(&self, out: &mut String, panel: &Panel<'_>, moves: &[MoveSpan], y: f64) {
         let end = self.x(panel.simulation.makespan());
         for (way, label) in ["in", "out"].into_iter().enumerate() {
@@ -169,7 +169,7 @@ impl Picture {
     fn span(&self, out: &mut String, panel: &Panel<'_>, span: &Span, y: f64) {
         let (x, end) = (self.x(span.start), self.x(span.end));
         let turn = span.action.stage.index() / panel.actions.devices();
-        // A hair of white between neighbours, as long as there is room for it.
+        // A hairline of white between neighbours, if it fits.
         let width = end - x - if end - x > 4.0 { 1.0 } else { 0.0 };
         rect(out, x, y, width, ROW, &color(span.action.kind, turn));
         let name = span.action.micro_batch.to_string();
@@ -235,7 +235,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// A colour for each kind, a shade deeper for each further stage of the device.
+/// Returns a colour for each kind, darker for each further stage of the device.
 fn color(kind: ActionKind, turn: usize) -> String {
     let [r, g, b] = match kind {
         ActionKind::Forward => [74, 125, 208],
@@ -260,7 +260,7 @@ fn move_color(kind: MoveKind) -> &'static str {
     }
 }
 
-/// A round step that gives the axis some ten ticks: 1, 2 or 5 times a power of ten.
+/// Returns a round step for about ten ticks on the axis: 1, 2 or 5 times a power of ten.
 fn unit(makespan: f64) -> f64 {
     let rough = makespan / 12.0;
     let power = 10.0_f64.powf(rough.log10().floor());
@@ -268,7 +268,7 @@ fn unit(makespan: f64) -> f64 {
     steps.into_iter().find(|step| *step >= rough).unwrap_or(rough)
 }
 
-/// A number in at most four significant digits.
+/// Formats a number with at most four significant digits.
 fn trim(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return "0".to_owned();

@@ -1,4 +1,4 @@
-//! The simulated step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
+//! Writes steps as Chrome trace JSON, for Perfetto and `chrome://tracing`.
 
 use serde::Serialize;
 
@@ -6,7 +6,7 @@ use super::super::{
     Actions, BusUse, Costs, MoveKind, MoveSpan, Simulation, Span, WaitSpan, memory,
 };
 
-/// The file: a list of events.
+/// Trace file: a list of events.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct TraceFile {
@@ -14,7 +14,7 @@ struct TraceFile {
     display_time_unit: &'static str,
 }
 
-/// An event, in the words of the format: times are in microseconds, a thread is a device.
+/// Event of the format: times are in microseconds, a thread is a device.
 #[derive(Serialize, Default)]
 struct TraceEvent {
     name: String,
@@ -31,7 +31,7 @@ struct TraceEvent {
     args: EventArgs,
 }
 
-/// What is shown when an event is selected.
+/// Details shown for a selected event.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum EventArgs {
@@ -51,8 +51,8 @@ impl Default for EventArgs {
 
 const MICROSECONDS: f64 = 1e6;
 
-/// The trace, its times taken as seconds: a track for each device with its actions and what it waited for,
-/// two for its bus where something moves, and one for the memory that it holds.
+/// Returns the trace, with times in seconds: a track for each device with its actions and waits, two for
+/// its host link if there are moves, and one for its memory.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
     let mut events = tracks(simulation.timeline(), simulation.buses());
@@ -62,7 +62,7 @@ pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> Strin
     written(events)
 }
 
-/// The same of actions that were executed, with the use of each device's bus where it was timed.
+/// Returns the trace of executed actions, with the transfers of each device if they were timed.
 #[must_use]
 pub fn measured_trace(timeline: &[Vec<Span>], buses: &[BusUse]) -> String {
     written(tracks(timeline, buses))
@@ -78,7 +78,7 @@ fn tracks(timeline: &[Vec<Span>], buses: &[BusUse]) -> Vec<TraceEvent> {
     for (device, bus) in buses.iter().enumerate() {
         events.extend(bus.waits.iter().map(|span| waiting(device, span)));
     }
-    // Two for each device, behind those of all devices: what comes, and what leaves.
+    // Two tracks for each device, after those of all devices: moves to it, and moves to the host.
     for (device, bus) in buses.iter().enumerate() {
         for (way, name) in ["to", "from"].into_iter().enumerate() {
             let is_this_way = if way == 0 { MoveKind::is_inward } else { MoveKind::is_outward };
@@ -134,13 +134,13 @@ fn work(device: usize, span: &Span) -> TraceEvent {
     }
 }
 
-/// Something that takes its time on a track.
+/// Returns an event with a duration on a track.
 fn lasting(tid: usize, start: f64, end: f64) -> TraceEvent {
     let duration = Some((end - start) * MICROSECONDS);
     TraceEvent { phase: "X", start: start * MICROSECONDS, duration, tid, ..TraceEvent::default() }
 }
 
-/// Bytes where they are known, else the number of activations.
+/// Returns the memory in bytes if they are known, else as the number of activations.
 fn memory(
     device: usize,
     actions: &Actions,
@@ -156,7 +156,7 @@ fn memory(
         args,
         ..TraceEvent::default()
     };
-    // What moves is not in the actions, so the simulation has kept what was held.
+    // Moves are not among the actions, so the simulation has recorded the memory.
     if let Some(levels) = simulation.levels.get(device) {
         let bytes = |&(time, bytes): &(f64, u64)| level(time, EventArgs::Bytes { bytes });
         return levels.iter().map(bytes).collect();

@@ -1,32 +1,31 @@
-//! The rules between stages: one order of micro-batches, and no device that waits without end.
+//! Rules between stages: one order of micro-batches, and no device that waits for ever.
 //!
-//! Between neighbouring stages on two devices run two channels, one for boundaries and one for
-//! their gradients. A device that takes from an empty channel waits, and so does one that sends
-//! into a full one. Whether such a network comes to a halt does not depend on how fast anyone
-//! works, so playing it once, in any order, decides it.
+//! Two channels connect neighbouring stages on two devices, one for boundaries and one for their gradients.
+//! A device that takes from an empty channel waits, and so does one that sends into a full one. Whether
+//! such a network stops does not depend on the speed of the devices, so playing it once, in any order,
+//! decides it.
 
 use super::super::{Action, ActionKind, BlockedDevice, DeviceId, MicroBatchId, Rule, StageId};
 use super::order::Order;
 use super::violation::{MarkedCell, Violation};
 use crate::bisect::count_while;
 
-/// The smallest capacity of the channels with which every device comes to its end.
+/// Returns the smallest capacity of the channels with which every device finishes.
 pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
     check_order(lists, order)?;
-    // All named schedules: they need no search.
+    // Capacity of all named schedules, which need no search.
     if check_with(lists, order, 1).is_ok() {
         return Ok(1);
     }
     // A channel carries every micro-batch once: a capacity of m never makes a sender wait.
     let enough = order.micro_batches;
     check_with(lists, order, enough)?;
-    // More places never bring a network to a halt that came to its end with fewer, so the smallest
-    // capacity can be bisected.
+    // A network that finishes also finishes with more places, so the smallest capacity can be bisected.
     let is_too_small = |more: usize| check_with(lists, order, 2 + more).is_err();
     Ok(2 + count_while(enough - 2, is_too_small))
 }
 
-/// Whether every device comes to its end with channels of this capacity.
+/// Checks that every device finishes with channels of this capacity.
 pub(super) fn check_with(
     lists: &[Vec<Action>],
     order: &Order,
@@ -35,7 +34,7 @@ pub(super) fn check_with(
     Network::new(lists, order, capacity).run().map_or(Ok(()), Err)
 }
 
-/// Every stage takes the micro-batches in the order in which its neighbour hands them over.
+/// Checks that every stage takes the micro-batches in the order in which its neighbour sends them.
 fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
     let last = StageId::at(order.device_of.len() - 1);
     let forwards = sequences(lists, order, |kind| kind == ActionKind::Forward);
@@ -57,8 +56,7 @@ fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
     Ok(())
 }
 
-/// The micro-batches of each stage in the order in which it runs them; m for each, since the stages
-/// are complete.
+/// Returns the micro-batches of each stage in execution order; m for each, because the stages are complete.
 fn sequences(
     lists: &[Vec<Action>],
     order: &Order,
@@ -75,24 +73,24 @@ fn sequences(
     sequences
 }
 
-/// The devices at work, with as many boundaries in each channel as were sent and not yet taken.
+/// Running devices, and the number of boundaries in each channel that were sent and not yet taken.
 struct Network<'a> {
     lists: &'a [Vec<Action>],
     device_of: &'a [DeviceId],
     last: StageId,
     capacity: usize,
-    /// How many wait before each stage: boundaries and gradients.
+    /// Number of inputs waiting before each stage: boundaries and gradients.
     waiting: Vec<[usize; 2]>,
     workers: Vec<DeviceProgress>,
-    /// Devices that may be able to go on.
+    /// Devices that may be able to continue.
     awake: Vec<DeviceId>,
 }
 
-/// How far a device has come.
+/// Progress of a device.
 #[derive(Clone, Copy, Default)]
 struct DeviceProgress {
     position: usize,
-    /// The input of the current action was taken; only room for its output is missing.
+    /// Whether the input of the current action was taken, and only a place for its output is missing.
     has_input: bool,
 }
 
@@ -110,7 +108,7 @@ impl<'a> Network<'a> {
         }
     }
 
-    /// Works until nobody can go on; tells who is not at the end then.
+    /// Runs until no device can continue; returns those that have not finished.
     fn run(mut self) -> Option<Violation> {
         while let Some(device) = self.awake.pop() {
             while self.advance(device) {}
@@ -128,7 +126,7 @@ impl<'a> Network<'a> {
         Some(Violation { rule: Rule::Deadlock(waits), marks })
     }
 
-    /// Does a device's current action, or as much of it as can be done.
+    /// Runs a device's current action, or as much of it as possible.
     fn advance(&mut self, device: DeviceId) -> bool {
         let worker = self.workers[device.index()];
         let Some(&action) = self.lists[device.index()].get(worker.position) else { return false };
@@ -136,7 +134,7 @@ impl<'a> Network<'a> {
             return false;
         }
         if !self.send(action, device) {
-            // The input stays taken: the place that it left is what the sender before may wait for.
+            // The input stays taken: the sender before may wait for the place that it left.
             self.workers[device.index()].has_input = true;
             return false;
         }
@@ -151,7 +149,7 @@ impl<'a> Network<'a> {
         if *waiting == 0 {
             return false;
         }
-        // Only who waited for a place needs to be looked at again.
+        // Only a sender that waited for a place needs another visit.
         let was_full = *waiting == self.capacity;
         *waiting -= 1;
         if was_full {

@@ -1,4 +1,4 @@
-//! Finds out whether lists of actions can be run, and what they need.
+//! Validates lists of actions, and determines what they need.
 
 mod channels;
 mod order;
@@ -8,16 +8,16 @@ use super::{Action, ActionKind};
 use order::Order;
 use violation::Violation;
 
-/// What is known of lists that can be run.
+/// Facts about valid lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) order: Order,
-    /// The most micro-batches' activations that each stage holds at one time.
+    /// Largest number of micro-batches whose activations each stage holds at one time.
     pub(super) held: Vec<usize>,
     pub(super) channel_capacity: usize,
 }
 
-/// Checks every rule; the first one broken is returned.
+/// Checks every rule; returns the first broken one.
 pub(super) fn facts(lists: &[Vec<Action>]) -> Result<Facts, Violation> {
     let order = order::check(lists)?;
     let channel_capacity = channels::check(lists, &order)?;
@@ -33,7 +33,7 @@ fn most_held(lists: &[Vec<Action>], order: &Order) -> Vec<usize> {
         let is_recomputed = order.done(stage, micro_batch).has(ActionKind::Recompute);
         now[j] += usize::from(kind.keeps(is_recomputed));
         most[j] = most[j].max(now[j]);
-        // Only after the maximum is taken: what a backward needs is there until it ends.
+        // Only after the maximum is taken: a backward needs its activations until it ends.
         now[j] -= usize::from(kind.releases());
     }
     most

@@ -1,11 +1,11 @@
-//! The rules of a stage by itself: each action once, in the order of a micro-batch's life.
+//! Rules of a single stage: each action once, in the order in which a micro-batch goes through them.
 
 use std::collections::BTreeMap;
 
 use super::super::{Action, ActionKind, DeviceId, MicroBatchId, Rule, StageId};
 use super::violation::Violation;
 
-/// What a stage has done with a micro-batch: one bit for each kind.
+/// Kinds of actions that a stage has done with a micro-batch: one bit for each.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct KindSet(u8);
 
@@ -18,7 +18,7 @@ impl KindSet {
         self.0 |= 1 << kind as u8;
     }
 
-    /// The kind that is still to come, if any.
+    /// Returns the kind that is still missing, if any.
     fn missing(self) -> Option<ActionKind> {
         let split = self.has(ActionKind::InputGradient) || self.has(ActionKind::WeightGradient);
         let needed: &[ActionKind] = if split {
@@ -30,7 +30,7 @@ impl KindSet {
     }
 }
 
-/// What the rules of single stages tell about the whole.
+/// Order of the actions, as checked stage by stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Order {
     pub(crate) micro_batches: usize,
@@ -57,11 +57,11 @@ pub(super) fn check(lists: &[Vec<Action>]) -> Result<Order, Violation> {
     }
 }
 
-/// The device of a stage that has not been seen.
+/// Device of a stage that has not been seen.
 const NOWHERE: DeviceId = DeviceId(u32::MAX);
 
-/// The numbers of stages and micro-batches, only if there are actions enough for all of them:
-/// numbers out of a file must not decide how much memory is taken.
+/// Returns the numbers of stages and micro-batches, only if there are enough actions for all of them:
+/// numbers from a file must not determine how much memory is allocated.
 fn size(lists: &[Vec<Action>]) -> Result<(usize, usize), Violation> {
     let idle = lists.iter().position(Vec::is_empty).map(DeviceId::at);
     if let Some(device) = idle {
@@ -73,8 +73,8 @@ fn size(lists: &[Vec<Action>]) -> Result<(usize, usize), Violation> {
     };
     let last_micro_batch = actions().map(|a| a.micro_batch).max().unwrap_or_default();
     let (stages, micro_batches) = (last_stage.index() + 1, last_micro_batch.index() + 1);
-    // Each pair needs a forward and a backward at least; 128 bits, because both numbers may come out
-    // of a file and be as large as 32 bits allow.
+    // Each pair needs a forward and a backward at least; 128 bits, because both numbers may come from a
+    // file and be as large as 32 bits allow.
     let pairs = stages as u128 * micro_batches as u128;
     if pairs * 2 > actions().count() as u128 {
         return Err(first_gap(lists, micro_batches));
@@ -82,7 +82,7 @@ fn size(lists: &[Vec<Action>]) -> Result<(usize, usize), Violation> {
     Ok((stages, micro_batches))
 }
 
-/// The first missing action, found among the actions there are: one is missing.
+/// Returns the first missing action; at least one must be missing.
 fn first_gap(lists: &[Vec<Action>], micro_batches: usize) -> Violation {
     let mut done = BTreeMap::<(usize, usize), KindSet>::new();
     for action in lists.iter().flatten() {
@@ -101,7 +101,7 @@ fn first_gap(lists: &[Vec<Action>], micro_batches: usize) -> Violation {
 }
 
 impl Order {
-    /// What the stage has done with the micro-batch.
+    /// Returns the kinds of actions that the stage has done with the micro-batch.
     pub(crate) fn done(&self, stage: StageId, micro_batch: MicroBatchId) -> KindSet {
         self.done[stage.index() * self.micro_batches + micro_batch.index()]
     }
@@ -130,7 +130,7 @@ impl Order {
     }
 }
 
-/// Whether the action may come after what its stage has done with the micro-batch.
+/// Checks that the action may come after those that its stage has done with the micro-batch.
 fn follows(done: KindSet, action: Action) -> Result<(), Rule> {
     let too_early = |needs| Err(Rule::TooEarly { action, needs });
     let begun = done.has(ActionKind::Backward) || done.has(ActionKind::InputGradient);
@@ -139,7 +139,7 @@ fn follows(done: KindSet, action: Action) -> Result<(), Rule> {
         _ if !done.has(ActionKind::Forward) => too_early(ActionKind::Forward),
         ActionKind::Recompute if begun => Err(Rule::RecomputeTooLate(action)),
         ActionKind::Recompute => Ok(()),
-        // From here on it is a part of a backward, whole or one of its halves.
+        // From here on it is a backward, whole or split.
         _ if done.has(ActionKind::Backward) => Err(Rule::MixedBackward(action)),
         ActionKind::Backward if begun => Err(Rule::MixedBackward(action)),
         ActionKind::WeightGradient if !begun => too_early(ActionKind::InputGradient),

@@ -1,4 +1,4 @@
-//! A broken rule, and the lists with the offending cells in brackets.
+//! Broken rules, shown with the offending cells in brackets.
 //!
 //! ```text
 //! device 0   0F0   0F1   0B0   0B1
@@ -9,21 +9,21 @@ use std::ops::Range;
 
 use super::super::{Action, DeviceId, Rule, ScheduleError};
 
-/// A broken rule and the cells that break it.
+/// Broken rule and the cells that break it.
 #[derive(Debug)]
 pub(in super::super) struct Violation {
     pub(super) rule: Rule,
     pub(super) marks: Vec<MarkedCell>,
 }
 
-/// A cell that breaks a rule; that of a missing action is behind its device's last.
+/// Cell that breaks a rule; a missing action's cell is after its device's last.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct MarkedCell {
     pub(in super::super) device: DeviceId,
     pub(in super::super) position: usize,
 }
 
-/// Devices and actions that are shown around the first mark: about what a terminal has room for.
+/// Number of devices and actions shown around the first mark: about what fits in a terminal.
 const ROWS: usize = 12;
 const COLUMNS: usize = 16;
 
@@ -37,13 +37,13 @@ impl Violation {
         ScheduleError::Invalid { rule: self.rule, grid }
     }
 
-    /// The part of the lists around the marks.
+    /// Draws the part of the lists around the marks.
     fn marked(&self, lists: &[Vec<Action>]) -> String {
         let (device, position) =
             self.marks.first().map_or((0, 0), |mark| (mark.device.index(), mark.position));
         let rows = window(device, lists.len(), ROWS);
         let longest = lists.iter().map(Vec::len).max().unwrap_or(0);
-        // One column more than the longest list: a missing action is shown behind its device's last.
+        // One column more than the longest list: a missing action is shown after its device's last.
         let columns = window(position, longest + 1, COLUMNS);
         let lines = rows.map(|d| self.line(d, &lists[d], columns.clone()));
         lines.collect::<Vec<_>>().join("\n")
@@ -71,7 +71,7 @@ impl Violation {
     }
 }
 
-/// At most `size` of `all`, around `centre`.
+/// Returns at most `size` of `all`, around `centre`.
 fn window(centre: usize, all: usize, size: usize) -> Range<usize> {
     let start = centre.saturating_sub(size / 2).min(all.saturating_sub(size));
     start..all.min(start + size)

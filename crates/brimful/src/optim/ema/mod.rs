@@ -1,4 +1,4 @@
-//! Exponential averages of a model's weights, which often judge better than the last ones.
+//! Exponential moving averages of a model's weights, which often evaluate better than the last weights.
 //!
 //! ```
 //! use brimful::optim::{Ema, Optimizer, Sgd};
@@ -33,36 +33,35 @@ use crate::Result;
 use crate::memory::Arena;
 use crate::ranks::summed_in;
 
-/// Averages of a model's variables over its steps: *average ← decay · average + (1 − decay) ·
-/// weight*.
+/// Exponential moving averages of a model's variables: *average ← decay · average + (1 − decay) · weight*.
 ///
-/// An average of an f16 or bf16 weight is in f32. What gets no gradient, such as the running
-/// statistics of norms and frozen parameters, is not averaged but copied as it is. The averages are
-/// made in the memory that the caller has entered.
+/// The average of an f16 or bf16 weight is in f32. A variable without a gradient, such as the running
+/// statistics of norms or a frozen parameter, is not averaged but copied. The averages are allocated in the
+/// memory that the caller has entered.
 #[derive(Debug)]
 pub struct Ema {
     averages: Vec<Average>,
     decay: f64,
     warmup: bool,
-    /// How often the averages have followed the weights.
+    /// Number of updates of the averages.
     updates: u64,
-    /// The model's own values while the averages are in their place, in the order of the averages.
+    /// The model's own weights while the averages are swapped in, in the order of the averages.
     own: Option<Vec<Tensor>>,
 }
 
-/// One variable and its average.
+/// Variable and its average.
 #[derive(Debug)]
 struct Average {
     name: String,
     variable: Tensor,
     value: Tensor,
-    /// The host's account, where the variable lives there.
+    /// Arena of the host, where the variable is offloaded.
     home: Option<Arena>,
 }
 
 impl Ema {
-    /// Averages of the store's variables, which begin as what these are now. Variables that are
-    /// made later are not in it.
+    /// Begins averages of the store's variables at their present values. Variables that are created later
+    /// are not included.
     ///
     /// # Errors
     /// When the decay is not in 0..1, or memory runs out.
@@ -70,15 +69,15 @@ impl Ema {
         Self::for_named(store.variables().into_iter().collect(), decay)
     }
 
-    /// Averages of these variables.
+    /// Begins averages of these variables.
     ///
     /// # Errors
-    /// When two have one name, the decay is not in 0..1, or memory runs out.
+    /// When two have the same name, the decay is not in 0..1, or memory runs out.
     pub fn for_named(named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
         Self::with_homes(named, decay, |_| None)
     }
 
-    /// Averages of these variables; those of a name with an account are charged to it.
+    /// Begins averages of these variables, each charged to the arena that `home` returns for its name.
     pub(crate) fn with_homes(
         mut named: Vec<(String, Tensor)>,
         decay: f64,
@@ -95,8 +94,8 @@ impl Ema {
         Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
     }
 
-    /// Begins with a smaller decay: that of update *t*, counted from 0, is at most
-    /// *(1 + t) / (10 + t)*, so that the first weights are soon forgotten.
+    /// Sets whether to begin with a smaller decay: that of update *t*, counted from 0, is at most *(1 + t)
+    /// / (10 + t)*, so that the first weights are soon forgotten.
     #[must_use]
     pub fn warmup(self, warmup: bool) -> Self {
         Self { warmup, ..self }
@@ -106,21 +105,21 @@ impl Ema {
         self.warmup = warmup;
     }
 
-    /// How often the averages have followed the weights.
+    /// Number of updates of the averages.
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// The averages with the names of their variables, in the order of the names.
+    /// Returns the averages with the names of their variables, sorted by name.
     pub fn averages(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.averages.iter().map(|average| (average.name.as_str(), &average.value))
     }
 
-    /// Puts the averages in place of the model's own weights, which are kept until
-    /// [`Ema::swap_out`]; until then there is no update. Averages that are in place stay there.
+    /// Swaps the averages into the model. Keeps the model's own weights until [`Ema::swap_out`]; until then
+    /// there is no update. Does nothing if the averages are swapped in already.
     ///
     /// # Errors
-    /// When memory runs out; the model is as before then.
+    /// When memory runs out; the model is unchanged then.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.own.is_some() {
             return Ok(());
@@ -137,7 +136,7 @@ impl Ema {
         Ok(foreach::copy(&variables, &values(&self.averages))?)
     }
 
-    /// Puts the model's own weights back, to the last bit. Weights that are in place stay there.
+    /// Restores the model's own weights, to the last bit. Does nothing if they are in place.
     ///
     /// # Errors
     /// When libtorch refuses.
@@ -154,12 +153,12 @@ impl Average {
     fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
         let _charged = home.as_ref().map(Arena::enter);
         let kind = summed_in(variable.kind());
-        // A copy in any case, in the same order in memory.
+        // A copy in any case, with the same strides.
         let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
         Ok(Self { name, variable, value, home })
     }
 
-    /// Charges the host's account with what is made for an average that is there, while the guard lives.
+    /// Charges allocations to the host's arena while the guard lives, if the average is offloaded.
     fn enter_home(&self) -> Option<ArenaGuard> {
         self.home.as_ref().map(Arena::enter)
     }
@@ -169,7 +168,7 @@ impl Average {
         self.variable.requires_grad()
     }
 
-    /// Whether both are of one kind, on one device and laid out alike.
+    /// Whether both have the same dtype, device and strides.
     fn is_alike(&self) -> bool {
         fits(&self.value, &self.variable)
     }
@@ -179,7 +178,7 @@ fn values<'a>(averages: impl IntoIterator<Item = &'a Average>) -> Vec<Tensor> {
     averages.into_iter().map(|average| average.value.shallow_clone()).collect()
 }
 
-/// The variables as tensors that autograd lets write into.
+/// Returns the variables as detached tensors, which may be written.
 fn weights<'a>(averages: impl IntoIterator<Item = &'a Average>) -> Result<Vec<Tensor>> {
     averages.into_iter().map(|average| Ok(average.variable.f_detach()?)).collect()
 }

@@ -1,9 +1,9 @@
-//! Averages as named tensors and texts, to be saved beside the model.
+//! State of the averages as named tensors and texts, to be saved beside the model.
 //!
-//! | what | where |
+//! | item | saved as |
 //! | --- | --- |
 //! | the average of a variable | a tensor of the variable's name |
-//! | the decay, its warm-up, and how many updates there were | texts |
+//! | decay, warm-up and number of updates | texts |
 
 use std::collections::BTreeMap;
 
@@ -19,9 +19,9 @@ const DECAY: &str = "decay";
 const WARMUP: &str = "warmup";
 const UPDATES: &str = "updates";
 
-/// A saved state that fits, in memory of its own.
+/// Saved state that fits these averages, in memory of its own.
 pub(crate) struct ReadEma {
-    /// In the order of the averages.
+    /// New values in the order of the averages.
     values: Vec<Tensor>,
     decay: f64,
     warmup: bool,
@@ -29,14 +29,14 @@ pub(crate) struct ReadEma {
 }
 
 impl Ema {
-    /// The whole state: averages by name, and texts for the rest. The tensors are the averages
+    /// Returns the whole state: averages by name, and texts for the rest. The tensors are the averages
     /// themselves, which the next update changes.
     pub fn state(&self) -> (Vec<(String, Tensor)>, Metadata) {
         let averages = self.averages();
         let tensors = averages.map(|(name, value)| (name.to_owned(), value.shallow_clone()));
         let metadata = Metadata::from([
             (FORMAT.0.to_owned(), FORMAT.1.to_owned()),
-            // As it is read back, to the last bit.
+            // Debug format, which is read back to the last bit.
             (DECAY.to_owned(), format!("{:?}", self.decay)),
             (WARMUP.to_owned(), self.warmup.to_string()),
             (UPDATES.to_owned(), self.updates.to_string()),
@@ -44,18 +44,18 @@ impl Ema {
         (tensors.collect(), metadata)
     }
 
-    /// Takes over a state that [`Ema::state`] gave, with its decay.
+    /// Loads a state that [`Ema::state`] returned, with its decay.
     ///
     /// # Errors
-    /// When it is of other variables or shapes: the first difference is named, and nothing is
-    /// changed. So it is while the averages are in the place of the weights, and when memory runs out.
+    /// When it belongs to other variables or shapes (the error names the first difference), the averages
+    /// are swapped in, or memory runs out. Nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let read = self.read_state(tensors, metadata)?;
         self.take_state(read);
         Ok(())
     }
 
-    /// Reads such a state into memory of its own: all of loading that may fail.
+    /// Reads such a state into new memory: the part of loading that may fail.
     pub(crate) fn read_state(
         &self,
         tensors: &[(String, Tensor)],
@@ -78,7 +78,7 @@ impl Ema {
         })
     }
 
-    /// Lets a state that was read be that of the averages.
+    /// Replaces the averages with a state that was read.
     pub(crate) fn take_state(&mut self, read: ReadEma) {
         let ReadEma { values, decay, warmup, updates } = read;
         for (average, value) in self.averages.iter_mut().zip(values) {
@@ -87,7 +87,8 @@ impl Ema {
         (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
     }
 
-    /// Copies of the saved tensors in the order of the averages: of all of them, and no others.
+    /// Returns copies of the saved tensors in the order of the averages; fails unless their names are the
+    /// same.
     fn matching(&self, tensors: &[(String, Tensor)]) -> Result<Vec<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         let mut left: BTreeMap<&str, &Tensor> =

@@ -1,4 +1,4 @@
-//! The averages follow the weights: everything that can fail first, then what allocates nothing.
+//! Update of the averages: all that can fail first, then the update itself, which allocates nothing.
 
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
@@ -8,23 +8,21 @@ use crate::Result;
 use crate::optim::OptimError;
 use crate::optim::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 
-/// Weights of another kind or layout than their averages, which are converted together: of one kind and
-/// device.
+/// Weights whose dtype or strides differ from their averages', converted together per dtype and device.
 type Converted<'a> = ScratchPiece<(Kind, Device), &'a Average>;
 
 impl Ema {
-    /// Lets the averages follow the weights. Call it after every step of the optimizer; the host
-    /// does not wait for the device.
+    /// Updates the averages from the weights. Call it after every step of the optimizer; the host does not
+    /// wait for the device.
     ///
     /// # Errors
-    /// When the averages are in the place of the weights, or memory runs out: they are as before
-    /// then.
+    /// When the averages are swapped in, or memory runs out: they are unchanged then.
     pub fn update(&mut self) -> Result<()> {
         let scratch = self.prepare()?;
         self.commit(&scratch)
     }
 
-    /// Everything that can fail: the scratch space for weights that are not as their averages.
+    /// Allocates the scratch space for weights that must be converted. All that can fail is here.
     pub(crate) fn prepare(&self) -> Result<Vec<Tensor>> {
         match self.own {
             None => scratch_for(self.converted().iter().map(|piece| (piece.key, piece.scratch))),
@@ -32,7 +30,7 @@ impl Ema {
         }
     }
 
-    /// The update, which allocates nothing.
+    /// Updates the averages without allocating.
     pub(crate) fn commit(&mut self, scratch: &[Tensor]) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let decay = self.decay_now();
@@ -52,7 +50,7 @@ impl Ema {
         self.averages.iter().filter(|average| average.is_averaged())
     }
 
-    /// Those whose weights are converted, in pieces.
+    /// Returns the averages whose weights must be converted, in pieces.
     fn converted(&self) -> Vec<Converted<'_>> {
         let mut pieces = Vec::new();
         for average in self.averaged().filter(|average| !average.is_alike()) {
@@ -62,7 +60,7 @@ impl Ema {
         pieces
     }
 
-    /// The decay of the next update.
+    /// Returns the decay of the next update.
     fn decay_now(&self) -> f64 {
         let before = self.updates as f64;
         if self.warmup { self.decay.min((1.0 + before) / (10.0 + before)) } else { self.decay }

@@ -1,4 +1,4 @@
-//! Turns, and what goes over their channels: parcels from rank to rank, and sums over all of them.
+//! Turns (collectives) and their channels: transfers between ranks, and sums over ranks.
 
 use super::Messenger;
 use crate::Result;
@@ -11,25 +11,25 @@ use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
 
 impl Messenger {
-    /// Begins a turn, whose channels are its own. All ranks begin the same turns in the same order.
+    /// Begins a turn, which has channels of its own. All ranks begin the same turns in the same order.
     pub(in crate::world) fn begin(&mut self) -> u64 {
         self.turns += 1;
         self.open.insert(self.turns);
         self.turns
     }
 
-    /// Whether a turn has been begun and ended here.
+    /// Whether a turn has begun and ended here.
     pub(super) fn is_over(&self, turn: u64) -> bool {
         turn <= self.turns && !self.open.contains(&turn)
     }
 
-    /// Whether this rank's devices are yet to compute something that others need of a turn.
+    /// Whether devices of this rank still compute data that other ranks need in a turn.
     pub(in crate::world) fn is_computing_for(&self, turn: u64) -> bool {
         let mut of_turn = self.outboxes.iter().filter(|((_, channel), _)| channel.turn == turn);
         !self.is_stopped(turn) && of_turn.any(|(_, outbox)| outbox.is_waiting())
     }
 
-    /// Ends a turn: what is still to come is of no use, nor what is still to be computed.
+    /// Ends a turn: pending data are dropped.
     pub(in crate::world) fn close(&mut self, turn: u64) {
         self.open.remove(&turn);
         self.stopped.remove(&turn);
@@ -46,9 +46,9 @@ impl Messenger {
         self.forgotten.extend(over.flat_map(|(_, outbox)| outbox.into_tickets()));
     }
 
-    /// Tells all ranks that a turn has failed here.
+    /// Reports to all ranks that a turn has failed here.
     pub(in crate::world) fn stop(&mut self, turn: u64) {
-        // Once: every rank that hears of it stops too, and would tell all others again.
+        // Once: every rank that receives it stops too, and would report it again to all others.
         if self.stopped.insert(turn) {
             self.tell_all(&Message::Stop { turn });
         }
@@ -58,7 +58,7 @@ impl Messenger {
         self.stopped.contains(&turn)
     }
 
-    /// Lets tensors set out, as soon as their device has put them into the host's memory.
+    /// Sends tensors as soon as their device has copied them to host memory.
     pub(in crate::world) fn send(
         &mut self,
         to: usize,
@@ -69,7 +69,7 @@ impl Messenger {
         self.send_ready((to, channel))
     }
 
-    /// Sends what a channel can send now.
+    /// Sends the transfers of a channel that are ready.
     fn send_ready(&mut self, key: (usize, Channel)) -> Result<()> {
         while let Some(parcel) = self.outboxes.entry(key).or_default().next()? {
             let tickets = self.set_out(key, parcel)?;
@@ -87,16 +87,16 @@ impl Messenger {
         self.outboxes.values_mut().try_for_each(|outbox| outbox.advance(&mut *self.wire))
     }
 
-    /// Announces tensors and sends them: announcements and numbers in one and the same order, from
-    /// which the receiver knows which is which.
+    /// Announces tensors and sends them. Announcements and data go in the same order, which is how the
+    /// receiver matches them.
     fn set_out(
         &mut self,
         (to, channel): (usize, Channel),
         parcel: Parcel,
     ) -> Result<Vec<Ticket>, WorldError> {
         let Parcel { outline, tensors, .. } = parcel;
-        // Numbered when it sets out, not when it was packed: a parcel that waits for its device may be
-        // overtaken by those of other channels.
+        // Numbered when it is sent, not when it was packed: transfers of other channels may overtake one
+        // that waits for its device.
         let first = self.sent[to];
         self.sent[to] += tensors.len() as u64;
         let announced = encode(&Message::Tensors { channel, first, outline })?;
@@ -110,15 +110,16 @@ impl Messenger {
         Ok(tickets)
     }
 
-    /// Sees to it that so many new tensors of a rank, from this number on, are taken for none that it
-    /// has announced before: what has a tag of theirs and has not been asked for is asked for now.
+    /// Makes sure that `count` new tensors of a rank, from number `first` on, cannot be mistaken for
+    /// earlier ones: posts the receives of all announced tensors with the same tags now.
     pub(super) fn tell_apart(
         &mut self,
         from: usize,
         first: u64,
         count: u64,
     ) -> Result<(), WorldError> {
-        // Numbers that are a whole round of tags apart look alike to MPI (32,768 of them at least).
+        // Tensors whose numbers differ by a multiple of the number of tags (at least 32,768) have the same
+        // MPI tag.
         let before = (first + count).saturating_sub(self.wire.tags());
         if before <= self.oldest[from] {
             return Ok(());
@@ -134,17 +135,17 @@ impl Messenger {
         Ok(())
     }
 
-    /// How many parcels of a channel have not gone yet.
+    /// Number of transfers of a channel that are not completely sent.
     pub(in crate::world) fn outstanding(&self, to: usize, channel: Channel) -> usize {
         self.outboxes.get(&(to, channel)).map_or(0, Outbox::len)
     }
 
-    /// Whether this rank's own device is yet to compute what a channel sends next.
+    /// Whether this rank's own device still computes the next transfer of a channel.
     pub(in crate::world) fn is_computing(&self, to: usize, channel: Channel) -> bool {
         self.outboxes.get(&(to, channel)).is_some_and(Outbox::is_waiting)
     }
 
-    /// Whether devices are about to put something into the host's memory that is to be sent.
+    /// Whether devices are about to fill host memory that is to be sent.
     pub(in crate::world) fn expects_a_device(&self) -> bool {
         self.outboxes.values().any(Outbox::is_waiting) || self.rings.values().any(Ring::is_waiting)
     }
@@ -156,7 +157,7 @@ impl Messenger {
     pub(super) fn advance_rings(&mut self) -> Result<(), WorldError> {
         let channels: Vec<Channel> = self.rings.keys().copied().collect();
         for channel in channels {
-            // Taken out, because it sends and receives by the messenger that it is a part of.
+            // Taken out, because it sends and receives through the messenger that owns it.
             let Some(mut ring) = self.rings.remove(&channel) else { continue };
             let advanced = ring.advance(self, channel);
             self.rings.insert(channel, ring);
@@ -165,8 +166,8 @@ impl Messenger {
         Ok(())
     }
 
-    /// What a sum waits for: its own device, the rank whose part is next, or the one that its own
-    /// part is still on its way to.
+    /// Returns the cause of a sum's wait: its own device, the rank that sends the next part, or the rank
+    /// that this rank's part is still being sent to.
     pub(in crate::world) fn ring_waits_for(&mut self, channel: Channel) -> Wait {
         let ring = self.rings.get(&channel).filter(|ring| !ring.is_waiting());
         let Some((before, after)) = ring.map(|ring| (ring.before(), ring.after())) else {
