@@ -41,8 +41,8 @@ impl<'a> ChatTemplate<'a> {
     /// Encodes a conversation.
     ///
     /// # Errors
-    /// Fails if the folder's own template is invalid or does not accept these messages, or the tokenizer does not accept the
-    /// text.
+    /// Fails if the folder's own template is invalid or does not accept these messages, or the tokenizer does not
+    /// accept the text.
     pub(super) fn encode(
         self,
         messages: &[ChatMessage],
