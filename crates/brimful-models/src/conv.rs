@@ -18,7 +18,7 @@ impl ConvShape {
         Self { from, to, kernel: [kernel; 2], stride: [stride; 2] }
     }
 
-    /// Builds it with He's normal initialization.
+    /// Builds it with He's normal initialisation.
     pub(crate) fn build(self, path: &Path) -> nn::Conv2D {
         let Self { from, to, kernel, stride } = self;
         let config = nn::ConvConfigND {

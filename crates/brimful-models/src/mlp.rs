@@ -19,7 +19,7 @@ pub fn mlp(inputs: i64, hidden: &[i64], classes: i64) -> Layers {
     })
 }
 
-/// Builds a linear layer with PyTorch's initialization: uniform within 1/√inputs, weights and biases.
+/// Builds a linear layer with PyTorch's initialisation: uniform within 1/√inputs, weights and biases.
 pub(crate) fn linear(path: &Path, inputs: i64, outputs: i64) -> nn::Linear {
     let bound = 1.0 / (inputs as f64).sqrt();
     let init = Init::Uniform { lo: -bound, up: bound };

@@ -79,7 +79,7 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
 fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
     let read = File::open(path).map_err(Into::into).and_then(|file| {
         let mut file = BufReader::new(file);
-        // Recognizes gzip by content, because files get renamed.
+        // Recognises gzip by content, because files get renamed.
         match file.fill_buf()?.starts_with(&GZIP) {
             true => parse(&mut GzDecoder::new(file), dimensions),
             false => parse(&mut file, dimensions),

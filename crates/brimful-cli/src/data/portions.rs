@@ -1,4 +1,4 @@
-//! A text file in portions that can be tokenized in parallel, taken in order.
+//! A text file in portions that can be tokenised in parallel, taken in order.
 
 use std::fs::File;
 use std::io::Read;

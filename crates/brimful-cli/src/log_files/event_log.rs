@@ -10,7 +10,7 @@ use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures, tensorboard};
 use crate::exit::ensure_use;
 
-/// The folder's only file. TensorBoard recognizes the name, and a resumed run finds it again.
+/// The folder's only file. TensorBoard recognises the name, and a resumed run finds it again.
 const FILE: &str = "events.out.tfevents.brimful";
 /// Tag of a test's loss.
 const TEST_LOSS: &str = "test/loss";

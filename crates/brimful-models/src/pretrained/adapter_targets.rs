@@ -15,7 +15,7 @@ const LARGEST_RANK: i64 = 1 << 20;
 const USUAL: i64 = 8;
 /// PEFT's name for all projections.
 const ALL: &str = "all-linear";
-/// Initializations that leave the model's weights as they are; others take a part out of them.
+/// Initialisations that leave the model's weights as they are; others take a part out of them.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Remedy for an adapter that is refused.
 const MERGE: &str =

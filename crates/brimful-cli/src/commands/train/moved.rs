@@ -1,4 +1,4 @@
-//! Fingerprints that recognize data and model folders under a new path.
+//! Fingerprints that recognise data and model folders under a new path.
 
 use std::fs::{self, File};
 use std::io::{self, Read};

@@ -115,7 +115,7 @@ impl Runner {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
         let first = Draws::of_first_values()?;
-        // Replicas return a panic's message as an error, and recognize an out-of-memory one.
+        // Replicas return a panic's message as an error, and recognise an out-of-memory one.
         let build = move |root: &Path<'_>| {
             let built = LossModel::build_drawing(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
