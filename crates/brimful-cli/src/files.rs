@@ -29,7 +29,7 @@ pub(crate) struct FlagFile {
     pub(crate) flag: &'static str,
     pub(crate) path: PathBuf,
     pub(crate) purpose: FileUse,
-    /// Whether existing content must stay.
+    /// True if existing content must stay.
     pub(crate) is_new: bool,
 }
 

@@ -53,9 +53,9 @@ pub struct HomeQuestion {
     /// Copies kept of each parameter besides the optimizer's state, in the dtype of accumulated gradients: averages
     /// of weights, and the gradients of mini-batches that make a step together.
     pub kept_beside: usize,
-    /// Whether each gradient is final when it reaches the host, so that updates can be computed ahead.
+    /// True if each gradient is final when it reaches the host, so that updates can be computed ahead.
     pub looks_ahead: bool,
-    /// Whether micro-batches shrink if they do not fit.
+    /// True if micro-batches shrink when they do not fit.
     pub adapts: bool,
     /// Schedule of the model if all of it stays on its devices.
     pub schedule: Schedule,

@@ -13,7 +13,7 @@ use signal_hook::iterator::Signals;
 use crate::exit::Exit;
 use crate::progress;
 
-/// Whether the running command can be asked to end.
+/// True once the running command can be asked to end.
 static LISTENS: AtomicBool = AtomicBool::new(false);
 /// Signal that asked for the end, or 0.
 static SIGNAL: AtomicU8 = AtomicU8::new(0);

@@ -30,7 +30,7 @@ pub(crate) struct JinjaTemplate {
     place: String,
     /// Token that ends an answer; the model does not learn what a template writes after it.
     end: Option<String>,
-    /// Whether the template marks answers itself.
+    /// True if the template marks answers itself.
     is_marked: bool,
 }
 

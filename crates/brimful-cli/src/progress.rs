@@ -9,7 +9,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 /// All bars of the process, so that lines can be printed above them. Without a terminal none of them is drawn.
 static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
-/// Whether progress is switched off.
+/// True if progress is switched off.
 static QUIET: AtomicBool = AtomicBool::new(false);
 /// Time between two lines without a terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);

@@ -68,7 +68,7 @@ fn a_switch_of_the_file_is_turned_off_by_the_command_line() {
     let plan = |word: &str| run(&format!("plan {word} --config {}", path.display()));
     let table = plan("--json=false").success();
     table.stdout(predicate::str::contains("makespan").and(predicate::str::contains("{").not()));
-    // Where no switch of this name exists, the meaning of the word does not change.
+    // If there is no switch of this name, the meaning of the word does not change.
     plan("--no-replay=false").success();
     plan("--stages=false").code(2);
     plan("--nothing=false").code(2);

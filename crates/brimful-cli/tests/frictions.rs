@@ -26,7 +26,7 @@ fn outputs_that_overwrite_inputs_or_each_other_are_refused_before_the_start() {
     let [a, text, config] = ["a", "text", "run.toml"].map(|name| shown(&folder.join(name)));
     fs::write(&text, "a text that stays").expect("written");
     fs::write(&config, "[train]\nepochs = 1\n").expect("written");
-    // The same file by another path.
+    // Another path to one of the files.
     let again = shown(&folder.join("..").join("overwrite").join("a"));
     for (arguments, says) in [
         (format!("train --save {a} --report {again}"), "--save and --report both write"),

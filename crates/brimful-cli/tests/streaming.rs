@@ -72,7 +72,7 @@ fn a_run_on_images_goes_on_within_an_epoch() {
     for (class, warm) in [("warm", true), ("cold", false)] {
         let class = folder.join("images").join(class);
         fs::create_dir_all(&class).expect("a folder");
-        // Of 22 images per class, 20 are for training.
+        // 20 of 22 images per class are for training.
         for number in 0..22 {
             let picture = program::picture(20 + number, 24, warm, number);
             picture.save(class.join(format!("{number}.jpg"))).expect("written");

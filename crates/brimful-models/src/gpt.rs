@@ -35,7 +35,7 @@ pub struct Gpt {
     pub vocabulary: i64,
     /// Dropout probability; 0 for none.
     pub dropout: f64,
-    /// Whether the head shares the embedding's table, as GPT-2's does, or has its own.
+    /// True if the head shares the embedding's table, as GPT-2's does; else it has its own.
     pub tied: bool,
 }
 

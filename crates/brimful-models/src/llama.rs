@@ -45,7 +45,7 @@ pub struct Llama {
     pub rotary_scaling: RotaryScaling,
     /// Projections that have a bias.
     pub biases: LlamaBiases,
-    /// Whether the head shares the embedding's table, or has its own.
+    /// True if the head shares the embedding's table; else it has its own.
     pub tied: bool,
     /// Dropout probability of the attention weights; 0 for none.
     pub dropout: f64,

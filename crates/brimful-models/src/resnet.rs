@@ -29,7 +29,7 @@ pub enum Stem {
 pub struct ResNet {
     /// Number of residual blocks in each of the four groups.
     pub blocks: [usize; 4],
-    /// Whether a block has three convolutions with a narrow one in the middle, or two.
+    /// True if a block has three convolutions with a narrow one in the middle; else it has two.
     pub bottleneck: bool,
     /// Number of channels of an image.
     pub in_channels: i64,

@@ -9,7 +9,7 @@
 //!          = Σ v[2j + a] · X[h + j − 2][a]         j = 0…3, a = 0, 1,  with X[h][a] = x[2h + a] and v = 0, w[0], …, w[6]
 //! ```
 //!
-//! The same holds for the columns.
+//! Columns follow the same formula.
 
 use brimful::libtorch::allows_tf32;
 use tch::nn::{self, Module, Path};

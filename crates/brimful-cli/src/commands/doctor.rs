@@ -65,7 +65,7 @@ struct DeviceRow {
     model: String,
     total_bytes: Bytes,
     free_bytes: Bytes,
-    /// Whether a GPU runs our kernels or libtorch's, and why.
+    /// Kernels that a GPU runs, ours or libtorch's, and the reason.
     kernels: Option<String>,
 }
 

@@ -74,7 +74,7 @@ struct VerifiedModel {
     model: Model,
     examples: (Tensor, Tensor),
     kind: Kind,
-    /// Whether the model runs in training mode.
+    /// True if the model runs in training mode.
     trains: bool,
 }
 

@@ -57,7 +57,7 @@ pub(super) struct NumberWriter {
 }
 
 impl NumberWriter {
-    /// Makes a writer for integers from 0 up to this limit.
+    /// Makes a writer for integers from 0 to below the limit.
     pub(super) fn new(limit: i64) -> Result<Self> {
         let holds = |width: &usize| limit <= 1 << (8 * width);
         let width = [1, 2, 4].into_iter().find(holds).unwrap_or(8);

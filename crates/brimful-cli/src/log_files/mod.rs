@@ -53,7 +53,7 @@ pub(crate) struct TestFigures {
     /// Share of right predictions, from 0 to 1.
     #[serde(rename = "test_accuracy")]
     pub(crate) accuracy: f64,
-    /// Whether its loss is lower than that of every test before.
+    /// True if its loss is lower than that of every test before.
     pub(crate) best: bool,
 }
 

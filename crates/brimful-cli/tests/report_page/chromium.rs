@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 const LAUNCH: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1"#;
 /// Timeout that nothing here reaches, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Two frames after loading, everything is drawn.
+/// JavaScript that waits for two frames, after which everything is drawn.
 const DRAWN: &str = "new Promise((done) => requestAnimationFrame(() => \
                      requestAnimationFrame(() => done(performance.now()))))";
 

@@ -75,7 +75,7 @@ pub(super) struct CellInputs {
     pub(super) current: i64,
     /// Channels of the cell before that one.
     previous: i64,
-    /// Whether the input from two cells before has a larger image.
+    /// True if the input from two cells before has a larger image.
     is_halved: bool,
     /// Filters of the cell before.
     filters: i64,

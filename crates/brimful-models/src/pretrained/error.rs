@@ -33,7 +33,7 @@ pub enum PretrainedError {
         path: String,
         /// Name of the field.
         field: String,
-        /// What is wrong with the field.
+        /// Problem with the field.
         reason: String,
     },
     /// Files of weights that the index names, but that are missing.

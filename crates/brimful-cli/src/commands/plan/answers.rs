@@ -33,7 +33,7 @@ pub(super) struct Answers {
     pub(super) shown: Vec<PlanAnswer>,
     /// Combinations that could not be planned, each with the reason.
     pub(super) refused: Vec<String>,
-    /// Whether times are in seconds; else they are in the user's own unit.
+    /// True if times are in seconds, false if they are in the user's own unit.
     pub(super) in_seconds: bool,
 }
 

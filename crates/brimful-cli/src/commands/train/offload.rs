@@ -84,8 +84,7 @@ impl StageHomes {
         let question = question(device, vec![room; devices], options, over, &inputs, layers)?;
         let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
-            // The plan was not asked for: training on the device is no worse than without one, and its error names
-            // the device.
+            // The plan is optional here: if none fits, the run stays on the device and fails with the device's error.
             Ok(Self::Host) if !is_said => Ok(Self::Device),
             Err(error) if !is_said && ran_out(&error) => Ok(Self::Device),
             planned => planned,

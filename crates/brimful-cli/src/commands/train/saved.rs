@@ -25,7 +25,7 @@ const STEP: &str = "step";
 const LOSS: &str = "loss";
 /// Number of samples in an epoch.
 const SAMPLES: &str = "samples";
-/// Learning rate before warm-up and decay.
+/// Peak of the learning rate.
 const LEARNING_RATE: &str = "learning-rate";
 
 /// A run as it is after a step. It shares the trainer's tensors, which the next step changes.
@@ -42,7 +42,7 @@ pub(super) struct SavedRun {
 struct SavedModel {
     tensors: Named,
     folder: Arc<FineTune>,
-    /// Whether the run continues, and so is saved beside the model.
+    /// True if the run continues, and so is saved beside the model.
     goes_on: bool,
 }
 

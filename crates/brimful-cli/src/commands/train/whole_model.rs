@@ -30,7 +30,7 @@ pub(super) struct WholeModel {
     /// Memory of the first device, which holds the optimizer's state.
     memory: Memory,
     kind: Kind,
-    /// Whether micro-batches may run as CUDA graphs.
+    /// True if micro-batches may run as CUDA graphs.
     replays: bool,
     ranks: usize,
     /// Bytes that a step needs for any size of its micro-batches.
