@@ -27,7 +27,7 @@ pub struct BrimfulArgs {
     pub global: Global,
 }
 
-/// Help text of `--config`. Not a doc comment, in which rustdoc would read `[train]` as a link.
+/// Help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a link.
 const CONFIG: &str = "Take flags from this TOML file: a section for each command, such as [train], \
                       whose keys are its flags. The command line overrules it";
 

@@ -194,8 +194,8 @@ impl FineTune {
         adapter.map(|adapter| adapter.load(variables)).try_for_each(|loaded| Ok(loaded?))
     }
 
-    /// Loads variables from a folder written by [`FineTune::save`], and from the model that the training started
-    /// from.
+    /// Loads the variables that a folder written by [`FineTune::save`] has, or with LoRA those of the model that the
+    /// training started from.
     pub(crate) fn load_saved(&self, folder: &Path, variables: &Named) -> Result<()> {
         match self.lora {
             Some(_) => Ok(self.pretrained.load(variables)?),

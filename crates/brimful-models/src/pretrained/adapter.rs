@@ -96,7 +96,7 @@ impl Pretrained {
     /// atomic.
     ///
     /// # Errors
-    /// Fails if there are no LoRA weights, the folder holds something else, or the file system refuses.
+    /// Fails if the folder holds something else, or the file system refuses.
     pub fn save_adapter(
         &self,
         folder: impl AsRef<Path>,

@@ -66,7 +66,7 @@ pub(super) struct PlanLine {
     pub(super) schedule: String,
     pub(super) balance: Vec<usize>,
     pub(super) micro_batches: usize,
-    /// The most that any stage does; unknown for a schedule from a file.
+    /// Strongest activation recomputation of any stage; unknown for a schedule from a file.
     pub(super) recompute: Option<Recompute>,
     /// For a model only: where each stage's weights live, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -11,7 +11,7 @@ use crate::setting::ModelSource;
 
 /// Bytes at the beginning of a file that its fingerprint covers.
 const BEGINNING: u64 = 1 << 20;
-/// Number of files in a folder above which only their names count, not their sizes.
+/// Number of a folder's files whose sizes count; the others count by name only.
 const SIZED: usize = 1000;
 
 /// Suffix of the metadata keys of fingerprints, after the name of their flag.

@@ -41,7 +41,7 @@ pub(super) struct MeasuredInputs {
 }
 
 impl TrainOptions {
-    /// Returns where the model's weights live, and whether the options say so. Naming stages or a memory limit
+    /// Returns the place of the model's weights, and whether the options name it. Naming stages or a memory limit
     /// suggests that the model may not fit: offloading is then planned stage by stage, if it can be.
     pub(super) fn offload(&self, world: &World) -> (Offload, bool) {
         let may_not_fit = self.stages.stages.is_some() || self.memory_limit.is_some();

@@ -19,13 +19,13 @@ use crate::fine_tune::FineTune;
 use crate::named::Named;
 use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, run_file, taken};
 
-/// Finished epochs, steps done in the next one, and their part of its loss.
+/// Metadata keys: finished epochs, steps done in the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
 const LOSS: &str = "loss";
-/// Number of samples in an epoch.
+/// Metadata key of the number of samples in an epoch.
 const SAMPLES: &str = "samples";
-/// Peak of the learning rate.
+/// Metadata key of the peak learning rate.
 const LEARNING_RATE: &str = "learning-rate";
 
 /// A run as it is after a step. It shares the trainer's tensors, which the next step changes.
