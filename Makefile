@@ -1,10 +1,10 @@
-# The few commands of the project: each one sets up what it needs, on a fresh clone too.
+# Commands of the project. Each sets up what it needs, even on a fresh clone.
 
-# The tests that run under miri, which knows no C++: pure code alone.
+# Tests that run under miri, which does not support C++: pure Rust only.
 MIRI_TESTS ?= -p brimful-plan --lib
 MIRI_OOM_TESTS ?= -p brimful --lib -- oom::tests::each oom::tests::cuda oom::tests::an_arena
 
-# Where MPI is installed, all is built with it and its tests run: one build for both.
+# If MPI is installed, everything is built with it and its tests run, in one build.
 MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
 WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
 
@@ -30,7 +30,7 @@ fuzz: libtorch ## draw N cases (default 2000): compare every engine with the pla
 	cargo test -q -p brimful $(MPI) --test differential -- --nocapture --test-threads 1
 	cargo test -q -p brimful-cli --test mutations -- --nocapture
 
-# What a later build could reuse takes a sixth of the time of a first one, which has nothing to reuse itself.
+# Incremental compilation makes the first build a sixth slower, so it is off until there is something to reuse.
 check: export CARGO_INCREMENTAL ?= $(if $(wildcard target),1,0)
 check: ## format, lints, tests, docs, licences: what must hold before a commit
 	@for part in $(CHECKS); do \
@@ -72,11 +72,11 @@ libtorch: rust ## bring libtorch, as .libtorch: what crates elsewhere need
 format: rust
 	cargo fmt --all --check
 
-# Without libtorch, as the docs: nothing is linked, so the C++ of the bridge need not be compiled for it.
+# Without libtorch, like the docs: nothing is linked, so the bridge's C++ need not be compiled.
 clippy: rust
 	cargo clippy --workspace --all-targets --features doc-only $(MPI) -- -D warnings
 
-# A crate elsewhere, by the guide's words; after `test`, which has compiled most of it.
+# Builds a crate elsewhere as the guide says; after `test`, which compiles most of it.
 own-crate: libtorch
 	scripts/test-own-crate
 
@@ -86,11 +86,11 @@ setup-test:
 typos:
 	@scripts/typos
 
-# As they are built for the registry, where there is no libtorch.
+# Built as for the registry, where there is no libtorch.
 docs: rust
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace --features doc-only
 
-# Builds nothing: the release does.
+# Does not build the packages: the release does.
 package: rust
 	cargo package --quiet --workspace --exclude brimful-guide --exclude brimful-bench --no-verify --allow-dirty
 

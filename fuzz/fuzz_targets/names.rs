@@ -1,4 +1,4 @@
-//! Every short text that a user types: actions, schedules, recompute modes, numbers of bytes.
+//! Short texts that a user types: actions, schedules, recompute modes, numbers of bytes.
 
 #![no_main]
 

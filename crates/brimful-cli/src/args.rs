@@ -1,4 +1,4 @@
-//! The command line: what the program can do, and the flags that every command has.
+//! Command line of `brimful`: its commands, and the flags that all of them take.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ pub struct BrimfulArgs {
     pub global: Global,
 }
 
-/// What `--help` says of `--config`: not as documentation, where a section would be read as a link.
+/// Help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a link.
 const CONFIG: &str = "Take flags from this TOML file: a section for each command, such as [train], \
                       whose keys are its flags. The command line overrules it";
 
@@ -78,7 +78,7 @@ pub enum BrimfulCommand {
 }
 
 impl BrimfulCommand {
-    /// Whether libtorch's threads have work.
+    /// Returns whether the command computes with libtorch's threads.
     fn computes(&self) -> bool {
         use BrimfulCommand::{Completions, Doctor, Man, Report};
         !matches!(self, Doctor(_) | Report(_) | Completions(_) | Man(_))
@@ -99,10 +99,10 @@ Examples:
   brimful doctor                     what this machine has, and what is wrong with its set-up";
 
 impl BrimfulArgs {
-    /// A training as it is told on the command line, `brimful train …`.
+    /// Parses the command line of a training, `brimful train …`.
     ///
     /// # Errors
-    /// With clap's own error, or where the words are another command's.
+    /// Fails with clap's own error, or if the words are another command's.
     pub fn training<'a>(words: impl Iterator<Item = &'a str>) -> Result<TrainOptions> {
         match Self::try_parse_from(words)?.command {
             BrimfulCommand::Train(options) => Ok(*options),
@@ -119,7 +119,7 @@ impl CommandLine for BrimfulArgs {
     }
 
     fn run(&self) -> Result<Exit> {
-        // What is read through a pipe cannot be read again.
+        // `sleep_soon` starts the program anew, which reads the config again; a pipe can be read only once.
         if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
         {
             idle_threads::sleep_soon();
@@ -152,7 +152,7 @@ mod tests {
         let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();
         assert!(given.len() > 10, "{given:?}");
         for line in given {
-            // A folder of a model, from the root or made by the commands before: here any will do.
+            // Any existing folder stands for a model's folder, which the commands before it would have made.
             let folders = ["examples/tiny-llama", "tiny"];
             let there = |word| if folders.contains(&word) { "." } else { word };
             let words = ["brimful"].into_iter().chain(line.split_whitespace().map(there));

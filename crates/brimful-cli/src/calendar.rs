@@ -1,16 +1,16 @@
-//! The date and time of now, as people write them, in UTC.
+//! Current date and time in UTC.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const SECONDS_OF_A_DAY: u64 = 86_400;
 
-/// `2031-02-28 17:05 UTC`.
+/// Returns the current time as `2031-02-28 17:05 UTC`.
 pub(crate) fn now() -> String {
-    // A clock before 1970 is wrong anyhow.
+    // A clock set before 1970 is wrong anyway, and reads as 1970.
     written(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
 }
 
-/// So many seconds after the beginning of 1970.
+/// Formats a time, given in seconds since the beginning of 1970.
 fn written(seconds: u64) -> String {
     let (mut days, time) = (seconds / SECONDS_OF_A_DAY, seconds % SECONDS_OF_A_DAY);
     let mut month = 0;
@@ -23,7 +23,7 @@ fn written(seconds: u64) -> String {
     format!("{year}-{month:02}-{:02} {hour:02}:{minute:02} UTC", days + 1)
 }
 
-/// Of the month that is so many after the first of 1970.
+/// Returns the number of days in a month, counted from January 1970.
 fn days_of_month(month: usize) -> u64 {
     let year = 1970 + month / 12;
     let is_leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));

@@ -1,25 +1,25 @@
-//! What somebody says in a conversation, and a conversation's text.
+//! Messages of a conversation, and the text that a conversation becomes.
 
 use std::ops::Range;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// The role whose messages are answers.
+/// Role whose messages are the model's answers.
 pub(crate) const ANSWERS: &str = "assistant";
 
-/// What somebody says in a conversation.
+/// A message in a conversation.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Map<String, Value>")]
 pub(crate) struct ChatMessage {
     pub(crate) role: String,
     pub(crate) content: String,
-    /// All that the data say of it, which templates may look at.
+    /// All fields of the message in the data, which chat templates may read.
     pub(crate) told: Map<String, Value>,
 }
 
 impl ChatMessage {
-    /// What somebody of this role says.
+    /// Makes a message with a role and a content alone.
     pub(crate) fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         let (role, content) = (role.into(), content.into());
         let fields = [("role", &role), ("content", &content)];
@@ -27,7 +27,7 @@ impl ChatMessage {
         Self { told: told.into_iter().collect(), role, content }
     }
 
-    /// Whether it is what a model has to say.
+    /// Returns whether the message is one that the model should produce.
     pub(crate) fn is_answer(&self) -> bool {
         self.role == ANSWERS
     }
@@ -37,7 +37,7 @@ impl TryFrom<Map<String, Value>> for ChatMessage {
     type Error = String;
 
     fn try_from(mut told: Map<String, Value>) -> Result<Self, String> {
-        // Templates ask whether a field is there.
+        // Templates ask whether a field is present, so a null counts as absent.
         told.retain(|_, value| !value.is_null());
         let role = told.get("role").and_then(Value::as_str).ok_or("missing role of a message")?;
         let content = match told.get("content") {
@@ -53,7 +53,7 @@ impl TryFrom<Map<String, Value>> for ChatMessage {
     }
 }
 
-/// The text of a part of a content that is a list.
+/// Returns the text of one part of a content that is a list of parts.
 fn text_of_part(part: &Value) -> Result<&str, String> {
     let text = part.as_str().or_else(|| part["text"].as_str());
     text.ok_or_else(|| {
@@ -62,7 +62,7 @@ fn text_of_part(part: &Value) -> Result<&str, String> {
     })
 }
 
-/// A conversation's text, and where its answers are, in bytes.
+/// Text of a conversation, with the byte ranges of its answers.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChatText {
     pub(crate) text: String,
@@ -70,7 +70,7 @@ pub(crate) struct ChatText {
 }
 
 impl ChatText {
-    /// Adds a piece, which is an answer or none.
+    /// Appends a piece, and records its range if it is an answer.
     pub(crate) fn push(&mut self, piece: &str, is_answer: bool) {
         let start = self.text.len();
         self.text += piece;

@@ -1,4 +1,4 @@
-//! What one program at a time may write.
+//! Locks on files and folders that one program at a time may write.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -8,25 +8,25 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use brimful::save;
 
-/// Claims a file for as long as it is open: the lines of two programs would be mixed up.
+/// Locks a file until it is closed: two programs would mix up their lines.
 pub(crate) fn claim(file: &File) -> Result<()> {
     let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
     ensure!(!is_taken, "another program writes it now: name another file");
     Ok(())
 }
 
-/// The place of a file or folder that is written beside it and renamed: a file of its own says that it is
-/// taken, because what has the place changes with every write.
+/// Lock on a path that is written beside it and then renamed into place. The lock is a file of its own, because every
+/// write replaces the file at the path.
 #[derive(Debug)]
 pub(crate) struct ClaimedPlace {
     path: PathBuf,
-    /// Open as long as the place is claimed.
+    /// Holds the lock while it is open.
     _file: File,
 }
 
 impl ClaimedPlace {
     pub(crate) fn of(path: &Path) -> Result<Self> {
-        // Through links: what is written is behind them.
+        // Follows links: the lock lies beside the file that is really written.
         let path = save::place(path).context("it is no file")?;
         let name = path.file_name().context("it has no name")?.to_string_lossy();
         let path = path.with_file_name(format!(".{name}.lock"));
@@ -36,7 +36,7 @@ impl ClaimedPlace {
                 "nothing can be written beside it; make its folder first, or name another",
             )?;
             claim(&file)?;
-            // Whoever had the place before may have removed the file since it was opened.
+            // The last owner may have removed the lock file between opening and locking it.
             if is_at(&file, &path)? {
                 return Ok(Self { path, _file: file });
             }
@@ -46,12 +46,12 @@ impl ClaimedPlace {
 
 impl Drop for ClaimedPlace {
     fn drop(&mut self) {
-        // While it is locked. One that stays does no harm: it says nothing once it is closed.
+        // Removes the file while it is still locked. A file that stays behind does no harm: closed, it locks nothing.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Whether the open file is the one that has this path.
+/// Returns whether the open file is the one at this path.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let opened = file.metadata()?;
     match fs::metadata(path) {

@@ -1,4 +1,4 @@
-//! From a command line to an exit code: reads it, runs one command, says what went wrong in a line.
+//! From a command line to an exit code: parses it, runs one command, and reports an error in one line.
 
 use std::env;
 use std::ffi::OsString;
@@ -13,22 +13,22 @@ use crate::args::Global;
 use crate::exit::{Exit, without_panic};
 use crate::{config, interrupt, log, output, progress};
 
-/// What a program can be told.
+/// Command line of a program: its arguments and its commands.
 pub trait CommandLine: Parser {
-    /// The program's name, which its complaints begin with.
+    /// Name of the program, which its error messages begin with.
     const PROGRAM: &'static str;
 
-    /// What can be said to every command.
+    /// Returns the flags that every command takes.
     fn global(&self) -> &Global;
 
     /// Runs the command.
     ///
     /// # Errors
-    /// With what went wrong, which is then said.
+    /// Fails with the command's error, which the caller prints.
     fn run(&self) -> Result<Exit>;
 }
 
-/// Reads the command line and runs its command: all that a program does.
+/// Parses the command line, runs its command and returns the exit code.
 pub fn run<C: CommandLine>() -> ExitCode {
     match read::<C>(env::args_os().collect()) {
         Err(exit) => exit.into(),
@@ -40,7 +40,8 @@ pub fn run<C: CommandLine>() -> ExitCode {
     }
 }
 
-/// Reads the command line. What is wrong with it, and a cry for help, is answered on the spot.
+/// Parses the command line. Prints a request for help or a usage error at once, and returns the exit code as the
+/// error.
 fn read<C: CommandLine>(words: Vec<OsString>) -> Result<C, Exit> {
     parse::<C>(words).map_err(|error| match error.downcast_ref::<clap::Error>() {
         Some(answer) => print(answer),
@@ -48,14 +49,14 @@ fn read<C: CommandLine>(words: Vec<OsString>) -> Result<C, Exit> {
     })
 }
 
-/// The command line, with the flags of the config that it names.
+/// Parses the command line, with the flags of the config file that it names.
 fn parse<C: CommandLine>(words: Vec<OsString>) -> Result<C> {
     let matches = config::matches(taking_negative_numbers(C::command()), words)?;
     Ok(C::from_arg_matches(&matches)?)
 }
 
-/// Lets every flag take a negative number, to be refused as a value of its own and not as a word too
-/// many.
+/// Lets every flag take a negative number, so that its own value parser refuses it instead of clap calling it an
+/// unexpected argument.
 fn taking_negative_numbers(command: Command) -> Command {
     let taking = |arg: Arg| match arg.get_action() {
         ArgAction::Set | ArgAction::Append => arg.allow_negative_numbers(true),
@@ -64,17 +65,17 @@ fn taking_negative_numbers(command: Command) -> Command {
     command.mut_args(taking).mut_subcommands(taking_negative_numbers)
 }
 
-/// Prints the help that was asked for, or how the command line is wrong.
+/// Prints the requested help or the usage error.
 fn print(answer: &clap::Error) -> Exit {
     let exit = if answer.use_stderr() { Exit::WrongUse } else { Exit::Done };
     match answer.print() {
-        // Who has read enough, as `head` has, was answered.
+        // A reader that closes the pipe early, as `head` does, got its answer.
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Exit::Failed,
         _ => exit,
     }
 }
 
-/// How it ended; what went wrong is said.
+/// Returns the exit code of an outcome, and prints its error if it has one.
 fn ended<C: CommandLine>(outcome: Result<Exit>, verbose: bool) -> Exit {
     outcome.unwrap_or_else(|error| {
         output::complain(C::PROGRAM, &error, verbose);

@@ -1,4 +1,4 @@
-//! How the program ends: few codes, each with one meaning.
+//! Exit codes of the program: few, each with one meaning.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -10,7 +10,7 @@ use brimful::balance::BalanceError;
 use brimful::memory::MemoryError;
 use brimful::oom::{self, Caught};
 
-/// What `--help` and the man page say of the codes.
+/// Section of `--help` and the man page about the codes.
 pub const CODES: &str = "\
 Exit codes:
   0    done
@@ -21,28 +21,28 @@ Exit codes:
   130  interrupted by Ctrl-C (143 by SIGTERM, 141 by output that nobody reads any more): after the
        running step, saved with --save";
 
-/// How the program ends.
+/// Result of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// All was done.
+    /// Success.
     Done,
-    /// Something broke off that is none of the below.
+    /// Failure for any reason without a code of its own.
     Failed,
-    /// The command line or the config cannot be.
+    /// Invalid command line or config file.
     WrongUse,
     /// Memory ran out, or would.
     DoesNotFit,
-    /// A check ran, and found what it looks for.
+    /// A check ran and found a fault.
     Fault,
-    /// A signal asked for the end.
+    /// A signal ended the run.
     Interrupted {
-        /// Its number.
+        /// Number of the signal.
         signal: u8,
     },
 }
 
 impl Exit {
-    /// How an error ends the program.
+    /// Returns the exit code for an error.
     pub fn of(error: &anyhow::Error) -> Self {
         error.chain().find_map(Self::of_cause).unwrap_or(Self::Failed)
     }
@@ -65,7 +65,7 @@ impl Exit {
         }
     }
 
-    /// As the shell sees it; a signal as shells themselves count it.
+    /// Returns the exit code; for a signal 128 plus its number, as shells do.
     pub const fn code(self) -> u8 {
         match self {
             Self::Done => 0,
@@ -84,7 +84,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// An error that says itself how the program ends.
+/// Error that carries its own exit code.
 #[derive(Debug)]
 struct ErrorWithExit {
     exit: Exit,
@@ -99,12 +99,12 @@ impl fmt::Display for ErrorWithExit {
 
 impl std::error::Error for ErrorWithExit {}
 
-/// A flag, a key or a value that cannot be.
+/// Makes an error for a flag, a key or a value that is invalid.
 pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
-/// Returns with the error of wrong use in these words, unless the condition holds.
+/// Returns from the function with an error of wrong use in these words, unless the condition holds.
 macro_rules! ensure_use {
     ($is_right:expr, $($words:tt)+) => {
         if !$is_right {
@@ -114,7 +114,7 @@ macro_rules! ensure_use {
 }
 pub(crate) use ensure_use;
 
-/// Refuses the first of these flags that was said: it is for something else.
+/// Refuses the first of these flags that was given: it needs something else.
 pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Result<()> {
     match flags.iter().find(|(_, is_said)| *is_said) {
         Some((flag, _)) => Err(wrong_use(format!("--{flag} is for {purpose}"))),
@@ -122,17 +122,17 @@ pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Re
     }
 }
 
-/// Something that is too large for the memory that there is.
+/// Makes an error for something that is too large for the available memory.
 pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()
 }
 
-/// Whether memory ran out.
+/// Returns whether memory ran out.
 pub fn ran_out(error: &anyhow::Error) -> bool {
     error.chain().any(tells_of_memory)
 }
 
-/// Whether an error is one of memory that ran out, the library's own, tch's or another's around it.
+/// Returns whether an error means out of memory: the library's own, tch's, or another one around it.
 fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     match cause.downcast_ref::<Error>() {
         Some(error) => error.out_of_memory().is_some(),
@@ -140,7 +140,7 @@ fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     }
 }
 
-/// Runs a command; memory that runs out in a panic, as tch's plain calls have it, is an error like any other.
+/// Runs a command. Turns a panic over memory, as in tch's infallible calls, into an error like any other.
 pub(crate) fn without_panic(run: impl FnOnce() -> anyhow::Result<Exit>) -> anyhow::Result<Exit> {
     match oom::catch(|| Ok::<_, Infallible>(run())) {
         Ok(outcome) => outcome,

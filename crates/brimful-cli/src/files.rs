@@ -1,6 +1,6 @@
-//! Files and folders that a command reads and writes: the one place that decides whether an output may be written.
-//! An output that would overwrite an input, another output or an earlier run's results, or that cannot be written, is
-//! refused before any work is put into it.
+//! Files and folders that a command reads and writes. This module alone decides whether an output may be written. It
+//! refuses, before any work is done, an output that cannot be written, or that would overwrite an input, another
+//! output or an earlier run's results.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,45 +11,46 @@ use brimful::save;
 use crate::exit::{ensure_use, wrong_use};
 use crate::saved_weights::run_file;
 
-/// Use that a command makes of a file or a folder.
+/// Use of a file or folder by a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FileUse {
     /// Reads a file or a folder.
     Reads,
     /// Writes a file.
     Writes,
-    /// Writes a folder, in place of the whole folder that was there.
+    /// Writes a folder, replacing all of an existing one.
     WritesFolder,
 }
 
-/// A file or a folder that a flag names.
+/// A file or folder named by a flag.
 #[derive(Debug, Clone)]
 pub(crate) struct FlagFile {
-    /// As it is given on the command line, such as `--save`.
+    /// The flag as on the command line, such as `--save`.
     pub(crate) flag: &'static str,
     pub(crate) path: PathBuf,
     pub(crate) purpose: FileUse,
-    /// Whether what is there already is to stay.
+    /// True if existing content must stay.
     pub(crate) is_new: bool,
 }
 
-/// The file or folder that a flag names to be read, if it was given.
+/// Returns the file or folder that a flag names for reading, if given.
 pub(crate) fn read(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Option<FlagFile> {
     let purpose = FileUse::Reads;
     path.map(|path| FlagFile { flag, path: path.into(), purpose, is_new: false })
 }
 
-/// The file or folder that `--data` names, if it is one: a name of shipped or made-up data is in nobody's way.
+/// Returns the file or folder that `--data` names, if there is one: the name of shipped or synthetic data conflicts
+/// with nothing.
 pub(crate) fn read_data(data: &str) -> Option<FlagFile> {
     read("--data", Some(data).filter(|data| Path::new(data).exists()))
 }
 
-/// The file that a flag names to be written, over what is there, if it was given.
+/// Returns the file that a flag names for writing, over existing content, if given.
 pub(crate) fn written(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Option<FlagFile> {
     read(flag, path).map(|file| FlagFile { purpose: FileUse::Writes, ..file })
 }
 
-/// Refuses outputs that would overwrite what they must not, and those that cannot be written.
+/// Refuses outputs that would overwrite other files, or cannot be written.
 pub(crate) fn check(files: &[FlagFile]) -> Result<()> {
     let writes = || files.iter().filter(|file| file.purpose != FileUse::Reads);
     writes().try_for_each(FlagFile::check_place)?;
@@ -58,7 +59,7 @@ pub(crate) fn check(files: &[FlagFile]) -> Result<()> {
         others.try_for_each(|other| file.check_beside(other))?;
     }
     writes().filter(|file| file.is_new).try_for_each(FlagFile::check_new)?;
-    // Last, so that nothing is touched for a command that is refused anyway.
+    // Probes last, so that a command that is refused anyway touches nothing.
     writes().try_for_each(FlagFile::probe)
 }
 
@@ -77,20 +78,20 @@ impl FlagFile {
         Ok(())
     }
 
-    /// Refuses an output that is an input or another output, or is in one, or has one in it.
+    /// Refuses an output that is an input or another output, is within one, or contains one.
     fn check_beside(&self, other: &Self) -> Result<()> {
         let (Some(own), Some(others)) = (place(&self.path), place(&other.path)) else {
             return Ok(());
         };
         let (flag, path) = (self.flag, self.path.display());
-        // A folder that is read has other files beside those: what is new there is in nobody's way.
+        // A new file within a folder that is read conflicts with nothing.
         let is_taken = other.purpose != FileUse::Reads || own.exists();
         let is_in = own != others && own.starts_with(&others) && is_taken;
-        // An output that is in another one says so itself.
+        // The check of the inner output reports it.
         let is_replaced = self.purpose == FileUse::WritesFolder && other.purpose == FileUse::Reads;
         let is_around = own != others && others.starts_with(&own) && is_replaced;
         let hit = own == others || is_in || is_around;
-        // A run that goes on takes the place of the one that it goes on from.
+        // A resumed run may overwrite the run that it resumes.
         let goes_on = ["--save", "--keep"].contains(&flag) && other.flag == "--resume";
         if !hit || (goes_on && own == others) {
             return Ok(());
@@ -106,7 +107,7 @@ impl FlagFile {
         }))
     }
 
-    /// Refuses to write over what is there.
+    /// Refuses to overwrite existing content.
     fn check_new(&self) -> Result<()> {
         let Some(place) = place(&self.path) else { return Ok(()) };
         let is_empty = match fs::read_dir(&place) {
@@ -125,7 +126,7 @@ impl FlagFile {
         Ok(())
     }
 
-    /// Finds out whether the file could be written, and leaves nothing behind.
+    /// Checks that the file can be written, and leaves nothing behind.
     fn probe(&self) -> Result<()> {
         if self.purpose == FileUse::WritesFolder {
             return Ok(());
@@ -135,25 +136,25 @@ impl FlagFile {
     }
 }
 
-/// Whether two paths name one file or folder, there already or not, that one alone should write.
+/// Returns whether two paths name one file or folder, existing or not, that only one of them should write.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     place(one).is_some_and(|one| place(other) == Some(one))
 }
 
-/// The one path of a file or folder that has many names, there already or not; none of what is written to as it is
-/// and by many, such as `/dev/null`.
+/// Returns the canonical path of a file or folder, existing or not; none for what many may write to directly, such as
+/// `/dev/null`.
 fn place(path: &Path) -> Option<PathBuf> {
     let place = save::place(path)?;
     let there = fs::canonicalize(&place).ok();
     there.or_else(|| Some(fs::canonicalize(folder_of(&place)).ok()?.join(place.file_name()?)))
 }
 
-/// What stands in a file.
+/// Returns the text of a file.
 pub(crate) fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// The folder that a file is in.
+/// Returns the folder of a file.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new("."))

@@ -1,4 +1,4 @@
-//! A model of a Hugging Face folder in the program: its data, its layers, its weights, and what is saved of it.
+//! A model from a Hugging Face folder in a training: its data, layers, weights, and saved files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
 
-/// The most tokens of a sequence where nobody says otherwise and weights are tuned.
+/// Default limit on the tokens of a sequence in fine-tuning.
 const TUNED_SEQUENCE: i64 = 2048;
 
 /// How a folder's model is trained.
@@ -41,7 +41,7 @@ pub struct FineTuneOptions {
     pub(crate) from_scratch: bool,
 }
 
-/// `--lora`.
+/// Value of `--lora`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraFlag(pub Lora);
 
@@ -70,7 +70,7 @@ impl fmt::Display for LoraFlag {
 }
 
 impl FineTuneOptions {
-    /// Those of a model that is no folder's: there are none.
+    /// Refuses these flags for a model that is not a folder's.
     pub(crate) fn check_absent(&self) -> Result<()> {
         let flags = [
             ("lora", self.lora.is_some()),
@@ -81,7 +81,7 @@ impl FineTuneOptions {
         ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")
     }
 
-    /// Whether the model's own weights stay as they are.
+    /// Returns whether the model's own weights stay frozen.
     pub(crate) fn trains_adapter(&self) -> bool {
         self.lora.is_some() || self.adapter.is_some()
     }
@@ -101,13 +101,13 @@ impl FineTuneOptions {
     }
 }
 
-/// A model that a folder describes, on its way through a training.
+/// A model described by a folder, in a training.
 #[derive(Debug)]
 pub(crate) struct FineTune {
     pretrained: Pretrained,
     tokenizer: Tokenizer,
     lora: Option<Lora>,
-    /// Begins the training, beside the model.
+    /// Adapter that the training starts from.
     adapter: Option<AdapterFolder>,
     merge: bool,
     from_scratch: bool,
@@ -145,12 +145,12 @@ impl FineTune {
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }
 
-    /// The dtype of the weights in the folder's files; none of a model that begins with random numbers.
+    /// Returns the dtype of the weights in the folder's files; none for a model with random weights.
     pub(crate) fn stored_kind(&self) -> Option<Kind> {
         self.pretrained.stored_kind()
     }
 
-    /// Text as the model takes it, in sequences of so many tokens.
+    /// Opens text in sequences of `sequence` tokens, or of a default length.
     pub(crate) fn data(&self, name: &str, sequence: Option<usize>, seed: u64) -> Result<Dataset> {
         let config = self.pretrained.config();
         let (context, vocabulary) = (config.context(), config.vocabulary());
@@ -178,7 +178,7 @@ impl FineTune {
         }
     }
 
-    /// The model's layers, with LoRA where it is wanted.
+    /// Returns the model's layers, with LoRA if wanted.
     pub(crate) fn layers(&self) -> Layers {
         let layers = self.pretrained.config().layers();
         match &self.lora {
@@ -187,14 +187,15 @@ impl FineTune {
         }
     }
 
-    /// Gives the variables their weights.
+    /// Loads the variables' weights.
     pub(crate) fn load(&self, variables: &Named) -> Result<()> {
         self.pretrained.load(variables)?;
         let adapter = self.adapter.iter();
         adapter.map(|adapter| adapter.load(variables)).try_for_each(|loaded| Ok(loaded?))
     }
 
-    /// Gives the variables what a folder of [`FineTune::save`] and the model that it was made from have of them.
+    /// Loads the variables that a folder written by [`FineTune::save`] has, or with LoRA those of the model that the
+    /// training started from.
     pub(crate) fn load_saved(&self, folder: &Path, variables: &Named) -> Result<()> {
         match self.lora {
             Some(_) => Ok(self.pretrained.load(variables)?),
@@ -202,17 +203,17 @@ impl FineTune {
         }
     }
 
-    /// Whether the variable of this name is in no file of [`FineTune::save`] as it is now, with the model that the
-    /// training began with beside it.
+    /// Returns whether a variable is missing both from the files of [`FineTune::save`] and from the model that the
+    /// training started from.
     pub(crate) fn lacks(&self, name: &str, has_averages: bool) -> bool {
         match self.lora {
             Some(_) => Lora::is_adapter(name),
-            // The folder has the averages.
+            // The folder has the averages in place of the weights.
             None => has_averages,
         }
     }
 
-    /// Refuses a place for the folder of `--save` that would lose something, or make something that nobody can use.
+    /// Refuses a folder for `--save` if other files would be lost, or its adapter could not be used with any model.
     pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
         let shown = folder.display();
         ensure_use!(
@@ -223,7 +224,7 @@ impl FineTune {
         self.refuse_occupied(folder).map_err(|error| wrong_use(format!("--save {shown}: {error}")))
     }
 
-    /// Refuses a folder with what is not of a model's, which would be lost.
+    /// Refuses a folder with other files than a model's, which would be lost.
     fn refuse_occupied(&self, folder: &Path) -> Result<(), PretrainedError> {
         match self.writes_adapter() {
             true => check_adapter_place(folder),
@@ -231,7 +232,7 @@ impl FineTune {
         }
     }
 
-    /// Whether the variable of this name is in what is saved.
+    /// Returns whether the saved folder has this variable.
     pub(crate) fn writes(&self, name: &str) -> bool {
         !self.writes_adapter() || Lora::is_adapter(name)
     }
@@ -240,8 +241,8 @@ impl FineTune {
         self.lora.is_some() && !self.merge
     }
 
-    /// Writes a folder of the model with these variables, or of what LoRA has added to it, with what `add` writes into
-    /// it: whole or not at all.
+    /// Writes a folder of the model with these variables, or of its adapter, together with what `add` writes into it.
+    /// The write is atomic.
     pub(crate) fn save(
         &self,
         folder: &Path,
@@ -269,7 +270,7 @@ impl FineTune {
     }
 }
 
-/// Why a folder is no model's, with what it is where that is seen.
+/// Explains why a folder is not a model's, and whether it is an adapter's.
 pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error {
     match is_adapter(folder) {
         true => wrong_use(format!(
@@ -281,19 +282,19 @@ pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error 
     }
 }
 
-/// Whether all that a folder lacks is its weights.
+/// Returns whether a folder lacks only its weights.
 fn without_weights(folder: &Path, error: &PretrainedError) -> bool {
     let is_unread =
         matches!(error, PretrainedError::Brimful(brimful::Error::Save(SaveError::File { .. })));
     is_unread && Pretrained::without_weights(folder).is_ok()
 }
 
-/// Whether `--save` names a folder, not a file of a run.
+/// Returns whether `--save` names a folder, not a file of a run.
 pub(crate) fn is_folder(path: &Path) -> bool {
     path.extension().is_none_or(|extension| extension != "safetensors")
 }
 
-/// The folder's tokenizer, which the model knows all tokens of.
+/// Opens the folder's tokenizer, and checks that the model has all of its tokens.
 pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
     let tokenizer = Tokenizer::open(pretrained.folder())?;
     let known = pretrained.config().vocabulary();

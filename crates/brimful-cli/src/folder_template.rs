@@ -1,4 +1,4 @@
-//! How a folder writes conversations: its template, and the tokens that this one knows by name.
+//! Chat template of a model's folder, with the tokens that it uses by name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,23 +11,24 @@ use crate::files::text_of;
 use crate::jinja_template::JinjaTemplate;
 use crate::tokenizer_config::TokenizerConfig;
 
-/// Where newer folders have their template.
+/// File of the template in newer folders.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 
-/// How a folder writes conversations.
+/// Chat template of a folder.
 #[derive(Debug)]
 pub(crate) struct FolderTemplate {
-    /// Where it stands, for those who are to mend it.
+    /// Place of the template, for error messages.
     place: String,
     text: String,
-    /// Tokens by what they are, as templates name them.
+    /// Tokens by the names that templates use.
     tokens: BTreeMap<String, String>,
-    /// Not looked into before the first conversation: who trains on other texts needs none.
+    /// Parsed at the first conversation: a training on other texts needs no valid template.
     understood: OnceLock<Result<JinjaTemplate, String>>,
 }
 
 impl FolderTemplate {
-    /// Reads the folder's template, if it has one; `usual` are tokens that it knows by name unless the folder has others.
+    /// Reads the folder's template, if it has one; `usual` are the class's tokens by name, unless the folder has
+    /// others.
     pub(crate) fn read(
         folder: &Path,
         told: &TokenizerConfig,
@@ -45,12 +46,12 @@ impl FolderTemplate {
         Ok(Some(Self { place, text, tokens, understood: OnceLock::new() }))
     }
 
-    /// Whether the template's text has this in it.
+    /// Returns whether the template's text contains this.
     pub(crate) fn mentions(&self, text: &str) -> bool {
         self.text.contains(text)
     }
 
-    /// The template, ready to write.
+    /// Returns the parsed template.
     pub(crate) fn understood(&self) -> Result<&JinjaTemplate> {
         let Self { place, text, tokens, understood } = self;
         let new = || JinjaTemplate::new(place, text, tokens).map_err(|error| error.to_string());
@@ -58,7 +59,7 @@ impl FolderTemplate {
     }
 }
 
-/// One template stands there as text; of several, each with its name, one is the usual one.
+/// Returns the only template, or of several named ones the default.
 fn usual_template(told: &Value) -> Option<&str> {
     let is_usual = |one: &&Value| one["name"] == "default";
     let named = || told.as_array()?.iter().find(is_usual)?["template"].as_str();

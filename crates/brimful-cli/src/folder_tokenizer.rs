@@ -1,7 +1,7 @@
-//! A folder's tokenizer, built from its files as transformers' `AutoTokenizer` builds it.
+//! Tokenizer of a folder, built from its files as transformers' `AutoTokenizer` does.
 //!
-//! Some of its classes take the vocabulary and the special tokens of tokenizer.json alone, and normalise and split as
-//! they have it in their code: [`TokenizerClass::rebuild`]. All others are as tokenizer.json describes them.
+//! Some classes of transformers take only the vocabulary and the special tokens from tokenizer.json, and have
+//! normalisation and splitting in their code: [`TokenizerClass::rebuild`]. All others follow tokenizer.json.
 
 use std::path::Path;
 
@@ -14,10 +14,10 @@ use crate::files::text_of;
 use crate::tokenizer_config::{TokenizerConfig, json_of};
 
 const FILE: &str = "tokenizer.json";
-/// The two files of a byte-level tokenizer in its older form.
+/// Both files of a byte-level tokenizer in the older form.
 const VOCABULARY: &str = "vocab.json";
 const MERGES: &str = "merges.txt";
-/// Files of tokenizers in forms that are not read.
+/// Files of tokenizers in unsupported forms.
 const OTHERS: [&str; 6] = [
     "tokenizer.model",
     "spiece.model",
@@ -29,22 +29,22 @@ const OTHERS: [&str; 6] = [
 /// Names of special tokens, in the order in which new ones are numbered.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// What tokenizer.json has of every byte-level tokenizer, and of no other.
+/// Text in tokenizer.json of every byte-level tokenizer, and of no other.
 const BYTE_LEVEL: &str = "\"ByteLevel\"";
-/// How texts are split for Qwen's tokenizers.
+/// Regular expression with which Qwen's tokenizers split text.
 const QWEN_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Class of transformers that a folder's tokenizer is of.
+/// Class of a folder's tokenizer in transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TokenizerClass {
     Llama,
     Gpt2,
     Qwen2,
-    /// Any other: as tokenizer.json describes it.
+    /// Any other class, as tokenizer.json describes it.
     AsSaved,
 }
 
-/// Reads the folder's tokenizer, if it has one, and the class that it is of.
+/// Reads the folder's tokenizer, if it has one, and its class.
 pub(crate) fn read(
     folder: &Path,
     told: &TokenizerConfig,
@@ -70,7 +70,7 @@ pub(crate) fn read(
     Ok((Some(tokenizer), class))
 }
 
-/// The tokenizer of a folder without tokenizer.json.
+/// Reads the tokenizer of a folder without tokenizer.json.
 fn older(
     folder: &Path,
     class: TokenizerClass,
@@ -100,12 +100,12 @@ fn built(parts: &Value) -> Result<Tokenizer> {
     parts.to_string().parse().map_err(|error| anyhow!("{error}"))
 }
 
-/// The lines of merges.txt, without the one that tells its version.
+/// Returns the lines of merges.txt without the one with its version.
 fn merges_of(text: &str) -> Vec<&str> {
     text.lines().filter(|line| !line.is_empty() && !line.starts_with("#version")).collect()
 }
 
-/// The remedy for a folder whose tokenizer is in another form.
+/// Returns the remedy for a folder with a tokenizer in an unsupported form.
 fn unread(folder: &Path, found: &str) -> String {
     let folder = folder.display();
     format!(
@@ -114,7 +114,7 @@ fn unread(folder: &Path, found: &str) -> String {
     )
 }
 
-/// Tokens that are added to an older form's vocabulary, in the order of their numbers.
+/// Lists the tokens added to the vocabulary of an older form, by number.
 fn listed_tokens(folder: &Path, told: &TokenizerConfig) -> Result<Vec<String>> {
     let decoder = told.get("added_tokens_decoder").as_object();
     let added = json_of(&folder.join("added_tokens.json"))?;
@@ -134,13 +134,13 @@ fn listed_tokens(folder: &Path, told: &TokenizerConfig) -> Result<Vec<String>> {
     Ok(listed.into_iter().map(|(_, token)| token).collect())
 }
 
-/// Has these tokens found whole wherever they stand.
+/// Adds special tokens, which are matched as a whole anywhere in a text.
 fn add(tokenizer: &mut Tokenizer, tokens: Vec<String>) -> Result<()> {
     let tokens = tokens.into_iter().map(|token| AddedToken::from(token, true));
     tokenizer.add_special_tokens(tokens).map(drop).map_err(|error| anyhow!("{error}"))
 }
 
-/// Puts the tokens around texts that tokenizer_config.json asks for: with tokenizer.json, that file alone says so.
+/// Puts the special tokens that tokenizer_config.json asks for around texts. A tokenizer.json decides this by itself.
 fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfig) -> Result<()> {
     let names = told.named_tokens(class.usual_tokens());
     let wanted = |flag: &str, name: &str| {
@@ -170,14 +170,14 @@ fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfi
 }
 
 impl TokenizerClass {
-    /// Class that `AutoTokenizer` takes for the folder.
+    /// Returns the class that `AutoTokenizer` takes for the folder.
     fn of(folder: &Path, told: &TokenizerConfig, is_byte_level: bool) -> Result<Self> {
         let config = json_of(&folder.join("config.json"))?;
         let class = [told.get("tokenizer_class"), &config["tokenizer_class"]];
         let class = class.into_iter().find_map(Value::as_str);
         let class = class.map(|name| name.strip_suffix("Fast").unwrap_or(name));
         Ok(match (config["model_type"].as_str(), class) {
-            // Folders of these types often name a class that they are not of.
+            // Folders of these types often name another class than theirs.
             (Some("qwen2"), _) => Self::Qwen2,
             (Some("mistral"), _) => Self::AsSaved,
             (_, Some("LlamaTokenizer")) if !is_byte_level => Self::Llama,
@@ -187,7 +187,7 @@ impl TokenizerClass {
         })
     }
 
-    /// Special tokens of the class where the folder names no others.
+    /// Returns the class's special tokens, used unless the folder names others.
     pub(crate) fn usual_tokens(self) -> &'static [(&'static str, &'static str)] {
         const END: &str = "<|endoftext|>";
         match self {
@@ -198,7 +198,7 @@ impl TokenizerClass {
         }
     }
 
-    /// Tokens that are found whole wherever they stand.
+    /// Lists the tokens that are matched as a whole anywhere in a text.
     fn special_tokens(self, told: &TokenizerConfig) -> Vec<String> {
         let mut named = told.named_tokens(self.usual_tokens());
         let mut tokens: Vec<_> = NAMES.iter().filter_map(|name| named.remove(*name)).collect();
@@ -207,7 +207,7 @@ impl TokenizerClass {
         tokens
     }
 
-    /// Normalises and splits as the class does, whatever tokenizer.json says.
+    /// Replaces normalisation and splitting in tokenizer.json with those of the class.
     fn rebuild(self, parts: &mut Value, told: &TokenizerConfig) {
         let prefix = told.get("add_prefix_space").as_bool();
         let (normalizer, splits, decoder, falls_back) = match self {
@@ -232,7 +232,7 @@ impl TokenizerClass {
     }
 }
 
-/// Each byte as a letter, split into words or as it comes.
+/// Maps each byte to a character, with or without splitting into words.
 fn bytes(prefix: Option<bool>, splits: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": prefix.unwrap_or(false), "trim_offsets": true,
             "use_regex": splits })

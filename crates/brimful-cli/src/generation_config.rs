@@ -1,4 +1,4 @@
-//! How a folder's model is to write: its generation_config.json, as transformers applies it.
+//! Generation settings of a folder's model: its generation_config.json, as transformers applies it.
 
 use std::path::Path;
 
@@ -8,19 +8,19 @@ use serde_json::Value;
 use crate::tokenizer_config::json_of;
 
 const FILE: &str = "generation_config.json";
-/// As many likely tokens are drawn from where sampling is on and no number is told.
+/// Default of `top_k` when sampling is on.
 const TOP_K: u64 = 50;
-/// Keys that are used here, or say nothing about which token comes next.
+/// Keys that are used here, or do not affect the choice of tokens.
 const KNOWN: [&str; 18] = [
     "eos_token_id",
     "do_sample",
     "temperature",
     "top_k",
     "top_p",
-    // The tokenizer puts it there; and nothing is padded.
+    // The tokenizer adds it, and nothing is padded.
     "bos_token_id",
     "pad_token_id",
-    // --tokens says it.
+    // `--tokens` sets it.
     "max_length",
     "max_new_tokens",
     "use_cache",
@@ -37,22 +37,22 @@ const KNOWN: [&str; 18] = [
 /// Settings of a folder's generation_config.json.
 #[derive(Debug, Default)]
 pub(crate) struct GenerationConfig {
-    /// Tokens that end a text, where it names any.
+    /// Tokens that end a text, if it names any.
     pub(crate) ends: Option<Vec<i64>>,
-    /// How tokens are chosen, where it says so.
+    /// Sampling parameters, if it sets any.
     pub(crate) sampling: Option<Sampling>,
-    /// Settings that are not applied, as they stand there.
+    /// Settings that are not supported, as text.
     pub(crate) left_out: Vec<String>,
 }
 
-/// How the next token is chosen.
+/// Sampling parameters of the next token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Sampling {
-    /// 0 takes the likeliest.
+    /// Temperature; 0 takes the likeliest token.
     pub(crate) temperature: f64,
-    /// Draw among so many of the likeliest.
+    /// Number of likeliest tokens to sample from.
     pub(crate) top_k: Option<usize>,
-    /// Draw among the likeliest that have this probability together.
+    /// Total probability of the likeliest tokens to sample from.
     pub(crate) top_p: f64,
 }
 
@@ -86,13 +86,13 @@ fn drawn(told: &Value) -> Sampling {
     let top_k = told["top_k"].as_u64().unwrap_or(TOP_K);
     Sampling {
         temperature: number("temperature"),
-        // 0 leaves all of them.
+        // 0 means all tokens.
         top_k: Some(top_k as usize).filter(|k| *k > 0),
         top_p: number("top_p"),
     }
 }
 
-/// Whether a setting that is not known here differs from doing nothing.
+/// Returns whether an unknown setting has an effect.
 fn has_effect(key: &str, value: &Value) -> bool {
     let nothing = match key {
         _ if key.starts_with('_') => return false,
@@ -114,7 +114,7 @@ fn has_effect(key: &str, value: &Value) -> bool {
     }
 }
 
-/// A number or several.
+/// Reads a number or a list of numbers.
 pub(crate) fn numbers(told: &Value) -> Option<Vec<i64>> {
     match told {
         Value::Array(several) => Some(several.iter().filter_map(Value::as_i64).collect()),

@@ -1,4 +1,4 @@
-//! Where the stages of a model are to live, planned from its measured layers and the memory that there is.
+//! Plan of which stages to offload, from the measured layers and the available memory.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -15,55 +15,56 @@ use tch::{Device, Kind, Tensor};
 use crate::measured;
 use crate::setting::typed;
 
-/// A part of a device's memory that a plan leaves alone: what an allocator rounds up and cannot join.
+/// Share of a device's memory that a plan leaves free for the allocator's rounding and fragmentation.
 const SPARE: f64 = 0.05;
 
-/// The name that the loss is measured under, after the layers.
+/// Name of the measured loss, after the layers.
 const LOSS: &str = "loss of the outputs";
 
-/// How often micro-batches of an automatic size are halved to find homes.
+/// Number of times that an automatic micro-batch size is halved in search of a plan that fits.
 const HALVINGS: u32 = 3;
 
-/// Where the stages of a model are to live.
+/// Place of the stages' weights.
 #[derive(Debug)]
 pub enum StageHomes {
     /// On their devices.
     Device,
-    /// On the host.
+    /// Fully offloaded to the host.
     Host,
-    /// As it was planned for the memory that there is.
+    /// Stage by stage, as planned for the available memory.
     Planned { row: Box<PlanRow>, why: String },
 }
 
-/// What a plan of homes goes by, beside the layers.
+/// Parameters of a plan, besides the layers.
 #[derive(Debug, Clone)]
 pub struct HomeQuestion {
     pub device: Device,
-    /// What the model may take of each device.
+    /// Memory of each device that the model may use.
     pub rooms: Vec<Bytes>,
-    /// The number type of the parameters.
+    /// Dtype of the parameters.
     pub kind: Kind,
     pub method: Method,
-    /// The loss of outputs and targets.
+    /// Loss of outputs and targets.
     pub loss: fn(&Tensor, &Tensor) -> Tensor,
     /// Samples in a mini-batch.
     pub batch_size: usize,
-    /// The share of the parameters that is trained, and has gradients and an optimizer's state.
+    /// Share of the parameters that is trained, and has gradients and optimizer state.
     pub trained: f64,
-    /// How many numbers are kept of each parameter beside the optimizer's state, in the type of the sums: averages
-    /// of weights, and gradients of mini-batches that make a step together.
+    /// Copies kept of each parameter besides the optimizer's state, in the dtype of accumulated gradients: averages
+    /// of weights, and the gradients of mini-batches that make a step together.
     pub kept_beside: usize,
-    /// Whether gradients stay what they are as they come home, and are a step's, so that updates can be computed ahead.
+    /// True if each gradient is final when it reaches the host, so that updates can be computed ahead.
     pub looks_ahead: bool,
-    /// Whether micro-batches get smaller where they do not fit.
+    /// True if micro-batches shrink when they do not fit.
     pub adapts: bool,
-    /// How the model is run where all of it stays on its devices.
+    /// Schedule of the model if all of it stays on its devices.
     pub schedule: Schedule,
     pub recompute: Recompute,
 }
 
 impl StageHomes {
-    /// Measures the layers with this micro-batch's inputs and targets, and plans: what fits stays on its device.
+    /// Measures the layers with the inputs and targets of a micro-batch, and plans. Stages that fit stay on their
+    /// device.
     pub fn plan(
         layers: &Layers,
         (inputs, targets): (&Tensor, &Tensor),
@@ -77,7 +78,7 @@ impl StageHomes {
 }
 
 impl fmt::Display for StageHomes {
-    /// Behind the words for where a model is.
+    /// Follows the description of the model's devices.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device => Ok(()),
@@ -87,7 +88,7 @@ impl fmt::Display for StageHomes {
     }
 }
 
-/// The layers, measured with this micro-batch; the loss is a part of the last.
+/// Measures the layers with this micro-batch; the loss counts as part of the last layer.
 fn measured_with_loss(
     layers: &Layers,
     (inputs, targets): (&Tensor, &Tensor),
@@ -96,7 +97,7 @@ fn measured_with_loss(
     let (loss, targets) = (question.loss, Mutex::new(targets.to_device(question.device)));
     let layers = layers.clone().add_fn(LOSS, move |outputs| {
         let targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
-        // Layers are measured with a part of the micro-batch too.
+        // Some measurements use only part of the micro-batch.
         loss(outputs, &targets.narrow(0, 0, outputs.size()[0]))
     });
     let mut profile = measured::profile(&layers, question.device, inputs, question.kind)?;
@@ -107,7 +108,7 @@ fn measured_with_loss(
     Ok(profile)
 }
 
-/// A question to the planner: what stays on the devices.
+/// A plan in the making: the question and the measurements that answer it.
 struct HomePlan {
     question: HomeQuestion,
     profile: Profile,
@@ -119,7 +120,7 @@ impl HomePlan {
     fn settle(&self) -> Result<StageHomes> {
         let HomeQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
         let mut request = self.request();
-        // A size that adapts goes as far down as a sample.
+        // An automatic size goes down to one sample.
         request.micro_batches = vec![if adapts { batch_size } else { self.micro_batches }];
         let resident = plan(&request)?.rows.swap_remove(0);
         if resident.fits {
@@ -140,7 +141,7 @@ impl HomePlan {
                 return Ok(StageHomes::Planned { row: Box::new(row.clone()), why });
             }
         }
-        // The leanest there is; where not even that fits, the step says what it lacks.
+        // Takes the least memory. If even that does not fit, the step reports what is missing.
         Ok(StageHomes::Host)
     }
 
@@ -161,7 +162,7 @@ impl HomePlan {
         }
     }
 
-    /// One line: what stays, what lives on the host, and why.
+    /// Explains in one line which stages are offloaded, and why.
     fn why(&self, needed: u64, row: &PlanRow) -> String {
         let (at_host, stages) = (row.at_host(), row.stages.len());
         let again = row.stages.iter().filter(|stage| stage.recompute != Recompute::Never).count();

@@ -1,24 +1,24 @@
-//! How threads of libtorch wait for work: on a busy machine those that spin take the time of those that compute.
+//! Idle threads of libtorch. On a busy machine, threads that spin take time from those that compute.
 
 use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Turns of a loop, some ten microseconds, after which a thread that waits goes to sleep.
+/// Number of spins, some ten microseconds, after which an idle thread sleeps.
 const SPINS: (&str, &str) = ("GOMP_SPINCOUNT", "10000");
-/// Other variables by which people say how threads wait.
+/// Other variables that set how threads wait.
 const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
 
-/// Starts the program anew in this process, with threads that soon go to sleep, unless the environment says how they
-/// wait: OpenMP's library reads it when it is loaded, which is before `main`. It returns where that was done before, or
-/// cannot be.
+/// Restarts the program in this process with idle threads that soon sleep, unless the environment sets how they wait:
+/// OpenMP's library reads its variables when it is loaded, before `main`. Returns if the restart is done already or
+/// not possible.
 pub(crate) fn sleep_soon() {
     if SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
         return;
     }
     let mut words = env::args_os();
     if let (Some(name), Ok(program)) = (words.next(), env::current_exe()) {
-        // Where the system refuses, it is as slow on a busy machine as it was.
+        // If the restart fails, the program runs on, slower on a busy machine.
         let _refused = Command::new(program).arg0(name).args(words).env(SPINS.0, SPINS.1).exec();
     }
 }

@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM: the first asks for an end after the running step, the second ends at once. Output that
-//! nobody reads any more asks for it too.
+//! Ctrl-C and SIGTERM: the first one ends the run after the current step, the second at once. A closed output ends it
+//! after the current step too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -13,12 +13,12 @@ use signal_hook::iterator::Signals;
 use crate::exit::Exit;
 use crate::progress;
 
-/// Whether the running command can be asked.
+/// True once the running command can be asked to end.
 static LISTENS: AtomicBool = AtomicBool::new(false);
-/// The signal that has asked for the end, or 0.
+/// Signal that asked for the end, or 0.
 static SIGNAL: AtomicU8 = AtomicU8::new(0);
 
-/// Listens from now on, until the process ends.
+/// Listens for signals until the process ends.
 pub(crate) fn listen() -> Result<()> {
     if LISTENS.load(Ordering::Relaxed) {
         return Ok(());
@@ -40,7 +40,7 @@ pub(crate) fn listen() -> Result<()> {
     Ok(())
 }
 
-/// How the program is to end, where somebody has asked.
+/// Returns the exit code if a signal asked for the end.
 pub(crate) fn asked() -> Option<Exit> {
     match SIGNAL.load(Ordering::Relaxed) {
         0 => None,
@@ -48,19 +48,19 @@ pub(crate) fn asked() -> Option<Exit> {
     }
 }
 
-/// Asks for the end because nobody reads the output any more. Gives whether the running command ends in order,
-/// with what it has done so far saved.
+/// Asks for the end because the output has no reader. Returns whether the running command then ends in order, with
+/// its progress saved.
 pub(crate) fn ask_unread() -> bool {
     let listens = LISTENS.load(Ordering::Relaxed);
     if listens {
-        // Who has asked before is who is answered.
+        // Keeps the first request.
         let _ = SIGNAL.compare_exchange(0, SIGPIPE as u8, Ordering::Relaxed, Ordering::Relaxed);
     }
     listens
 }
 
-/// Lets a file that grows beyond what the shell allows (`ulimit -f`) be an error of the write, which
-/// has a line of its own, instead of the end of the process.
+/// Turns a file that outgrows the shell's limit (`ulimit -f`) into an error of the write, instead of a signal that
+/// kills the process.
 pub(crate) fn survive_file_limits() -> Result<()> {
     flag::register(SIGXFSZ, Arc::default())?;
     Ok(())

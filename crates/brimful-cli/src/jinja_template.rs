@@ -1,7 +1,8 @@
-//! A folder's own chat template, in Jinja: conversations as it writes them, and which part of the text answers are.
+//! A folder's own chat template in Jinja: it writes the text of a conversation, and the answers within it are
+//! located.
 //!
-//! A template may say itself where answers are (`{% generation %}`). Of one that does not, an answer is what comes to
-//! the text with its message, after what the template writes to ask for it.
+//! A template may mark answers itself (`{% generation %}`). Otherwise an answer is the text that its message adds
+//! after the generation prompt.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,29 +16,29 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use crate::chat_message::{ChatMessage, ChatText};
 
 const NAME: &str = "chat";
-/// What stands where an answer begins and ends while a text is in the making: Unicode keeps both from all texts.
+/// Marks of the start and end of an answer while a text is rendered: Unicode reserves both, so no text has them.
 const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
-/// The blocks of which these take the place.
+/// Blocks that the marks replace.
 const BLOCKS: [&str; 2] = ["generation", "endgeneration"];
 const REMEDY: &str =
     "mend it, or take it out: conversations are then written as for folders that have none";
 
-/// A template that was understood.
+/// A parsed template.
 #[derive(Debug)]
 pub(crate) struct JinjaTemplate {
     environment: Environment<'static>,
     place: String,
-    /// The token that ends an answer; what a template writes after it is nobody's.
+    /// Token that ends an answer; the model does not learn what a template writes after it.
     end: Option<String>,
-    /// Whether it says itself where answers are.
+    /// True if the template marks answers itself.
     is_marked: bool,
 }
 
 impl JinjaTemplate {
-    /// The template that stands at this place, where these tokens have names.
+    /// Parses the template found at `place`, with these tokens by name.
     pub(crate) fn new(place: &str, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
-        // As templates of folders are written for.
+        // The settings that templates of folders are written for.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
         environment.set_syntax(syntax);
         environment.set_unknown_method_callback(unknown_method_callback);
@@ -70,11 +71,11 @@ impl JinjaTemplate {
         Ok(ChatText { text, answers })
     }
 
-    /// The conversation's text; where an answer is asked for, up to where it would begin.
+    /// Renders the conversation; `asks` appends the generation prompt.
     fn render(&self, messages: &[ChatMessage], asks: bool) -> Result<String> {
         let told = |message: &ChatMessage| Value::from(Serde(&message.told));
         let messages: Vec<Value> = messages.iter().map(told).collect();
-        // Templates ask whether there are tools and documents.
+        // Templates test whether there are tools and documents.
         let none = || Value::from(());
         let given = context! {
             messages, tools => none(), documents => none(), add_generation_prompt => asks
@@ -84,7 +85,7 @@ impl JinjaTemplate {
         written.map_err(|error| unreadable(&self.place, &error))
     }
 
-    /// Where answers are: each is what its message adds to the text that asks for it.
+    /// Locates the answers: each is what its message adds to the text with its generation prompt.
     fn answers(&self, messages: &[ChatMessage], text: &str) -> Result<Vec<Range<usize>>> {
         let (mut answers, mut done) = (Vec::new(), 0);
         for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
@@ -104,7 +105,7 @@ impl JinjaTemplate {
         Ok(answers)
     }
 
-    /// How many bytes of what an answer has added the model has to say: up to the token that ends it.
+    /// Returns how many bytes of an answer the model learns: up to the token that ends it.
     fn said(&self, added: &str) -> usize {
         let end = self.end.as_deref().and_then(|end| Some(added.rfind(end)? + end.len()));
         end.unwrap_or(added.len())
@@ -117,8 +118,8 @@ fn unreadable(place: &str, error: &Error) -> anyhow::Error {
     anyhow!("{place}{line}: {reason}: {REMEDY}")
 }
 
-/// The template with marks instead of the blocks around answers, which Jinja itself does not know: in a condition that
-/// holds, so that white space around them goes as around any block.
+/// Replaces the blocks around answers, which Jinja does not know, by marks. They stand in a condition that always
+/// holds, so that white space around them is treated as around any block.
 fn with_marks(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -137,13 +138,13 @@ fn with_marks(text: &str) -> String {
     out + rest
 }
 
-/// What stands before the next block, in it and after it.
+/// Returns the text before the next block, within it and after it.
 fn next_block(text: &str) -> Option<(&str, (&str, &str))> {
     let (before, after) = text.split_once("{%")?;
     Some((before, after.split_once("%}")?))
 }
 
-/// A text with its answers, by the marks in it, which are left out.
+/// Removes the marks from a text, and returns it with its answers.
 fn without_marks(text: &str) -> ChatText {
     let ([begin, end], mut chat) = (MARKS, ChatText::default());
     for (at, piece) in text.split(begin).enumerate() {

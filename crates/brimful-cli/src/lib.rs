@@ -1,8 +1,6 @@
-//! What the program `brimful` is made of. There is nothing here to build on: the library is
-//! [`brimful`].
+//! Implementation of the program `brimful`. It is not meant to be built on: the library is [`brimful`].
 //!
-//! What is public serves this project's own benchmarks alone, which are a program beside this one and
-//! read the same flags, models and data.
+//! Its public items serve only this project's benchmarks, a separate program with the same flags, models and data.
 
 #![deny(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The library's log on standard error, above the bars: warnings in words, and with `--verbose` all
-//! else as it is.
+//! The library's log on standard error, above the bars: warnings in plain words, or with `--verbose` everything
+//! unchanged.
 
 use std::io::{self, Write};
 
@@ -11,7 +11,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::progress;
 
-/// Listens to the log from now on.
+/// Starts to print the log.
 pub(crate) fn listen(verbose: bool) {
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
     let ours = Targets::new().with_target("brimful", level);
@@ -19,7 +19,7 @@ pub(crate) fn listen(verbose: bool) {
     let lines = if verbose {
         plain.with_writer(|| Aside { before: "" }).boxed()
     } else {
-        // What a warning knows besides its words is told as people would: no name = value.
+        // Fields of a warning are printed in plain words, not as name = value.
         let told = format::debug_fn(|out, field, value| match field.name() {
             "message" => write!(out, "{value:?}"),
             name => write!(out, "{}: {value:?}", name.replace('_', " ")),
@@ -30,9 +30,9 @@ pub(crate) fn listen(verbose: bool) {
     tracing_subscriber::registry().with(ours).with(lines).init();
 }
 
-/// Standard error, while no bar is in the way. A log line comes in one piece.
+/// Writer to standard error that moves the bars out of the way. A log line comes in one piece.
 struct Aside {
-    /// What every line begins with.
+    /// Prefix of every line.
     before: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! Layers measured on the spot, with a line of progress.
+//! Measurement of layers, with a progress line.
 
 use anyhow::Result;
 use brimful::balance::{self, Profile};
@@ -7,7 +7,7 @@ use tch::{Device, Kind};
 
 use crate::progress::{self, Progress};
 
-/// The times and sizes of the layers on this device, with these inputs and parameters of this number type.
+/// Measures times and sizes of the layers on a device, with these inputs and parameters of this dtype.
 pub(crate) fn profile(
     layers: &Layers,
     device: Device,

@@ -1,4 +1,4 @@
-//! Tensors by name: what a file has, beside what a model has.
+//! Tensors by name, and the comparison of a file's with a model's.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,13 +8,13 @@ use tch::Tensor;
 /// Tensors with their names.
 pub(crate) type Named = Vec<(String, Tensor)>;
 
-/// How many names of a list are told.
+/// Number of names listed in an error.
 const NAMES_LISTED: usize = 5;
 
-/// A file's tensors, as a model can use them.
+/// Comparison of a file's tensors with a model's.
 #[derive(Debug)]
 pub(crate) struct Comparison {
-    /// Those that are the model's in name and shape.
+    /// Tensors with the name and shape of one of the model's.
     pub(crate) fitting: Named,
     missing: Vec<String>,
     left_over: Vec<String>,
@@ -43,7 +43,7 @@ impl Comparison {
         Self { fitting, missing, left_over, misshapen }
     }
 
-    /// What keeps the two from going together, in words.
+    /// Describes why the two do not go together, or returns none if they do.
     pub(crate) fn differences(&self) -> Option<String> {
         let lists = [
             ("it lacks", &self.missing),
@@ -57,7 +57,7 @@ impl Comparison {
     }
 }
 
-/// Gives variables the values of those that have the same names.
+/// Copies values to the variables of the same names.
 pub(crate) fn put(variables: Named, values: Named) -> Result<()> {
     let _without = tch::no_grad_guard();
     let mut values: HashMap<String, Tensor> = values.into_iter().collect();
@@ -69,7 +69,7 @@ pub(crate) fn put(variables: Named, values: Named) -> Result<()> {
     Ok(())
 }
 
-/// `a, b and 7 more`.
+/// Joins names as `a, b and 7 more`.
 fn listed(names: &[String]) -> String {
     let shown = names[..names.len().min(NAMES_LISTED)].join(", ");
     match names.len().saturating_sub(NAMES_LISTED) {

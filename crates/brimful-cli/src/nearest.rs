@@ -1,13 +1,13 @@
-//! The known name that is most like one that is not known.
+//! Suggestion of the known name nearest to an unknown one.
 
-/// `; did you mean 'gpt2'?`, or nothing where no name is alike.
+/// Returns `; did you mean 'gpt2'?`, or nothing if no name is similar.
 pub(crate) fn did_you_mean<'a>(text: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     nearest(text, known).map_or_else(String::new, |name| format!("; did you mean '{name}'?"))
 }
 
-/// The name that takes the fewest slips to get wrong so, if they are few.
+/// Returns the known name with the fewest typos, if they are few.
 pub(crate) fn nearest<'a>(text: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    // Whoever writes `_` for `-` has not slipped far.
+    // Writing `_` for `-` does not count as a typo.
     let text = text.replace('_', "-");
     let slips = |name: &str| (strsim::damerau_levenshtein(&text, name), name.len());
     let nearest = known.into_iter().min_by_key(|name| slips(name))?;

@@ -1,4 +1,4 @@
-//! What the program writes: reports to standard output, files, and what went wrong to standard error.
+//! Output of the program: reports to standard output, files, and errors to standard error.
 
 use std::env;
 use std::fmt::{Display, Write as _};
@@ -11,18 +11,18 @@ use serde::Serialize;
 
 use crate::{interrupt, progress};
 
-/// Writes a report: a line of JSON where that is asked for, else its text.
+/// Prints a report, as a line of JSON if asked for, else as text.
 pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
     if json { line(&serde_json::to_string(report)?) } else { line(&report.to_string()) }
 }
 
-/// Writes a line to standard output. A reader that has gone away, as `head` does, ends the program
-/// quietly; a training first saves what it has done.
+/// Prints a line to standard output. If the reader has closed it, as `head` does, the program ends quietly; a
+/// training first saves its progress.
 pub fn line(text: &str) -> Result<()> {
     piece(&format!("{}\n", text.trim_end()))
 }
 
-/// Writes sentences to standard output: on a terminal, its end cuts no word.
+/// Prints sentences to standard output, wrapped at spaces on a terminal.
 pub(crate) fn prose(text: &str) -> Result<()> {
     match columns() {
         Some(width) => {
@@ -32,12 +32,12 @@ pub(crate) fn prose(text: &str) -> Result<()> {
     }
 }
 
-/// The width of the terminal that standard output is, if it is one.
+/// Returns the width of the terminal, if standard output is one.
 pub(crate) fn columns() -> Option<usize> {
     terminal_size::terminal_size_of(io::stdout()).map(|(width, _)| width.0.into())
 }
 
-/// A line cut at spaces; what follows a cut is set in.
+/// Wraps a line at spaces, with an indent after each break.
 fn fitted(line: &str, width: usize) -> String {
     let cut = line.char_indices().nth(width).and_then(|(end, next)| match next {
         ' ' => Some(end),
@@ -52,7 +52,7 @@ fn fitted(line: &str, width: usize) -> String {
     }
 }
 
-/// Writes a text to standard output as it is, at once.
+/// Prints a text to standard output as it is, and flushes.
 pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
         let mut out = io::stdout().lock();
@@ -68,17 +68,17 @@ pub(crate) fn piece(text: &str) -> Result<()> {
     })
 }
 
-/// Writes a file whole, or not at all.
+/// Writes a file atomically.
 pub fn file(path: &Path, text: &str) -> Result<()> {
     Ok(save::replace(path, text.as_bytes())?)
 }
 
-/// Whether what goes to standard output may be coloured.
+/// Returns whether standard output may be coloured.
 pub fn colored() -> bool {
     io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// Writes what went wrong to standard error: in one line, or with all that is known of it.
+/// Prints an error to standard error: in one line, or with all details.
 pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     let text = causes(error);
     let mut lines = text.lines();
@@ -86,7 +86,7 @@ pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     if verbose {
         message.extend(lines.map(|line| format!("\n{line}")));
         for cause in error.chain() {
-            // Writing to a text cannot fail.
+            // Writing to a string cannot fail.
             let _ = write!(message, "\n  from {cause:?}");
         }
     } else if lines.next().is_some() {
@@ -95,7 +95,7 @@ pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     progress::say(&message);
 }
 
-/// An error and its causes in one sentence; one that an outer one has said already is left out.
+/// Joins an error and its causes in one sentence, without those that an outer one repeats.
 pub fn causes(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
         let cause = cause.to_string();

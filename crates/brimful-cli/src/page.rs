@@ -1,4 +1,4 @@
-//! A run as one page: its data, and the styles and scripts that show it, in a single file.
+//! Page of a run: its data, styles and scripts in a single file.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use brimful::report::Run;
 use brimful::save;
 
 const PAGE: &str = include_str!("../page/page.html");
-/// What is narrower comes last, where it rules.
+/// Rules for narrow screens come last, so that they take precedence.
 const STYLES: [&str; 6] = [
     include_str!("../page/base.css"),
     include_str!("../page/cards.css"),
@@ -16,7 +16,7 @@ const STYLES: [&str; 6] = [
     include_str!("../page/charts.css"),
     include_str!("../page/narrow.css"),
 ];
-/// In the order in which they need each other.
+/// Scripts, in the order of their dependencies.
 const SCRIPTS: [&str; 8] = [
     include_str!("../page/format.js"),
     include_str!("../page/steps.js"),
@@ -28,12 +28,12 @@ const SCRIPTS: [&str; 8] = [
     include_str!("../page/main.js"),
 ];
 
-/// Writes the page, whole or not at all.
+/// Writes the page atomically.
 pub(crate) fn write(path: &Path, run: &Run) -> Result<()> {
     Ok(save::replace(path, render(run).as_bytes())?)
 }
 
-/// Fills the page's places. What is filled in is not looked through for more of them.
+/// Fills the page's placeholders in one pass: placeholders in the inserted text stay as they are.
 fn render(run: &Run) -> String {
     let (styles, scripts) = (STYLES.concat(), SCRIPTS.concat());
     let (title, data) = (escape_text(&run.title), escape_script(&run.to_json()));
@@ -56,7 +56,7 @@ fn escape_text(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;")
 }
 
-/// The same JSON, with nothing in it that could end a script element or a line of one.
+/// Escapes JSON so that nothing in it ends a script element or a line of one.
 fn escape_script(json: &str) -> String {
     json.replace('<', "\\u003c").replace('\u{2028}', "\\u2028").replace('\u{2029}', "\\u2029")
 }

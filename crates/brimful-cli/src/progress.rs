@@ -1,5 +1,4 @@
-//! How far a long work has come, on standard error: a bar on a terminal, elsewhere a line now and
-//! then.
+//! Progress of long work on standard error: a bar on a terminal, elsewhere a line now and then.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,45 +7,45 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// All bars of the process, so that lines can be written between them. Without a terminal none of
-/// them is drawn.
+/// All bars of the process, so that lines can be printed above them. Without a terminal none of them is drawn.
 static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
-/// Whether progress is nobody's wish.
+/// True if progress is switched off.
 static QUIET: AtomicBool = AtomicBool::new(false);
-/// How often a line is written where there is no terminal.
+/// Time between two lines without a terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
-/// How often a terminal is told of what is done within a step.
+/// Time between two updates of a bar within a step.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(200);
 
-/// Keeps progress to itself from now on.
+/// Switches progress off.
 pub(crate) fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// Runs what writes to the terminal while no bar is in its way.
+/// Runs a function that writes to the terminal, with the bars out of the way.
 pub(crate) fn aside<T>(write: impl FnOnce() -> T) -> T {
     SCREEN.suspend(write)
 }
 
-/// Writes a line to standard error, above the bars.
+/// Prints a line to standard error, above the bars.
 pub fn say(text: &str) {
-    // In one piece, between those of other processes; nothing is left to do where even this cannot be written.
+    // Written in one piece, so that lines of other processes do not mix in. If even this fails, nothing is left to
+    // do.
     aside(|| drop(io::stderr().write_all(format!("{text}\n").as_bytes())));
 }
 
-/// Writes a line to standard error where no bar can say the same.
+/// Prints a line to standard error if no bar shows the same.
 pub fn note(text: &str) {
     if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
         say(text);
     }
 }
 
-/// A work of known length.
+/// Progress of work of known length.
 #[derive(Debug)]
 pub struct Progress(Ticker);
 
 impl Progress {
-    /// A work of so many units, shown from the start.
+    /// Starts the progress of `length` units, shown at once.
     pub fn new(length: usize, unit: &'static str) -> Self {
         let bar = ProgressBar::new(length as u64).with_style(style());
         let quiet = QUIET.load(Ordering::Relaxed);
@@ -56,13 +55,13 @@ impl Progress {
         let ticker = Ticker { bar, unit, shown: Arc::new(shown) };
         ticker.show();
         if !ticker.bar.is_hidden() {
-            // A terminal that changes its width is followed within a long step too.
+            // Follows a change of the terminal's width during a long step too.
             ticker.bar.enable_steady_tick(Duration::from_millis(500));
         }
         Self(ticker)
     }
 
-    /// The same from here on, where part of it was done before.
+    /// Starts after `done` units that were done before.
     pub(crate) fn starting_at(self, done: usize) -> Self {
         self.0.bar.set_position(done as u64);
         self.0.bar.reset_eta();
@@ -70,24 +69,24 @@ impl Progress {
         self
     }
 
-    /// What counts on from elsewhere, on any thread.
+    /// Returns a handle that counts from any thread.
     pub(crate) fn ticker(&self) -> Ticker {
         self.0.clone()
     }
 
-    /// Says what is being done, or what there is to know besides rate and time.
+    /// Shows what is being done, besides rate and time.
     pub fn doing(&self, what: String) {
         self.0.shown().doing = what;
         self.0.show();
     }
 
-    /// So many units more are done.
+    /// Counts `units` more units.
     pub fn advance(&self, units: usize) {
         self.0.bar.inc(units as u64);
         self.0.tell();
     }
 
-    /// So many units are done, whatever was counted on the way.
+    /// Sets the count to `units`.
     pub(crate) fn reach(&self, units: usize) {
         self.0.bar.set_position(units as u64);
         self.0.tell();
@@ -101,7 +100,7 @@ impl Drop for Progress {
     }
 }
 
-/// Counts what is done of a work.
+/// Handle that counts units.
 #[derive(Debug, Clone)]
 pub(crate) struct Ticker {
     bar: ProgressBar,
@@ -109,22 +108,22 @@ pub(crate) struct Ticker {
     shown: Arc<Mutex<Shown>>,
 }
 
-/// What is known besides the count.
+/// State of the display besides the count.
 #[derive(Debug)]
 struct Shown {
-    /// What is being done.
+    /// Description of the current work.
     doing: String,
-    /// When it was put on the terminal last.
+    /// Time of the last update on the terminal.
     told: Instant,
-    /// When a line was written last.
+    /// Time of the last printed line.
     said: Instant,
 }
 
 impl Ticker {
-    /// So many units more are done.
+    /// Counts `units` more units.
     pub(crate) fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
-        // This runs at every micro-batch: nobody can read a line that changes more often.
+        // This runs at every micro-batch; a line that changes more often is unreadable.
         if self.shown().told.elapsed() >= BETWEEN_LOOKS {
             self.tell();
         }
@@ -132,7 +131,7 @@ impl Ticker {
 
     fn tell(&self) {
         self.shown().told = Instant::now();
-        // Rate and time left move on with the first, and are told by the second.
+        // The first call updates rate and time left, the second shows them.
         self.show();
         self.show();
         let is_due = self.shown().said.elapsed() >= BETWEEN_LINES;
@@ -150,7 +149,7 @@ impl Ticker {
         self.bar.set_message(self.line("/"));
     }
 
-    /// Count, rate, time left, and what is being done.
+    /// Formats count, rate, time left and the current work.
     fn line(&self, of: &str) -> String {
         let Self { bar, unit, .. } = self;
         format!(
@@ -164,19 +163,18 @@ impl Ticker {
     }
 }
 
-/// A short bar and the line beside it, which ends where the terminal does: one that wraps could not be
-/// taken away again.
+/// Style with a short bar and a line that ends with the terminal's width: a wrapped line could not be erased.
 fn style() -> ProgressStyle {
     ProgressStyle::with_template("{bar:10} {wide_msg}").expect("the template is right")
 }
 
-/// A slow rate with digits behind the point.
+/// Formats a rate, with decimals if it is slow.
 fn rate(per_second: f64, unit: &str) -> String {
     let decimals = if per_second < 10.0 { 2 } else { 0 };
     format!("{per_second:.decimals$} {unit}/s")
 }
 
-/// Seconds, minutes or hours: the largest that says enough.
+/// Formats a time in seconds, minutes or hours, whichever is precise enough.
 fn rounded(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..120 => format!("{seconds} s"),

@@ -1,5 +1,5 @@
-//! The weights of a trained model, by name: from a file of `brimful train --save`, or from any other
-//! safetensors file whose tensors have the model's names.
+//! Weights of a trained model by name, from a file of `brimful train --save` or any other safetensors file with the
+//! model's names.
 
 use std::path::{Path, PathBuf};
 
@@ -12,24 +12,24 @@ use crate::exit::wrong_use;
 use crate::named::{self, Comparison, Named};
 use crate::setting::ModelName;
 
-/// What the names of an optimizer's tensors and texts begin with in a file of `--save`.
+/// Prefix of an optimizer's tensors and texts in a file of `--save`.
 pub(crate) const OPTIMIZER: &str = "optimizer.";
-/// And those of the averages of weights.
+/// Prefix of the averages of weights.
 pub(crate) const AVERAGES: &str = "ema.";
-/// The text that tells the flags that a run was given: names and values in JSON.
+/// Metadata key of the flags given to a run: names and values in JSON.
 pub(crate) const FLAGS: &str = "flags";
-/// The text that tells what a model's classes are called: a list in JSON.
+/// Metadata key of the names of a model's classes: a list in JSON.
 pub(crate) const CLASSES: &str = "classes";
-/// The text that tells what normalised the images that it was trained on.
+/// Metadata key of the scale of the training images' pixels.
 pub(crate) const PIXELS: &str = "pixels";
-/// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
+/// Counter that some libraries keep with every BatchNorm layer, unused here.
 const COUNTER: &str = "num_batches_tracked";
-/// The endings of files that torch.save writes: torchvision's weights are such.
+/// Extensions of files written by torch.save, such as torchvision's weights.
 const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];
-/// Ending of files that tch writes. Their reader trusts them, whoever they are from.
+/// Extension of files written by tch, whose reader runs code in them.
 const OF_TCH: &str = "ot";
 
-/// Tensors by name, and what their file says of them.
+/// Tensors by name, with the metadata of their file.
 #[derive(Debug)]
 pub(crate) struct SavedWeights {
     path: PathBuf,
@@ -38,7 +38,7 @@ pub(crate) struct SavedWeights {
 }
 
 impl SavedWeights {
-    /// Reads the model's tensors of a file.
+    /// Reads the model's tensors from a file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let ends_in = |end: &str| path.extension().is_some_and(|found| found == end);
         if OF_PYTHON.into_iter().any(ends_in) {
@@ -49,17 +49,17 @@ impl SavedWeights {
         }
         let (tensors, metadata) = save::read(path)?;
         let averages = taken(AVERAGES, &tensors);
-        // Averages are what the run was tested with: they are the better model.
+        // Prefers averages: the run was tested with them, and they are the better model.
         let tensors = if averages.is_empty() { model_alone(tensors) } else { averages };
         Ok(Self { path: path.to_owned(), tensors, metadata })
     }
 
-    /// All of them.
+    /// Returns all tensors.
     pub(crate) fn into_tensors(self) -> Named {
         self.tensors
     }
 
-    /// The model that was asked for, or else the one that the file tells of.
+    /// Returns the model that was asked for, or else the one named in the file.
     pub(crate) fn model(&self, asked: Option<ModelName>) -> Result<ModelName> {
         let path = self.path.display();
         let name = self.metadata.get("model");
@@ -80,28 +80,28 @@ impl SavedWeights {
         }
     }
 
-    /// What the file says under this name.
+    /// Returns the metadata under this key.
     pub(crate) fn told(&self, name: &str) -> Option<&str> {
         self.metadata.get(name).map(String::as_str)
     }
 
-    /// The names of its classes, in their order, where it tells them.
+    /// Returns the names of the classes in order, if the file has them.
     pub(crate) fn class_names(&self) -> Option<Vec<String>> {
         serde_json::from_str(self.told(CLASSES)?).ok()
     }
 
-    /// The dtype of its tensors: that of the first.
+    /// Returns the dtype of the first tensor, which stands for all.
     pub(crate) fn kind(&self) -> Kind {
         self.tensors.first().map_or(Kind::Float, |(_, tensor)| tensor.kind())
     }
 
-    /// The rows of a tensor, if there is one of this name.
+    /// Returns the number of rows of a tensor, if there is one of this name.
     pub(crate) fn rows(&self, name: &str) -> Option<i64> {
         let (_, tensor) = self.tensors.iter().find(|(named, _)| named == name)?;
         tensor.size().first().copied()
     }
 
-    /// Gives every variable the tensor of its name. Nothing is changed if they do not go together.
+    /// Copies the tensors to the variables of the same names. Changes nothing if they do not go together.
     pub(crate) fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
@@ -112,12 +112,12 @@ impl SavedWeights {
     }
 }
 
-/// Names the file of a run of `--save FILE` or, within it, of `--save FOLDER`.
+/// Returns the file of a run saved with `--save FILE`, or within a folder saved with `--save FOLDER`.
 pub(crate) fn run_file(path: &Path) -> PathBuf {
     if path.is_dir() { path.join(RUN_FILE) } else { path.to_owned() }
 }
 
-/// What to do with a file that only Python reads.
+/// Returns the remedy for a file that only Python reads.
 fn of_python(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();
@@ -127,7 +127,7 @@ fn of_python(path: &Path) -> String {
     )
 }
 
-/// Remedy for a file of tch's own.
+/// Returns the remedy for a file of tch's own.
 fn of_tch(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();
@@ -138,7 +138,7 @@ fn of_tch(path: &Path) -> String {
     )
 }
 
-/// Those whose names begin so, without that.
+/// Returns the tensors whose names have this prefix, without it.
 pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     let taken = |(name, tensor): &(String, Tensor)| {
         Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
@@ -146,7 +146,7 @@ pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     tensors.iter().filter_map(taken).collect()
 }
 
-/// Without what is kept beside a model.
+/// Removes tensors kept beside a model, such as the optimizer's.
 pub(crate) fn model_alone(mut tensors: Named) -> Named {
     let is_beside = |name: &str| {
         [OPTIMIZER, AVERAGES].iter().any(|prefix| name.starts_with(prefix))

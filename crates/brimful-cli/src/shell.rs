@@ -1,14 +1,14 @@
-//! Words of a command line as a shell reads them.
+//! Shell quoting of command lines.
 
 use std::env;
 
-/// The command line that this process was started with.
+/// Returns the command line that started this process.
 pub(crate) fn command() -> String {
     let words = env::args_os().map(|word| quoted(&word.to_string_lossy()));
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell.
 pub(crate) fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=+./,:@%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,4 +1,4 @@
-//! Text as numbers and back: by a model's own tokenizer, or a number for each byte.
+//! Conversion of text to tokens and back, by a model's own tokenizer or with a token for each byte.
 
 use std::ops::Range;
 use std::path::Path;
@@ -10,21 +10,21 @@ use crate::folder_template::FolderTemplate;
 use crate::folder_tokenizer;
 use crate::tokenizer_config::TokenizerConfig;
 
-/// Tokens that end what one side says in a conversation.
+/// Tokens that end a turn of a conversation.
 const TURN_ENDS: [&str; 5] =
     ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"];
-/// The numbers that a byte can be.
+/// Number of byte values.
 const BYTES: i64 = 256;
 
-/// Turns text into tokens, as the folder's tokenizer does in transformers.
+/// Tokenizer that matches the folder's tokenizer in transformers.
 #[derive(Debug)]
 pub(crate) struct Tokenizer {
     way: Way,
-    /// The token that ends a text, where the model has one.
+    /// End-of-text token, if the model has one.
     end: Option<i64>,
-    /// How conversations are written, where the folder says so.
+    /// Chat template, if the folder has one.
     template: Option<FolderTemplate>,
-    /// The token that the folder calls `eos_token`.
+    /// Token that the folder calls `eos_token`.
     named_end: Option<String>,
 }
 
@@ -34,20 +34,20 @@ enum Way {
     Words(Box<Words>),
 }
 
-/// Tokens of a vocabulary.
+/// Tokenizer with a vocabulary.
 #[derive(Debug)]
 struct Words {
-    /// Without a post-processor: what it puts around a text is in `around`, and places in the text stay whole.
+    /// Vocabulary without a post-processor: its tokens are in `around`, and positions refer to the text alone.
     vocabulary: Vocabulary,
     /// Special tokens before and after a whole text.
     around: [Vec<i64>; 2],
 }
 
-/// A token and its place in the text, in bytes.
+/// A token and its byte range in the text.
 pub(crate) type PlacedToken = (i64, Range<usize>);
 
 impl Tokenizer {
-    /// Opens the tokenizer of a model's folder; where it has none, tokens are bytes.
+    /// Opens the tokenizer of a model's folder; without one, tokens are bytes.
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         let told = TokenizerConfig::read(folder)?;
         let (vocabulary, class) = folder_tokenizer::read(folder, &told)?;
@@ -60,37 +60,37 @@ impl Tokenizer {
         Ok(Self { way, end: None, template, named_end })
     }
 
-    /// A token for each byte.
+    /// Makes a tokenizer with a token for each byte.
     pub(crate) fn bytes() -> Self {
         Self { way: Way::Bytes, end: None, template: None, named_end: None }
     }
 
-    /// The same with a token that ends a text.
+    /// Sets the end-of-text token.
     pub(crate) fn with_end(self, end: Option<i64>) -> Self {
         Self { end, ..self }
     }
 
-    /// Whether a text's bytes are its tokens.
+    /// Returns whether tokens are the bytes of a text.
     pub(crate) fn is_bytes(&self) -> bool {
         matches!(self.way, Way::Bytes)
     }
 
-    /// The token that ends a text, where there is one.
+    /// Returns the end-of-text token, if there is one.
     pub(crate) fn end(&self) -> Option<i64> {
         self.end
     }
 
-    /// How conversations are written, where the folder says so.
+    /// Returns the chat template, if the folder has one.
     pub(crate) fn template(&self) -> Option<&FolderTemplate> {
         self.template.as_ref()
     }
 
-    /// The token that the folder's tokenizer calls `eos_token`.
+    /// Returns the token that the folder's tokenizer calls `eos_token`.
     pub(crate) fn named_end(&self) -> Option<i64> {
         self.number(self.named_end.as_deref()?)
     }
 
-    /// Tokens that end an answer: the folder's own, and those with which its conversations end a turn.
+    /// Lists the tokens that end an answer: the folder's `eos_token`, and those that end a turn of its conversations.
     pub(crate) fn answer_ends(&self) -> Vec<i64> {
         let is_used = |token: &&str| self.template.as_ref().is_none_or(|own| own.mentions(token));
         let turns = TURN_ENDS.iter().filter(|token| is_used(token));
@@ -98,7 +98,7 @@ impl Tokenizer {
         self.named_end().into_iter().chain(turns).collect()
     }
 
-    /// Number of a token that is in the vocabulary as a whole.
+    /// Returns the number of a token that is in the vocabulary as a whole.
     pub(crate) fn number(&self, token: &str) -> Option<i64> {
         match &self.way {
             Way::Bytes => token.bytes().next().filter(|_| token.len() == 1).map(i64::from),
@@ -106,12 +106,12 @@ impl Tokenizer {
         }
     }
 
-    /// What stands between texts that follow on each other: the token that ends one, or a line break.
+    /// Returns the separator between consecutive texts: the end-of-text token, or a line break.
     pub(crate) fn separator(&self) -> Result<Vec<i64>> {
         self.end.map_or_else(|| self.encode_part(None, "\n"), |end| Ok(vec![end]))
     }
 
-    /// Special tokens that stand before and after every whole text.
+    /// Returns the special tokens before and after every whole text.
     pub(crate) fn around(&self) -> [&[i64]; 2] {
         match &self.way {
             Way::Bytes => [&[], &[]],
@@ -119,19 +119,19 @@ impl Tokenizer {
         }
     }
 
-    /// Tokens of a whole text, with the special ones around it.
+    /// Encodes a whole text, with the special tokens around it.
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<i64>> {
         let ([begin, end], tokens) = (self.around(), self.encode_part(None, text)?);
         Ok([begin, &tokens, end].concat())
     }
 
-    /// Tokens of a part of a text that follows on this letter, as they are in the whole text.
+    /// Encodes the part of a text that follows this character, as it is encoded within the whole text.
     pub(crate) fn encode_part(&self, before: Option<char>, text: &str) -> Result<Vec<i64>> {
         if let (Way::Words(_), Some(before)) = (&self.way, before) {
             let placed = self.encode_placed(&format!("{before}{text}"))?;
             let own = placed.iter().position(|(_, place)| place.end > before.len_utf8());
             let own = &placed[own.unwrap_or(placed.len())..];
-            // A token that reaches back is cut: the text before it has gone its way.
+            // A token that reaches back is split: the text before it is encoded already.
             if own.first().is_none_or(|(_, place)| place.start >= before.len_utf8()) {
                 return Ok(own.iter().map(|(token, _)| *token).collect());
             }
@@ -139,7 +139,7 @@ impl Tokenizer {
         Ok(self.encode_placed(text)?.into_iter().map(|(token, _)| token).collect())
     }
 
-    /// Tokens of a text with their places in it, and none around it.
+    /// Encodes a text with the position of each token, without special tokens around it.
     pub(crate) fn encode_placed(&self, text: &str) -> Result<Vec<PlacedToken>> {
         match &self.way {
             Way::Bytes => {
@@ -155,9 +155,9 @@ impl Tokenizer {
         }
     }
 
-    /// The text of these tokens; what is no text, such as a part of a letter, is shown as `�`.
+    /// Decodes tokens to text. Bytes that are not text, such as part of a character, become `�`.
     ///
-    /// A model may know numbers above those of its tokenizer, which stand for no text.
+    /// A model may have more tokens than its tokenizer; the additional ones stand for no text.
     pub(crate) fn decode(&self, tokens: &[i64]) -> Result<String> {
         match &self.way {
             Way::Bytes => {
@@ -172,7 +172,7 @@ impl Tokenizer {
         }
     }
 
-    /// How many tokens a model must know: one more than the largest number.
+    /// Returns the number of tokens that a model needs: one more than the largest number.
     pub(crate) fn vocabulary(&self) -> i64 {
         match &self.way {
             Way::Bytes => BYTES,
@@ -183,7 +183,7 @@ impl Tokenizer {
         }
     }
 
-    /// Makes sure that a model knows all tokens.
+    /// Checks that a model has all tokens.
     pub(crate) fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
         let whose = match self.is_bytes() {
@@ -199,10 +199,9 @@ impl Tokenizer {
 }
 
 impl Words {
-    /// Takes the vocabulary's settings apart that are not wanted everywhere.
+    /// Separates a vocabulary from settings that do not apply to every text.
     fn new(mut vocabulary: Vocabulary) -> Result<Self> {
-        // Whoever cuts or pads sequences does so knowing their lengths: a tokenizer's own settings for
-        // that would do it unseen.
+        // Callers cut and pad sequences themselves, and need their true lengths.
         vocabulary.with_padding(None);
         vocabulary.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
         let around = tokens_around(&vocabulary)?;
@@ -211,7 +210,7 @@ impl Words {
     }
 }
 
-/// Special tokens that a vocabulary's post-processor puts before and after a text.
+/// Returns the special tokens that a vocabulary's post-processor puts before and after a text.
 fn tokens_around(vocabulary: &Vocabulary) -> Result<[Vec<i64>; 2]> {
     let Some(processor) = vocabulary.get_post_processor() else { return Ok([vec![], vec![]]) };
     let text = Encoding::from_tokens(vec![Token::new(0, String::new(), (0, 0))], 0);

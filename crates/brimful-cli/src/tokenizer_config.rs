@@ -1,4 +1,4 @@
-//! A folder's settings of its tokenizer: tokenizer_config.json and, as older folders have it, special_tokens_map.json.
+//! Settings of a folder's tokenizer: tokenizer_config.json and, in older folders, special_tokens_map.json.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,15 +9,15 @@ use serde_json::Value;
 use crate::files::text_of;
 
 const FILE: &str = "tokenizer_config.json";
-/// Read where tokenizer_config.json has no `added_tokens_decoder`.
+/// Read if tokenizer_config.json has no `added_tokens_decoder`.
 const OLDER_FILE: &str = "special_tokens_map.json";
-/// Lists of special tokens that have no name, by their newer and their older name.
+/// Keys of the lists of special tokens without names, the newer key first.
 const UNNAMED: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
 
 /// Settings of a folder's tokenizer.
 #[derive(Debug)]
 pub(crate) struct TokenizerConfig {
-    /// Where they stand.
+    /// Path of the settings.
     pub(crate) path: PathBuf,
     told: Value,
 }
@@ -38,33 +38,33 @@ impl TokenizerConfig {
         Ok(Self { path, told })
     }
 
-    /// The setting of this name, or null.
+    /// Returns the setting of this name, or null.
     pub(crate) fn get(&self, key: &str) -> &Value {
         &self.told[key]
     }
 
-    /// Tokens by name, such as `bos_token`; `usual` are those of the tokenizer's class where the folder is silent.
+    /// Returns tokens by name, such as `bos_token`; `usual` are the defaults of the tokenizer's class.
     pub(crate) fn named_tokens(&self, usual: &[(&str, &str)]) -> BTreeMap<String, String> {
         let usual = usual.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
         let mut tokens: BTreeMap<_, _> = usual.collect();
         for (name, token) in self.told.as_object().into_iter().flatten() {
             match token_text(token).filter(|_| name.ends_with("_token")) {
                 Some(text) => tokens.insert(name.clone(), text),
-                // A null takes a class's own token away.
+                // A null removes the class's own token.
                 None => tokens.remove(name),
             };
         }
         tokens
     }
 
-    /// Special tokens without a name.
+    /// Lists the special tokens without names.
     pub(crate) fn unnamed_tokens(&self) -> Vec<String> {
         let listed = UNNAMED.iter().find_map(|key| self.told[*key].as_array());
         listed.into_iter().flatten().filter_map(token_text).collect()
     }
 }
 
-/// A file's JSON, or null where there is none.
+/// Parses a JSON file; null if there is none.
 pub(crate) fn json_of(path: &Path) -> Result<Value> {
     if !path.is_file() {
         return Ok(Value::Null);
@@ -72,7 +72,7 @@ pub(crate) fn json_of(path: &Path) -> Result<Value> {
     serde_json::from_str(&text_of(path)?).with_context(|| format!("{} is no JSON", path.display()))
 }
 
-/// A token stands there as text, or with how it is found in texts.
+/// Returns the text of a token, given as a string or as an object with its content.
 fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
 }

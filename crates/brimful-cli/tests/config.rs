@@ -1,4 +1,4 @@
-//! Flags from a TOML file: what it gives, what overrules it, and what is refused with its line.
+//! Flags from a TOML file: their effect, precedence, and errors with line numbers.
 
 mod program;
 
@@ -9,14 +9,14 @@ use predicates::prelude::*;
 use program::{complains, folder, lines, run};
 use serde_json::Value;
 
-/// A file of this text in a folder of its own.
+/// Writes a file with this text in a folder of its own.
 fn config(name: &str, text: &str) -> PathBuf {
     let path = folder(name).join("run.toml");
     fs::write(&path, text).expect("written");
     path
 }
 
-/// The last line of JSON that the command prints.
+/// Returns the last line of JSON that the command prints.
 fn last(path: &Path, arguments: &str) -> Value {
     lines(&format!("{arguments} --config {}", path.display())).pop().expect("a line")
 }
@@ -55,7 +55,7 @@ fn the_command_line_overrules_the_file() {
     let path = config("config-overruled", RUN);
     let epoch = last(&path, "train --epochs 1 --micro-batch 32");
     assert_eq!((&epoch["epoch"], &epoch["micro_batch_size"]), (&1.into(), &32.into()));
-    // Neither can stand beside the other, so the file's goes.
+    // The two flags conflict, so the file's one is left out.
     let epoch = last(&path, "train --epochs 1 --micro-batches 8");
     assert_eq!(epoch["micro_batch_size"], 180);
     let rows = &last(&path, "plan --schedule 1f1b -m 8")["rows"];
@@ -68,7 +68,7 @@ fn a_switch_of_the_file_is_turned_off_by_the_command_line() {
     let plan = |word: &str| run(&format!("plan {word} --config {}", path.display()));
     let table = plan("--json=false").success();
     table.stdout(predicate::str::contains("makespan").and(predicate::str::contains("{").not()));
-    // With a switch of the same name elsewhere, or none at all, it is what it always was.
+    // If there is no switch of this name, the meaning of the word does not change.
     plan("--no-replay=false").success();
     plan("--stages=false").code(2);
     plan("--nothing=false").code(2);

@@ -1,4 +1,4 @@
-//! `brimful evaluate`: the figures of a model on data.
+//! `brimful evaluate`: metrics of a model on data.
 
 mod program;
 
@@ -14,12 +14,12 @@ fn number(line: &Value, key: &str) -> f64 {
     line[key].as_f64().unwrap_or_else(|| panic!("{key} of {line}"))
 }
 
-/// The figures of an evaluation.
+/// Returns the metrics of an evaluation.
 fn evaluated(arguments: &str) -> Value {
     lines(&format!("evaluate --device cpu --json {arguments}")).remove(0)
 }
 
-/// The test of a training's last epoch.
+/// Returns the test of a training's last epoch.
 fn trained(arguments: &str) -> Value {
     let train = format!("train --device cpu --json {arguments}");
     lines(&train).into_iter().rfind(|line| line["test_loss"].is_f64()).expect("an epoch")

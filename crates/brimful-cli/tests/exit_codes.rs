@@ -1,4 +1,4 @@
-//! Every exit code that `--help` documents, and every command: code, and what it says.
+//! Exit codes documented in `--help`, and every command: code and message.
 
 mod program;
 
@@ -6,7 +6,7 @@ use predicates::prelude::*;
 use program::{complains, folder, like, lines, refused, run};
 use serde_json::Value;
 
-/// What a command ends with, and what it says then.
+/// Asserts a command's exit code and message.
 fn ends(arguments: &str, code: i32, says: &str) {
     match code {
         0 => run(arguments).success().stdout(predicate::str::contains(says)),
@@ -34,7 +34,7 @@ fn doctor_speaks_json() {
     let loaded = report["loaded"].as_array().expect("a list");
     let is_there = |path: &Value| std::path::Path::new(path.as_str().expect("a path")).is_file();
     assert!(loaded.iter().all(is_there), "{loaded:?}");
-    // As the system names it, behind all links.
+    // The system reports the path behind all links.
     let library = report["library"].as_str().expect("a path");
     let library = std::fs::canonicalize(library).expect("it is there").display().to_string();
     assert!(loaded.contains(&Value::String(library)), "{loaded:?}");

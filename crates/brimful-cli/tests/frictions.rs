@@ -1,4 +1,4 @@
-//! What used to hold a new user up: refused early, in the user's words, with what helps.
+//! Mistakes of new users, which are refused early, in the user's words and with a remedy.
 
 mod program;
 
@@ -10,7 +10,7 @@ use std::process::Stdio;
 use predicates::prelude::*;
 use program::{brimful, folder, like, names, process, refused, run, stderr, stdout};
 
-/// What a command that succeeds says on both streams.
+/// Returns the output of a successful command on both streams.
 fn said(arguments: &str) -> String {
     let run = run(arguments).success();
     stdout(&run) + &stderr(&run)
@@ -26,7 +26,7 @@ fn outputs_that_overwrite_inputs_or_each_other_are_refused_before_the_start() {
     let [a, text, config] = ["a", "text", "run.toml"].map(|name| shown(&folder.join(name)));
     fs::write(&text, "a text that stays").expect("written");
     fs::write(&config, "[train]\nepochs = 1\n").expect("written");
-    // The same file under another name.
+    // Another path to one of the files.
     let again = shown(&folder.join("..").join("overwrite").join("a"));
     for (arguments, says) in [
         (format!("train --save {a} --report {again}"), "--save and --report both write"),
@@ -76,7 +76,7 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
                 "train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}"
             );
             let run = run(&train).code(3);
-            // One sample needs a little more than these: only those that say so are known.
+            // One sample needs a little more than these limits; only the asserted combinations are certain.
             let is_told =
                 predicate::str::contains(words).and(predicate::str::contains("; try --").not());
             let is_known = limit != "3200kB" || size == "--micro-batch 32";
@@ -128,7 +128,7 @@ fn data_that_a_model_does_not_take_is_told_with_all_that_it_does() {
 
 #[test]
 fn the_picture_is_of_the_best_plan_and_says_how_long_its_backwards_are() {
-    // Without its progress, which a busy machine is told of.
+    // Excludes the progress lines, which appear on a busy machine.
     let text = stdout(&run("plan -s 2 -m 4").success());
     let best = text.lines().nth(1).and_then(|line| line.split(' ').next()).expect("a row");
     assert!(text.contains(&format!("\n{best}, a tick for each action")), "{text}");
@@ -225,7 +225,7 @@ fn data_that_cannot_be_trained_on_leaves_no_file() {
 #[test]
 fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
     for (flags, says) in [
-        // Neither a stage nor the host is a remedy where the largest layer does not fit.
+        // If the largest layer does not fit, neither stages nor the host are a remedy.
         ("500kB", "or take --dtype bf16"),
         ("1000kB -s 2", "compute activations again by --recompute always, or take --dtype bf16"),
         (
@@ -303,7 +303,7 @@ fn a_log_is_written_by_one_run_at_a_time() {
     );
 }
 
-/// The file itself is another one after every save, so one beside it says who writes.
+/// Every save replaces the file, so a file beside it is locked.
 #[test]
 fn a_place_is_saved_to_by_one_run_at_a_time() {
     let folder = folder("one-save");
@@ -315,7 +315,7 @@ fn a_place_is_saved_to_by_one_run_at_a_time() {
     let words = format!("--save {file}: another program writes it now: name another file");
     refused(&train, 1, &words);
     assert_eq!(names(&folder), [".run.safetensors.lock"], "what another run has stays");
-    // As a run leaves it that was killed.
+    // The state that a killed run leaves.
     drop(first);
     said(&train);
     assert_eq!(names(&folder), ["run.safetensors"]);

@@ -1,4 +1,4 @@
-//! Files that cannot be written: a clear line, nothing left behind, the documented code.
+//! Files that cannot be written: a clear line, nothing left behind, and the documented exit code.
 
 mod program;
 
@@ -25,7 +25,7 @@ fn a_device_is_written_to_and_stays_one() {
     drawn.stdout(predicate::str::starts_with("<svg"));
 }
 
-/// Runs a line of shell in which `$0` is the program.
+/// Runs a shell line with the program as `$0`.
 fn shell(line: &str) -> (Option<i32>, String) {
     let program = env!("CARGO_BIN_EXE_brimful");
     let output = Process::new("sh").args(["-c", line, program]).output().expect("a shell");
@@ -41,7 +41,7 @@ fn results_that_cannot_be_written_are_no_success() {
     assert_eq!(shell("exec \"$0\" --help > /dev/full").0, Some(1));
 }
 
-/// What `ulimit -f` does is what a full disk does: the write that crosses the line fails.
+/// `ulimit -f` acts like a full disk: the write beyond the limit fails.
 #[test]
 fn a_model_that_outgrows_the_disk_leaves_the_old_file() {
     let folder = folder("full-disk");
@@ -67,7 +67,7 @@ fn a_folder_that_cannot_be_written_is_refused_before_the_first_step() {
     run(train).code(1).stderr(like(says));
 }
 
-/// What is written while the next step runs is written to its end, even where that step fails.
+/// A file being written during the next step is completed, even if that step fails.
 #[test]
 fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     let folder = folder("broken-off");
@@ -80,7 +80,7 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     assert_eq!((told["epoch"].as_str(), told["step"].as_str()), ("0", "1"));
 }
 
-/// A model that no disk has room for is refused before it is built, for which no memory has room either.
+/// A model too large for any disk is refused before it is built; it is too large for any memory as well.
 #[test]
 fn a_disk_without_room_is_refused_before_the_first_step() {
     let folder = folder("no-room");
@@ -115,7 +115,7 @@ fn a_disk_without_room_is_refused_before_the_first_step() {
 fn a_log_that_outgrows_the_disk_ends_with_a_whole_line_and_the_run_goes_on() {
     let folder = folder("full-disk-log");
     let (log, events) = (folder.join("steps.csv"), folder.join("events"));
-    // Two blocks of 512 bytes hold some of the lines.
+    // Two blocks of 512 bytes hold only some of the lines.
     let line = format!(
         "ulimit -f 2; exec \"$0\" train --epochs 1 --batch-size 32 --device cpu --log {} --events {}",
         log.display(),

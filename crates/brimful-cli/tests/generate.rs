@@ -1,4 +1,4 @@
-//! `brimful generate`: text by a language model that was trained before, of a file or of a folder.
+//! `brimful generate`: text from a trained language model, in a file or a folder.
 
 mod program;
 
@@ -21,7 +21,7 @@ fn the_same_choice_makes_the_same_text() {
     let text = program::text(&folder);
     let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8";
     run(&format!("{train} --data {text} --save {weights}")).success();
-    // Longer than the model's context of 64.
+    // Longer than the model's context of 64 tokens.
     let greedy = generated(&weights, "--tokens 80 --temperature 0");
     assert!(greedy.starts_with("A stage ") && greedy.ends_with('\n'), "{greedy}");
     assert!(greedy.chars().count() > 40, "{greedy}");
@@ -40,7 +40,7 @@ fn the_same_choice_makes_the_same_text() {
     }
 }
 
-/// A folder with a config.json alone, of the tiny Llama that comes with the repository.
+/// Makes a folder with only the config.json of the repository's tiny Llama.
 fn tiny_llama(folder: &Path) -> String {
     let tiny = folder.join("tiny");
     fs::create_dir_all(&tiny).expect("a folder");
@@ -50,7 +50,7 @@ fn tiny_llama(folder: &Path) -> String {
     tiny.display().to_string()
 }
 
-/// Trains a folder's model on the text for two steps, or as many as are asked for.
+/// Trains a folder's model on the text, for two steps or as many as requested.
 fn tune(folder: &Path, model: &str, save: &str, more: &str) -> String {
     let saved = folder.join(save).display().to_string();
     let text = program::text(folder);
@@ -60,7 +60,7 @@ fn tune(folder: &Path, model: &str, save: &str, more: &str) -> String {
     saved
 }
 
-/// The folder of a model that was trained from nothing, and one of its best beside it.
+/// Folder of a model trained from scratch, with its best version beside it.
 static BASE: LazyLock<String> = LazyLock::new(|| {
     let folder = folder("generate-base");
     tune(&folder, &tiny_llama(&folder), "base", "--from-scratch --keep best")
@@ -107,7 +107,7 @@ fn a_run_with_a_folders_model_goes_on_from_its_file() {
     assert_eq!(fs::read(whole).expect("read"), fs::read(rest).expect("read"));
 }
 
-/// A file of conversations whose answers are of unlike length.
+/// Writes a file of conversations with answers of different lengths.
 fn conversations(folder: &Path) -> String {
     let path = folder.join("chat.jsonl");
     let line = |number: usize| {
@@ -191,7 +191,7 @@ fn folders_that_do_not_do_are_wrong_use() {
     }
 }
 
-/// A model may know more numbers than its tokenizer, as those whose vocabulary is padded do.
+/// A model may have more tokens than its tokenizer, for instance with a padded vocabulary.
 #[test]
 fn numbers_that_the_tokenizer_does_not_know_are_never_written() {
     let model = folder("generate-padded");
@@ -227,7 +227,7 @@ fn a_folder_says_how_its_model_writes_and_where_it_ends() {
         .stderr(like("generation_config.json's repetition_penalty 1.05 is not applied"));
     told(r#"{"do_sample": true, "top_k": 1}"#);
     run(&generate).success().stdout(likeliest.clone()).stderr("");
-    // The byte that comes first ends the text, as one of several.
+    // The first byte generated ends the text, as one of several end tokens.
     let first = likeliest.as_bytes()[1];
     told(&format!(r#"{{"do_sample": false, "eos_token_id": [255, {first}]}}"#));
     run(&generate).success().stdout("x\n");

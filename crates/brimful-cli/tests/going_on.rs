@@ -1,4 +1,4 @@
-//! Runs of folders that go on, and adapters that are trained on.
+//! Resumed runs of folders, and adapters that are trained further.
 
 mod program;
 
@@ -16,7 +16,7 @@ const RUN: &str = "brimful_run.safetensors";
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
 const LINE: &str = "--data text --sequence 16 --batch-size 4 --micro-batch 2";
 
-/// A folder with a text, and a model of random weights in `base`.
+/// Makes a folder with a text, and a model of random weights in `base`.
 fn with_base(name: &str) -> PathBuf {
     let folder = folder(name);
     program::text(&folder);
@@ -25,7 +25,7 @@ fn with_base(name: &str) -> PathBuf {
     folder
 }
 
-/// Waits until a run has saved to this place, asks it to stop, and gives the command that it says.
+/// Waits until a run has saved here, interrupts it, and returns the command that it prints for resuming.
 fn stop(mut run: Child, saved: &Path) -> String {
     while !saved.exists() {
         sleep(Duration::from_millis(5));
@@ -40,7 +40,7 @@ fn stop(mut run: Child, saved: &Path) -> String {
     format!("train --resume {}", command.expect(&told).1)
 }
 
-/// All files of a folder.
+/// Returns the content of all files in a folder.
 fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let read = |name: String| (name.clone(), fs::read(folder.join(name)).expect("read"));
     names(folder).into_iter().map(read).collect()
@@ -65,7 +65,7 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
         let [whole, rest] = [format!("whole-{name}"), name.to_owned()];
         assert_eq!(contents(&folder.join(whole)), contents(&folder.join(rest)), "{name}");
     }
-    // What is done cannot go on, and says what it is for.
+    // A finished run cannot resume, and the error says what the folder is for.
     run_in(&folder, "train --resume adapter")
         .code(1)
         .stderr(like("without brimful_run.safetensors"));
@@ -76,7 +76,7 @@ fn an_adapter_is_trained_on() {
     let folder = with_base("trained-on");
     let line = format!("{LINE} --model base --max-steps 1");
     train_in(&folder, &format!("{line} --lora 2:6 --learning-rate 0.1 --save first")).success();
-    // Nothing is learnt, so that it is what it was.
+    // Without learning, the adapter stays the same.
     train_in(&folder, &format!("{line} --adapter first --learning-rate 0 --save second")).success();
     let weights = |name: &str| {
         fs::read(folder.join(name).join("adapter_model.safetensors")).expect("weights")

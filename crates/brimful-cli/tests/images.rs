@@ -1,4 +1,4 @@
-//! Folders of images, a subfolder a class: trained on, tested, predicted; and those that do not do.
+//! Folders of images with one subfolder per class: training, tests, predictions, and invalid folders.
 
 mod program;
 
@@ -8,7 +8,7 @@ use std::path::Path;
 use predicates::prelude::*;
 use program::{complains, folder, json_lines, lines, refused, run, stderr};
 
-/// Images of a class: warm or cold, with a grain of their own each.
+/// Writes images of a class: warm or cold colours, each with its own grain.
 fn fill(class: &Path, count: u32, warm: bool) {
     fs::create_dir_all(class).expect("a folder");
     for number in 0..count {
@@ -26,7 +26,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
         fill(&data.join(class), 30, warm);
     }
     fs::write(data.join("warm/notes.txt"), "no image").expect("written");
-    // Broken from the start, and broken in the middle.
+    // One file is broken from the start, the other truncated.
     fs::write(data.join("warm/000.jpg"), "no image").expect("written");
     let whole = fs::read(data.join("cold/001.jpg")).expect("an image");
     fs::write(data.join("cold/001.jpg"), &whole[..whole.len() - 20]).expect("written");
@@ -69,19 +69,19 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     }
 }
 
-/// The names that are answered, and the files.
+/// Returns the predicted names, with their files.
 fn named(arguments: &str) -> Vec<(String, String)> {
     let text = |answer: &serde_json::Value, key: &str| answer[key].as_str().expect(key).to_owned();
     let answers = lines(&format!("predict --device cpu --json {arguments}"));
     answers.iter().map(|answer| (text(answer, "file"), text(answer, "name"))).collect()
 }
 
-/// All of a labelled folder: what cannot be read is missing, and the others keep their numbers.
+/// Predicts a whole labelled folder: unreadable images are missing, and the others keep their numbers.
 fn assert_all_are_answered(saved: &str, data: &str) {
     let predict = format!("predict --device cpu --weights {saved} --data {data}");
     let answers = lines(&format!("{predict} --json"));
     let indices: Vec<_> = answers.iter().filter_map(|answer| answer["index"].as_u64()).collect();
-    // The second of the one class, the first of the other.
+    // The second image of the one class, the first of the other.
     assert!(indices.into_iter().eq((0..61).filter(|index| ![1, 30].contains(index))));
     for answer in &answers {
         let [class, target] = ["class", "target"].map(|key| answer[key].as_i64().expect(key));
@@ -93,7 +93,7 @@ fn assert_all_are_answered(saved: &str, data: &str) {
     }
     let said = predicate::str::contains("59 of 59 are right: 100.0 %");
     run(&predict).success().stdout(said.and(predicate::str::contains("warm/002.jpg  class   1")));
-    // Some of the classes alone.
+    // A folder with only some of the classes.
     let one = format!("{data}-one");
     fill(&Path::new(&one).join("warm"), 3, true);
     let answers = lines(&format!("predict --device cpu --weights {saved} --data {one} --json"));
@@ -101,7 +101,7 @@ fn assert_all_are_answered(saved: &str, data: &str) {
     assert_eq!(targets, [Some(1); 3]);
 }
 
-/// One image, several, and a folder without classes.
+/// Predicts one image, several, and a folder without classes.
 fn assert_new_images_are_answered(saved: &str, data: &str) {
     let [cold, warm] = ["cold/003.png", "warm/004.jpg"].map(|name| format!("{data}/{name}"));
     let weights = format!("--weights {saved} --data");

@@ -1,4 +1,4 @@
-//! A run that is killed or told to stop goes on, as if nothing had been, to the same file.
+//! A killed or interrupted run resumes and ends with the same file as an uninterrupted one.
 
 mod program;
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use program::{folder, names, saved, start_in, text};
 
-/// A training of a model with dropout, in a folder of its own.
+/// Training of a model with dropout, in a folder of its own.
 struct Training {
     folder: PathBuf,
     more: &'static str,
@@ -34,7 +34,8 @@ impl Training {
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     }
 
-    /// A run that has saved its first epoch and is somewhere after it, perhaps while it writes.
+    /// Starts a run and waits for its first save. The run is then somewhere after its first epoch, and may be
+    /// writing.
     fn begun(&self, file: &str) -> Child {
         let run = self.start(file, false);
         while !self.folder.join(file).exists() {
@@ -44,7 +45,7 @@ impl Training {
         run
     }
 
-    /// Dropout, Adam's moments and the order of the samples have all come back.
+    /// Compares all that is saved: dropout, Adam's moments and the order of the samples were restored.
     fn compare(&self, file: &str, other: &str) {
         assert_eq!(saved(self.folder.join(file)), saved(self.folder.join(other)));
     }

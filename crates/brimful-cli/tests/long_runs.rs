@@ -1,5 +1,5 @@
-//! What longer runs need: weights to begin with, tests and saves by the step, an early end, and files
-//! that do not depend on how often the run was killed.
+//! Features of longer runs: initial weights, tests and saves at given steps, early stopping, and files that do not
+//! depend on how often the run was killed.
 
 mod program;
 
@@ -19,7 +19,7 @@ fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
     program::json_lines(&train(folder, &format!("{line} --json")).success())
 }
 
-/// The model of a saved run.
+/// Returns the model of a saved run.
 fn model(path: &Path) -> BTreeMap<String, Tensor> {
     let (tensors, _) = saved(path);
     tensors.into_iter().filter(|(name, _)| !name.starts_with("optimizer.")).collect()
@@ -37,7 +37,7 @@ fn distance(one: &Path, other: &Path) -> f64 {
 fn a_run_tests_by_the_step_and_ends_with_its_last_one() {
     let folder = folder("by-the-step");
     let lines = json_lines(&folder, "--batch-size 64 --max-steps 30 --eval-every 20");
-    // 23 steps an epoch: a test after 20, the epoch, and a last test after 30.
+    // An epoch has 23 steps: a test after 20, one at the end of the epoch, and a last one after 30.
     let steps: Vec<_> = lines.iter().map(|line| line["step"].as_u64()).collect();
     assert_eq!(steps, [Some(20), None, Some(30)]);
     assert_eq!(lines[1]["epoch"], 1);
@@ -127,14 +127,14 @@ fn a_run_goes_on_with_its_own_flags_and_those_that_are_given_besides() {
     train(&folder, &format!("{line} --max-steps 2 --keep best --save a")).code(2);
     fs::remove_file(folder.join("log.csv")).expect("removed");
     train(&folder, &format!("{line} --max-steps 2 --keep best --save a")).success();
-    // Alone, it has nothing left to do.
+    // Without more steps, nothing is left to do.
     train(&folder, "--resume a").success().stderr(predicate::str::contains("nothing to do"));
     train(&folder, "--resume a --max-steps 4").success();
     assert_eq!(saved(folder.join("a")), saved(folder.join("whole")));
     assert_eq!(saved(folder.join("a.best")), saved(folder.join("whole.best")));
     let log = fs::read_to_string(folder.join("log.csv")).expect("a log");
     assert_eq!(log.lines().filter(|line| !line.contains(",,,,")).count(), 5, "{log}");
-    // The best one is of the same run, which goes on in its own place.
+    // The best file belongs to the same run, which continues to save at its own path.
     train(&folder, "--resume a.best --max-steps 5").success();
     assert_eq!(names(&folder), ["a", "a.best", "log.csv", "whole", "whole.best"]);
     let words = "it was made with --clip-norm 1, no --ema, but this run has --clip-norm 2, --ema 0.9: say the same";
@@ -167,18 +167,18 @@ fn data_that_were_moved_are_the_same_and_others_are_not() {
 #[test]
 fn steps_that_are_asked_for_are_all_done() {
     let folder = folder("steps");
-    // 12 steps an epoch: ten epochs have 120.
+    // An epoch has 12 steps: ten epochs have 120.
     let lines = json_lines(&folder, "--max-steps 125 --save a");
     assert_eq!(lines.last().expect("a line")["step"], 125);
     train(&folder, "--max-steps 3 --epochs 2").code(2);
 }
 
-/// All that the program has for a longer run at once.
+/// All features for longer runs at once.
 const LONG: &str = "--batch-size 32 --max-steps 200 --clip-norm 1 --warmup 20 \
                     --ema 0.9 --accumulate 2 --eval-every 50 --save-every 20 --keep 3 \
                     --learning-rate-decay cosine";
 
-/// On the device, and on the host, where the optimizer works beside the next step.
+/// On the device, and offloaded, where the optimizer updates weights during the next step.
 const ON_THE_DEVICE: &str = "--micro-batch 8";
 const AT_HOME: &str = "--offload all --micro-batches 4";
 
@@ -200,7 +200,7 @@ impl LongRun {
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     }
 
-    /// The log without what depends on time.
+    /// Returns the log without the columns that depend on time.
     fn log(&self) -> Vec<String> {
         let text = fs::read_to_string(self.folder.join("log.csv")).expect("a log");
         let column = |number: &usize| ![4, 5].contains(number);
@@ -232,7 +232,7 @@ fn check_killed(name: &str, place: &'static str) {
         while !file.exists() {
             sleep(Duration::from_millis(2));
         }
-        // Somewhere: the process number is as good as any.
+        // Kills at an arbitrary time, derived from the process number.
         sleep(Duration::from_millis(u64::from((run.id() * 37) % 400)));
         run.kill().expect("killed");
         run.wait().expect("gone");
@@ -243,12 +243,12 @@ fn check_killed(name: &str, place: &'static str) {
         "log.csv",
         "m.safetensors",
         "m.step-180.safetensors",
-        // The end of an epoch.
+        // Saved at the end of an epoch.
         "m.step-184.safetensors",
         "m.step-200.safetensors",
     ];
     assert_eq!(names(&whole.folder), expected);
-    // What was being written at a kill may be left beside them, under another name.
+    // A file that was being written at a kill may remain under another name.
     let left = names(&killed.folder).into_iter().filter(|name| !name.starts_with('.'));
     assert_eq!(left.collect::<Vec<_>>(), expected);
     for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {

@@ -1,14 +1,14 @@
-//! A memory limit is kept however a run begins.
+//! A memory limit holds however a run begins.
 
 mod program;
 
 use program::{brimful, folder};
 
-/// Whether each limit is enough for a run that begins anew, and for one that goes on.
+/// Returns whether each limit suffices for a new run, and for a resumed one.
 fn enough(name: &str, limits: &[&str], more: &str) -> Vec<(bool, bool)> {
     let saved = folder(name).join("run.safetensors").display().to_string();
     let train = |flags: String| {
-        // Else what does not fit would live on the host.
+        // Without this, a model that does not fit would be offloaded.
         let line = format!("train --device cpu --micro-batch 16 --offload none {more} {flags}");
         brimful().args(line.split_whitespace()).ok().is_ok()
     };
@@ -22,14 +22,14 @@ fn enough(name: &str, limits: &[&str], more: &str) -> Vec<(bool, bool)> {
 
 #[test]
 fn a_limit_that_is_too_small_from_the_start_is_too_small_after_a_resume() {
-    // Adam's state is what does not fit in the smaller ones.
+    // Adam's state does not fit in the smaller limits.
     let enough = enough("resume-whole", &["2100kB", "2600kB", "3200kB", "8MB"], "");
     assert_eq!(enough, [(false, false), (false, false), (false, false), (true, true)]);
 }
 
 #[test]
 fn so_it_is_in_stages() {
-    // None near what a stage needs: where the model is cut is measured, and may be elsewhere next time.
+    // No limit is close to what a stage needs: the cut is measured, and may differ between runs.
     let enough = enough("resume-stages", &["1200kB", "2100kB", "8MB"], "--stages 2");
     assert_eq!(enough, [(false, false), (false, false), (true, true)]);
 }

@@ -1,9 +1,9 @@
-//! Folders whose config.json or adapter_config.json somebody has changed: taken, or refused in one clear line, within 2 GB.
+//! Folders with a mutated config.json or adapter_config.json: accepted, or refused in one clear line, within 2 GB.
 //!
 //! | variable | what it sets |
 //! | --- | --- |
-//! | `BRIMFUL_FUZZ_CASES` | how many changes (200) |
-//! | `BRIMFUL_FUZZ_SEED` | the first one's seed (0) |
+//! | `BRIMFUL_FUZZ_CASES` | number of mutations (200) |
+//! | `BRIMFUL_FUZZ_SEED` | seed of the first one (0) |
 
 mod program;
 
@@ -14,15 +14,15 @@ use std::process::{Command, Output};
 use program::{complains, folder, run, text};
 use serde_json::{Map, Value, json};
 
-/// KiB that a process may take for itself.
+/// Memory limit of a process in KiB.
 const MOST: &str = "2097152";
-/// Values that are drawn.
+/// Values for the mutated fields.
 const VALUES: &str = r#"[null, true, false, "", "text", "none", -1, 0, 1, 2, 3, 7, 64, 0.5, 1.5, -0.1, 1e-300, 1e300,
     10000, 1000000, 16777216, 1000000000000, 4611686018427387904, -9223372036854775808, 18446744073709551615,
     [], [1], ["q_proj"], [null], {}, {"factor": 2}, {"rope_type": "linear", "factor": 0},
     {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
      "original_max_position_embeddings": 1e30}, {"q_proj": 2}, {".*": -1}, {"(": 3}, ".*", "(a*)*b", "all-linear"]"#;
-/// Fields that the files may have besides their own.
+/// Fields that the files may have in addition to their own.
 const MORE: [&str; 14] = [
     "rope_scaling",
     "rope_parameters",
@@ -40,20 +40,20 @@ const MORE: [&str; 14] = [
     "exclude_modules",
 ];
 
-/// The tiny Llama that comes with the repository.
+/// Returns the config of the repository's tiny Llama.
 fn llama() -> String {
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
     fs::read_to_string(examples.join("tiny-llama/config.json")).expect("read")
 }
 
-/// A tiny GPT-2.
+/// Returns the config of a tiny GPT-2.
 fn gpt2() -> String {
     json!({ "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256,
         "activation_function": "gelu_new", "n_inner": null, "resid_pdrop": 0.1 })
     .to_string()
 }
 
-/// A small sequence of numbers that look drawn (splitmix64).
+/// Pseudo-random sequence (splitmix64).
 struct Draws(u64);
 
 impl Draws {
@@ -66,7 +66,7 @@ impl Draws {
     }
 }
 
-/// A model's folder, and that of an adapter to it.
+/// Folder of a model, and folder of an adapter for it.
 struct Tuned {
     model: PathBuf,
     adapter: PathBuf,
@@ -81,7 +81,7 @@ fn folders_with_changed_configs_are_taken_or_refused_in_one_line_within_2_gb() {
     let first = number("BRIMFUL_FUZZ_SEED", 0);
     let seeds = first..first + number("BRIMFUL_FUZZ_CASES", 200);
     let taken = seeds.clone().filter(|seed| is_taken(&tuned, &values, *seed)).count();
-    // Else what is changed is not what the program goes by.
+    // If all or none were accepted, the mutations would not reach the fields that the program reads.
     assert!((1..seeds.count()).contains(&taken), "{taken} were taken");
 }
 
@@ -94,7 +94,7 @@ fn an_adapter_of_another_model_is_refused_by_name() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains("target_modules means no layer of this model"), "{said}");
-    // What is no model says what it is.
+    // The error says what a folder is that is not a model.
     let line = format!("generate --device cpu --model {}", llama.adapter.display());
     complains(&line, 2, "holds what LoRA has added to a model, not a model");
 }
@@ -104,7 +104,7 @@ fn number(variable: &str, usual: u64) -> u64 {
     given.map_or(usual, |text| text.parse().expect("a whole number"))
 }
 
-/// Makes a model from nothing, and an adapter to it.
+/// Makes a model from scratch, and an adapter for it.
 fn tuned(folder: &Path, config: &str) -> Tuned {
     let begun = folder.join("begun");
     fs::create_dir_all(&begun).expect("a folder");
@@ -118,7 +118,7 @@ fn tuned(folder: &Path, config: &str) -> Tuned {
     Tuned { model, adapter }
 }
 
-/// Changes a file, lets the program read it, and puts it back; what is refused is refused in one line.
+/// Mutates a file, lets the program read it, and restores it. Asserts that a refusal is one line.
 fn is_taken(tuned: &[Tuned; 2], values: &[Value], seed: u64) -> bool {
     let mut draws = Draws(seed);
     let Tuned { model, adapter } = &tuned[draws.below(2)];
@@ -135,7 +135,7 @@ fn is_taken(tuned: &[Tuned; 2], values: &[Value], seed: u64) -> bool {
     let code = output.status.code();
     let is_told = match code {
         Some(0) => true,
-        // Failed, wrong use, or too large.
+        // Failure, wrong use, or out of memory.
         Some(1..=3) => said.starts_with("brimful: ") && said.trim_end().lines().count() == 1,
         _ => false,
     };
@@ -143,7 +143,7 @@ fn is_taken(tuned: &[Tuned; 2], values: &[Value], seed: u64) -> bool {
     code == Some(0)
 }
 
-/// A file with one to three changes.
+/// Returns a file with one to three mutations.
 fn changed(text: &str, values: &[Value], draws: &mut Draws) -> String {
     let mut config: Map<String, Value> = serde_json::from_str(text).expect("an object");
     for _ in 0..=draws.below(3) {
@@ -156,7 +156,7 @@ fn changed(text: &str, values: &[Value], draws: &mut Draws) -> String {
         }
     }
     let changed = Value::Object(config).to_string();
-    // Some are no JSON at all.
+    // Some are not valid JSON.
     match draws.below(20) {
         0 => changed[..draws.below(changed.len())].to_owned(),
         1 => "[".repeat(100_000),

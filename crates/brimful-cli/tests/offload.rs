@@ -1,4 +1,4 @@
-//! Training a model that lives on the host, from the command line.
+//! Training of an offloaded model from the command line.
 
 mod program;
 
@@ -8,12 +8,12 @@ use predicates::prelude::*;
 use program::{assert_alike, folder, like, lines, refused, run, stderr, text, train_in};
 use serde_json::Value;
 
-/// Weights, gradients and AdamW's moments of the mlp take more.
+/// Less than the mlp's weights, gradients and AdamW's moments need.
 const LIMIT: &str = "2600kB";
 
-/// The mlp has three layers with parameters, of six.
+/// The mlp has six layers, three of them with parameters.
 const AT_HOME: &str = "--offload all --micro-batches 4";
-/// What most of the runs are told.
+/// Arguments of most runs.
 const TRAIN: &str = "train --device cpu --epochs 1 --micro-batches 4";
 
 #[test]
@@ -45,7 +45,7 @@ fn a_run_goes_on_at_home_and_back_on_the_device() {
     train(&format!("--epochs 3 --resume home --save back {back}"));
 }
 
-/// The mlp's first layer has most of its parameters: within the limit, one of the others stays.
+/// Most parameters are in the mlp's first layer: within the limit, one of the other layers stays on the device.
 #[test]
 fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let within = |limit| run(&format!("{TRAIN} --offload auto --memory-limit {limit}")).success();
@@ -64,7 +64,7 @@ fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
     let at_home = || predicate::str::contains("stages at home on the host");
     said(&format!("--memory-limit {LIMIT}")).stdout(at_home());
     said("--memory-limit 2300kB --stages 2").stdout(at_home());
-    // Where there is room for it, or nothing is said of room, nothing is measured and all is as it was.
+    // With enough memory or without a limit, nothing is measured or offloaded.
     for more in ["--memory-limit 32MB", "--stages 2", ""] {
         said(more).stdout(at_home().not()).stderr(predicate::str::contains("measured").not());
     }
@@ -79,11 +79,11 @@ fn where_homes_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
     }
 }
 
-/// As it would be without a plan.
+/// The error is that of a run without a plan.
 #[test]
 fn what_fits_nowhere_is_told_in_the_words_for_a_device() {
     let train = "train --device cpu --epochs 1 --memory-limit 100kB --micro-batch 8";
-    // The last line: what is planned says first what it measures.
+    // Compares the last line only, since planning prints what it measures first.
     let told = |more: &str| {
         let said = stderr(&run(&format!("{train} {more}")).code(3));
         said.lines().last().expect("a line").to_owned()
@@ -132,7 +132,8 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
     let track = |event: &Value| event["args"]["name"] == "bus to device 1";
     assert!(events.iter().any(track), "{events:?}");
-    // Of each device once forward and once back, but for the two that are there at the turn.
+    // Each device's stage is fetched once for the forward and once for the backward, except the two still there when
+    // the backward starts.
     assert!(named("fetch 0") == 2 && named("gradients home 0") == 1, "{events:?}");
     assert!(named("waits for weights") > 0, "{events:?}");
     let settings = read(&record)["settings"].to_string();
@@ -140,7 +141,7 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     assert!(settings.contains("all"), "{settings}");
 }
 
-/// The bus of a run that nobody looks at is not timed: that is the library's test.
+/// Transfers are not timed in a run that records nothing; the library tests that.
 #[test]
 fn a_report_of_a_run_has_a_lane_each_way_of_the_bus() {
     let page = folder("offload-report").join("report.html");
@@ -156,7 +157,8 @@ fn a_report_of_a_run_has_a_lane_each_way_of_the_bus() {
         let count = |way: &str, kind: char| {
             lane[way]["kinds"].as_str().expect("letters").matches(kind).count()
         };
-        // Three stages in two slots, and four micro-batches at two boundaries; the first stage's inputs stay.
+        // Three stages share two device buffers, and four micro-batches cross two boundaries; the first stage's
+        // inputs stay.
         assert_eq!((count("inward", 'f'), count("outward", 'h')), (4, 3), "{lane}");
         assert_eq!((count("outward", 'o'), count("outward", 'u')), (8, 8), "{lane}");
         assert_eq!(count("inward", 'd'), 8, "{lane}");
@@ -192,7 +194,7 @@ fn what_cannot_be_is_one_clear_line() {
     }
 }
 
-/// With LoRA, whose weights are frozen, a plan goes by what is trained.
+/// With LoRA, whose base weights are frozen, a plan depends on what is trained.
 #[test]
 fn auto_trains_lora_wherever_either_place_does() {
     let folder = folder("offload-lora");

@@ -1,4 +1,4 @@
-//! A training writes over nothing that it reads, and over nothing of others unless that is asked for.
+//! A training overwrites none of its inputs, and other runs' files only if asked to.
 
 mod program;
 
@@ -33,7 +33,7 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
     for flags in ["--log log.csv", "--events events", "--record r.json", "--report r.json"] {
         refuses(&folder, &format!("--max-steps 2 {flags}"), other);
     }
-    // What is beside the named file is of that run too.
+    // The files beside the named one belong to that run too.
     fs::rename(folder.join("a.safetensors"), folder.join("c")).expect("moved");
     fs::rename(folder.join("b.safetensors"), folder.join("d")).expect("moved");
     refuses(
@@ -46,7 +46,7 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
         &format!("{train} --save b.safetensors --keep best"),
         "--keep b.best.safetensors is there",
     );
-    // A run that goes on takes no other's place.
+    // A resumed run does not overwrite another run.
     refuses(&folder, "--resume c --save d --max-steps 3", "--save d is there already");
     train_in(&folder, "--resume c --save d --max-steps 3 --overwrite").success();
     assert_eq!(saved(folder.join("d")).1["step"], "3");

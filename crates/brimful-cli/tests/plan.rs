@@ -1,4 +1,4 @@
-//! The program as a user meets it.
+//! `brimful plan` as a user runs it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -47,12 +47,12 @@ fn plans_a_profile() {
     assert!(rows.as_array().unwrap().len() > 90, "every alternative is there");
 }
 
-/// Weights with Adam's state take more than the card has: what each stage keeps is said, in words and JSON.
+/// Weights with Adam's state exceed the GPU's memory: text and JSON say what each stage keeps.
 #[test]
 fn what_does_not_fit_on_the_card_lives_on_the_host() {
     let card = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
                 --micro-batches 8 --memory-limit 300MiB";
-    // Without a host nothing fits.
+    // Without host memory nothing fits.
     refusal(card);
     let hosted = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
     let shown = answer(&hosted);

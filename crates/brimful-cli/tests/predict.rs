@@ -1,4 +1,4 @@
-//! `brimful predict`: the answers of a model that was trained before.
+//! `brimful predict`: predictions of a trained model.
 
 mod program;
 
@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use brimful::save;
 use program::{complains, folder, lines, refused, run};
 
-/// The file of an mlp that was trained for two epochs, and the accuracy of its last test.
+/// File of an mlp trained for two epochs, and the accuracy of its last test.
 static TRAINED: LazyLock<(String, f64)> = LazyLock::new(|| {
     let weights = folder("predict-trained").join("mlp.safetensors").display().to_string();
     let train = "train --device cpu --epochs 2 --micro-batch 64 --json --save";
@@ -63,7 +63,7 @@ fn weights_that_are_no_numbers_have_no_answers() {
     refused(&predict, 1, "numbers that are not finite").stdout("");
 }
 
-/// Training images beside the ones that are tested on may be other ones: what normalised the model's is in its file.
+/// The training images beside the test images may be other ones; the scale of the model's is in its file.
 #[test]
 fn pixels_are_normalised_as_those_that_the_model_was_trained_on() {
     let (weights, _) = &*TRAINED;

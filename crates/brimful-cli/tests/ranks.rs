@@ -1,5 +1,5 @@
-//! `brimful train` under a real `mpirun`: rank 0 prints, all ranks train one model, and what they have
-//! saved goes on in one process.
+//! `brimful train` under a real `mpirun`: rank 0 prints, all ranks train one model, and a single process resumes
+//! their saved run.
 
 #![cfg(feature = "mpi")]
 
@@ -9,7 +9,7 @@ use std::{env, fs, str};
 
 use serde_json::Value;
 
-/// Runs `brimful train` on the digits, in so many ranks of `mpirun`, or without it.
+/// Runs `brimful train` on the digits, in this many ranks of `mpirun`, or without it.
 fn train(ranks: Option<usize>, flags: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_brimful");
     let mut command = match ranks {
@@ -22,7 +22,7 @@ fn train(ranks: Option<usize>, flags: &[&str]) -> Output {
         }
     };
     command.args(["train", "--device", "cpu", "--json", "--micro-batches", "4"]).args(flags);
-    // Where mpirun keeps files, others make and remove theirs at the same time.
+    // Parallel runs of mpirun would create and remove files in the same folder.
     let folder = tempfile::tempdir().expect("a folder");
     command.env("OMP_NUM_THREADS", "1").env("OMPI_MCA_orte_tmpdir_base", folder.path());
     command.output().expect("a run")
@@ -36,7 +36,7 @@ fn losses(output: &Output) -> Vec<f64> {
     lines.map(|line| loss(line).expect("a loss")).collect()
 }
 
-/// All ranks end with this code, and each of them says all of these words.
+/// Asserts that all ranks exit with this code, and that each prints all of these words.
 fn assert_all_say(output: &Output, ranks: usize, code: i32, all: &[&str]) {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "where all say {all:?}: {said}");
@@ -45,7 +45,7 @@ fn assert_all_say(output: &Output, ranks: usize, code: i32, all: &[&str]) {
     }
 }
 
-/// A file that is not there yet.
+/// Returns the path of a file that does not exist yet.
 fn new_file(name: &str) -> String {
     let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_file(&file);
@@ -67,7 +67,7 @@ fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
     let flags = ["--epochs", "3", "--resume", file, "--save", on, "--overwrite"];
     assert_alike(&losses(&train(None, &flags)), &alone[2..]);
     assert_alike(&losses(&train(Some(2), &flags)), &alone[2..]);
-    // Each pipeline cuts its part into four.
+    // Each pipeline cuts its part into four micro-batches.
     let flags = ["--stages", "2", "--replicas", "2", "--epochs", "2"];
     assert_alike(&losses(&train(Some(4), &flags)), &alone[..2]);
 }
@@ -77,7 +77,7 @@ fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
     let file = &new_file("replicas.safetensors");
     let alone = losses(&train(None, &["--epochs", "3"]));
     assert_alike(&losses(&train(Some(2), &["--replicas", "2", "--epochs", "2"])), &alone[..2]);
-    // Two in each rank.
+    // Two replicas in each rank.
     let flags = ["--replicas", "4", "--epochs", "2", "--save", file];
     assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
     let on = &new_file("replicas-on.safetensors");

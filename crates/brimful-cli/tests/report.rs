@@ -13,12 +13,12 @@ use predicates::prelude::*;
 use program::{complains, names, run};
 use serde_json::{Value, json};
 
-/// A folder of this test's own.
+/// Makes an empty folder for a test.
 fn folder(name: &str) -> PathBuf {
     program::folder(&format!("report-{name}"))
 }
 
-/// A short run in two stages, recorded.
+/// Recording of a short run in two stages.
 static RECORDED: LazyLock<PathBuf> = LazyLock::new(|| {
     let path = folder("recorded").join("run.json");
     let arguments = "train --epochs 2 --stages 2 --micro-batches 4 --batch-size 400 \
@@ -27,7 +27,7 @@ static RECORDED: LazyLock<PathBuf> = LazyLock::new(|| {
     path
 });
 
-/// The words that make a page of this run file.
+/// Returns the arguments that make a page of this run file.
 fn report(path: &Path, page: &Path) -> String {
     format!("report {} -o {}", path.display(), page.display())
 }
@@ -61,7 +61,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
         assert_eq!(measured.lanes[1].kinds, "FBFBFBFB");
         assert_eq!(measured.lanes[1].kinds, simulated.lanes[1].kinds);
         assert!(measured.lanes.iter().all(|lane| lane.bytes.iter().all(|bytes| *bytes > 0)));
-        // The same work, without the waiting that the schedule does not ask for.
+        // Both do the same work; the simulation only lacks waiting that the schedule does not require.
         let busy = |timeline: &brimful::report::TimelineRecord| timeline.lanes[0].busy;
         assert!((busy(measured) - busy(simulated)).abs() < 1e-9);
     }
@@ -170,7 +170,7 @@ fn a_page_that_cannot_be_written_leaves_nothing_behind() {
     }
     assert!(fs::metadata("/dev/full").is_ok_and(|found| !found.is_file()), "it is as it was");
 
-    // A disk that fills up half-way: a page is larger than the largest file that the shell allows.
+    // A disk that fills up during the write: the page is larger than the shell's limit on files.
     let page = folder.join("page.html");
     fs::write(&page, "the page before").expect("written");
     let refused = Process::new("sh")

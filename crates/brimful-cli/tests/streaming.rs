@@ -1,5 +1,5 @@
-//! Data that stay on the disk: memory does not grow with them, and a run that is broken off within an epoch
-//! goes on to the same weights.
+//! Data that stay on the disk: memory does not grow with them, and a run that is interrupted within an epoch resumes
+//! to the same weights.
 
 mod program;
 
@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use program::{folder, process, saved, train_in};
 
-/// A model so small that a test of megabytes takes seconds.
+/// Config of a model so small that a test with megabytes of data takes seconds.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": true, "vocab_size": 256}"#;
 
-/// Trains seven steps at once and in two runs, of which the first ends within an epoch: all that is saved is the
-/// same to the last bit.
+/// Trains seven steps at once and in two runs, the first of which ends within an epoch, and asserts that both save
+/// exactly the same.
 fn check_resumed(folder: &Path, line: &str) {
     let line = format!("{line} --batch-size 8 --micro-batch 4");
     for steps in [
@@ -30,7 +30,7 @@ fn check_resumed(folder: &Path, line: &str) {
     }
     let [(whole, told), (rest, told_again)] =
         ["whole.safetensors", "rest.safetensors"].map(|name| saved(folder.join(name)));
-    // The epochs have five steps.
+    // An epoch has five steps.
     assert_eq!((&*told["epoch"], &*told["step"]), ("1", "2"));
     assert_eq!(told, told_again);
     for ((name, whole), (_, rest)) in whole.iter().zip(&rest) {
@@ -47,7 +47,7 @@ fn lines(count: usize, line: impl Fn(usize) -> String) -> String {
 
 #[test]
 fn a_run_on_text_documents_or_conversations_goes_on_within_an_epoch() {
-    // 40 sequences of 8 to train on.
+    // 40 sequences of 8 tokens to train on.
     let text = lines(52, |number| format!("{number:06}"));
     let documents = lines(52, |number| format!("{{\"text\": \"{number:06}\"}}"));
     let conversations = lines(44, |number| {
@@ -72,7 +72,7 @@ fn a_run_on_images_goes_on_within_an_epoch() {
     for (class, warm) in [("warm", true), ("cold", false)] {
         let class = folder.join("images").join(class);
         fs::create_dir_all(&class).expect("a folder");
-        // Of 22 of a class, 20 are to train on.
+        // 20 of 22 images per class are for training.
         for number in 0..22 {
             let picture = program::picture(20 + number, 24, warm, number);
             picture.save(class.join(format!("{number}.jpg"))).expect("written");
@@ -81,7 +81,7 @@ fn a_run_on_images_goes_on_within_an_epoch() {
     check_resumed(&folder, "--model mlp --data images --image 12");
 }
 
-/// The most memory that the program has had until it has trained some steps, in kB.
+/// Returns the peak memory of the program after it has trained some steps, in kB.
 fn peak_of_training(folder: &Path, data: &str) -> u64 {
     let log = folder.join("steps.csv");
     let _ = fs::remove_file(&log);
@@ -104,7 +104,7 @@ fn peak_of_training(folder: &Path, data: &str) -> u64 {
     most.and_then(|most| most.parse().ok()).expect("a number")
 }
 
-/// What threads leave in their heaps differs by up to 45 MB from run to run, the data by 112.
+/// Memory left in threads' heaps varies by up to 45 MB between runs; the data take 112 MB.
 #[test]
 fn memory_does_not_grow_with_the_data() {
     let folder = folder("streamed-memory");

@@ -1,4 +1,4 @@
-//! What a person sees on a terminal: progress, and what Ctrl-C does.
+//! Terminal output: progress, and the effect of Ctrl-C.
 
 mod program;
 
@@ -9,9 +9,9 @@ use program::{folder, saved, text};
 use rexpect::process::WaitStatus;
 use rexpect::session::{PtySession, spawn_command};
 
-/// Longer than any step of these tests takes on a busy machine.
+/// Timeout that no step of these tests reaches, even on a busy machine.
 const PATIENCE: Option<u64> = Some(60_000);
-/// A model with dropout.
+/// Arguments for training a model with dropout.
 const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
 
 fn on_a_terminal(arguments: &str) -> PtySession {
@@ -26,7 +26,7 @@ fn on_a_terminal_of(columns: usize, arguments: &str) -> PtySession {
     spawn_command(process, PATIENCE).expect("a terminal")
 }
 
-/// What it still says until it ends, which it does with this code.
+/// Returns the rest of the output until the program ends, and asserts its exit code.
 fn ends(mut session: PtySession, code: i32) -> String {
     let rest = session.exp_eof().expect("the end");
     match session.process().wait() {
@@ -72,7 +72,7 @@ fn a_long_plan_shows_how_far_it_is() {
     }
 }
 
-/// What is drawn and cleared again must be a line, or the rest of it stays.
+/// The progress line must not wrap: when it is redrawn, only one line is cleared.
 #[test]
 fn the_progress_line_is_no_wider_than_a_narrow_terminal() {
     const COLUMNS: usize = 40;
@@ -84,7 +84,7 @@ fn the_progress_line_is_no_wider_than_a_narrow_terminal() {
     assert!(!drawn.is_empty(), "{all:?}");
     for line in drawn {
         let line = line.trim_start_matches(|c: char| c == '[' || c.is_ascii_digit() || c == 'K');
-        // The bar's boxes come as three bytes each.
+        // Each character of the bar arrives as three bytes.
         let bytes = line.chars().filter(|c| !c.is_ascii()).count();
         assert!(line.chars().count() - bytes + bytes / 3 <= COLUMNS, "{line:?}");
     }
@@ -97,7 +97,7 @@ fn quiet_shows_no_progress() {
     assert!(all.contains("epoch   2  loss") && !all.contains("left"), "{all}");
 }
 
-/// Dropout, moments, order and the place within the epoch must all come back.
+/// Dropout, moments, order and position within the epoch must all be restored.
 #[test]
 fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     let folder = folder("ctrl-c");
@@ -118,7 +118,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     assert_ne!((told["epoch"].as_str(), told["step"].as_str()), ("0", "0"));
     assert_ne!(told["epoch"], "3");
 
-    // The command that it says, word for word.
+    // Runs the printed command, word for word.
     let command =
         rest.lines().find_map(|line| line.split_once("brimful train")).expect("a command").1;
     assert!(command.contains("--resume"), "{command}");
@@ -137,7 +137,7 @@ fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once
         .expect("a warning");
     ends(session, 130);
 
-    // One step of it takes long, so that both come within it.
+    // One step takes long enough that both signals arrive within it.
     let mut session = on_a_terminal(&format!("{TRAIN} synthetic --batch-size all --epochs 50"));
     session.exp_string("samples to train on").expect("a beginning");
     session.exp_string("0/25600 samples").expect("a bar");

@@ -1,4 +1,4 @@
-//! Training from the command line: limits, saving, and plain refusals.
+//! Training from the command line: limits, saving, and refusals.
 
 mod program;
 
@@ -40,7 +40,7 @@ fn replicas_learn_digits_in_a_memory_of_their_own_each() {
 fn a_stage_that_is_too_small_is_named_with_the_remedy() {
     let arguments =
         "train --stages 2 --micro-batches 2 --memory-limit 1MiB --offload none --device cpu";
-    // The planner has said so beforehand, in words.
+    // The planner's warning comes first.
     refused(arguments, 3, "; needed: ").stderr(
         predicate::str::starts_with("brimful: warning: no balance fits by plan")
             .and(predicate::str::contains("\nbrimful: stage "))
@@ -59,7 +59,7 @@ fn the_micro_batch_size_does_not_change_what_is_learnt() {
     assert!((loss(128) - loss(7)).abs() < 1e-9);
 }
 
-/// What is saved after a step that goes nowhere is what the run began with.
+/// A step with learning rate 0 saves the run's initial weights.
 #[test]
 fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
     let folder = folder("first-weights");
@@ -105,7 +105,7 @@ fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
     }
 }
 
-/// One run, cut and saved in any way, is the same run.
+/// However a run is cut and saved, it is the same run.
 #[test]
 fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     let folder = folder("both");
@@ -117,7 +117,7 @@ fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     let (_, told) = saved(folder.join("plain"));
     for other in ["staged", "replicated"] {
         let (_, mut told_too) = saved(folder.join(other));
-        // How it was cut.
+        // The flags that cut it differ.
         told_too.insert("flags".into(), told["flags"].clone());
         let loss = told_too.insert("best-test-loss".into(), told["best-test-loss"].clone());
         assert_eq!(told, told_too);
@@ -154,7 +154,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
         (&format!("{save} --seed 1"), "was made with --seed 0, but this run has --seed 1"),
         (&format!("{save} --model resnet18"), "--model mlp"),
         (
-            // As it is said on the command line.
+            // The error shows the value as on the command line.
             &format!("{save} --batch-size 64"),
             "it was made with --batch-size 128, but this run has --batch-size 64",
         ),

@@ -1,4 +1,4 @@
-//! Weights of a folder are tuned as weights that others have trained are, and every setting is said.
+//! Defaults for fine-tuning a folder's weights, and the report of every setting.
 
 mod program;
 
@@ -10,7 +10,7 @@ use predicates::prelude::*;
 use program::{folder, refused, run, stdout, text, train_in};
 use tch::Kind;
 
-/// A folder with a model of a few steps, in bf16, and a text beside it.
+/// Makes a folder with a model of a few steps, in bf16, and a text beside it.
 fn trained(name: &str) -> PathBuf {
     let folder = folder(name);
     text(&folder);
@@ -21,7 +21,7 @@ fn trained(name: &str) -> PathBuf {
     folder
 }
 
-/// The settings that a run says before its first step, each with where it is from.
+/// Returns the settings that a run prints before its first step, each with its source.
 fn settings(said: &str) -> Vec<String> {
     let lines = said.lines().filter(|line| line.starts_with("  --"));
     lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
@@ -55,7 +55,7 @@ fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_fro
     let counted = "model, 6720 of 152576 parameters trained, on cpu";
     assert!(said.starts_with(counted), "{said}");
 
-    // As long as a short text has sequences of.
+    // The longest sequences for which a short text suffices.
     fs::write(folder.join("short"), "Once upon a time. ".repeat(60)).expect("written");
     let run = train_in(&folder, "--model model --data short --lora 2 --max-steps 40").success();
     let said = settings(&stdout(&run));

@@ -1,10 +1,10 @@
-//! Attention: each place looks at those before it, and at itself.
+//! Causal self-attention.
 
 use tch::{Kind, Tensor};
 
 use crate::KeyValueCache;
 
-/// One block's place in a cache of keys and values.
+/// Cache of one block's keys and values.
 #[derive(Debug, Clone)]
 pub(crate) struct BlockCache {
     pub(crate) cache: KeyValueCache,
@@ -12,19 +12,19 @@ pub(crate) struct BlockCache {
 }
 
 impl BlockCache {
-    /// That of a block, where there is a cache.
+    /// Returns the cache of a block, if there is a cache.
     pub(crate) fn of(cache: Option<&KeyValueCache>, block: usize) -> Option<Self> {
         cache.map(|cache| Self { cache: cache.clone(), block })
     }
 
-    /// The place of the first token of a forward.
+    /// Returns the position of a forward's first token.
     pub(crate) fn first_place(this: Option<&Self>) -> i64 {
         this.map_or(0, |own| own.cache.seen())
     }
 }
 
-/// Queries, keys and values, each samples × sequence × heads × width; several heads of queries may share one of
-/// the others.
+/// Queries, keys and values, each samples × sequence × heads × width. With grouped queries, several heads of queries
+/// share one of keys and values.
 #[derive(Debug)]
 pub(crate) struct Heads {
     pub(crate) queries: Tensor,
@@ -33,7 +33,8 @@ pub(crate) struct Heads {
 }
 
 impl Heads {
-    /// What they see, samples × sequence × all heads' width; a part of what is looked at is dropped.
+    /// Returns the attention's output, samples × sequence × all heads' width; dropout applies to the attention
+    /// weights.
     pub(crate) fn attend(&self, cache: Option<&BlockCache>, dropout: f64) -> Tensor {
         let [q, k, v] = [&self.queries, &self.keys, &self.values].map(|x| x.transpose(1, 2));
         let (first, sequence) = (BlockCache::first_place(cache), q.size()[2]);
@@ -41,7 +42,8 @@ impl Heads {
             Some(own) => own.cache.extend(own.block, &k, &v),
             None => [k, v],
         };
-        // One token alone sees all before it; several after others each see a token more.
+        // A single token attends to all before it, without a mask; of several tokens after others, each attends to
+        // one more.
         let is_causal = first == 0 && sequence > 1;
         let mask = (first > 0 && sequence > 1).then(|| {
             let all = Tensor::ones([sequence, first + sequence], (Kind::Bool, q.device()));

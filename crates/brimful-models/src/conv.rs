@@ -1,14 +1,14 @@
-//! The convolution of every model here, chosen in one place.
+//! Convolution that all models here share.
 
 use tch::nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use tch::nn::{self, Init, Path};
 
-/// A convolution that keeps the size but for its stride, without a bias because a normalisation follows.
+/// A convolution that keeps the size apart from its stride. It has no bias, because a normalisation follows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ConvShape {
     pub(crate) from: i64,
     pub(crate) to: i64,
-    /// Height and width.
+    /// Height and width of the kernel.
     pub(crate) kernel: [i64; 2],
     pub(crate) stride: [i64; 2],
 }
@@ -18,7 +18,7 @@ impl ConvShape {
         Self { from, to, kernel: [kernel; 2], stride: [stride; 2] }
     }
 
-    /// With He's normal weights.
+    /// Builds it with He's normal initialisation.
     pub(crate) fn build(self, path: &Path) -> nn::Conv2D {
         let Self { from, to, kernel, stride } = self;
         let config = nn::ConvConfigND {
@@ -39,7 +39,7 @@ impl ConvShape {
     }
 }
 
-/// A square one in its place.
+/// Builds a convolution with a square kernel.
 pub(crate) fn conv(path: &Path, from: i64, to: i64, kernel: i64, stride: i64) -> nn::Conv2D {
     ConvShape::square(from, to, kernel, stride).build(path)
 }

@@ -1,33 +1,33 @@
-//! Shapes that no model has.
+//! Errors for shapes that a model cannot have.
 
 use thiserror::Error;
 
-/// Why a model of this shape cannot be described.
+/// Reason why a model cannot have this shape.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShapeError {
-    /// A U-Net's cell has a way in and a way out.
+    /// A U-Net's cell needs two blocks: one for its input and one for its output width.
     #[error("a U-Net's cell of {blocks} blocks cannot change its width twice: give it 2 or more")]
     UNetBlocks {
-        /// How many it was to have.
+        /// Number of blocks requested.
         blocks: usize,
     },
     /// A U-Net ends at half of its channels.
     #[error("a U-Net ends at half of its channels, of which there are {channels}: give it 2, 4, …")]
     UNetChannels {
-        /// How many it was to have.
+        /// Number of channels requested.
         channels: i64,
     },
-    /// An AmoebaNet's normal cells stand in three groups.
+    /// An AmoebaNet's normal cells form three equal groups.
     #[error("{cells} normal cells cannot be three equal groups: give an AmoebaNet 3, 6, 9, …")]
     AmoebaNetCells {
-        /// How many it was to have.
+        /// Number of cells requested.
         cells: usize,
     },
-    /// An AmoebaNet's filters are cut twice: for its stem, and in its first cell.
+    /// An AmoebaNet's filters are divided twice: for its stem, and in its first cell.
     #[error("{filters} filters cannot be cut into eight parts: give an AmoebaNet 8, 16, 24, …")]
     AmoebaNetFilters {
-        /// How many it was to have.
+        /// Number of filters requested.
         filters: i64,
     },
 }

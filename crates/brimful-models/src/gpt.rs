@@ -15,47 +15,47 @@ use crate::KeyValueCache;
 use crate::attention::{BlockCache, Heads};
 use crate::tokens::{self, TokenTable, add_head, token_table};
 
-/// How far GPT-2's weights spread at the start.
+/// Standard deviation of GPT-2's initial weights.
 pub(crate) const SPREAD: f64 = 0.02;
-/// The name of the layer with the table of tokens.
+/// Name of the layer with the token embedding.
 const TOKEN_TABLE: &str = "wte";
 
-/// The shape of a GPT.
+/// Shape of a GPT.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gpt {
-    /// How many transformer blocks it has.
+    /// Number of transformer blocks.
     pub layers: usize,
-    /// How many numbers stand for a token.
+    /// Width of a token's hidden state.
     pub width: i64,
-    /// How many attention heads a block has; the width is a multiple of it.
+    /// Number of attention heads in a block; it divides the width.
     pub heads: i64,
-    /// The longest sequence that it takes.
+    /// Longest sequence that the model takes.
     pub context: i64,
-    /// How many different tokens there are.
+    /// Number of different tokens.
     pub vocabulary: i64,
-    /// The part of the activations that training drops; 0 for none.
+    /// Dropout probability; 0 for none.
     pub dropout: f64,
-    /// Whether the head uses the table of the embedding, as GPT-2's does, or has its own.
+    /// True if the head shares the embedding's table, as GPT-2's does; else it has its own.
     pub tied: bool,
 }
 
 impl Gpt {
-    /// GPT-2 small: 124,439,808 parameters.
+    /// Returns the shape of GPT-2 small: 124,439,808 parameters.
     pub fn gpt2_small() -> Self {
         Self::gpt2(12, 768, 12)
     }
 
-    /// GPT-2 medium: 354,823,168 parameters.
+    /// Returns the shape of GPT-2 medium: 354,823,168 parameters.
     pub fn gpt2_medium() -> Self {
         Self::gpt2(24, 1024, 16)
     }
 
-    /// GPT-2 large: 774,030,080 parameters.
+    /// Returns the shape of GPT-2 large: 774,030,080 parameters.
     pub fn gpt2_large() -> Self {
         Self::gpt2(36, 1280, 20)
     }
 
-    /// GPT-2 XL: 1,557,611,200 parameters.
+    /// Returns the shape of GPT-2 XL: 1,557,611,200 parameters.
     pub fn gpt2_xl() -> Self {
         Self::gpt2(48, 1600, 25)
     }
@@ -74,29 +74,30 @@ impl Gpt {
         width
     }
 
-    /// Two sums a block add up along the way; smaller weights keep their total as it was.
+    /// Standard deviation for the projections into the residual stream. Each block adds two of them; smaller weights
+    /// keep the variance of the sum independent of the depth.
     fn residual_spread(&self) -> f64 {
         SPREAD / (2.0 * self.layers as f64).sqrt()
     }
 }
 
-/// A GPT, from token numbers (samples × sequence) to logits (samples × sequence × vocabulary).
+/// Returns a GPT, from token numbers (samples × sequence) to logits (samples × sequence × vocabulary).
 ///
-/// Layers: `wte`, `wpe`, `drop`, the blocks `h.0` and on, `ln_f`, `lm_head`. A tied head shares
-/// the variable `wte.weight`: there is one tensor where both are built in one variable store, and
-/// [`Layers::shared`] names the pair for those who build them apart.
+/// Layers: `wte`, `wpe`, `drop`, the blocks `h.0` and on, `ln_f`, `lm_head`. A tied head shares the variable
+/// `wte.weight`: built in one variable store, both use one tensor; for parts built separately, [`Layers::shared`]
+/// names the pair.
 ///
-/// A width that is not a multiple of the heads is refused when the first block is built.
+/// If the heads do not divide the width, building the first block fails.
 pub fn gpt(config: &Gpt) -> Layers {
     with_head(config, gpt_body(config), TOKEN_TABLE)
 }
 
-/// A [`gpt`] that keeps what it has seen, to go on from there: see [`KeyValueCache`].
+/// Returns a [`gpt`] that keeps keys and values of earlier tokens: see [`KeyValueCache`].
 pub fn gpt_with_cache(config: &Gpt, cache: &KeyValueCache) -> Layers {
     with_head(config, body(config, Some(cache)), TOKEN_TABLE)
 }
 
-/// A [`gpt`] whose body's layers stand under this name.
+/// Returns a [`gpt`] with its body's layers under this name.
 pub(crate) fn gpt_under(name: &str, config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
     let inner = Layers::new().add_layers(name, body(config, cache));
     with_head(config, inner, &format!("{name}.{TOKEN_TABLE}"))
@@ -107,9 +108,9 @@ fn with_head(config: &Gpt, body: Layers, owner: &str) -> Layers {
     add_head(body, table, config.tied.then_some(owner))
 }
 
-/// A [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width): for a
-/// loss that takes the head's weight itself, so that logits never exist whole. A tied head's is the variable
-/// `wte.weight`:
+/// Returns a [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width). It is for a
+/// loss that takes the head's weight itself, so that all logits never exist at once. The weight of a tied head is the
+/// variable `wte.weight`:
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
@@ -152,7 +153,7 @@ fn body(config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
         .add("ln_f", move |p| layer_norm(p, width))
 }
 
-/// Adds to each token what stands for its place.
+/// Adds to each token the embedding of its position.
 #[derive(Debug)]
 struct Positions {
     table: Tensor,
@@ -173,7 +174,7 @@ impl Module for Positions {
     }
 }
 
-/// Attention and a two-layer network, each normed before and added to what came in.
+/// Attention and a two-layer network, each on normed inputs and with a residual connection.
 #[derive(Debug)]
 struct TransformerBlock {
     ln_1: LayerNorm,
@@ -199,7 +200,7 @@ impl TransformerBlock {
         }
     }
 
-    /// The first half of the network, with a GELU whose pass adds the bias and sums up its gradient.
+    /// Applies the network's first layer with a GELU, fused with the bias and its gradient.
     fn expand(&self, x: &Tensor) -> Tensor {
         let out = bias_gelu(&self.expand.forward_unbiased(x), self.expand.bias(), Gelu::Tanh);
         out.unwrap_or_else(|error| panic!("{error}"))
@@ -216,10 +217,10 @@ impl ModuleT for TransformerBlock {
     }
 }
 
-/// Each place looks at those before it, and at itself.
+/// Causal self-attention.
 #[derive(Debug)]
 struct Attention {
-    /// Queries, keys and values, in one multiplication.
+    /// Projects to queries, keys and values in one multiplication.
     split: Projection,
     join: Projection,
     heads: i64,
@@ -253,7 +254,7 @@ impl ModuleT for Attention {
     }
 }
 
-/// As GPT-2's published ones: inputs × outputs, with a bias.
+/// Returns the configuration of GPT-2's published weights: inputs × outputs, with a bias.
 fn projection(spread: f64) -> ProjectionConfig {
     ProjectionConfig { spread, bias: true, order: WeightOrder::InputsFirst }
 }

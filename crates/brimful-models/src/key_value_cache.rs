@@ -1,14 +1,14 @@
-//! Keys and values of tokens that a model has seen, so that the next one is computed alone.
+//! Cache of keys and values of earlier tokens, so that a forward computes only the next ones.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
-/// What a transformer's blocks keep of the tokens so far. Clones are the same cache.
+/// Cache of the keys and values of a transformer's blocks. Clones share one cache.
 ///
-/// A forward takes the tokens after those that were seen; run again, as after a step that failed, it does the
-/// same again. [`KeyValueCache::advance`] then counts them as seen.
+/// A forward takes the tokens that follow those seen. Running it again, as after a failed step, gives the same
+/// result. [`KeyValueCache::advance`] then counts its tokens as seen.
 ///
 /// ```
 /// use brimful_models::{Gpt, KeyValueCache, gpt, gpt_with_cache};
@@ -36,45 +36,46 @@ pub struct KeyValueCache {
 #[derive(Debug)]
 struct SeenTokens {
     count: i64,
-    /// The most tokens that it holds.
+    /// Capacity in tokens.
     room: i64,
-    /// Each block's keys and values, samples × heads × room × width.
+    /// Keys and values of each block, samples × heads × capacity × width.
     blocks: HashMap<usize, [Tensor; 2]>,
 }
 
 impl KeyValueCache {
-    /// An empty one with room for so many tokens, which is taken when the first come.
+    /// Makes an empty cache with a capacity in tokens. Memory is allocated with the first tokens.
     pub fn new(room: i64) -> Self {
         let seen = SeenTokens { count: 0, room, blocks: HashMap::new() };
         Self { shared: Arc::new(Mutex::new(seen)) }
     }
 
-    /// How many tokens were seen.
+    /// Returns the number of tokens seen.
     pub fn seen(&self) -> i64 {
         self.lock().count
     }
 
-    /// The most tokens that it holds.
+    /// Returns the capacity in tokens.
     pub fn room(&self) -> i64 {
         self.lock().room
     }
 
-    /// The last forward's tokens, so many, are seen from now on.
+    /// Counts the tokens of the last forward as seen.
     pub fn advance(&self, tokens: i64) {
         self.lock().count += tokens;
     }
 
-    /// Nothing was seen; the next forward may be of another number of samples.
+    /// Forgets all tokens; the next forward may have another number of samples.
     pub fn clear(&self) {
         let mut seen = self.lock();
         seen.count = 0;
         seen.blocks.clear();
     }
 
-    /// A block's keys and values of all tokens so far, these (samples × heads × sequence × width) included.
+    /// Appends keys and values (samples × heads × sequence × width), and returns those of all tokens so far for a
+    /// block.
     ///
     /// # Panics
-    /// When there is no room for them.
+    /// Panics if they exceed the capacity.
     pub(crate) fn extend(&self, block: usize, keys: &Tensor, values: &Tensor) -> [Tensor; 2] {
         let mut seen = self.lock();
         let SeenTokens { count, room, .. } = *seen;
@@ -93,12 +94,12 @@ impl KeyValueCache {
     }
 
     fn lock(&self) -> MutexGuard<'_, SeenTokens> {
-        // A forward that panicked has left whole tensors.
+        // A forward that panicked leaves its tensors intact.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Room for so many tokens of this kind.
+/// Allocates a tensor like this one, with a capacity of `room` tokens.
 fn empty(like: &Tensor, room: i64) -> Tensor {
     let mut shape = like.size();
     shape[2] = room;

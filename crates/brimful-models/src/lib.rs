@@ -1,5 +1,5 @@
 #![forbid(unsafe_code)]
-//! The models of the papers and of the examples, as lists of named layers.
+//! Models of the papers and of the examples, as lists of named layers.
 //!
 //! | model | layers | names and shapes of |
 //! | --- | --- | --- |
@@ -10,8 +10,8 @@
 //! | [`gpt`], [`gpt_body`], [`Gpt`] | embeddings, each transformer block, head | GPT-2 |
 //! | [`llama`], [`Llama`] | embedding, each transformer block, norm, head | Llama, Mistral, Qwen2 |
 //!
-//! Each is a [`brimful::Layers`], so it can be built whole, built in parts on several devices, or
-//! counted without being built:
+//! Each is a [`brimful::Layers`], which can be built as a whole, built in parts on several devices, or counted
+//! without being built:
 //!
 //! ```
 //! let layers = brimful_models::resnet50(1000);
@@ -19,7 +19,7 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! [`pretrained`] reads and writes folders of weights that others have trained.
+//! [`pretrained`] reads and writes folders of pretrained weights.
 
 mod amoebanet;
 mod attention;

@@ -1,5 +1,5 @@
 //! A Llama: the decoder-only transformer with RMSNorm, rotary positions, grouped queries and SwiGLU, under the names
-//! of its published weights. Mistral's and Qwen2's differ in numbers and biases alone.
+//! of its published weights. Mistral and Qwen2 differ only in numbers and biases.
 //!
 //! "LLaMA: Open and Efficient Foundation Language Models", Touvron et al., 2023. Each block is one layer.
 
@@ -15,66 +15,66 @@ use crate::attention::{BlockCache, Heads};
 use crate::rotary::{RotaryScaling, RotaryTables};
 use crate::tokens::{Embedding, TokenTable, add_head, token_table};
 
-/// The layer with the table of tokens.
+/// Name of the layer with the token embedding.
 const TOKEN_TABLE: &str = "model.embed_tokens";
 
-/// The shape of a Llama.
+/// Shape of a Llama.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Llama {
-    /// How many transformer blocks it has.
+    /// Number of transformer blocks.
     pub layers: usize,
-    /// How many numbers stand for a token.
+    /// Width of a token's hidden state.
     pub width: i64,
-    /// How many numbers a block's network has between its two ends.
+    /// Inner width of a block's network.
     pub inner: i64,
-    /// How many heads of queries a block has.
+    /// Number of query heads in a block.
     pub heads: i64,
-    /// How many heads of keys and values: each is shared by as many heads of queries as the others.
+    /// Number of key and value heads: each is shared by the same number of query heads.
     pub key_value_heads: i64,
-    /// How many numbers a head has.
+    /// Width of a head.
     pub head_width: i64,
-    /// The longest sequence that it takes.
+    /// Longest sequence that the model takes.
     pub context: i64,
-    /// How many different tokens there are.
+    /// Number of different tokens.
     pub vocabulary: i64,
-    /// What is added to mean squares.
+    /// Epsilon of the RMSNorms.
     pub eps: f64,
-    /// The base of its rotary positions.
+    /// Base of the rotary positions.
     pub rotary_base: f64,
-    /// How those were stretched for longer contexts.
+    /// Scaling of the rotary positions for longer contexts.
     pub rotary_scaling: RotaryScaling,
-    /// Which projections have a bias.
+    /// Projections that have a bias.
     pub biases: LlamaBiases,
-    /// Whether the head uses the table of the embedding, or has its own.
+    /// True if the head shares the embedding's table; else it has its own.
     pub tied: bool,
-    /// The part of what is looked at that training drops; 0 for none.
+    /// Dropout probability of the attention weights; 0 for none.
     pub dropout: f64,
-    /// How far weights spread at the start.
+    /// Standard deviation of the initial weights.
     pub spread: f64,
 }
 
-/// Which projections of a Llama have a bias.
+/// Projections of a Llama that have a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LlamaBiases {
-    /// Those of queries, keys and values.
+    /// Projections to queries, keys and values.
     pub queries_keys_values: bool,
-    /// That which joins the heads.
+    /// Projection that joins the heads.
     pub output: bool,
-    /// Those of the network.
+    /// Projections of the network.
     pub network: bool,
 }
 
-/// A Llama, from token numbers (samples × sequence) to logits (samples × sequence × vocabulary).
+/// Returns a Llama, from token numbers (samples × sequence) to logits (samples × sequence × vocabulary).
 ///
 /// Layers: `model.embed_tokens`, the blocks `model.layers.0` and on, `model.norm`, `lm_head`. A tied head shares the
 /// variable `model.embed_tokens.weight`.
 ///
-/// Heads of queries that cannot be shared out evenly are refused when the first block is built.
+/// If the key and value heads do not divide the query heads, building the first block fails.
 pub fn llama(config: &Llama) -> Layers {
     llama_keeping(config, None)
 }
 
-/// A [`llama`] that keeps what it has seen, to go on from there: see [`KeyValueCache`].
+/// Returns a [`llama`] that keeps keys and values of earlier tokens: see [`KeyValueCache`].
 pub fn llama_with_cache(config: &Llama, cache: &KeyValueCache) -> Layers {
     llama_keeping(config, Some(cache))
 }
@@ -114,7 +114,7 @@ impl Llama {
     }
 }
 
-/// Attention and a gated network, each normed before and added to what came in.
+/// Attention and a gated network, each on normed inputs and with a residual connection.
 #[derive(Debug)]
 struct LlamaBlock {
     input_norm: RmsNorm,
@@ -150,10 +150,10 @@ impl ModuleT for LlamaBlock {
     }
 }
 
-/// Each place looks at those before it, and at itself; heads of queries share keys and values.
+/// Causal self-attention with grouped queries.
 #[derive(Debug)]
 struct LlamaAttention {
-    /// To queries, keys and values.
+    /// Projections to queries, keys and values.
     split: [Projection; 3],
     join: Projection,
     head_width: i64,
@@ -202,7 +202,7 @@ impl ModuleT for LlamaAttention {
     }
 }
 
-/// A network of two layers whose inner numbers are gated: `down(silu(gate(x)) · up(x))`.
+/// A two-layer network with gated inner activations: `down(silu(gate(x)) · up(x))`.
 #[derive(Debug)]
 struct GatedNetwork {
     gate: Projection,
@@ -224,7 +224,7 @@ impl GatedNetwork {
 
 impl Module for GatedNetwork {
     fn forward(&self, x: &Tensor) -> Tensor {
-        // Side by side, because one pass then gates them, and keeps nothing else for the backward.
+        // Computes both in one product: a single fused pass then gates them, and keeps nothing else for the backward.
         let both = Projection::forward_joined([&self.gate, &self.up], x);
         let gated = bias_swiglu(&both, None).unwrap_or_else(|error| panic!("{error}"));
         self.down.forward(&gated)

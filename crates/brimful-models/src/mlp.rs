@@ -3,8 +3,8 @@
 use brimful::Layers;
 use tch::nn::{self, Init, Path};
 
-/// A multi-layer perceptron for samples of any shape with `inputs` numbers each, one hidden layer
-/// for each given width, and a logit for each class.
+/// Returns a multi-layer perceptron for samples of any shape with `inputs` numbers each, one hidden layer for each
+/// given width, and a logit for each class.
 ///
 /// Layers: `flatten`, then `fc1`, `relu1`, `fc2` and so on, the last without a ReLU.
 pub fn mlp(inputs: i64, hidden: &[i64], classes: i64) -> Layers {
@@ -19,7 +19,7 @@ pub fn mlp(inputs: i64, hidden: &[i64], classes: i64) -> Layers {
     })
 }
 
-/// A linear layer that starts as PyTorch's does: uniform within 1/√inputs, weights and biases.
+/// Builds a linear layer with PyTorch's initialisation: uniform within 1/√inputs, weights and biases.
 pub(crate) fn linear(path: &Path, inputs: i64, outputs: i64) -> nn::Linear {
     let bound = 1.0 / (inputs as f64).sqrt();
     let init = Init::Uniform { lo: -bound, up: bound };

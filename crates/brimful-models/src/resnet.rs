@@ -1,9 +1,8 @@
 //! Residual networks for images, with torchvision's names and shapes, so that its weights load.
 //!
-//! "Deep Residual Learning for Image Recognition", He et al., 2015; a bottleneck's stride is at its
-//! 3×3 convolution, as in torchvision. Each residual block is one layer; with exact BatchNorms each of its
-//! convolutions and BatchNorms is, because all micro-batches meet before each of these. The variables have
-//! the same names.
+//! "Deep Residual Learning for Image Recognition", He et al., 2015; a bottleneck's stride is at its 3×3 convolution,
+//! as in torchvision. Each residual block is one layer. With exact BatchNorms each convolution and each BatchNorm is
+//! a layer, because each BatchNorm is a barrier across micro-batches. The variables have the same names either way.
 
 use brimful::Layers;
 use brimful::nn::{BatchNorm, BatchNormPolicy, second_use};
@@ -15,60 +14,60 @@ use crate::mlp::linear;
 use crate::norm::batch_norm2d;
 use crate::stem::StemConv;
 
-/// How an image enters the network.
+/// First layers of the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Stem {
-    /// A 7×7 convolution and a pooling, each of stride 2: for photographs, 224×224 and about.
+    /// A 7×7 convolution and a pooling, each of stride 2: for photographs of about 224×224.
     #[default]
     Large,
-    /// A 3×3 convolution of stride 1: for images of 8×8 to 64×64, which the other would consume.
+    /// A 3×3 convolution of stride 1: for images of 8×8 to 64×64, which a large stem would shrink too far.
     Small,
 }
 
-/// The shape of a residual network.
+/// Shape of a residual network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResNet {
-    /// How many residual blocks each of the four groups has.
+    /// Number of residual blocks in each of the four groups.
     pub blocks: [usize; 4],
-    /// Whether a block is three convolutions with a narrow one in the middle, or two.
+    /// True if a block has three convolutions with a narrow one in the middle; else it has two.
     pub bottleneck: bool,
-    /// How many channels an image has.
+    /// Number of channels of an image.
     pub in_channels: i64,
-    /// How many logits come out.
+    /// Number of logits.
     pub classes: i64,
-    /// How an image enters.
+    /// First layers of the network.
     pub stem: Stem,
-    /// What a micro-batch does to the BatchNorms' statistics, and what normalises it.
+    /// Policy of the BatchNorms: which statistics normalise, and when running statistics change.
     pub batch_norm: BatchNormPolicy,
 }
 
-/// ResNet-18, for 224×224 images of three channels.
+/// Returns ResNet-18, for 224×224 images of three channels.
 pub fn resnet18(classes: i64) -> Layers {
     ResNet::resnet18(classes).layers()
 }
 
-/// ResNet-50, for 224×224 images of three channels.
+/// Returns ResNet-50, for 224×224 images of three channels.
 pub fn resnet50(classes: i64) -> Layers {
     ResNet::resnet50(classes).layers()
 }
 
-/// ResNet-101, for 224×224 images of three channels.
+/// Returns ResNet-101, for 224×224 images of three channels.
 pub fn resnet101(classes: i64) -> Layers {
     ResNet::resnet101(classes).layers()
 }
 
 impl ResNet {
-    /// The shape of ResNet-18.
+    /// Returns the shape of ResNet-18.
     pub fn resnet18(classes: i64) -> Self {
         Self::new([2, 2, 2, 2], false, classes)
     }
 
-    /// The shape of ResNet-50.
+    /// Returns the shape of ResNet-50.
     pub fn resnet50(classes: i64) -> Self {
         Self::new([3, 4, 6, 3], true, classes)
     }
 
-    /// The shape of ResNet-101.
+    /// Returns the shape of ResNet-101.
     pub fn resnet101(classes: i64) -> Self {
         Self::new([3, 4, 23, 3], true, classes)
     }
@@ -78,19 +77,19 @@ impl ResNet {
         Self { blocks, bottleneck, in_channels: 3, classes, stem: Stem::default(), batch_norm }
     }
 
-    /// The same for small images with this many channels: handwritten digits have one.
+    /// Changes the shape to small images with this many channels: handwritten digits have one.
     #[must_use]
     pub fn small_images(self, in_channels: i64) -> Self {
         Self { in_channels, stem: Stem::Small, ..self }
     }
 
-    /// The same with this policy of its BatchNorms.
+    /// Sets the policy of the BatchNorms.
     #[must_use]
     pub fn batch_norm(self, policy: BatchNormPolicy) -> Self {
         Self { batch_norm: policy, ..self }
     }
 
-    /// The network as a list: `conv1`, `bn1` (with its ReLU, and a large stem's pooling), the blocks
+    /// Returns the network as a list: `conv1`, `bn1` (with its ReLU, and a large stem's pooling), the blocks
     /// `layer1.0` to `layer4.…`, `avgpool`, `flatten`, `fc`. With exact BatchNorms, a block's layers are
     /// `layer1.0.conv1`, `layer1.0.bn1` and on.
     pub fn layers(&self) -> Layers {
@@ -118,7 +117,7 @@ impl ResNet {
         }
     }
 
-    /// One of the four groups: its first block changes the size, the others keep it.
+    /// Returns one of the four groups: its first block changes the size, the others keep it.
     fn group(&self, group: usize) -> Layers {
         let width = 64 << group;
         let out = width * self.expansion();
@@ -135,21 +134,21 @@ impl ResNet {
         })
     }
 
-    /// How many times wider a block's output is than its middle.
+    /// Returns the ratio of a block's output width to its inner width.
     fn expansion(&self) -> i64 {
         if self.bottleneck { 4 } else { 1 }
     }
 }
 
-/// The convolutions of a block, each before its BatchNorm.
+/// Convolutions of a block, each before its BatchNorm.
 struct ResidualShape {
     convolutions: Vec<ConvShape>,
-    /// The shortcut's, where the entry and the exit differ in shape.
+    /// Convolution of the shortcut, if input and output differ in shape.
     downsample: Option<ConvShape>,
 }
 
 impl ResidualShape {
-    /// With these channels at the entry, in the middle and at the exit.
+    /// Makes the shape of a block with these channels at its input, in the middle and at its output.
     fn new([entry, middle, exit]: [i64; 3], stride: i64, bottleneck: bool) -> Self {
         let convolutions = match bottleneck {
             true => vec![
@@ -167,7 +166,7 @@ impl ResidualShape {
         Self { convolutions, downsample }
     }
 
-    /// The block as a list that can be cut before each of its BatchNorms, which are exact.
+    /// Returns the block as a list of layers that can be cut before each of its exact BatchNorms.
     fn cut_at_norms(&self) -> Layers {
         let exact = BatchNormPolicy::Exact;
         let last = self.convolutions.len();
@@ -191,8 +190,8 @@ impl ResidualShape {
     }
 }
 
-/// The shortcut of another shape, made and stashed before the convolutions, which begin from the entry again: so
-/// nothing has to wait for both at a time.
+/// Returns the layers of a downsampling shortcut. It is computed and stashed before the convolutions, which then
+/// start from the block's input again, so that no layer waits for both branches at once.
 fn downsampled(shape: ConvShape) -> Layers {
     let entered = Layers::new().stash("entry").add("downsample.0", move |p| shape.build(p));
     entered
@@ -201,11 +200,11 @@ fn downsampled(shape: ConvShape) -> Layers {
         .pop("again", "entry", |_, entry| entry.shallow_clone())
 }
 
-/// A residual block: convolutions beside a shortcut.
+/// A residual block: convolutions and a shortcut.
 #[derive(Debug)]
 struct ResidualBlock {
     convolutions: Vec<(nn::Conv2D, BatchNorm)>,
-    /// A 1×1 convolution where the entry and the exit differ in shape.
+    /// 1×1 convolution of the shortcut, if input and output differ in shape.
     downsample: Option<(nn::Conv2D, BatchNorm)>,
 }
 
@@ -244,7 +243,7 @@ impl ModuleT for ResidualBlock {
     }
 }
 
-/// A normalisation, a ReLU and a pooling of stride 2.
+/// A BatchNorm, a ReLU and a pooling of stride 2.
 #[derive(Debug)]
 struct NormPool(BatchNorm);
 

@@ -1,4 +1,4 @@
-//! The angles of a Llama's rotary positions: stretched as its config says, and made once a device.
+//! Angles of a Llama's rotary positions, scaled as its config says, and computed once per device.
 
 use std::f64::consts::TAU;
 use std::sync::{Mutex, PoisonError};
@@ -8,34 +8,35 @@ use tch::{Device, Tensor};
 
 use crate::Llama;
 
-/// The least places that there are angles for at once: short sequences do not each make new ones.
+/// Least number of positions computed at once, so that short sequences share one table.
 const LEAST_PLACES: i64 = 256;
 
-/// How rotary positions were stretched, so that a model takes longer sequences than it was first trained with.
+/// Scaling of rotary positions, with which a model takes longer sequences than it was first trained on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RotaryScaling {
-    /// Not at all.
+    /// No scaling.
     Unscaled,
-    /// All pairs turn slower by a factor.
+    /// All pairs rotate slower by a factor.
     Linear {
-        /// It.
+        /// The factor.
         factor: f64,
     },
-    /// Slow pairs turn slower by a factor, fast ones as before, those between them by something between.
+    /// Slow pairs rotate slower by a factor, fast ones at their own speed, and those between by an interpolated
+    /// factor.
     Llama3 {
-        /// By how much slow pairs turn slower.
+        /// Factor by which slow pairs rotate slower.
         factor: f64,
-        /// Pairs that turn less often than this within the first context are slow.
+        /// Pairs with fewer rotations than this within the first context are slow.
         low_turns: f64,
-        /// Those that turn more often than this are fast.
+        /// Pairs with more rotations than this are fast.
         high_turns: f64,
-        /// The context of the first training.
+        /// Context of the first training.
         first_context: f64,
     },
 }
 
 impl RotaryScaling {
-    /// What becomes of a pair's speed.
+    /// Returns the scaled speed of a pair.
     fn scaled(self, speed: f64) -> f64 {
         match self {
             Self::Unscaled => speed,
@@ -49,11 +50,11 @@ impl RotaryScaling {
     }
 }
 
-/// The angles of all blocks, on each device that one of them runs on.
+/// Angles for all blocks, on each device that runs one of them.
 #[derive(Debug)]
 pub(crate) struct RotaryTables {
     speeds: Vec<f64>,
-    /// The most places that there are.
+    /// Limit on the number of positions.
     context: i64,
     made: Mutex<Vec<(Device, Rotary)>>,
 }
@@ -65,10 +66,10 @@ impl RotaryTables {
         Self { speeds, context: config.context, made: Mutex::new(Vec::new()) }
     }
 
-    /// Queries or keys (samples × sequence × heads × width) of which the first token is at this place, turned.
+    /// Rotates queries or keys (samples × sequence × heads × width), the first token of which is at position `first`.
     ///
     /// # Panics
-    /// When they end after the context, or memory runs out.
+    /// Panics if they end beyond the context, or memory runs out.
     pub(crate) fn turn(&self, x: &Tensor, first: i64) -> Tensor {
         let (last, context) = (first + x.size()[1], self.context);
         assert!(
@@ -79,7 +80,7 @@ impl RotaryTables {
         turned.unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// The angles of at least so many places, on this device.
+    /// Returns the angles of at least `places` positions, on a device.
     fn on(&self, device: Device, places: i64) -> Rotary {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let found = made.iter().find(|(at, rotary)| *at == device && rotary.context() >= places);

@@ -1,14 +1,15 @@
-//! A ResNet's first convolution: 7 × 7 with a stride of 2, over the few channels of an image.
+//! A ResNet's first convolution: 7×7 with a stride of 2, over the few channels of an image.
 //!
-//! Tensor cores take channels by eights and sixteens, so that of three most products are of zeros. A stride of 2
-//! is a stride of 1 over squares of 2 × 2 pixels whose pixels are channels; there the same convolution is 4 × 4:
+//! Tensor cores take channels in multiples of eight or sixteen, so with three channels most of their products are
+//! zeros. A convolution with a stride of 2 equals one with a stride of 1 over 2×2 squares, with the pixels of a
+//! square as channels; there its kernel is 4×4:
 //!
 //! ```text
 //!   out[h] = Σ w[k] · x[2h + k − 3]                k = 0…6
 //!          = Σ v[2j + a] · X[h + j − 2][a]         j = 0…3, a = 0, 1,  with X[h][a] = x[2h + a] and v = 0, w[0], …, w[6]
 //! ```
 //!
-//! and the same across.
+//! Columns follow the same formula.
 
 use brimful::libtorch::allows_tf32;
 use tch::nn::{self, Module, Path};
@@ -16,12 +17,12 @@ use tch::{Kind, Tensor};
 
 use crate::conv::conv;
 
-/// The sides of the kernel, of the one over squares, and what that one reads before the first square.
+/// Side of the kernel, side of the kernel over squares, and squares that it reads before the first one.
 const KERNEL: i64 = 7;
 const FOLDED: i64 = 4;
 const BEFORE: i64 = 2;
 
-/// The convolution, over squares where that is faster.
+/// The convolution, computed over squares if that is faster.
 #[derive(Debug)]
 pub(crate) struct StemConv(nn::Conv2D);
 
@@ -40,8 +41,8 @@ impl Module for StemConv {
     }
 }
 
-/// Whether tensor cores would multiply zeros. Nobody may want the image's own gradient: it would come back
-/// through the squares.
+/// Returns whether tensor cores would multiply zeros. Inputs that require a gradient are excluded, since it would
+/// have to pass back through the squares.
 fn is_faster_folded(x: &Tensor) -> bool {
     let is_even = matches!(x.size()[..], [_, 1..=4, h, w] if h % 2 == 0 && w % 2 == 0);
     let channels_last = is_even && x.stride()[1] == 1;
@@ -53,19 +54,19 @@ fn is_faster_folded(x: &Tensor) -> bool {
     by_cores && channels_last && !x.requires_grad()
 }
 
-/// How many channels tensor cores take at once: 16 bytes of halves twice, of f32 once.
+/// Number of channels that tensor cores need a multiple of: 32 bytes in half precision, 16 bytes in f32.
 fn channels_of_cores(kind: Kind) -> i64 {
     if kind == Kind::Float { 4 } else { 16 }
 }
 
-/// The convolution over squares, with channels of zeros up to a multiple of `step`.
+/// Computes the convolution over squares, with zero channels up to a multiple of `step`.
 fn folded_conv(x: &Tensor, weight: &Tensor, step: i64) -> Tensor {
     let channels = (4 * x.size()[1] + step - 1) / step * step;
     let squares = squares(x, channels);
     squares.conv2d(&folded_weight(weight, channels), None::<Tensor>, [1], [0], [1], 1)
 }
 
-/// Squares of 2 × 2 pixels, by row, column and channel; around them what the kernel reads beyond the image.
+/// Rearranges an image into 2×2 squares, with zeros around it that the kernel reads beyond the image.
 fn squares(x: &Tensor, channels: i64) -> Tensor {
     let (n, c, h, w) = x.size4().expect("an image has four dimensions");
     let (h, w, around) = (h / 2, w / 2, FOLDED - 1);
@@ -76,7 +77,7 @@ fn squares(x: &Tensor, channels: i64) -> Tensor {
     all.permute([0, 3, 1, 2])
 }
 
-/// The same weights over squares: a row and a column of zeros before them, then by twos.
+/// Rearranges the weights for squares: a row and a column of zeros before them, then pairs.
 fn folded_weight(weight: &Tensor, channels: i64) -> Tensor {
     let (to, from, ..) = weight.size4().expect("a convolution's weight has four dimensions");
     let even = weight.constant_pad_nd([1, 0, 1, 0]);
@@ -93,14 +94,14 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    /// The convolution as it is written down, and over squares.
+    /// Computes the convolution directly and over squares, each with the weight's gradient.
     fn both_ways(x: &Tensor, weight: &Tensor, step: i64) -> [(Tensor, Tensor); 2] {
         let plain = |w: &Tensor| x.conv2d(w, None::<Tensor>, [2], [KERNEL / 2], [1], 1);
         let folded = |w: &Tensor| folded_conv(x, w, step);
         let back = |f: &dyn Fn(&Tensor) -> Tensor| {
             let leaf = weight.detach().copy().set_requires_grad(true);
             let out = f(&leaf);
-            // Each place counts for something else.
+            // Each position has a weight of its own.
             let counts = Tensor::arange(out.numel() as i64, (Kind::Double, Device::Cpu)).sin();
             (&out * counts.view_as(&out)).sum(Kind::Double).backward();
             (out.detach(), leaf.grad())

@@ -1,25 +1,25 @@
-//! Both ends of a language model: tokens are looked up in a table, and places compared with every token of one.
+//! Both ends of a language model: the token embedding and the head.
 
 use brimful::Layers;
 use brimful::nn::{embedding, spread_weight};
 use tch::Tensor;
 use tch::nn::{Module, Path};
 
-/// The name of a language model's last layer, its head.
+/// Name of a language model's last layer, its head.
 pub const LANGUAGE_HEAD: &str = "lm_head";
-/// The tables that a tied head may share, by the models that there are.
+/// Names of the embeddings that a tied head may share, for all models here.
 const TABLES: [&str; 3] = ["wte", "transformer.wte", "model.embed_tokens"];
-/// A GPU's fast kernels take a table whose rows are a multiple of this.
+/// A GPU's fast kernels need a number of rows that is a multiple of this.
 const FAST_ROWS: i64 = 64;
 
-/// The weight of the head of a language model that was built under this path, tied or not.
+/// Returns the weight of the head of a language model built under this path, tied or not.
 pub fn language_head_weight(root: &Path) -> Option<Tensor> {
     let weight =
         |layer: &str| layer.split('.').fold(root.clone(), |path, step| path / step).get("weight");
     [LANGUAGE_HEAD].into_iter().chain(TABLES).find_map(weight)
 }
 
-/// A table of so many rows, which spread so far at the start.
+/// Size of a token embedding, and the standard deviation of its initial values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TokenTable {
     pub(crate) rows: i64,
@@ -27,13 +27,13 @@ pub(crate) struct TokenTable {
     pub(crate) spread: f64,
 }
 
-/// The table of this path, made if it is not there.
+/// Returns the table at this path, and creates it if it does not exist.
 pub(crate) fn token_table(path: &Path, table: TokenTable) -> Tensor {
     let TokenTable { rows, width, spread } = table;
     path.get("weight").unwrap_or_else(|| spread_weight(path, &[rows, width], spread))
 }
 
-/// Appends the head, which may share the table of the layer `tied`.
+/// Appends the head, which may share the embedding of the layer `tied`.
 pub(crate) fn add_head(body: Layers, table: TokenTable, tied: Option<&str>) -> Layers {
     match tied {
         Some(owner) => {
@@ -43,7 +43,7 @@ pub(crate) fn add_head(body: Layers, table: TokenTable, tied: Option<&str>) -> L
     }
 }
 
-/// Looks each token up in a table.
+/// Token embedding.
 #[derive(Debug)]
 pub(crate) struct Embedding(pub(crate) Tensor);
 
@@ -53,7 +53,7 @@ impl Module for Embedding {
     }
 }
 
-/// Compares each place with every token of a table.
+/// Head: computes the logits of every token.
 #[derive(Debug)]
 struct LanguageHead(Tensor);
 
@@ -64,7 +64,7 @@ impl Module for LanguageHead {
         if missing == 0 || !self.0.device().is_cuda() {
             return x.linear(&self.0, None::<Tensor>);
         }
-        // GPT-2's 50,257 rows are odd, which leaves only kernels that are three times slower.
+        // GPT-2's 50,257 rows are odd, which would leave only kernels that are three times slower.
         let table = self.0.constant_pad_nd([0, 0, 0, missing]);
         x.linear(&table, None::<Tensor>).narrow(-1, 0, rows)
     }

@@ -1,4 +1,4 @@
-//! A U-Net (B, C), for images whose every pixel gets a mark, as large as one likes.
+//! A U-Net (B, C), which classifies each pixel of an image, of any size.
 //!
 //! "U-Net: Convolutional Networks for Biomedical Image Segmentation", Ronneberger et al., 2015, with
 //! the two numbers of "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", Kim
@@ -18,7 +18,7 @@
 //!             └─────────────► [16C → 32C → 16C] ────────────────┘
 //!
 //! [ ]  a cell of B blocks; the first changes the channels, and the last does at the bottom
-//! block: 3×3 convolution, dropout of whole channels, normalisation of each, leaky ReLU
+//! block: 3×3 convolution, dropout of whole channels, instance normalisation, leaky ReLU
 //! ```
 //!
 //! Each block is one layer, as are each pool, up, and end of a skip: 11 B + 21 in all.
@@ -30,39 +30,39 @@ use tch::nn::{self, Module, ModuleT, Path};
 use crate::ShapeError;
 use crate::conv::conv;
 
-/// How often the image is halved on the way down.
+/// Number of times that the image is halved on the way down.
 const DEPTH: u32 = 5;
-/// Against a division by zero, as PyTorch has it.
+/// Epsilon against division by zero, as in PyTorch.
 const EPSILON: f64 = 1e-5;
 
-/// The shape of a U-Net.
+/// Shape of a U-Net.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UNet {
-    /// How many blocks each cell has, B: two or more.
+    /// Number of blocks in each cell, B: at least two.
     pub blocks: usize,
-    /// How many channels the first cell has, C: an even number.
+    /// Number of channels of the first cell, C: an even number.
     pub channels: i64,
-    /// How many channels an image has.
+    /// Number of channels of an image.
     pub in_channels: i64,
-    /// How many logits each pixel gets.
+    /// Number of logits for each pixel.
     pub out_channels: i64,
-    /// The part of the channels that training drops; 0 for none.
+    /// Probability with which training drops a channel; 0 for none.
     pub dropout: f64,
 }
 
 impl UNet {
-    /// The U-Net (B, C) of the paper: colour images, one logit a pixel, a tenth dropped.
+    /// Returns the shape of the paper's U-Net (B, C): colour images, one logit per pixel, a tenth dropped.
     pub fn new(blocks: usize, channels: i64) -> Self {
         Self { blocks, channels, in_channels: 3, out_channels: 1, dropout: 0.1 }
     }
 
-    /// The network as a list: `encoder0.0` and on, `skip0`, `pool0`, … `bottom.0` and on, `up4`,
-    /// `join4`, `decoder4.0` and on, … `head`.
+    /// Returns the network as a list: `encoder0.0` and on, `skip0`, `pool0`, … `bottom.0` and on, `up4`, `join4`,
+    /// `decoder4.0` and on, … `head`.
     ///
-    /// Images have sides that are multiples of 32, and more than 32 × 32 pixels.
+    /// Images need sides that are multiples of 32, and more than 32×32 pixels.
     ///
     /// # Errors
-    /// When a cell has less than two blocks, or the channels are not a positive even number.
+    /// Fails if a cell has less than two blocks, or the channels are not a positive even number.
     pub fn layers(&self) -> Result<Layers, ShapeError> {
         self.check()?;
         let (last, logits) = (self.channels / 2, self.out_channels);
@@ -102,12 +102,12 @@ impl UNet {
             .add_layers(format!("decoder{level}"), self.cell([2 * width, width / 2, width / 2]))
     }
 
-    /// The channels of this level's skip.
+    /// Returns the channels of a level's skip connection.
     fn at(&self, level: u32) -> i64 {
         self.channels << level
     }
 
-    /// B blocks, with these channels at the entry, in the middle and at the exit.
+    /// Returns B blocks, with these channels at the input, in the middle and at the output.
     fn cell(&self, [entry, middle, exit]: [i64; 3]) -> Layers {
         let (blocks, dropout) = (self.blocks, self.dropout);
         (0..blocks).fold(Layers::new(), |layers, number| {
@@ -119,7 +119,7 @@ impl UNet {
     }
 }
 
-/// A convolution with what follows it.
+/// A convolution with dropout, normalisation and activation.
 #[derive(Debug)]
 struct ConvBlock {
     conv: nn::Conv2D,
@@ -128,16 +128,16 @@ struct ConvBlock {
 
 impl ModuleT for ConvBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        // In place: nobody else needs the outputs of the convolution and of the normalisation.
+        // In place: nothing else needs the outputs of the convolution and of the normalisation.
         let x = self.conv.forward(x).feature_dropout_(self.dropout, train);
         let (samples, channels, height, width) = shape(&x);
-        // A copy where the channels are last.
+        // Copies if the memory format is channels last.
         let apart = x.reshape([1, samples * channels, height, width]);
         normed(&apart).leaky_relu_().view([samples, channels, height, width])
     }
 }
 
-/// Each channel with mean 0 and variance 1, in training and in evaluation.
+/// Normalises each channel of each sample to mean 0 and variance 1, in training and in evaluation.
 fn normed(x: &Tensor) -> Tensor {
     let none = None::<&Tensor>;
     Tensor::batch_norm(x, none, none, none, none, true, 0.0, EPSILON, true)

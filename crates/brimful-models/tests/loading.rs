@@ -1,4 +1,4 @@
-//! Loading a folder takes little more of the host's memory than its weights do, wherever they live.
+//! Loading a folder needs little more host memory than its weights, on the device or offloaded.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,10 +12,10 @@ use serde_json::json;
 use tch::Device;
 use tch::nn::VarStore;
 
-/// Set for the process that loads a folder: the folder, and where its weights are to live.
+/// Environment of the process that loads a folder: the folder, and whether to offload its weights.
 const LOADS: [&str; 2] = ["BRIMFUL_TEST_LOADS", "BRIMFUL_TEST_LIVES"];
 const NAME: &str = "a_folder_takes_at_most_a_fifth_more_than_its_weights";
-/// Layers and tokens: a table of 50 MB, which is not to be there twice, before equal layers of 7 MB.
+/// Layers and tokens: an embedding of 50 MB, which must not exist twice, before equal layers of 7 MB.
 const LARGE: (usize, usize) = (22, 32_768);
 const TINY: (usize, usize) = (1, 64);
 
@@ -31,7 +31,7 @@ fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
     let weights = fs::metadata(large.join("model.safetensors")).expect("a file").len();
     assert!(weights > 190_000_000, "{weights} bytes");
     for home in ["device", "host"] {
-        // What libtorch takes for itself is in both.
+        // Libtorch's own memory is part of both peaks.
         let more = peak_of(&large, home).saturating_sub(peak_of(&tiny, home));
         let ratio = more as f64 / weights as f64;
         assert!((0.9..1.2).contains(&ratio), "{home}: {more} bytes for {weights}: {ratio:.2}");
@@ -41,7 +41,7 @@ fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
     }
 }
 
-/// A folder with a config alone.
+/// Makes a folder with only a config.
 fn described((layers, tokens): (usize, usize)) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("loading-{layers}"));
     let _ = fs::remove_dir_all(&folder);
@@ -53,7 +53,7 @@ fn described((layers, tokens): (usize, usize)) -> PathBuf {
     folder
 }
 
-/// Gives it weights.
+/// Adds weights to it.
 fn fill(folder: &Path) {
     let described = Pretrained::without_weights(folder).expect("a folder");
     let store = VarStore::new(Device::Cpu);
@@ -62,7 +62,7 @@ fn fill(folder: &Path) {
     described.save(folder, &variables).expect("saved");
 }
 
-/// The most memory that a process of its own takes to load the folder.
+/// Returns the peak memory of a process that loads the folder.
 fn peak_of(folder: &Path, home: &str) -> u64 {
     let output = Command::new(env::current_exe().expect("the test's own program"))
         .args(["--exact", NAME, "--nocapture", "--test-threads", "1"])
@@ -76,9 +76,9 @@ fn peak_of(folder: &Path, home: &str) -> u64 {
     told.unwrap_or_else(|| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)))
 }
 
-/// Loads a folder, and prints what this process took at most.
+/// Loads a folder, and prints the peak memory of this process.
 fn load_and_tell(folder: &Path, home: &str) {
-    // As the program does.
+    // The program does so too.
     memory::keep_freed_blocks();
     let pretrained = Pretrained::open(folder).expect("a folder");
     let layers = pretrained.config().layers();

@@ -1,4 +1,4 @@
-//! The models: published sizes, shapes, first losses, and that they learn.
+//! The models: published sizes, shapes, initial losses, and learning.
 
 use brimful::layers::Model;
 use brimful::nn::linear_cross_entropy;
@@ -25,7 +25,7 @@ fn built(layers: &Layers) -> (nn::VarStore, Model) {
     (vs, model)
 }
 
-/// The shape of the output for this input, in evaluation.
+/// Returns the shape of the output for this input, in evaluation.
 fn shape_after(layers: &Layers, x: &Tensor) -> Vec<i64> {
     let (_vs, model) = built(layers);
     tch::no_grad(|| model.forward_t(x, false)).size()
@@ -246,7 +246,7 @@ fn an_image_that_a_u_net_cannot_halve_is_refused() {
     shape_after(&layers, &Tensor::randn([1, 3, 96, 80], CPU));
 }
 
-/// The loss of a GPT's hidden states and its table is that of its logits, and so are all gradients.
+/// The loss computed from a GPT's hidden states and its embedding equals that of its logits, and so do all gradients.
 #[test]
 fn a_body_and_the_loss_of_its_head_are_the_whole_gpt() {
     let tokens = tokens(3, 17);

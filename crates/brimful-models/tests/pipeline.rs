@@ -1,5 +1,5 @@
-//! U-Net, AmoebaNet-D and ResNets in a pipeline leave the plain model's loss and gradients: with skips
-//! across stages, with pairs of tensors at every boundary, and with exact BatchNorms.
+//! U-Net, AmoebaNet-D and ResNets have the same loss and gradients in a pipeline as without: with skips across
+//! stages, with pairs of tensors at every boundary, and with exact BatchNorms.
 
 use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 const SAMPLES: i64 = 5;
 
-/// The default generator is one for the process, so that tests that draw from it take turns.
+/// The default generator is global, so tests that draw from it run one at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -36,7 +36,7 @@ fn pipeline(layers: &Layers, balance: &[usize], m: usize, recompute: Recompute) 
         .expect("a pipeline")
 }
 
-/// The plain model with the pipeline's values.
+/// Builds the plain model with the pipeline's values.
 fn plain(layers: &Layers, pipe: &Pipeline) -> (VarStore, Model) {
     let mut store = VarStore::new(Device::Cpu);
     let model = layers.build(&store.root()).expect("a model");
@@ -50,7 +50,7 @@ fn plain(layers: &Layers, pipe: &Pipeline) -> (VarStore, Model) {
     (store, model)
 }
 
-/// One step of both, the plain model's cut into `size`, with the same random numbers.
+/// Compares a step of both, with the plain model's cut into `size`, and the same random numbers.
 fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) -> Loss, size: Size) {
     let what = format!("balance {}", pipe.balance());
     let (store, model) = plain(layers, &pipe);
@@ -113,7 +113,7 @@ fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
     let _turn = alone();
     let layers = AmoebaNet::new(3, 8, 4).layers().expect("a shape");
     let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
-    // A stage of one cell hands one of its inputs on; the head leaves one of a pair alone.
+    // A stage of one cell passes on one of its inputs; the head ignores one of a pair.
     for balance in [&[9][..], &[4, 5], &[3, 1, 5], &[1, 7, 1]] {
         for recompute in Recompute::ALL {
             let pipe = pipeline(&layers, balance, 2, recompute);
@@ -122,8 +122,8 @@ fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
     }
 }
 
-/// One step of a pipeline with exact BatchNorms, in micro-batches of these sizes, and of the plain model on
-/// the whole mini-batch, which has the same variables in other layers.
+/// Compares a step of a pipeline with exact BatchNorms, in micro-batches of these sizes, with the plain model on the
+/// whole mini-batch. The plain model has the same variables in other layers.
 fn compare_exact(exact: &Layers, coarse: &Layers, x: &Tensor, sizes: &[usize]) {
     for size in sizes {
         let pipe = Pipeline::builder(exact.clone()).kind(Kind::Double);

@@ -1,8 +1,7 @@
-//! The models have the variables of torchvision's and of GPT-2, and answer as those do with the
-//! same weights.
+//! The models have the variables of torchvision's models and of GPT-2, and the same outputs with the same weights.
 //!
-//! The files in `reference/` come from bench/peers/reference_models.py, which says how. `pretrained/` has whole
-//! folders, of `transformers`.
+//! The files in `reference/` come from bench/peers/reference_models.py, which explains how. `pretrained/` has whole
+//! folders, from `transformers`.
 
 mod pretrained;
 
@@ -18,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 const PRIME: i64 = 20011;
 
-/// What the other said: variables with their shapes, and the logits of both modes.
+/// Reference of a model: variables with their shapes, and the logits of both modes.
 struct Reference {
     shapes: BTreeMap<String, Vec<i64>>,
     eval: Vec<f64>,
@@ -44,7 +43,7 @@ fn parse<T: std::str::FromStr<Err: std::fmt::Debug>>(text: &str) -> Vec<T> {
     text.split_whitespace().map(|number| number.parse().expect("a number")).collect()
 }
 
-/// Pseudo-random numbers in [-0.5, 0.5) that depend on the name alone, as in the script.
+/// Returns pseudo-random numbers in [-0.5, 0.5) that depend only on the name, as in the script.
 fn numbers(name: &str, shape: &[i64]) -> Tensor {
     let seed = name.bytes().zip(1..).map(|(byte, i)| i * i64::from(byte)).sum::<i64>() % 9973;
     let k = Tensor::arange(shape.iter().product::<i64>(), (Kind::Int64, Device::Cpu));
@@ -52,7 +51,7 @@ fn numbers(name: &str, shape: &[i64]) -> Tensor {
     (mixed / PRIME as f64 - 0.5).view(shape)
 }
 
-/// The variable's value, as in the script.
+/// Returns the variable's value, as in the script.
 fn value(name: &str, shape: &[i64]) -> Tensor {
     let u = numbers(name, shape);
     match (shape.len(), name.rsplit('.').next()) {
@@ -67,7 +66,7 @@ fn shapes_of(vs: &VarStore) -> BTreeMap<String, Vec<i64>> {
     vs.variables().into_iter().map(|(name, variable)| (name, variable.size())).collect()
 }
 
-/// The largest difference, relative to the largest number expected.
+/// Returns the largest difference, relative to the largest number expected.
 fn difference(got: &Tensor, expected: &[f64]) -> f64 {
     let expected = Tensor::from_slice(expected);
     let difference = (got.to_kind(Kind::Double).flatten(0, -1) - &expected).abs().max();
@@ -92,7 +91,7 @@ fn unique_file() -> PathBuf {
     std::env::temp_dir().join(format!("brimful-reference-{process}-{count}.safetensors"))
 }
 
-/// Runs the model in this precision on `x`, training or not in turn, and compares; names and shapes too.
+/// Runs the model in this precision on `x`, in evaluation or training mode, and compares names, shapes and outputs.
 fn check(
     layers: &Layers,
     other: &Reference,
@@ -113,10 +112,10 @@ fn check(
 fn check_resnet(layers: &Layers, text: &str) {
     let other = Reference::read(text);
     let x = numbers("input", &[2, 3, 64, 64]) * 4.0;
-    // Training comes last: it moves the running statistics.
+    // Training comes last, since it changes the running statistics.
     check(layers, &other, &x, Kind::Double, &[false, true], 1e-10);
-    // In single precision training says little: the last normalisations have eight numbers each,
-    // and torchvision's own ResNet-101 is then 4e-4 off its answers in double precision.
+    // In single precision, training says little: the last normalisations have eight numbers each, and torchvision's
+    // own ResNet-101 differs by 4e-4 from its outputs in double precision.
     check(layers, &other, &x.to_kind(Kind::Float), Kind::Float, &[false], 1e-5);
 }
 

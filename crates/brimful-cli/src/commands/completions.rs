@@ -1,4 +1,4 @@
-//! `brimful completions`: what lets a shell complete commands and flags.
+//! `brimful completions`: prints a shell's completion script.
 
 use anyhow::Result;
 use clap::CommandFactory;
@@ -20,7 +20,7 @@ pub struct CompletionsOptions {
     shell: Shell,
 }
 
-/// Prints the shell's script.
+/// Prints the completion script of a shell.
 pub fn run(options: &CompletionsOptions) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(options.shell, &mut BrimfulArgs::command(), "brimful", &mut script);

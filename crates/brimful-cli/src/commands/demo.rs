@@ -8,11 +8,11 @@ use crate::args::BrimfulArgs;
 use crate::exit::Exit;
 use crate::output::line;
 
-/// What it runs, in words that work on the command line too.
+/// Command that the demo runs, which works on the command line too.
 const TRAIN: &str = "brimful train --model mlp --data digits --batch-size all \
                      --memory-limit 8MiB --device cpu --epochs 20 --learning-rate 0.005";
 
-/// Shows a plain step that runs out, then trains in micro-batches inside the same limit.
+/// Shows a plain step running out of memory, then trains in micro-batches within the same limit.
 pub(crate) fn run() -> Result<Exit> {
     let options = BrimfulArgs::training(TRAIN.split_whitespace())?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;

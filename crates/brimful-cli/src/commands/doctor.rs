@@ -1,4 +1,4 @@
-//! `brimful doctor`: what this machine has, what is wrong with its set-up, and how to mend it.
+//! `brimful doctor`: reports what this machine has, what is wrong with its set-up, and how to fix it.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub struct DoctorOptions {
     json: bool,
 }
 
-/// Reports, and fails when something needs mending.
+/// Prints the report, and returns a fault if anything needs fixing.
 pub fn run(options: &DoctorOptions) -> Result<Exit> {
     let report = Diagnosis::of_this_machine()?;
     output::report(&report, options.json)?;
@@ -37,9 +37,9 @@ struct Diagnosis {
     brimful: &'static str,
     libtorch: String,
     library: Option<PathBuf>,
-    /// Libraries in this process, but for the system's own.
+    /// Libraries loaded into this process, except the system's own.
     loaded: Vec<PathBuf>,
-    /// What `LIBTORCH` is to be where a crate elsewhere is built against the same libtorch.
+    /// Value of `LIBTORCH` for building another crate against the same libtorch.
     libtorch_folder: Option<PathBuf>,
     cuda: Cuda,
     cpu_capability: Option<String>,
@@ -52,10 +52,10 @@ struct Diagnosis {
 
 #[derive(Debug, Default, Serialize)]
 struct Cuda {
-    /// The newest CUDA that the machine's driver serves; none without a driver.
+    /// Newest CUDA version that the driver supports; none without a driver.
     driver: Option<String>,
     loaded: bool,
-    /// The loader's words where it was not loaded.
+    /// The loader's error, if the library could not be loaded.
     error: Option<String>,
 }
 
@@ -65,7 +65,7 @@ struct DeviceRow {
     model: String,
     total_bytes: Bytes,
     free_bytes: Bytes,
-    /// Whose kernels run on a GPU, and why.
+    /// Kernels that a GPU runs, ours or libtorch's, and the reason.
     kernels: Option<String>,
 }
 
@@ -115,7 +115,7 @@ impl From<memory::DeviceInfo> for DeviceRow {
     }
 }
 
-/// Parts of the C library and of the compiler, which every program has.
+/// Name prefixes of the C library's and the compiler's own libraries, which every program loads.
 const OF_EVERY_PROGRAM: [&str; 9] = [
     "ld-linux",
     "libc.",
@@ -128,9 +128,9 @@ const OF_EVERY_PROGRAM: [&str; 9] = [
     "libutil.",
 ];
 
-/// Names the libraries in a table of mapped files as Linux shows it: what is run, wherever it came from.
+/// Lists the shared libraries in a table of mapped files as Linux prints it (`/proc/self/maps`).
 fn loaded(maps: &str) -> Vec<PathBuf> {
-    // A file's path begins after five columns, and ends the line.
+    // The path of a mapped file follows five columns and ends the line.
     let file = |line: &str| line.find('/').map(|start| PathBuf::from(&line[start..]));
     let is_library = |path: &PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -141,8 +141,8 @@ fn loaded(maps: &str) -> Vec<PathBuf> {
     found.into_iter().collect()
 }
 
-/// The folder around the library that a crate can be built with: it has headers, and every library
-/// that tch links, even the empty `libtorch.so`.
+/// Returns the folder around the library that a crate can be built with: it has the headers and every library that
+/// tch links, even the empty `libtorch.so`.
 fn libtorch_folder(library: &Path) -> Option<PathBuf> {
     let around = [library.to_owned(), library.canonicalize().ok()?];
     let mut folders = around.iter().filter_map(|file| file.parent()?.parent()?.canonicalize().ok());
@@ -150,7 +150,7 @@ fn libtorch_folder(library: &Path) -> Option<PathBuf> {
     folders.find(|folder| needed.iter().all(|file| folder.join(file).exists()))
 }
 
-/// What is wrong, by what was found. A machine without a GPU has no fault.
+/// Lists the problems in what was found. A machine without a GPU has none for lacking one.
 fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<SetupProblem> {
     let problem = |what: String, remedy: &str| SetupProblem { what, remedy: remedy.to_owned() };
     let mut problems = Vec::new();

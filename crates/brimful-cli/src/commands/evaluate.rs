@@ -24,7 +24,7 @@ use crate::setting::{
     self, LossModel, MODELS, ModelName, ModelSource, NumberType, counted, typed, within, words,
 };
 
-/// Samples that are in memory together where they are streamed.
+/// Samples held in memory at once when they are streamed.
 const AT_ONCE: usize = 256;
 
 /// Options of `brimful evaluate`.
@@ -74,21 +74,21 @@ pub struct EvaluateOptions {
     json: bool,
 }
 
-/// What a model is on data.
+/// Metrics of a model on data.
 #[derive(Debug, Serialize)]
 struct Evaluation {
     loss: f64,
-    /// Of texts.
+    /// For text only.
     #[serde(skip_serializing_if = "Option::is_none")]
     perplexity: Option<f64>,
-    /// Share of right answers.
+    /// Share of correct answers.
     accuracy: f64,
     samples: usize,
-    /// Tokens, classes or pixels that count.
+    /// Number of tokens, classes or pixels that count.
     targets: u64,
 }
 
-/// A model with its data, on its way to a device.
+/// A model with its data, before it is moved to a device.
 #[derive(Debug)]
 struct Evaluated {
     dataset: Dataset,
@@ -103,13 +103,13 @@ enum ModelWeights {
 }
 
 impl EvaluateOptions {
-    /// The files that were given, each with its flag.
+    /// Lists the given files, each with its flag.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
         files::read("--weights", self.weights.as_ref()).into_iter().collect()
     }
 }
 
-/// Evaluates the model, and tells the figures.
+/// Evaluates the model and prints the metrics.
 pub(crate) fn run(options: &EvaluateOptions) -> Result<Exit> {
     let evaluated = Evaluated::open(options)?;
     output::report(&evaluated.evaluate(options)?, options.json)?;
@@ -218,7 +218,7 @@ impl ModelWeights {
     }
 }
 
-/// What mini-batches come to, each by its targets.
+/// Totals over the mini-batches, weighted by their number of targets.
 #[derive(Debug, Default)]
 struct Sums {
     samples: usize,

@@ -1,4 +1,4 @@
-//! `brimful generate`: text that a trained language model writes, token by token.
+//! `brimful generate`: writes text with a trained language model, token by token.
 
 mod writer;
 
@@ -64,7 +64,7 @@ pub struct GenerateOptions {
     dtype: Option<NumberType>,
 }
 
-/// Writes the prompt and what follows it, as it is made.
+/// Prints the prompt, and each piece of the text as the model makes it.
 pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     options.check()?;
     let mut writer = Writer::open(options)?;
@@ -104,7 +104,7 @@ impl GenerateOptions {
         Ok(())
     }
 
-    /// How tokens are chosen: as the flags say, and else as the folder does.
+    /// Returns the sampling parameters: those of the flags, and else those of the folder.
     fn sampling(&self, told: Sampling) -> Sampling {
         Sampling {
             temperature: self.temperature.unwrap_or(told.temperature),
@@ -114,7 +114,7 @@ impl GenerateOptions {
     }
 }
 
-/// A token by its logit: the likeliest, or one that is drawn among all or the likeliest few.
+/// Chooses a token by its logit: the likeliest, or one sampled with temperature, top-k and top-p.
 fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
     let Sampling { temperature, top_k, top_p } = *sampling;
     if temperature == 0.0 {
@@ -122,37 +122,37 @@ fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
     }
     let count = top_k.map_or(logits.numel(), |k| k.min(logits.numel()));
     let (values, tokens) = logits.topk(count as i64, -1, true, true);
-    // From the largest on, so that no temperature is too small for an exponent.
+    // Subtracts the largest logit, so that no temperature is too small for an exponent.
     let chances = ((&values - values.max()) / temperature).softmax(-1, Kind::Double);
-    // Those before which the likelier ones already have enough are left out.
+    // Drops the tokens before which likelier ones already reach `top_p` together.
     let before = chances.cumsum(-1, Kind::Double) - &chances;
     let chances = if top_p < 1.0 { &chances * before.lt(top_p) } else { chances };
     tokens.index_select(0, &chances.multinomial(1, false))
 }
 
-/// The text of tokens that come one by one, of which each piece is shown once.
+/// Text that grows token by token; each piece is printed once.
 #[derive(Debug)]
 struct GrowingText {
     text: String,
-    /// How many of its bytes were shown.
+    /// Number of bytes already printed.
     shown: usize,
 }
 
 impl GrowingText {
-    /// Of these tokens, which were shown.
+    /// Starts with the text of these tokens, already printed.
     fn after(tokens: &[i64], tokenizer: &Tokenizer) -> Result<Self> {
         let text = tokenizer.decode(tokens)?;
         Ok(Self { shown: text.len(), text })
     }
 
-    /// What has come to it with the last token: nothing while a character is broken off.
+    /// Returns the text that the last token added: nothing while it ends in the middle of a character.
     fn grown(&mut self, tokens: &[i64], tokenizer: &Tokenizer) -> Result<&str> {
         self.text = tokenizer.decode(tokens)?;
         let is_broken_off = self.text.ends_with(char::REPLACEMENT_CHARACTER);
         Ok(if is_broken_off { "" } else { self.rest() })
     }
 
-    /// What was not shown, broken off as it is.
+    /// Returns the text not yet printed, even if it ends in the middle of a character.
     fn rest(&mut self) -> &str {
         let start = std::mem::replace(&mut self.shown, self.text.len());
         self.text.get(start..).unwrap_or_default()

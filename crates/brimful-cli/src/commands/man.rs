@@ -1,4 +1,4 @@
-//! `brimful man`: the manual, as man pages.
+//! `brimful man`: prints or writes the manual, as man pages.
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ pub struct ManOptions {
     folder: Option<PathBuf>,
 }
 
-/// Prints a page, or writes all of them.
+/// Prints one page, or writes all of them.
 pub fn run(options: &ManOptions) -> Result<Exit> {
     let mut root = BrimfulArgs::command();
     root.build();
@@ -42,7 +42,7 @@ pub fn run(options: &ManOptions) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// The command at the end of these names.
+/// Finds the command that this path of names leads to.
 fn find(root: Command, names: &[String]) -> Result<Command> {
     names.iter().try_fold(root, |command, name| {
         command.find_subcommand(name).cloned().ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! One file a command.
+//! Commands of the program, one file each.
 
 pub(crate) mod completions;
 pub(crate) mod demo;
@@ -18,7 +18,7 @@ use crate::args::BrimfulCommand;
 use crate::exit::Exit;
 use crate::files::FlagFile;
 
-/// The files that a command reads and writes.
+/// Lists the files that a command reads and writes.
 pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile> {
     match command {
         BrimfulCommand::Train(options) => options.files(),

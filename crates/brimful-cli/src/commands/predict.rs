@@ -1,4 +1,4 @@
-//! `brimful predict`: what a trained model answers, sample by sample.
+//! `brimful predict`: prints a trained model's prediction for each sample.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,11 +19,11 @@ use crate::progress::Progress;
 use crate::saved_weights::{PIXELS, SavedWeights};
 use crate::setting::{self, IMAGE_MODELS, ModelName, NumberType, typed, within, words};
 
-/// Samples that are in memory together where they are streamed.
+/// Samples held in memory at once when they are streamed.
 const AT_ONCE: usize = 256;
-/// As many of the likeliest classes are told.
+/// Number of likeliest classes in a prediction.
 const TOP: i64 = 5;
-/// Of them, as many follow the first one in a line for people.
+/// Number of runners-up in a line of text.
 const SHOWN: usize = 2;
 
 /// Options of `brimful predict`.
@@ -72,7 +72,7 @@ pub struct PredictOptions {
 }
 
 impl PredictOptions {
-    /// The files that were given, each with its flag.
+    /// Lists the given files, each with its flag.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
         let files = [
             files::written("--output", self.output.as_ref()),
@@ -83,49 +83,49 @@ impl PredictOptions {
     }
 }
 
-/// What the model says of one sample.
+/// Prediction for one sample.
 #[derive(Debug, PartialEq, Serialize)]
 struct Prediction {
-    /// Its number among the samples, from 0 on.
+    /// Index of the sample, from 0.
     index: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     file: Option<String>,
     #[serde(flatten)]
     answer: Answer,
-    /// The class that it has, where that is known.
+    /// The sample's true class, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     target: Option<i64>,
-    /// The likeliest classes, the answer first.
+    /// Likeliest classes, the answer first.
     top: Vec<Answer>,
-    /// What its target is called: the number alone goes into JSON, where names are looked up.
+    /// Name of the true class. JSON has its number alone, from which readers look up the name.
     #[serde(skip)]
     right: Option<String>,
 }
 
-/// A class, and how likely it is.
+/// A class and its probability.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Answer {
     class: i64,
     probability: f64,
-    /// What the class is called, where it has a name.
+    /// Name of the class, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
 }
 
-/// Classes, how likely each is, and the one that a sample has.
+/// Likeliest classes of a sample, their probabilities, and its true class.
 type Likeliest = ((Vec<i64>, Vec<f64>), i64);
 
-/// Samples that are to be answered.
+/// Samples to predict.
 #[derive(Debug)]
 struct Asked {
     samples: SampleSet,
     sample: Sample,
-    /// Where they are, if in files of their own.
+    /// Paths of the samples, if each is a file of its own.
     files: Vec<PathBuf>,
     class_names: Vec<String>,
 }
 
-/// Answers every sample.
+/// Predicts every sample.
 pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
     let predictions = predict(options)?;
     if let Some(path) = &options.output {
@@ -202,7 +202,7 @@ impl Asked {
         Ok(Self { samples, sample, files: Vec::new(), class_names: Vec::new() })
     }
 
-    /// Images in files, in the size that the model was trained with.
+    /// Opens image files, in the size that the model was trained with.
     fn files(
         paths: &[PathBuf],
         options: &PredictOptions,
@@ -234,7 +234,7 @@ impl Asked {
         Ok(Self { samples, sample, files, class_names })
     }
 
-    /// Those of the samples of these numbers, of probabilities and classes.
+    /// Makes predictions of the samples at these indices from their likeliest probabilities and classes.
     fn predictions(
         &self,
         indices: impl Iterator<Item = usize>,

@@ -1,4 +1,4 @@
-//! `brimful report`: a run file as a page that any browser opens.
+//! `brimful report`: makes a page that any browser opens from a run file.
 
 use std::path::PathBuf;
 
@@ -28,14 +28,14 @@ pub struct ReportOptions {
 }
 
 impl ReportOptions {
-    /// The files that it reads and writes.
+    /// Lists the files that the command reads and writes.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
         let files = [files::read("RUN", Some(&self.run)), files::written("-o", Some(&self.output))];
         files.into_iter().flatten().collect()
     }
 }
 
-/// Reads, checks, and writes the page.
+/// Reads and checks the run, and writes its page.
 pub(crate) fn run(options: &ReportOptions) -> Result<Exit> {
     page::write(&options.output, &Run::read(&options.run)?)?;
     output::line(&format!("wrote {}", options.output.display()))?;

@@ -1,5 +1,4 @@
-//! `brimful verify`: the full batch's gradients beside those of its micro-batches, parameter by
-//! parameter.
+//! `brimful verify`: compares the full batch's gradients with those of its micro-batches, parameter by parameter.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -56,7 +55,7 @@ pub struct VerifyOptions {
     json: bool,
 }
 
-/// Compares, and fails where a gradient differs by more than rounding.
+/// Compares the gradients, and returns a fault if one differs by more than rounding.
 pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
     let subject = VerifiedModel::new(options)?;
     let full = subject.gradients(Size::Count(1))?;
@@ -75,11 +74,11 @@ struct VerifiedModel {
     model: Model,
     examples: (Tensor, Tensor),
     kind: Kind,
-    /// Whether it is run in training mode.
+    /// True if the model runs in training mode.
     trains: bool,
 }
 
-/// A loss, the micro-batches it took, and each parameter's gradient.
+/// Loss, micro-batch sizes, and the gradient of each parameter.
 struct Gradients {
     loss: f64,
     sizes: Vec<usize>,
@@ -89,7 +88,7 @@ struct Gradients {
 impl VerifiedModel {
     fn new(options: &VerifyOptions) -> Result<Self> {
         let sample = options.model.synthetic_sample();
-        // Whole, a mini-batch is its only micro-batch: deferred is exact.
+        // With the whole mini-batch as its only micro-batch, deferred statistics are exact.
         let statistics = match options.batch_norm {
             Some(NormStatistics::Exact) => Some(NormStatistics::Deferred),
             other => other,
@@ -124,7 +123,8 @@ impl VerifiedModel {
         Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
     }
 
-    /// Those of a pipeline with the same parameters, in which all micro-batches meet at each BatchNorm.
+    /// Computes the gradients in a pipeline with the same parameters and exact BatchNorms: a barrier across
+    /// micro-batches.
     fn exact_gradients(&self, options: &VerifyOptions, size: Size) -> Result<Gradients> {
         let sample = options.model.synthetic_sample();
         let layers = options.model.layers_normed(&sample, DROPOUT, options.batch_norm)?;
@@ -166,7 +166,7 @@ impl VerifyReport {
                 let scale = full.abs().max().double_value(&[]).max(f64::MIN_POSITIVE);
                 ((full - split).abs().max().double_value(&[]) / scale, name)
             }
-            // One of them has no gradient at all.
+            // One of the two has no gradient at all.
             _ => (f64::INFINITY, name),
         });
         let worst = errors.max_by(|a, b| a.0.total_cmp(&b.0));

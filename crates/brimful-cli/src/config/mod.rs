@@ -1,4 +1,4 @@
-//! Flags from a TOML file: turned into words of the command line, so that there is one list of flags.
+//! Flags from a TOML file. They become words of the command line, so that flags are defined in one place.
 //!
 //! ```toml
 //! [train]
@@ -10,9 +10,9 @@
 //! stages = 4
 //! ```
 //!
-//! The words are added to those of the command line. One that the command line says otherwise, or
-//! that cannot be beside what it says, is left out. A switch has no other way to be said: there
-//! `--json=false` leaves it out. So it is with the flags of a run that goes on, which come after the file's.
+//! These words are appended to the command line. A flag is left out if the command line sets it, or sets one that
+//! conflicts with it; `--json=false` leaves out a switch. Flags of a resumed run are appended in the same way, after
+//! the file's.
 
 mod run_flags;
 mod value;
@@ -31,14 +31,14 @@ use crate::exit::wrong_use;
 use crate::files::text_of;
 use crate::nearest::nearest;
 
-/// The flags that no file gives.
+/// Flags that no file may give.
 const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
-/// Reads the command line, with the flags of the config that it names, and those of the run that it goes on with.
+/// Parses the command line, with the flags of the config file that it names and those of the run that it resumes.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
     let (off, mut words): (Vec<OsString>, Vec<OsString>) =
         words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
-    // What is missing may be in a file, so only the last look is a strict one.
+    // A missing flag may be in a file, so only the last parse is strict.
     let look = |command: &Command, words: &[OsString]| {
         command.clone().ignore_errors(true).try_get_matches_from(words)
     };
@@ -60,19 +60,19 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
     command.try_get_matches_from(words).map_err(|error| file.place(error, &flags))
 }
 
-/// The name in `--name=false`.
+/// Returns the name in `--name=false`.
 fn switched_off(word: &OsString) -> Option<&str> {
     word.to_str()?.strip_prefix("--")?.strip_suffix("=false")
 }
 
-/// Whether a command, or one below it, has this switch.
+/// Returns whether a command or one of its subcommands has this switch.
 fn has(command: &Command, name: &str) -> bool {
     let is_it =
         |arg: &Arg| arg.get_long() == Some(name) && matches!(arg.get_action(), ArgAction::SetTrue);
     command.get_arguments().any(is_it) || command.get_subcommands().any(|below| has(below, name))
 }
 
-/// `line 3: expected a value`, of a file that is not TOML or not what it should be.
+/// Formats a TOML error as `line 3: expected a value`.
 pub(crate) fn line_and_reason(text: &str, error: &toml::de::Error) -> String {
     let reason = error.message().lines().collect::<Vec<_>>().join(", ");
     match error.span() {
@@ -87,22 +87,22 @@ fn line_of(text: &str, span: &Range<usize>) -> usize {
 
 /// A config file.
 struct ConfigFile<'a> {
-    /// The name of the program that it is for.
+    /// Name of the program that reads the file.
     program: &'a str,
     path: &'a Path,
     text: &'a str,
 }
 
-/// A flag that the file gives.
+/// A flag given in the file.
 struct Flag {
     name: String,
-    /// As on the command line: `--micro-batch=16`.
+    /// Word of the command line, such as `--micro-batch=16`.
     word: OsString,
     line: usize,
 }
 
 impl ConfigFile<'_> {
-    /// What the file says to the command that is run. All of it is checked.
+    /// Returns the file's flags for the command that runs. Checks the whole file.
     fn flags(&self, root: &Command, looked: &ArgMatches) -> Result<Vec<Flag>> {
         let table = DeTable::parse(self.text).map_err(|error| {
             let reason = line_and_reason(self.text, &error);
@@ -113,8 +113,8 @@ impl ConfigFile<'_> {
         Ok(flags)
     }
 
-    /// Reads the section of a command, and those of the commands below it. `looked` is what the
-    /// command line says to it, where it is run.
+    /// Reads the section of a command and of its subcommands. `looked` holds the command line's matches for it, if it
+    /// is the command that runs.
     fn section(
         &self,
         command: &Command,
@@ -169,7 +169,7 @@ impl ConfigFile<'_> {
         })
     }
 
-    /// Says where a word stands that clap refuses.
+    /// Adds the file and the line to clap's error about a flag from the file.
     fn place(&self, error: Error, flags: &[Flag]) -> anyhow::Error {
         let Some(ContextValue::String(refused)) = error.get(ContextKind::InvalidArg) else {
             return error.into();
@@ -190,17 +190,17 @@ impl ConfigFile<'_> {
     }
 }
 
-/// The flags of a command that a file may give.
+/// Lists the flags of a command that a file may give.
 fn in_files(command: &Command) -> impl Iterator<Item = &Arg> {
     let is_given = |arg: &&Arg| arg.get_long().is_some_and(|name| !NOT_IN_FILES.contains(&name));
     command.get_arguments().filter(is_given)
 }
 
-/// Whether the command line gives this flag, or one that cannot stand beside it.
+/// Returns whether the command line gives this flag, or one that conflicts with it.
 fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
     let is_told = |arg: &&Arg| {
         let id = arg.get_id().as_str();
-        // A subcommand's matches know its own flags alone.
+        // Matches of a subcommand know only its own flags.
         looked.try_contains_id(id).is_ok()
             && looked.value_source(id) == Some(ValueSource::CommandLine)
     };

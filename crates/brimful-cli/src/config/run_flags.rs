@@ -1,4 +1,4 @@
-//! Flags of a run that goes on, from the file that it goes on from.
+//! Flags of a resumed run, from its file.
 
 use std::path::PathBuf;
 
@@ -9,13 +9,14 @@ use super::{Flag, in_files, is_overruled};
 use crate::commands::train::place_of_run;
 use crate::saved_weights::{FLAGS, run_file};
 
-/// Lists the flags of the run that `--resume` names, but for those that the command line overrules; it saves where it is.
+/// Lists the flags of the run that `--resume` names, except those that the command line overrules. It saves to the
+/// path that it resumes from.
 pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     let run =
         looked.subcommand().and_then(|(name, looked)| Some((root.find_subcommand(name)?, looked)));
     let Some((command, looked)) = run else { return Vec::new() };
     let Ok(Some(path)) = looked.try_get_one::<PathBuf>("resume") else { return Vec::new() };
-    // What cannot be read is told when the run is to go on.
+    // A file that cannot be read is reported when the run is loaded.
     let Ok(file) = OpenedFile::open(run_file(path)) else { return Vec::new() };
     let mut told = file.metadata();
     let given = told.remove(FLAGS).and_then(|flags| serde_json::from_str::<Metadata>(&flags).ok());

@@ -1,4 +1,4 @@
-//! A key and its value, as a word of the command line.
+//! Conversion of a TOML key and value to a word of the command line.
 
 use std::any::TypeId;
 use std::path::PathBuf;
@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction};
 use toml::de::DeValue;
 
-/// A key and its value as a word of the command line; none for a switch that is off. Fails with what
-/// the value should be.
+/// Returns a key and its value as a word of the command line, or none for a switch that is off. The error says which
+/// value is expected.
 pub(super) fn word(arg: &Arg, value: &DeValue) -> Result<Option<String>, String> {
     let name = arg.get_long().unwrap_or_default();
     if matches!(arg.get_action(), ArgAction::SetTrue) {
@@ -24,7 +24,7 @@ pub(super) fn word(arg: &Arg, value: &DeValue) -> Result<Option<String>, String>
     Ok(Some(format!("--{name}={text}")))
 }
 
-/// A single value as the command line has it.
+/// Formats a single value for the command line.
 fn scalar(arg: &Arg, value: &DeValue) -> Result<String, String> {
     let taken = Taken::by(arg);
     match value {
@@ -35,7 +35,7 @@ fn scalar(arg: &Arg, value: &DeValue) -> Result<String, String> {
     }
 }
 
-/// What a flag takes, by the type that its words are read as.
+/// TOML types that a flag accepts, derived from the type of its value parser.
 struct Taken {
     text: bool,
     whole_number: bool,
@@ -56,7 +56,7 @@ impl Taken {
         let is_number = is(&[TypeId::of::<f64>()]);
         let is_text = is(&[TypeId::of::<String>(), TypeId::of::<PathBuf>()])
             || !arg.get_possible_values().is_empty();
-        // A type of our own, such as bytes, is read from either.
+        // Types of our own, such as `Bytes`, parse from text and numbers.
         let is_ours = !is_whole && !is_number && !is_text;
         Self {
             text: is_text || is_ours,

@@ -1,4 +1,4 @@
-//! A conversation as tokens, in the form that the model's tokenizer knows.
+//! Encoding of conversations into tokens, in the form of the model's tokenizer.
 
 use std::ops::Range;
 
@@ -8,24 +8,24 @@ pub(super) use crate::chat_message::{ChatMessage, ChatText};
 use crate::folder_template::FolderTemplate;
 use crate::tokenizer::Tokenizer;
 
-/// The tokens that begin and end a message in ChatML.
+/// Tokens at the start and the end of a message in ChatML.
 const CHAT_ML: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// Tokens, and which of them belong to answers.
+/// Tokens, each with whether it belongs to an answer.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<i64>,
     pub(super) answers: Vec<bool>,
 }
 
-/// How a conversation is written.
+/// Text form of a conversation.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ChatTemplate<'a> {
-    /// As the folder says, all of it.
+    /// The template of the model's folder, for all of the text.
     Own(&'a FolderTemplate),
-    /// `<|role|>`, a line break, what is said, a line break; after an answer the token that ends a text.
+    /// `<|role|>`, a line break, the content, a line break; after an answer the end-of-text token.
     Plain,
-    /// `<|im_start|>role`, a line break, what is said, `<|im_end|>`, a line break.
+    /// `<|im_start|>role`, a line break, the content, `<|im_end|>`, a line break.
     ChatMl,
 }
 
@@ -38,9 +38,11 @@ impl<'a> ChatTemplate<'a> {
         }
     }
 
+    /// Encodes a conversation.
+    ///
     /// # Errors
-    /// When the folder's own template cannot be read or does not take these messages, or the tokenizer does
-    /// not take the text.
+    /// Fails if the folder's own template is invalid or does not accept these messages, or the tokenizer does not
+    /// accept the text.
     pub(super) fn encode(
         self,
         messages: &[ChatMessage],
@@ -72,7 +74,7 @@ fn plainly(message: &ChatMessage, chat: &mut ChatText) {
     chat.push(&format!("{content}\n"), message.is_answer());
 }
 
-/// What a model has to say where the message is an answer is also that it is over.
+/// Writes a message in ChatML. The end token of an answer is part of it: the model learns where to stop.
 fn in_chat_ml(message: &ChatMessage, chat: &mut ChatText) {
     let ChatMessage { role, content, .. } = message;
     let [start, end] = CHAT_ML;
@@ -82,20 +84,20 @@ fn in_chat_ml(message: &ChatMessage, chat: &mut ChatText) {
 }
 
 impl MarkedTokens {
-    /// Tokens of a text that is whole by itself, with the special one before it, and the one that ends a text after
-    /// each answer.
+    /// Encodes a complete text, with the tokenizer's special tokens before it and the end-of-text token after each
+    /// answer.
     pub(super) fn of_text(chat: &ChatText, tokenizer: &Tokenizer) -> Result<Self> {
         Self::begun(tokenizer).with(chat, tokenizer.end(), tokenizer)
     }
 
-    /// Special tokens before a text.
+    /// Starts with the special tokens that precede a text.
     fn begun(tokenizer: &Tokenizer) -> Self {
         let [begin, _] = tokenizer.around();
         Self { tokens: begin.to_vec(), answers: vec![false; begin.len()] }
     }
 
-    /// Adds the tokens of a text, encoded at once; a token with a part of an answer is the answer's. After each answer
-    /// comes `end`, if there is one.
+    /// Appends the tokens of a text, encoded in one piece. A token that overlaps an answer belongs to it. `end`, if
+    /// there is one, follows each answer.
     fn with(mut self, chat: &ChatText, end: Option<i64>, tokenizer: &Tokenizer) -> Result<Self> {
         let mut answers = chat.answers.iter().filter(|answer| !answer.is_empty()).peekable();
         for (token, place) in tokenizer.encode_placed(&chat.text)? {
@@ -123,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// The conversation's text, and the answers in it.
+    /// Returns the conversation's text, and the answers in it.
     fn written(tokenizer: &Tokenizer) -> (String, String) {
         tried(tokenizer, &[("user", "hi"), ("assistant", "yo"), ("user", "so")]).expect("tokens")
     }
@@ -166,7 +168,7 @@ mod tests {
         assert_eq!(written(&tokenizer), (all.into(), "yo <|im_end|>".into()));
     }
 
-    /// Bytes with a template of the folder's own, whose texts begin with `^` and end with `$`.
+    /// Makes a byte tokenizer with a template in its folder, with `^` and `$` around its texts.
     fn with_template(template: &str) -> Tokenizer {
         let folder = tempfile::tempdir().expect("a folder");
         let config = serde_json::json!({ "bos_token": "^", "eos_token": { "content": "$" },

@@ -1,5 +1,4 @@
-//! Conversations as samples, which stay on the disk: their answers are learnt, the rest is what these follow
-//! on.
+//! Conversations as samples on the disk: the model learns their answers, with the rest as context.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,21 +13,21 @@ use super::streamed::SampleSource;
 use super::{Dataset, Examples, IGNORED, PADDING, RowLengths, Sample, SampleSet};
 use crate::setting::MeanOver;
 
-/// What marks and tokens are below: both are one number, of which the lowest bit is the mark.
+/// Limit of a token with its mark: the lowest bit says whether the token belongs to an answer.
 const MARKED: i64 = 1 << 32;
 
-/// Conversations of a file, each a sample that is cut at so many tokens.
+/// Conversations of a file, each a sample of at most `length` tokens.
 #[derive(Debug)]
 pub(super) struct Conversations {
     length: i64,
-    /// The marked tokens of one after the other.
+    /// Marked tokens of all conversations in a row.
     tokens: NumberWriter,
-    /// Where each of them ends.
+    /// End of each conversation in `tokens`.
     ends: NumberWriter,
     longest: i64,
-    /// How many are longer, and lose their rest.
+    /// Number of conversations that are longer, and lose their rest.
     cut: u64,
-    /// How many have no answer within their length, so that there is nothing to learn.
+    /// Number of conversations without an answer within that length, which have nothing to learn.
     left_out: u64,
 }
 
@@ -41,7 +40,7 @@ impl Conversations {
     pub(super) fn push(&mut self, MarkedTokens { tokens, answers }: MarkedTokens) -> Result<()> {
         let most = self.length as usize + 1;
         let marked = tokens.iter().zip(&answers).take(most);
-        // The first token is nobody's target.
+        // The first token is never a target.
         if !marked.clone().skip(1).any(|(_, is_answer)| *is_answer) {
             self.left_out += 1;
             return Ok(());
@@ -54,7 +53,7 @@ impl Conversations {
         self.ends.append(&[self.tokens.len() as i64])
     }
 
-    /// All of them; the last tenth is for testing.
+    /// Makes a data set of all conversations; the last tenth is for testing.
     pub(super) fn dataset(self, path: &Path, vocabulary: i64) -> Result<Dataset> {
         let Self { length, tokens, ends, longest, cut, left_out } = self;
         let (path, count) = (path.display(), ends.len());
@@ -90,19 +89,19 @@ impl Conversations {
     }
 }
 
-/// Some of the conversations.
+/// A range of the conversations.
 #[derive(Debug)]
 struct ConversationRows {
     tokens: NumberFile,
     ends: NumberFile,
     rows: Range<u64>,
-    /// The longest of all, and as many tokens of each are read at most.
+    /// Length of the longest conversation; `length` bounds the tokens read of each.
     longest: i64,
     length: i64,
 }
 
 impl ConversationRows {
-    /// The marked tokens of one of them.
+    /// Reads the marked tokens of one conversation.
     fn row(&self, number: usize) -> Result<Vec<i64>> {
         let row = self.rows.start + number as u64;
         let around = self.ends.read(row.saturating_sub(1)..row + 1)?;

@@ -11,10 +11,11 @@ use super::{Dataset, Examples, PixelScale, of_images};
 const FILE: &[u8] = include_bytes!("../../data/digits.csv.gz");
 const PIXELS: usize = 64;
 const CLASSES: i64 = 10;
-/// One line in so many is tested on.
+/// One line in this many is for testing.
 const TEST_EVERY: i64 = 5;
 
-/// All of them, normalised as it is told, 8×8 pixels in one channel; every fifth is for testing, from the first on: 360 of 1,797.
+/// Loads all digits, normalised with `told` if given, as 8×8 pixels in one channel. Every fifth is for testing,
+/// starting with the first: 360 of 1,797.
 pub(crate) fn load(told: Option<PixelScale>) -> Result<Dataset> {
     let table = read(FILE).context("the digits inside the program are damaged")?;
     let line = Tensor::arange(table.size()[0], (Kind::Int64, table.device()));
@@ -30,7 +31,7 @@ fn pick(table: &Tensor, rows: &Tensor) -> Examples {
     Examples::whole(inputs, chosen.select(1, pixels).contiguous())
 }
 
-/// Lines of 64 pixels and a class, as a table of whole numbers.
+/// Parses lines of 64 pixels and a class into a table of integers.
 fn read(compressed: &[u8]) -> Result<Tensor> {
     let mut text = String::new();
     GzDecoder::new(compressed).read_to_string(&mut text)?;

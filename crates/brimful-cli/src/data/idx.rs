@@ -1,7 +1,7 @@
 //! Folders of MNIST-format files (IDX), such as MNIST's own and Fashion-MNIST, plain or gzipped.
 //!
-//! An IDX file is two zero bytes, a byte for the kind of its numbers, a byte for the number of its
-//! dimensions, each dimension as four bytes (the highest first), and then the numbers.
+//! An IDX file consists of two zero bytes, a byte for its dtype, a byte for its number of dimensions, each dimension
+//! in four bytes (big-endian), and the numbers.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -13,12 +13,11 @@ use tch::{Kind, Tensor};
 
 use super::{Dataset, Examples, PixelScale, of_images};
 
-/// The kind of numbers that images and labels have.
+/// Dtype of images and labels.
 const UNSIGNED_BYTES: u8 = 8;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
-/// Reads `train-` and `t10k-`, `images-idx3-ubyte` and `labels-idx1-ubyte`, each with or without
-/// `.gz`.
+/// Reads `train-` and `t10k-`, `images-idx3-ubyte` and `labels-idx1-ubyte`, each with or without `.gz`.
 pub(super) fn load(folder: &Path, told: Option<PixelScale>) -> Result<Dataset> {
     let name = folder.display();
     let [train, test] = [examples(folder, "train")?, examples(folder, "t10k")?];
@@ -32,7 +31,7 @@ pub(super) fn load(folder: &Path, told: Option<PixelScale>) -> Result<Dataset> {
     of_images(train, test, classes, &name.to_string(), told)
 }
 
-/// The number of classes: one more than the largest label, most of which must have an image to learn from.
+/// Returns the number of classes, one more than the largest label. At least half of them need a training image.
 fn classes(train: &Tensor, test: &Tensor) -> Result<i64> {
     let classes = train.max().int64_value(&[]).max(test.max().int64_value(&[])) + 1;
     let counts = train.bincount(None::<Tensor>, classes);
@@ -47,7 +46,7 @@ fn classes(train: &Tensor, test: &Tensor) -> Result<i64> {
     Ok(classes)
 }
 
-/// The images and labels of one half, as samples × 1 × height × width and class numbers.
+/// Reads the images and labels of one split, as samples × 1 × height × width and class numbers.
 fn examples(folder: &Path, half: &str) -> Result<Examples> {
     let images = read_idx(&find(folder, &format!("{half}-images-idx3-ubyte"))?, 3)?;
     let labels_path = find(folder, &format!("{half}-labels-idx1-ubyte"))?;
@@ -63,7 +62,7 @@ fn examples(folder: &Path, half: &str) -> Result<Examples> {
     Ok(Examples::whole(inputs, labels.to_kind(Kind::Int64)))
 }
 
-/// The file of this name, or the same name with `.gz`.
+/// Finds the file of this name, or of this name with `.gz`.
 fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     let candidates = [folder.join(name), folder.join(format!("{name}.gz"))];
     match candidates.into_iter().find(|path| path.is_file()) {
@@ -80,7 +79,7 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
 fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
     let read = File::open(path).map_err(Into::into).and_then(|file| {
         let mut file = BufReader::new(file);
-        // What is gzipped is known by its content, because files are renamed.
+        // Recognises gzip by content, because files get renamed.
         match file.fill_buf()?.starts_with(&GZIP) {
             true => parse(&mut GzDecoder::new(file), dimensions),
             false => parse(&mut file, dimensions),
@@ -97,7 +96,7 @@ fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
     })
 }
 
-/// Reads no more than the header tells of: a small gzipped file can be unpacked to any length.
+/// Reads at most what the header announces: a small gzip file can unpack to any length.
 fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     let start = read_up_to(file, 4)?;
     let &[0, 0, kind, count] = &*start else {
@@ -127,7 +126,7 @@ fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     Ok(Tensor::from_slice(&numbers).view(&*shape))
 }
 
-/// So many bytes, or all where there are fewer.
+/// Reads `bytes` bytes, or all if there are fewer.
 fn read_up_to(file: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
     file.take(bytes).read_to_end(&mut read)?;
@@ -142,7 +141,7 @@ mod tests {
     use std::fs;
     use tempfile::TempDir;
 
-    /// A folder with three images of 2×2 to train on and two to test on.
+    /// Makes a folder with three images of 2×2 to train on and two to test on.
     fn filled() -> TempDir {
         let folder = tempfile::tempdir().expect("a folder");
         for (half, samples) in [("train", 3), ("t10k", 2)] {
@@ -230,7 +229,7 @@ mod tests {
         }
     }
 
-    /// Some kilobytes that would become 32 MiB: no more than the header tells of is unpacked.
+    /// Some kilobytes that would unpack to 32 MiB: the reader unpacks no more than the header announces.
     #[test]
     fn what_follows_beyond_the_header_is_refused_unread() {
         let folder = filled();

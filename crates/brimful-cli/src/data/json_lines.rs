@@ -1,4 +1,4 @@
-//! JSON objects, one a line or in an array, as sequences of tokens.
+//! JSON objects, one per line or in an array, as sequences of tokens.
 
 use std::fmt;
 use std::fs::File;
@@ -17,19 +17,19 @@ use super::record::{ReadRecord, Record, TOGETHER, WANTED, is_record};
 use super::{Dataset, side_by_side, text};
 use crate::tokenizer::Tokenizer;
 
-/// What some editors write before the first line: it says that UTF-8 follows, and belongs to no line.
+/// Byte order mark, which some editors write before the first line of UTF-8.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-/// Endings that say that a file holds JSON.
+/// File extensions of JSON.
 const LINES: [&str; 2] = ["jsonl", "ndjson"];
 const ANY: &str = "json";
-/// As much of a file is looked at to know what it holds.
+/// Bytes of a file that are read to detect its form.
 const BEGINNING: u64 = 1 << 24;
-/// Objects of an array that are in memory together.
+/// Objects of an array that are in memory at once.
 const AT_ONCE: usize = 1024;
 
 type Object = Map<String, Value>;
 
-/// How a file holds JSON objects.
+/// Form of JSON objects in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum JsonForm {
     Lines,
@@ -37,12 +37,12 @@ pub(super) enum JsonForm {
 }
 
 impl JsonForm {
-    /// The form of a file, by its name and its content; none of a plain text.
+    /// Detects the form of a file by its name and content; none for plain text.
     pub(super) fn of(path: &Path) -> Result<Option<Self>> {
         let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
         let has_lines = LINES.contains(&&*ending);
         let is_json = has_lines || ending == ANY;
-        // What comes through a pipe cannot be looked at twice.
+        // A pipe can be read only once, so its name decides.
         if !path.is_file() {
             return Ok(has_lines.then_some(Self::Lines));
         }
@@ -66,7 +66,7 @@ impl JsonForm {
     }
 }
 
-/// The first line that is not empty, without what stands around it.
+/// Reads the first line that is not empty, trimmed.
 fn first_line(path: &Path) -> std::io::Result<String> {
     let mut file = BufReader::new(File::open(path)?.take(BEGINNING));
     let is_blank = |letter: char| letter == BYTE_ORDER_MARK || letter.is_whitespace();
@@ -81,8 +81,7 @@ fn first_line(path: &Path) -> std::io::Result<String> {
     }
 }
 
-/// Packs documents one after the other, each ended by the tokenizer's token for that; a conversation is a
-/// sample by itself.
+/// Packs documents in a row, each ended by the tokenizer's end-of-text token. A conversation is a sample of its own.
 pub(super) fn load(
     path: &Path,
     form: JsonForm,
@@ -120,7 +119,7 @@ fn read_lines(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     })
 }
 
-/// Reads a line, which is counted elsewhere: of the place in it, the column alone says something.
+/// Parses a line. The caller counts lines, so an error names the column only.
 fn object_of(line: &str) -> Result<Object> {
     ensure!(line.trim_start().starts_with('{'), WANTED);
     serde_json::from_str(line).map_err(|error| {
@@ -135,7 +134,7 @@ fn read_array(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     let template = ChatTemplate::of(tokenizer);
     let mut file =
         BufReader::new(File::open(path).with_context(|| format!("cannot read {shown}"))?);
-    // A mark of three bytes says that UTF-8 follows.
+    // Skips the byte order mark.
     if file.fill_buf()?.starts_with("\u{feff}".as_bytes()) {
         file.consume(BYTE_ORDER_MARK.len_utf8());
     }
@@ -165,7 +164,7 @@ fn read_array(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     encode(waiting)
 }
 
-/// Hands on the objects of an array one by one, until one fails.
+/// Passes on the objects of an array one by one, until one fails.
 struct EachObject<F>(F);
 
 impl<'de, F: FnMut(Object) -> Result<(), ()>> Visitor<'de> for EachObject<F> {
@@ -183,7 +182,7 @@ impl<'de, F: FnMut(Object) -> Result<(), ()>> Visitor<'de> for EachObject<F> {
     }
 }
 
-/// The samples so far, of one kind, on the disk.
+/// Samples of one kind so far, on the disk.
 struct KeptRecords {
     length: i64,
     vocabulary: i64,
@@ -293,7 +292,7 @@ mod tests {
         }
     }
 
-    /// The texts of a file's samples, and what of them is learnt.
+    /// Reads a file, and returns the text of each sample and the part of it that is learnt.
     fn read_file(name: &str, content: &str) -> Result<Vec<[String; 2]>> {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join(name);
@@ -343,7 +342,7 @@ mod tests {
         ] {
             let lines = read_file("chat.ndjson", &format!("{record}\n{record}\n"));
             assert_eq!(lines.expect(record), [expected; 2]);
-            // An array, on one line or on several, and lines whatever their file is called.
+            // An array on one line or on several, and JSON lines under any name.
             for (name, content) in [
                 ("chat.json", format!("[{record}, {record}]")),
                 ("chat.json", format!("\u{feff}\n[\n  {record},\n  {record}\n]\n")),

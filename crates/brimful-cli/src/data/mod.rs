@@ -1,4 +1,4 @@
-//! The data sets that the program trains on: shipped, read from files, or made up.
+//! Data sets that the program trains on: shipped, read from files, or synthetic.
 
 mod chat_template;
 mod conversations;
@@ -40,20 +40,20 @@ pub(crate) use shuffle::Shuffle;
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 pub(crate) use text::usual_length;
 
-/// The target of a place that does not count, as the losses of libtorch know it.
+/// Target that libtorch's losses ignore.
 pub(crate) const IGNORED: i64 = -100;
 
-/// What stands after a sequence's end: any token does, since nothing that counts sees what follows it.
+/// Token after the end of a sequence. Any token does, since no position that counts attends to it.
 const PADDING: i64 = 0;
 
-/// Samples and what they should give, side by side along the first dimension.
+/// Samples and their targets, stacked along the first dimension.
 #[derive(Debug)]
 pub(crate) struct Examples {
     pub(crate) inputs: Tensor,
     pub(crate) targets: Tensor,
-    /// The numbers of those that were asked for and could not be made.
+    /// Numbers of requested samples that could not be loaded.
     pub(crate) lacking: Vec<usize>,
-    /// Where they are of unlike length, how long they are.
+    /// Lengths of the samples, if they differ.
     pub(crate) lengths: Option<RowLengths>,
 }
 
@@ -61,19 +61,19 @@ pub(crate) struct Examples {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RowLengths {
     each: Vec<i64>,
-    /// Of all samples, those included that were not asked for.
+    /// Longest of all samples in the set, not only of those requested.
     longest: i64,
-    /// No sample may be longer.
+    /// Limit on the length of a sample.
     most: i64,
 }
 
 impl Examples {
-    /// All that were asked for.
+    /// Makes examples of one length, none of them missing.
     fn whole(inputs: Tensor, targets: Tensor) -> Self {
         Self { inputs, targets, lacking: Vec::new(), lengths: None }
     }
 
-    /// Inputs and targets as an engine takes them.
+    /// Returns inputs and targets in the form that an engine takes.
     pub(crate) fn into_batch(self) -> Result<(Rows, Rows)> {
         let Self { inputs, targets, lengths, .. } = self;
         let Some(RowLengths { each, most, .. }) = lengths else {
@@ -83,7 +83,7 @@ impl Examples {
         Ok((rows(&inputs, PADDING)?, rows(&targets, IGNORED)?))
     }
 
-    /// Inputs and targets as large as any so many samples are.
+    /// Returns inputs and targets padded to the longest sample of the set.
     pub(crate) fn into_largest(self) -> (Tensor, Tensor) {
         let Self { inputs, targets, lengths, .. } = self;
         let Some(RowLengths { longest, .. }) = lengths else { return (inputs, targets) };
@@ -96,26 +96,26 @@ impl Examples {
         (padded(&inputs, PADDING), padded(&targets, IGNORED))
     }
 
-    /// How many samples there are.
+    /// Returns the number of samples.
     pub(crate) fn len(&self) -> usize {
         usize::try_from(self.inputs.size()[0]).unwrap_or(0)
     }
 }
 
-/// What a sample is.
+/// Shape of a sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Sample {
     /// An image as floats, channels × height × width; the target is its class.
     Image { shape: [i64; 3], classes: i64 },
     /// An image as floats; the target marks each pixel with 0 or 1, as floats too.
     Mask { shape: [i64; 3] },
-    /// A sequence of token numbers; the targets are the same sequence, one token later, or
-    /// -100 where they do not count.
+    /// A sequence of token numbers; the targets are the same sequence, one token later, or -100 at positions that do
+    /// not count.
     Sequence { length: i64, vocabulary: i64 },
 }
 
 impl Sample {
-    /// Refuses so many of them at once where the machine has no memory for them.
+    /// Refuses `count` samples at once if the machine lacks the memory for them.
     pub(crate) fn check_room(&self, count: usize) -> Result<()> {
         let bytes = |count: usize| {
             let all = self.bytes().saturating_mul(count as u128);
@@ -132,7 +132,7 @@ impl Sample {
         Ok(())
     }
 
-    /// What one takes with its target.
+    /// Returns the bytes of a sample with its target.
     fn bytes(&self) -> u128 {
         const NUMBER: u128 = size_of::<f32>() as u128;
         const TOKEN: u128 = size_of::<i64>() as u128;
@@ -150,42 +150,42 @@ impl Sample {
     }
 }
 
-/// Examples to train on, others to test on, and what they are.
+/// Samples to train on, samples to test on, and their shape.
 #[derive(Debug)]
 pub(crate) struct Dataset {
     pub(crate) train: SampleSet,
     pub(crate) test: SampleSet,
     pub(crate) sample: Sample,
-    /// One line for people.
+    /// Description in one line.
     pub(crate) description: String,
-    /// What the classes are called, where they have names.
+    /// Names of the classes, if they have any.
     pub(crate) class_names: Vec<String>,
-    /// What normalised its images, where that is of its own making.
+    /// Scale of its pixels, if it was computed from the data.
     pub(crate) pixels: Option<PixelScale>,
 }
 
 impl Dataset {
-    /// Those to train on, and those to test on, whose classes have no names.
+    /// Makes a data set without class names.
     fn of([train, test]: [SampleSet; 2], sample: Sample, description: String) -> Self {
         Self { train, test, sample, description, class_names: Vec::new(), pixels: None }
     }
 }
 
-/// How samples are wanted, where that is for the user or a trained model to say.
+/// Properties of samples that the user or a trained model may set.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SampleWishes {
     /// Tokens of a sequence.
     pub(crate) sequence: Option<usize>,
-    /// Height and width of an image of a folder of these.
+    /// Height and width of the images of a folder.
     pub(crate) image: Option<usize>,
-    /// What normalises images, rather than their own training half.
+    /// Scale of pixels to use instead of that of the training images.
     pub(crate) pixels: Option<PixelScale>,
 }
 
-/// Pixels of an image's side where nobody says otherwise.
+/// Default side of an image in pixels.
 const SIDE: i64 = 224;
 
-/// The data at this path: a folder of images or of MNIST-format files, or a file of text, which is cut into
+/// Opens the data at this path: a folder of images or of MNIST-format files, or a text file, which is cut into
 /// sequences of the given length.
 pub(crate) fn open(path: &Path, length: i64, wishes: SampleWishes) -> Result<Dataset> {
     let what = path
@@ -200,7 +200,7 @@ pub(crate) fn open(path: &Path, length: i64, wishes: SampleWishes) -> Result<Dat
     }
 }
 
-/// A file of text, or of JSON that holds texts, in sequences of so many tokens.
+/// Opens a file of text, or of JSON with texts, in sequences of `length` tokens.
 pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
     match JsonForm::of(path)? {
         Some(form) => json_lines::load(path, form, length, tokenizer),
@@ -208,8 +208,8 @@ pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Resu
     }
 }
 
-/// Puts two halves of images (samples × channels × height × width) together, pixels normalised by the training
-/// half's own figures, or by those that are told.
+/// Joins training and test images (samples × channels × height × width). Normalises the pixels with `told`, or else
+/// with the mean and deviation of the training images.
 fn of_images(
     train: Examples,
     test: Examples,

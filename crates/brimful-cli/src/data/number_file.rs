@@ -1,4 +1,4 @@
-//! Whole numbers in a file, of as many bytes each as the largest needs, read where they are wanted.
+//! Integers in a file, with as many bytes each as the largest needs, read on demand.
 
 use std::env;
 use std::fs::{self, File};
@@ -10,28 +10,28 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-/// Numbers on a disk.
+/// Integers on the disk.
 #[derive(Debug, Clone)]
 pub(super) struct NumberFile {
     file: Arc<File>,
-    /// Bytes of a number, the lowest first.
+    /// Bytes per number, little-endian.
     width: usize,
     len: u64,
 }
 
 impl NumberFile {
-    /// The bytes of a file as numbers.
+    /// Reads each byte of a file as a number.
     pub(super) fn of_bytes(file: File) -> Result<Self> {
         let len = file.metadata()?.len();
         Ok(Self { file: Arc::new(file), width: 1, len })
     }
 
-    /// How many numbers there are.
+    /// Returns how many numbers there are.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
 
-    /// The numbers of these places.
+    /// Reads the numbers in this range.
     pub(super) fn read(&self, places: Range<u64>) -> Result<Vec<i64>> {
         let Self { file, width, .. } = self;
         let mut bytes = vec![0; (places.end - places.start) as usize * width];
@@ -47,7 +47,7 @@ fn number(bytes: &[u8]) -> i64 {
     i64::from_le_bytes(whole)
 }
 
-/// Numbers on their way to a file that has no name, and is gone when nobody has it open.
+/// Writer of numbers to a file without a name, which disappears once it is closed.
 #[derive(Debug)]
 pub(super) struct NumberWriter {
     file: BufWriter<File>,
@@ -57,7 +57,7 @@ pub(super) struct NumberWriter {
 }
 
 impl NumberWriter {
-    /// For whole numbers from 0 up to this limit.
+    /// Makes a writer for integers from 0 to below the limit.
     pub(super) fn new(limit: i64) -> Result<Self> {
         let holds = |width: &usize| limit <= 1 << (8 * width);
         let width = [1, 2, 4].into_iter().find(holds).unwrap_or(8);
@@ -67,7 +67,7 @@ impl NumberWriter {
         Ok(Self { file: BufWriter::new(file), folder, width, len: 0 })
     }
 
-    /// How many numbers there are so far.
+    /// Returns how many numbers there are so far.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
@@ -80,7 +80,7 @@ impl NumberWriter {
         self.file.write_all(&bytes).with_context(|| unwritten(&self.folder))
     }
 
-    /// The numbers, to be read.
+    /// Returns the numbers for reading.
     pub(super) fn finish(self) -> Result<NumberFile> {
         let Self { file, folder, width, len } = self;
         let file = file.into_inner().map_err(|error| error.into_error());
@@ -95,7 +95,7 @@ fn unwritten(folder: &Path) -> String {
     )
 }
 
-/// The user's cache, because temporary folders are often in memory.
+/// Returns a folder in the user's cache, because temporary folders are often in memory.
 fn scratch_folder() -> PathBuf {
     let named = |name| env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
     let cache = named("XDG_CACHE_HOME").or_else(|| Some(named("HOME")?.join(".cache")));

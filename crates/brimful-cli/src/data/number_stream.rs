@@ -1,6 +1,6 @@
-//! Random numbers of our own (SplitMix64), so that making data moves nobody else's generator.
+//! Random numbers of our own (SplitMix64), so that making data leaves libtorch's generators alone.
 
-/// A stream of random numbers, the same for the same start.
+/// Stream of random numbers, determined by its seed.
 #[derive(Debug)]
 pub(super) struct NumberStream(u64);
 
@@ -14,20 +14,20 @@ impl NumberStream {
         mixed(self.0)
     }
 
-    /// A whole number from 0 up to this limit.
+    /// Returns an integer from 0 to below the limit.
     pub(super) fn below(&mut self, limit: u64) -> u64 {
         scaled(self.next(), limit)
     }
 }
 
-/// These bits, so that each of them depends on all.
+/// Mixes the bits, so that each depends on all.
 pub(super) fn mixed(bits: u64) -> u64 {
     let mixed = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     mixed ^ (mixed >> 31)
 }
 
-/// Random bits as a whole number from 0 up to this limit.
+/// Scales random bits to an integer from 0 to below the limit.
 pub(super) fn scaled(bits: u64, limit: u64) -> u64 {
     ((u128::from(bits) * u128::from(limit)) >> 64) as u64
 }

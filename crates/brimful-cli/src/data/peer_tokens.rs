@@ -1,5 +1,5 @@
-//! `transformers` itself, where `make transformers` has installed it: texts and conversations become the tokens that it
-//! makes of them, for tokenizers of each kind, and answers are where it says they are.
+//! Comparison with `transformers`, if `make transformers` has installed it: for tokenizers of each kind, texts and
+//! conversations become the same tokens, and answers are at the same places.
 
 use std::env;
 use std::fs;
@@ -13,7 +13,7 @@ use super::chat_template::{ChatMessage, ChatTemplate};
 use super::{SampleRequest, text};
 use crate::tokenizer::Tokenizer;
 
-/// The Python that has it; where there is none, says so, and the test is skipped.
+/// Returns the Python that has `transformers`. Without one, says so, and the test is skipped.
 fn python(test: &str) -> Option<PathBuf> {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
@@ -21,7 +21,7 @@ fn python(test: &str) -> Option<PathBuf> {
     if home.join("installed.txt").is_file() {
         return Some(home.join("bin/python"));
     }
-    // Past the test harness, which keeps what is printed to itself.
+    // Bypasses the test harness, which captures what is printed.
     let _ = writeln!(std::io::stderr(), "skipped: {test}: no transformers (make transformers)");
     None
 }
@@ -42,7 +42,7 @@ fn texts_and_conversations_become_the_tokens_that_transformers_makes_of_them() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tokenizers/make_tokenizers.py");
     let mut command = Command::new(python);
     command.arg(script).arg(folders.path());
-    // Nothing is asked of the network, and the compiler's libraries are not Python's.
+    // Python makes no network requests, and does not load libraries from the compiler's path.
     command.env("HF_HUB_OFFLINE", "1").env_remove("LD_LIBRARY_PATH");
     let ended = command.output().expect("Python");
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
@@ -55,7 +55,7 @@ fn texts_and_conversations_become_the_tokens_that_transformers_makes_of_them() {
     found.iter().for_each(|folder| compare(folder));
 }
 
-/// Compares a folder's tokenizer with what its reference.json has.
+/// Compares a folder's tokenizer with its reference.json.
 fn compare(folder: &Path) {
     let reference = json(&folder.join("reference.json"));
     let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
@@ -66,7 +66,7 @@ fn compare(folder: &Path) {
         assert_eq!(tokens, numbers(&one["ids"]), "{name}: {text:?}");
     }
     check_long(&name, &tokenizer, &reference["long"], folder);
-    // The template whose answers are found by what they add, and the one that marks them.
+    // First the template whose answers are found by what they add, then the one that marks them.
     for one in reference["talks"].as_array().expect("talks") {
         check_talk(&name, &tokenizer, one);
     }
@@ -77,7 +77,7 @@ fn compare(folder: &Path) {
     }
 }
 
-/// A file of several portions.
+/// Compares a file that is read in several portions.
 fn check_long(name: &str, tokenizer: &Tokenizer, long: &Value, folder: &Path) {
     let path = folder.join("long.txt");
     fs::write(&path, long["text"].as_str().expect("a text")).expect("written");

@@ -1,4 +1,4 @@
-//! How pixels of images in memory are normalised.
+//! Normalisation of the pixels of images in memory.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ pub(crate) struct PixelScale {
 }
 
 impl PixelScale {
-    /// Figures of these images, which have a name.
+    /// Computes the scale of these images; an error calls them by `name`.
     pub(super) fn of(images: &Tensor, name: &str) -> Result<Self> {
         let deviation = images.std(true).double_value(&[]);
         ensure!(
@@ -24,13 +24,13 @@ impl PixelScale {
         Ok(Self { mean: images.mean(None).double_value(&[]), deviation })
     }
 
-    /// Moves pixels so that those of the training would have mean 0 and deviation 1.
+    /// Normalises pixels, so that those of the training images have mean 0 and deviation 1.
     pub(super) fn apply(self, images: &Tensor) -> Tensor {
         (images - self.mean) / self.deviation
     }
 }
 
-/// As a saved run tells it, to the last bit.
+/// Writes the exact numbers, for a saved run.
 impl fmt::Display for PixelScale {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { mean, deviation } = self;

@@ -1,4 +1,4 @@
-//! A file of text in portions that can be read by themselves, side by side, and in their order.
+//! A text file in portions that can be tokenised in parallel, taken in order.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,19 +10,19 @@ use anyhow::{Context, Result, anyhow};
 use super::side_by_side;
 use crate::progress::Progress;
 
-/// Bytes of a portion, about.
+/// Approximate bytes of a portion.
 const PORTION: usize = 1 << 18;
 const MEGABYTE: u64 = 1_000_000;
-/// What takes longer tells how far it is.
+/// Time after which progress is shown.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Where a text may be cut.
+/// Places at which a text may be cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TextCut {
     /// After a line.
     Lines,
-    /// Before the beginning of a line that is not indented; in lines that are too long, before a space, or
-    /// else between letters. Tokens seldom reach over these.
+    /// Before a line that is not indented; in a line that is too long, before a space, or else between characters.
+    /// Tokens rarely span such a place.
     Words,
 }
 
@@ -30,28 +30,28 @@ pub(super) enum TextCut {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Portion {
     pub(super) text: String,
-    /// The letter before it, if there is one.
+    /// Character before it, if there is one.
     pub(super) before: Option<char>,
-    /// How many lines end before it.
+    /// Number of line ends before it.
     pub(super) lines_before: usize,
 }
 
-/// The portions of a file, one after the other.
+/// Portions of a file, in order.
 #[derive(Debug)]
 struct Portions {
     path: PathBuf,
     file: File,
     cut: TextCut,
     size: usize,
-    /// What was read and not handed out.
+    /// Bytes that were read but not handed out.
     rest: Vec<u8>,
-    /// Bytes, lines and the last letter before it.
+    /// Bytes, lines and last character before `rest`.
     bytes_before: u64,
     lines_before: usize,
     before: Option<char>,
 }
 
-/// Has every portion of the file worked on, several at a time, and takes what comes of them in their order.
+/// Works on the portions of a file in parallel, and takes the results in order.
 pub(super) fn each<T: Send>(
     path: &Path,
     cut: TextCut,
@@ -97,7 +97,7 @@ impl Portions {
         }
     }
 
-    /// So many bytes of what was read.
+    /// Hands out the first `length` bytes that were read.
     fn hand_out(&mut self, length: usize) -> Result<Portion> {
         let after = self.rest.split_off(length);
         let text = String::from_utf8(std::mem::replace(&mut self.rest, after));
@@ -123,7 +123,7 @@ impl Iterator for Portions {
 }
 
 impl TextCut {
-    /// The last place at which these bytes may be cut, if there is one.
+    /// Returns the last place at which these bytes may be cut, if there is one.
     fn place(self, bytes: &[u8]) -> Option<usize> {
         match self {
             Self::Lines => bytes.iter().rposition(|byte| *byte == b'\n').map(|end| end + 1),
@@ -133,7 +133,7 @@ impl TextCut {
                 let space = || bytes.iter().rposition(|byte| *byte == b' ');
                 let letter = || bytes.iter().rposition(|byte| *byte & 0xc0 != 0x80);
                 let place = line.or_else(space).filter(|place| *place > 0).or_else(letter);
-                // A letter has four bytes at most: more of them are none, and told so.
+                // A UTF-8 character has at most four bytes: more are invalid, and reported as such.
                 let none = (bytes.len() > 4).then_some(bytes.len());
                 place.filter(|place| *place > 0).or(none)
             }

@@ -1,4 +1,4 @@
-//! A JSON object as a sample, in the forms that data sets come in.
+//! A JSON object as a sample, in the forms that data sets use.
 
 use anyhow::{Result, anyhow, bail, ensure};
 use serde::Deserialize;
@@ -12,9 +12,9 @@ use crate::tokenizer::Tokenizer;
 pub(super) const WANTED: &str = "no JSON object with text or messages";
 pub(super) const TOGETHER: &str =
     "text and messages do not go together: give each a file of its own";
-/// Keys of the forms; others are passed over.
+/// Keys that mark the known forms; other keys are ignored.
 const KEYS: [&str; 5] = ["text", "messages", "conversations", "prompt", "instruction"];
-/// Who says something in ShareGPT's form, and the roles that these are.
+/// Speakers in ShareGPT's form, and their roles.
 const SPEAKERS: [(&str, &str); 7] = [
     ("human", "user"),
     ("user", "user"),
@@ -28,14 +28,14 @@ const SPEAKERS: [(&str, &str); 7] = [
 /// A sample.
 #[derive(Debug)]
 pub(super) enum Record {
-    /// A text by itself.
+    /// A plain text.
     Document(String),
     Conversation(Vec<ChatMessage>),
-    /// A text that is given, and the rest of it, which is learnt.
+    /// A given text and its continuation, which is learnt.
     Completion(ChatText),
 }
 
-/// The tokens of one.
+/// Tokens of a sample.
 #[derive(Debug)]
 pub(super) enum ReadRecord {
     Document(Vec<i64>),
@@ -62,7 +62,7 @@ struct Instruction {
     history: Vec<Value>,
 }
 
-/// A text or a conversation, and how it goes on.
+/// Part of a prompt and completion: a text or a list of messages.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Said {
@@ -70,13 +70,13 @@ enum Said {
     Messages(Vec<ChatMessage>),
 }
 
-/// Whether an object is in one of the forms.
+/// Returns whether an object has one of the known forms.
 pub(super) fn is_record(told: &Map<String, Value>) -> bool {
     KEYS.iter().any(|key| told.contains_key(*key))
 }
 
 impl Record {
-    /// The sample that an object is.
+    /// Reads an object as a sample.
     pub(super) fn of(mut told: Map<String, Value>) -> Result<Self> {
         told.retain(|_, value| !value.is_null());
         match (told.remove("text"), told.remove("messages")) {
@@ -108,7 +108,7 @@ impl Record {
         Ok(match self {
             Self::Document(text) => {
                 let mut tokens = tokenizer.encode(&text)?;
-                // A tokenizer may end texts by itself.
+                // A tokenizer may add the end token by itself.
                 if tokenizer.end().is_none() || tokens.last().copied() != tokenizer.end() {
                     tokens.extend(tokenizer.separator()?);
                 }
@@ -124,7 +124,7 @@ impl Record {
     }
 }
 
-/// What a value holds; its place is told elsewhere.
+/// Parses a value; the caller adds its place to the error.
 fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value).map_err(|error| anyhow!("{WANTED}: {error}"))
 }

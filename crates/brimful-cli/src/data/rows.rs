@@ -1,4 +1,4 @@
-//! Samples side by side as an engine takes them: alike in size, or sequences that are cut by tokens.
+//! Samples of a mini-batch as an engine takes them: of one size, or sequences that are cut by tokens.
 
 use std::ops::Deref;
 
@@ -8,20 +8,22 @@ use tch::{Kind, Tensor};
 
 use crate::setting::typed;
 
-/// Widths of micro-batches are multiples of this many tokens, or of fewer that a sample's length is a multiple of.
+/// Widths of micro-batches are multiples of this, or of the largest smaller number that divides the longest length
+/// allowed.
 const STEP: i64 = 64;
 
-/// What a mini-batch gives the model, or what the model should give.
+/// Inputs or targets of a mini-batch.
 #[derive(Debug)]
 pub(crate) enum Rows {
-    /// All of one size.
+    /// Rows of one size.
     Alike(Tensor),
-    /// Cut by tokens; no micro-batch is wider than its own longest takes.
+    /// Sequences, cut by tokens; each micro-batch is as wide as its own longest sequence needs.
     Unlike(Sequences),
 }
 
 impl Rows {
-    /// Rows of which these many places count; after them comes `padding`. None is longer than `most`.
+    /// Makes sequences of the first `lengths` positions of each row, padded with `padding`. None is longer than
+    /// `most`.
     pub(super) fn unlike(rows: &Tensor, lengths: &[i64], most: i64, padding: i64) -> Result<Self> {
         if lengths.is_empty() {
             return Ok(Self::Alike(rows.shallow_clone()));
@@ -30,12 +32,12 @@ impl Rows {
             Ok(rows.f_get(number as i64)?.f_narrow(0, 0, *length)?)
         };
         let rows = lengths.iter().enumerate().map(row).collect::<Result<Vec<_>>>()?;
-        // No width is more than a model's positions.
+        // Keeps widths within `most`, the number of a model's positions.
         let step = (1..=STEP).rev().find(|step| most % step == 0).unwrap_or(1);
         Ok(Self::Unlike(Sequences::in_steps_of(step as usize, &rows, padding as f64)?))
     }
 
-    /// In the model's number type, where they are no tokens.
+    /// Converts rows to the model's dtype, unless they are tokens.
     pub(crate) fn typed(self, kind: Kind) -> Self {
         match self {
             Self::Alike(rows) => Self::Alike(typed(&rows, kind)),

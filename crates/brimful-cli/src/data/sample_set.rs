@@ -1,4 +1,4 @@
-//! Samples to train or to test on, held in memory or streamed, brought in any order.
+//! Samples to train or test on, held in memory or streamed, loaded in any order.
 
 use anyhow::Result;
 use tch::Tensor;
@@ -7,36 +7,36 @@ use super::Examples;
 use super::streamed::{SampleSource, StreamedSamples};
 use crate::setting::MeanOver;
 
-/// Samples that can be asked for.
+/// Samples, loaded on request.
 #[derive(Debug)]
 pub(crate) enum SampleSet {
     Held(Examples),
     Streamed(StreamedSamples),
 }
 
-/// Which samples are to be brought.
+/// Request for samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SampleRequest {
-    /// Their numbers, in the order in which they are wanted.
+    /// Numbers of the samples, in the requested order.
     pub(crate) numbers: Vec<usize>,
-    /// Where that which is random about samples in training starts; in a test nothing is.
+    /// Seed of random augmentation in training; none in a test.
     pub(crate) seed: Option<u64>,
 }
 
 impl SampleRequest {
-    /// Those of these numbers, as they are tested.
+    /// Requests samples without augmentation, as in a test.
     pub(crate) fn plain(numbers: impl IntoIterator<Item = usize>) -> Self {
         Self { numbers: numbers.into_iter().collect(), seed: None }
     }
 }
 
 impl SampleSet {
-    /// Samples that are made when they are asked for.
+    /// Makes a set of samples that are loaded on demand.
     pub(super) fn streamed(source: impl SampleSource) -> Self {
         Self::Streamed(StreamedSamples::new(source))
     }
 
-    /// How many samples there are.
+    /// Returns the number of samples.
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Held(examples) => examples.len(),
@@ -44,12 +44,12 @@ impl SampleSet {
         }
     }
 
-    /// Whether they are made when they are asked for.
+    /// Returns whether samples are loaded on demand.
     pub(crate) fn is_streamed(&self) -> bool {
         matches!(self, Self::Streamed(_))
     }
 
-    /// What their loss is a mean over.
+    /// Returns the unit that their loss is a mean over.
     pub(crate) fn mean_over(&self) -> MeanOver {
         match self {
             Self::Held(_) => MeanOver::Samples,
@@ -57,7 +57,7 @@ impl SampleSet {
         }
     }
 
-    /// As many as are brought at once where all are wanted: all that are held anyway, or so many.
+    /// Returns how many samples to load at once to visit all: every one if they are in memory, else `streamed`.
     pub(crate) fn at_once(&self, streamed: usize) -> usize {
         match self {
             Self::Held(examples) => examples.len().max(1),
@@ -65,7 +65,7 @@ impl SampleSet {
         }
     }
 
-    /// The samples that are asked for.
+    /// Loads the requested samples.
     pub(crate) fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
         match self {
             Self::Held(examples) => {
@@ -78,14 +78,14 @@ impl SampleSet {
         }
     }
 
-    /// Has those made ready that will be asked for next.
+    /// Starts to prepare the samples of the next request.
     pub(crate) fn prepare(&mut self, request: SampleRequest) {
         if let Self::Streamed(streamed) = self {
             streamed.prepare(request);
         }
     }
 
-    /// All of them, in their order.
+    /// Loads all samples in order.
     pub(crate) fn all(&mut self) -> Result<Examples> {
         self.bring(&SampleRequest::plain(0..self.len()))
     }

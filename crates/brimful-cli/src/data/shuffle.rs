@@ -1,20 +1,21 @@
-//! A seeded order of samples that takes no memory: what stands at a place is computed from the place.
+//! Seeded shuffle of samples that needs no memory: the sample at a position is computed from the position.
 
 use super::number_stream::{NumberStream, mixed};
 
-/// As many rounds leave nothing of the order that there was.
+/// Rounds after which nothing is left of the original order.
 const ROUNDS: usize = 8;
-/// Fewer bits than these have too few orders to choose from.
+/// Smallest number of bits in half a number; fewer would give too few orders.
 const LEAST_HALF: u32 = 4;
 
-/// All numbers below a count, each once, in an order of its own for each seed.
+/// Permutation of the numbers below a count, determined by a seed.
 ///
-/// A Feistel network permutes the numbers of an even number of bits. Those that are not below the count are
-/// put through it again, until one is: it comes back to where it began, which is below.
+/// A Feistel network permutes the numbers with an even number of bits. A result that is not below the count goes
+/// through the network again, until one is. This ends, because a cycle returns to its start, which is below the
+/// count.
 #[derive(Debug)]
 pub(crate) struct Shuffle {
     count: u64,
-    /// Bits of half a number.
+    /// Number of bits in half a number.
     half: u32,
     keys: [u64; ROUNDS],
 }
@@ -28,7 +29,7 @@ impl Shuffle {
         Self { count, half: bits.div_ceil(2).max(LEAST_HALF), keys }
     }
 
-    /// The number at this place, which is below the count.
+    /// Returns the number at a position below the count.
     pub(crate) fn at(&self, place: usize) -> usize {
         let mut number = self.permuted(place as u64);
         while number >= self.count {
@@ -76,7 +77,7 @@ mod tests {
         }
     }
 
-    /// Of every three samples each of the six orders comes about as often as the others.
+    /// Each of the six orders of three samples occurs about equally often.
     #[test]
     fn all_orders_are_as_likely() {
         let mut found = std::collections::BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Works that do not need each other, on several threads at once.
+//! Independent jobs on several threads.
 
 use std::panic::resume_unwind;
 use std::sync::{Mutex, PoisonError};
@@ -6,12 +6,12 @@ use std::thread;
 
 use brimful_torch::threads::limit_threads;
 
-/// As many threads as there are cores.
+/// Returns the number of cores.
 pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What comes of each of these jobs, in their order. Whoever is done takes the next one.
+/// Returns the results of the jobs, in order. A thread that finishes a job takes the next one.
 pub(super) fn each<J: Send, R: Send>(
     jobs: Vec<J>,
     threads: usize,
@@ -21,7 +21,7 @@ pub(super) fn each<J: Send, R: Send>(
     let jobs = Mutex::new(jobs.into_iter().enumerate());
     let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
     let worker = || {
-        // The other cores have threads of their own here.
+        // The other cores are busy with the other threads.
         let _alone = limit_threads(1);
         let mut done = Vec::new();
         while let Some((place, job)) = next() {

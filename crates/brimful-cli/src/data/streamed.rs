@@ -1,4 +1,4 @@
-//! Samples that are made when they are asked for, by a thread of their own, ahead of their use.
+//! Samples that a thread of their own loads on demand, ahead of their use.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -13,26 +13,26 @@ use super::Examples;
 use super::sample_set::SampleRequest;
 use crate::setting::MeanOver;
 
-/// What samples are made from.
+/// Source of samples.
 pub(super) trait SampleSource: Debug + Send + 'static {
-    /// How many samples there are.
+    /// Returns the number of samples.
     fn len(&self) -> usize;
 
-    /// What their loss is a mean over.
+    /// Returns the unit that their loss is a mean over.
     fn mean_over(&self) -> MeanOver {
         MeanOver::Samples
     }
 
-    /// The samples that are asked for.
+    /// Loads the requested samples.
     fn bring(&mut self, request: &SampleRequest) -> Result<Examples>;
 }
 
-/// Samples of a source that a thread has.
+/// Samples of a source that a thread owns.
 #[derive(Debug)]
 pub(crate) struct StreamedSamples {
     pub(super) len: usize,
     pub(super) mean_over: MeanOver,
-    /// Those that were asked for and not taken yet, in the order in which they come.
+    /// Requests sent to the thread whose samples were not taken yet, in order.
     asked: VecDeque<SampleRequest>,
     requests: Option<Sender<SampleRequest>>,
     brought: Receiver<Result<Examples>>,
@@ -45,7 +45,7 @@ impl StreamedSamples {
         let (requests, received) = channel::<SampleRequest>();
         let (answers, brought) = channel();
         let thread = thread::spawn(move || {
-            // The cores belong to the training, or to threads of the source's own.
+            // The other cores belong to the training, or to the source's own threads.
             let _alone = limit_threads(1);
             for request in received {
                 if answers.send(source.bring(&request)).is_err() {
@@ -57,10 +57,10 @@ impl StreamedSamples {
         Self { len, mean_over, asked: VecDeque::new(), requests, brought, thread }
     }
 
-    /// What is asked for, which is there already where it was prepared.
+    /// Loads the requested samples, which may be prepared already.
     pub(super) fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
         while self.asked.front().is_some_and(|first| first != request) {
-            // Prepared for nobody, such as the step after one that was the last.
+            // Drops samples that nothing requests, such as those prepared after the last step.
             drop(self.take());
         }
         if self.asked.is_empty() {
@@ -69,9 +69,9 @@ impl StreamedSamples {
         self.take()
     }
 
-    /// Has this made while the caller does something else.
+    /// Sends a request to the thread, which works on it meanwhile.
     pub(super) fn prepare(&mut self, request: SampleRequest) {
-        // A thread that is gone is found out by who waits for it.
+        // If the thread is gone, `take` reports it.
         let _ = self.requests.as_ref().map(|requests| requests.send(request.clone()));
         self.asked.push_back(request);
     }
@@ -88,7 +88,7 @@ impl StreamedSamples {
 impl Drop for StreamedSamples {
     fn drop(&mut self) {
         self.requests = None;
-        // What it still makes, nobody needs; whether it panics over it, nobody asks.
+        // Waits for the thread. Its last samples and any panic over them no longer matter.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    /// Samples that are their own numbers, of which the seventh is broken.
+    /// Samples equal to their numbers; the seventh is broken.
     #[derive(Debug)]
     struct Counting;
 
@@ -129,7 +129,7 @@ mod tests {
             streamed.prepare(SampleRequest::plain(prepared));
         }
         assert_eq!(numbers(&mut streamed, &[5, 6]), [5, 6]);
-        // The other one was for nobody.
+        // Drops the other prepared request.
         assert_eq!(numbers(&mut streamed, &[0]), [0]);
     }
 

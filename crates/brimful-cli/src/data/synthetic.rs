@@ -1,4 +1,4 @@
-//! Made-up samples for any model: random, and the same for the same seed.
+//! Synthetic samples for any model: random, and reproducible from a seed.
 
 use anyhow::{Result, ensure};
 use tch::kind::Element;
@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use super::number_stream::{NumberStream, scaled};
 use super::{Dataset, Examples, Sample, SampleSet};
 
-/// What to make up.
+/// Kind and number of synthetic samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Synthetic {
     pub(crate) sample: Sample,
@@ -17,13 +17,13 @@ pub(crate) struct Synthetic {
 }
 
 impl Synthetic {
-    /// As many samples as a training makes up: 512, and 128 to test on.
+    /// Makes the usual numbers of samples for a training: 512, and 128 to test on.
     pub(crate) fn usual(sample: Sample, seed: u64) -> Self {
         Self { sample, train: 512, test: 128, seed }
     }
 }
 
-/// Images of noise with random classes or masks, or random tokens and what follows them.
+/// Makes images of noise with random classes or masks, or random tokens with the next tokens as targets.
 pub(crate) fn generate(config: &Synthetic) -> Result<Dataset> {
     let Synthetic { sample, train, test, seed } = config;
     ensure!(
@@ -71,12 +71,12 @@ fn examples(sample: &Sample, count: usize, numbers: &mut NumberStream) -> Exampl
 }
 
 impl NumberStream {
-    /// Whole numbers from 0 up to this limit.
+    /// Draws integers from 0 to below the limit.
     fn all_below(&mut self, limit: i64, shape: &[i64]) -> Tensor {
         self.tensor(shape, |bits| scaled(bits, limit as u64) as i64)
     }
 
-    /// Even noise with mean 0 and deviation 1.
+    /// Draws uniform noise with mean 0 and deviation 1.
     fn noise(&mut self, shape: &[i64]) -> Tensor {
         let (unit, width) = (f32::powi(2.0, -24), 12_f32.sqrt());
         self.tensor(shape, |bits| ((bits >> 40) as f32 * unit - 0.5) * width)
@@ -97,7 +97,7 @@ mod tests {
     const MASK: Sample = Sample::Mask { shape: [3, 16, 8] };
     const SEQUENCE: Sample = Sample::Sequence { length: 9, vocabulary: 50 };
 
-    /// Examples to train on and to test on.
+    /// Makes examples to train on and to test on.
     fn made_up(sample: Sample, seed: u64) -> [Examples; 2] {
         let data = generate(&Synthetic { sample, train: 40, test: 20, seed }).expect("data");
         [data.train, data.test].map(|mut half| half.all().expect("samples"))

@@ -1,4 +1,4 @@
-//! A file of text as sequences of tokens, which stay on the disk.
+//! Text files as sequences of tokens, which stay on the disk.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,9 +14,9 @@ use super::streamed::SampleSource;
 use super::{Dataset, Examples, Sample, SampleSet};
 use crate::tokenizer::Tokenizer;
 
-/// The whole text, cut into sequences.
+/// Loads a whole text, cut into sequences.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    // What comes through a pipe cannot be read again.
+    // A pipe can be read only once, so its tokens are written to a file of their own.
     let tokens = match tokenizer.is_bytes() && path.is_file() {
         true => {
             portions::each(path, TextCut::Words, |_| Ok(()), Ok)?;
@@ -35,7 +35,7 @@ pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Da
     of_tokens(tokens, path, length, tokenizer)
 }
 
-/// Cuts a file's tokens into sequences one after the other; the last tenth is for testing.
+/// Cuts a file's tokens into consecutive sequences; the last tenth is for testing.
 pub(super) fn of_tokens(
     tokens: NumberFile,
     path: &Path,
@@ -55,7 +55,7 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
     let length = length as u64;
-    // The shorter part needs a sequence, and one token more as its last target.
+    // The shorter part needs one sequence and one token more, as its last target.
     ensure!(test > length, ShortText { tokens: all, length });
     let windows = |first, end| TokenWindows {
         tokens: tokens.clone(),
@@ -66,7 +66,7 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     Ok([windows(0, all - test), windows(all - test, all)])
 }
 
-/// A text that has no sequence of a length for each of its parts.
+/// Error for a text too short for one sequence in each of its parts.
 #[derive(Debug, Error)]
 #[error(
     "it has {tokens} tokens, but at least {} are needed, so that the tenth of it that is for testing holds a \
@@ -77,7 +77,7 @@ struct ShortText {
     length: u64,
 }
 
-/// Sequences that the tenth of a text that is for testing holds, where their length is made for it.
+/// Number of test sequences to aim for when the length of a sequence is chosen to suit the text.
 const USUAL_TESTS: u64 = 4;
 
 impl ShortText {
@@ -89,18 +89,18 @@ impl ShortText {
     }
 }
 
-/// The length of a sequence that would do for the text that this error refuses; none for any other error.
+/// Returns a length of sequences that suits the text refused with this error; none for any other error.
 pub(crate) fn usual_length(error: &anyhow::Error) -> Option<i64> {
     let ShortText { tokens, .. } = error.downcast_ref()?;
     let length = (tokens / 10).saturating_sub(1) / USUAL_TESTS;
     i64::try_from(length).ok().filter(|length| *length > 0)
 }
 
-/// Sequences that follow on each other; a rest that is too short is left out.
+/// Consecutive sequences; a rest that is too short is left out.
 #[derive(Debug)]
 struct TokenWindows {
     tokens: NumberFile,
-    /// The place of the first token.
+    /// Position of the first token.
     first: u64,
     count: u64,
     length: u64,
@@ -182,7 +182,7 @@ mod tests {
         assert!(error.contains("not UTF-8 text: byte 2"), "{error}");
     }
 
-    /// Longer than a portion, with words and lines of any length.
+    /// The text is longer than a portion, with words and lines of any length.
     #[test]
     fn tokens_do_not_depend_on_the_portions_that_a_text_is_read_in() {
         let words = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],

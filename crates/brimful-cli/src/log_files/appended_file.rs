@@ -1,4 +1,4 @@
-//! A file that grows piece by piece, each of them whole, until it can no longer be written.
+//! A file that grows by whole pieces, until a write fails.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -9,18 +9,18 @@ use anyhow::{Context, Result};
 use crate::claimed_place::claim;
 use crate::progress;
 
-/// A file with whole pieces alone.
+/// A file that ends with a whole piece.
 #[derive(Debug)]
 pub(super) struct AppendedFile {
     path: PathBuf,
-    /// None once a piece could not be written.
+    /// None after a failed write.
     file: Option<File>,
-    /// Bytes in whole pieces.
+    /// Bytes of the whole pieces.
     length: u64,
 }
 
 impl AppendedFile {
-    /// An empty file, in place of what there was.
+    /// Opens an empty file, replacing existing content.
     pub(super) fn empty(path: &Path) -> Result<Self> {
         let mut file = open(path, OpenOptions::new().write(true))?;
         if is_plain(&file) {
@@ -29,7 +29,7 @@ impl AppendedFile {
         Ok(Self { path: path.to_owned(), file: Some(file), length: 0 })
     }
 
-    /// The file that is there, and what is in it; empty where there is none.
+    /// Opens an existing file and returns its content, or makes an empty one.
     pub(super) fn existing(path: &Path) -> Result<(Self, Vec<u8>)> {
         let mut file = open(path, OpenOptions::new().write(true).read(true))?;
         let mut bytes = Vec::new();
@@ -39,7 +39,7 @@ impl AppendedFile {
         Ok((Self { path: path.to_owned(), file: Some(file), length }, bytes))
     }
 
-    /// Drops all but the first bytes.
+    /// Truncates the file to `length` bytes.
     pub(super) fn cut_back(&mut self, length: usize) -> Result<()> {
         self.length = length as u64;
         let Some(file) = &mut self.file else { return Ok(()) };
@@ -47,14 +47,14 @@ impl AppendedFile {
         cut.with_context(|| unwritable(&self.path))
     }
 
-    /// Adds a piece. Where that fails, the file ends with the piece before, this is said, and nothing
-    /// more is written: a training run is worth more than its log.
+    /// Appends a piece. If that fails, cuts the file back to the last piece, reports it, and writes nothing more: a
+    /// training run is worth more than its log.
     pub(super) fn append(&mut self, piece: &[u8]) {
         let Some(file) = &mut self.file else { return };
         match file.write_all(piece) {
             Ok(()) => self.length += piece.len() as u64,
             Err(error) => {
-                // What is no file, such as a pipe, has no end to be cut back to.
+                // A pipe or device cannot be cut back.
                 let _ = cut(file, self.length);
                 self.file = None;
                 progress::say(&format!(
@@ -66,7 +66,7 @@ impl AppendedFile {
     }
 }
 
-/// Opens a file, which is this process's alone while it is open.
+/// Opens a file and locks it for this process while it is open.
 fn open(path: &Path, options: &mut OpenOptions) -> Result<File> {
     let options = options.create(true).truncate(false);
     let file = options.open(path).with_context(|| unwritable(path))?;
@@ -76,7 +76,7 @@ fn open(path: &Path, options: &mut OpenOptions) -> Result<File> {
     Ok(file)
 }
 
-/// Whether it can be cut, and no other program may write to it.
+/// Returns whether the file is a regular one, which can be truncated and locked.
 fn is_plain(file: &File) -> bool {
     file.metadata().is_ok_and(|found| found.is_file())
 }

@@ -1,4 +1,4 @@
-//! A folder that TensorBoard reads: an event a step, and one for every test.
+//! Folder of events for TensorBoard: one for each step and each test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures, tensorboard};
 use crate::exit::ensure_use;
 
-/// The only file of the folder: TensorBoard knows it by its name, and a resumed run finds it again.
+/// The folder's only file. TensorBoard recognises the name, and a resumed run finds it again.
 const FILE: &str = "events.out.tfevents.brimful";
-/// What a test's loss is called.
+/// Tag of a test's loss.
 const TEST_LOSS: &str = "test/loss";
 
-/// Names the file of a folder that holds its events.
+/// Returns the path of a folder's events.
 pub(crate) fn events_file(folder: &Path) -> PathBuf {
     folder.join(FILE)
 }
@@ -24,13 +24,13 @@ pub(crate) fn events_file(folder: &Path) -> PathBuf {
 #[derive(Debug)]
 pub(crate) struct EventLog {
     file: AppendedFile,
-    /// The step of the last test in it.
+    /// Step of the last test in it.
     tested: Option<usize>,
 }
 
 impl EventLog {
-    /// A new file in this folder, which is made where there is none; or the file of the run that goes
-    /// on after step `resumed`, without what came later.
+    /// Opens a new file in this folder, which is created if missing; or the file of the run that resumes after step
+    /// `resumed`, without later events.
     pub(crate) fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
         let made = fs::create_dir_all(folder);
         made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
@@ -68,7 +68,7 @@ impl EventLog {
         self.file.append(&tensorboard::scalars(now(), figures.step, &values));
     }
 
-    /// Adds a test, if it is not there yet.
+    /// Adds a test, unless it is there already.
     pub(crate) fn test(&mut self, figures: &TestFigures) {
         if self.tested.replace(figures.step) == Some(figures.step) {
             return;
@@ -78,7 +78,7 @@ impl EventLog {
     }
 }
 
-/// Seconds since 1970; a clock that stands before it says 0.
+/// Returns the seconds since 1970, or 0 if the clock is set before.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
 }
@@ -109,7 +109,7 @@ mod tests {
         log.step(&step(4));
         log.test(&test(4));
         drop(log);
-        // The first record tells of no step.
+        // The first record has no step.
         assert_eq!(steps(&folder), [0, 1, 2, 3, 3, 4, 4]);
         EventLog::open(&folder, None).expect("a log");
         assert_eq!(steps(&folder), [0]);

@@ -1,10 +1,8 @@
-//! What a training run says of every step, in files that grow with it: a table, and TensorBoard's
-//! events.
+//! Logs of a training run that grow with every step: a table, and events for TensorBoard.
 //!
-//! Each line is in the file as soon as its step is done. A run that goes on from a saved one cuts its
-//! logs back to the step it goes on from, so that it ends in the files of an undisturbed run, but for
-//! what depends on time. A log that can no longer be written, as on a full disk, ends with its last
-//! whole line; this is said once, and the run goes on without it.
+//! Each line is in its file once its step is done. A resumed run cuts its logs back to the step that it resumes from,
+//! so that they end like those of an uninterrupted run, except for timings. A log that can no longer be written, as
+//! on a full disk, ends with its last whole line; the run reports this once and goes on without the log.
 
 mod appended_file;
 mod event_log;
@@ -22,44 +20,44 @@ pub(crate) use event_log::events_file;
 use event_log::EventLog;
 use step_log::StepLog;
 
-/// What one step came to.
+/// Figures of one step.
 #[derive(Debug)]
 pub(crate) struct StepFigures<'a> {
-    /// Its number, from 1 on, over all epochs.
+    /// Number of the step over all epochs, from 1.
     pub(crate) step: usize,
-    /// Its epoch, from 1 on.
+    /// Number of its epoch, from 1.
     pub(crate) epoch: usize,
-    /// How far it went.
+    /// Learning rate of the step.
     pub(crate) learning_rate: f64,
     pub(crate) record: &'a Record,
 }
 
 impl StepFigures<'_> {
-    /// How fast it was.
+    /// Returns the samples per second.
     fn samples_per_s(&self) -> f64 {
         self.record.samples as f64 / self.record.time.as_secs_f64()
     }
 }
 
-/// What a test came to; its fields are keys of `--json`.
+/// Results of a test; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct TestFigures {
-    /// The step after which it was made.
+    /// Step after which the test ran.
     pub(crate) step: usize,
-    /// The epoch of that step.
+    /// Epoch of that step.
     #[serde(skip)]
     pub(crate) epoch: usize,
-    /// The mean loss of the test samples.
+    /// Mean loss of the test samples.
     #[serde(rename = "test_loss")]
     pub(crate) loss: f64,
-    /// The share of right answers, from 0 to 1.
+    /// Share of right predictions, from 0 to 1.
     #[serde(rename = "test_accuracy")]
     pub(crate) accuracy: f64,
-    /// Whether no test before had so low a loss.
+    /// True if its loss is lower than that of every test before.
     pub(crate) best: bool,
 }
 
-/// The logs that were asked for.
+/// Requested logs.
 #[derive(Debug, Default)]
 pub(crate) struct LogFiles {
     table: Option<StepLog>,
@@ -67,8 +65,8 @@ pub(crate) struct LogFiles {
 }
 
 impl LogFiles {
-    /// A table in the file `table`, and events in the folder `events`: new ones, or those of the run
-    /// that goes on after step `resumed`.
+    /// Opens a table in the file `table` and events in the folder `events`: new ones, or those of the run that
+    /// resumes after step `resumed`.
     pub(crate) fn open(
         table: Option<&Path>,
         events: Option<&Path>,
@@ -80,14 +78,13 @@ impl LogFiles {
         })
     }
 
-    /// A step is done.
+    /// Logs a step that is done.
     pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
         self.table.iter_mut().for_each(|table| table.step(figures));
         self.events.iter_mut().for_each(|events| events.step(figures));
     }
 
-    /// A test is done. One that the logs have already, made before the run was broken off, is not
-    /// written twice.
+    /// Logs a test that is done, unless the logs have it already from before an interruption.
     pub(crate) fn test(&mut self, figures: &TestFigures) {
         self.table.iter_mut().for_each(|table| table.test(figures));
         self.events.iter_mut().for_each(|events| events.test(figures));
@@ -102,7 +99,7 @@ mod tests {
 
     use super::*;
 
-    /// A step with figures of its own.
+    /// Makes a step with figures of its own.
     pub(super) fn step(step: usize) -> StepFigures<'static> {
         let record = Box::leak(Box::new(Record {
             loss: 1.0 / step as f64,
@@ -115,7 +112,7 @@ mod tests {
         StepFigures { step, epoch: 1 + step / 4, learning_rate: 1e-3, record }
     }
 
-    /// The test after a step.
+    /// Makes the test after a step.
     pub(super) fn test(step: usize) -> TestFigures {
         TestFigures { step, epoch: 1 + step / 4, loss: 0.5, accuracy: 0.75, best: false }
     }

@@ -1,4 +1,4 @@
-//! A table of steps as comma-separated values: a line a step, and one for every test.
+//! Table of steps as comma-separated values: one line for each step and each test.
 
 use std::path::Path;
 
@@ -9,22 +9,23 @@ use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures};
 use crate::exit::ensure_use;
 
-/// A test has a line of its own, because the step's is written before it: what is not its is empty.
+/// Columns of the table. A test has a line of its own, since its step's is written earlier; the step's columns are
+/// then empty.
 const HEADER: &str = "step,epoch,loss,learning_rate,samples_per_s,peak_bytes,micro_batch_size,\
                       retries,test_loss,test_accuracy\n";
-/// What stands between a test's epoch and its loss.
+/// Empty columns between a test's epoch and its loss.
 const NOT_OF_A_TEST: &str = ",,,,,,,";
 
 /// A table of steps.
 #[derive(Debug)]
 pub(crate) struct StepLog {
     file: AppendedFile,
-    /// The step of the last test in it.
+    /// Step of the last test in it.
     tested: Option<usize>,
 }
 
 impl StepLog {
-    /// A new table, or the one of the run that goes on after step `resumed`, without what came later.
+    /// Opens a new table, or that of the run that resumes after step `resumed`, without later lines.
     pub(crate) fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
         let Some(last) = resumed else { return Self::new(AppendedFile::empty(path)?) };
         let (mut file, bytes) = AppendedFile::existing(path)?;
@@ -55,7 +56,7 @@ impl StepLog {
         let StepFigures { step, epoch, learning_rate, record } = figures;
         let Record { loss, micro_batch, retries, .. } = record;
         let (samples_per_s, peak) = (figures.samples_per_s(), record.peak().0);
-        // Numbers that a resumed run has to come to again are written to the last digit.
+        // Numbers that a resumed run must reproduce are written exactly.
         let line = format!(
             "{step},{epoch},{loss:?},{learning_rate:?},{samples_per_s:.1},{peak},{micro_batch},\
              {retries},,\n"
@@ -63,7 +64,7 @@ impl StepLog {
         self.file.append(line.as_bytes());
     }
 
-    /// Adds a test, if it is not there yet.
+    /// Adds a test, unless it is there already.
     pub(crate) fn test(&mut self, figures: &TestFigures) {
         let TestFigures { step, epoch, loss, accuracy, .. } = figures;
         if self.tested.replace(*step) == Some(*step) {
@@ -74,7 +75,7 @@ impl StepLog {
     }
 }
 
-/// The header and the lines up to this step; one that was broken off is not among them.
+/// Returns the header and the whole lines up to this step.
 fn kept(text: &str, last: usize) -> Vec<&str> {
     let header = text.split_inclusive('\n').take(1);
     let whole =
@@ -123,7 +124,7 @@ mod tests {
         let text = fs::read_to_string(&broken).expect("a log");
         fs::write(&broken, &text[..text.len() - 3]).expect("a killed run's last line");
         let mut log = StepLog::open(&broken, Some(4)).expect("a log");
-        // The test after the last saved step is made again.
+        // The resumed run repeats the test after the last saved step.
         log.test(&test(4));
         run(&mut log, 5..=10);
         assert_eq!(

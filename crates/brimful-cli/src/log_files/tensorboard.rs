@@ -1,25 +1,25 @@
-//! The format of TensorBoard's files: records with checksums, each of them an `Event` as protocol
-//! buffers write it. Of that there is what a scalar needs.
+//! TensorBoard's file format: records with checksums, each an `Event` as a protocol buffer. Only what scalars need is
+//! written.
 
-/// What the first event of every file says.
+/// Version string in the first event of every file.
 const FILE_VERSION: &str = "brain.Event:2";
-/// A record's length as 8 bytes and their checksum as 4 come before its data, a checksum after it.
+/// A record is its length in 8 bytes, the length's checksum in 4, its data, and the data's checksum.
 const HEAD_BYTES: usize = 12;
 const CHECKSUM_BYTES: usize = 4;
 
-/// The kinds of a field that are written here.
+/// Wire types of the fields written here.
 const VARINT: u8 = 0;
 const EIGHT_BYTES: u8 = 1;
 const LENGTH_DELIMITED: u8 = 2;
 const FOUR_BYTES: u8 = 5;
 
-/// The record that a file begins with.
+/// Returns the first record of a file.
 pub(super) fn first_record(wall_time: f64) -> Vec<u8> {
     let time = field(1, EIGHT_BYTES, &wall_time.to_le_bytes());
     record(&[time, text(3, FILE_VERSION.as_bytes())].concat())
 }
 
-/// The record of one step's scalars under their names.
+/// Returns the record of a step's scalars, by tag.
 pub(super) fn scalars(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Vec<u8> {
     let scalar = |(tag, value): &(&str, f64)| {
         let value = field(2, FOUR_BYTES, &(*value as f32).to_le_bytes());
@@ -31,7 +31,7 @@ pub(super) fn scalars(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Ve
     record(&[time, step, text(5, &summary)].concat())
 }
 
-/// The first record and those after it, each as a whole; what is broken ends them.
+/// Splits a file into records, up to the first broken one.
 pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     std::iter::from_fn(move || {
@@ -41,28 +41,28 @@ pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The step of a record that was written here; 0 where it tells of none.
+/// Returns the step of a record written here; 0 if it has none.
 pub(super) fn step_of(record: &[u8]) -> usize {
     let event = &record[HEAD_BYTES..record.len() - CHECKSUM_BYTES];
-    // The time comes first: a byte that names the field, and eight of its own.
+    // The time comes first: one byte for the field, and eight for its value.
     match event.get(9..) {
         Some([name, rest @ ..]) if *name == name_of(2, VARINT) => read_varint(rest),
         _ => 0,
     }
 }
 
-/// Whether a record has a scalar of this name.
+/// Returns whether a record has a scalar with this tag.
 pub(super) fn has(record: &[u8], tag: &str) -> bool {
     record.windows(tag.len()).any(|window| window == tag.as_bytes())
 }
 
-/// Data as a file has it, with its length and checksums.
+/// Frames data with its length and checksums.
 fn record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     [&length[..], &checksum(&length), data, &checksum(data)].concat()
 }
 
-/// The first record, and what follows it; none where it is cut off or its checksums are wrong.
+/// Splits off the first record; none if it is truncated or its checksums are wrong.
 fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
     let (stored, _) = rest.split_first_chunk::<CHECKSUM_BYTES>()?;
@@ -73,13 +73,13 @@ fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     (checksum(length) == *stored && checksum(data) == *last).then_some((record, after))
 }
 
-/// A CRC-32C, turned and moved so that data with checksums in it has other ones.
+/// Returns a masked CRC-32C: rotated and offset, so that data containing checksums gets a different one.
 fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     let masked = crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8);
     masked.to_le_bytes()
 }
 
-/// The byte that a field begins with.
+/// Returns the byte that a field begins with.
 fn name_of(field: u8, kind: u8) -> u8 {
     field << 3 | kind
 }
@@ -88,12 +88,12 @@ fn field(number: u8, kind: u8, value: &[u8]) -> Vec<u8> {
     [&[name_of(number, kind)], value].concat()
 }
 
-/// A text, or a message inside another.
+/// Writes a string, or a nested message.
 fn text(number: u8, text: &[u8]) -> Vec<u8> {
     field(number, LENGTH_DELIMITED, &[&varint(text.len() as u64), text].concat())
 }
 
-/// Seven bits a byte, the lowest first; all but the last byte have the eighth set.
+/// Writes seven bits per byte, lowest first; all bytes but the last have the eighth bit set.
 fn varint(mut number: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     while number >= 0x80 {
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_record_is_what_tensorboard_reads() {
-        // As TensorBoard's own writer makes it: length, checksum, data, checksum.
+        // The layout that TensorBoard's own writer uses: length, checksum, data, checksum.
         let event = [&[0x09][..], &1.5_f64.to_le_bytes(), &[0x1A, 13], b"brain.Event:2"].concat();
         let made = first_record(1.5);
         assert_eq!(made[..8], 24_u64.to_le_bytes());

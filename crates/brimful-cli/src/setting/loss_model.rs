@@ -1,5 +1,5 @@
-//! A model and its loss in one: a GPT's head runs inside its loss, in chunks of tokens, so that its logits
-//! never exist whole.
+//! A model together with its loss: a GPT's head runs inside the loss, on chunks of tokens, so that all of its logits
+//! never exist at once.
 
 use std::ops::Range;
 
@@ -13,20 +13,20 @@ use tch::{Kind, Reduction, Tensor};
 use super::{counted, loss, right};
 use crate::data::IGNORED;
 
-/// As many logits are compared at once in a test.
+/// Number of logits computed at once in a test.
 const LOGITS_AT_ONCE: i64 = 1 << 25;
 
-/// A model that is whole on one device, with what it is judged by.
+/// A model that is whole on one device, with its loss.
 #[derive(Debug)]
 pub enum LossModel {
-    /// Its outputs are what the loss is of.
+    /// A model whose loss takes its outputs.
     Whole(Model),
     /// A GPT in two parts, and the weight of its head, tied or not.
     Text { body: Model, head: Model, weight: Tensor },
 }
 
 impl LossModel {
-    /// Builds the layers under this path, in their order.
+    /// Builds the layers under this path, in order.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -34,7 +34,7 @@ impl LossModel {
         Self::of_parts(layers, root, |part| layers.build_range(root, part))
     }
 
-    /// The same with the first values that a pipeline of these layers would have.
+    /// Builds the layers with the initial values that a pipeline of these layers would have.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -58,7 +58,7 @@ impl LossModel {
         }
     }
 
-    /// The mean loss of a micro-batch in training, or where nothing is dropped.
+    /// Returns the mean loss of a micro-batch; `train` turns on dropout and training-mode norms.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`].
@@ -71,7 +71,7 @@ impl LossModel {
         }
     }
 
-    /// The same by way of whole logits, as a number that autograd can start from.
+    /// Returns the same loss by way of all logits, as a tensor for autograd.
     pub fn plain_loss(&self, x: &Tensor, y: &Tensor) -> Tensor {
         let outputs = match self {
             Self::Whole(model) => model.forward_t(x, true),
@@ -80,7 +80,7 @@ impl LossModel {
         loss(&outputs, y)
     }
 
-    /// The loss of a micro-batch in a test, and which answers are right.
+    /// Returns the test loss of a micro-batch, and which predictions are right.
     pub(crate) fn judge(&self, x: &Tensor, y: &Tensor) -> (Loss, Tensor) {
         match self {
             Self::Whole(model) => {
@@ -94,7 +94,7 @@ impl LossModel {
     }
 }
 
-/// The mean loss of the tokens that count, and which are right, a part of their logits at a time.
+/// Returns the mean loss of the tokens that count, and which are right, computing some of the logits at a time.
 fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Loss, Tensor) {
     let rows = (LOGITS_AT_ONCE / classes).max(1);
     let parts = hidden.flatten(0, -2).split(rows, 0);
@@ -179,7 +179,7 @@ mod tests {
         let (x, y) = samples();
         let (store, model) = built(&tiny(true));
         let LossModel::Text { body, head, .. } = &model else { panic!("a GPT has a head") };
-        // 1 answer, 2, 3, 4 and 5 of them, each at the end.
+        // The samples have 1 to 5 answers each, at the end.
         let places = Tensor::arange(16, (Kind::Int64, Device::Cpu)).unsqueeze(0);
         let first = Tensor::from_slice(&[15_i64, 14, 13, 12, 11]).unsqueeze(1);
         let counts = places.ge_tensor(&first);

@@ -1,11 +1,11 @@
-//! Memories with the limit that was asked for.
+//! Memory accounts with the requested limit.
 
 use anyhow::Result;
 use brimful::Bytes;
 use brimful::memory::{Arena, Memory};
 use tch::Device;
 
-/// The memory of each device, with this limit; on a CPU each has an account of its own.
+/// Returns the memory of each device with this limit; each CPU device has an account of its own.
 pub fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
     let account = |(number, device): (usize, &Device)| {
         let memory = match device {
@@ -17,7 +17,7 @@ pub fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>>
     devices.iter().enumerate().map(account).collect()
 }
 
-/// The memory with this limit, if there is one.
+/// Sets this limit on the memory, if there is one.
 pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
     if let Some(limit) = limit {
         memory.set_limit(Some(limit.0))?;
@@ -25,7 +25,7 @@ pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
     Ok(memory)
 }
 
-/// How much of the device's memory there is for a model; none where nothing limits it.
+/// Returns the bytes that a model may use on the device; none without a limit.
 pub fn room(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
     match device {
         Device::Cpu => Ok(limit),

@@ -1,5 +1,4 @@
-//! What several commands are told in the same words: model, data, number type; and what follows
-//! from them.
+//! Settings that several commands share (model, data, dtype), and what follows from them.
 
 mod loss_model;
 mod memory;
@@ -25,7 +24,7 @@ pub use norm_statistics::NormStatistics;
 pub use number_type::NumberType;
 pub use words::{recompute, schedule};
 
-/// Shows a choice as it is given on the command line.
+/// Implements `Display` as the value on the command line.
 macro_rules! shown_as_given {
     ($choice:ty) => {
         impl std::fmt::Display for $choice {
@@ -38,24 +37,24 @@ macro_rules! shown_as_given {
 }
 pub(crate) use shown_as_given;
 
-/// The device of this name; without one, the best that there is.
+/// Returns the device of this name, or without one the best device.
 pub fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
 }
 
-/// The name of the devices to take where none is asked for.
+/// Returns the default name of devices.
 pub fn best_devices() -> &'static str {
     if device::best().is_cuda() { "cuda" } else { "cpu" }
 }
 
-/// A rank's own device of this name.
+/// Returns the device of this name for a rank.
 pub fn device_of(name: &str, world: &World) -> Result<Device> {
     let place = world.rank_on_host();
     Ok(device::spread(name, place..place + 1)?[0])
 }
 
-/// The mean loss of logits: against classes (or tokens), which are whole numbers, their
-/// cross-entropy over the last dimension; against masks, which are not, that of each pixel alone.
+/// Returns the mean loss of logits. For classes or tokens, which are integers, it is the cross-entropy over the last
+/// dimension; for masks, which are floats, the binary cross-entropy of each pixel.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     if targets.is_floating_point() {
         let targets = targets.to_kind(logits.kind());
@@ -66,8 +65,8 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, IGNORED, 0.0)
 }
 
-/// Parameters that each layer computes with, those of others that it shares included: where stages come to
-/// the device in turn, each brings all of them.
+/// Counts the parameters that each layer computes with, including those that it shares with another layer: an
+/// offloaded stage brings all of them to the device.
 ///
 /// # Errors
 /// As [`Layers::parameter_counts`].
@@ -79,16 +78,16 @@ pub fn parameters_used(layers: &Layers) -> Result<Vec<u64>> {
     Ok(counts)
 }
 
-/// What the loss of a mini-batch is a mean over.
+/// Unit that the loss of a mini-batch is a mean over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MeanOver {
-    /// Its samples, which have as many targets each.
+    /// Samples, which all have the same number of targets.
     Samples,
-    /// Those targets that are not ignored.
+    /// Targets that are not ignored.
     Targets,
 }
 
-/// The loss of logits, with what it is a mean over.
+/// Returns the loss of logits, with what it is a mean over.
 pub(crate) fn mean_loss(logits: &Tensor, targets: &Tensor, over: MeanOver) -> Loss {
     let mean = loss(logits, targets);
     match over {
@@ -97,12 +96,12 @@ pub(crate) fn mean_loss(logits: &Tensor, targets: &Tensor, over: MeanOver) -> Lo
     }
 }
 
-/// How many targets are not ignored.
+/// Counts the targets that are not ignored.
 pub(crate) fn counted(targets: &Tensor) -> Tensor {
     targets.ne(IGNORED).sum(Kind::Double)
 }
 
-/// Which answers are right, of samples, tokens or pixels.
+/// Returns which predictions are right, for samples, tokens or pixels.
 pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
     if targets.is_floating_point() {
         return logits.gt(0.0).eq_tensor(&targets.gt(0.5));
@@ -110,7 +109,7 @@ pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
     logits.argmax(-1, false).eq_tensor(targets)
 }
 
-/// Refuses what a model of broken weights answers.
+/// Refuses non-finite outputs, which a model with broken weights has.
 pub(crate) fn check_answers(answers: &Tensor) -> Result<()> {
     ensure!(
         bool::try_from(answers.f_isfinite()?.f_all()?)?,
@@ -119,13 +118,13 @@ pub(crate) fn check_answers(answers: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Leaves every parameter without a gradient.
+/// Clears the gradients of all parameters.
 pub fn clear_gradients(store: &VarStore) -> Result<()> {
     let mut parameters = store.trainable_variables();
     Ok(parameters.iter_mut().try_for_each(|p| autograd::set_gradient(p, None))?)
 }
 
-/// The inputs in the model's number type; token numbers stay what they are.
+/// Converts inputs to the model's dtype; token numbers stay integers.
 pub(crate) fn typed(inputs: &Tensor, kind: Kind) -> Tensor {
     if inputs.is_floating_point() { inputs.to_kind(kind) } else { inputs.shallow_clone() }
 }

@@ -1,4 +1,4 @@
-//! The models that the program knows, by name, and the samples that each takes.
+//! Built-in models by name, and the samples that each takes.
 
 use std::fmt;
 use std::path::Path;
@@ -44,22 +44,22 @@ macro_rules! names {
     };
 }
 
-/// What is said of `--model` on the command line.
+/// Help text of `--model`.
 pub const MODELS: &str = concat!("The model: ", names!());
-/// Of `--model` where images alone are taken.
+/// Help text of `--model` for images only.
 pub(crate) const IMAGE_MODELS: &str = concat!("The model: ", image_names!(), ", ", amoebanet!());
-/// Of `--model` where texts alone are taken.
+/// Help text of `--model` for text only.
 pub(crate) const TEXT_MODELS: &str = concat!("The model: ", text_names!());
-/// The part of the activations that the models with dropout drop in training.
+/// Dropout probability of the models with dropout.
 pub(crate) const DROPOUT: f64 = 0.1;
-/// Tokens in a sequence where nobody says otherwise.
+/// Default number of tokens in a sequence.
 pub(crate) const SEQUENCE: i64 = 64;
-/// Residual networks have another first convolution for images below so many pixels.
+/// Side in pixels below which residual networks have a first convolution for small images.
 const SMALL: usize = 64;
-/// Different tokens of GPT-2.
+/// Vocabulary of GPT-2.
 const VOCABULARY: i64 = 50_257;
 
-/// A model that the program knows.
+/// A built-in model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelName {
     Mlp,
@@ -75,7 +75,7 @@ pub enum ModelName {
     AmoebaNet { cells: usize, filters: i64 },
 }
 
-/// Those that are named by a word alone.
+/// Models named by one word.
 const WORDS: [(&str, ModelName); 9] = [
     ("mlp", ModelName::Mlp),
     ("resnet18", ModelName::Resnet18),
@@ -88,7 +88,7 @@ const WORDS: [(&str, ModelName); 9] = [
     ("gpt2-xl", ModelName::Gpt2Xl),
 ];
 
-/// A family of models that are named by a word and two numbers.
+/// A family of models named by a word and two numbers.
 struct SizedFamily {
     family: &'static str,
     numbers: &'static str,
@@ -112,7 +112,7 @@ const SIZED: [SizedFamily; 2] = [
 ];
 
 impl SizedFamily {
-    /// What is said where the numbers are missing, or are none.
+    /// Says which numbers are expected.
     fn wanted(&self) -> String {
         let Self { numbers, example, .. } = self;
         format!("two numbers follow the colon: {numbers}, as in {example}, with --data synthetic")
@@ -120,7 +120,7 @@ impl SizedFamily {
 }
 
 impl ModelName {
-    /// The model for samples of this shape.
+    /// Returns the model's layers for samples of this shape.
     pub fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
         match sample {
             Sample::Image { shape, classes } => self.for_images(shape, *classes),
@@ -137,7 +137,7 @@ impl ModelName {
         }
     }
 
-    /// The same with these statistics in its BatchNorms, where they are asked for.
+    /// Returns the model's layers with the given kind of BatchNorm statistics, if any.
     pub fn layers_normed(
         self,
         sample: &Sample,
@@ -160,13 +160,13 @@ impl ModelName {
         }
     }
 
-    /// Whether images of these sides have unlike first convolutions.
+    /// Returns whether images of these sides need different first convolutions.
     pub(crate) fn stems_differ(self, one: usize, other: usize) -> bool {
         let is_residual = matches!(self, Self::Resnet18 | Self::Resnet50 | Self::Resnet101);
         is_residual && (one < SMALL) != (other < SMALL)
     }
 
-    /// What a residual network for these samples is like.
+    /// Returns the residual network for these samples, if the model is one.
     fn residual_shape(self, sample: &Sample) -> Option<ResNet> {
         let Sample::Image { shape, classes } = sample else { return None };
         let network = match self {
@@ -176,7 +176,7 @@ impl ModelName {
             _ => return None,
         };
         let [channels, height, _] = *shape;
-        // Small images keep their size at the stem.
+        // The stem keeps the size of small images.
         Some(match height < SMALL as i64 {
             true => network.small_images(channels),
             false => ResNet { in_channels: channels, ..network },
@@ -198,7 +198,7 @@ impl ModelName {
         })
     }
 
-    /// The shape of a GPT for sequences of up to so many tokens, of so many different ones.
+    /// Returns the shape of a GPT for sequences of up to `context` tokens from a vocabulary of this size.
     pub(crate) fn text_shape(self, context: i64, vocabulary: i64, dropout: f64) -> Result<Gpt> {
         let network = match self {
             Self::Gpt => Gpt { layers: 4, width: 128, heads: 4, ..Gpt::gpt2_small() },
@@ -211,8 +211,8 @@ impl ModelName {
         Ok(Gpt { context, vocabulary, dropout, ..network })
     }
 
-    /// The error of data that the model does not take: names all that it does, so that nobody is sent
-    /// from one refusal to the next.
+    /// Returns the error for data that the model does not take. It names all that the model takes, so that the next
+    /// attempt is not refused too.
     fn other_data(self) -> anyhow::Error {
         wrong_use(match self {
             Self::Mlp | Self::Resnet18 | Self::Resnet50 | Self::Resnet101 => format!(
@@ -229,7 +229,7 @@ impl ModelName {
         })
     }
 
-    /// The data of this name or at this path; made up, it is what the model takes.
+    /// Opens the data of this name or at this path; synthetic data has the shape that the model takes.
     pub(crate) fn data(self, name: &str, wishes: SampleWishes, seed: u64) -> Result<Dataset> {
         let sequence = wishes.sequence.map(|tokens| tokens as i64);
         match name {
@@ -284,7 +284,7 @@ impl FromStr for ModelName {
         };
         let (first, second) = pair().with_context(|| sized.wanted())?;
         let model = (sized.model)(first.into(), second.into());
-        // A size that cannot be is told now, not once there is data.
+        // Checks the size at once, before there is data.
         model.layers(&model.synthetic_sample(), DROPOUT)?;
         Ok(model)
     }

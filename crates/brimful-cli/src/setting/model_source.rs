@@ -1,4 +1,4 @@
-//! Where a model comes from: one that the program knows by name, or a folder of Hugging Face's.
+//! Source of a model: built in, or a Hugging Face folder.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,13 +8,13 @@ use anyhow::{Result, anyhow, bail};
 
 use super::ModelName;
 
-/// How the names of models begin that come in folders alone.
+/// Prefixes of the names of models that exist only as folders.
 const FOLDERS_ALONE: [&str; 3] = ["llama", "mistral", "qwen"];
 
-/// What `--model` names.
+/// Value of `--model`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
-    /// A model that the program knows.
+    /// A built-in model.
     Named(ModelName),
     /// A folder with a config.json.
     Folder(PathBuf),
@@ -45,7 +45,7 @@ impl FromStr for ModelSource {
 }
 
 impl ModelSource {
-    /// Warning for a name that a published model has too, which is not meant by it.
+    /// Warns of a name that a published model has too, which this does not load.
     pub(crate) fn notice(&self) -> Option<String> {
         let Self::Named(name) = self else { return None };
         let published =

@@ -1,4 +1,4 @@
-//! What normalises in a BatchNorm, as the command line says it.
+//! BatchNorm statistics, as the command line names them.
 
 use brimful::nn::BatchNormPolicy;
 use clap::ValueEnum;

@@ -1,4 +1,4 @@
-//! The type of a model's numbers, and the arithmetic that goes with it.
+//! Dtype of a model, and the arithmetic that goes with it.
 
 use anyhow::Result;
 use brimful::libtorch;
@@ -29,7 +29,7 @@ impl NumberType {
         }
     }
 
-    /// The type that loses nothing of numbers of this dtype.
+    /// Returns the dtype that holds weights stored in this one without loss.
     pub(crate) fn holding(kind: Kind) -> Self {
         match kind {
             Kind::Double => Self::F64,
@@ -38,7 +38,7 @@ impl NumberType {
         }
     }
 
-    /// Lets CUDA compute as the type says, in the whole process.
+    /// Sets CUDA's arithmetic for this dtype, in the whole process.
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure_use!(
             device != Device::Cpu || self != Self::Tf32,

@@ -1,7 +1,6 @@
-//! What `--help` says of the flags that several commands have (one flag, one name, one text), and how their
-//! values are read.
+//! Help texts of flags that several commands share (one flag, one name, one text), and parsers of their values.
 //!
-//! A command that has more to say says it after a colon, or in brackets where it is its default.
+//! A command adds details after a colon, or a default in brackets.
 
 use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
@@ -13,10 +12,10 @@ use brimful::schedule::{Recompute, Schedule};
 use crate::nearest::did_you_mean;
 
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
-/// Of `--device` where none need be given.
+/// Help of `--device` with a default.
 pub const ANY_DEVICE: &str =
     "Where it runs: cpu, cuda or cuda:1 [default: cuda where there is one]";
-/// Of `--device` where several may be needed.
+/// Help of `--device` for several devices.
 pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each stage and rank \
                                   of a machine takes one [default: cuda where there is one]";
 pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
@@ -36,7 +35,7 @@ pub const FROM_SCRATCH: &str = "Begin with random numbers: the folder needs a co
 pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
 pub const STAGES: &str = "Devices to cut the layers over, a stage on each: interleaved-V and breadth-first-V put V stages on \
      each";
-/// Of `--schedule`, where the executor is to run it.
+/// Help of `--schedule` for a schedule that is executed.
 pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, \
      interleaved-zero-bubble-V, zero-bubble-v, auto, auto-interleaved-V or auto-v";
 pub const RECOMPUTE: &str =
@@ -45,26 +44,26 @@ pub const EPOCHS: &str = "Passes over the training set";
 pub const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all steps";
 pub const SEED: &str = "Where all random numbers start";
 pub const JSON: &str = "Print JSON instead of text: one object";
-/// Of `--json` where rows or epochs are told as they come.
+/// Help of `--json` for rows or epochs printed as they come.
 pub const JSON_LINES: &str =
     "Print JSON instead of text: an object a line as they come, the last with \"done\": true";
 
-/// The most of anything: libtorch counts with signed numbers.
+/// Limit of any number: libtorch counts with signed integers.
 const MOST: u64 = i64::MAX as u64;
-/// More threads than these for each core make every step slower, until none ends.
+/// Limit on threads per core: with more, every step slows down, until none ends.
 const THREADS_OF_CORE: usize = 16;
 
-/// Reads a number of things, of which there is at least one.
+/// Parses a number of at least 1.
 pub fn count(text: &str) -> Result<usize, String> {
     counted(text, "give a whole number from 1 on")
 }
 
-/// The same with what is `wanted` where it is none.
+/// Parses a number of at least 1; the error says what is `wanted`.
 pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
     whole_number(text, 1..=MOST, wanted).map(|count| count as usize)
 }
 
-/// Reads how many samples a micro-batch has.
+/// Parses the number of samples in a micro-batch.
 pub(crate) fn micro_batch(text: &str) -> Result<Size, String> {
     match text {
         "auto" => Ok(Size::Auto),
@@ -73,35 +72,35 @@ pub(crate) fn micro_batch(text: &str) -> Result<Size, String> {
     }
 }
 
-/// Reads a number of things, of which there may be none.
+/// Parses a number of at least 0.
 pub fn count_or_none(text: &str) -> Result<usize, String> {
     whole_number(text, 0..=MOST, "give a whole number from 0 on").map(|count| count as usize)
 }
 
-/// Reads where random numbers start.
+/// Parses a random seed.
 pub fn seed(text: &str) -> Result<u64, String> {
     whole_number(text, 0..=u64::MAX, "give a whole number from 0 on")
 }
 
-/// Reads a time to wait.
+/// Parses a time to wait.
 pub fn seconds(text: &str) -> Result<u64, String> {
     whole_number(text, 1..=MOST, "give whole seconds from 1 on")
 }
 
-/// Reads a schedule; a slip is told the name that was meant.
+/// Parses a schedule; the error suggests the nearest name.
 pub fn schedule(text: &str) -> Result<Schedule, String> {
     let names = Schedule::all(2).map(|schedule| schedule.to_string());
     text.parse()
         .map_err(|error| format!("{error}{}", did_you_mean(text, names.iter().map(String::as_str))))
 }
 
-/// Reads when activations are computed again.
+/// Parses a mode of activation recomputation.
 pub fn recompute(text: &str) -> Result<Recompute, String> {
     let names = Recompute::ALL.map(Recompute::name);
     text.parse().map_err(|error| format!("{error}{}", did_you_mean(text, names)))
 }
 
-/// Reads a number of threads, not many more than the machine has cores for.
+/// Parses a number of threads, limited by the machine's cores.
 pub fn threads(text: &str) -> Result<usize, String> {
     let (threads, cores) = (count(text)?, thread::available_parallelism().map_or(1, usize::from));
     let most = THREADS_OF_CORE * cores;
@@ -111,13 +110,13 @@ pub fn threads(text: &str) -> Result<usize, String> {
     }
 }
 
-/// Reads a time, a factor or an error: a number that is not negative.
+/// Parses a time, a factor or an error, which is not negative.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "give a number from 0 on".into())
 }
 
-/// Reads a whole number of this range; where it is too small or none at all, says what is `wanted`.
+/// Parses an integer in this range; if it is too small or not a number, says what is `wanted`.
 fn whole_number(text: &str, range: RangeInclusive<u64>, wanted: &str) -> Result<u64, String> {
     let is_too_large = match text.parse::<u64>() {
         Ok(number) if range.contains(&number) => return Ok(number),

@@ -1,4 +1,4 @@
-//! The program under test, and folders for what it writes.
+//! The program under test, and folders for its output.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 
@@ -15,62 +15,62 @@ use predicates::str::RegexPredicate;
 use serde_json::Value;
 use tch::Tensor;
 
-/// The program as a process of its own, whatever the caller has exported.
+/// Returns the program as a process, independent of the caller's environment.
 pub fn process() -> Process {
     let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
     process.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
     process
 }
 
-/// The same, to be looked at when it has ended.
+/// Returns the program as a command with assertions.
 pub fn brimful() -> Command {
     process().into()
 }
 
-/// What becomes of it with these words.
+/// Runs the program with these arguments.
 pub fn run(line: &str) -> Assert {
     brimful().args(line.split_whitespace()).assert()
 }
 
-/// A text that is like this pattern.
+/// Returns a predicate for text that matches this pattern.
 pub fn like(pattern: &str) -> RegexPredicate {
     predicate::str::is_match(pattern).expect("a pattern")
 }
 
-/// With these words it ends with this code, and says why on standard error.
+/// Asserts that the program exits with this code, and says why on standard error.
 pub fn refused(line: &str, code: i32, why: &str) -> Assert {
     run(line).code(code).stderr(predicate::str::contains(why))
 }
 
-/// The same in one line of its own.
+/// Asserts a refusal in exactly one line of the program's own.
 pub fn complains(line: &str, code: i32, why: &str) -> Assert {
     let is_one_line = predicate::function(|text: &str| text.lines().count() == 1);
     refused(line, code, why).stderr(predicate::str::starts_with("brimful: ").and(is_one_line))
 }
 
-/// What becomes of it in a folder.
+/// Runs the program in a folder.
 pub fn run_in(folder: &Path, line: &str) -> Assert {
     brimful().current_dir(folder).args(line.split_whitespace()).assert()
 }
 
-/// What becomes of a training on a CPU, in a folder.
+/// Runs a training on a CPU, in a folder.
 pub fn train_in(folder: &Path, line: &str) -> Assert {
     run_in(folder, &format!("train --device cpu {line}"))
 }
 
-/// Starts it in a folder, to be waited for, asked or killed.
+/// Starts the program in a folder, to be waited for, interrupted or killed.
 pub fn start_in(folder: &Path, line: &str) -> Child {
     let mut process = process();
     process.current_dir(folder).args(line.split_whitespace());
     process.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a run")
 }
 
-/// The lines of JSON that it prints.
+/// Returns the lines of JSON that the program prints.
 pub fn lines(line: &str) -> Vec<Value> {
     json_lines(&run(line).success())
 }
 
-/// Those that a run has printed.
+/// Returns the lines of JSON that a run has printed.
 pub fn json_lines(run: &Assert) -> Vec<Value> {
     stdout(run).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
@@ -83,12 +83,12 @@ pub fn stderr(run: &Assert) -> String {
     String::from_utf8(run.get_output().stderr.clone()).expect("text")
 }
 
-/// The tensors of a saved run, and what it says.
+/// Returns the tensors and the metadata of a saved run.
 pub fn saved(path: impl AsRef<Path>) -> (Vec<(String, Tensor)>, Metadata) {
     save::read(path).expect("a saved run")
 }
 
-/// Two saved runs have the same tensors, but for rounding.
+/// Asserts that two saved runs have the same tensors up to rounding.
 pub fn assert_alike(one: impl AsRef<Path>, other: impl AsRef<Path>) {
     let (one, other) = (saved(one).0, saved(other).0);
     assert_eq!(one.len(), other.len());
@@ -98,7 +98,7 @@ pub fn assert_alike(one: impl AsRef<Path>, other: impl AsRef<Path>) {
     }
 }
 
-/// A folder of this test's own.
+/// Makes an empty folder for a test.
 pub fn folder(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_dir_all(&path);
@@ -106,14 +106,14 @@ pub fn folder(name: &str) -> PathBuf {
     path
 }
 
-/// A file of some 60 sequences to train on.
+/// Writes a file with some 60 sequences to train on.
 pub fn text(folder: &Path) -> String {
     let path = folder.join("text");
     fs::write(&path, "A stage is consecutive layers on one device. ".repeat(100)).expect("written");
     path.display().to_string()
 }
 
-/// A picture in warm or cold colours, with a grain of its own.
+/// Makes an image in warm or cold colours, with its own grain.
 pub fn picture(width: u32, height: u32, warm: bool, grain: u32) -> RgbImage {
     RgbImage::from_fn(width, height, |x, y| {
         let grain = ((x * 7 + y * 13 + grain * 29) % 40) as u8;
@@ -121,7 +121,7 @@ pub fn picture(width: u32, height: u32, warm: bool, grain: u32) -> RgbImage {
     })
 }
 
-/// The names of what is in a folder.
+/// Returns the names of a folder's entries.
 pub fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).expect("a folder");
     let mut names: Vec<_> = entries

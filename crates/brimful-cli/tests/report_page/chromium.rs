@@ -1,4 +1,4 @@
-//! Chromium without a window, led through its debugging pipe: what tests of pages need, and no more.
+//! Headless Chromium, driven through its debugging pipe, with just what the tests of pages need.
 
 use std::env;
 use std::fs;
@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// The pipe is the descriptors 3 and 4; a shell puts our two there.
+/// The pipe uses descriptors 3 and 4; a shell assigns ours to them.
 const LAUNCH: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1"#;
-/// What nothing here takes, even on a busy machine.
+/// Timeout that nothing here reaches, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Two frames after everything is loaded, all is drawn.
+/// JavaScript that waits for two frames, after which everything is drawn.
 const DRAWN: &str = "new Promise((done) => requestAnimationFrame(() => \
                      requestAnimationFrame(() => done(performance.now()))))";
 
@@ -30,7 +30,7 @@ pub struct Browser {
     profile: PathBuf,
 }
 
-/// How a page is looked at.
+/// Size and colour scheme of the window.
 #[derive(Clone, Copy)]
 pub struct Look {
     pub width: u32,
@@ -38,10 +38,10 @@ pub struct Look {
 }
 
 impl Browser {
-    /// Starts one; where there is none, says so, and the test is skipped.
+    /// Starts a browser. Without one, says so, and the test is skipped.
     pub fn start(test: &str) -> Option<Self> {
         let Some(program) = find() else {
-            // Past the test harness, which keeps what is printed to itself.
+            // Bypasses the test harness, which captures what is printed.
             let _ = writeln!(std::io::stderr(), "skipped: {test}: no chromium (make chromium)");
             return None;
         };
@@ -50,7 +50,7 @@ impl Browser {
             .args(["-c", LAUNCH, "sh"])
             .arg(program)
             .args(["--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"])
-            // As root, and in most containers, its own sandbox does not work.
+            // The browser's own sandbox does not work as root, nor in most containers.
             .arg("--no-sandbox")
             .arg(format!("--user-data-dir={}", profile.display()))
             .arg("about:blank")
@@ -81,12 +81,12 @@ impl Browser {
         }
     }
 
-    /// Runs a script in every page that is opened from now on, before the page's own.
+    /// Runs a script in every page opened from now on, before the page's own scripts.
     pub fn before_pages(&mut self, script: &str) {
         self.call("Page.addScriptToEvaluateOnNewDocument", json!({ "source": script }));
     }
 
-    /// Opens a page; gives the milliseconds from its opening until it was drawn.
+    /// Opens a page, and returns the milliseconds until it was drawn.
     pub fn open(&mut self, page: &Path, look: Look) -> f64 {
         let (width, height) = (look.width, 900);
         let metrics = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500 });
@@ -94,7 +94,7 @@ impl Browser {
         let scheme = if look.dark { "dark" } else { "light" };
         let media = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
         self.call("Emulation.setEmulatedMedia", media);
-        // Of the page before.
+        // Drops events of the previous page.
         self.events.retain(|event| !is_load(event));
         self.call("Page.navigate", json!({ "url": format!("file://{}", page.display()) }));
         while !self.events.iter().any(is_load) {
@@ -104,12 +104,12 @@ impl Browser {
         self.drawn()
     }
 
-    /// Waits until all is drawn.
+    /// Waits until everything is drawn.
     pub fn drawn(&mut self) -> f64 {
         self.evaluate(DRAWN).as_f64().expect("a time")
     }
 
-    /// The value of a JavaScript expression.
+    /// Evaluates a JavaScript expression.
     pub fn evaluate(&mut self, expression: &str) -> Value {
         let answer = self.call(
             "Runtime.evaluate",
@@ -134,7 +134,7 @@ impl Browser {
 
     /// Presses a key; 8 is Shift among the modifiers.
     pub fn key(&mut self, key: &str, modifiers: u32) {
-        // The browser itself listens to Tab, and to its number alone.
+        // The browser itself handles Tab, which it recognises only by its key code.
         let code = if key == "Tab" { 9 } else { 0 };
         for kind in ["keyDown", "keyUp"] {
             let event = json!({ "type": kind, "key": key, "modifiers": modifiers, "windowsVirtualKeyCode": code });
@@ -143,7 +143,7 @@ impl Browser {
         self.drawn();
     }
 
-    /// Whatever the page complained of, and whatever it asked for beside itself.
+    /// Returns the page's errors and messages, and all requests beyond the page itself.
     pub fn complaints(&self) -> Vec<String> {
         let is_complaint = |event: &&Value| {
             let (params, method) = (&event["params"], event["method"].as_str().unwrap_or_default());
@@ -184,7 +184,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // It ends when nobody holds the pipe any more.
+        // The browser exits once the pipe is closed.
         self.to = None;
         let _ = self.process.wait();
         let _ = fs::remove_dir_all(&self.profile);
@@ -195,7 +195,7 @@ fn is_load(event: &Value) -> bool {
     event["method"] == "Page.loadEventFired"
 }
 
-/// The browser of this machine: `CHROMIUM`, or the first of its usual names.
+/// Finds the browser: `CHROMIUM`, or the first of its usual names.
 fn find() -> Option<PathBuf> {
     if let Some(named) = env::var_os("CHROMIUM") {
         return Some(named.into());

@@ -1,4 +1,4 @@
-//! What is shown, in light and dark, wide and narrow, and of very many actions.
+//! Appearance of pages, in light and dark, wide and narrow, and with very many actions.
 
 use std::fs;
 use std::io::Write;
@@ -17,7 +17,7 @@ use super::{PHONE, WIDE, assert_calm, assert_within, file, plan, point, run, too
 #[test]
 fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
     let Some(mut browser) = Browser::start("real") else { return };
-    // In four stages on two devices.
+    // Four stages on two devices.
     let stages = "--epochs 2 --stages 2 --schedule interleaved-2 --recompute always";
     let page = trained("real.html", &format!("{stages} --batch-size 400 --memory-limit 16MiB"));
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
@@ -77,7 +77,7 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
         let ways = browser.evaluate("document.querySelectorAll('#bus-table tbody tr').length");
         assert_eq!(ways, 2);
     }
-    // The first fetch is there before the first forward, which waits for it.
+    // The first fetch ends before the first forward, which waits for it.
     browser.open(&page, WIDE);
     let at = point(&mut browser, 1.0, 1e-6);
     browser.mouse("mouseMoved", at, json!({}));
@@ -86,7 +86,7 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     assert_calm(&browser);
 }
 
-/// As the page of a plan, from what was measured.
+/// The measured step of an offloaded run shows its transfers as a plan's page does.
 #[test]
 fn a_run_at_home_shows_its_bus_as_a_plan_does() {
     let Some(mut browser) = Browser::start("home") else { return };
@@ -95,7 +95,7 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
         browser.open(&page, look);
-        // The simulated step, which is drawn last, has no bus.
+        // The simulated step, which is drawn last, has no transfers.
         let rows = "[...document.querySelectorAll('canvas')].map((c) => c.clientHeight)";
         let heights = browser.evaluate(rows);
         assert!(heights[0].as_f64() > heights[1].as_f64(), "{heights}");
@@ -114,7 +114,7 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
     assert_calm(&browser);
 }
 
-/// Pairs of words of one chart that lie on each other.
+/// Returns the pairs of texts in one chart that overlap.
 fn overlapping_texts(browser: &mut Browser) -> Value {
     browser.evaluate(
         "(() => { const apart = (a, b) => a.right <= b.left || b.right <= a.left \
@@ -126,13 +126,13 @@ fn overlapping_texts(browser: &mut Browser) -> Value {
     )
 }
 
-/// How many kinds of actions in the legend have the colour of another.
+/// Counts the kinds of actions that share a colour in the legend.
 const SHARED_COLOURS: &str = "(() => {
 const swatches = [...document.querySelectorAll('#legend .swatch:not(.wait, .idle, .shades)')];
 const colours = swatches.map((swatch) => getComputedStyle(swatch).backgroundColor);
 return colours.length - new Set(colours).size; })()";
 
-/// Keeps the box of every word that is drawn on a canvas since it was last cleared.
+/// Records the boxes of all texts drawn on a canvas since it was last cleared.
 const KEEP_LABELS: &str = "
 window.labels = [];
 const P = CanvasRenderingContext2D.prototype;
@@ -164,7 +164,7 @@ fn labels_of_64_stages_and_256_micro_batches_do_not_overlap() {
             browser.drawn();
             assert_eq!(browser.evaluate(OVERLAPS), json!([]), "zoomed by {zooms}");
         }
-        // Close enough, boxes have their numbers; far away, some of the stages have their names.
+        // Zoomed in, boxes show their numbers; zoomed out, some stages show their names.
         let count = browser.evaluate("window.labels.length").as_u64();
         assert!(count > Some(200), "{count:?} labels");
         browser.evaluate("document.getElementById('zoom-all').click()");
@@ -176,7 +176,7 @@ fn labels_of_64_stages_and_256_micro_batches_do_not_overlap() {
     assert_calm(&browser);
 }
 
-/// A run of so many steps on 64 devices, with what goes wrong in one.
+/// Makes a run of `steps` steps on 64 devices, with every oddity that a run may have.
 fn odd(steps: usize) -> Run {
     let mut run = Run::new("</script><b>odd</b>");
     run.settings.push(("data".into(), "a/very/long/path/without/a/space/".repeat(8)));
@@ -235,7 +235,7 @@ fn odd_runs_are_shown_as_well_as_they_can_be() {
     assert_calm(&browser);
 }
 
-/// A run file with one step of 100,096 actions, as it ran and simulated, with bytes.
+/// Writes a run file with one step of 100,096 actions, measured and simulated, with bytes.
 fn many_actions(path: &Path) {
     let actions = Schedule::OneFOneB.actions(64, 782, Recompute::Never).expect("a schedule");
     let cost = |stage: usize| StageCost {
@@ -263,7 +263,7 @@ fn a_hundred_thousand_actions_are_one_small_page() {
     assert!(size < 10_000_000, "{size} bytes");
     let Some(mut browser) = Browser::start("many") else { return };
     let opened = browser.open(&page, WIDE);
-    // Where people see it: times are told, not asserted.
+    // Times are printed for people, not asserted.
     let _ = writeln!(
         std::io::stderr(),
         "a page of 2 × 100,096 actions, {:.1} MB, was drawn {opened:.0} ms after it was opened",

@@ -18,14 +18,14 @@ fn file(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
 }
 
-/// A page of simulated steps, whose times are known.
+/// Makes a page of simulated steps, whose times are known.
 fn plan(name: &str, arguments: &str) -> PathBuf {
     let page = file(name);
     run(&format!("plan {arguments} --report {}", page.display())).success();
     page
 }
 
-/// A page of a training on a CPU.
+/// Makes a page of a training on a CPU.
 fn trained(name: &str, arguments: &str) -> PathBuf {
     let page = file(name);
     run(&format!("train --device cpu {arguments} --overwrite --report {}", page.display()))
@@ -33,7 +33,7 @@ fn trained(name: &str, arguments: &str) -> PathBuf {
     page
 }
 
-/// All of the page is as wide as the window.
+/// Asserts that the page is no wider than the window.
 fn assert_within(browser: &mut Browser, look: Look) {
     let width = browser.evaluate("document.documentElement.scrollWidth");
     assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
@@ -43,7 +43,7 @@ fn assert_calm(browser: &Browser) {
     assert_eq!(browser.complaints(), Vec::<String>::new());
 }
 
-/// Where on the window a device is at some time, in the first timeline.
+/// Returns the point of the window that shows a device at a given time, in the first timeline.
 fn point(browser: &mut Browser, device: f64, time: f64) -> (f64, f64) {
     let view = browser.evaluate(
         "(() => { const c = document.querySelector('canvas'); const b = c.getBoundingClientRect(); \

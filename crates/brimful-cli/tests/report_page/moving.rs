@@ -1,11 +1,11 @@
-//! What pointer and keys do to the timeline, and what they make it tell.
+//! Effects of pointer and keys on the timeline, and its tooltips.
 
 use serde_json::json;
 
 use super::chromium::Browser;
 use super::{WIDE, assert_calm, plan, point, tooltip};
 
-/// How much of the time the timeline shows.
+/// Returns the range of time that the timeline shows.
 fn shown(browser: &mut Browser) -> (f64, f64) {
     let end = |browser: &mut Browser, name: &str| {
         let value = browser.text(&format!("document.querySelector('canvas').dataset.{name}"));
@@ -18,7 +18,7 @@ fn shown(browser: &mut Browser) -> (f64, f64) {
 fn hover_shows_the_action_under_the_pointer() {
     let Some(mut browser) = Browser::start("hover") else { return };
     browser.open(&plan("hover.html", "-s 4 -m 8 --schedule 1f1b --activations 1GiB"), WIDE);
-    // The first forward reaches stage 2 at time 2; stage 3 turns it round at 3, and is done at 6.
+    // The first forward reaches stage 2 at time 2; stage 3 runs it at 3, starts its backward at 4, and is done at 6.
     for (device, time, words) in [
         (2.0, 2.5, "2F0 forward stage 2 micro-batch 0 took 1 began at 2 idle before 2"),
         (3.0, 5.0, "3B0 backward stage 3 micro-batch 0 took 2 began at 4 idle before 0"),

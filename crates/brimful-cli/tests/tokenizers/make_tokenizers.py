@@ -33,7 +33,7 @@ TEXTS = [
     "",
     "e\u0301 combining",
 ]
-# No answer begins with a blank: where no token has that letter, transformers marks nothing of the answer.
+# No answer begins with a space: if no token has that character, transformers marks nothing of the answer.
 TALKS = [
     [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes, I am here."}],
     [
@@ -224,7 +224,7 @@ def main(folder):
         "eos_token": "<|eot_id|>",
     }
     written(folder / "llama3", "llama", tokenizer, told, headers)
-    # A class that the file shows to be wrong.
+    # A class that contradicts the file.
     told["tokenizer_class"] = "LlamaTokenizerFast"
     written(folder / "llama3_misnamed", "llama", tokenizer, told, trimming_template)
 

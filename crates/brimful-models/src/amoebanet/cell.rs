@@ -1,7 +1,7 @@
-//! The two cells of AmoebaNet-D, and how they are run.
+//! The two cells of AmoebaNet-D, and their forward.
 //!
-//! Five sums are made, each of two operations on earlier states; some states are joined at the end.
-//! State 0 is what the cell before gave, state 1 what the one before that gave.
+//! A cell makes five sums, each of two operations on earlier states, and concatenates some states at the end.
+//! State 0 is the output of the cell before, state 1 that of the one before it.
 //!
 //! ```text
 //! normal                                          reduction: half the size, twice the filters
@@ -13,8 +13,8 @@
 //! out: 0, 3, 4, 6                                 out: 4, 5, 6
 //! ```
 //!
-//! The paper's figure joins 4, 5 and 6 of the normal cell; its authors' own program, and the
-//! parameter counts of both later papers, join 0, 3, 4 and 6.
+//! The paper's figure concatenates 4, 5 and 6 of the normal cell; the authors' program, and the parameter counts of
+//! both later papers, use 0, 3, 4 and 6.
 
 use brimful::nn::BatchNormPolicy;
 use tch::Tensor;
@@ -26,19 +26,19 @@ use super::operation::OperationKind::{
 use super::operation::{Adapter, AdapterShape, CellState, ConvNorm, Operation, OperationKind};
 use crate::conv::ConvShape;
 
-/// A cell as the papers draw it.
+/// Structure of a cell, as the papers draw it.
 #[derive(Debug)]
 pub(super) struct Recipe {
-    /// Two operations for each sum, each with the state that it is of.
+    /// Two operations for each sum, each with the state that it takes.
     pub(super) sums: [[(OperationKind, usize); 2]; 5],
-    /// The states that are joined.
+    /// States concatenated at the end.
     pub(super) joined: &'static [usize],
-    /// 2 for a cell that halves the image.
+    /// Stride of the cell; 2 halves the image.
     stride: i64,
 }
 
 impl Recipe {
-    /// The stride of an operation on this state: only what comes from outside is still as large as it was.
+    /// Returns the stride of an operation on a state: only the cell's inputs still have the full size.
     pub(super) fn stride_from(&self, state: usize) -> i64 {
         if state < 2 { self.stride } else { 1 }
     }
@@ -68,49 +68,49 @@ pub(super) static REDUCTION: Recipe = Recipe {
     stride: 2,
 };
 
-/// What comes into a cell, in channels.
+/// Channels of a cell's inputs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CellInputs {
-    /// Of the cell before.
+    /// Channels of the cell before.
     pub(super) current: i64,
-    /// Of the one before that.
+    /// Channels of the cell before that one.
     previous: i64,
-    /// Whether the one before that has a larger image.
+    /// True if the input from two cells before has a larger image.
     is_halved: bool,
-    /// The filters of the cell before.
+    /// Filters of the cell before.
     filters: i64,
 }
 
 impl CellInputs {
-    /// After a stem of this width, which stands for both predecessors.
+    /// Returns the inputs after a stem of this width, which stands for both predecessors.
     pub(super) fn of(width: i64) -> Self {
         Self { current: width, previous: width, is_halved: false, filters: width }
     }
 
-    /// After such a cell.
+    /// Returns the inputs of the cell that follows this one.
     pub(super) fn after(self, recipe: &Recipe) -> Self {
         let filters = self.filters(recipe);
         let current = filters * recipe.joined.len() as i64;
         Self { current, previous: self.current, is_halved: recipe.stride == 2, filters }
     }
 
-    /// What the last cell's output enters by.
+    /// Returns the convolution for the last cell's output.
     pub(super) fn entering(self, filters: i64) -> ConvShape {
         ConvShape::square(self.current, filters, 1, 1)
     }
 
-    /// What the output of the cell before that enters by.
+    /// Returns the adapter for the output from two cells before.
     pub(super) fn adapter(self, filters: i64) -> AdapterShape {
         AdapterShape::new(self.previous, filters, self.is_halved)
     }
 
-    /// The filters of such a cell: as many more as the image gets smaller.
+    /// Returns the filters of a cell: they grow as the image shrinks.
     pub(super) fn filters(self, recipe: &Recipe) -> i64 {
         self.filters * recipe.stride
     }
 }
 
-/// A cell in its place.
+/// A cell with its variables.
 #[derive(Debug)]
 pub(super) struct AmoebaCell {
     current: ConvNorm,
@@ -142,7 +142,7 @@ impl AmoebaCell {
         }
     }
 
-    /// From the outputs of the two cells before, the last one first, to its own and the last one's.
+    /// Takes the outputs of the two cells before, the last one first; returns its own output and the last one's.
     pub(super) fn forward(&self, x: &[Tensor], train: bool) -> Vec<Tensor> {
         let (current, previous) = (&x[0], x.get(1).unwrap_or(&x[0]));
         let entered = self.current.forward(&current.relu(), train);

@@ -1,8 +1,7 @@
-//! A cell as a list that can be cut before each of its BatchNorms, which are exact; its variables have the
-//! names of the whole cell's.
+//! A cell as a list of layers that can be cut before each of its exact BatchNorms. Its variables have the names of
+//! the whole cell's.
 //!
-//! What is worked on flows first; the states that are there so far follow it, behind the output of the
-//! cell before.
+//! The tensor being worked on flows first, then the output of the cell before, then the states so far.
 
 use brimful::Layers;
 use brimful::nn::BatchNormPolicy;
@@ -14,7 +13,8 @@ use super::operation::{AdapterShape, OperationKind, aside};
 use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
-/// From the outputs of the two cells before, the last one first, to its own and the last one's.
+/// Makes a cell that takes the outputs of the two cells before, the last one first, and returns its own and the last
+/// one's.
 pub(super) fn cut_cell(entry: CellInputs, recipe: &'static Recipe) -> Layers {
     let filters = entry.filters(recipe);
     let layers = Layers::new().add_many("enter", |_| {
@@ -42,7 +42,7 @@ pub(super) fn cut_cell(entry: CellInputs, recipe: &'static Recipe) -> Layers {
     })
 }
 
-/// A convolution of what flows first, and its BatchNorm.
+/// Adds a convolution of the first tensor, and its BatchNorm.
 pub(super) fn cut_conv(layers: Layers, name: &str, step: ConvShape, relu: bool) -> Layers {
     let layers = layers.add_many(format!("{name}.conv"), move |p| {
         let conv = step.build(p);
@@ -64,8 +64,8 @@ fn cut_norm(layers: Layers, name: String, channels: i64, relu: bool) -> Layers {
     })
 }
 
-/// From the state 0, the output of the cell before the last and the last one's, to the last one's and the
-/// states 0 and 1.
+/// Adds the adapter. It takes state 0, the output from two cells before and the last cell's output; it returns the
+/// last cell's output, then states 0 and 1.
 fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     let rectified = !matches!(shape, AdapterShape::Same);
     let layers = layers.add_many("previous.taken", move |_| {
@@ -97,7 +97,7 @@ fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     layers.add_many("previous.kept", move |_| kept)
 }
 
-/// An operation on a state, with so many results before the last cell's output and the states.
+/// Adds an operation on a state; `before` results flow ahead of the last cell's output and the states.
 fn cut_operation(
     layers: Layers,
     name: &str,

@@ -33,39 +33,40 @@ use cell::{AmoebaCell, CellInputs, NORMAL, REDUCTION, Recipe};
 use cut_cell::{cut_cell, cut_conv};
 use operation::ConvNorm;
 
-/// Into how many groups the normal cells are cut.
+/// Number of groups of normal cells.
 const GROUPS: usize = 3;
 
-/// The shape of an AmoebaNet-D.
+/// Shape of an AmoebaNet-D.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AmoebaNet {
-    /// How many normal cells it has, L: a multiple of 3.
+    /// Number of normal cells, L: a multiple of 3.
     pub cells: usize,
-    /// How many filters the first of them has, F: a multiple of 8.
+    /// Number of filters in the first of them, F: a multiple of 8.
     pub filters: i64,
-    /// How many logits come out.
+    /// Number of logits.
     pub classes: i64,
-    /// What a micro-batch does to the BatchNorms' statistics, and what normalises it.
+    /// Policy of the BatchNorms: which statistics normalise, and when running statistics change.
     pub batch_norm: BatchNormPolicy,
 }
 
 impl AmoebaNet {
-    /// AmoebaNet-D (L, F), for images of three channels; the papers' are 224×224, of 1,000 classes.
+    /// Returns the shape of AmoebaNet-D (L, F) for images of three channels; the papers use 224×224 and 1,000
+    /// classes.
     pub fn new(cells: usize, filters: i64, classes: i64) -> Self {
         Self { cells, filters, classes, batch_norm: BatchNormPolicy::default() }
     }
 
-    /// The same with this policy of its BatchNorms.
+    /// Sets the policy of the BatchNorms.
     #[must_use]
     pub fn batch_norm(self, policy: BatchNormPolicy) -> Self {
         Self { batch_norm: policy, ..self }
     }
 
-    /// The network as a list: `stem`, `reduction1`, `reduction2`, `group1.0` and on, `reduction3`,
-    /// `group2.0` and on, `reduction4`, `group3.0` and on, `head`.
+    /// Returns the network as a list: `stem`, `reduction1`, `reduction2`, `group1.0` and on, `reduction3`, `group2.0`
+    /// and on, `reduction4`, `group3.0` and on, `head`.
     ///
     /// # Errors
-    /// When the cells are not three equal groups, or the filters not a positive multiple of 8.
+    /// Fails if the cells do not form three equal groups, or the filters are not a positive multiple of 8.
     pub fn layers(&self) -> Result<Layers, ShapeError> {
         self.check()?;
         let classes = self.classes;
@@ -109,7 +110,7 @@ impl AmoebaNet {
         Ok(())
     }
 
-    /// The cells between stem and head, by name.
+    /// Returns the cells between stem and head, by name.
     fn cells(&self) -> impl Iterator<Item = (String, &'static Recipe)> {
         let each = self.cells / GROUPS;
         let reduction = |number: usize| (format!("reduction{number}"), &REDUCTION);

@@ -1,4 +1,4 @@
-//! What a cell does to one of its states: nothing, a pooling, or convolutions.
+//! Operations on a cell's states: identity, pooling and convolutions.
 
 use std::cell::OnceCell;
 
@@ -9,7 +9,7 @@ use tch::nn::{self, Module, ModuleT, Path};
 use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
-/// An operation as the papers name it.
+/// An operation, by its name in the papers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperationKind {
     Same,
@@ -17,14 +17,13 @@ pub(super) enum OperationKind {
     MaxPool3,
     MeanPool3,
     Conv1x1,
-    /// In a quarter of the filters.
+    /// With a quarter of the filters inside.
     Conv3x3,
-    /// In a quarter of the filters.
+    /// With a quarter of the filters inside.
     Conv1x7And7x1,
 }
 
-/// A state of a cell, and what is left of it without its negative numbers, made once for all
-/// convolutions that start from it.
+/// State of a cell, with its ReLU, which is computed once for all convolutions that start from it.
 #[derive(Debug)]
 pub(super) struct CellState {
     value: Tensor,
@@ -45,18 +44,18 @@ impl CellState {
     }
 }
 
-/// An operation in its place.
+/// An operation with its variables.
 #[derive(Debug)]
 pub(super) struct Operation {
     kind: OperationKind,
     stride: i64,
-    /// Its convolutions, each with a ReLU before it.
+    /// Convolutions, each after a ReLU.
     steps: Vec<ConvNorm>,
 }
 
 impl OperationKind {
-    /// Its convolutions, each of which has a ReLU before it: they keep the filters, and divide the image's
-    /// sides by the stride.
+    /// Returns the operation's convolutions, each after a ReLU. Together they keep the filters, and divide the
+    /// image's sides by the stride.
     pub(super) fn steps(self, filters: i64, stride: i64) -> Vec<ConvShape> {
         let quarter = filters / 4;
         let narrow = ConvShape::square(filters, quarter, 1, 1);
@@ -72,7 +71,7 @@ impl OperationKind {
         }
     }
 
-    /// What it makes of a state where it has no convolution. An odd side counts as the next even one.
+    /// Applies an operation without convolutions. Odd sides round up.
     pub(super) fn plain(self, x: &Tensor, stride: i64) -> Tensor {
         let stride = [stride; 2];
         match self {
@@ -85,7 +84,7 @@ impl OperationKind {
 }
 
 impl Operation {
-    /// Keeps the filters, and divides the image's sides by the stride.
+    /// Builds the operation. It keeps the filters, and divides the image's sides by the stride.
     pub(super) fn new(
         path: &Path,
         kind: OperationKind,
@@ -108,7 +107,7 @@ impl Operation {
     }
 }
 
-/// A convolution and its normalisation.
+/// A convolution and its BatchNorm.
 #[derive(Debug)]
 pub(super) struct ConvNorm {
     conv: nn::Conv2D,
@@ -130,12 +129,12 @@ impl ConvNorm {
     }
 }
 
-/// How the output of the cell before the last is brought to the size and filters of this one.
+/// Shape of the layer that brings the output from two cells before to this cell's size and filters.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum AdapterShape {
     Same,
     Widen(ConvShape),
-    /// Two convolutions of stride 2, one of them a pixel aside, so that no pixel is left out.
+    /// Two convolutions of stride 2, one of them offset by a pixel, so that no pixel is left out.
     Halve {
         half: ConvShape,
         to: i64,
@@ -152,7 +151,7 @@ impl AdapterShape {
     }
 }
 
-/// The same in its place.
+/// An adapter with its variables.
 #[derive(Debug)]
 pub(super) enum Adapter {
     Same,
@@ -160,7 +159,7 @@ pub(super) enum Adapter {
     Halve { even: nn::Conv2D, odd: nn::Conv2D, norm: BatchNorm },
 }
 
-/// One row and one column go at the front, and zeros come at the back.
+/// Shifts the image by one row and one column, dropped at the front and filled with zeros at the back.
 pub(super) fn aside(x: &Tensor) -> Tensor {
     x.constant_pad_nd([-1, 1, -1, 1])
 }

@@ -1,4 +1,4 @@
-//! LoRA's weights in PEFT's format: adapter_config.json and adapter_model.safetensors.
+//! LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,12 +16,12 @@ use super::{Config, Pretrained, PretrainedError, json as files, keys};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// A file of Python's own, of older versions of PEFT.
+/// Pickled weights, written by older versions of PEFT.
 const OF_PYTHON: &str = "adapter_model.bin";
-/// What PEFT puts before the names of the model's own variables.
+/// Prefix that PEFT adds to the names of the model's variables.
 const PREFIX: &str = "base_model.model.";
 
-/// A folder with LoRA's weights, which were trained beside those of a model.
+/// A folder with a LoRA adapter of a model.
 #[derive(Debug)]
 pub struct AdapterFolder {
     file: OpenedFile,
@@ -29,11 +29,11 @@ pub struct AdapterFolder {
 }
 
 impl AdapterFolder {
-    /// Opens a folder for this model, and reads all of it but the weights.
+    /// Opens a folder for this model, and reads everything but the weights.
     ///
     /// # Errors
-    /// When files are missing or cannot be understood, ask for another method than LoRA beside projections, or the
-    /// weights are not those that the adapter has beside this model: none may be missing, misshapen or left over.
+    /// Fails if files are missing or invalid, if they ask for another method than LoRA of projections, or if the
+    /// weights are not those of the adapter for this model: none may be missing, have another shape or be left over.
     pub fn open(folder: impl AsRef<Path>, model: &Config) -> Result<Self, PretrainedError> {
         let folder = folder.as_ref();
         let path = folder.join(CONFIG);
@@ -51,15 +51,15 @@ impl AdapterFolder {
         }
     }
 
-    /// What the model's layers are to have: see [`Layers::lora`](brimful::Layers::lora).
+    /// Returns the adapter's configuration for the model's layers: see [`Layers::lora`](brimful::Layers::lora).
     pub fn lora(&self) -> &Lora {
         &self.lora
     }
 
-    /// Copies the weights into the variables of their names, of the model or of a part of it.
+    /// Copies the weights into the variables of the same names, of the whole model or a part of it.
     ///
     /// # Errors
-    /// When the file cannot be read any more, or the model is another one than that of [`AdapterFolder::open`].
+    /// Fails if the file can no longer be read, or the model differs from that of [`AdapterFolder::open`].
     pub fn load(&self, variables: &[(String, Tensor)]) -> Result<(), PretrainedError> {
         let mut wanted = variables.iter().filter(|(name, _)| Lora::is_adapter(name));
         wanted.try_for_each(|(name, variable)| {
@@ -68,12 +68,12 @@ impl AdapterFolder {
     }
 }
 
-/// Whether a folder is an adapter's.
+/// Returns whether a folder holds an adapter.
 pub fn is_adapter(folder: &Path) -> bool {
     folder.join(CONFIG).is_file()
 }
 
-/// Differences between a file and the adapter's variables of a model, a tensor each.
+/// Lists the differences between a file and the adapter's variables of a model, one per tensor.
 fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<String> {
     let mut left_over = file.names();
     let mut differences = Vec::new();
@@ -92,11 +92,11 @@ fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<St
 }
 
 impl Pretrained {
-    /// Writes the weights that LoRA has added to a folder that PEFT loads beside this model, whole or not at
-    /// all, with the tokenizer's files.
+    /// Writes the LoRA weights to a folder that PEFT loads with this model, with the tokenizer's files. The write is
+    /// atomic.
     ///
     /// # Errors
-    /// When there are none, the folder holds something else, or the file system refuses.
+    /// Fails if the folder holds something else, or the file system refuses.
     pub fn save_adapter(
         &self,
         folder: impl AsRef<Path>,
@@ -142,10 +142,10 @@ impl Pretrained {
     }
 }
 
-/// Refuses a place for [`Pretrained::save_adapter`] that is taken by something else.
+/// Refuses a folder for [`Pretrained::save_adapter`] that holds something else.
 ///
 /// # Errors
-/// With what would be lost.
+/// Fails with the name of a file that would be lost.
 pub fn check_adapter_place(folder: &Path) -> Result<(), PretrainedError> {
     check_place(folder, &[CONFIG, WEIGHTS])
 }

@@ -1,4 +1,4 @@
-//! Which layers of a model an adapter_config.json means, by PEFT's rules, with the rank and alpha of each.
+//! Layers that an adapter_config.json targets, by PEFT's rules, with the rank and alpha of each.
 
 use std::collections::BTreeSet;
 
@@ -9,19 +9,19 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::{Config, PretrainedError};
 
-/// The most numbers that an adapter may be wide.
+/// Limit on the rank of an adapter.
 const LARGEST_RANK: i64 = 1 << 20;
-/// PEFT's rank and alpha where none is said.
+/// Default of PEFT's rank and alpha.
 const USUAL: i64 = 8;
-/// PEFT's word for all projections.
+/// PEFT's name for all projections.
 const ALL: &str = "all-linear";
-/// Ways to begin that leave the weights of the model as they are; others take a part out of them.
+/// Initialisations that leave the model's weights as they are; others take a part out of them.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Remedy for an adapter that is refused.
 const MERGE: &str =
     "merge it into its model with PEFT (merge_and_unload), and give the folder of that";
 
-/// Reads what an adapter adds to this model; methods that are not known here are refused.
+/// Reads the LoRA configuration for this model; refuses unknown methods.
 pub(super) fn lora_of(fields: &Fields<'_>, config: &Config) -> Result<Lora, PretrainedError> {
     check_method(fields)?;
     let targets = targets(fields, config)?;
@@ -30,7 +30,7 @@ pub(super) fn lora_of(fields: &Fields<'_>, config: &Config) -> Result<Lora, Pret
     let ranks = Patterns::of(fields, "rank_pattern")?;
     let alphas = Patterns::of(fields, "alpha_pattern")?;
     let stabilized = fields.flag_or("use_rslora", false)?;
-    // The scale is alpha / √rank then, which another alpha stands for.
+    // The scale is then alpha / √rank, which a larger alpha expresses.
     let scaled =
         |alpha: f64, rank: i64| if stabilized { alpha * (rank as f64).sqrt() } else { alpha };
     let mut overrides = Vec::new();
@@ -52,7 +52,7 @@ fn positive_or(fields: &Fields<'_>, field: &str) -> Result<i64, PretrainedError>
     if fields.is_given(field) { fields.positive(field, LARGEST_RANK) } else { Ok(USUAL) }
 }
 
-/// Refuses what is not LoRA beside projections, and nothing else.
+/// Refuses any method but LoRA of projections.
 fn check_method(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     fields.text("peft_type")?;
     fields.only("peft_type", &["LORA"])?;
@@ -74,7 +74,7 @@ fn check_method(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     ] {
         fields.off(field, MERGE)?;
     }
-    // A list of nothing means something to PEFT.
+    // PEFT treats an empty list differently from none.
     for field in ["trainable_token_indices", "alora_invocation_tokens"] {
         fields.check(field, !fields.is_given(field), || {
             format!("is given, which is not known here: {MERGE}")
@@ -83,7 +83,7 @@ fn check_method(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     check_beginning(fields)
 }
 
-/// Refuses adapters that begin with a part of the model's weights: these are others then than the folder's.
+/// Refuses adapters initialized with a part of the model's weights: its weights then differ from the folder's.
 fn check_beginning(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     let field = "init_lora_weights";
     match fields.value(field) {
@@ -98,7 +98,7 @@ fn check_beginning(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     }
 }
 
-/// The names of the layers that are meant: projections, all of them.
+/// Returns the names of the targeted layers, all of which must be projections.
 fn targets(fields: &Fields<'_>, config: &Config) -> Result<Vec<String>, PretrainedError> {
     let field = "target_modules";
     let modules = modules(config)?;
@@ -126,7 +126,7 @@ fn targets(fields: &Fields<'_>, config: &Config) -> Result<Vec<String>, Pretrain
     Ok(found)
 }
 
-/// The names of all modules of a model, its head too where that is tied.
+/// Returns the names of all modules of a model, including a tied head.
 fn modules(config: &Config) -> Result<BTreeSet<String>, PretrainedError> {
     let mut modules = BTreeSet::from([crate::LANGUAGE_HEAD.to_owned()]);
     for name in config.layers().variable_shapes()?.into_keys() {
@@ -135,13 +135,13 @@ fn modules(config: &Config) -> Result<BTreeSet<String>, PretrainedError> {
     Ok(modules)
 }
 
-/// Answers which modules `target_modules` and its companions mean.
+/// Selection of modules by `target_modules` and its companions.
 struct Wanted<'a> {
     fields: &'a Fields<'a>,
     targets: Names<'a>,
     excluded: Names<'a>,
     layers: Vec<i64>,
-    /// Names up to the number of a layer, which is their last group.
+    /// Patterns of names up to a layer's number, which is the last group.
     before_number: Vec<Regex>,
 }
 
@@ -173,7 +173,7 @@ impl<'a> Wanted<'a> {
         Ok(Self { fields, targets, excluded, layers, before_number })
     }
 
-    /// Whether the module of this name is meant.
+    /// Returns whether the module of this name is targeted.
     fn has(&self, name: &str, is_projection: bool) -> Result<bool, PretrainedError> {
         if self.excluded.has(self.fields, name, is_projection)?
             || !self.targets.has(self.fields, name, is_projection)?
@@ -200,9 +200,9 @@ impl<'a> Wanted<'a> {
 enum Names<'a> {
     /// All projections.
     All,
-    /// Names as a whole, or by their ends after a dot.
+    /// Whole names, or their ends after a dot.
     List(Vec<&'a str>),
-    /// A regular expression for whole names, and the field that it stands in.
+    /// Regular expression for whole names, and the field that has it.
     Matching(Regex, &'static str),
 }
 
@@ -247,7 +247,7 @@ fn regex(fields: &Fields<'_>, field: &str, pattern: &str) -> Result<Regex, Pretr
     })
 }
 
-/// Numbers by the ends of names, which are regular expressions.
+/// Numbers by regular expressions for the ends of names.
 struct Patterns<'a> {
     fields: &'a Fields<'a>,
     field: &'static str,
@@ -268,7 +268,8 @@ impl<'a> Patterns<'a> {
         Ok(Self { fields, field, list })
     }
 
-    /// The value for a name, if there is one. PEFT takes the first in the order of the file, which is not kept here.
+    /// Returns the value for a name, if there is one. Refuses several: PEFT takes the first in the file, but the
+    /// order of a file is not kept here.
     fn value_of(&self, name: &str) -> Result<Option<&'a Value>, PretrainedError> {
         let mut found = None;
         for (pattern, value) in &self.list {

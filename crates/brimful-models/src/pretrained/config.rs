@@ -1,4 +1,4 @@
-//! What a folder's config.json says of its model.
+//! Model described by a folder's config.json.
 
 use brimful::Layers;
 use brimful::nn::WeightOrder;
@@ -10,16 +10,16 @@ use crate::gpt::{SPREAD, gpt_under};
 use crate::llama::llama_keeping;
 use crate::{Gpt, KeyValueCache, Llama, LlamaBiases, RotaryScaling};
 
-/// The types of models that are known, as config.json has them.
+/// Supported types of models, as in config.json.
 pub(super) const MODEL_TYPES: [&str; 4] = ["gpt2", "llama", "mistral", "qwen2"];
-/// The name that all layers of a GPT-2 but its head stand under.
+/// Prefix of all of GPT-2's layers but its head.
 const GPT2_BODY: &str = "transformer";
-/// The most blocks that a model may have: ten times those of the deepest that there are.
+/// Limit on the number of blocks: ten times the deepest models.
 const MOST_LAYERS: i64 = 10_000;
-/// The longest sequence that places are numbered for.
+/// Limit on the length of a sequence.
 const LONGEST: i64 = i32::MAX as i64;
 
-/// A model, as its config.json tells of it.
+/// A model, as described by its config.json.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Config {
@@ -30,7 +30,7 @@ pub enum Config {
 }
 
 impl Config {
-    /// Reads a config.json; the fields come without a table yet, which goes by the type.
+    /// Reads a config.json. Which table applies to its fields depends on the model's type.
     pub(super) fn of(fields: Fields<'_>) -> Result<Self, PretrainedError> {
         let found = fields.held_to(keys::LLAMA_CONFIG).text("model_type")?;
         let table = match found {
@@ -51,16 +51,16 @@ impl Config {
             "gpt2" => Self::Gpt2(gpt2(&fields)?),
             _ => Self::Llama(llama_of(&fields, found)?),
         };
-        // Last, so that a key that is known and wrong is named first.
+        // Checked last, so that a known key with a wrong value is reported first.
         fields.check_known().map(|()| config)
     }
 
-    /// The model as a list of layers, under the names of its published weights.
+    /// Returns the model as a list of layers, under the names of its published weights.
     pub fn layers(&self) -> Layers {
         self.layers_keeping(None)
     }
 
-    /// The same, keeping what it has seen: see [`KeyValueCache`].
+    /// Returns the model as a list of layers with a cache: see [`KeyValueCache`].
     pub fn layers_with_cache(&self, cache: &KeyValueCache) -> Layers {
         self.layers_keeping(Some(cache))
     }
@@ -72,7 +72,7 @@ impl Config {
         }
     }
 
-    /// The longest sequence that it takes.
+    /// Returns the longest sequence that the model takes.
     pub fn context(&self) -> i64 {
         match self {
             Self::Gpt2(config) => config.context,
@@ -80,7 +80,7 @@ impl Config {
         }
     }
 
-    /// The numbers of each token within it: one side of every projection of its blocks.
+    /// Returns the width of a token's hidden state: one side of every projection in its blocks.
     pub fn width(&self) -> i64 {
         match self {
             Self::Gpt2(config) => config.width,
@@ -88,7 +88,7 @@ impl Config {
         }
     }
 
-    /// How many different tokens there are.
+    /// Returns the number of different tokens.
     pub fn vocabulary(&self) -> i64 {
         match self {
             Self::Gpt2(config) => config.vocabulary,
@@ -96,7 +96,7 @@ impl Config {
         }
     }
 
-    /// What the rows of its projections' weights stand for.
+    /// Returns the order of inputs and outputs in the weights of its projections.
     pub fn weight_order(&self) -> WeightOrder {
         match self {
             Self::Gpt2(_) => WeightOrder::InputsFirst,
@@ -104,7 +104,7 @@ impl Config {
         }
     }
 
-    /// The projections of its blocks, by the last part of their names.
+    /// Returns the projections of its blocks, by the last part of their names.
     pub fn projections(&self) -> Vec<String> {
         let names: &[&str] = match self {
             Self::Gpt2(_) => &["c_attn", "c_proj", "c_fc"],
@@ -115,7 +115,7 @@ impl Config {
         names.iter().map(|name| (*name).to_owned()).collect()
     }
 
-    /// Refuses what only a training from random numbers goes by, and is not done here.
+    /// Refuses settings that matter only for a training from scratch, and are not supported.
     pub(super) fn check_beginning(&self, fields: &Fields<'_>) -> Result<(), PretrainedError> {
         let Self::Gpt2(_) = self else { return Ok(()) };
         let field = "initializer_range";
@@ -125,7 +125,7 @@ impl Config {
         })
     }
 
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub(super) fn blocks(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.layers,
@@ -133,7 +133,7 @@ impl Config {
         }
     }
 
-    /// Whether the head is the table of tokens.
+    /// Returns whether the head shares the token embedding.
     pub(super) fn is_tied(&self) -> bool {
         match self {
             Self::Gpt2(config) => config.tied,
@@ -149,7 +149,7 @@ impl Config {
         }
     }
 
-    /// The name of the table of tokens.
+    /// Returns the name of the token embedding.
     pub(super) fn token_table(&self) -> &'static str {
         match self {
             Self::Gpt2(_) => "transformer.wte.weight",
@@ -157,7 +157,7 @@ impl Config {
         }
     }
 
-    /// Prefix of names that some files leave out.
+    /// Returns the prefix of names that some files leave out.
     pub(super) fn prefix(&self) -> &'static str {
         match self {
             Self::Gpt2(_) => "transformer.",
@@ -165,7 +165,8 @@ impl Config {
         }
     }
 
-    /// Ends of the names of tensors that older files have beside the weights, and nobody trains: masks and angles.
+    /// Returns suffixes of tensors that older files have besides the weights and that are not trained: masks and
+    /// angles.
     pub(super) fn passed_over(&self) -> &'static [&'static str] {
         match self {
             Self::Gpt2(_) => &[".attn.bias", ".attn.masked_bias"],
@@ -220,7 +221,7 @@ fn llama_of(fields: &Fields<'_>, of_type: &str) -> Result<Llama, PretrainedError
     let width = fields.size("hidden_size")?;
     let heads = fields.size("num_attention_heads")?;
     let key_value_heads = match fields.has("num_key_value_heads") || of_type == "llama" {
-        // As transformers has it: `null` is as many.
+        // As in transformers, `null` means as many as heads.
         true if !fields.is_given("num_key_value_heads") => heads,
         _ => fields.divisor_of("num_key_value_heads", heads)?,
     };
@@ -244,7 +245,7 @@ fn llama_of(fields: &Fields<'_>, of_type: &str) -> Result<Llama, PretrainedError
     })
 }
 
-/// Width of a head, whose numbers turn in pairs.
+/// Returns the width of a head, which is even because positions rotate pairs.
 fn head_width(fields: &Fields<'_>, width: i64, heads: i64) -> Result<i64, PretrainedError> {
     let head_width = match fields.is_given("head_dim") {
         true => fields.positive("head_dim", (1 << 24) / heads)?,
@@ -257,8 +258,8 @@ fn head_width(fields: &Fields<'_>, width: i64, heads: i64) -> Result<i64, Pretra
     Ok(head_width)
 }
 
-/// The longest sequence in which every token sees all before it: a window that slides would hide some of a
-/// longer one's.
+/// Returns the longest sequence in which every token attends to all before it: a sliding window would hide some of a
+/// longer one.
 fn context(fields: &Fields<'_>, of_type: &str) -> Result<i64, PretrainedError> {
     let usual = match of_type {
         "mistral" => 131_072,
@@ -272,7 +273,7 @@ fn context(fields: &Fields<'_>, of_type: &str) -> Result<i64, PretrainedError> {
         _ => false,
     };
     match slides {
-        // As transformers has it: `null` is none, and nothing said is this many.
+        // As in transformers, `null` means no window, and a missing field this default.
         true if fields.is_given("sliding_window") || !fields.has("sliding_window") => {
             Ok(context.min(positive_or(fields, "sliding_window", 4096)?))
         }
@@ -284,7 +285,7 @@ fn positive_or(fields: &Fields<'_>, field: &str, usual: i64) -> Result<i64, Pret
     if fields.is_given(field) { fields.positive(field, LONGEST) } else { Ok(usual) }
 }
 
-/// Whether a window slides in any of a Qwen2's layers.
+/// Returns whether any of a Qwen2's layers has a sliding window.
 fn slides_in_a_layer(fields: &Fields<'_>) -> Result<bool, PretrainedError> {
     let slides = fields.flag_or("use_sliding_window", false)?;
     let layers = fields.positive("num_hidden_layers", MOST_LAYERS)?;
@@ -313,13 +314,13 @@ fn slides_in_a_layer(fields: &Fields<'_>) -> Result<bool, PretrainedError> {
     }
 }
 
-/// The base of rotary positions, and how they were stretched: older files say both at different places.
+/// Reads the base and the scaling of rotary positions, which older files keep in different places.
 fn rotary(fields: &Fields<'_>) -> Result<(f64, RotaryScaling), PretrainedError> {
     whole_heads(fields)?;
     fields.off("original_max_position_embeddings", "say it in rope_parameters alone")?;
     let base = fields.above_0_or("rope_theta", 10_000.0)?;
     let inner = |field| fields.inner(field, keys::ROPE_SCALED_LLAMA3);
-    // The older name goes first in transformers, if anything stands there.
+    // As in transformers, the older name takes precedence unless it is empty.
     let older = inner("rope_scaling")?.filter(|inner| !inner.is_empty());
     let newer = inner("rope_parameters")?;
     let Some(inner) = older.or(newer) else { return Ok((base, RotaryScaling::Unscaled)) };
@@ -354,7 +355,7 @@ fn llama3(inner: &Fields<'_>) -> Result<RotaryScaling, PretrainedError> {
     Ok(RotaryScaling::Llama3 { factor, low_turns, high_turns, first_context })
 }
 
-/// Refuses heads of which only a part turns.
+/// Refuses heads that rotate only in part.
 fn whole_heads(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     let field = "partial_rotary_factor";
     let part = fields.number_or(field, 1.0)?;

@@ -1,4 +1,4 @@
-//! Why a folder of weights cannot be read or written.
+//! Errors of reading and writing folders of weights.
 
 use thiserror::Error;
 
@@ -11,60 +11,60 @@ pub enum PretrainedError {
     /// A file that cannot be read or written.
     #[error("cannot {action} '{path}': {reason}")]
     File {
-        /// What was tried: `read` or `write`.
+        /// The attempted action: `read` or `write`.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why not.
+        /// Reason of the failure.
         reason: String,
     },
-    /// A model of a kind that is not known here.
+    /// An unsupported type of model.
     #[error("'{path}' tells of a model of the type '{found}': those known are {}", MODEL_TYPES.join(", "))]
     ModelType {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What it says.
+        /// The type in the file.
         found: String,
     },
-    /// A number or word that is missing, or says what cannot be.
+    /// A field that is missing or has an invalid value.
     #[error("'{path}': {field} {reason}")]
     Field {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Its name.
+        /// Name of the field.
         field: String,
-        /// What is wrong with it.
+        /// Problem with the field.
         reason: String,
     },
-    /// Files of weights that are named and not there.
+    /// Files of weights that the index names, but that are missing.
     #[error("'{folder}' lacks {} of the {named} files that its index names: {}: copy them there",
         missing.len(), missing.join(", "))]
     Shards {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
-        /// How many files the index names.
+        /// Number of files that the index names.
         named: usize,
-        /// Those that are not there.
+        /// Names of the missing files.
         missing: Vec<String>,
     },
-    /// Weights that are not those of the model that the config tells of.
+    /// Weights that differ from those of the model that the config describes.
     #[error("the weights of '{folder}' are not those of its config.json: {}", shown(differences))]
     Tensors {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
-        /// What differs, a tensor each.
+        /// Differences, one per tensor.
         differences: Vec<String>,
     },
-    /// Weights that are not those of the adapter that its config tells of, beside this model.
+    /// Weights that differ from those of the adapter that its config describes for this model.
     #[error(
         "the weights of '{folder}' are not those of its adapter_config.json beside this model: {}: give the model that \
          it was trained with",
         shown(differences)
     )]
     Adapter {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
-        /// Differences, a tensor each.
+        /// Differences, one per tensor.
         differences: Vec<String>,
     },
     /// A folder that holds something else.
@@ -72,17 +72,17 @@ pub enum PretrainedError {
         "'{folder}' holds {other}, which would be lost: name a folder that is new, or was saved before"
     )]
     Occupied {
-        /// The folder.
+        /// Path of the folder.
         folder: String,
-        /// What would be lost.
+        /// Name of a file that would be lost.
         other: String,
     },
-    /// What the library says.
+    /// An error of the library.
     #[error(transparent)]
     Brimful(#[from] brimful::Error),
 }
 
-/// How many differences are told.
+/// Number of differences listed.
 const SHOWN: usize = 4;
 
 fn shown(differences: &[String]) -> String {

@@ -1,4 +1,4 @@
-//! The fields of a JSON object, each asked for as what it should be.
+//! Typed access to the fields of a JSON object.
 
 use std::path::Path;
 
@@ -7,14 +7,14 @@ use serde_json::{Map, Value};
 use super::PretrainedError;
 use super::keys::{self, Table, Treatment};
 
-/// The largest size that a config may name: sixteen times the largest vocabularies and widths that there are.
+/// Limit on the sizes in a config: sixteen times the largest vocabularies and widths in use.
 const LARGEST_SIZE: i64 = 1 << 24;
 
-/// The fields of an object in a file, or of one within it.
+/// Fields of an object in a file, or of one nested in it.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     path: &'a Path,
-    /// The name of the object within its file's, with a dot; empty for the file's own.
+    /// Name of the nested object with a dot; empty for the file's own object.
     within: &'a str,
     map: &'a Map<String, Value>,
     table: Table,
@@ -25,7 +25,7 @@ impl<'a> Fields<'a> {
         Self { path, within: "", map, table }
     }
 
-    /// Fields of the same object, held to another table.
+    /// Returns the fields of the same object, with another table.
     pub(super) fn held_to(self, table: Table) -> Self {
         Self { table, ..self }
     }
@@ -34,7 +34,7 @@ impl<'a> Fields<'a> {
         self.path.display().to_string()
     }
 
-    /// Refuses keys that no row of the table has, and that are not switched off.
+    /// Refuses keys that are not in the table and not switched off.
     pub(super) fn check_known(&self) -> Result<(), PretrainedError> {
         let is_known = |key: &str| keys::treatment(self.table, key).is_some();
         match self.map.iter().find(|(key, value)| !is_known(key) && !is_off(value)) {
@@ -46,7 +46,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Returns what stands there; nothing where it says `null`.
+    /// Returns the value of a field; none for `null`.
     pub(super) fn value(&self, field: &str) -> Option<&'a Value> {
         let treatment = keys::treatment(self.table, field);
         debug_assert!(
@@ -60,14 +60,14 @@ impl<'a> Fields<'a> {
         self.value(field).is_some()
     }
 
-    /// Refuses a field that says anything but nothing: `null`, `false`, 0, or a list or an object of nothing.
+    /// Refuses a field with any value that is not off: `null`, `false`, 0, or an empty text, list or object.
     pub(super) fn off(&self, field: &str, remedy: &str) -> Result<(), PretrainedError> {
         self.check(field, self.value(field).is_none_or(is_off), || {
             format!("is given, which is not known here: {remedy}")
         })
     }
 
-    /// Returns the fields of an object in this one.
+    /// Returns the fields of a nested object.
     pub(super) fn inner(
         &self,
         field: &'a str,
@@ -111,13 +111,13 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// Checks that a switch is as it usually is, if it is given.
+    /// Checks that a switch has its usual value, if it is given.
     pub(super) fn usual(&self, field: &str, usual: bool) -> Result<(), PretrainedError> {
         let set = self.flag_or(field, usual)?;
         self.check(field, set == usual, || format!("is {set}: it can be {usual} alone"))
     }
 
-    /// Returns the texts of a list, or of a single text.
+    /// Returns the texts of a list, or a single one.
     pub(super) fn texts(&self, field: &str) -> Result<Vec<&'a str>, PretrainedError> {
         let list = match self.value(field) {
             None => return Ok(Vec::new()),
@@ -127,7 +127,7 @@ impl<'a> Fields<'a> {
         list.flatten().ok_or_else(|| self.wrong(field, "is neither a text nor a list of texts"))
     }
 
-    /// Returns the whole numbers of a list, or a single one.
+    /// Returns the integers of a list, or a single one.
     pub(super) fn whole_numbers(&self, field: &str) -> Result<Vec<i64>, PretrainedError> {
         let list = match self.value(field) {
             None => return Ok(Vec::new()),
@@ -145,12 +145,12 @@ impl<'a> Fields<'a> {
         Ok(number)
     }
 
-    /// Returns a number that the shapes of tensors follow from.
+    /// Returns a number that determines shapes of tensors.
     pub(super) fn size(&self, field: &str) -> Result<i64, PretrainedError> {
         self.positive(field, LARGEST_SIZE)
     }
 
-    /// Returns a size that another is a multiple of.
+    /// Returns a size that divides `number`.
     pub(super) fn divisor_of(&self, field: &str, number: i64) -> Result<i64, PretrainedError> {
         let divisor = self.size(field)?;
         self.check(field, number % divisor == 0, || {
@@ -164,7 +164,7 @@ impl<'a> Fields<'a> {
         value.as_f64().ok_or_else(|| self.wrong(field, "is no number"))
     }
 
-    /// Returns a number from 0 on, below an end.
+    /// Returns a number from 0 to below `end`.
     pub(super) fn number_below(
         &self,
         field: &str,
@@ -197,13 +197,13 @@ impl<'a> Fields<'a> {
         self.map.is_empty()
     }
 
-    /// Returns whether a field is there, be it as `null`.
+    /// Returns whether a field exists, even as `null`.
     pub(super) fn has(&self, field: &str) -> bool {
         self.map.contains_key(field)
     }
 }
 
-/// Whether a value stands for nothing, whatever its key means.
+/// Returns whether a value switches a feature off, whatever its key.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

@@ -1,4 +1,4 @@
-//! JSON objects to and from files.
+//! Reading and writing of JSON objects.
 
 use std::fmt::Display;
 use std::fs;
@@ -8,13 +8,13 @@ use serde_json::{Map, Value};
 
 use super::PretrainedError;
 
-/// The largest file that is read as JSON: indexes of the largest models have a few MB.
+/// Limit on the size of a JSON file: indexes of the largest models have a few MB.
 const LARGEST: u64 = 64 << 20;
 
-/// Reads the object that a file holds.
+/// Reads the object in a file.
 pub(super) fn read(path: &Path) -> Result<Map<String, Value>, PretrainedError> {
     let found = fs::metadata(path).map_err(|reason| unreadable(path, reason))?;
-    // A device or a pipe would never end.
+    // Reading a device or a pipe might never end.
     if !found.is_file() {
         return Err(unreadable(path, "it is no file"));
     }
@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> Result<Map<String, Value>, PretrainedError> {
     serde_json::from_slice(&text).map_err(|reason| unreadable(path, reason))
 }
 
-/// Writes an object for people to read.
+/// Writes an object, indented.
 pub(super) fn write(path: &Path, object: &Value) -> Result<(), PretrainedError> {
     fs::write(path, format!("{object:#}\n")).map_err(|reason| refused("write", path, reason))
 }

@@ -1,26 +1,26 @@
-//! The contract of a folder: for each key of each of its files, whether it is used, checked, or without effect.
+//! Treatment of every key in a folder's files: used, checked, or without effect.
 //!
-//! A key that stands in no row is refused unless it is switched off (`null`, `false`, 0 or empty): nobody knows what it
-//! would change. [`Fields`](super::fields::Fields) holds every file to its table.
+//! A key in no row is refused unless it is switched off (`null`, `false`, 0 or empty), because its effect is unknown.
+//! [`Fields`](super::fields::Fields) checks every file against its table.
 
 /// Treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Treatment {
-    /// The model is built by it.
+    /// The model depends on it.
     Used,
-    /// It has the one value, or one of those, that what is built here stands for; others are refused.
+    /// It must have the value, or one of the values, that this implementation assumes; others are refused.
     Checked,
-    /// It changes nothing here, for this reason.
+    /// It has no effect here, for the given reason.
     WithoutEffect,
 }
 
 use Treatment::{Checked, Used, WithoutEffect};
 
-/// Keys that are treated alike, with the reason.
+/// Keys with the same treatment, and the reason.
 pub(super) struct Row {
     pub(super) keys: &'static [&'static str],
     pub(super) treatment: Treatment,
-    /// Reason, where it is not plain from the names.
+    /// Reason, unless it is plain from the names.
     #[allow(dead_code, reason = "it is read by people, and by the test of the table")]
     pub(super) why: &'static str,
 }
@@ -29,10 +29,10 @@ const fn row(keys: &'static [&'static str], treatment: Treatment, why: &'static 
     Row { keys, treatment, why }
 }
 
-/// The rows of a file.
+/// Rows of a file.
 pub(super) type Table = &'static [&'static [Row]];
 
-/// config.json of every model.
+/// Keys of config.json for every model.
 const COMMON: &[Row] = &[
     row(&["model_type", "vocab_size", "eos_token_id"], Used, ""),
     row(
@@ -194,7 +194,7 @@ const GPT2: &[Row] = &[
     ),
 ];
 
-/// Llama, Mistral and Qwen2.
+/// Keys for Llama, Mistral and Qwen2.
 const LLAMAS: &[Row] = &[
     row(&["hidden_size", "intermediate_size", "num_hidden_layers"], Used, ""),
     row(&["num_attention_heads", "num_key_value_heads", "head_dim"], Used, ""),
@@ -225,7 +225,7 @@ const QWEN2: &[Row] = &[
     row(&["max_window_layers", "layer_types"], Checked, "where a window slides in any layer"),
 ];
 
-/// `rope_parameters` and `rope_scaling` in config.json.
+/// Keys of `rope_parameters` and `rope_scaling` in config.json.
 const ROPE: &[Row] = &[
     row(&["rope_type", "type", "rope_theta"], Used, ""),
     row(&["partial_rotary_factor"], Checked, ""),
@@ -237,7 +237,7 @@ const ROPE_LLAMA3: &[Row] = &[row(
     "",
 )];
 
-/// adapter_config.json.
+/// Keys of adapter_config.json.
 const ADAPTER_ROWS: &[Row] = &[
     row(&["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"], Used, ""),
     row(&["target_modules", "exclude_modules"], Used, ""),
@@ -269,7 +269,7 @@ const ADAPTER_ROWS: &[Row] = &[
     ),
 ];
 
-/// model.safetensors.index.json.
+/// Keys of model.safetensors.index.json.
 const INDEX_ROWS: &[Row] =
     &[row(&["weight_map"], Used, ""), row(&["metadata"], WithoutEffect, "sums of sizes")];
 
@@ -283,7 +283,7 @@ pub(super) const ROPE_SCALED_LLAMA3: Table = &[ROPE, ROPE_LLAMA3];
 pub(super) const ADAPTER: Table = &[ADAPTER_ROWS];
 pub(super) const INDEX: Table = &[INDEX_ROWS];
 
-/// Returns what becomes of a key.
+/// Returns the treatment of a key.
 pub(super) fn treatment(table: Table, key: &str) -> Option<Treatment> {
     let mut rows = table.iter().flat_map(|rows| rows.iter());
     rows.find(|row| row.keys.contains(&key)).map(|row| row.treatment)

@@ -1,5 +1,5 @@
-//! Folders of models that others have trained, as Hugging Face's libraries read and write them: config.json,
-//! model.safetensors or shards with their index, and the tokenizer's files, which go along untouched.
+//! Folders of pretrained models, as Hugging Face's libraries read and write them: config.json, model.safetensors or
+//! shards with their index, and the tokenizer's files, which are copied unchanged.
 //!
 //! ```no_run
 //! use brimful::Pipeline;
@@ -15,9 +15,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Known are `gpt2`, `llama`, `mistral` and `qwen2`. A file's weights are mapped, and copied one by one into the
-//! variables that own them, wherever these live and of whatever number type they are: the model is never whole on a
-//! device that does not hold it, nor twice in the host's memory.
+//! Supported are `gpt2`, `llama`, `mistral` and `qwen2`. Weights are memory-mapped, and copied one by one into the
+//! variables that own them, on any device and in any dtype: the whole model is never on a device that does not hold
+//! it, nor twice in the host's memory.
 
 mod adapter;
 mod adapter_targets;
@@ -45,11 +45,11 @@ pub use taken_place::RUN_FILE;
 use taken_place::check_place;
 use weights::{WEIGHTS, Weights};
 
-/// What tells of the model.
+/// File that describes the model.
 const CONFIG: &str = "config.json";
-/// The field that says whether the head is the table of tokens.
+/// Field that says whether the head shares the token embedding.
 const TIED: &str = "tie_word_embeddings";
-/// What tokenizers and generation are made of: it goes along with the weights.
+/// Files of tokenizer and generation, which are copied with the weights.
 const TOKENIZER_FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,29 +62,29 @@ const TOKENIZER_FILES: [&str; 9] = [
     "generation_config.json",
 ];
 
-/// A folder with a model that was trained.
+/// A folder with a pretrained model.
 #[derive(Debug)]
 pub struct Pretrained {
     folder: PathBuf,
     config: Config,
-    /// config.json as it was read: what is not known here goes along too.
+    /// Content of config.json, including unknown keys, which are written back.
     told: Map<String, Value>,
-    /// None of a model that is to begin with random numbers.
+    /// None for a model that starts with random weights.
     weights: Option<Weights>,
 }
 
 impl Pretrained {
-    /// Opens a folder, and reads all of it but the weights.
+    /// Opens a folder, and reads everything but the weights.
     ///
     /// # Errors
-    /// When files are missing or cannot be understood, the model's type is not known, or the weights are not
-    /// those of the model that config.json tells of.
+    /// Fails if files are missing or invalid, the model's type is not supported, or the weights differ from those of
+    /// the model that config.json describes.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
         let mut described = Self::described(folder.as_ref())?;
         let config = &mut described.config;
         let mut weights = Weights::open(&described.folder, config.prefix())?;
         weights.check_blocks(config.blocks())?;
-        // As transformers has it: two unlike tensors are two, whatever config.json says.
+        // As in transformers, two different tensors stay separate, whatever config.json says.
         if config.is_tied() && !weights.tie(config.token_table())? {
             config.untie();
             described.told.insert(TIED.to_owned(), false.into());
@@ -93,11 +93,11 @@ impl Pretrained {
         Ok(Self { weights: Some(weights), ..described })
     }
 
-    /// The model of a folder without its weights, if it has any: [`Pretrained::load`] leaves all as it is, so
-    /// that a training begins with random numbers.
+    /// Opens the model of a folder without its weights, if it has any. [`Pretrained::load`] then changes nothing, so
+    /// that a training starts with random weights.
     ///
     /// # Errors
-    /// When config.json is missing or cannot be understood, or the model's type is not known.
+    /// Fails if config.json is missing or invalid, or the model's type is not supported.
     pub fn without_weights(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
         let described = Self::described(folder.as_ref())?;
         let path = described.folder.join(CONFIG);
@@ -106,7 +106,7 @@ impl Pretrained {
         Ok(described)
     }
 
-    /// Reads config.json alone.
+    /// Reads config.json only.
     fn described(folder: &Path) -> Result<Self, PretrainedError> {
         let path = folder.join(CONFIG);
         let told = json::read(&path)?;
@@ -114,23 +114,23 @@ impl Pretrained {
         Ok(Self { folder: folder.to_owned(), config, told, weights: None })
     }
 
-    /// The folder itself.
+    /// Returns the folder's path.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The model.
+    /// Returns the model's configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// The dtype of the weights in the folder's files: that of the first by name. None where there are no
-    /// weights, as of [`Pretrained::without_weights`].
+    /// Returns the dtype of the weights in the folder's files, taken from the first by name; none without weights, as
+    /// for [`Pretrained::without_weights`].
     pub fn stored_kind(&self) -> Option<Kind> {
         self.weights.as_ref().and_then(Weights::kind)
     }
 
-    /// The tokens that end a text, if the model has any.
+    /// Returns the tokens that end a text, if the model has any.
     pub fn end_tokens(&self) -> Vec<i64> {
         match self.told.get("eos_token_id") {
             Some(Value::Array(several)) => several.iter().filter_map(Value::as_i64).collect(),
@@ -138,23 +138,22 @@ impl Pretrained {
         }
     }
 
-    /// Copies the weights into the variables of their names, of the model or of a part of it, as
-    /// [`Pipeline::variables`](brimful::Pipeline::variables) or a `VarStore` give them. Those that LoRA has added
-    /// stay as they are.
+    /// Copies the weights into the variables of the same names, of the whole model or a part of it, as returned by
+    /// [`Pipeline::variables`](brimful::Pipeline::variables) or a `VarStore`. LoRA weights stay as they are.
     ///
     /// # Errors
-    /// When a file cannot be read any more, or memory runs out.
+    /// Fails if a file can no longer be read, or memory runs out.
     pub fn load(&self, variables: &[(String, Tensor)]) -> Result<(), PretrainedError> {
         let Some(weights) = &self.weights else { return Ok(()) };
         let mut own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
         own.try_for_each(|(name, variable)| weights.copy(name, variable))
     }
 
-    /// Writes variables of this model to a folder that `transformers` loads, whole or not at all: config.json,
-    /// weights (those of a tied head once), and the tokenizer's files.
+    /// Writes variables of this model to a folder that `transformers` loads: config.json, weights (those of a tied
+    /// head once), and the tokenizer's files. The write is atomic.
     ///
     /// # Errors
-    /// When the folder holds something else, or the file system refuses. What was there before is there then.
+    /// Fails if the folder holds something else, or the file system refuses. The folder is then unchanged.
     pub fn save(
         &self,
         folder: impl AsRef<Path>,
@@ -170,7 +169,7 @@ impl Pretrained {
         })
     }
 
-    /// config.json for these variables: of their number type.
+    /// Returns config.json for these variables, with their dtype.
     fn told_of(&self, variables: &[(String, Tensor)]) -> Value {
         let mut told = self.told.clone();
         let kind = variables.first().map_or(Kind::Float, |(_, tensor)| tensor.kind());
@@ -180,7 +179,7 @@ impl Pretrained {
             Kind::Double => "float64",
             _ => "float32",
         };
-        // Its older name stays where it was.
+        // Keeps the older name of the field, if the file has it.
         let field = if told.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
         told.insert(field.into(), word.into());
         told.into()
@@ -198,10 +197,10 @@ impl Pretrained {
     }
 }
 
-/// Refuses a place for [`Pretrained::save`] that is taken by something else.
+/// Refuses a folder for [`Pretrained::save`] that holds something else.
 ///
 /// # Errors
-/// With what would be lost.
+/// Fails with the name of a file that would be lost.
 pub fn check_model_place(folder: &Path) -> Result<(), PretrainedError> {
     check_place(folder, &[CONFIG, WEIGHTS])
 }

@@ -1,4 +1,4 @@
-//! Whether a folder may be written where it is to be: what others have put there would be lost.
+//! Check that saving to a folder would not lose other files.
 
 use std::fs;
 use std::path::Path;
@@ -6,14 +6,14 @@ use std::path::Path;
 use super::json::unreadable;
 use super::{PretrainedError, TOKENIZER_FILES};
 
-/// Name under which a program may keep the state of a training beside the model or the adapter that it trains: it goes
-/// where the folder is written anew.
+/// Name under which a program may keep the state of a training beside its model or adapter. The file is removed when
+/// the folder is rewritten.
 pub const RUN_FILE: &str = "brimful_run.safetensors";
 
-/// Refuses a place that is taken by other files than these and a tokenizer's: they would be lost.
+/// Refuses a folder with other files than these and a tokenizer's: they would be lost.
 ///
 /// # Errors
-/// With the first name that is not known there.
+/// Fails with the first unknown name in the folder.
 pub(super) fn check_place(folder: &Path, own: &[&str]) -> Result<(), PretrainedError> {
     let occupied =
         |other: String| PretrainedError::Occupied { folder: folder.display().to_string(), other };

@@ -1,4 +1,4 @@
-//! A folder's weights: one safetensors file, or several with an index of what is where.
+//! Weights of a folder: one safetensors file, or shards with an index.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
@@ -10,35 +10,35 @@ use tch::{Kind, Tensor};
 use super::fields::Fields;
 use super::{PretrainedError, json, keys};
 
-/// The file of weights, where there is one.
+/// The file of weights, unless there are shards.
 pub(super) const WEIGHTS: &str = "model.safetensors";
-/// What tells where each weight is, where there are several.
+/// Index of the shards: the file of each weight.
 const INDEX: &str = "model.safetensors.index.json";
-/// Files of Python's own, which run code when they are read.
+/// Pickled files, which run code when they are read.
 const OF_PYTHON: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
-/// The head's weight.
+/// Name of the head's weight.
 const HEAD: &str = "lm_head.weight";
 
-/// The files of a folder's weights, of which nothing but the headers was read.
+/// Files of a folder's weights; only their headers are read.
 #[derive(Debug)]
 pub(super) struct Weights {
     folder: String,
     files: Vec<OpenedFile>,
-    /// The file that each weight is in, under the model's own name.
+    /// Place of each weight, by the model's own name.
     places: BTreeMap<String, WeightPlace>,
 }
 
-/// Where a weight is.
+/// File of a weight, and its name there.
 #[derive(Debug, Clone)]
 struct WeightPlace {
     file: usize,
-    /// Its name there.
+    /// Name in the file.
     name: String,
 }
 
 impl Weights {
-    /// Opens the files of a folder: those of one file before those of shards, as transformers does. Some leave the
-    /// prefix of names out.
+    /// Opens the files of a folder: a single file takes precedence over shards, as in transformers. Some files leave
+    /// out the prefix of names.
     pub(super) fn open(folder: &Path, prefix: &str) -> Result<Self, PretrainedError> {
         let index = folder.join(INDEX);
         let is_one = folder.join(WEIGHTS).is_file() || !index.is_file();
@@ -68,7 +68,7 @@ impl Weights {
         }
     }
 
-    /// Refuses more blocks than there are tensors, before any of them is described.
+    /// Refuses more blocks than tensors, before any block is described.
     pub(super) fn check_blocks(&self, blocks: usize) -> Result<(), PretrainedError> {
         let tensors = self.places.len();
         if blocks <= tensors {
@@ -78,7 +78,7 @@ impl Weights {
         Err(PretrainedError::Tensors { folder: self.folder.clone(), differences })
     }
 
-    /// Makes the head and this table one, whichever of them is there, and says whether they are.
+    /// Makes the head and this table share one tensor, whichever of them the files have, and returns whether they do.
     pub(super) fn tie(&mut self, table: &str) -> Result<bool, PretrainedError> {
         let Some(head) = self.places.get(HEAD) else { return Ok(true) };
         let is_one = match self.places.get(table) {
@@ -94,7 +94,7 @@ impl Weights {
         Ok(is_one)
     }
 
-    /// The weights must be these, all of them, in their shapes, and no others but those that end so.
+    /// Checks that the weights are exactly these, in their shapes; names with the suffixes `passed_over` are ignored.
     pub(super) fn check(
         &self,
         wanted: &BTreeMap<String, Vec<i64>>,
@@ -118,7 +118,7 @@ impl Weights {
         }
     }
 
-    /// The dtype of the first weight.
+    /// Returns the dtype of the first weight.
     pub(super) fn kind(&self) -> Option<Kind> {
         let place = self.places.values().next()?;
         self.files[place.file].kind(&place.name)
@@ -133,7 +133,7 @@ impl Weights {
     }
 }
 
-/// Refuses a folder that has a file of Python's own and not the one that is read.
+/// Refuses a folder with a pickled file and without the wanted one.
 pub(super) fn check_not_of_python(
     folder: &Path,
     wanted: &str,
@@ -150,7 +150,7 @@ pub(super) fn check_not_of_python(
     }
 }
 
-/// The files that an index names; all of them are there.
+/// Returns the files that an index names, all of which exist.
 fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
     let read = json::read(index)?;
     let fields = Fields::new(index, &read, keys::INDEX);
@@ -179,13 +179,13 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
     Ok(named.into_iter().map(str::to_owned).collect())
 }
 
-/// Whether a name is that of a file right in its folder.
+/// Returns whether a name is that of a file directly in its folder.
 fn is_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(only)), None) if only == name)
 }
 
-/// Whether a file is in its folder; or where a cache of Hugging Face's keeps the files of this one.
+/// Returns whether a file is within its folder, or in the Hugging Face cache that the folder links to.
 fn stays_inside(folder: &Path, name: &str) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     let Some((file, folder)) = real(&folder.join(name)).zip(real(folder)) else { return false };

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 def check(what, model, tokens, expected):
     with torch.no_grad():
         error = (model.eval()(tokens).logits - expected).abs().max().item()
-    # Written so that what is no number fails too.
+    # Written so that a NaN fails too.
     if not error < TOLERANCE:
         sys.exit(f"{what}: {error:.1e}")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).resolve().parent
-# For each model: a name, one with dots, two that exclude each other by a regular expression, its table, a norm.
+# For each model: a name, one with dots, a regular expression for two, the embedding, a norm.
 MODELS = {
     "llama": ("q_proj", "self_attn.v_proj", r"model\.layers\.(?!0)\d+\..*\.(k_proj|down_proj)", "embed_tokens", "norm"),
     "llama_grouped": ("v_proj", "mlp.up_proj", r".*\.(o|gate)_proj", "embed_tokens", "norm"),
@@ -59,12 +59,12 @@ def main():
         tokens = load_file(HERE / model / "reference.safetensors")["tokens"]
         for kind, options in kinds(*names):
             if (model, kind) == ("gpt2", "olora"):
-                # PEFT takes the weight's rows for its outputs there.
+                # There PEFT takes the weight's rows as its outputs.
                 continue
             torch.manual_seed(7)
             adapted = get_peft_model(base(model), LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options))
             for name, parameter in adapted.named_parameters():
-                # Without the usual start, in which an adapter changes nothing.
+                # Replaces the usual initialisation, with which an adapter changes nothing.
                 if parameter.requires_grad:
                     parameter.data += 0.2 * torch.randn_like(parameter)
             folder = into / model / kind

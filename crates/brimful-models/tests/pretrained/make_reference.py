@@ -63,10 +63,10 @@ def reference(model):
 def adapted(folder, targets, tokens):
     """The logits of the folder's model with an adapter, which is written beside it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    # Without the usual start, in which an adapter changes nothing.
+    # Replaces the usual initialisation, with which an adapter changes nothing.
     config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(model, config).eval()
-    # Else this machine's path would stand there.
+    # Otherwise the file would contain this machine's path.
     config.base_model_name_or_path = folder.name
     model.save_pretrained(folder / "adapter")
     (folder / "adapter" / "README.md").unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def main():
     for name, model in models():
         torch.manual_seed(7)
         model = model.float()
-        # Wider than at the start of a training, and biases that are not 0: else mistakes would not show.
+        # Wider than a usual initialisation, with biases that are not 0, so that mistakes show.
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else parameter.data.add_(
                 0.1 * torch.randn_like(parameter))

@@ -1,6 +1,6 @@
-//! Folders that `transformers` wrote, with what it made of them: loaded, trained, saved and gone on with.
+//! Folders written by `transformers`, with its results: loaded, trained, saved and trained further.
 //!
-//! make_reference.py, beside this file, says how they were made; `peers` lets `transformers` and PEFT themselves take part.
+//! make_reference.py, beside this file, wrote them; `peers` compares with `transformers` and PEFT at test time.
 
 mod peers;
 
@@ -22,9 +22,9 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 const FOLDERS: [&str; 7] =
     ["gpt2", "gpt2_untied", "llama", "llama_grouped", "llama_biased", "mistral", "qwen2"];
-/// Those that PEFT wrote an adapter to.
+/// Folders with an adapter written by PEFT.
 const ADAPTED: [&str; 3] = ["gpt2", "llama_grouped", "qwen2"];
-/// The learning rate of the script.
+/// Learning rate of the script.
 const RATE: f64 = 0.1;
 const TOLERANCE: f64 = 1e-4;
 
@@ -50,7 +50,7 @@ fn reference_in(folder: &Path) -> BTreeMap<String, Tensor> {
     tensors.into_iter().collect()
 }
 
-/// An empty folder of this test's own.
+/// Makes an empty folder for a test.
 fn scratch(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("pretrained-{name}"));
     let _ = fs::remove_dir_all(&path);
@@ -62,7 +62,7 @@ fn named(store: &VarStore) -> Named {
     store.variables().into_iter().collect()
 }
 
-/// The folder's model with its weights.
+/// Builds the folder's model with its weights.
 fn built(pretrained: &Pretrained, layers: &Layers) -> (VarStore, Model) {
     let store = VarStore::new(test_device());
     let model = layers.build(&store.root()).expect("a model");
@@ -94,7 +94,7 @@ fn assert_after(name: &str, variables: &Named, expected: &BTreeMap<String, Tenso
     }
 }
 
-/// Each batch of the script, as inputs and targets.
+/// Returns each batch of the script, as inputs and targets.
 fn batches(reference: &BTreeMap<String, Tensor>) -> Vec<(Tensor, Tensor)> {
     let all = reference["batches"].to_device(test_device());
     let length = all.size()[2] - 1;
@@ -111,7 +111,7 @@ fn mean_loss(logits: &Tensor, targets: &Tensor) -> Loss {
     Loss::mean(loss)
 }
 
-/// The folder's model after a step on each batch of the script.
+/// Returns the folder's model after a step on each batch of the script.
 fn trained(folder: &Path) -> (VarStore, Model) {
     let pretrained = Pretrained::open(folder).expect("a folder");
     let (store, model) = built(&pretrained, &pretrained.config().layers());
@@ -119,7 +119,7 @@ fn trained(folder: &Path) -> (VarStore, Model) {
     (store, model)
 }
 
-/// A step on each batch, in micro-batches of this size.
+/// Takes a step on each batch, in micro-batches of this size.
 fn train(store: &VarStore, model: &Model, size: usize, batches: &[(Tensor, Tensor)]) {
     let mut micro = MicroBatcher::new(store, Size::Fixed(size));
     let mut optimizer = Optimizer::new(store, Sgd::new(RATE)).expect("an optimizer");
@@ -131,7 +131,7 @@ fn train(store: &VarStore, model: &Model, size: usize, batches: &[(Tensor, Tenso
     }
 }
 
-/// The same of a pipeline; `check` sees it before each update.
+/// Takes a step on each batch in a pipeline; `check` runs before each update.
 fn train_piped(pipe: &mut Pipeline, batches: &[(Tensor, Tensor)], check: impl Fn(&Pipeline)) {
     let mut optimizer = pipe.optimizer(Sgd::new(RATE)).expect("an optimizer");
     for (x, y) in batches {
@@ -142,14 +142,14 @@ fn train_piped(pipe: &mut Pipeline, batches: &[(Tensor, Tensor)], check: impl Fn
     }
 }
 
-/// The logits of the folder's model with an adapter in it.
+/// Returns the logits of the folder's model with an adapter.
 fn adapted_logits(pretrained: &Pretrained, adapter: &AdapterFolder, tokens: &Tensor) -> Tensor {
     let (store, model) = built(pretrained, &pretrained.config().layers().lora(adapter.lora()));
     adapter.load(&named(&store)).expect("loaded");
     answer(&model, tokens)
 }
 
-/// Makes sure that what `transformers` and PEFT have written in a folder of folders is what they say of it.
+/// Asserts that folders written by `transformers` and PEFT give their logits, and train to the same weights.
 fn assert_read_and_trained(folders: &Path) {
     for name in FOLDERS {
         let folder = folders.join(name);
@@ -209,7 +209,7 @@ fn a_saved_folder_is_the_model_with_its_tokenizer_and_a_tied_head_once() {
         let pretrained = Pretrained::open(&from).expect("a folder");
         let (store, _) = built(&pretrained, &pretrained.config().layers());
         let to = from.join("to");
-        // A second time takes the place of the first.
+        // The second save replaces the first.
         for _ in 0..2 {
             pretrained.save(&to, &named(&store)).expect("saved");
         }
@@ -278,7 +278,7 @@ fn shards_stay_inside_their_folder() {
         assert!(error.contains(words), "{named}: {error}");
     }
 
-    // A cache of Hugging Face's: a folder of links to what is beside it.
+    // A Hugging Face cache: a folder of links to files beside it.
     let cache = scratch("cache");
     let (blobs, snapshot) = (cache.join("blobs"), cache.join("snapshots/main"));
     fs::create_dir_all(&blobs).expect("a folder");
@@ -317,14 +317,14 @@ fn names_without_their_prefix_are_the_same_names() {
         (name.strip_prefix("transformer.").expect("the prefix").to_owned(), tensor)
     };
     let mut tensors: Named = tensors.into_iter().map(short).collect();
-    // As the first published files have it.
+    // A tensor that the first published files have.
     tensors.push(("h.0.attn.bias".into(), Tensor::ones([32, 32], (Kind::Float, Device::Cpu))));
     save::write(to.join("model.safetensors"), &tensors, &save::Metadata::new()).expect("written");
     let expected = reference("gpt2");
     assert_near("prefix", &logits(&to, &expected["tokens"]), &expected["logits"]);
 }
 
-/// Writes a config of these folders elsewhere, changed.
+/// Writes a changed config of one of these folders elsewhere.
 fn write_changed(file: &str, to: &Path, change: impl FnOnce(&mut Map<String, Value>)) {
     let text = fs::read_to_string(folder(file)).expect("read");
     let mut config = serde_json::from_str(&text).expect("a config");
@@ -332,7 +332,7 @@ fn write_changed(file: &str, to: &Path, change: impl FnOnce(&mut Map<String, Val
     fs::write(to, Value::Object(config).to_string()).expect("written");
 }
 
-/// The error of the llama's folder with this in its config.
+/// Returns the error of the Llama's folder with this field in its config.
 fn refused(field: &str, value: Value) -> PretrainedError {
     let to = scratch(&format!("refused-{field}"));
     write_changed("llama/config.json", &to.join("config.json"), |config| {
@@ -462,7 +462,7 @@ fn windows_and_shared_heads_are_those_of_transformers_where_nothing_is_said() {
     assert!(error.contains("num_key_value_heads is missing"), "{error}");
 }
 
-/// A folder of these elsewhere, with a config that was changed so.
+/// Copies one of these folders with a changed config.
 fn copied_folder(name: &str, to: &str, change: impl FnOnce(&mut Map<String, Value>)) -> PathBuf {
     let to = scratch(to);
     write_changed(&format!("{name}/config.json"), &to.join("config.json"), change);
@@ -483,7 +483,7 @@ fn a_tied_head_is_the_table_unless_the_file_has_another() {
             .expect("written");
     };
     let expected = reference(name);
-    // The table under the head's name alone; then both.
+    // First the table under the head's name alone, then both.
     let mut tensors = read();
     for (name, _) in tensors.iter_mut().filter(|(name, _)| name == table) {
         *name = "lm_head.weight".into();
@@ -502,7 +502,7 @@ fn a_tied_head_is_the_table_unless_the_file_has_another() {
     let (store, model) = built(&pretrained, &pretrained.config().layers());
     let twice = (&expected["logits"] * 2.0).to_kind(Kind::Double);
     assert_near("another", &answer(&model, &expected["tokens"]), &twice);
-    // What is saved says so.
+    // The saved config says so.
     pretrained.save(to.join("saved"), &named(&store)).expect("saved");
     assert_near("saved", &logits(&to.join("saved"), &expected["tokens"]), &twice);
     let config = fs::read_to_string(to.join("saved/config.json")).expect("read");
@@ -536,14 +536,14 @@ fn older_files_say_rotary_positions_elsewhere() {
     assert_eq!(older.config(), newer.config());
 }
 
-/// The logits of tokens that come in these portions.
+/// Returns the logits of tokens that come in these portions.
 fn in_portions(config: &Config, pretrained: &Pretrained, x: &Tensor, portions: &[i64]) -> Tensor {
     let cache = KeyValueCache::new(x.size()[1]);
     let (_store, model) = built(pretrained, &config.layers_with_cache(&cache));
     let mut outputs = Vec::new();
     for &portion in portions {
         let part = x.narrow(1, cache.seen(), portion);
-        // Run twice, as after a failure: what was not counted as seen is seen anew.
+        // Runs twice, as after a failure: tokens that were not counted as seen are computed anew.
         let _first = tch::no_grad(|| model.forward_t(&part, false));
         outputs.push(tch::no_grad(|| model.forward_t(&part, false)));
         cache.advance(portion);
@@ -583,7 +583,7 @@ fn a_streamed_model_keeps_what_it_has_seen_too() {
     assert_near(name, &Tensor::cat(&outputs, 1), &expected["logits"]);
 }
 
-/// A streamed model that was trained with LoRA for two steps.
+/// An offloaded model, trained with LoRA for two steps.
 struct LoraRun {
     pretrained: Pretrained,
     before: Named,
@@ -676,7 +676,7 @@ fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
     }
 }
 
-/// The error of the GPT-2's adapter with a config that was changed so, beside a model.
+/// Returns the error of the GPT-2's adapter with a changed config, for a model.
 fn refused_adapter(model: &Pretrained, change: impl FnOnce(&mut Map<String, Value>)) -> String {
     let to = scratch("strange-adapter");
     write_changed("gpt2/adapter/adapter_config.json", &to.join("adapter_config.json"), change);
@@ -694,7 +694,7 @@ fn an_adapter_of_another_model_is_refused_with_what_is_left_over() {
     let error = AdapterFolder::open(&adapter, llama.config()).expect_err("another model");
     assert!(error.to_string().contains("means no layer of this model"), "{error}");
 
-    // An adapter of three layers on a model of two.
+    // An adapter of three layers for a model of two.
     let (mut tensors, _) = save::read(adapter.join("adapter_model.safetensors")).expect("read");
     let more: Named = tensors
         .iter()

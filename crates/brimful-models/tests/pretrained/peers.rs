@@ -1,5 +1,5 @@
-//! `transformers` and PEFT themselves, where `make transformers` has installed them: what they write is read, and what
-//! is written they read.
+//! Comparison with `transformers` and PEFT, if `make transformers` has installed them: each side reads what the other
+//! writes.
 
 use std::env;
 use std::io::Write;
@@ -15,7 +15,7 @@ use super::{
     reference, reference_in, scratch, trained,
 };
 
-/// The Python that has them; where there is none, says so, and the test is skipped.
+/// Returns the Python that has them. Without one, says so, and the test is skipped.
 fn python(test: &str) -> Option<PathBuf> {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
@@ -23,16 +23,16 @@ fn python(test: &str) -> Option<PathBuf> {
     if home.join("installed.txt").is_file() {
         return Some(home.join("bin/python"));
     }
-    // Past the test harness, which keeps what is printed to itself.
+    // Bypasses the test harness, which captures what is printed.
     let _ = writeln!(std::io::stderr(), "skipped: {test}: no transformers (make transformers)");
     None
 }
 
-/// Runs a script that stands beside this file.
+/// Runs a script that is beside this file.
 fn run(python: &Path, script: &str, argument: &Path) {
     let mut command = Command::new(python);
     command.arg(folder(script)).arg(argument);
-    // Nothing is asked of the network, and the compiler's libraries are not Python's.
+    // Python makes no network requests, and does not load libraries from the compiler's path.
     command.env("HF_HUB_OFFLINE", "1").env_remove("LD_LIBRARY_PATH");
     let ended = command.output().expect("Python");
     let said = String::from_utf8_lossy(&ended.stderr);
@@ -57,7 +57,7 @@ fn what_is_saved_they_load_with_the_same_logits() {
     run(&python, "check_saved.py", &folders);
 }
 
-/// Saves a model that was trained, and an adapter to it, with what they answer.
+/// Saves a trained model and an adapter for it, with their logits.
 fn save_with_answers(name: &str, to: &Path) {
     std::fs::create_dir(to).expect("a folder");
     let tokens = reference(name)["tokens"].shallow_clone();
@@ -69,7 +69,7 @@ fn save_with_answers(name: &str, to: &Path) {
     let lora = Lora { alpha: 5.0, ..Lora::new(3) };
     let (store, adapted) = built(&saved, &saved.config().layers().lora(&lora));
     for (_, mut added) in named(&store).into_iter().filter(|(name, _)| Lora::is_adapter(name)) {
-        // Without the usual start, in which an adapter changes nothing.
+        // Random values replace the usual initialisation, with which an adapter changes nothing.
         let _ = tch::no_grad(|| added.normal_(0.0, 0.2));
     }
     saved.save_adapter(to.join("adapter"), &lora, &named(&store)).expect("saved");
@@ -81,8 +81,8 @@ fn save_with_answers(name: &str, to: &Path) {
     save::write(to.join("answers.safetensors"), &answers, &Metadata::new()).expect("written");
 }
 
-/// The kinds of adapters that make_adapters.py writes, with the field that they are refused for; without one, they
-/// give PEFT's logits.
+/// Kinds of adapters that make_adapters.py writes, each with the field that it is refused for, or without one if it
+/// must give PEFT's logits.
 const KINDS: [(&str, Option<&str>); 21] = [
     ("name", None),
     ("dotted", None),
@@ -138,7 +138,7 @@ fn adapters_give_peft_s_logits_or_are_refused_with_the_field() {
     }
 }
 
-/// An adapter of PEFT's that is saved here is the same adapter, and the same model where it is merged.
+/// Asserts that an adapter of PEFT's stays the same when saved here, and that merging gives the same model.
 fn assert_saved_anew(pretrained: &Pretrained, adapter: &AdapterFolder, from: &Path) {
     let (store, model) = built(pretrained, &pretrained.config().layers().lora(adapter.lora()));
     adapter.load(&named(&store)).expect("loaded");

@@ -1,4 +1,4 @@
-//! A language model that goes on with a text: its weights, where they are, and what it has seen.
+//! A language model that continues a text: its weights, their device, and its key-value cache.
 
 use std::path::Path;
 
@@ -22,29 +22,29 @@ use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource, NumberType};
 use crate::tokenizer::Tokenizer;
 
-/// A model that goes on with a text.
+/// A language model that continues a text.
 #[derive(Debug)]
 pub(super) struct Writer {
     runner: TextRunner,
     cache: KeyValueCache,
     device: Device,
     pub(super) tokenizer: Tokenizer,
-    /// What the text begins with.
+    /// Tokens of the prompt.
     pub(super) prompt: Vec<i64>,
-    /// Tokens that end a text.
+    /// Tokens that end the text.
     pub(super) ends: Vec<i64>,
-    /// How the folder has tokens chosen.
+    /// Sampling parameters of the model's folder.
     pub(super) sampling: Sampling,
-    /// Tokens that the tokenizer knows: a model may have more, which stand for nothing.
+    /// Number of tokens that the tokenizer knows. A model may have more, which stand for nothing.
     known: i64,
 }
 
-/// Who runs the model.
+/// Place where the model runs.
 #[derive(Debug)]
 enum TextRunner {
-    /// All of it on a device.
+    /// The whole model on a device.
     Whole { model: Model, store: VarStore },
-    /// On the host, a layer at a time on the device.
+    /// Offloaded to the host, one layer at a time on the device.
     Streamed(Box<Pipeline>),
 }
 
@@ -127,11 +127,11 @@ impl Writer {
         Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known: vocabulary })
     }
 
-    /// The logits of the token after these.
+    /// Returns the logits of the token that follows these.
     pub(super) fn next(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let room = usize::try_from(self.cache.room())?;
         let unseen = match tokens.len() > room {
-            // What it looks back on begins later: all places are other ones.
+            // The context moves on, so every position changes and the cache starts again.
             true => {
                 self.cache.clear();
                 &tokens[tokens.len() - room..]
@@ -148,14 +148,14 @@ impl Writer {
     }
 }
 
-/// Room for the text that is to be, as far as the model looks back.
+/// Makes a cache for the prompt and the text to write, at most as long as the model's context.
 fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCache {
     KeyValueCache::new(context.min((prompt.len() + options.tokens) as i64))
 }
 
 impl TextRunner {
-    /// The model on the device that was asked for, or with its layers brought to that; its weights are stored in
-    /// this dtype.
+    /// Builds the model on the requested device, or offloaded with its layers copied there in turn. Weights are
+    /// stored in the dtype `stored`.
     fn build(layers: Layers, stored: Kind, options: &GenerateOptions) -> Result<(Self, Device)> {
         let device = setting::device(options.device.as_deref())?;
         let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(stored));
@@ -190,7 +190,7 @@ impl TextRunner {
         let _without = tch::no_grad_guard();
         match self {
             Self::Whole { model, .. } => Ok(model.forward_t(tokens, false)),
-            // The last place alone: the others' logits would be many.
+            // Copies back the last position only: the logits of all of them would take much memory.
             Self::Streamed(pipeline) => {
                 Ok(pipeline.map(tokens, |out: Tensor| out.narrow(1, -1, 1))?)
             }

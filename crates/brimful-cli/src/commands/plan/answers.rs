@@ -1,4 +1,4 @@
-//! From the options to simulated steps, the best first.
+//! Simulated steps for the given options, the best first.
 
 use std::cmp::Ordering;
 use std::path::Path;
@@ -22,36 +22,36 @@ use crate::exit::{ensure_use, wrong_use};
 use crate::files::text_of;
 use crate::progress::Progress;
 
-/// Time of a device's whole backward where none is given: twice that of a forward.
+/// Time of a device's whole backward by default: twice that of a forward.
 const BACKWARD: f64 = 2.0;
 
-/// What is printed, drawn and traced.
+/// Plans to print, draw and trace.
 pub(super) struct Answers {
-    /// All there is, the best first.
+    /// All plans, the best first.
     pub(super) lines: Vec<PlanLine>,
-    /// The best one of each schedule, with its timeline.
+    /// Best plan of each schedule, with its timeline.
     pub(super) shown: Vec<PlanAnswer>,
-    /// What could not be built, and why.
+    /// Combinations that could not be planned, each with the reason.
     pub(super) refused: Vec<String>,
-    /// Whether times are seconds, or in the user's own unit.
+    /// True if times are in seconds, false if they are in the user's own unit.
     pub(super) in_seconds: bool,
 }
 
-/// A way to run the step, with its timeline.
+/// Plan for the step, with its timeline.
 pub(super) struct PlanAnswer {
     pub(super) line: PlanLine,
     pub(super) step: PlannedStep,
 }
 
 impl PlanAnswer {
-    /// What fits first, then by time, then by what is held.
+    /// Orders plans that fit first, then by time, then by activations held.
     fn rank(&self, other: &Self) -> Ordering {
         (other.line.fits.cmp(&self.line.fits))
             .then(self.line.makespan.total_cmp(&other.line.makespan))
             .then(self.held().total_cmp(&other.held()))
     }
 
-    /// The most activations on any device, as a multiple of what one micro-batch keeps there.
+    /// Returns the most activations that any device holds, in units of what one micro-batch keeps on a whole device.
     pub(super) fn held(&self) -> f64 {
         let devices = self.step.simulation.devices();
         let most = devices.iter().map(|device| device.peak_held).max().unwrap_or(0);
@@ -59,29 +59,29 @@ impl PlanAnswer {
     }
 }
 
-/// A line of the table; its fields are the keys of `--json`.
+/// Row of the table; its fields are the keys of `--json`.
 #[derive(Clone, Serialize)]
 pub(super) struct PlanLine {
-    /// The schedule's name, or the file that it is from.
+    /// Name of the schedule, or of the file that it was read from.
     pub(super) schedule: String,
     pub(super) balance: Vec<usize>,
     pub(super) micro_batches: usize,
-    /// At the most; not known of a file.
+    /// Strongest activation recomputation of any stage; unknown for a schedule from a file.
     pub(super) recompute: Option<Recompute>,
-    /// Of a model's: where each lives, and what it keeps.
+    /// For a model only: where each stage's weights live, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// What lives on the host, and what is computed ahead there.
+    /// Bytes on the host: offloaded stages, and updates computed ahead there.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
     pub(super) peak_bytes: Vec<u64>,
     pub(super) fits: bool,
-    /// Why it does not fit.
+    /// The reason, if the plan does not fit.
     pub(super) reason: Option<String>,
 }
 
-/// Answers whichever of the questions the options ask.
+/// Finds the plans for a profile, a schedule file or plain numbers, whichever is given.
 pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     if let Some(profile) = profile(options)? {
         return from_profile(options, &profile);
@@ -97,7 +97,7 @@ pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false })
 }
 
-/// Refuses a limit that nothing could be over.
+/// Refuses a memory limit without any bytes to compare it with.
 fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     match options.memory_limit {
         Some(limit) if !has_bytes => Err(wrong_use(format!(
@@ -108,7 +108,7 @@ fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     }
 }
 
-/// The layers' costs, where they are asked for or given.
+/// Returns the layers' costs if they are to be measured or are given.
 fn profile(options: &PlanOptions) -> Result<Option<Profile>> {
     let MeasuredModel { model, device, profile, .. } = &options.measured;
     match (model, profile) {
@@ -123,7 +123,7 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
     let mut plan = planned(&request)?;
-    // A stable order: the planner's own among those that fit, and among the others.
+    // The sort is stable: it keeps the planner's order among those that fit, and among the others.
     plan.rows.sort_by_key(|row| !row.fits);
     let mut best: Vec<&PlanRow> = Vec::new();
     for row in &plan.rows {
@@ -142,7 +142,7 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     })
 }
 
-/// Every combination simulated, with a line of progress.
+/// Simulates every combination, with a progress line.
 fn planned(request: &Request<'_>) -> Result<Plan> {
     let progress = Progress::new(request.schedules.len() * request.micro_batches.len(), "plans");
     Ok(plan_watched(request, |PlanChoice { schedule, micro_batches, .. }| {
@@ -209,7 +209,7 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     schedules.into_iter().map(answer).collect()
 }
 
-/// What automatic lists are made from: devices that are alike.
+/// Makes the recipe for automatic schedules, for devices that are all alike.
 fn recipe(options: &PlanOptions, schedule: Schedule, devices: usize) -> Result<ScheduleRecipe> {
     let per_device = schedule.stages_per_device();
     let stage = options.numbers.stage_cost(per_device as f64);
@@ -272,20 +272,20 @@ fn reason(misfits: &[Misfit]) -> Option<String> {
 }
 
 impl PlainNumbers {
-    /// Whether anything is said of bytes.
+    /// Returns whether any number of bytes is given.
     fn has_bytes(&self) -> bool {
         self.activations.or(self.parameters).is_some()
     }
 
-    /// Time of a device's whole backward.
+    /// Returns the time of a device's whole backward.
     pub(super) fn backward(&self) -> f64 {
         let parts = self.input_gradient.zip(self.weight_gradient);
         let sum = parts.map(|(input, weight)| input + weight);
         self.backward.or(sum).unwrap_or(BACKWARD)
     }
 
-    /// A device's numbers, as if it were one layer; halves that are not given are the two parts of the
-    /// whole, as in the books.
+    /// Returns a device's costs as one layer. A part of the split backward that is not given is what the other leaves
+    /// of the whole, or half of it.
     fn whole_device(&self) -> LayerCost {
         let backward = self.backward();
         let rest = |half: Option<f64>| f64::max(backward - half.unwrap_or(backward / 2.0), 0.0);
@@ -299,7 +299,7 @@ impl PlainNumbers {
         }
     }
 
-    /// Refuses halves of a backward that are less than the whole.
+    /// Refuses an input and a weight gradient that together take less than the whole backward.
     fn check(&self) -> Result<()> {
         let device = self.whole_device();
         let (input, weight) = device.halves();
@@ -312,7 +312,7 @@ impl PlainNumbers {
         Ok(())
     }
 
-    /// A device's numbers, shared by the stages that it holds.
+    /// Returns the costs of one of the stages that share a device.
     fn stage_cost(&self, per_device: f64) -> StageCost {
         let whole = self.whole_device();
         let (input, weight) = whole.halves();

@@ -1,4 +1,4 @@
-//! The host behind the devices: its memory and the bus, given or measured.
+//! Host of the devices: its memory and the host link, given or measured.
 
 use anyhow::Result;
 use brimful::optim::{Adam, Method, Sgd};
@@ -12,7 +12,7 @@ use super::options::MeasuredModel;
 use crate::exit::ensure_use;
 
 impl MeasuredModel {
-    /// Lets stages that fit on no device live on the host, where it is known.
+    /// Allows offloading of stages that fit on no device, if the host's memory is known.
     pub(super) fn host(&self, request: &mut Request<'_>) -> Result<()> {
         let is_measured = self.model.is_some();
         request.host_memory = match self.host_memory {
@@ -47,7 +47,7 @@ impl MeasuredModel {
         Ok(Some(BusCost { inward, outward, both: inward.min(outward) }))
     }
 
-    /// An optimizer that keeps about as much as was said.
+    /// Returns an optimizer with about the given amount of state.
     fn method(&self) -> Method {
         match self.optimizer_state {
             0.0 => Sgd::new(0.0).into(),

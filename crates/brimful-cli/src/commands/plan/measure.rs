@@ -1,4 +1,4 @@
-//! A model that the program knows, measured on the spot.
+//! Measurement of a model's layers.
 
 use anyhow::Result;
 use brimful::balance::Profile;
@@ -12,13 +12,13 @@ use crate::fine_tune::unopened;
 use crate::measured;
 use crate::setting::{DROPOUT, ModelSource, SEQUENCE};
 
-/// Samples that are measured together: enough to tell a sample's time from a call's.
+/// Samples measured together: enough to separate the time of a sample from that of a call.
 const SAMPLES: usize = 16;
 
-/// The number type that models are measured in.
+/// Dtype that models are measured in.
 pub(super) const KIND: Kind = Kind::Float;
 
-/// The times and sizes of the model's layers on this device.
+/// Measures times and sizes of the model's layers on a device.
 pub(super) fn measure(model: &ModelSource, device: &str) -> Result<Profile> {
     let device = device::find(device)?;
     let (layers, sample) = match model {
@@ -40,7 +40,8 @@ pub(super) fn measure(model: &ModelSource, device: &str) -> Result<Profile> {
 }
 
 impl MeasuredModel {
-    /// Whether gradients are summed up beside each micro-batch's own; a profile does not tell, so there they are.
+    /// Returns whether gradients accumulate apart from each micro-batch's own. A profile does not say, so it counts
+    /// as true.
     pub(super) fn sums_apart(&self) -> Result<bool> {
         match self.model {
             Some(_) => Ok(sums_apart(device::find(&self.device)?, KIND)),

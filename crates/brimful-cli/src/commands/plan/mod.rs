@@ -1,4 +1,4 @@
-//! `brimful plan`: predicts time, bubble and memory of a step before anything runs.
+//! `brimful plan`: predicts the time, bubble and memory of a step before anything runs.
 
 mod answers;
 mod host;
@@ -18,14 +18,14 @@ use crate::{output, page};
 use answers::{Answers, PlanAnswer};
 pub(crate) use options::PlanOptions;
 
-/// A grid of more lines than this is left out; the picture and the trace have it all.
+/// A grid with more lines than this is left out; the picture and the trace show everything.
 const LINES: usize = 16;
-/// How wide a grid is where it is not for a terminal.
+/// Width of a grid that is not for a terminal.
 const COLUMNS: usize = 120;
-/// A picture of more actions than this is no picture.
+/// A picture with more actions than this would be unreadable.
 const DRAWN: usize = 100_000;
 
-/// Answers, and writes the files asked for.
+/// Prints the plans, and writes the requested files.
 pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
     let Answers { lines, shown, refused, in_seconds } = answers::find(options)?;
     if let Some(path) = &options.svg {
@@ -50,7 +50,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
 }
 
-/// One reason for all is enough: they mostly have the same.
+/// Formats the reasons of schedules that were left out. One is enough: most share it.
 fn left_out(refused: &[String]) -> String {
     match refused {
         [] => String::new(),
@@ -62,7 +62,8 @@ fn left_out(refused: &[String]) -> String {
 fn grid(best: &PlanAnswer) -> Result<String> {
     let PlannedStep { actions, moves, .. } = &best.step;
     let columns = output::columns().unwrap_or(COLUMNS);
-    // Before it is made: a grid has a cell for each tick of each device, which of many devices fill the memory.
+    // Checked before rendering: a grid has a cell for each tick of each device, and many devices would fill the
+    // memory.
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
     let grid = || {
         let grid = match moves.is_empty() {

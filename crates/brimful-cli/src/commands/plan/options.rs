@@ -172,7 +172,7 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
       output_bytes = 802816";
 
 impl PlanOptions {
-    /// The files that it reads and writes.
+    /// Lists the files that the command reads and writes.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
         let files = [
             files::written("--svg", self.svg.as_ref()),
@@ -184,7 +184,7 @@ impl PlanOptions {
         files.into_iter().flatten().collect()
     }
 
-    /// A device as it was described; all are alike.
+    /// Returns the description of one device; all are alike.
     pub(super) fn device(&self) -> PlanDevice {
         PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }
     }
@@ -200,7 +200,7 @@ impl PlanOptions {
     }
 }
 
-/// What `--schedule` names.
+/// A value of `--schedule`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ScheduleChoice {
     All,

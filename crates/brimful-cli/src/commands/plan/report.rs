@@ -1,4 +1,4 @@
-//! Simulated steps as a run of which nothing has happened yet, for its page.
+//! Simulated steps as a run without any real steps, for its report page.
 
 use brimful::plan::PlannedStep;
 use brimful::report::{Compared, Device, Run, TimelineRecord, Unit};
@@ -8,7 +8,7 @@ use super::answers::{PlanAnswer, PlanLine};
 use super::options::PlanOptions;
 use crate::{calendar, shell};
 
-/// The steps that the table shows, the best first.
+/// Makes a run of the steps that the table shows, the best first.
 pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) -> Run {
     let devices = shown.iter().map(|answer| answer.step.actions.devices()).max().unwrap_or(0);
     let mut run = Run::new(format!("a plan for {devices} devices"));

@@ -1,4 +1,4 @@
-//! What each stage of a step keeps, computes again and leaves on the host, as lines of text and of JSON.
+//! Stages of a plan, as lines of text and of JSON: what each keeps, recomputes and offloads.
 
 use brimful::Bytes;
 use brimful::balance::Profile;
@@ -8,17 +8,17 @@ use serde::Serialize;
 
 use super::answers::PlanLine;
 
-/// A stage of a line; its fields are keys of `--json`.
+/// Stage of a plan; its fields are keys of `--json`.
 #[derive(Clone, Serialize)]
 pub(super) struct StageLine {
-    /// The names of its layers.
+    /// Names of its layers.
     layers: Vec<String>,
     #[serde(flatten)]
     planned: PlannedStage,
 }
 
 impl StageLine {
-    /// Those of a row, in order.
+    /// Returns the stages of a row, in order.
     pub(super) fn of_row(row: &PlanRow, profile: &Profile) -> Vec<Self> {
         let stages = row.balance.ranges().zip(&row.stages);
         let stage = stages.map(|(range, planned)| Self {
@@ -44,19 +44,19 @@ impl StageLine {
     }
 }
 
-/// What the stages compute again, in a word: a mode, or how many of them do.
+/// Describes activation recomputation: the mode, or the number of stages that recompute.
 pub(super) fn recomputed(line: &PlanLine) -> String {
     let (Some(mode), stages) = (line.recompute, &line.stages) else { return "-".to_owned() };
     let again = stages.iter().filter(|stage| stage.planned.recompute != Recompute::Never).count();
     match again {
-        // Plain numbers have no stages of their own.
+        // Without stages of their own, plain numbers have the mode alone.
         again if again == stages.len() => mode.to_string(),
         0 => Recompute::Never.to_string(),
         again => format!("{again} of {} stages", stages.len()),
     }
 }
 
-/// How many stages live on the host, and what they take there.
+/// Describes the offloaded stages: how many there are, and their bytes on the host.
 pub(super) fn at_home(PlanLine { stages, host_bytes, .. }: &PlanLine) -> String {
     let at_home = stages.iter().filter(|stage| stage.planned.weights == Home::Host).count();
     match at_home {
@@ -65,14 +65,14 @@ pub(super) fn at_home(PlanLine { stages, host_bytes, .. }: &PlanLine) -> String 
     }
 }
 
-/// Whether any of the stages lives elsewhere or keeps something else than the first.
+/// Returns whether any stage is offloaded or differs from its neighbour.
 fn differ(stages: &[StageLine]) -> bool {
     let lives_away = |stage: &StageLine| stage.planned.weights == Home::Host;
     stages.iter().any(lives_away)
         || stages.windows(2).any(|pair| pair[0].planned != pair[1].planned)
 }
 
-/// A line for each run of stages that are alike, where they are not all alike.
+/// Formats one line for each run of equal stages, or nothing if all stages are equal and on their devices.
 pub(super) fn table(stages: &[StageLine]) -> String {
     if !differ(stages) {
         return String::new();

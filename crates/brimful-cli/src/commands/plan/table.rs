@@ -1,19 +1,19 @@
-//! The comparison of schedules as a text table.
+//! Comparison of schedules as a text table.
 
 use brimful::Bytes;
 
 use super::answers::{PlanAnswer, PlanLine};
 use super::stage_table::{at_home, recomputed};
 
-/// A column: whether it is shown, its heading, and what an answer says in it.
+/// A column: whether it is shown, its heading, and its cell for a plan.
 type Column<'a> = (bool, &'static str, &'a dyn Fn(&PlanAnswer) -> String);
 
-/// A line for each answer under a line of headings.
+/// Formats a line of headings and a line for each plan.
 pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
     let any = |is: fn(&PlanLine) -> bool| shown.iter().any(|answer| is(&answer.line));
     let has_bytes = any(|line| line.peak_bytes.iter().any(|bytes| *bytes > 0));
     let time = if in_seconds { seconds } else { number };
-    // Those that would say the same in every row, or nothing, are left out.
+    // Columns that are empty or equal in every row are left out.
     let columns: [Column<'_>; 10] = [
         (true, "schedule", &|answer| answer.line.schedule.clone()),
         (true, "m", &|answer| answer.line.micro_batches.to_string()),
@@ -40,7 +40,7 @@ fn peak(line: &PlanLine) -> Bytes {
     Bytes(line.peak_bytes.iter().copied().max().unwrap_or(0))
 }
 
-/// Whether any stage has more than a layer.
+/// Returns whether any stage has more than one layer.
 fn is_balanced(line: &PlanLine) -> bool {
     line.balance.iter().any(|layers| *layers > 1)
 }
@@ -53,7 +53,7 @@ fn fits(line: &PlanLine) -> String {
     line.reason.as_ref().map_or("yes".to_owned(), |reason| format!("no: {reason}"))
 }
 
-/// Numbers to the right, words to the left.
+/// Aligns numbers to the right and words to the left.
 fn line(row: &[String], widths: &[usize]) -> String {
     let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
         1 | 3 | 4 | 5 => format!("{cell:>width$}"),
@@ -62,13 +62,13 @@ fn line(row: &[String], widths: &[usize]) -> String {
     format!("{}\n", cells.collect::<Vec<_>>().join("  ").trim_end())
 }
 
-/// At most four digits behind the point, and none that says nothing.
+/// Formats a number with at most four decimals, without trailing zeros.
 fn number(value: f64) -> String {
     let text = format!("{value:.4}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Three digits and the unit in which they are read best.
+/// Formats a time with three digits and the unit that suits it.
 fn seconds(value: f64) -> String {
     let (scaled, unit) = match value {
         s if s >= 1.0 => (s, "s"),

@@ -1,4 +1,4 @@
-//! What helps where a step failed, in the words of the command line.
+//! Advice after a failed step, in terms of the command line.
 
 use std::fmt;
 
@@ -18,20 +18,20 @@ use crate::exit::{does_not_fit, ran_out};
 use crate::output;
 use crate::setting::NumberType;
 
-/// Bytes that a step needs whatever the size of its micro-batches.
+/// Bytes that a step needs for any size of its micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FixedBytes {
     parameters: u64,
     gradients: u64,
-    /// Of the optimizer.
+    /// Bytes of the optimizer's state.
     state: u64,
-    /// The largest gradient, which is made beside the sum that it is added to.
+    /// Bytes of the largest gradient, which exists beside the sum that it is added to.
     largest_gradient: u64,
     optimizer: &'static str,
 }
 
 impl FixedBytes {
-    /// Those of a model and its optimizer, once its state is there.
+    /// Returns the bytes of a model and its optimizer, once the optimizer's state exists.
     pub(super) fn of(store: &VarStore, method: &Method) -> Self {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let mut trained = store.trainable_variables();
@@ -66,7 +66,7 @@ impl fmt::Display for FixedBytes {
     }
 }
 
-/// A model as far as advice goes by it.
+/// Sizes of a model that advice depends on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelSize {
     layers: usize,
@@ -78,7 +78,7 @@ impl ModelSize {
         Ok(Self { layers: layers.len(), least: LeastBytes::of(layers, options)? })
     }
 
-    /// What leaves more memory to a training, of what it does not do yet and may be enough.
+    /// Lists the options that are not in use yet, save memory and may be enough.
     fn remedies(self, options: &TrainOptions) -> Vec<&'static str> {
         let stages = &options.stages;
         let is_offloaded = stages.offload == Some(Offload::All);
@@ -110,7 +110,7 @@ impl ModelSize {
     }
 }
 
-/// `a, b, or c`.
+/// Joins remedies as `a, b, or c`.
 fn listed(remedies: &[&str]) -> String {
     match remedies {
         [] => String::new(),
@@ -119,7 +119,7 @@ fn listed(remedies: &[&str]) -> String {
     }
 }
 
-/// The error of a model that could not be built, with what lets it be where memory ran out.
+/// Returns the error of a model that could not be built, with remedies if memory ran out.
 pub(super) fn of_building(
     error: anyhow::Error,
     size: ModelSize,
@@ -128,14 +128,14 @@ pub(super) fn of_building(
     if !ran_out(&error) {
         return error;
     }
-    // Nothing is run yet, so that nothing is kept for a backward.
+    // Nothing has run yet, so no activations are kept for a backward.
     let mut remedies = size.remedies(options);
     remedies.retain(|remedy| !remedy.contains("--recompute"));
     does_not_fit(format!("{}: {}", output::causes(&error), listed(&remedies)))
 }
 
 impl Trainer {
-    /// The error of a test, with what mends it where the loss is no number.
+    /// Returns the error of a test, with a remedy for a non-finite loss.
     pub(super) fn advise_after_test(&self, cause: Error) -> anyhow::Error {
         let (steps, learning_rate) = (self.steps_done(), self.rate);
         match cause.non_finite() {
@@ -147,7 +147,7 @@ impl Trainer {
         }
     }
 
-    /// The library's error of a step, with what mends it where that is known.
+    /// Returns the library's error of a step, with a remedy if one is known.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
         if let Some(value) = cause.non_finite() {
             return self.of_numbers(value);
@@ -168,7 +168,7 @@ impl Trainer {
         }
     }
 
-    /// What is said where a single sample does not fit, and it is not known what else a step needs.
+    /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
     fn smaller(&self, end: &DoesNotFit) -> String {
         format!(
             "a micro-batch of one sample does not fit into the {} that are free either: {}",
@@ -198,7 +198,7 @@ impl Trainer {
         })
     }
 
-    /// What is said where not even a single sample would fit.
+    /// Says that not even a single sample would fit, if the fixed bytes show it.
     fn fixed_remedy(&self, oom: &OutOfMemory) -> Option<String> {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
@@ -214,13 +214,13 @@ impl Trainer {
         })
     }
 
-    /// The most samples in a micro-batch by what the one that failed needed; the same or fewer may
-    /// fail all the same, because it might have needed more later.
+    /// Estimates the largest micro-batch that fits from what the failed one needed. It may still fail, because the
+    /// failed one might have needed more later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let size = self.options.given_micro_batch(self.cut.largest())?;
         let needed = oom.in_use?.0 + oom.asked?.0;
-        // The optimizer's state is made by its first step.
+        // The first step creates the optimizer's state.
         let is_first = self.steps_done() == 0;
         let there = fixed.total() - if is_first { fixed.state } else { 0 };
         let each = needed.saturating_sub(there).div_ceil(size as u64);

@@ -1,7 +1,8 @@
-//! The files of `--save`: when they are written, by whom, and which are kept.
+//! Files of `--save`: when they are written, by which rank, and which are kept.
 //!
-//! A run is written after its step, straight from where it lives, and forced to the disk and put in its place while
-//! the next steps run. There is one such thread at a time: the next save waits for it, and finds out what came of it.
+//! The program writes a run after its step, straight from the memory that holds it. A thread then forces it to the
+//! disk and renames it into place while the next steps run. There is at most one such thread: the next save waits for
+//! it, and returns its error.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,29 +18,29 @@ use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use crate::{files, progress};
 
-/// Extension of the names of runs that are files.
+/// Extension of runs that are files.
 const EXTENSION: &str = "safetensors";
-/// Mark of the best run beside the last.
+/// Name part of the best run, saved beside the last.
 const BEST: &str = "best";
 
 /// The saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     writer: Option<brimful::Result<JoinHandle<brimful::Result<()>>>>,
-    /// After how many steps the last one was; none before the first.
+    /// Steps done at the last save; none before the first.
     last: Option<usize>,
 }
 
 impl Checkpoints {
     pub(super) fn new(trainer: &Trainer) -> Self {
-        // What it goes on from is there already, unless another place was named.
+        // A resumed run is on the disk already, unless `--save` names another place.
         let RunFiles { save, resume, .. } = &trainer.options.files;
         let is_there = |from: &&PathBuf| save.as_ref().is_none_or(|to| files::is_same(from, to));
         let last = resume.as_ref().filter(is_there).map(|_| trainer.steps_done());
         Self { writer: None, last }
     }
 
-    /// Saves the run as it is after its step, if that was not done.
+    /// Saves the run as it is after its last step, unless that is done already.
     pub(super) fn save(&mut self, trainer: &Trainer) -> Result<()> {
         let steps = trainer.steps_done();
         if self.last == Some(steps) {
@@ -53,8 +54,8 @@ impl Checkpoints {
             Keep::Last | Keep::Best => None,
         };
         self.write(trainer, SavedRun::of, move |run| match numbered {
-            // The numbered one first: a run that is killed in between goes on from before it, and
-            // writes the same once more.
+            // Writes the numbered file first: a run that is killed in between resumes from the save before it, and
+            // writes the same file again.
             Some((file, count)) => {
                 let written = run.write(&file)?;
                 if written.is_none() {
@@ -73,7 +74,7 @@ impl Checkpoints {
         })
     }
 
-    /// Saves the run as the best so far, where those are kept.
+    /// Saves the run as the best so far, if `--keep best` is given.
     pub(super) fn save_best(&mut self, trainer: &Trainer) -> Result<()> {
         let files = &trainer.options.files;
         match &files.save {
@@ -86,7 +87,7 @@ impl Checkpoints {
         }
     }
 
-    /// Waits until everything is written. Of several ranks, all take part.
+    /// Waits until everything is written. Collective: every rank takes part.
     pub(super) fn finish(&mut self, trainer: &Trainer) -> Result<()> {
         let join = |writer: JoinHandle<_>| {
             writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -96,7 +97,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Lets the first rank write the run, once the one before is in its place; what is left to do is done by a thread.
+    /// Lets the first rank write the run, once the last save is complete. A thread does the rest.
     fn write(
         &mut self,
         trainer: &Trainer,
@@ -112,11 +113,11 @@ impl Checkpoints {
     }
 }
 
-/// A run that was written beside its place, and how it gets there.
+/// A run written beside its place, and the work that puts it there.
 struct Put(Box<dyn FnOnce() -> brimful::Result<()> + Send>);
 
 impl Put {
-    /// Puts the file in its place, if it is one, and lets `then` do the rest, which is told whether it is.
+    /// Renames the file into place, if there is one, then calls `then` with whether there was.
     fn new(
         written: Option<WrittenFile>,
         then: impl FnOnce(bool) -> brimful::Result<()> + Send + 'static,
@@ -138,8 +139,8 @@ impl Put {
 }
 
 impl Drop for Checkpoints {
-    /// Where the run breaks off, what is being written is finished: the program would else end in the midst
-    /// of it, and leave half a file.
+    /// Finishes the save under way when the run breaks off; the program would else end in the middle of it and leave
+    /// half a file.
     fn drop(&mut self) {
         let failed = match self.writer.take() {
             Some(Ok(writer)) => writer.join().ok().and_then(Result::err),
@@ -165,7 +166,7 @@ fn step_mark(steps: usize) -> String {
     format!("step-{steps}")
 }
 
-/// Names the place of `--save` of the run that has kept this file, by what it was told to keep.
+/// Returns the path of `--save` of the run that kept this file, given that run's `--keep`.
 pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
     let whole = || file.to_owned();
     let (Some(keep), Some(name)) = (keep, file.file_name().and_then(|name| name.to_str())) else {
@@ -185,7 +186,7 @@ pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
     }
 }
 
-/// Removes the numbered files of up to so many steps, but for the newest. One that stays does no harm.
+/// Removes numbered files of at most `steps` steps, except the newest `keep`. A file that stays behind does no harm.
 fn remove_older(path: &Path, steps: usize, keep: usize) {
     let mut done = numbered(path);
     done.retain(|there| *there <= steps);
@@ -194,7 +195,7 @@ fn remove_older(path: &Path, steps: usize, keep: usize) {
     older.for_each(|steps| drop(fs::remove_file(beside(path, &step_mark(*steps)))));
 }
 
-/// After how many steps each of the numbered files was written that are there.
+/// Lists the numbers of steps of the numbered files on the disk.
 fn numbered(path: &Path) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(files::folder_of(path)) else { return Vec::new() };
     let number = |name: OsString| {
@@ -207,7 +208,7 @@ fn numbered(path: &Path) -> Vec<usize> {
     entries.flatten().filter_map(|entry| number(entry.file_name())).collect()
 }
 
-/// How many files are kept, and how many of them are there already.
+/// Returns how many files are kept, and how many of them exist already.
 pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
     let is_there = |path: &Path| usize::from(path.exists());
     match keep {
@@ -217,7 +218,7 @@ pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
     }
 }
 
-/// Paths beside that of `--save` that are written too, or are there already and may go.
+/// Lists the paths beside that of `--save` that the run writes, or that exist already and may be removed.
 pub(super) fn kept_beside(path: &Path, keep: Keep) -> Vec<PathBuf> {
     match keep {
         Keep::Last => Vec::new(),
@@ -262,7 +263,7 @@ mod tests {
         for steps in [5, 20, 40, 60, 90] {
             fs::write(beside(&path, &step_mark(steps)), b"").expect("written");
         }
-        // Of another run, or no number.
+        // Files of another run, or without a valid number.
         for name in ["n.step-5.safetensors", "m.step-05.safetensors", "m.step-x.safetensors"] {
             fs::write(folder.path().join(name), b"").expect("written");
         }

@@ -1,4 +1,4 @@
-//! What people and programs see while a model trains.
+//! Progress of a training, for people and for programs.
 
 use std::{fmt, mem};
 
@@ -16,13 +16,13 @@ use crate::named::Named;
 use crate::output;
 use crate::progress::{self, Progress, Ticker};
 
-/// A bar on the terminal, a line an epoch on standard output.
+/// A bar on the terminal and, for each epoch, a line on standard output.
 #[derive(Debug)]
 pub(super) struct Display {
     progress: Progress,
-    /// Where a device's memory ends, if it does.
+    /// Memory limit of each device, if there is one.
     limit: Option<Bytes>,
-    /// The automatic size that was last told of; 0 at first.
+    /// Last automatic size that was printed; 0 at first.
     said: usize,
 }
 
@@ -34,9 +34,9 @@ struct JsonLine<'a, T> {
 }
 
 impl Display {
-    /// Says what is going to be trained.
+    /// Starts the display with an introduction to the training.
     pub(super) fn new(trainer: &Trainer) -> Result<Self> {
-        // All ranks have a part in what is known of the model.
+        // Every rank takes part: what is known of the model may be spread over them.
         let introduction = introduce(trainer)?;
         if !trainer.options.json && trainer.is_first() {
             output::prose(&introduction)?;
@@ -52,12 +52,12 @@ impl Display {
         })
     }
 
-    /// What counts the samples of a step that is still running.
+    /// Returns the counter of samples for a step that is still running.
     pub(super) fn ticker(&self) -> Ticker {
         self.progress.ticker()
     }
 
-    /// A step is done.
+    /// Shows a step that is done.
     pub(super) fn step(&self, step: &Record, trainer: &Trainer) {
         let Record { loss, micro_batch, .. } = step;
         let epochs = trainer.options.length.epochs(trainer.steps());
@@ -67,11 +67,11 @@ impl Display {
         self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
-        // Steps that were run again have counted some samples twice.
+        // Sets the count: repeated steps have counted some samples twice.
         self.progress.reach(trainer.samples_done());
     }
 
-    /// An epoch is done.
+    /// Prints an epoch that is done.
     pub(super) fn finished(&mut self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
         if trainer.is_first() && !trainer.options.json {
             self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
@@ -79,8 +79,7 @@ impl Display {
         tell(epoch, trainer)
     }
 
-    /// What an automatic size did: what was tried at first, what failed, and what was taken, where
-    /// that is new.
+    /// Describes an automatic size: the sizes probed at first, those that failed, and the size taken if it is new.
     fn sizing(&mut self, decisions: &[Decision]) -> Vec<String> {
         let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
         let mut lines = Vec::new();
@@ -105,7 +104,7 @@ impl Display {
     }
 }
 
-/// Tells what an epoch came to, or a test in the midst of one.
+/// Reports an epoch, or a test within one.
 pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) -> Result<()> {
     match (trainer.is_first(), trainer.options.json) {
         (false, _) => Ok(()),
@@ -117,7 +116,7 @@ pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) ->
     }
 }
 
-/// The sizes that were tried, and what the largest of them that fitted needed.
+/// Lists the sizes probed, and the memory needed by the largest that fitted.
 fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
     decisions.sort_by_key(|decision| decision.size);
     decisions.dedup_by_key(|decision| decision.size);
@@ -150,7 +149,7 @@ fn introduce(trainer: &Trainer) -> Result<String> {
         .join("\n"))
 }
 
-/// How many parameters there are, and of how many all are trained.
+/// Counts the parameters, and with LoRA how many of them are trained.
 fn parameters(variables: &Named) -> String {
     let count = |which: fn(&Tensor) -> bool| -> usize {
         let of_these = variables.iter().filter(|(_, variable)| which(variable));
@@ -159,7 +158,7 @@ fn parameters(variables: &Named) -> String {
     let (trained, frozen) = (count(Tensor::requires_grad), count(|one| !one.requires_grad()));
     match variables.iter().any(|(name, _)| Lora::is_adapter(name)) {
         true => format!("{trained} of {} parameters trained", trained + frozen),
-        // What is not trained here is running statistics.
+        // Without LoRA, the only variables that are not trained are running statistics.
         false => format!("{trained} parameters"),
     }
 }
@@ -179,7 +178,7 @@ impl fmt::Display for Epoch {
         let peak: &Bytes = peak_bytes;
         write!(
             f,
-            // No wider than 80 columns: a narrow terminal shows an epoch in a line too.
+            // At most 80 columns wide, so that an epoch fits on one line of a narrow terminal.
             "epoch {epoch:>3}  loss {loss:.4}  test {test_loss:.4}  {:5.1} % right  \
              {samples_per_s:5.0} samples/s  {peak}",
             test_accuracy * 100.0

@@ -1,5 +1,5 @@
-//! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
-//! what those have in common.
+//! Interface between the training loop and the engines that run its steps, whole models or a pipeline, and the code
+//! that both engines share.
 
 use anyhow::{Result, bail};
 use brimful::micro::Layout;
@@ -21,63 +21,62 @@ use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, NormStatistics};
 
-/// What is kept beside a model: what its optimizer knows, and the averages of its weights, if there
-/// are any.
+/// Saved state beside a model: the optimizer's, and that of the weight averages if there are any.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub(super) optimizer: (Named, Metadata),
     pub(super) averages: Option<(Named, Metadata)>,
 }
 
-/// A model, its optimizer, and where they are.
+/// A model on its devices, with its optimizer.
 pub(super) trait TrainingEngine: std::fmt::Debug {
-    /// How far the next steps go.
+    /// Sets the learning rate of the next steps.
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
 
-    /// Trains on mini-batches of inputs and targets, which make one step together; `ticker` counts
-    /// samples as their loss is known.
+    /// Trains on mini-batches of inputs and targets that make one step together; `ticker` counts samples as their
+    /// losses are computed.
     fn step(
         &mut self,
         batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record>;
 
-    /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
+    /// Returns the loss over the samples of all ranks, and which of this rank's predictions are right.
     fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)>;
 
-    /// Parameters and statistics under the layers' names: what is done to them is done to the model. In a
-    /// pipeline over ranks, the first one gets copies of what others have.
+    /// Returns parameters and statistics by their layers' names; changes to them change the model. In a pipeline over
+    /// ranks, the first rank gets copies of the other ranks' variables.
     fn variables(&self) -> Result<Named>;
 
-    /// What it keeps beside the model. Of several ranks, all take part.
+    /// Returns the state kept beside the model. Collective: every rank takes part.
     fn kept(&self) -> Result<Kept>;
 
-    /// Takes over what another run has saved. Nothing is changed if it does not fit.
+    /// Loads the state that another run has saved. Changes nothing if it does not fit.
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
 
-    /// What a step needs whatever the size of its micro-batches, where that is known.
+    /// Returns the bytes that a step needs for any size of its micro-batches, if they are known.
     fn fixed_bytes(&self) -> Option<FixedBytes> {
         None
     }
 
-    /// The order of the actions of a model in stages.
+    /// Returns the schedule of a model in stages.
     fn schedule(&self) -> Option<Schedule> {
         None
     }
 
-    /// Whether stages are on the host between their uses.
+    /// Returns whether any stage is offloaded.
     fn uses_host(&self) -> bool {
         false
     }
 
-    /// Where it trains, in words.
+    /// Describes the devices that it trains on.
     fn place(&self) -> String;
 
-    /// The devices whose peaks the steps tell, and where their memory ends.
+    /// Returns the devices whose peaks the steps report, with their memory limits.
     fn devices(&self) -> Result<Vec<report::Device>>;
 }
 
-/// The model's engine, as the options ask for it; `inputs` gives those to measure layers with.
+/// Builds the engine that the options ask for; `inputs` returns a micro-batch to measure layers with.
 pub(super) fn build(
     layers: Layers,
     world: &World,
@@ -95,7 +94,7 @@ pub(super) fn build(
     let each = options.ranks.devices_of_pipeline(world, stages);
     let homes = StageHomes::settle(&layers, each, world, options, over, &mut inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
-    // All micro-batches meet at exact BatchNorms, which a pipeline of one device lets them.
+    // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
     let is_cut = is_exact || stages.stages.is_some() || !matches!(homes, StageHomes::Device);
     Ok(match whole.filter(|_| !is_cut) {
         Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
@@ -103,7 +102,7 @@ pub(super) fn build(
     })
 }
 
-/// The saved tensors must be the model's, all of them.
+/// Checks that the saved tensors are exactly the model's.
 pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
     let saved = saved.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     match Comparison::new(here, saved.collect()).differences() {
@@ -112,19 +111,19 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
     }
 }
 
-/// The order of images and convolutions in memory on such a device.
+/// Returns the memory format of images and convolutions on a device.
 pub(super) fn layout(device: Device) -> Layout {
     if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
 }
 
-/// A micro-batch with these targets was run.
+/// Counts the samples of a micro-batch with these targets.
 pub(super) fn count(ticker: Option<&Ticker>, targets: &Tensor) {
     if let Some(ticker) = ticker {
         ticker.advance(targets.size().first().map_or(1, |samples| *samples as usize));
     }
 }
 
-/// The devices' names, each once.
+/// Joins the devices' names, without repeats.
 pub(super) fn names(devices: &[Device]) -> String {
     let mut names: Vec<String> = devices.iter().map(|place| device::name(*place)).collect();
     names.dedup();

@@ -1,20 +1,20 @@
-//! The samples of an epoch as the mini-batches of its steps: computed, since there may be more steps than
-//! memory should know of.
+//! Cut of an epoch into the mini-batches of its steps. Ranges are computed on demand, since there may be too many
+//! steps to keep in memory.
 
 use std::ops::Range;
 
-/// How an epoch is cut: into mini-batches of a size and one of the rest, of which some make a step together.
+/// Cut of an epoch into mini-batches of one size and a rest, some of which make a step together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
     samples: usize,
     /// Samples of a mini-batch.
     size: usize,
-    /// Mini-batches of a step; the last step may lack some.
+    /// Mini-batches of a step; the last step may have fewer.
     accumulate: usize,
 }
 
 impl EpochCut {
-    /// So many samples, of which there is one at least, in mini-batches of this size.
+    /// Cuts at least one sample into mini-batches of this size.
     pub(super) fn new(samples: usize, batch_size: usize, accumulate: usize) -> Self {
         Self { samples, size: batch_size.clamp(1, samples.max(1)), accumulate }
     }
@@ -23,18 +23,18 @@ impl EpochCut {
         self.batches().div_ceil(self.accumulate)
     }
 
-    /// The places of a step's mini-batches in the order of the epoch.
+    /// Returns the positions, in the epoch's order, of a step's mini-batches.
     pub(super) fn step(self, step: usize) -> impl Iterator<Item = Range<usize>> {
         let batches = self.batches_of(step)..self.batches_of(step + 1);
         batches.map(move |batch| self.first(batch)..self.first(batch + 1))
     }
 
-    /// The samples of so many steps.
+    /// Returns the number of samples in the first `steps` steps.
     pub(super) fn samples_of(&self, steps: usize) -> usize {
         self.first(self.batches_of(steps))
     }
 
-    /// The samples of the largest mini-batch.
+    /// Returns the number of samples in the largest mini-batch.
     pub(super) fn largest(&self) -> usize {
         self.size
     }
@@ -47,7 +47,7 @@ impl EpochCut {
         (steps * self.accumulate).min(self.batches())
     }
 
-    /// The place at which a mini-batch begins.
+    /// Returns the position at which a mini-batch begins.
     fn first(&self, batch: usize) -> usize {
         (batch * self.size).min(self.samples)
     }

@@ -1,4 +1,4 @@
-//! Flags as a run was given them: one that goes on takes them over.
+//! Flags given to a run, which a resumed run takes over.
 
 use std::collections::BTreeMap;
 
@@ -9,16 +9,16 @@ use clap::{ArgMatches, Args, Command, FromArgMatches};
 
 use crate::saved_weights::FLAGS;
 
-/// Flags of one command line: where a run is from and begins, and what is its own.
+/// Flags of one command line only: they say how the run starts, where it saves, and what it prints.
 const NOT_TAKEN_OVER: [&str; 8] =
     ["config", "init", "init-partial", "overwrite", "quiet", "resume", "save", "verbose"];
 
-/// Flags by name, each with its value as it was given.
+/// Flags by name, each with its value as given.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct GivenFlags(BTreeMap<String, String>);
 
 impl GivenFlags {
-    /// Adds them to what a run tells of itself, but for those that it tells by their own names.
+    /// Adds the flags to a run's metadata, except those that the metadata has under their own names.
     pub(super) fn tell(&self, metadata: &mut Metadata) {
         let mut flags = self.0.clone();
         flags.retain(|name, _| !metadata.contains_key(name));
@@ -33,7 +33,7 @@ impl FromArgMatches for GivenFlags {
             let name = id.as_str().replace('_', "-");
             let values = matches.try_get_raw(id.as_str()).ok()??;
             let values = values.map(|value| value.to_str()).collect::<Option<Vec<_>>>()?;
-            // Groups of flags are ids too, which have no values of their own.
+            // Groups of flags have ids too, but no values of their own.
             let is_flag = name.starts_with(|first: char| first.is_ascii_lowercase());
             let is_taken_over = is_given && is_flag && !NOT_TAKEN_OVER.contains(&name.as_str());
             is_taken_over.then(|| (name, values.join(",")))

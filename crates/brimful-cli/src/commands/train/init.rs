@@ -1,4 +1,4 @@
-//! `--init`: a run that begins with the weights of a file.
+//! `--init`: starts a run with the weights of a file.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::named::{self, Comparison};
 use crate::progress;
 use crate::saved_weights::SavedWeights;
 
-/// Gives the model the weights that the file has for it.
+/// Loads into the model the weights that the file has for it.
 pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
     let weights = SavedWeights::read(path)
         .map(SavedWeights::into_tensors)
@@ -25,7 +25,7 @@ pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<
         (true, 0) => Some(format!("none of its weights is the model's: {differences}")),
         (true, _) => None,
     });
-    // Of a pipeline over ranks, the first one alone knows all variables.
+    // In a pipeline over ranks, only the first rank knows all variables.
     let told = trainer.world.share("init", &refused.filter(|_| trainer.is_first()))?;
     if let Some(reason) = told.into_iter().flatten().next() {
         return Err(wrong_use(format!("--init {shown}: {reason}")));

@@ -1,12 +1,12 @@
-//! How long a run trains, and how often it looks at the test set.
+//! Length of a training, and how often it tests.
 
 use clap::Args;
 
 use crate::setting::words;
 
-/// Epochs where nobody says otherwise.
+/// Default number of epochs.
 const EPOCHS: usize = 10;
-/// The same of weights that others have trained.
+/// Default number of epochs for fine-tuning pretrained weights.
 const TUNING_EPOCHS: usize = 3;
 
 /// When to test, and when to stop.
@@ -31,19 +31,19 @@ pub struct Length {
 }
 
 impl Length {
-    /// All steps, where an epoch has so many.
+    /// Returns the total number of steps, for epochs of `in_epoch` steps.
     pub(super) fn steps(&self, in_epoch: usize) -> usize {
         let usual = if self.tunes { TUNING_EPOCHS } else { EPOCHS };
         self.max_steps.unwrap_or_else(|| self.epochs.unwrap_or(usual).saturating_mul(in_epoch))
     }
 
-    /// All epochs, where one has so many steps; the last may be a part of one.
+    /// Returns the number of epochs of `in_epoch` steps; the last may be incomplete.
     pub(super) fn epochs(&self, in_epoch: usize) -> usize {
         self.steps(in_epoch).div_ceil(in_epoch.max(1))
     }
 }
 
-/// Whether so many steps are a multiple of these, where they are given.
+/// Returns whether `steps` is a multiple of `every`, if that is given.
 pub(super) fn is_due(every: Option<usize>, steps: usize) -> bool {
     every.is_some_and(|every| steps.is_multiple_of(every))
 }

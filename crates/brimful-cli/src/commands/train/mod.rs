@@ -67,7 +67,7 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     trained.and_then(|exit| written.map(|()| exit))
 }
 
-/// Takes over the weights, or the whole run, that it is to begin with.
+/// Loads the weights, or the whole run, that the training starts from.
 fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     if let Some(path) = &options.files.resume {
         saved::load(path, trainer)
@@ -81,14 +81,14 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     }
 }
 
-/// The steps that are still to come, until somebody interrupts.
+/// Trains until all steps are done or a signal interrupts.
 fn train(trainer: &mut Trainer) -> Result<Exit> {
     interrupt::listen()?;
     let mut display = Display::new(trainer)?;
     let mut checkpoints = Checkpoints::new(trainer);
     let mut logs = open_logs(trainer)?;
     loop {
-        // First what an interrupted run may have left undone after its last step.
+        // First does what an interrupted run may have left undone after its last step.
         look(trainer, &mut display, &mut checkpoints, &mut logs)?;
         if trainer.is_over() {
             break;
@@ -113,8 +113,7 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// The logs that were asked for, from the step on that the run goes on from. Of several ranks, the
-/// first has them.
+/// Opens the requested logs, cut back to the step that the run resumes from. Only the first rank has logs.
 fn open_logs(trainer: &Trainer) -> Result<LogFiles> {
     let RunFiles { log, events, resume, .. } = &trainer.options.files;
     if !trainer.is_first() {
@@ -124,7 +123,7 @@ fn open_logs(trainer: &Trainer) -> Result<LogFiles> {
     LogFiles::open(log.as_deref(), events.as_deref(), resumed)
 }
 
-/// Tests and saves, where that is due after the last step.
+/// Tests and saves, if that is due after the last step.
 fn look(
     trainer: &mut Trainer,
     display: &mut Display,
@@ -153,7 +152,7 @@ fn look(
     if due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
 }
 
-/// Exact BatchNorms see the samples of one device.
+/// Refuses exact BatchNorms over several devices: they need all samples on one.
 fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     let stages = options.stages.stages.unwrap_or(1);
@@ -166,7 +165,7 @@ fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what would fail later, after work was put into it.
+/// Refuses options that would fail later, after work was done.
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
     check_batch_norm(options)?;

@@ -1,4 +1,4 @@
-//! Marks by which data and folders of models are known again that were moved.
+//! Fingerprints that recognise data and model folders under a new path.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -9,15 +9,15 @@ use brimful::save::Metadata;
 use super::TrainOptions;
 use crate::setting::ModelSource;
 
-/// Bytes of a file's beginning that are looked at.
+/// Bytes at the beginning of a file that its fingerprint covers.
 const BEGINNING: u64 = 1 << 20;
-/// Files of a folder whose sizes are looked at: of more, the names tell enough.
+/// Number of a folder's files whose sizes count; the others count by name only.
 const SIZED: usize = 1000;
 
-/// Marks of what a run reads, each under the name of its flag with this after it.
+/// Suffix of the metadata keys of fingerprints, after the name of their flag.
 pub(super) const CONTENT: &str = "-content";
 
-/// Marks of what the run reads, for its file.
+/// Computes the fingerprints of what the run reads, for its file.
 pub(super) fn contents(options: &TrainOptions) -> Metadata {
     let model = match &options.model {
         ModelSource::Folder(folder) => Some(folder.as_path()),
@@ -34,7 +34,8 @@ pub(super) fn contents(options: &TrainOptions) -> Metadata {
     places.into_iter().filter_map(marked).collect()
 }
 
-/// A mark of a file's size and beginning, or of the names and sizes in a folder; none of what can be read once alone.
+/// Fingerprints a file by its size and beginning, or a folder by the names and sizes in it. Returns none for pipes,
+/// which can be read only once.
 fn content(path: &Path) -> io::Result<Option<String>> {
     let found = fs::metadata(path)?;
     if found.is_file() {
@@ -61,7 +62,7 @@ fn mark(size: u64, bytes: &[u8]) -> String {
     format!("{size}:{:08x}", crc32c::crc32c(bytes))
 }
 
-/// The files in a folder and in those within.
+/// Lists the files in a folder and its subfolders.
 fn list(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

@@ -1,5 +1,4 @@
-//! A model of which some or all lives on the host: the flag, and what it comes to for a model and the
-//! memory that there is.
+//! Offloading of some or all of a model to the host: the flag, and the decision for a model and the memory at hand.
 
 use anyhow::Result;
 use brimful::balance;
@@ -33,17 +32,17 @@ shown_as_given!(Offload);
 /// Inputs to measure layers with.
 #[derive(Debug)]
 pub(super) struct MeasuredInputs {
-    /// Those of a micro-batch; of an automatic size a guess.
+    /// Inputs of one micro-batch; its size is a guess if it is automatic.
     pub(super) micro_batch: Tensor,
-    /// What these should give.
+    /// Targets of these inputs.
     pub(super) targets: Tensor,
     /// Samples in a mini-batch.
     pub(super) batch_size: usize,
 }
 
 impl TrainOptions {
-    /// Where the model is to live, and whether that was said. Who names stages or a limit has a model that may not
-    /// fit: where homes can be planned stage by stage, they are.
+    /// Returns the place of the model's weights, and whether the options name it. Naming stages or a memory limit
+    /// suggests that the model may not fit: offloading is then planned stage by stage, if it can be.
     pub(super) fn offload(&self, world: &World) -> (Offload, bool) {
         let may_not_fit = self.stages.stages.is_some() || self.memory_limit.is_some();
         match self.stages.offload {
@@ -55,7 +54,7 @@ impl TrainOptions {
 }
 
 impl StageHomes {
-    /// What the options ask for, where the model is to be on so many devices of each rank.
+    /// Resolves the options for a model on `devices` devices of each rank.
     pub(super) fn settle(
         layers: &Layers,
         devices: usize,
@@ -77,7 +76,7 @@ impl StageHomes {
         if is_all_or_nothing(world, options) {
             return Ok(if needed <= room_of_all { Self::Device } else { Self::Host });
         }
-        // Nobody waits for layers to be measured who has not asked for it and has plenty of room.
+        // Does not measure layers without being asked to, if there is plenty of free memory.
         if !is_said && needed <= room_of_all / 2 {
             return Ok(Self::Device);
         }
@@ -85,14 +84,14 @@ impl StageHomes {
         let question = question(device, vec![room; devices], options, over, &inputs, layers)?;
         let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
-            // Unasked, it is no worse than without a plan: what fits nowhere is told in the words for a device.
+            // The plan is optional here: if none fits, the run stays on the device and fails with the device's error.
             Ok(Self::Host) if !is_said => Ok(Self::Device),
             Err(error) if !is_said && ran_out(&error) => Ok(Self::Device),
             planned => planned,
         }
     }
 
-    /// A pipeline of the model on so many devices, as it is cut for them and lives there.
+    /// Makes a builder of a pipeline over `devices` devices, cut and offloaded as decided.
     pub(super) fn builder(
         self,
         layers: Layers,
@@ -109,7 +108,7 @@ impl StageHomes {
     }
 }
 
-/// What the planner is asked for a run.
+/// Returns the planner's question for a run.
 fn question(
     device: Device,
     rooms: Vec<Bytes>,
@@ -140,7 +139,7 @@ fn question(
     })
 }
 
-/// The share of a model's numbers that is trained: with LoRA little beside the weights.
+/// Returns the share of the parameters that is trained: with LoRA a small one.
 fn trained_share(layers: &Layers) -> Result<f64> {
     let shapes = layers.variable_shapes()?;
     let numbers = |which: fn(&str) -> bool| -> i64 {
@@ -151,15 +150,15 @@ fn trained_share(layers: &Layers) -> Result<f64> {
     Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
 }
 
-/// Whether homes cannot be planned stage by stage: ranks would measure each their own; exact BatchNorms and
-/// a given order make stages of their own.
+/// Returns whether offloading cannot be planned stage by stage: ranks and replicas would each measure their own plan,
+/// while exact BatchNorms and a given schedule cut stages of their own.
 fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
     world.size() * options.ranks.replicas > 1
         || options.batch_norm == Some(NormStatistics::Exact)
         || options.stages.schedule.is_some()
 }
 
-/// Weights, their gradients, and what the optimizer keeps of each.
+/// Returns the bytes of the weights, their gradients and the optimizer's state.
 fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
     let kind = options.dtype().kind();
     let weights = layers.parameter_count()? * kind.elt_size_in_bytes() as u64;
@@ -167,12 +166,12 @@ fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
     Ok((weights as f64 * (1.0 + trained_share(layers)? * of_trained)) as u64)
 }
 
-/// The least that a model takes of a device, weights and gradients alone.
+/// Least memory of a device for a model, with weights and gradients alone.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LeastBytes {
-    /// Where it is cut as fine as can be: its largest layer.
+    /// Bytes with the finest cut: the largest layer.
     pub(super) of_stage: u64,
-    /// Where all of it lives on the host: the two largest layers, which are there together, and the gradients of one.
+    /// Bytes when fully offloaded: the two largest layers, on the device together, and the gradients of one.
     pub(super) offloaded: u64,
 }
 
@@ -189,10 +188,10 @@ impl LeastBytes {
     }
 }
 
-/// How a model is cut into stages, and in which order they run.
+/// Cut of a model into stages, and the schedule that runs them.
 type StageCut = (BalanceBy, Schedule);
 
-/// By the time that layers take for these inputs, all on their devices.
+/// Cuts by the time that layers take for these inputs, all on their devices.
 fn resident(
     layers: &Layers,
     devices: usize,
@@ -208,15 +207,15 @@ fn resident(
     };
     check_stages(count, layers.len(), "", fewer)?;
     if count == 1 {
-        // It has every layer, whatever they cost.
+        // The only stage has every layer, whatever they cost.
         return Ok(([layers.len()].into(), schedule));
     }
     let sample = typed(&inputs.micro_batch, options.dtype().kind());
     Ok((BalanceBy::by_time(&sample).optimizer(options.recipe.method()), schedule))
 }
 
-/// As fine as it can be, unless the schedule says how many stages there are: slots on the device are
-/// as large as the largest stage.
+/// Cuts as finely as possible, unless the schedule gives the number of stages: a device buffer is as large as the
+/// largest stage.
 fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<StageCut> {
     let counts = parameters_used(layers)?;
     let finest = balance::finest(&counts, counts.len())?.sizes().len();
@@ -230,7 +229,7 @@ fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Resul
     Ok((balance, schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device })))
 }
 
-/// Every stage needs a layer.
+/// Checks that every stage gets a layer.
 fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> Result<()> {
     ensure_use!(
         stages <= layers,
@@ -244,7 +243,8 @@ mod tests {
     use super::*;
     use crate::args::BrimfulArgs;
 
-    /// What a plan is asked for this training, of a mean over these.
+    /// Returns whether the planner may assume updates computed ahead, for this training with a mean over these
+    /// targets.
     fn looks_ahead(words: &str, devices: usize, over: MeanOver) -> bool {
         let words = format!("brimful train --model mlp --optimizer adamw {words}");
         let options = BrimfulArgs::training(words.split_whitespace()).expect("a training");

@@ -19,7 +19,7 @@ use crate::files::{self, FlagFile};
 use crate::fine_tune::{FineTuneOptions, is_folder};
 use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
 
-/// Samples of a mini-batch where nobody says otherwise.
+/// Default number of samples in a mini-batch.
 const BATCH_SIZE: usize = 128;
 
 /// Options of `brimful train`.
@@ -117,7 +117,7 @@ pub struct TrainOptions {
 }
 
 impl TrainOptions {
-    /// The files and folders that it reads and writes, as far as they were given, each with its flag.
+    /// Lists the given files and folders that the run reads and writes, each with its flag.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
         let is_new = !self.files.overwrite && self.files.resume.is_none();
         let trace = files::written("--trace", self.stages.trace.as_ref());
@@ -136,28 +136,28 @@ impl TrainOptions {
         files
     }
 
-    /// The folder that a folder's model is saved to: what is called as a file is a file of the run.
+    /// Returns the folder to save a folder's model to. A path that is named like a file gets the run's file instead.
     pub(super) fn saved_folder(&self) -> Option<&Path> {
         let is_folders = matches!(self.model, ModelSource::Folder(_));
         self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
     }
 
-    /// The number type of parameters and activations.
+    /// Returns the dtype of parameters and activations.
     pub(super) fn dtype(&self) -> NumberType {
         self.dtype.unwrap_or(NumberType::F32)
     }
 
-    /// The samples of a mini-batch.
+    /// Returns the size of a mini-batch.
     pub(super) fn batch_size(&self) -> BatchSize {
         self.batch_size.unwrap_or(BatchSize::Samples(BATCH_SIZE))
     }
 
-    /// How a mini-batch is cut.
+    /// Returns the micro-batch size.
     pub(super) fn size(&self) -> Size {
         self.micro_batches.map_or(self.micro_batch, Size::Count)
     }
 
-    /// Samples in the largest micro-batch of so many, where that is given.
+    /// Returns the number of samples in the largest micro-batch, if the options give it.
     pub(super) fn given_micro_batch(&self, batch_size: usize) -> Option<usize> {
         match self.size() {
             Size::Fixed(size) => Some(size.min(batch_size)),
@@ -166,12 +166,13 @@ impl TrainOptions {
         }
     }
 
-    /// The same; of an automatic size a guess, to measure layers with.
+    /// Returns the number of samples in the largest micro-batch; for an automatic size a guess, to measure layers
+    /// with.
     pub(super) fn guessed_micro_batch(&self, batch_size: usize) -> usize {
         self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
     }
 
-    /// The devices of so many places in each rank, each ready for the number type.
+    /// Returns `each` devices for this rank, prepared for the dtype.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
@@ -181,7 +182,7 @@ impl TrainOptions {
     }
 }
 
-/// How many samples a step has.
+/// Number of samples in a mini-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BatchSize {
     All,
@@ -189,7 +190,7 @@ pub(crate) enum BatchSize {
 }
 
 impl BatchSize {
-    /// The samples of a mini-batch, of so many that there are.
+    /// Returns the number of samples in a mini-batch, out of `samples` in all.
     pub(super) fn of(self, samples: usize) -> usize {
         match self {
             Self::All => samples,

@@ -1,4 +1,4 @@
-//! Training over several stages, every one of them busy.
+//! Training of a model in stages, as a pipeline.
 
 use std::time::Instant;
 
@@ -20,35 +20,35 @@ use crate::named::Named;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, accounts, mean_loss, right};
 
-/// A model over several devices.
+/// A model in stages.
 #[derive(Debug)]
 pub(super) struct Pipelined {
     pipeline: Pipeline,
     optimizer: PipelineOptimizer,
     clip_norm: Option<f64>,
-    /// Of the weights, where they are wanted.
+    /// Averages of the weights, if they are wanted.
     averages: Option<PipelineEma>,
     kind: Kind,
     over: MeanOver,
     place: StagePlaces,
-    /// Where each device's memory ends.
+    /// Memory limit of each device, if there is one.
     limit: Option<Bytes>,
 }
 
-/// Where the model is.
+/// Devices, ranks and replicas of the model, for its description.
 #[derive(Debug)]
 struct StagePlaces {
-    /// Where its stages live, in words.
+    /// Offloading of its stages, in words.
     home: String,
-    /// Of this rank.
+    /// Devices of this rank.
     devices: Vec<Device>,
     ranks: usize,
     replicas: usize,
 }
 
 impl Pipelined {
-    /// The model, cut by the time that its layers take for `inputs`, as fine as it can be where all of it
-    /// lives on the host, or as it was planned.
+    /// Builds the pipeline. The model is cut by the time that its layers take for `inputs`; as finely as possible if
+    /// it is fully offloaded; or as planned.
     pub(super) fn new(
         layers: Layers,
         world: &World,
@@ -91,7 +91,7 @@ impl Pipelined {
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
 
-    /// The gradient of all of these mini-batches together.
+    /// Computes the gradient of all these mini-batches together.
     fn gradient(
         &mut self,
         batches: Vec<(Rows, Rows)>,
@@ -147,7 +147,7 @@ impl TrainingEngine for Pipelined {
     fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_in)?;
         let tested = self.judge(batch);
-        // Whether it failed or not: training goes on with the weights themselves.
+        // Swaps back even after an error: training continues with the weights themselves.
         self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_out)?;
         tested
     }
@@ -163,7 +163,7 @@ impl TrainingEngine for Pipelined {
 
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         let here = self.variables()?;
-        // Of other ranks' variables the pipeline knows more.
+        // Over several ranks, the pipeline checks: it knows the other ranks' variables.
         if self.place.ranks == 1 {
             check_model(&here, &model)?;
         }

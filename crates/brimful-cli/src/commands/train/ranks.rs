@@ -1,4 +1,4 @@
-//! Training over several processes: the world that this one belongs to, and how its ranks are used.
+//! Training over several processes: the world that this one belongs to, and the use of its ranks.
 
 use std::env;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::exit::{Exit, ensure_use, wrong_use};
 use crate::interrupt;
 use crate::setting::{NormStatistics, words};
 
-/// What launchers set for the processes that they start.
+/// Environment variables that launchers set for the processes that they start.
 const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
 /// How the ranks that mpirun or srun has started are used.
@@ -36,7 +36,7 @@ pub struct RankOptions {
 }
 
 impl RankOptions {
-    /// The world that this process was started in, or one of its own.
+    /// Returns the world that a launcher started this process in, or a world of one.
     pub fn world(&self) -> Result<World> {
         if !LAUNCHED.iter().any(|name| env::var_os(name).is_some()) {
             return Ok(World::alone());
@@ -47,29 +47,29 @@ impl RankOptions {
         Ok(world)
     }
 
-    /// How many replicas each rank has, where each of them has one at least, and so a whole model.
+    /// Returns the number of replicas in each rank, if every rank holds at least one whole model.
     pub(super) fn whole_models(&self, world: &World) -> Option<usize> {
         let each = self.replicas / world.size();
         (each * world.size() == self.replicas).then_some(each)
     }
 
-    /// In how many parts a mini-batch is brought by the ranks: one for each replica that is in other
-    /// ranks than the others.
+    /// Returns the number of parts that the ranks load of a mini-batch: one for each group of ranks with replicas of
+    /// its own.
     pub(super) fn parts(&self, world: &World) -> usize {
         self.replicas.min(world.size())
     }
 
-    /// How many devices each pipeline has.
+    /// Returns the number of devices in each pipeline.
     pub(super) fn devices_of_pipeline(&self, world: &World, stages: &Stages) -> usize {
         stages.stages.unwrap_or_else(|| self.ranks_of_pipeline(world))
     }
 
-    /// In how many ranks each pipeline is.
+    /// Returns the number of ranks in each pipeline.
     fn ranks_of_pipeline(&self, world: &World) -> usize {
         (world.size() / self.replicas).max(1)
     }
 
-    /// How many of the pipelines' devices this rank has.
+    /// Returns the number of devices that this rank provides to the pipelines.
     pub(super) fn devices(&self, world: &World, stages: &Stages) -> Result<usize> {
         let devices = self.devices_of_pipeline(world, stages);
         if world.size() == 1 {
@@ -87,7 +87,7 @@ impl RankOptions {
     }
 }
 
-/// Refuses what ranks cannot do together, before any of them builds its part.
+/// Refuses what the ranks cannot do together, before any of them builds its part.
 pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
     let (ranks, replicas) = (world.size(), options.ranks.replicas);
     if ranks == 1 {
@@ -107,10 +107,10 @@ pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
     Ok(())
 }
 
-/// Ranks that were told different things would train different models.
+/// Refuses ranks with different options, which would train different models.
 fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let all = world.share("what the run was told", &saved::told(options))?;
-    // A place may have another name on each machine.
+    // Paths may differ between machines.
     let is_place = |flag: &str| ["adapter", "data", "model"].contains(&flag);
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
     let differing = all.iter().enumerate().find_map(|(rank, told)| {
@@ -139,13 +139,13 @@ fn start() -> Result<World> {
 }
 
 impl Trainer {
-    /// Whether this is the rank that prints and writes.
+    /// Returns whether this is the rank that prints and writes.
     pub(super) fn is_first(&self) -> bool {
         self.world.rank() == 0
     }
 }
 
-/// How the program is to end, where somebody has asked any of the ranks.
+/// Returns the exit code if any rank was interrupted.
 pub(super) fn asked(world: &World) -> brimful::Result<Option<Exit>> {
     let here = interrupt::asked();
     if world.size() == 1 {

@@ -1,4 +1,4 @@
-//! How parameters are updated: the optimizer, its rate, and what is done to gradients and weights.
+//! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights.
 
 use anyhow::Result;
 use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
@@ -46,18 +46,18 @@ pub struct Recipe {
     pub(super) tunes: Option<TunedWeights>,
 }
 
-/// What of a folder's weights is trained.
+/// Part of a folder's weights that is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TunedWeights {
     All,
     Lora,
 }
 
-/// A tuning's steps for each of which its learning rate rises.
+/// Steps of fine-tuning for each step of its warm-up.
 const STEPS_PER_WARMUP: usize = 33;
 
 impl Recipe {
-    /// Refuses numbers that no step can be made with.
+    /// Refuses numbers that no optimizer accepts.
     pub(super) fn check(&self) -> Result<()> {
         let from_0 = [
             ("learning-rate", self.learning_rate),
@@ -93,7 +93,7 @@ impl Recipe {
         Ok(())
     }
 
-    /// The optimizer, with the weight decay of what is neither bias nor norm.
+    /// Returns the optimizer, with weight decay for all parameters but biases and norms.
     pub(super) fn method(&self) -> Method {
         let rate = |default| self.learning_rate.unwrap_or(default);
         let of_adam = match self.tunes {
@@ -112,13 +112,13 @@ impl Recipe {
         }
     }
 
-    /// Steps of so many over which the learning rate rises.
+    /// Returns the number of warm-up steps of a training with `steps` steps.
     pub(super) fn warmup(&self, steps: usize) -> usize {
         let usual = self.tunes.map_or(0, |_| steps.div_ceil(STEPS_PER_WARMUP));
         self.warmup.unwrap_or(usual)
     }
 
-    /// Refuses a warm-up that a training of so many steps would not end.
+    /// Refuses a warm-up that is longer than the training.
     pub(super) fn check_warmup(&self, steps: usize) -> Result<()> {
         let warmup = self.warmup(steps);
         ensure_use!(
@@ -129,7 +129,7 @@ impl Recipe {
         Ok(())
     }
 
-    /// The learning rate of every step of so many, from its full height.
+    /// Returns the learning rate schedule over `steps` steps, with its peak at `rate`.
     pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
         let curve = RateCurve::new(rate).warmup(self.warmup(steps));
         match self.learning_rate_decay {

@@ -1,4 +1,4 @@
-//! What a run leaves for people to look at: its run file, its page, the trace of its last step.
+//! Records of a run: its run file, its report page, and the trace of its last step.
 
 use anyhow::Result;
 use brimful::report::{Device, Ended, Recorder};
@@ -10,7 +10,7 @@ use super::{BatchSize, TrainOptions, Trainer};
 use crate::data::Dataset;
 use crate::{calendar, page, shell};
 
-/// A recorder that knows what the run was told, and where it runs.
+/// Makes a recorder with the run's settings and devices.
 pub(super) fn recorder(
     options: &TrainOptions,
     engine: &dyn TrainingEngine,
@@ -61,7 +61,7 @@ fn settings(
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
         let recompute = match stages.recompute.unwrap_or_default() {
-            // Stages on the host are run again whatever was asked, and a plan chooses for each.
+            // Offloaded stages always recompute activations, and a plan chooses for each of the others.
             Recompute::Never | Recompute::ExceptLast if engine.uses_host() => {
                 "chosen for each stage".into()
             }
@@ -87,13 +87,13 @@ fn size(size: Size) -> String {
     }
 }
 
-/// Whether any of these files is wanted.
+/// Returns whether any of these files is wanted.
 pub(super) fn are_wanted(options: &TrainOptions) -> bool {
     let files = [&options.stages.trace, &options.files.record, &options.files.report];
     files.into_iter().any(Option::is_some)
 }
 
-/// Writes the files that were asked for, as far as the run went.
+/// Writes the requested files, as far as the run went.
 pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, ran.trace().as_bytes())?;

@@ -1,4 +1,4 @@
-//! What a person is told whose run was interrupted: what is kept, and how to go on.
+//! Message after an interruption: what is saved, and how to resume.
 
 use std::env;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use super::Trainer;
 use crate::shell::quoted;
 
-/// Tells where the run stopped, and the command that goes on from there.
+/// Says where the run stopped, and gives the command that resumes it.
 pub(super) fn story(trainer: &Trainer) -> String {
     let (epochs, steps) = (trainer.epoch, trainer.running.steps);
     let stopped = match steps {
@@ -27,7 +27,7 @@ pub(super) fn story(trainer: &Trainer) -> String {
     format!("{stopped} and saved to {shown}; go on with\n  {command}")
 }
 
-/// The command that goes on from this place, over so many ranks: the run's flags are in what was saved.
+/// Returns the command that resumes a saved run over `ranks` ranks; the saved run has its own flags.
 fn command(program: &str, ranks: usize, place: &Path) -> String {
     let launcher = if ranks > 1 { format!("mpirun -n {ranks} ") } else { String::new() };
     let place = quoted(&place.to_string_lossy());

@@ -1,4 +1,4 @@
-//! What a run reads besides its data, and what it leaves.
+//! Files that a run reads besides its data, and files that it writes.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -57,14 +57,14 @@ pub struct RunFiles {
 }
 
 impl RunFiles {
-    /// Those that were given, each with its flag; `--save` may name a folder.
+    /// Lists the given files, each with its flag; `--save` may name a folder.
     pub(super) fn flag_files(&self, saves_folder: bool) -> Vec<FlagFile> {
         let log = self.events.as_ref().map(|folder| log_files::events_file(folder));
-        // A run that goes on cuts its logs back to where it goes on from, and writes its own files again.
+        // A resumed run cuts its logs back to where it resumes, and overwrites its own files.
         let is_new = !self.overwrite && self.resume.is_none();
         let written = [
             files::written("--log", self.log.as_ref()),
-            // Its folder is made where there is none.
+            // A missing folder of events is created.
             files::written("--events", log.filter(|log| log.exists())),
             files::written("--record", self.record.as_ref()),
             files::written("--report", self.report.as_ref()),
@@ -78,7 +78,7 @@ impl RunFiles {
         self.saved_files(saves_folder).into_iter().chain(written).chain(read).collect()
     }
 
-    /// Files and folders that `--save` and `--keep` write.
+    /// Lists the files and folders that `--save` and `--keep` write.
     fn saved_files(&self, saves_folder: bool) -> Vec<FlagFile> {
         let Some(save) = &self.save else { return Vec::new() };
         let kept = kept_beside(save, self.keep);
@@ -92,7 +92,7 @@ impl RunFiles {
         kept.chain([written("--save", save.clone())]).collect()
     }
 
-    /// Refuses a folder of events that is none.
+    /// Refuses an `--events` path that is a file.
     pub(super) fn check(&self) -> Result<()> {
         if let Some(path) = &self.events {
             let (shown, is_file) = (path.display(), path.exists() && !path.is_dir());
@@ -102,7 +102,7 @@ impl RunFiles {
     }
 }
 
-/// What is kept beside the file of the last save.
+/// Files kept beside that of the last save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
     Last,

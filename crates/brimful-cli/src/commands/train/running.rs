@@ -1,4 +1,4 @@
-//! What an epoch has come to, step by step.
+//! Running totals of an epoch, step by step.
 
 use std::time::Duration;
 
@@ -6,29 +6,29 @@ use brimful::Bytes;
 use brimful::auto::Decision;
 use brimful::report::Record;
 
-/// What an epoch has come to so far.
+/// Totals of an epoch so far.
 #[derive(Debug, Default)]
 pub(super) struct Running {
-    /// Steps that are done.
+    /// Steps done.
     pub(super) steps: usize,
-    /// The mean loss of all its samples, as far as it is known.
+    /// Part of the epoch's mean loss that its steps have contributed so far.
     pub(super) loss: f64,
     pub(super) peak: Bytes,
     pub(super) retries: usize,
-    /// What changed about an automatic size, and why.
+    /// Changes of an automatic size, with their reasons.
     pub(super) decisions: Vec<Decision>,
-    /// What this process has trained on, and how long it took.
+    /// Samples that this process has trained on, and the time that it took.
     samples: usize,
     time: Duration,
 }
 
 impl Running {
-    /// So many steps, with such a part of the loss, of another run.
+    /// Continues the epoch of another run, after `steps` steps and with their part of the loss.
     pub(super) fn going_on(steps: usize, loss: f64) -> Self {
         Self { steps, loss, ..Self::default() }
     }
 
-    /// One more step, on such a share of the epoch's samples, that took so long with all around it.
+    /// Adds a step on a share of the epoch's samples, with the time it took in all.
     pub(super) fn add(&mut self, step: &Record, share: f64, time: Duration) {
         self.steps += 1;
         self.samples += step.samples;
@@ -44,12 +44,12 @@ impl Running {
         }
     }
 
-    /// How fast it is; 0 where no step was run.
+    /// Returns the samples per second; 0 if no step has run.
     pub(super) fn samples_per_s(&self) -> f64 {
         if self.samples == 0 { 0.0 } else { self.samples as f64 / self.time.as_secs_f64() }
     }
 
-    /// The automatic size that was taken last.
+    /// Returns the last automatic size taken.
     pub(super) fn size(&self) -> Option<usize> {
         self.decisions.last().map(|decision| decision.size)
     }

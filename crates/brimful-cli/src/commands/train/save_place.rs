@@ -1,4 +1,4 @@
-//! The place of `--save`: no other run's, and with room for what will be written there.
+//! Checks of `--save`: no other run saves there, and the disk has enough free bytes.
 
 use std::path::Path;
 
@@ -16,20 +16,20 @@ use crate::files::folder_of;
 use crate::fine_tune::FineTune;
 use crate::output;
 
-/// What a run will save, and how often.
+/// Inputs for the size and number of the files that a run will save.
 #[derive(Debug)]
 pub(super) struct ToSave<'a> {
     pub(super) options: &'a TrainOptions,
     pub(super) layers: &'a Layers,
-    /// The model's folder, where it is from one.
+    /// Folder of the model, if it is from one.
     pub(super) folder: Option<&'a FineTune>,
-    /// Steps of an epoch.
+    /// Steps in an epoch.
     pub(super) in_epoch: usize,
 }
 
 impl ToSave<'_> {
-    /// Claims the place, if there is one, until what it gives is dropped. Of several ranks the first does so, and
-    /// all are told.
+    /// Locks the path of `--save`, if there is one, until the returned lock is dropped. The first rank does so, and
+    /// shares the result with all ranks.
     pub(super) fn claim(&self, world: &World) -> Result<Option<ClaimedPlace>> {
         let path = self.options.files.save.as_deref();
         let path = path.filter(|path| world.rank() == 0 && save::place(path).is_some());
@@ -46,7 +46,7 @@ impl ToSave<'_> {
         }
     }
 
-    /// Refuses a disk that would be full in the midst of the run.
+    /// Refuses a disk that would fill up during the run.
     fn check_room(&self, path: &Path) -> Result<()> {
         let Some(free) = free_bytes(path) else { return Ok(()) };
         let (each, files) = (self.bytes()?, self.files(path));
@@ -64,8 +64,8 @@ impl ToSave<'_> {
         Ok(())
     }
 
-    /// The bytes of one file: the model, what its optimizer keeps, and averages of weights; of a folder, the
-    /// model, and what the run needs beside it to go on.
+    /// Returns the bytes of one save: the model, the optimizer's state and averages of weights; for a folder, the
+    /// model and what the run needs beside it to resume.
     fn bytes(&self) -> Result<Bytes> {
         let options = self.options;
         let _shapes_alone = meta::enter();
@@ -94,8 +94,7 @@ impl ToSave<'_> {
         Ok(Bytes(model + state as u64 + averages))
     }
 
-    /// How many files more than now there will be at one time: those that are kept, and the one that is
-    /// being written.
+    /// Returns how many more files than now will exist at once: those that are kept, and the one being written.
     fn files(&self, path: &Path) -> u64 {
         let files = &self.options.files;
         let before_last = self.options.length.steps(self.in_epoch).saturating_sub(1);
@@ -103,13 +102,13 @@ impl ToSave<'_> {
         let saves = before_last / self.in_epoch.max(1) + between + 1;
         let (kept, there) = checkpoints::kept_and_there(path, files.keep);
         let more = kept.saturating_sub(there) + 1;
-        // The best one so far is a file of its own.
+        // The best model so far is a file of its own.
         let written = if files.keep == Keep::Best { 2 * saves } else { saves };
         more.min(written) as u64
     }
 }
 
-/// What the file system of this path has left for this user; not known of some.
+/// Returns the free bytes of the path's file system for this user; unknown for some.
 fn free_bytes(path: &Path) -> Option<Bytes> {
     let found = rustix::fs::statvfs(folder_of(path)).ok().filter(|found| found.f_blocks > 0)?;
     Some(Bytes(found.f_bavail.saturating_mul(found.f_frsize)))

@@ -1,5 +1,5 @@
-//! A training run in one safetensors file: the model under its own names, the optimizer's state
-//! beside it, and what the run was told. In a folder of a model the file has what the folder's own files lack.
+//! A training run in one safetensors file: the model under its own names, with the optimizer's state and the run's
+//! options beside it. In a model's folder, the file has only what the folder's own files lack.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -19,40 +19,40 @@ use crate::fine_tune::FineTune;
 use crate::named::Named;
 use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, run_file, taken};
 
-/// How many epochs are done, how many steps of the next one, and their part of its loss.
+/// Metadata keys: finished epochs, steps done in the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
 const LOSS: &str = "loss";
-/// How many samples an epoch has.
+/// Metadata key of the number of samples in an epoch.
 const SAMPLES: &str = "samples";
-/// Of the first step.
+/// Metadata key of the peak learning rate.
 const LEARNING_RATE: &str = "learning-rate";
 
-/// A run as it is after a step: the tensors are its own, which the next step changes.
+/// A run as it is after a step. It shares the trainer's tensors, which the next step changes.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     tensors: Named,
     metadata: Metadata,
-    /// The folder's model, where it is saved to a folder.
+    /// Model of a folder, if it is saved to one.
     model: Option<SavedModel>,
 }
 
-/// A model as it goes into a folder.
+/// A model to be written into a folder.
 #[derive(Debug)]
 struct SavedModel {
     tensors: Named,
     folder: Arc<FineTune>,
-    /// Whether the run that it is of goes on, and so is saved beside it.
+    /// True if the run continues, and so is saved beside the model.
     goes_on: bool,
 }
 
 impl SavedRun {
-    /// The run after its last finished step. Of several ranks, all take part.
+    /// Takes the run after its last finished step. Collective: every rank takes part.
     pub(super) fn of(trainer: &Trainer) -> Result<Self> {
         Self::with(trainer, !trainer.is_over())
     }
 
-    /// Takes the run after its last finished step, of which a folder gets the model alone.
+    /// Takes the best run so far; a folder gets its model alone.
     pub(super) fn of_best(trainer: &Trainer) -> Result<Self> {
         Self::with(trainer, false)
     }
@@ -68,14 +68,14 @@ impl SavedRun {
         };
         let has_averages = trainer.options.recipe.ema.is_some();
         let run = match goes_on {
-            // What the folder's own files have is not written twice, nor what is not trained.
+            // Leaves out the tensors that the folder's own files have, and those that are not trained.
             true => Self::of_run(trainer, |name| folder.lacks(name, has_averages))?,
             false => Self { tensors: Vec::new(), metadata: Metadata::new(), model: None },
         };
         Ok(Self { model: Some(model), ..run })
     }
 
-    /// The model alone: its averages, where there are any.
+    /// Takes the model alone, with averages in place of weights if there are any.
     fn of_model(trainer: &Trainer, folder: &FineTune) -> Result<Named> {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
@@ -89,7 +89,7 @@ impl SavedRun {
         Ok(tensors)
     }
 
-    /// All of the run, with those of the model's tensors that are wanted.
+    /// Takes all of the run, with the model's wanted tensors.
     fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
@@ -103,7 +103,7 @@ impl SavedRun {
         metadata.insert(EPOCH.into(), trainer.epoch.to_string());
         metadata.insert(STEP.into(), trainer.running.steps.to_string());
         metadata.insert(SAMPLES.into(), trainer.dataset.train.len().to_string());
-        // As it is read back, to the last bit.
+        // Debug format, which parses back to the same bits.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
@@ -114,9 +114,10 @@ impl SavedRun {
         Ok(Self { tensors, metadata, model: None })
     }
 
-    /// Writes it beside its place; a folder at once to its place, of which there is nothing left to do.
+    /// Writes a file beside its place and returns it to be renamed. Writes a folder into place at once and returns
+    /// none.
     pub(super) fn write(&self, path: &Path) -> brimful::Result<Option<WrittenFile>> {
-        // The place is this run's own: one that was killed may have left something there.
+        // The place is locked by this run: anything left there is from one that was killed.
         save::remove_left_over(path);
         let run = |path: &Path| save::write(path, &self.tensors, &self.metadata);
         match &self.model {
@@ -128,7 +129,7 @@ impl SavedRun {
     }
 }
 
-/// Takes a run over from its file or folder. Nothing is changed if it does not fit.
+/// Loads a run from its file or folder. Changes nothing if it does not fit.
 pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let file = run_file(path);
     ensure!(
@@ -156,7 +157,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     Ok(())
 }
 
-/// The samples must be those that the run was made with, as far as it has seen them.
+/// Checks that the data is what the run was made with, as far as it has read it.
 fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
@@ -164,7 +165,7 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
         running.steps,
         trainer.steps()
     );
-    // Between epochs data may grow; within one, samples would come twice or not at all.
+    // Data may grow between epochs; within one, samples would be repeated or skipped.
     let (then, now) = (metadata.get(SAMPLES), trainer.dataset.train.len().to_string());
     ensure!(
         running.steps == 0 || then.is_none_or(|then| *then == now),
@@ -182,13 +183,13 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
     Ok(())
 }
 
-/// What the classes of its data are called, as a file tells it.
+/// Returns the names of the classes of the trainer's data, as the file stores them.
 fn class_names(trainer: &Trainer) -> Result<Option<String>> {
     let names = &trainer.dataset.class_names;
     Ok((!names.is_empty()).then(|| serde_json::to_string(names)).transpose()?)
 }
 
-/// Tensors and texts whose names begin so, without that.
+/// Returns the tensors and texts whose names have this prefix, without it.
 fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata) {
     let text = |(key, text): (&String, &String)| {
         Some((key.strip_prefix(prefix)?.to_owned(), text.clone()))
@@ -196,8 +197,8 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
     (taken(prefix, tensors), metadata.iter().filter_map(text).collect())
 }
 
-/// Adds the model's tensors that a folder's run does not have, because the folder itself has them, or because they are
-/// those of the model that it began with.
+/// Adds the model's tensors that a folder's run lacks, because the folder has them or they are still those of the
+/// pretrained model.
 fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
     let Some(folder) = &trainer.folder else {
         bail!("it is a folder of a folder's model: give --model FOLDER")
@@ -209,12 +210,12 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
     Ok(())
 }
 
-/// A run goes on as it began: with the same words, but for the places of what is the same.
+/// Checks that a run resumes with the options that it began with; a path may change if its content is the same.
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
     for (flag, now) in flags(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
-            // As a mini-batch's size was once written.
+            // Reads the format of older files too.
             text.trim_start_matches("samples(").trim_end_matches(')')
         });
         let content = format!("{flag}{CONTENT}");
@@ -234,7 +235,7 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     Ok(())
 }
 
-/// A flag as it was told, or that it was not.
+/// Shows a flag with its value, or that it was not given.
 pub(super) fn shown(flag: &str, text: Option<&str>) -> String {
     match text {
         Some(text) => format!("--{flag} {text}"),
@@ -247,13 +248,13 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
     number.with_context(|| format!("it does not say its {key}: is it a file of --save?"))
 }
 
-/// What must be the same for a run to go on as it began, of what it was told.
+/// Returns the options that a resumed run must share with its first one.
 pub(super) fn told(options: &TrainOptions) -> Metadata {
     let told = flags(options).into_iter();
     told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
 }
 
-/// All such flags, in the order in which they are compared; `None` for one that may be left out and was.
+/// Returns these options in the order in which they are compared; `None` for one that is optional and was not given.
 fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())

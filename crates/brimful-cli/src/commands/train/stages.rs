@@ -1,4 +1,4 @@
-//! The options of a model that is cut into stages.
+//! Options of a model that is cut into stages.
 
 use std::path::PathBuf;
 
@@ -37,7 +37,7 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    /// Refuses what cannot be; what is said of stages needs some.
+    /// Refuses impossible combinations, and stage options without stages.
     pub(super) fn check(&self) -> Result<()> {
         let is_cut = self.stages.is_some() || self.offload == Some(Offload::All);
         if !is_cut {

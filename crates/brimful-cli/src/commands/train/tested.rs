@@ -1,26 +1,26 @@
-//! What the tests of a run came to: which was the best, and whether it still gets better.
+//! Results of a run's tests: the best one, and whether the run still improves.
 
 use brimful::save::Metadata;
 
-/// The names under which a saved run tells of them.
+/// Metadata keys of a saved run.
 const BEST_LOSS: &str = "best-test-loss";
 const BEST_STEP: &str = "best-step";
 const SINCE_BEST: &str = "tests-since-best";
 const LAST_STEP: &str = "tested-step";
 
-/// The tests of a run so far.
+/// Tests of a run so far.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct TestsSoFar {
-    /// The lowest loss, and the step after which it was found.
+    /// Lowest loss, and the step after which it was found.
     pub(super) best: Option<(f64, usize)>,
-    /// How many there were since.
+    /// Number of tests since then.
     pub(super) since_best: usize,
-    /// The step after which the last one was.
+    /// Step of the last test.
     pub(super) last: Option<usize>,
 }
 
 impl TestsSoFar {
-    /// One more, after so many steps. Says whether it is the best so far.
+    /// Adds a test after `step` steps, and returns whether it is the best so far.
     pub(super) fn add(&mut self, loss: f64, step: usize) -> bool {
         self.last = Some(step);
         let better = self.best.is_none_or(|(best, _)| loss < best);
@@ -33,16 +33,16 @@ impl TestsSoFar {
         better
     }
 
-    /// Whether so many in a row were no better.
+    /// Returns whether the last `tests` tests were no better than the best.
     pub(super) fn stopped_improving(&self, tests: Option<usize>) -> bool {
         tests.is_some_and(|tests| self.since_best >= tests)
     }
 
-    /// As a saved run tells of them.
+    /// Returns the metadata for a saved run.
     pub(super) fn told(&self) -> Metadata {
         let mut told = Metadata::new();
         if let Some((loss, step)) = self.best {
-            // As it is read back, to the last bit.
+            // Debug format, which parses back to the same bits.
             told.insert(BEST_LOSS.into(), format!("{loss:?}"));
             told.insert(BEST_STEP.into(), step.to_string());
             told.insert(SINCE_BEST.into(), self.since_best.to_string());
@@ -53,7 +53,7 @@ impl TestsSoFar {
         told
     }
 
-    /// Those of a saved run; none where it tells of none.
+    /// Reads the metadata of a saved run; without any, there were no tests.
     pub(super) fn read(metadata: &Metadata) -> Self {
         let number = |key: &str| metadata.get(key)?.parse().ok();
         let loss = metadata.get(BEST_LOSS).and_then(|text| text.parse().ok());

@@ -1,4 +1,4 @@
-//! The model of a training: one that the program knows, or a folder's.
+//! Model of a training: a built-in one, or a folder's.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::exit::{ensure_use, wrong_use};
 use crate::fine_tune::FineTune;
 use crate::setting::{DROPOUT, ModelName, ModelSource, NormStatistics};
 
-/// A model that is to be trained.
+/// A model to be trained.
 #[derive(Debug)]
 pub(super) enum TrainedModel {
     Named(ModelName),
@@ -20,7 +20,7 @@ pub(super) enum TrainedModel {
 }
 
 impl TrainedModel {
-    /// That of the options; what does not go with it is refused.
+    /// Opens the model of the options, and refuses options that do not apply to it.
     pub(super) fn open(options: &TrainOptions) -> Result<Self> {
         match &options.model {
             ModelSource::Named(name) => {
@@ -41,7 +41,7 @@ impl TrainedModel {
         }
     }
 
-    /// The samples of the options; what does not go with them is refused.
+    /// Opens the samples of the options, and refuses options that do not apply to them.
     pub(super) fn data(&self, options: &TrainOptions) -> Result<Dataset> {
         let TrainOptions { data, sequence, image, seed, .. } = options;
         let wishes = SampleWishes { sequence: *sequence, image: *image, pixels: None };
@@ -60,8 +60,7 @@ impl TrainedModel {
         Ok(dataset)
     }
 
-    /// The model for samples of this shape, with these statistics in its BatchNorms where they are asked
-    /// for.
+    /// Returns the model's layers for samples of this shape, with the given kind of BatchNorm statistics if any.
     pub(super) fn layers(
         &self,
         sample: &Sample,

@@ -35,53 +35,53 @@ use crate::setting::counted;
 #[derive(Debug)]
 pub struct Trainer {
     pub(super) options: TrainOptions,
-    /// What of these was not said.
+    /// Settings that the options left to their defaults.
     pub(super) usual: UsualSettings,
-    /// Of its model.
+    /// Sizes of the model, for advice.
     pub(super) size: ModelSize,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
-    /// What it is trained from, where that is a folder.
+    /// Pretrained model, if the training starts from a folder.
     pub(super) folder: Option<Arc<FineTune>>,
-    /// In how many parts the ranks bring a mini-batch.
+    /// Number of parts that the ranks load of a mini-batch.
     parts: usize,
     pub(super) dataset: Dataset,
     pub(super) cut: EpochCut,
-    /// The learning rate at its full height.
+    /// Learning rate at its peak.
     pub(super) rate: f64,
-    /// The size that was found, where it is automatic.
+    /// Automatic micro-batch size last taken.
     found: Option<usize>,
-    /// Epochs that are done.
+    /// Epochs done.
     pub(super) epoch: usize,
-    /// What the epoch that runs has come to so far.
+    /// Totals of the current epoch.
     pub(super) running: Running,
     pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
-    /// Marks of what it reads.
+    /// Fingerprints of what the run reads.
     pub(super) contents: Metadata,
-    /// Where it saves to, which nobody else does meanwhile.
+    /// Lock on the path of `--save`, held while the run lasts.
     _place: Option<ClaimedPlace>,
 }
 
-/// What an epoch came to.
+/// Results of an epoch.
 #[derive(Debug, Clone, Serialize)]
 pub struct Epoch {
     pub epoch: usize,
-    /// The mean loss of its samples in training.
+    /// Mean training loss over its samples.
     pub loss: f64,
     pub test_loss: f64,
     pub test_accuracy: f64,
     pub micro_batch_size: usize,
-    /// How often a step was run again with smaller micro-batches.
+    /// Number of times that a step was repeated with smaller micro-batches.
     pub retries: usize,
-    /// What changed about an automatic size, and why.
+    /// Changes of an automatic size, with their reasons.
     pub decisions: Vec<Decision>,
     pub peak_bytes: Bytes,
     pub samples_per_s: f64,
 }
 
 impl Trainer {
-    /// A model with its first parameters, on one device, on several, or in stages.
+    /// Builds a model with its initial parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
         let model = TrainedModel::open(options)?;
         let usual = UsualSettings::of(&model, options);
@@ -131,43 +131,43 @@ impl Trainer {
         })
     }
 
-    /// How many steps an epoch has.
+    /// Returns the number of steps in an epoch.
     pub(crate) fn steps(&self) -> usize {
         self.cut.steps()
     }
 
-    /// Steps that are done, of all epochs together.
+    /// Returns the number of steps done over all epochs.
     pub(super) fn steps_done(&self) -> usize {
         self.epoch * self.steps() + self.running.steps
     }
 
-    /// All steps that there are, if the tests do not end the run before.
+    /// Returns the number of all steps, if the tests do not stop the run early.
     fn all_steps(&self) -> usize {
         self.options.length.steps(self.steps())
     }
 
-    /// Samples that were trained on, all epochs together.
+    /// Returns the number of samples trained on over all epochs.
     pub(super) fn samples_done(&self) -> usize {
         self.epoch * self.dataset.train.len() + self.cut.samples_of(self.running.steps)
     }
 
-    /// Samples that there are to train on, in all epochs together.
+    /// Returns the number of samples to train on over all epochs.
     pub(super) fn samples_to_do(&self) -> usize {
         let all = self.all_steps();
         all / self.steps() * self.dataset.train.len() + self.cut.samples_of(all % self.steps())
     }
 
-    /// Whether all steps of the running epoch are done, and what they came to is to be told.
+    /// Returns whether all steps of the current epoch are done, and its results remain to be reported.
     pub(super) fn is_epoch_over(&self) -> bool {
         self.running.steps == self.steps()
     }
 
-    /// Whether nothing is left to train.
+    /// Returns whether nothing is left to train.
     pub(super) fn is_over(&self) -> bool {
         self.steps_done() >= self.all_steps() || self.has_stopped_improving()
     }
 
-    /// Why nothing is left, and what would leave something.
+    /// Says why nothing is left to train, and which flag gives more.
     pub(super) fn why_over(&self) -> String {
         let epochs = self.options.length.epochs(self.steps());
         let steps = self.steps_done();
@@ -189,24 +189,24 @@ impl Trainer {
         }
     }
 
-    /// Whether the tests have ended the run before its time.
+    /// Returns whether the tests stop the run early.
     fn has_stopped_improving(&self) -> bool {
         self.tests.stopped_improving(self.options.length.stop_after)
     }
 
-    /// Whether a test is due in the midst of an epoch: after the last step there is always one.
+    /// Returns whether a test is due within an epoch; after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
         let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
         due && steps > 0 && self.tests.last != Some(steps)
     }
 
-    /// That of the next step.
+    /// Returns the learning rate of the next step.
     pub(super) fn learning_rate(&self) -> f64 {
         self.options.recipe.curve(self.rate, self.all_steps()).at(self.steps_done())
     }
 
-    /// Trains on every sample once, and tests; or goes on where an epoch was broken off.
+    /// Trains on every sample once and tests, or finishes an epoch that was interrupted.
     pub fn run_epoch(&mut self) -> Result<Epoch> {
         while !self.is_epoch_over() {
             let step = self.step(None)?;
@@ -215,24 +215,23 @@ impl Trainer {
         Ok(self.finish_epoch()?.0)
     }
 
-    /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it
-    /// runs.
+    /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it runs.
     ///
-    /// The random numbers of an epoch's order and of every step come from seeds of their own, so
-    /// that what is run again or broken off and gone on with is the same.
+    /// The order of each epoch and the random numbers of each step have seeds of their own, so that a step that is
+    /// repeated or resumed has the same ones.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
         tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
         self.engine.set_learning_rate(self.learning_rate())?;
         let batches = self.bring()?;
-        // One rank's samples are not the step's.
+        // With several parts, this rank's samples are not all of the step's.
         let ticker = ticker.filter(|_| self.parts == 1);
         let step = self.engine.step(batches, ticker).map_err(|error| self.advise(error))?;
         self.note(&step, start.elapsed());
         Ok(step)
     }
 
-    /// The mini-batches of the next step; those of the one after it are made ready while it runs.
+    /// Loads the mini-batches of the next step, and starts preparing those of the one after it.
     fn bring(&mut self) -> Result<Vec<(Rows, Rows)>> {
         let (epoch, step) = (self.epoch, self.running.steps);
         let requests = self.requests(epoch, step)?;
@@ -248,8 +247,8 @@ impl Trainer {
         Ok(brought)
     }
 
-    /// What this rank brings to a step of an epoch: samples in the order of the epoch, which depends on its
-    /// number alone.
+    /// Returns this rank's samples for a step. Their order in an epoch depends only on the seed and the epoch's
+    /// number.
     fn requests(&self, epoch: usize, step: usize) -> Result<Vec<SampleRequest>> {
         let seed = seed_of(self.options.seed, epoch + 1, 0).cast_unsigned();
         let order = Shuffle::new(self.dataset.train.len(), seed);
@@ -261,7 +260,7 @@ impl Trainer {
     }
 
     fn note(&mut self, step: &Record, time: Duration) {
-        // Of those that were asked for: an image that cannot be read is missing in what came.
+        // Counts the requested samples: an unreadable image is missing from those that were loaded.
         let steps = self.running.steps;
         let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
         let share = samples as f64 / self.dataset.train.len() as f64;
@@ -269,7 +268,7 @@ impl Trainer {
         self.found = self.running.size().or(self.found);
     }
 
-    /// Tests, and tells what the epoch came to, whose steps are all done.
+    /// Tests after the last step of an epoch, and returns the epoch's results.
     pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, TestFigures)> {
         let test = self.test()?;
         let samples_per_s = self.running.samples_per_s();
@@ -299,7 +298,7 @@ impl Trainer {
         Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })
     }
 
-    /// This rank's part of a mini-batch, of whose places all ranks know.
+    /// Returns this rank's part of a mini-batch, whose positions all ranks know.
     fn own_part(&self, places: Range<usize>) -> Result<Range<usize>> {
         let ranks = self.world.size() / self.parts;
         let parts = split::by_count(places.len(), self.parts)?;
@@ -308,11 +307,12 @@ impl Trainer {
         Ok(places.start + start..places.start + end)
     }
 
-    /// The loss and the share of right answers on the test samples.
+    /// Returns the loss and the share of right predictions on the test samples.
     fn judge(&mut self) -> Result<(f64, f64)> {
         let largest = self.cut.largest();
         let at_once = self.dataset.test.at_once(largest);
-        // In stages all that is between two of them waits on the device: no more than in a step.
+        // A model in stages keeps all activations between two stages on the device, so this takes no more samples
+        // than a step.
         let at_once = if self.engine.schedule().is_some() { at_once.min(largest) } else { at_once };
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
@@ -333,7 +333,7 @@ impl Trainer {
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);
         }
-        // Of all ranks: those of one pipeline count the same answers, as often each.
+        // Sums over all ranks. The ranks of one pipeline all count its samples, which leaves the ratio unchanged.
         let all = Tensor::from_slice(&counts);
         self.world.sum(&[all.shallow_clone()])?;
         let counts = Vec::<f64>::try_from(all)?;
@@ -342,8 +342,7 @@ impl Trainer {
     }
 }
 
-/// The mean of values that stand for so many each, exactly the value where there is one; and how many all
-/// stand for.
+/// Returns the weighted mean, which is exact for a single value, and the sum of the weights.
 fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
     values.iter().zip(weights).fold((0.0, 0.0), |(mean, before), (value, weight)| {
         let all = before + weight;
@@ -351,8 +350,8 @@ fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
     })
 }
 
-/// A seed for each step of each epoch, for the epoch's order (step 0), and for what comes before
-/// them all (epoch 0), that are not neighbours.
+/// Returns a seed for each step of each epoch, for the epoch's order (step 0), and for what precedes all epochs
+/// (epoch 0). Nearby steps get seeds that are far apart.
 fn seed_of(seed: u64, epoch: usize, step: usize) -> i64 {
     let epoch = (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let step = (step as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);

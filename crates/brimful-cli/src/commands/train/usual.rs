@@ -1,4 +1,4 @@
-//! Settings that were not said of a training that tunes a folder's weights, and where each is from.
+//! Default settings for fine-tuning a folder's weights, and the reason for each.
 
 use tch::Kind;
 
@@ -9,24 +9,24 @@ use super::{TrainOptions, Trainer};
 use crate::data::Sample;
 use crate::setting::NumberType;
 
-/// Tokens of a mini-batch.
+/// Default number of tokens in a mini-batch.
 const BATCH_TOKENS: i64 = 16_384;
 
-/// What a training that tunes weights takes where nothing is said; nothing of one that begins anew.
+/// Defaults of a fine-tuning; none for a training from scratch.
 #[derive(Debug)]
 pub(super) struct UsualSettings(Option<Tuning>);
 
 #[derive(Debug)]
 struct Tuning {
-    /// As they were given.
+    /// The options as given.
     said: Box<TrainOptions>,
     weights: TunedWeights,
-    /// The dtype of the weights in their files.
+    /// Dtype of the weights in their files.
     stored: Kind,
 }
 
 impl UsualSettings {
-    /// Those of a training of this model.
+    /// Returns the defaults for training this model.
     pub(super) fn of(model: &TrainedModel, options: &TrainOptions) -> Self {
         let weights = match options.fine_tune.trains_adapter() {
             true => TunedWeights::Lora,
@@ -36,7 +36,7 @@ impl UsualSettings {
         Self(model.folder().and_then(|folder| folder.stored_kind()).map(tuning))
     }
 
-    /// The options with what was not said of a training on such samples.
+    /// Fills in the options that were not given, for such samples.
     pub(super) fn fill_in(&self, options: &TrainOptions, sample: &Sample) -> TrainOptions {
         let mut options = options.clone();
         let (Some(tuning), Sample::Sequence { length, .. }) = (&self.0, sample) else {
@@ -51,7 +51,7 @@ impl UsualSettings {
         options
     }
 
-    /// A line for each setting, with where it is from.
+    /// Describes each setting in a line, with its source.
     pub(super) fn lines(&self, trainer: &Trainer) -> Vec<String> {
         let Some(Tuning { said, weights, stored }) = &self.0 else { return Vec::new() };
         let TrainOptions { recipe, length, files, .. } = &trainer.options;
@@ -111,7 +111,7 @@ impl Tuning {
     }
 }
 
-/// Why weights that are stored so are trained in their number type.
+/// Returns the reason for the dtype of a training from weights stored in this dtype.
 fn stored_as(kind: Kind) -> &'static str {
     match kind {
         Kind::Half => "the weights are stored in f16, which is not trained in",

@@ -1,5 +1,4 @@
-//! Training with the whole model on a device, or on each of several, of one process or of several
-//! ranks.
+//! Training with the whole model on one device or on each of several, in one process or over several ranks.
 
 use std::time::Instant;
 
@@ -25,20 +24,20 @@ pub(super) struct WholeModel {
     runner: Runner,
     optimizer: Optimizer,
     clip_norm: Option<f64>,
-    /// Of the weights, where they are wanted.
+    /// Averages of the weights, if they are wanted.
     averages: Option<Ema>,
     devices: Vec<Device>,
-    /// The first device's, where the optimizer's state is.
+    /// Memory of the first device, which holds the optimizer's state.
     memory: Memory,
     kind: Kind,
-    /// Whether micro-batches may be replayed.
+    /// True if micro-batches may run as CUDA graphs.
     replays: bool,
     ranks: usize,
-    /// What a step needs whatever the size of its micro-batches.
+    /// Bytes that a step needs for any size of its micro-batches.
     fixed: FixedBytes,
 }
 
-/// Who runs the steps of this process.
+/// Engine that runs the steps of this process.
 #[derive(Debug)]
 enum Runner {
     One { micro: Box<MicroBatcher>, model: LossModel, store: VarStore },
@@ -46,7 +45,7 @@ enum Runner {
 }
 
 impl WholeModel {
-    /// So many replicas in each rank, with the model's first parameters.
+    /// Builds `each` replicas in each rank, with the model's initial parameters.
     pub(super) fn new(
         layers: Layers,
         each: usize,
@@ -55,7 +54,7 @@ impl WholeModel {
     ) -> Result<Self> {
         let devices = options.devices(world, each)?;
         let accounts = match devices[..] {
-            // The only one is called by its own name.
+            // A single device keeps its own name.
             [only] => vec![within(Memory::of(only)?, options.memory_limit)?],
             _ => accounts(&devices, options.memory_limit)?,
         };
@@ -116,7 +115,7 @@ impl Runner {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
         let first = Draws::of_first_values()?;
-        // Replicas tell a panic's words, and know one that is about memory.
+        // Replicas return a panic's message as an error, and recognise an out-of-memory one.
         let build = move |root: &Path<'_>| {
             let built = LossModel::build_drawing(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
@@ -125,7 +124,7 @@ impl Runner {
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;
         let device = replicas.device();
         let replicas = replicas
-            // Of one kind; and what they have is not to depend on the clock.
+            // The devices are alike, and a split by measured speed would make results depend on timing.
             .speeds(&vec![1.0; each])?
             .replay(device.is_cuda() && !options.no_replay)
             .layout(layout(device))
@@ -141,7 +140,7 @@ impl Runner {
         }
     }
 
-    /// The gradient of all of these mini-batches together.
+    /// Computes the gradient of all these mini-batches together.
     fn backward(
         &mut self,
         batches: &[(Rows, Rows)],
@@ -193,7 +192,7 @@ impl TrainingEngine for WholeModel {
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record> {
         let start = Instant::now();
-        // What is replayed calls no closure, and its closure is to do nothing on the host.
+        // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
         let ticker = ticker.filter(|_| !self.replays);
         let step = self.runner.backward(&batches, self.kind, ticker)?;
         guard(&self.memory, || {
@@ -206,7 +205,7 @@ impl TrainingEngine for WholeModel {
         self.optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
         if let Some(Some(first)) = record.peaks.first_mut() {
-            // The optimizer's step was in that memory too.
+            // The optimizer's step used the same memory.
             *first = (*first).max(self.memory.usage()?.peak);
         }
         Ok(record)
@@ -217,7 +216,7 @@ impl TrainingEngine for WholeModel {
             guard(&self.memory, || averages.swap_in())?;
         }
         let tested = self.runner.evaluate(&batch, self.kind);
-        // Whether it failed or not: training goes on with the weights themselves.
+        // Swaps back even after an error: training continues with the weights themselves.
         if let Some(averages) = &mut self.averages {
             averages.swap_out()?;
         }
@@ -236,7 +235,8 @@ impl TrainingEngine for WholeModel {
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         check_model(&self.variables()?, &model)?;
         let (state, texts) = &kept.optimizer;
-        // In the memory that the first step would make the state in: the limit counts it.
+        // Loads the state into the memory account in which the first step would create it, so that the limit counts
+        // it.
         guard(&self.memory, || self.optimizer.load_state(state, texts))?;
         if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
             averages.load_state(state, texts)?;

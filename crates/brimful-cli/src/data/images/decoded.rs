@@ -1,4 +1,4 @@
-//! A file as an image for a network: decoded, cut, resized and normalised.
+//! Decoding of a file into an image for a network: cropped, resized and normalised.
 
 use std::fs;
 use std::io::Cursor;
@@ -10,23 +10,23 @@ use tch::{Kind, Tensor};
 
 use super::view::ImageView;
 
-/// What begins a JPEG.
+/// First bytes of a JPEG.
 const JPEG: [u8; 2] = [0xff, 0xd8];
-/// Of the pixels of photographs, red, green and blue, from 0 to 255: those that torchvision's weights were
-/// trained with.
+/// Mean and deviation of the red, green and blue pixels of photographs, from 0 to 255: the values that torchvision's
+/// weights were trained with.
 const MEAN: [f32; 3] = [123.675, 116.28, 103.53];
 const DEVIATION: [f32; 3] = [58.395, 57.12, 57.375];
 
-/// Whether a file begins as an image does, with a size.
+/// Checks that a file begins like an image with a size.
 pub(super) fn check(path: &Path) -> Result<()> {
     ImageReader::open(path)?.with_guessed_format()?.into_dimensions()?;
     Ok(())
 }
 
-/// The colours of a file's pixels, as bytes: 1 × 3 × height × width.
+/// Reads the colours of a file's pixels, as bytes: 1 × 3 × height × width.
 pub(super) fn pixels(path: &Path) -> Result<Tensor> {
     let bytes = fs::read(path)?;
-    // The decoder makes grey of what is missing.
+    // The decoder fills a missing part with grey, so a truncated file is detected here.
     let is_whole = bytes.strip_prefix(&JPEG).is_none_or(has_end);
     ensure!(is_whole, "it ends before its image does");
     let image = ImageReader::new(Cursor::new(bytes)).with_guessed_format()?.decode()?.into_rgb8();
@@ -35,10 +35,10 @@ pub(super) fn pixels(path: &Path) -> Result<Tensor> {
     Ok(pixels.view([1, i64::from(height), i64::from(width), 3]).permute([0, 3, 1, 2]))
 }
 
-/// Whether what follows the beginning of a JPEG has its end: not that of a smaller image within a segment.
+/// Returns whether the rest of a JPEG has its end marker, ignoring that of a thumbnail within a segment.
 fn has_end(mut rest: &[u8]) -> bool {
     loop {
-        // Numbers of the image, in which a marker's first byte is followed by a 0, or marks a restart.
+        // Skips entropy-coded data, in which a marker's first byte is followed by a 0 or by a restart marker.
         let marker = rest.windows(2).position(|two| two[0] == 0xff && !is_within(two[1]));
         let Some((marker, after)) = marker.and_then(|at| rest[at + 1..].split_first()) else {
             return false;
@@ -54,12 +54,12 @@ fn has_end(mut rest: &[u8]) -> bool {
     }
 }
 
-/// Whether a marker's second byte stands within an image's numbers, or fills up.
+/// Returns whether a marker's second byte occurs within image data, or is padding.
 fn is_within(byte: u8) -> bool {
     matches!(byte, 0 | 1 | 0xd0..=0xd7 | 0xff)
 }
 
-/// What is shown of these pixels as floats, 1 × 3 × side × side.
+/// Crops and resizes these pixels to normalised floats, 1 × 3 × side × side.
 pub(super) fn shown(pixels: &Tensor, view: ImageView, side: i64) -> Result<Tensor> {
     let square = pixels.f_narrow(2, view.top, view.side)?.f_narrow(3, view.left, view.side)?;
     let resized = square.f_internal_upsample_bilinear2d_aa([side, side], false, None, None)?;
@@ -75,7 +75,7 @@ mod tests {
 
     use super::*;
 
-    /// Left red, right blue.
+    /// Makes an image that is red on the left and blue on the right.
     fn picture() -> RgbImage {
         RgbImage::from_fn(16, 8, |x, _| if x < 8 { Rgb([255, 0, 0]) } else { Rgb([0, 0, 255]) })
     }
@@ -137,7 +137,7 @@ mod tests {
         let noise = RgbImage::from_fn(64, 64, |x, y| Rgb([(x * y % 251) as u8, x as u8, y as u8]));
         noise.save(&path).expect("written");
         let large = fs::read(&path).expect("a file");
-        // As cameras write it: a small image in a segment of its own before the large one's.
+        // As cameras write it: a thumbnail in a segment of its own before the image.
         let length = (small.len() as u16 + 2).to_be_bytes();
         let whole = [&large[..2], &[0xff, 0xe1], &length, &small, &large[2..]].concat();
         fs::write(&path, &whole).expect("written");

@@ -1,4 +1,4 @@
-//! The images of a folder as a training is given them, for the benchmark of that alone.
+//! Images of a folder as a training gets them, for benchmarks of loading alone.
 
 use std::path::Path;
 
@@ -16,25 +16,26 @@ pub struct ImageLoader {
 }
 
 impl ImageLoader {
-    /// All images of a folder, with a subfolder a class, as squares of this side, decoded by so many threads.
+    /// Opens all images of a folder with one subfolder per class, as squares of this side, decoded by this many
+    /// threads.
     ///
     /// # Errors
-    /// When the folder is none of images.
+    /// Fails if it is not a folder of images.
     pub fn open(folder: &Path, side: i64, threads: usize, batch_size: usize) -> Result<Self> {
         let (classes, _) = super::readable(super::classes(folder)?)?;
         let images = super::streamed(classes, side, threads);
         Ok(Self { images, batch_size })
     }
 
-    /// How many images there are.
+    /// Returns the number of images.
     pub fn images(&self) -> usize {
         self.images.len()
     }
 
-    /// Brings all of them once, in an order of this seed's, the next mini-batch made ready while `take` has one.
+    /// Loads every image once, in an order given by the seed, and prepares the next mini-batch while `take` uses one.
     ///
     /// # Errors
-    /// When no image of a mini-batch can be read.
+    /// Fails if no image of a mini-batch can be read.
     pub fn epoch(&mut self, seed: u64, mut take: impl FnMut(&Tensor, &Tensor)) -> Result<()> {
         let order = Shuffle::new(self.images(), seed);
         let batches = split::by_size(self.images(), self.batch_size)?;

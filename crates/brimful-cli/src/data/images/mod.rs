@@ -1,4 +1,4 @@
-//! Folders of images with a subfolder a class: which there are, and which of them are for testing.
+//! Folders of images with one subfolder per class, and their split into training and test images.
 
 mod decoded;
 mod loader;
@@ -18,22 +18,22 @@ use crate::progress::{self, Progress};
 pub use loader::ImageLoader;
 use samples::{ImageFile, ImageSamples};
 
-/// What images are called, after the point.
+/// File extensions of images.
 const ENDINGS: [&str; 3] = ["jpg", "jpeg", "png"];
-/// As many broken ones are named; the others are counted.
+/// Number of broken images that are named; the others are counted.
 const NAMED: usize = 10;
-/// Images that are looked at between two signs of life.
+/// Images checked between two updates of the progress line.
 const AT_A_LOOK: usize = 1024;
 
-/// The classes by their names, and the images of each, in the order of their names.
+/// Classes by name, each with its images sorted by name.
 type Classes = BTreeMap<String, Vec<PathBuf>>;
 
-/// Whether a folder is to be read as one of images.
+/// Returns whether a folder is one of images.
 pub(super) fn has_classes(folder: &Path) -> Result<bool> {
     Ok(entries(folder)?.iter().any(|path| path.is_dir()))
 }
 
-/// The images of a folder as squares of this side.
+/// Loads the images of a folder as squares of this side.
 pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
     let (train, given) = halves(folder)?;
     let (mut train, broken) = readable(train)?;
@@ -68,18 +68,18 @@ pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
     })
 }
 
-/// Images that a model is to answer.
+/// Images to predict.
 #[derive(Debug)]
 pub(crate) struct NewImages {
     pub(crate) samples: SampleSet,
-    /// Where each of them is.
+    /// Path of each image.
     pub(crate) files: Vec<PathBuf>,
-    /// What the classes are called, of the model or else of the folder.
+    /// Names of the classes: the model's, or else the folder's.
     pub(crate) class_names: Vec<String>,
     pub(crate) side: i64,
 }
 
-/// Whether a path is an image or a folder with some.
+/// Returns whether a path is an image, or a folder with images.
 pub(crate) fn are_images(path: &Path) -> Result<bool> {
     if !path.is_dir() {
         return Ok(path.is_file() && is_image(path));
@@ -87,8 +87,8 @@ pub(crate) fn are_images(path: &Path) -> Result<bool> {
     Ok(entries(path)?.iter().any(|entry| entry.is_dir() || is_image(entry)))
 }
 
-/// Opens files of images, or all images of a folder. Where the folder has a subfolder a class, which the model knows,
-/// their targets are told; those of others are -1.
+/// Opens image files, or all images of a folder. In a folder with one subfolder per class, images of classes that the
+/// model knows have targets; those of others have -1.
 pub(crate) fn open_new(
     paths: &[PathBuf],
     side: Option<usize>,
@@ -121,7 +121,7 @@ fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
     paths.into_iter().map(file).collect()
 }
 
-/// All images of a folder's classes; where it has halves, of the one to test on.
+/// Lists all images of a folder's classes; if the folder is split, those of the test split.
 fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
     let classes = match halves_of(folder) {
         Some([_, test]) => subfolders(&test)?,
@@ -145,7 +145,7 @@ fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>
     Ok((files, names))
 }
 
-/// The images of these classes, decoded by so many threads.
+/// Makes samples of the images of these classes, decoded by this many threads.
 fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
     let of_class = |(class, images): (i64, Vec<PathBuf>)| {
         images.into_iter().map(move |path| ImageFile { path, class })
@@ -154,14 +154,14 @@ fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
     SampleSet::streamed(ImageSamples::new(files, side, threads))
 }
 
-/// The folders of a folder's halves, where it has them.
+/// Returns the folders of the training and the test split, if there are both.
 fn halves_of(folder: &Path) -> Option<[PathBuf; 2]> {
     let train = folder.join("train");
     let test = ["val", "test"].map(|name| folder.join(name)).into_iter().find(|path| path.is_dir());
     test.filter(|_| train.is_dir()).map(|test| [train, test])
 }
 
-/// The classes to train on, and those to test on where they have a folder of their own.
+/// Returns the classes to train on, and those to test on if they have a folder of their own.
 fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
     let Some([train, test]) = halves_of(folder) else { return Ok((classes(folder)?, None)) };
     let [trained, tested] = [classes(&train)?, classes(&test)?];
@@ -175,7 +175,7 @@ fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
     }
 }
 
-/// The classes of a folder to learn from: two or more.
+/// Lists the classes of a folder to train on: at least two.
 fn classes(folder: &Path) -> Result<Classes> {
     let classes = subfolders(folder)?;
     ensure!(
@@ -187,7 +187,7 @@ fn classes(folder: &Path) -> Result<Classes> {
     Ok(classes)
 }
 
-/// The classes of a folder, each with an image.
+/// Lists the classes of a folder, each with at least one image.
 fn subfolders(folder: &Path) -> Result<Classes> {
     let mut classes = Classes::new();
     for class in entries(folder)?.into_iter().filter(|path| path.is_dir()) {
@@ -208,7 +208,7 @@ fn subfolders(folder: &Path) -> Result<Classes> {
     Ok(classes)
 }
 
-/// What a folder holds, by name; what is hidden stays so.
+/// Lists the entries of a folder by name, without hidden ones.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let read = || fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect();
     let read: std::io::Result<Vec<PathBuf>> = read();
@@ -227,7 +227,7 @@ fn is_image(path: &Path) -> bool {
     ENDINGS.contains(&ending.as_str())
 }
 
-/// Without those that do not begin as an image does, which are named; and how many they were.
+/// Leaves out files that do not begin like an image, names the first of them, and returns their number.
 fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     let all = classes.values().map(Vec::len).sum();
     let progress = (all > AT_A_LOOK).then(|| Progress::new(all, "images looked at"));
@@ -258,7 +258,7 @@ fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     Ok((classes, broken))
 }
 
-/// Says which cannot be read, where it is among the first.
+/// Names an unreadable image, if it is among the first.
 fn name_broken(path: &Path, error: &anyhow::Error, count: usize) {
     if count <= NAMED {
         let path = path.display();
@@ -268,7 +268,7 @@ fn name_broken(path: &Path, error: &anyhow::Error, count: usize) {
     }
 }
 
-/// Takes the last tenth of each class out, at least one where there are two.
+/// Takes the last tenth of each class out, at least one image if the class has two.
 fn last_tenths(classes: &mut Classes) -> Classes {
     let tenth = |(name, images): (&String, &mut Vec<PathBuf>)| {
         let count = (images.len() / 10).max(1).min(images.len() - 1);

@@ -1,4 +1,4 @@
-//! Images as samples, decoded by as many threads as there are cores.
+//! Image samples, decoded in parallel by one thread per core.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use super::super::streamed::SampleSource;
 use super::view::ImageView;
 use super::{decoded, name_broken};
 
-/// An image on the disk.
+/// An image file and its class.
 #[derive(Debug)]
 pub(super) struct ImageFile {
     pub(super) path: PathBuf,
@@ -27,7 +27,7 @@ pub(super) struct ImageSamples {
     files: Vec<ImageFile>,
     side: i64,
     threads: usize,
-    /// Those that turned out not to be whole.
+    /// Indices of files that turned out to be damaged.
     broken: BTreeSet<usize>,
 }
 
@@ -36,7 +36,7 @@ impl ImageSamples {
         Self { files, side, threads, broken: BTreeSet::new() }
     }
 
-    /// What is shown of an image: in training, its own part of it in each epoch.
+    /// Decodes an image; in training, each epoch shows another part of it.
     fn shown(&self, number: usize, seed: Option<u64>) -> Result<Tensor> {
         let pixels = decoded::pixels(&self.files[number].path)?;
         let (_, _, height, width) = pixels.size4()?;
@@ -50,7 +50,7 @@ impl ImageSamples {
         decoded::shown(&pixels, view, self.side)
     }
 
-    /// Names those that could not be read, each once.
+    /// Names an unreadable image once.
     fn note(&mut self, number: usize, error: &anyhow::Error) {
         if self.broken.insert(number) {
             name_broken(&self.files[number].path, error, self.broken.len());
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// Five images, each of a class of its own, of which the fourth is none.
+    /// Makes five images, each of a class of its own; the fourth file is not an image.
     fn samples(folder: &std::path::Path) -> ImageSamples {
         let file = |number: u32| {
             let path = folder.join(format!("{number}.png"));
@@ -132,7 +132,7 @@ mod tests {
         };
         let [one, other] = [&[0, 1, 2][..], &[2, 0]].map(|numbers| inputs(numbers, Some(7)));
         assert_eq!(one.size(), [3, 3, 8, 8]);
-        // Whatever else is brought beside it, and in which order.
+        // An image does not depend on the others in the request, nor on their order.
         assert_eq!(other.get(0), one.get(2));
         assert_eq!(other.get(1), one.get(0));
         assert_ne!(inputs(&[0, 1, 2], Some(8)), one);

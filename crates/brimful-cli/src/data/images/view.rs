@@ -1,8 +1,8 @@
-//! What is shown of an image: a square of it, mirrored or not.
+//! Crop of an image: a square, mirrored or not.
 
 use super::super::number_stream::NumberStream;
 
-/// How much of the shorter side is shown, as 224 pixels of 256 are.
+/// Share of the shorter side that the crop shows, as in 224 of 256 pixels.
 const SHOWN: (i64, i64) = (7, 8);
 
 /// A square of an image.
@@ -15,13 +15,13 @@ pub(super) struct ImageView {
 }
 
 impl ImageView {
-    /// The middle, as it is.
+    /// Returns the centre of the image, not mirrored.
     pub(super) fn central(height: i64, width: i64) -> Self {
         let side = shown(height, width);
         Self { top: (height - side) / 2, left: (width - side) / 2, side, mirrored: false }
     }
 
-    /// A square anywhere, mirrored every other time.
+    /// Returns a square at a random place, mirrored half the time.
     pub(super) fn random(height: i64, width: i64, numbers: &mut NumberStream) -> Self {
         let side = shown(height, width);
         let mut place = |room: i64| numbers.below(room.unsigned_abs() + 1) as i64;
