@@ -19,8 +19,17 @@ use crate::journal::Journal;
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
 
-/// Micro-batches in each mini-batch, and which of them it is compared with.
-const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];
+/// Micro-batches in each mini-batch, and the mini-batch that each is compared with.
+const COUNTS: [(usize, Option<usize>); 8] = [
+    (1, None),
+    (2, None),
+    (4, None),
+    (8, None),
+    (16, None),
+    (32, None),
+    (64, Some(1)),
+    (128, Some(2)),
+];
 
 /// Micro-batches in all mini-batches.
 pub(super) fn pieces(work: &Workload, training_set: Option<usize>) -> usize {

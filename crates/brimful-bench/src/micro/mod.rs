@@ -61,7 +61,7 @@ pub(crate) struct MicroOptions {
     /// All rows of the project's comparison: smaller ones on the CPU
     #[arg(long, conflicts_with_all = ["model", "dtype", "batch_size", "micro_batch"])]
     table: bool,
-    /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
+    /// Measure peak memory instead, of mini-batches of 1, 2, 4, … 128 micro-batches.
     #[arg(long, conflicts_with_all = ["batch_size", "repeats"])]
     memory: bool,
     /// Samples in a whole training set, which is then a mini-batch too

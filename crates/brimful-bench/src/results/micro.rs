@@ -18,7 +18,8 @@ const SPEED: [TableColumn; 9] = [
     ("first_step_s", "first step, s", Number),
 ];
 
-const GROWTH: [TableColumn; 6] = [
+const GROWTH: [TableColumn; 7] = [
+    ("contestant", "who", Text),
     ("work", "model, micro-batch", Text),
     ("micro_batches", "micro-batches", Count),
     ("batch", "samples", Count),
@@ -59,9 +60,9 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let mut panels =
         by_work::panels(&timed, work, "samples/s", |row| [Bar::of_speed(row, row.contestant())]);
     panels.extend(by_work::panels(&grown, cut, "peak MiB", |row| {
-        let label = format!("{} micro-batches", row.text("micro_batches"));
-        let mebibytes = row.number("peak_bytes").unwrap_or_default() / f64::from(1 << 20);
-        [Bar::of(label, row.side(), mebibytes)]
+        let label = format!("{}, {} samples", row.contestant(), row.text("batch"));
+        let mebibytes = row.figure("peak_bytes").map(|bytes| bytes / f64::from(1 << 20));
+        [Bar { label, side: row.side(), value: mebibytes, points: Vec::new(), mark: None }]
     }));
     panels
 }
