@@ -2,9 +2,9 @@
 
     auto_composer.py --like OURS.jsonl
 
-PyTorch may take no more of the card than our row's limit. The model is trained on a mini-batch in host memory, also
-page-locked, with device_train_microbatch_size="auto". A step includes Composer's own loop and an SGD step, which
-takes a few milliseconds.
+PyTorch is limited to our row's share of the GPU. The model is trained on a mini-batch in host memory, also pinned,
+with device_train_microbatch_size="auto". A step includes Composer's own loop and an SGD step, which takes a few
+milliseconds.
 """
 
 import logging
@@ -28,12 +28,12 @@ def contestants(work, flags):
 
 
 def works(rows):
-    """A size of ours is nothing to Composer."""
+    """Composer chooses its own micro-batch size, so one work covers our sizes."""
     return contest.each_once([{**row, "micro_batch": None} for row in rows])
 
 
 class Repeated:
-    """One mini-batch, again and again."""
+    """Repeats one mini-batch."""
 
     def __init__(self, batch, count):
         self.batch, self.count = batch, count
@@ -47,7 +47,7 @@ class Repeated:
 
 
 def measure(work, settings, repeats):
-    # Composer imports its makers' platform for a logger that nobody asks for here.
+    # Composer imports its vendor's platform for a logger that is not used here.
     sys.modules.setdefault("mcli", types.ModuleType("mcli"))
     from composer import Callback, Trainer
     from composer.models import ComposerModel
@@ -100,7 +100,7 @@ def measure(work, settings, repeats):
     size = clock.sizes[-1]
     return {
         "micro_batch": size,
-        # It halves from the whole mini-batch, once a failure.
+        # Composer halves the size at each failure, starting from the whole mini-batch.
         "failed": (work["batch"] // size).bit_length() - 1,
         "first_step_s": clock.seconds[0],
         "samples_per_s": work["batch"] / statistics.median(clock.seconds[-STEADY_STEPS:]),

@@ -1,10 +1,10 @@
-"""What the peers' scripts share: which rows they run, in which processes, and what they print.
+"""Shared code of the peers' scripts: selection of rows, processes, and output.
 
     SCRIPT.py --like OURS.jsonl [--repeats 3] [--row-limit 120] [--only NAME]
 
-Each script runs the works of brimful's rows in OURS.jsonl with its peer. Every measurement is a process of its
-own, so that one that fails, crashes or hangs costs the others nothing: it becomes a row with its error. Prints
-brimful's JSON: a line for each row as it comes, then one with all of them and the environment.
+Each script runs the works of brimful's rows in OURS.jsonl with its peer. Every measurement runs in a separate
+process, so that one that fails, crashes or hangs does not affect the others: it becomes a row with its error.
+Prints brimful's JSON: a line for each row as it comes, then one with all rows and the environment.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from importlib.metadata import version
 
 
 def run(bench, contestants, measure, works=None, package=None, facts=None):
-    """Runs a script: in its first process all measurements, in each further one a single one.
+    """Runs a script: all measurements in its first process, each of them in a further process.
 
-    `contestants(work, flags)` names those that run a work, each with its settings;
-    `measure(work, settings, repeats)` gives a row's figures; `works(rows)` picks the works among our rows;
-    `package` is the peer's, whose version the environment says, and `facts` what it says besides.
+    `contestants(work, flags)` returns the contestants of a work, each with its settings;
+    `measure(work, settings, repeats)` returns a row's figures; `works(rows)` picks the works among our rows;
+    `package` is the peer's, whose version goes into the environment, as do `facts`.
     """
     args = arguments()
     if args.row:
@@ -59,7 +59,7 @@ def arguments():
 
 
 def ours(path, bench):
-    """Our rows of a benchmark, or of several, but for those that failed."""
+    """Returns our rows of one or several benchmarks, without those that failed."""
     with open(path, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.startswith("{")]
     return [row for row in rows if row.get("bench") in bench.split() and "error" not in row]
@@ -90,7 +90,7 @@ def title(work):
 
 
 def in_own_process(task, args):
-    """What a measurement's process answers; its error where it does not."""
+    """Returns the result of a measurement's process, or its error."""
     command = [sys.executable, sys.argv[0], "--row", json.dumps(task), "--repeats", str(args.repeats)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -105,7 +105,7 @@ def in_own_process(task, args):
 
 
 def end(process):
-    """Asks it to end, which ends its ranks before it: left alone, they would take the next ones' time."""
+    """Terminates a process and first its ranks, which would otherwise disturb the next measurements."""
     process.terminate()
     try:
         process.communicate(timeout=10)
@@ -114,14 +114,14 @@ def end(process):
 
 
 def reason(text):
-    """The last line that names an exception, else the last one, no longer than a line."""
+    """Returns the last line that names an exception, else the last line, truncated."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     return next(iter(named[-1:] or lines[-1:]), "")[:200]
 
 
 def timed(step, clear, wait, repeats, warm_up=2):
-    """Seconds of the steps that do not count, and of those that do: from quiet devices to quiet devices."""
+    """Returns the seconds of warm-up steps and of measured steps, each from idle devices to idle devices."""
     seconds = []
     for _ in range(warm_up + repeats):
         clear()
@@ -142,7 +142,7 @@ def speed(work, warm_up, seconds):
 
 
 def in_ranks(count, run, row, repeats):
-    """Runs `run(row, repeats, rank)` in so many processes joined by Gloo, a thread each; the first one's answer."""
+    """Runs `run(row, repeats, rank)` in `count` single-threaded processes joined by Gloo; returns the first one's result."""
     from torch import multiprocessing
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -162,7 +162,7 @@ def in_ranks(count, run, row, repeats):
 
 
 def as_rank(rank, count, run, row, repeats, store, answers):
-    """A forked child: the libraries are loaded already, and no thread has been started."""
+    """Runs a forked child: the libraries are loaded already, and no thread has been started."""
     import torch
     from torch import distributed
 

@@ -1,9 +1,9 @@
-"""Data parallelism by torch DistributedDataParallel: Gloo, one thread a process. Ranks take the CUDA devices in turn.
+"""Data parallelism by torch DistributedDataParallel: Gloo, one thread per process, CUDA devices assigned round-robin.
 
     data_parallel_pytorch.py --like OURS.jsonl [--repeats 5]
 
 Runs our ranks' work: the same model, mini-batch, micro-batches and number of ranks; and the model alone on one
-thread, as a loop over the same micro-batches. Gradients are summed once a step, in buckets, while the backward of
+thread, as a loop over the same micro-batches. Gradients are summed once per step, in buckets, while the backward of
 the last micro-batch runs (`no_sync` before it), and stay in the buckets.
 """
 
@@ -21,7 +21,7 @@ ALONE, PARALLEL = "PyTorch, one rank", "DistributedDataParallel"
 
 
 def trained(row, repeats, rank):
-    """The seconds of the steps of this rank's part of the mini-batch."""
+    """Returns the seconds of steps on this rank's part of the mini-batch."""
     torch.manual_seed(0)
     device, ranks = device_of(row, rank), row["ranks"]
     network = nn.Sequential(*(make() for make in models.layers(row))).train().to(device)

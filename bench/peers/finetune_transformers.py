@@ -1,9 +1,9 @@
-"""A folder's Llama, fine-tuned by transformers: with PEFT's LoRA, or whole and at home by FSDP2.
+"""A folder's Llama, fine-tuned by transformers: with PEFT's LoRA, or whole with FSDP2's CPU offload.
 
     finetune_transformers.py --like OURS.jsonl [--repeats 5] [--only checkpointing]
 
 Runs the works of `brimful-bench finetune`: the same folder, tokens, micro-batches, and AdamW, which is part of every
-step. Each contestant has the whole card, also where ours had a limit: its peak says what it took.
+step. Each contestant has the whole GPU, even if ours had a limit: its peak shows what it took.
 """
 
 import os
@@ -24,7 +24,7 @@ except ImportError as error:
     raise ImportError(f"{error.msg}: put transformers and PEFT into PYTHONPATH (bench/peers/setup carry FOLDER)") from error
 
 WARM_UP = 2
-# What brimful's LoRA stands beside.
+# Projections that brimful's LoRA adapts.
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -53,7 +53,7 @@ def measure(work, settings, repeats):
 
 
 def adapted(network, lora):
-    """Adapters in bf16 as the rest is: the fastest there is, without autocast."""
+    """Adds adapters in bf16 like the base weights: the fastest configuration, without autocast."""
     rank, alpha = lora.split(":")
     config = LoraConfig(r=int(rank), lora_alpha=float(alpha), target_modules=PROJECTIONS, lora_dropout=0.0)
     return get_peft_model(network, config, autocast_adapter_dtype=False)
@@ -68,7 +68,7 @@ def recompute(network, wanted):
 
 
 def sharded(work):
-    """FSDP2 of one rank: each block's f32 parameters come from the host as bf16 for its forward and its backward."""
+    """Shards by FSDP2 with one rank: each block's f32 parameters come from the host as bf16 for forward and backward."""
     config = AutoConfig.from_pretrained(work["model"], local_files_only=True)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -79,14 +79,14 @@ def sharded(work):
         fully_shard(block, mp_policy=numbers, offload_policy=home)
     fully_shard(network, mp_policy=numbers, offload_policy=home)
     network.to_empty(device="cpu")
-    # Its tables are computed, not loaded: they were lost with the memory that there was none of.
+    # Its tables are computed, not loaded, and were lost when the meta tensors were replaced.
     network.model.rotary_emb = LlamaRotaryEmbedding(config).to(work["device"])
     offload.fill(network, work["device"])
     return network
 
 
 def trained(work, network, repeats):
-    """The figures of steps that follow each other."""
+    """Returns the figures of consecutive steps."""
     device = work["device"]
     parts = micro_batches(work, network.config.vocab_size)
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -103,7 +103,7 @@ def trained(work, network, repeats):
 
 
 def micro_batches(work, vocabulary):
-    """The tokens that brimful has too, each with those that follow."""
+    """Returns the tokens that brimful uses too, and the tokens that follow."""
     batch, sequence = work["batch"], work["sequence"]
     texts = torch.arange(batch * (sequence + 1), device=work["device"]) * 48271 % 65537 % vocabulary
     texts = texts.view(batch, sequence + 1)
@@ -112,12 +112,12 @@ def micro_batches(work, vocabulary):
 
 
 def step(network, parts, optimizer, device):
-    """The loss of a step, and the seconds until it was read, which is after the last backward."""
+    """Returns the loss of a step, and the seconds until it was read, after the last backward."""
     start = time.perf_counter()
     total, samples = torch.zeros((), device=device), sum(len(x) for x, _ in parts)
     for number, (x, y) in enumerate(parts, start=1):
         if hasattr(network, "set_requires_gradient_sync"):
-            # Before the last micro-batch gradients are summed on the card: each goes home once a step.
+            # Gradients are summed on the GPU until the last micro-batch: each is offloaded once per step.
             network.set_requires_gradient_sync(number == len(parts))
         loss = network(input_ids=x, labels=y, shift_labels=y).loss * (len(x) / samples)
         loss.backward()

@@ -1,9 +1,9 @@
-"""A backward in two halves, as torch.distributed.pipelining's zero-bubble schedules run it, beside the whole one.
+"""Split backward of torch.distributed.pipelining's zero-bubble schedules, beside the whole one.
 
     halves_pytorch.py --like OURS.jsonl [--repeats 25]
 
-Runs the works of `brimful-bench halves`: the same stage, all layers but the first, whose outcome comes in; on a CPU
-on one thread. `stage_backward_input` and `stage_backward_weight` take turns with `torch.autograd.backward`.
+Runs the works of `brimful-bench halves`: the same stage, all layers but the first, whose output is the input; on a
+CPU on one thread. `stage_backward_input` and `stage_backward_weight` alternate with `torch.autograd.backward`.
 """
 
 import statistics
@@ -20,13 +20,13 @@ WARM_UP = 2
 
 
 def works(rows):
-    """Those whose layers the peers have."""
+    """Returns the works whose layers the peers have."""
     has = lambda model: model == "gpt" or model.startswith("resnet")  # noqa: E731
     return [row for row in contest.each_once(rows) if has(row["model"])]
 
 
 class MiddleStage:
-    """All layers of a model but the first, what comes into them, and the gradient of what goes out."""
+    """All layers of a model but the first, their input, and the gradient of their output."""
 
     def __init__(self, work):
         self.device = work["device"]
@@ -42,7 +42,7 @@ class MiddleStage:
         return iter(self.network.parameters())
 
     def timed(self, work):
-        """What some work gives, and its seconds from an idle device to an idle device."""
+        """Returns the result of some work, and its seconds from an idle device to an idle device."""
         contest.synchronize(self.device)
         start = time.perf_counter()
         given = work()
@@ -55,7 +55,7 @@ class MiddleStage:
         return leaf, *self.timed(lambda: self.network(leaf))
 
     def whole(self):
-        """Seconds of the forward and the backward, and all gradients."""
+        """Returns the seconds of the forward and the backward, and all gradients."""
         leaf, output, forward = self.forward()
         _, backward = self.timed(lambda: torch.autograd.backward([output], [self.gradient]))
         return {"forward": forward, "whole": backward}, self.gradients(leaf)
@@ -73,7 +73,7 @@ class MiddleStage:
 
 
 def apart(expected, found):
-    """The length of the difference of all gradients over that of the expected ones'."""
+    """Returns the norm of the difference of all gradients over that of the expected ones."""
     square = lambda gradient: float(gradient.double().square().sum())  # noqa: E731
     difference = sum(square(a - b) for a, b in zip(expected, found))
     return (difference / sum(map(square, expected))) ** 0.5

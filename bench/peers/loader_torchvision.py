@@ -1,9 +1,9 @@
-"""A folder of images, read as torchvision's users do: ImageFolder, a DataLoader, and transforms one after the other.
+"""Images of a folder, read as torchvision's users do: ImageFolder, a DataLoader, and consecutive transforms.
 
     loader_torchvision.py --like OURS.jsonl [--repeats 3]
 
-Runs the works of `brimful-bench loader`: the same folder, batches, side and number of workers, which are processes
-here. The first pass, in which they start, does not count.
+Runs the works of `brimful-bench loader`: the same folder, batches, image size and number of workers, which are
+processes here. The first pass, in which they start, does not count.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from torchvision import datasets, transforms
 
 import contest
 
-# As torchvision's weights were trained with.
+# Normalisation that torchvision's weights were trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -1,8 +1,8 @@
-"""A micro-batched step, measured: what the peers of `brimful-bench micro` share.
+"""Measurement of a micro-batched step, shared by the peers of `brimful-bench micro`.
 
-A step is forward and backward over the mini-batch and the reading of its loss, with gradients that
-start as none and without an optimizer. Samples are in page-locked host memory, where a loader with
-pin_memory=True leaves them. cuDNN may benchmark its kernels, as it may in brimful's runs.
+A step is forward and backward over the mini-batch and the reading of its loss, starting without
+gradients and without an optimizer. Samples are in pinned host memory, where a loader with
+pin_memory=True leaves them. cuDNN may benchmark its kernels, as in brimful's runs.
 """
 
 import torch
@@ -12,12 +12,12 @@ import models
 
 
 def works(rows):
-    """Those of the speed rows: others count memory alone."""
+    """Returns the works of the speed rows; other rows measure only memory."""
     return contest.each_once([row for row in rows if "micro_batches" not in row])
 
 
 def measure_with(make_step):
-    """Measures what `make_step(work, network, settings)` gives: whether gradients stay, and a step of (x, y)."""
+    """Measures the step of (x, y) from `make_step(work, network, settings)`, which also returns whether gradients stay."""
 
     def measure(work, settings, repeats):
         models.allow(work["dtype"])
@@ -32,7 +32,7 @@ def measure_with(make_step):
             repeats,
         )
         figures = contest.speed(work, warm_up, seconds)
-        # A CPU's memory is counted by nobody here.
+        # A CPU's memory is not accounted here.
         peaks = {"peak_bytes": None}
         if cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Micro-batches by MBP's decorator.
+"""Micro-batches with MBP's decorator.
 
 micro_mbp.py --like OURS.jsonl [--repeats 5]
 """

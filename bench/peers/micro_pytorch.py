@@ -1,9 +1,9 @@
-"""Micro-batches by the loop that PyTorch users write: slice, copy, forward, weighted loss, backward.
+"""Micro-batches with the loop that PyTorch users write: slice, copy, forward, weighted loss, backward.
 
     micro_pytorch.py --like OURS.jsonl [--repeats 5] [--flags compile]
 
-Images on CUDA also with the channels last; with the flag `compile` also through torch.compile, in its default mode
-and in reduce-overhead, which is CUDA graphs.
+Images on CUDA also run channels last; with the flag `compile` everything also runs through torch.compile, in its
+default mode and in reduce-overhead, which uses CUDA graphs.
 """
 
 import torch
@@ -25,16 +25,16 @@ def contestants(work, flags):
 
 
 def make_step(work, network, settings):
-    """Whether gradients stay between steps, and the step."""
+    """Returns whether gradients stay between steps, and the step."""
     device, batch, mode = work["device"], work["batch"], settings.get("compile")
     channels_last, graphs = settings.get("channels_last"), mode == "reduce-overhead"
     if channels_last:
         network.to(memory_format=torch.channels_last)
-    # With the loss inside, that is compiled and captured too.
+    # Includes the loss, so that it is compiled and captured too.
     run = lambda x, y: models.loss_of(network(x), y)  # noqa: E731
     run = torch.compile(run, mode=mode) if mode else run
     if graphs:
-        # Replayed backwards write to where gradients were: with ones that are made anew each step it
+        # A replayed backward writes to the captured gradients' addresses: with new gradients in each step it
         # fails ("output of CUDAGraphs has been overwritten by a subsequent run").
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)

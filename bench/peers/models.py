@@ -1,4 +1,4 @@
-"""The models that peers and brimful train, their samples and their loss, by what a row of brimful's says.
+"""Models that peers and brimful train, their samples and their loss, from the fields of a row of brimful's.
 
 The ResNets are torchvision's. The GPT, the Llama and the U-Net are written here with the same parameters as brimful's.
 """
@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 CLASSES = 1000
 HEAD_WIDTH = 64
-# Tokens of the GPT: GPT-2's 50,257, filled up to what fast kernels like, as is usual, with a head that is tied to
-# the embedding; or bytes with a head of their own in a pipeline, where a larger one would be the one large stage, and over ranks.
+# Vocabulary of the GPT: GPT-2's 50,257 tokens, padded as usual for fast kernels, with a head that is tied to the
+# embedding; or bytes with an untied head in a pipeline, where a larger head would be the one large stage, and over ranks.
 VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "halves": 256, "offload": 50304}
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each normed before and added to what came in."""
+    """Attention and a two-layer MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width, heads=None):
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2 without dropout, its head tied to its embedding."""
+    """GPT-2 without dropout, with its head tied to its embedding."""
 
     def __init__(self, vocabulary, layers, width, sequence, heads=None):
         super().__init__()
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention with rotary positions and a gated network, each normed before and added to what came in."""
+    """Attention with rotary embedding and a gated MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width, inner):
         super().__init__()
@@ -77,13 +77,13 @@ class LlamaBlock(nn.Module):
 
 
 def turned(x, cos, sin):
-    """Each pair of numbers, one of either half, turned by the angle of its place."""
+    """Rotates each pair of numbers, one of either half, by the angle of its position."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Llama(nn.Module):
-    """A Llama whose head is tied to its embedding, and whose networks are 11/4 as wide as it is."""
+    """Llama whose head is tied to its embedding, and whose MLPs are 11/4 as wide as it is."""
 
     def __init__(self, vocabulary, layers, width, sequence):
         super().__init__()
@@ -104,7 +104,7 @@ class Llama(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """A 3×3 convolution, each channel normed by itself, leaky ReLU."""
+    """3×3 convolution, instance norm, leaky ReLU."""
 
     def __init__(self, before, after):
         super().__init__()
@@ -115,7 +115,7 @@ class ConvBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """The U-Net (B, C) of the torchgpipe paper without dropout: five levels, B blocks a cell, C channels in the first."""
+    """U-Net (B, C) of the torchgpipe paper without dropout: five levels, B blocks per cell, C channels in the first."""
 
     def __init__(self, blocks, channels):
         super().__init__()
@@ -144,7 +144,7 @@ def unet_cell(blocks, entry, middle, leaving):
 
 
 class Positions(nn.Module):
-    """Adds to each token what stands for its place."""
+    """Adds a position embedding to each token."""
 
     def __init__(self, sequence, width):
         super().__init__()
@@ -155,12 +155,12 @@ class Positions(nn.Module):
 
 
 def shape(work):
-    """`224×224`, or layers × width × sequence."""
+    """Parses `224×224`, or layers × width × sequence."""
     return [int(number) for number in work["shape"].split("×")]
 
 
 def network(work):
-    """The whole model, on its device, with its number type."""
+    """Returns the whole model, on its device, in its dtype."""
     if work["model"] == "gpt":
         made = Gpt(VOCABULARY[work["bench"]], *shape(work))
     elif work["model"] == "llama":
@@ -183,7 +183,7 @@ def perceptron(widths):
 
 
 def layers(work):
-    """The model as the same list of layers as ours, not yet built: a balance counts them."""
+    """Returns the model as the same list of layers as ours, not yet built: a balance counts them."""
     if work["model"] == "gpt":
         vocabulary, (depth, width, sequence) = VOCABULARY[work["bench"]], shape(work)
         starts = [lambda: nn.Embedding(vocabulary, width), lambda: Positions(sequence, width), nn.Identity]
@@ -197,7 +197,7 @@ def layers(work):
 
 
 def samples(work, pinned=False):
-    """A mini-batch in host memory, page-locked if asked. Random: some kernels are faster on zeros."""
+    """Returns a mini-batch in host memory, pinned if asked. Random: some kernels are faster on zeros."""
     count = work["batch"]
     if work["model"] in ("gpt", "llama"):
         x, y = torch.randint(VOCABULARY[work["bench"]], (2, count, shape(work)[2])).unbind()
@@ -218,6 +218,6 @@ def loss_of(logits, y):
 
 
 def allow(dtype):
-    """The same arithmetic as ours, and cuDNN's choice of kernels by trying."""
+    """Sets the same precision as ours, and lets cuDNN benchmark its kernels."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype != "f32"

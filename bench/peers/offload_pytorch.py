@@ -1,9 +1,9 @@
-"""A GPT with its optimizer, by PyTorch: all of it on the card, at home by FSDP2, and with its activations on the host.
+"""PyTorch's GPT with its optimizer: all on the GPU, with FSDP2's CPU offload, and with activations saved on the host.
 
     offload_pytorch.py --like OURS.jsonl [--repeats 5] [--only fsdp2]
 
 Runs the works of `brimful-bench offload`: the same GPT, micro-batches and optimizer, which is part of every step.
-Each contestant has the whole card, also where ours had a limit: its peak says what it took.
+Each contestant has the whole GPU, even if ours had a limit: its peak shows what it took.
 """
 
 import os
@@ -23,7 +23,7 @@ import models
 
 WARM_UP = 2
 LEARNING_RATE = 1e-4
-# What a row that does not say its heads has of them: 16 of 2,048 numbers, 28 of 3,584.
+# Width of a head in rows without a number of heads: 16 heads for a width of 2,048, 28 for 3,584.
 HEAD_WIDTH = 128
 
 
@@ -35,7 +35,7 @@ def contestants(work, flags):
 
 
 class Recomputed(nn.Module):
-    """A block that keeps what came in, and runs again before its backward."""
+    """Block with activation recomputation: keeps its input and repeats its forward before its backward."""
 
     def __init__(self, block):
         super().__init__()
@@ -46,7 +46,7 @@ class Recomputed(nn.Module):
 
 
 class OnTheCard:
-    """Parameters, gradients and AdamW's state are f32 and stay on the card; autocast computes in bf16."""
+    """Parameters, gradients and AdamW's state are f32 and stay on the GPU; autocast computes in bf16."""
 
     def __init__(self, work, recompute):
         self.device = work["device"]
@@ -59,7 +59,7 @@ class OnTheCard:
 
 
 class SavedOnTheHost(OnTheCard):
-    """What the backward needs waits for it in host memory, so that nothing is computed twice."""
+    """Activations for the backward are saved in host memory, so that nothing is recomputed."""
 
     def __init__(self, work):
         super().__init__(work, recompute=False)
@@ -83,13 +83,13 @@ class Sharded:
         fill(self.network, work["device"])
 
     def loss(self, x, y, is_last):
-        # Before the last micro-batch gradients are summed on the card: each goes home once a step.
+        # Gradients are summed on the GPU until the last micro-batch: each is offloaded once per step.
         self.network.set_requires_gradient_sync(is_last)
         return models.loss_of(self.network(x).float(), y)
 
 
 def blank(work, recompute):
-    """The GPT without memory: at five billion parameters it is not to be there twice."""
+    """Returns the GPT on the meta device: five billion parameters must not be allocated twice."""
     layers, width, sequence = models.shape(work)
     heads = work.get("heads") or max(1, width // HEAD_WIDTH)
     with torch.device("meta"):
@@ -101,14 +101,14 @@ def blank(work, recompute):
 
 @torch.no_grad()
 def fill(network, device):
-    """Numbers as a GPT begins with, made on the card: a core takes a minute for five billion of them."""
+    """Initialises the parameters on the GPU: a CPU core takes a minute for five billion of them."""
     torch.manual_seed(0)
     for name, parameter in network.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if own.dim() > 1:
             own.copy_(torch.randn(own.shape, device=device).mul_(0.02))
         else:
-            # Of a norm or a bias.
+            # Parameters of norms, and biases.
             own.fill_(1.0 if name.endswith("weight") else 0.0)
 
 
@@ -127,7 +127,7 @@ def measure(work, settings, repeats):
 
 
 def in_group(device, run):
-    """FSDP2 wants a process group, here of this process alone."""
+    """Runs in a process group, which FSDP2 requires, of this process alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if is_cuda(device) else "gloo"
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ def in_group(device, run):
 
 
 def trained(work, way, repeats):
-    """The figures of steps that follow each other."""
+    """Returns the figures of consecutive steps."""
     device, count = work["device"], work["micro_batches"]
     batch, sequence = count * work["sequences"], models.shape(work)[2]
     x, y = torch.randint(models.VOCABULARY["offload"], (2, batch, sequence), device=device).unbind()
@@ -156,7 +156,7 @@ def trained(work, way, repeats):
 
 
 def steady(run, repeats, device):
-    """What steps take that follow each other, and the losses that they give."""
+    """Returns the times and peak memory of consecutive steps, and their losses."""
     contest.synchronize(device)
     if is_cuda(device):
         torch.cuda.reset_peak_memory_stats()
@@ -166,14 +166,14 @@ def steady(run, repeats, device):
     figures = {
         "repeats": repeats, "seconds": (time.perf_counter() - start) / repeats,
         "seconds_backward": statistics.median(backward),
-        # A CPU's memory is counted by nobody here.
+        # A CPU's memory is not accounted here.
         "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda(device) else None,
     }  # fmt: skip
     return figures, losses
 
 
 def step(way, parts, optimizer, device):
-    """The loss of a step, and the seconds until it was read, which is after the last backward."""
+    """Returns the loss of a step, and the seconds until it was read, after the last backward."""
     start = time.perf_counter()
     total = torch.zeros((), device=device)
     for number, (x, y) in enumerate(parts, start=1):

@@ -1,9 +1,10 @@
-"""Pipelines by torch.distributed.pipelining: Gloo, one process a device, one thread a process.
+"""Pipelines by torch.distributed.pipelining: Gloo, one process per device, one thread per process.
 
     pipeline_pytorch.py --like OURS.jsonl [--repeats 3]
 
-Runs our pipelines without recomputation, be they in one process or over ranks: the same layers, balance, schedule
-and micro-batches; and before each model's the model on one thread, as a loop over the same micro-batches.
+Runs our pipelines without recomputation, in one process or over ranks: the same layers, balance, schedule and
+micro-batches. Before the pipelines of each model it runs the model on one thread, as a loop over the same
+micro-batches.
 """
 
 import torch
@@ -17,7 +18,7 @@ ALONE, PIPELINE = "PyTorch, one thread", "torch.distributed.pipelining"
 
 
 def works(rows):
-    """Each model alone, then its pipelines."""
+    """Yields each model alone, then its pipelines."""
     alone = set()
     for row in contest.each_once(rows):
         if row["model"] not in alone:
@@ -28,7 +29,7 @@ def works(rows):
 
 
 def stages_of(row, rank):
-    """The stages of one device, each with its number: every so many-th of the balance's, or down and up again."""
+    """Yields the stages of one device by number: one per round (interleaved), or down and up again (V)."""
     balance, makers = row["balance"], models.layers(row)
     assert sum(balance) == len(makers), f"{len(makers)} layers for {balance}"
     numbers = range(rank, len(balance), row["stages"])
@@ -58,7 +59,7 @@ def alone(row, repeats):
 
 
 def kind_of(row):
-    """The peers' schedule of that name, or None: they have none by the stages' times."""
+    """Returns the peers' schedule of that name, or None: they have no automatic schedules."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
@@ -66,7 +67,7 @@ def kind_of(row):
         "gpipe": pipelining.ScheduleGPipe,
         "1f1b": pipelining.Schedule1F1B,
         "interleaved": pipelining.ScheduleInterleaved1F1B,
-        # With one stage a device it is H1.
+        # With one stage per device it is H1.
         "zero-bubble-h1": schedules.ScheduleInterleavedZeroBubble,
         "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
         "zero-bubble-v": schedules.ScheduleZBVZeroBubble,
@@ -90,7 +91,7 @@ def pipelined(row, repeats, rank):
     device, count = torch.device("cpu"), len(row["balance"])
     stages = [PipelineStage(part, number, count, device) for number, part in parts.items()]
     for stage in stages:
-        # Neighbours are greeted for NCCL's sake. Gloo has no pair with itself, which a V's turn would need for that.
+        # The initial exchange between neighbours is for NCCL. Gloo has no self-connection, which a V's turn would need.
         stage._get_init_p2p_neighbors_ops = list
     schedule = schedule_of(row, stages)
     first, last = 0 in parts, count - 1 in parts

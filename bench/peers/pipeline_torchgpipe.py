@@ -1,8 +1,8 @@
-"""Pipelines by torchgpipe 0.0.7: one process, a Python thread a stage.
+"""Pipelines by torchgpipe 0.0.7: one process, a Python thread per stage.
 
     pipeline_torchgpipe.py --like OURS.jsonl [--repeats 3]
 
-Runs our GPipe rows, with recomputation where they have it (its `checkpoint`), on the same devices.
+Runs our GPipe rows on the same devices, with recomputation if they have it (its `checkpoint`).
 """
 
 import torch
@@ -23,7 +23,7 @@ def measure(row, settings, repeats):
     from torchgpipe import GPipe
 
     models.allow(row["dtype"])
-    # Its threads live for a step, and what cuDNN finds out by trying belongs to a thread.
+    # cuDNN's benchmark results belong to a thread, and its threads live only for a step.
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)
     device, cuda = row["device"], row["device"].startswith("cuda")

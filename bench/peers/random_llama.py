@@ -3,8 +3,8 @@
     random_llama.py FOLDER --layers 22 --width 2048 --inner 5632 --heads 32:4 [--vocabulary 32000] [--context 2048]
                     [--tied] [--shard-bytes 4000000000] [--device cuda]
 
-Weights are drawn on the device and written tensor by tensor. More than --shard-bytes of them become shards with their
-index. The folder has no tokenizer: its tokens are bytes. One that is there already, whole, stays as it is.
+Weights are drawn on the device and written tensor by tensor. More than --shard-bytes of them become shards with an
+index. The folder has no tokenizer: its tokens are bytes. A complete folder that exists already stays unchanged.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 
 import torch
 
-# Before each safetensors header, its length.
+# Size of the length that precedes each safetensors header.
 LENGTH_BYTES = 8
 
 
@@ -41,7 +41,7 @@ def main():
     if len(parts) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         dump(os.path.join(args.folder, "model.safetensors.index.json"), index)
-    # Last: a folder without it is none.
+    # Written last: a folder without it is incomplete.
     dump(path, wanted)
     seconds = time.perf_counter() - start
     print(f"{args.folder}: {size // 2:,} parameters in {len(parts)} files, {seconds:.0f} s", file=sys.stderr)
@@ -81,7 +81,7 @@ def config(args):
 
 
 def tensors(args):
-    """The names of the weights with their shapes, in the order of the layers."""
+    """Yields the names of the weights with their shapes, in the order of the layers."""
     width, inner, shared = args.width, args.inner, args.width // args.heads * args.shared_heads
     yield "model.embed_tokens.weight", [args.vocabulary, width]
     for number in range(args.layers):
@@ -103,7 +103,7 @@ def bytes_of(shape):
 
 
 def shards(all_tensors, most):
-    """Consecutive tensors of at most so many bytes, or one alone."""
+    """Groups consecutive tensors into shards of at most `most` bytes, or of a single larger tensor."""
     parts, taken = [[]], 0
     for name, shape in all_tensors:
         if parts[-1] and taken + bytes_of(shape) > most:

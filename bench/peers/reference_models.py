@@ -1,10 +1,10 @@
-"""Writes what other people's models answer, for crates/brimful-models/tests/reference.rs.
+"""Writes the outputs of other libraries' models, for crates/brimful-models/tests/reference.rs.
 
     pip install torch torchvision transformers
     python bench/peers/reference_models.py crates/brimful-models/tests/reference
 
-Weights and inputs follow from a formula in whole numbers, which the test repeats, so the files hold
-only the variables' names and shapes and the outputs: any machine can check them, without weights.
+Weights and inputs come from an integer formula that the test repeats, so the files hold only the
+variables' names and shapes and the outputs: any machine can check them, without weights.
 """
 
 import pathlib
@@ -18,14 +18,14 @@ PRIME = 20011
 
 
 def numbers(name, shape):
-    """Pseudo-random numbers in [-0.5, 0.5) that depend on the name alone."""
+    """Returns pseudo-random numbers in [-0.5, 0.5) that depend only on the name."""
     seed = sum((i + 1) * byte for i, byte in enumerate(name.encode())) % 9973
     k = torch.arange(torch.Size(shape).numel())
     return ((k * (k + seed) * 7919 + seed) % PRIME).double().div(PRIME).sub(0.5).view(shape)
 
 
 def value(name, shape):
-    """A sensible value for the variable of this name: signals neither vanish nor explode."""
+    """Returns a value for the variable of this name with which signals neither vanish nor explode."""
     u = numbers(name, shape)
     if len(shape) > 1:
         return u * (24 / torch.Size(shape[1:]).numel()) ** 0.5
@@ -36,7 +36,7 @@ def value(name, shape):
 
 
 def fill(module, left_out):
-    """Gives each variable its value, and a line with its name and shape."""
+    """Sets each variable, and yields a line with its name and shape."""
     for name, tensor in module.state_dict().items():
         if not name.endswith(left_out):
             tensor.copy_(value(name, tensor.shape))
@@ -48,7 +48,7 @@ def line(mode, outputs):
 
 
 def resnet(architecture):
-    """The variables, then the logits of two images in evaluation and in training."""
+    """Yields the variables, then the logits of two images in evaluation and in training."""
     model = getattr(torchvision.models, architecture)(num_classes=10).double()
     yield f"# torchvision {torchvision.__version__}"
     yield from fill(model, ("num_batches_tracked",))
@@ -58,7 +58,7 @@ def resnet(architecture):
 
 
 def gpt2():
-    """The variables, then the logits of two sequences of seven tokens, of eleven kinds each."""
+    """Yields the variables, then the logits of two sequences of seven tokens, with a vocabulary of eleven."""
     config = transformers.GPT2Config(n_layer=2, n_embd=24, n_head=3, n_positions=8, vocab_size=11)
     model = transformers.GPT2LMHeadModel(config).double().eval()
     yield f"# transformers {transformers.__version__}"

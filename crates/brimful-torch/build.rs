@@ -1,11 +1,11 @@
 //! Compiles the C++ bridge against the libtorch that torch-sys links.
 //!
-//! In this repository that is the one which `scripts/libtorch` has put in place; elsewhere it is
-//! that of `LIBTORCH`, of an installed PyTorch, or a downloaded one, as torch-sys has it.
+//! In this repository that is the libtorch installed by `scripts/libtorch`; elsewhere torch-sys uses `LIBTORCH`,
+//! an installed PyTorch, or a download.
 //!
-//! `cuda/` becomes a shared object of its own, because it needs symbols that are there only where
-//! CUDA is. The library carries it as bytes and loads it at run time. `kernels/` goes into both as text,
-//! to be compiled for the card at hand.
+//! `cuda/` becomes a separate shared object, because it needs symbols that exist only with CUDA. The library
+//! embeds its bytes and loads it at run time. `kernels/` is embedded as text and compiled at run time for the GPU
+//! in use.
 
 use std::fmt::Display;
 use std::os::unix::fs::symlink;
@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-/// The bridge's layers and optimizers, which are one unit; the rest of it is another, compiled beside it: libtorch's
-/// headers take longer to read than our files to compile. Files of one unit cannot each have a thing of the same name.
+/// Layers and optimizers of the bridge, compiled as one unit; the remaining files form a second unit, compiled in
+/// parallel. Parsing libtorch's headers takes longer than compiling our files. Files of one unit must not define
+/// the same name.
 const LAYERS: [&str; 14] = [
     "bridge/activation.cpp",
     "bridge/batch_norm.cpp",
@@ -28,16 +29,16 @@ const LAYERS: [&str; 14] = [
     "bridge/own_generator.cpp",
     "bridge/projection.cpp",
     "bridge/rotary.cpp",
-    // Neither needs CUDA to be there: the compiler serves on machines without a card too.
+    // Both work without CUDA: kernels also compile on machines without a GPU.
     "cuda/kernels/cache.cpp",
     "cuda/kernels/compiler.cpp",
 ];
 
-/// Loops over the host's memory, which are compiled by themselves.
+/// Loops over host memory, compiled separately.
 const HOST_KERNELS: &str = "bridge/host_adam.cpp";
 
-/// The units of `cuda/`: what works with tensors, and what finds and loads kernels. What launches a family is
-/// compiled by itself, with its own threads and family; those files read few headers.
+/// Units of `cuda/`: one works with tensors, one finds and loads kernels. The files that launch a kernel family
+/// are compiled separately and in parallel; they include few headers.
 const CUDA_TENSORS: [&str; 4] =
     ["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp", "cuda/kernels/batch_norm.cpp"];
 const CUDA_LOADING: [&str; 5] = [
@@ -54,7 +55,7 @@ fn main() {
     println!("cargo:rerun-if-changed=kernels");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     if cfg!(feature = "doc-only") {
-        // Pages can be written without libtorch; the object is named by the source all the same.
+        // Documentation can be built without libtorch; the source still includes the object file.
         fs::write(cuda_object_path(), []).expect("cargo's folder can be written to");
         return;
     }
@@ -70,7 +71,8 @@ fn main() {
     cuda_object(&include);
 }
 
-/// The files of a folder whose names end so, but for some, in their order. Editors' own begin with a dot.
+/// Lists the files of a folder with this ending, without `others`, in sorted order. Editors' temporary files
+/// begin with a dot and are skipped.
 fn files(folder: &str, ending: &str, others: &[&str]) -> Vec<String> {
     let mut names: Vec<_> = fs::read_dir(folder)
         .expect("it is a folder of this package")
@@ -83,7 +85,7 @@ fn files(folder: &str, ending: &str, others: &[&str]) -> Vec<String> {
     names
 }
 
-/// Writes a unit: a file that includes its own.
+/// Writes a unit: a file that includes the given files.
 fn write_unit(name: &str, files: &[impl Display]) -> PathBuf {
     let path = out_folder().join(name);
     let text: String = files.iter().map(|file| format!("#include \"{file}\"\n")).collect();
@@ -97,12 +99,12 @@ fn compiler(include: &Path) -> cc::Build {
         .cpp(true)
         .std("c++17")
         .pic(true)
-        // As libtorch itself was compiled: without it some classes of its headers have more fields.
+        // Must match libtorch's own build: without it some classes of its headers have more fields.
         .define("NDEBUG", None)
         // The arena allocator is on the hot path of debug builds too.
         .opt_level(2)
-        // What a debugger would read of libtorch's headers takes as long again to compile, and stands in
-        // every program that is linked. `CXXFLAGS=-g` brings it back.
+        // Debug information of libtorch's headers doubles the compile time and is linked into every program.
+        // `CXXFLAGS=-g` restores it.
         .debug(false)
         // As system headers, so that libtorch's own warnings do not drown ours.
         .flag("-isystem")
@@ -112,7 +114,8 @@ fn compiler(include: &Path) -> cc::Build {
     build
 }
 
-/// Compiles the loops over the host's memory, for wide registers: they round as they are written.
+/// Compiles the loops over host memory for wide vector registers. The flags keep floating-point rounding as
+/// written.
 fn host_kernels() {
     let mut build = cc::Build::new();
     build.cpp(true).std("c++17").pic(true).opt_level(3).debug(false).include(".");
@@ -120,7 +123,7 @@ fn host_kernels() {
     build.file(HOST_KERNELS).compile("brimful_host");
 }
 
-/// Links `cuda/` with its symbols left open, and without what a debugger would read.
+/// Links `cuda/` with unresolved symbols allowed and without debug information.
 fn cuda_object(include: &Path) {
     let mut build = compiler(include);
     build.flag("-isystem").flag("cuda/headers");
@@ -146,7 +149,7 @@ fn out_folder() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"))
 }
 
-/// Writes `kernel_sources.h`: each `kernels/*.cu` as a raw string, with what it includes in it.
+/// Writes `kernel_sources.h`: each `kernels/*.cu` as a raw string with its includes inlined.
 fn write_kernel_sources() {
     let mut header = String::from(
         "#pragma once\n#include \"cuda/kernels/source.h\"\nnamespace brimful::kernels {\n",
@@ -166,7 +169,7 @@ fn write_kernel_sources() {
         .expect("cargo's folder can be written to");
 }
 
-/// A file's text with its `#include "…"` lines replaced by those files, each once.
+/// Returns a file's text with each `#include "…"` line replaced by that file, once per file.
 fn with_includes(folder: &Path, name: &str, seen: &mut Vec<String>) -> String {
     if seen.iter().any(|other| other == name) {
         return String::new();
@@ -182,19 +185,19 @@ fn with_includes(folder: &Path, name: &str, seen: &mut Vec<String>) -> String {
     text.lines().map(line).collect()
 }
 
-/// Lets `cargo run` and `cargo test` of every crate that uses this one load libtorch with nothing
-/// exported: cargo has programs look in the folders that build scripts name, where those are inside its
-/// own. So a link in there leads to the libraries, wherever these are.
+/// Lets `cargo run` and `cargo test` of every dependent crate load libtorch without exported variables. cargo
+/// adds the folders that build scripts name to the library path, but only folders inside its own target
+/// directory; so a link in there points to the libraries.
 fn show_libraries_to_cargo() {
     let linked = env::var_os("LIBTORCH").map(|root| Path::new(&root).join("lib"));
     let linked = linked.or_else(|| env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from));
-    // The files themselves know their neighbours by relative paths, links to them do not.
+    // The libraries find each other by relative paths, which links to single files would break.
     let file = linked.and_then(|folder| folder.join("libtorch_cpu.so").canonicalize().ok());
     let Some(libraries) = file.as_deref().and_then(Path::parent) else { return };
     let shown = out_folder().join("libtorch");
     let _ = fs::remove_file(&shown);
     if symlink(libraries, &shown).is_ok() {
-        // As a folder of Rust's own libraries, where the linker does not look.
+        // Listed as a folder of Rust dependencies, which the linker does not search.
         println!("cargo:rustc-link-search=dependency={}", shown.display());
     }
 }
@@ -204,7 +207,7 @@ fn fail(message: &str) -> ! {
     exit(1);
 }
 
-/// The headers in `LIBTORCH`, or else beside the libraries that torch-sys says it links.
+/// Returns the header folder in `LIBTORCH`, or else beside the libraries that torch-sys links.
 fn headers() -> PathBuf {
     let root = env::var_os("LIBTORCH").map(PathBuf::from);
     let lib = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);

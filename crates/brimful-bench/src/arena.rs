@@ -1,7 +1,7 @@
-//! `brimful-bench arena`: what counting memory costs, on a ResNet-50 training step.
+//! `brimful-bench arena`: the cost of memory accounting, on a ResNet-50 training step.
 //!
-//! Steps with and without an arena take turns, so that a machine that slows down or speeds up does
-//! so for both. Without an arena libtorch's own allocator is in place.
+//! Steps with and without an arena alternate, so that changes in the machine's speed affect both. Without an
+//! arena libtorch's own allocator is installed.
 
 use std::time::Instant;
 
@@ -103,7 +103,7 @@ struct ArenaRow {
     threads: usize,
     seconds_without: f64,
     seconds_with: f64,
-    /// Time without over time with: 1 is free.
+    /// Time without accounting over time with it: 1 is free.
     ratio: f64,
     samples_per_s: f64,
     peak_bytes: Bytes,

@@ -1,4 +1,4 @@
-//! The command line: what can be measured, and the flags that every benchmark has.
+//! Command line: the benchmarks, and the flags that all of them have.
 
 use anyhow::Result;
 use brimful_cli::args::Global;
@@ -102,7 +102,7 @@ impl CommandLine for BenchArgs {
     }
 }
 
-/// Of both programs, so that a flag of one is the same in the other.
+/// Checks both programs, so that a flag means the same in each.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,7 +111,7 @@ mod tests {
     use clap::builder::StyledStr;
     use std::collections::BTreeMap;
 
-    /// Every command of both programs with its place, such as `brimful-bench micro`.
+    /// Returns every command of both programs with its path, such as `brimful-bench micro`.
     fn commands() -> Vec<(String, clap::Command)> {
         let roots = [BrimfulArgs::command(), BenchArgs::command()].into_iter();
         let mut found: Vec<_> = roots.map(|root| (root.get_name().to_owned(), root)).collect();

@@ -1,4 +1,4 @@
-//! Columns that rows of several benchmarks share: what was run, and how fast it was.
+//! Columns that rows of several benchmarks share: the work, and its speed.
 
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::NumberType;
@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::times::StepTimes;
 use crate::work::Workload;
 
-/// What was run.
+/// Work of a row.
 #[derive(Debug, Serialize)]
 pub(crate) struct Columns {
     pub(crate) contestant: &'static str,
@@ -18,7 +18,7 @@ pub(crate) struct Columns {
     pub(crate) micro_batch: usize,
 }
 
-/// In which stages it was run.
+/// Stages and schedule of a row.
 #[derive(Debug, Serialize)]
 pub(crate) struct Staging {
     stages: usize,
@@ -26,10 +26,10 @@ pub(crate) struct Staging {
     recompute: Option<Recompute>,
 }
 
-/// What is said so of a model that has no stages.
+/// Staging of a model without stages.
 pub(crate) const IN_ONE_PIECE: Staging = Staging { stages: 1, schedule: None, recompute: None };
 
-/// How fast it was.
+/// Speed of a row.
 #[derive(Debug, Serialize)]
 pub(crate) struct Speed {
     pub(crate) samples_per_s: f64,

@@ -1,10 +1,10 @@
-//! `brimful-bench convergence`: the same training in one piece, in micro-batches and in stages.
+//! `brimful-bench convergence`: the same training with the full batch, in micro-batches and in stages.
 //!
-//! A deferred BatchNorm normalises each micro-batch by its own statistics, so they are not equal step by
-//! step. What they come to should differ by no more than chance: each is trained with several seeds, and
-//! the difference of the mean accuracies is put beside twice its own standard error. The stages have
-//! a twin on one device with the same micro-batches, which tells the cut from the pipeline. Micro-batches
-//! of two samples are where exact BatchNorms train what deferred ones cannot.
+//! A deferred BatchNorm normalises each micro-batch by its own statistics, so the steps are not equal. The
+//! results should differ by no more than chance: each training runs with several seeds, and the difference of the
+//! mean accuracies is reported beside twice its standard error. The staged run has a twin on one device with the
+//! same micro-batches, which separates the effect of micro-batches from that of the pipeline. With micro-batches
+//! of two samples, exact BatchNorms train where deferred ones cannot.
 
 use anyhow::{Context, Result};
 use brimful::Bytes;
@@ -20,10 +20,10 @@ use crate::journal::{Journal, Output};
 use crate::results::Comparison;
 use crate::turns::TurnProgress;
 
-/// Who trains: a name, and what `brimful train` is told.
+/// Name of a training, and its flags for `brimful train`.
 type Training = (&'static str, &'static str);
 
-/// What is compared with the full batch.
+/// Trainings compared with the full batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Question {
     /// Micro-batches of an automatic size, 16 of them, and four stages
@@ -33,20 +33,20 @@ enum Question {
 }
 
 impl Question {
-    /// The full batch comes first.
+    /// Returns the trainings; the full batch comes first.
     fn trainings(self) -> &'static [Training] {
         match self {
             Self::Cuts => &[
                 ("full batch", "--micro-batches 1"),
                 // In memory that does not hold the mini-batch.
                 ("micro-batches, auto", "--micro-batch auto --memory-limit LIMIT"),
-                // As those of the stages, on one device.
+                // The micro-batches of the stages, on one device.
                 ("16 micro-batches", "--micro-batches 16"),
                 ("4 stages", "--micro-batches 16 --stages 4"),
             ],
             Self::Norms => &[
-                // From the first parameters of the exact pairs: those belong to the list of layers, which
-                // exact BatchNorms cut finer.
+                // Starts from the same initial parameters as the exact pairs: these depend on the list of layers,
+                // which exact BatchNorms cut finer.
                 ("full batch", "--micro-batches 1 --batch-norm exact"),
                 ("pairs, exact", "--micro-batch 2 --batch-norm exact"),
                 ("pairs, deferred", "--micro-batch 2 --batch-norm deferred"),
@@ -122,7 +122,7 @@ pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
 }
 
 impl ConvergenceOptions {
-    /// Whether the model can be asked this, said before anything is trained.
+    /// Checks before any training that the model supports the question.
     fn check(&self) -> Result<()> {
         if self.question == Question::Norms {
             let sample = self.model.synthetic_sample();
@@ -131,7 +131,7 @@ impl ConvergenceOptions {
         Ok(())
     }
 
-    /// The last epoch of a training.
+    /// Trains one contestant with one seed; returns the last epoch.
     fn train(&self, seed: u64, (name, told): Training, progress: &TurnProgress) -> Result<Epoch> {
         let title = format!("{name}, seed {seed}");
         progress.row(&title);
@@ -148,7 +148,7 @@ impl ConvergenceOptions {
         last.context("no epoch was trained")
     }
 
-    /// An accelerator's limit would outlast the contestant that it is for.
+    /// Removes an accelerator's limit, which would otherwise outlast its contestant.
     fn lift_limit(&self) -> Result<()> {
         let memory = Memory::of(setting::device(self.device.as_deref())?)?;
         Ok(memory.set_limit(None)?)
@@ -222,7 +222,7 @@ impl TrainingRow<'_> {
     }
 }
 
-/// All of a contestant's trainings beside those of the full batch.
+/// All trainings of a contestant beside those of the full batch.
 #[derive(Debug, Serialize)]
 struct SummaryRow {
     contestant: &'static str,

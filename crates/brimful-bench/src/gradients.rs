@@ -1,10 +1,10 @@
-//! How far the gradients of two contestants are apart.
+//! Difference between the gradients of two contestants.
 
 use anyhow::{Result, ensure};
 use brimful_cli::setting::NumberType;
 use tch::{Kind, Tensor};
 
-/// The length of the difference of all gradients over that of the expected ones. Contestants that compute
+/// Returns the norm of the difference of all gradients over that of the expected ones. Contestants that compute
 /// different things are not worth comparing.
 pub(crate) fn relative_difference(
     expected: &[Tensor],

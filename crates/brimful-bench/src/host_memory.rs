@@ -1,19 +1,19 @@
-//! The host memory that this process takes, as far as Linux tells.
+//! Host memory of this process, as Linux reports it.
 
 use std::fs;
 
-/// From now on, the most is counted anew.
+/// Resets the peak.
 pub(crate) fn forget_peak() {
-    // Where that is refused, the peak is that of the whole process: more, never less.
+    // If that is refused, the peak is that of the whole process: more, never less.
     let _ = fs::write("/proc/self/clear_refs", "5");
 }
 
-/// What it takes now.
+/// Returns the bytes in use now.
 pub(crate) fn resident() -> Option<u64> {
     told("VmRSS:")
 }
 
-/// The most that it took.
+/// Returns the peak in bytes.
 pub(crate) fn peak() -> Option<u64> {
     told("VmHWM:")
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM in the middle of a benchmark: what was measured is kept, and that is said.
+//! Handling of Ctrl-C and SIGTERM during a benchmark: keeps the rows measured so far and prints a message.
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -13,13 +13,13 @@ use signal_hook::iterator::Signals;
 use crate::args::BenchArgs;
 use crate::results::Results;
 
-/// Listens until the process ends. Every row is written as it comes, so there is nothing to wait for.
+/// Listens until the process ends. Every row is written as it comes, so there is nothing to flush.
 pub(crate) fn keep_rows(folder: Option<PathBuf>) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     thread::Builder::new().name("signals".into()).spawn(move || {
         let Some(signal) = signals.forever().next() else { return };
         progress::say(&format!("{}: {}", BenchArgs::PROGRAM, parting(folder.as_deref())));
-        // Without destructors: libtorch's would pull it away from under the step that still runs.
+        // Without destructors: libtorch's would free memory that the running step still uses.
         let exit = Exit::Interrupted { signal: signal as u8 };
         signal_hook::low_level::exit(exit.code().into());
     })?;

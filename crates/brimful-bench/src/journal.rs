@@ -1,4 +1,4 @@
-//! Rows as they come, as text or JSON lines, and all of them at the end; kept in a folder if asked.
+//! Output of rows: text or JSON lines as they come, all of them at the end, and a copy in a folder if asked.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -39,7 +39,8 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// `facts` are what this benchmark's figures depend on besides what all depend on.
+    /// Starts a journal. `facts` are the settings that this benchmark's figures depend on, besides the common
+    /// ones.
     pub(crate) fn begin(
         bench: &'static str,
         device: Device,
@@ -64,7 +65,7 @@ impl Journal {
         Ok(Self { bench, json: output.json, device, environment, rows, title, saved })
     }
 
-    /// Enters a row: people see its line of the table that joined results have.
+    /// Enters a row, and prints its line of the joined table.
     pub(crate) fn enter(&mut self, row: &impl Serialize) -> Result<()> {
         self.keep(row)?;
         let newest = results::newest(self.bench, &self.rows);
@@ -72,7 +73,7 @@ impl Journal {
         self.show(&title, &heading, &line)
     }
 
-    /// Enters a row of which people see more than joined results say of it, or that they sum up.
+    /// Enters a row with its own text, for rows that show more than the joined table does, or a summary of it.
     pub(crate) fn enter_as(
         &mut self,
         title: &str,
@@ -84,7 +85,7 @@ impl Journal {
         self.show(title, columns, text)
     }
 
-    /// Keeps a row for the folder, the last line, and programs that read lines as they come.
+    /// Stores a row for the folder, the last line, and programs that read lines as they come.
     fn keep(&mut self, row: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(row)?;
         let object = value.as_object_mut().context("a row is an object")?;
@@ -98,7 +99,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Shows people a line, with its heading where a new table begins.
+    /// Prints a line, with its heading when a new table begins.
     fn show(&mut self, title: &str, columns: &str, text: &str) -> Result<()> {
         if self.json {
             return Ok(());
@@ -110,7 +111,7 @@ impl Journal {
         output::line(text)
     }
 
-    /// The last line of JSON: all rows, and where they come from.
+    /// Writes the last line of JSON: all rows and their environment.
     pub(crate) fn end(mut self) -> Result<()> {
         let last = json!({ "done": true, "environment": self.environment, "rows": self.rows });
         self.save(&last)?;
@@ -122,13 +123,13 @@ impl Journal {
 
     fn save(&mut self, value: &Value) -> Result<()> {
         let Some((folder, file)) = &mut self.saved else { return Ok(()) };
-        // Whole lines at once: a run that is killed leaves no half of one.
+        // Whole lines at once: a killed run leaves no partial line.
         let written = file.write_all(format!("{value}\n").as_bytes());
         written.with_context(|| format!("cannot write {}", folder.join(OURS).display()))
     }
 }
 
-/// The folder, and its new file of rows.
+/// Creates the folder and its new file of rows.
 fn open(folder: &PathBuf) -> Result<(PathBuf, File)> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let path = folder.join(OURS);
@@ -136,7 +137,7 @@ fn open(folder: &PathBuf) -> Result<(PathBuf, File)> {
     Ok((folder.clone(), file))
 }
 
-/// What a figure depends on besides the code.
+/// Describes the environment that figures depend on besides the code.
 fn environment(device: Device, facts: Value) -> Result<Value> {
     let devices = memory::devices()?;
     let model = |wanted| devices.iter().find(|info| info.device == wanted).map(|info| &info.model);

@@ -1,4 +1,4 @@
-//! `brimful-bench loader`: images a second that a folder of JPEGs comes to, decoded, cut, resized and normalised.
+//! `brimful-bench loader`: images per second from a folder of JPEGs, decoded, cropped, resized and normalised.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use crate::journal::{Journal, Output};
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// Subfolders of a folder that is made.
+/// Subfolders of a generated folder.
 const CLASSES: usize = 10;
-/// As large as the photographs of ImageNet are about.
+/// Size of generated images, about that of ImageNet's photographs.
 const MADE: (u32, u32) = (500, 375);
 
 /// Options of `brimful-bench loader`.
@@ -67,7 +67,7 @@ pub(crate) fn run(options: &LoaderOptions) -> Result<()> {
     let mut journal = Journal::begin("loader", Device::Cpu, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats + 1);
     let mut times = StepTimes::default();
-    // In the first pass files come into the system's cache.
+    // The first pass loads the files into the system's cache.
     for turn in 0..options.repeats + 1 {
         progress.turn("loader", "passes", turn, 1, options.repeats);
         let (start, mut brought) = (Instant::now(), 0);
@@ -91,7 +91,7 @@ pub(crate) fn run(options: &LoaderOptions) -> Result<()> {
     journal.end()
 }
 
-/// Makes a folder of photographs that are none, on all cores: waves of colour with grain, as large in bytes as such.
+/// Generates a folder of images on all cores: waves of colour with grain, about as large in bytes as photographs.
 fn make(folder: &Path, images: usize, threads: usize) -> Result<()> {
     let progress = Progress::new(images, "images made");
     let part = |first: usize| -> Result<()> {

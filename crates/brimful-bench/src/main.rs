@@ -1,4 +1,4 @@
-//! The program `brimful-bench`: speed and memory, side by side in one run.
+//! Program `brimful-bench`: speed and memory, side by side in one run.
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! `brimful-bench offload`: a GPT whose stages live on the host, against the same one on the card.
+//! `brimful-bench offload`: a GPT with offloaded stages, against the same model on the GPU.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use crate::steady::{self, LEARNING_RATE, SteadySteps, SteadyTraining};
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
-/// What fast kernels take, and what GPT-2's 50,257 words are filled up to.
+/// Size that suits fast kernels: GPT-2's 50,257 words, padded.
 const VOCABULARY: i64 = 50_304;
 
 /// Options of `brimful-bench offload`.
@@ -70,7 +70,7 @@ pub(crate) struct OffloadOptions {
     output: Output,
 }
 
-/// Where the stages of a contestant live.
+/// Placement of a contestant's stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HomeArgument {
     Device,
@@ -131,7 +131,7 @@ impl OffloadOptions {
         })
     }
 
-    /// Layers of each stage: the embeddings, each block, and the head.
+    /// Returns the layers of each stage: the embeddings, each block, and the head.
     fn balance(&self) -> Vec<usize> {
         let mut balance = vec![1; self.layers + 2];
         balance[0] = 3;
@@ -139,7 +139,7 @@ impl OffloadOptions {
         balance
     }
 
-    /// Where stages live; homes that are planned are so for the most micro-batches.
+    /// Returns the placement of stages; automatic ones are planned for the most micro-batches.
     fn stage_homes(&self, device: Device, home: HomeArgument) -> Result<StageHomes> {
         match home {
             HomeArgument::Device => Ok(StageHomes::Device),
@@ -165,7 +165,7 @@ impl OffloadOptions {
                 };
                 let tokens = [self.sequences, self.tokens];
                 let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
-                // Tokens are what tokens should give.
+                // The targets are tokens too.
                 StageHomes::plan(&self.layers(), (&micro_batch, &micro_batch), question)
             }
         }
@@ -186,7 +186,7 @@ struct Contestant<'a> {
     home: HomeArgument,
     training: StagedTraining,
     parameters: u64,
-    /// Why stages live where they do, of homes that were planned.
+    /// Reason of a planned placement.
     why: Option<String>,
 }
 
@@ -244,8 +244,8 @@ impl<'a> Contestant<'a> {
     }
 }
 
-/// What one more step moves, and what it waits for: it is not measured with the others, because the clocks take
-/// their time. An update goes before it, as before every other.
+/// Profiles one more step with timed transfers; separate from the measured steps, because timing costs time. An
+/// update precedes it, as every other step.
 fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<BusProfile> {
     training.backward(batch)?;
     training.update()?;
@@ -258,7 +258,7 @@ fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<BusProfile>
     Ok(buses.first().map(BusProfile::of).unwrap_or_default())
 }
 
-/// What crossed the bus in a step, and how long compute waited for what.
+/// Transfers over the host link in a step, and how long compute waited for each kind.
 #[derive(Debug, Default, Serialize)]
 struct BusProfile {
     bytes_in: u64,
@@ -295,7 +295,7 @@ struct OffloadRow {
     heads: i64,
     stages: usize,
     stages_at_home: usize,
-    /// Of homes that were planned: what lives where, and why.
+    /// Planned placement and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     plan: Option<String>,
     micro_batches: usize,

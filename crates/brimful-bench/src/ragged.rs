@@ -1,7 +1,7 @@
-//! `brimful-bench ragged`: text of unlike lengths, in micro-batches that are cut by tokens or by samples.
+//! `brimful-bench ragged`: texts of different lengths, in micro-batches cut by tokens or by samples.
 //!
-//! All contestants train the same GPT on the same mini-batch, in micro-batches of at most as many places: what
-//! differs is how many of these are padding.
+//! All contestants train the same GPT on the same mini-batch, in micro-batches of at most as many positions; they
+//! differ in how many of these are padding.
 
 use std::fs;
 
@@ -21,16 +21,16 @@ use crate::timed::timed;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// Half of all texts have no more tokens.
+/// Median number of tokens of a text.
 const MEDIAN: f64 = 200.0;
-/// How far the logarithms of lengths spread.
+/// Standard deviation of the logarithms of lengths.
 const SPREAD: f64 = 1.0;
-/// Texts are cut at so many tokens.
+/// Most tokens of a text; longer ones are truncated.
 const LONGEST: i64 = 1024;
 const VOCABULARY: i64 = 4096;
-/// What cross entropy passes over.
+/// Target that cross-entropy ignores.
 const IGNORED: i64 = -100;
-/// How far gradients in f64 may be apart, relative to the largest number.
+/// Tolerance of gradients in f64, relative to the largest value.
 const TOLERANCE: f64 = 1e-10;
 /// Samples whose gradients are compared.
 const COMPARED: i64 = 12;
@@ -69,18 +69,18 @@ pub(crate) struct RaggedOptions {
     output: Output,
 }
 
-/// How the mini-batch is cut.
+/// Way of cutting the mini-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RaggedCut {
-    /// By samples, all as wide as the longest of the mini-batch.
+    /// By samples, all padded to the longest of the mini-batch.
     Samples,
-    /// By samples in a loop written by hand, each micro-batch as wide as its own longest.
+    /// By samples in a hand-written loop, each micro-batch padded to its own longest.
     Loop,
-    /// By tokens, samples of like length together.
+    /// By tokens, samples of similar length together.
     Tokens,
 }
 
-/// The cuts, and the contestants that make them.
+/// Cuts, and the contestants that use them.
 const CUTS: [(RaggedCut, &str); 3] = [
     (RaggedCut::Samples, "brimful, by samples"),
     (RaggedCut::Loop, "tch loop"),
@@ -113,12 +113,12 @@ pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
     journal.end()
 }
 
-/// What a contestant has shown.
+/// Figures of a contestant.
 struct RaggedFigures {
     cut: RaggedCut,
     contestant: &'static str,
     times: StepTimes,
-    /// Seconds that the process's threads have computed: others on the machine do not change them.
+    /// CPU seconds of the process's threads: other load on the machine does not change them.
     computed: StepTimes,
     micro_batches: usize,
 }
@@ -160,18 +160,18 @@ impl RaggedFigures {
     }
 }
 
-/// Seconds that this process has computed so far, all threads together, where Linux tells.
+/// Returns the CPU seconds of this process so far, over all threads, if Linux reports them.
 fn computed_seconds() -> Option<f64> {
     let text = fs::read_to_string("/proc/self/stat").ok()?;
     let after_the_name = text.rsplit_once(')')?.1;
     let fields: Vec<&str> = after_the_name.split_whitespace().collect();
-    // In its own work and in the system's, in hundredths of a second.
+    // User and system time, in hundredths of a second.
     let ticks = [fields.get(11)?, fields.get(12)?].map(|ticks| ticks.parse::<f64>());
     let [Ok(own), Ok(system)] = ticks else { return None };
     Some((own + system) / 100.0)
 }
 
-/// The largest difference of any two cuts' gradients in f64, relative to the largest number in them.
+/// Returns the largest difference between the cuts' gradients in f64, relative to their largest value.
 fn gradient_difference(options: &RaggedOptions, texts: &Texts, device: Device) -> Result<f64> {
     let mut model = RaggedModel::new(options, Kind::Double, device)?;
     let mut gradients = Vec::new();
@@ -189,7 +189,7 @@ fn gradient_difference(options: &RaggedOptions, texts: &Texts, device: Device) -
     Ok(difference)
 }
 
-/// Texts with what follows each of their tokens.
+/// Texts, and the token that follows each of theirs.
 struct Texts {
     inputs: Vec<Tensor>,
     targets: Vec<Tensor>,
@@ -207,7 +207,7 @@ impl Texts {
         Self { inputs, targets: (0..count).map(tokens).collect() }
     }
 
-    /// The first few of them.
+    /// Returns the first texts.
     fn first(&self, count: i64) -> Self {
         let first =
             |all: &[Tensor]| all.iter().take(count as usize).map(Tensor::shallow_clone).collect();
@@ -219,12 +219,12 @@ impl Texts {
     }
 }
 
-/// One width for all of these.
+/// Pads these to one width.
 fn padded(texts: &[Tensor], padding: i64) -> Tensor {
     Tensor::pad_sequence(texts, true, padding as f64, "right")
 }
 
-/// A GPT, and who cuts its mini-batches.
+/// GPT with both ways to cut its mini-batches.
 struct RaggedModel {
     store: VarStore,
     model: brimful::layers::Model,
@@ -253,7 +253,7 @@ impl RaggedModel {
         Ok(Self { store, model, by_samples, by_tokens, samples })
     }
 
-    /// Makes the mini-batch's gradients anew; gives how many micro-batches that took.
+    /// Computes the mini-batch's gradients from zero; returns the number of micro-batches.
     fn backward(&mut self, cut: RaggedCut, texts: &Texts) -> Result<usize> {
         for mut variable in self.store.trainable_variables() {
             variable.zero_grad();
@@ -300,17 +300,17 @@ struct RaggedRow {
     heads: i64,
     batch: i64,
     token_budget: i64,
-    /// Of the mini-batch, without padding.
+    /// Tokens of the mini-batch, without padding.
     tokens: i64,
     micro_batches: usize,
     repeats: usize,
-    /// The median of the steps: forward and backward.
+    /// Median of the steps: forward and backward.
     seconds: f64,
     /// (Longest − shortest) / median of the steps.
     spread: f64,
-    /// The median of what the process's threads computed in a step.
+    /// Median CPU seconds of the process's threads in a step.
     cpu_seconds: Option<f64>,
     tokens_per_s: f64,
-    /// Between the contestants in f64, relative to the largest number.
+    /// Difference between the contestants in f64, relative to the largest value.
     gradient_difference: f64,
 }

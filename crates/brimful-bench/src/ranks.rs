@@ -1,8 +1,8 @@
 //! `brimful-bench ranks`: data parallelism over processes with one thread each, started by `mpirun`.
 //!
-//! The contestants take turns, step by step: the first rank alone with the whole mini-batch, then all
-//! ranks with a part each. A step is forward and backward over the mini-batch, the gradients on every
-//! rank, and the reading of the loss; the optimizer is left out, here and in bench/peers alike.
+//! The contestants alternate step by step: the first rank alone with the whole mini-batch, then all ranks with a
+//! part each. A step is forward and backward over the mini-batch, the gradients on every rank, and the reading of
+//! the loss; the optimizer is left out, as in bench/peers.
 
 use std::time::Instant;
 
@@ -66,12 +66,12 @@ struct RanksRow {
     ranks: usize,
     /// Speed over that of one rank in the same run.
     ratio: f64,
-    /// What each rank sends in a step.
+    /// Bytes that each rank sends in a step.
     sent_bytes: Bytes,
     peak_bytes: Option<Bytes>,
 }
 
-/// A model, and what runs it: with other ranks or without.
+/// Model and its engine, with other ranks or without.
 struct RanksContestant {
     name: &'static str,
     ranks: usize,
@@ -79,7 +79,7 @@ struct RanksContestant {
     model: LossModel,
     micro: MicroBatcher,
     times: StepTimes,
-    /// What each rank sent in the last step.
+    /// Bytes that each rank sent in the last step.
     sent: Bytes,
 }
 
@@ -134,7 +134,7 @@ impl RanksContestant {
         Ok(Self { name, ranks, store, model, micro, times: StepTimes::default(), sent: Bytes(0) })
     }
 
-    /// One step, from a moment when all are ready to one when all are done.
+    /// Runs one step, from all ranks ready to all ranks done.
     fn step(&mut self, batch: &Samples, counts: bool, wait: impl Fn() -> Result<()>) -> Result<()> {
         clear_gradients(&self.store)?;
         wait()?;
@@ -157,7 +157,7 @@ impl RanksContestant {
     }
 }
 
-/// This rank's samples.
+/// Returns this rank's samples.
 fn part_of((x, y): &Samples, world: &World) -> Samples {
     let each = x.size()[0] / world.size() as i64;
     let part = |whole: &Tensor| whole.narrow(0, each * world.rank() as i64, each);

@@ -1,4 +1,4 @@
-//! A model in stages with its optimizer, whose steps follow each other.
+//! Staged model with its optimizer, for consecutive steps.
 
 use anyhow::Result;
 use brimful::optim::AdamW;
@@ -9,10 +9,10 @@ use tch::Tensor;
 use crate::steady::{LEARNING_RATE, SteadyTraining};
 use crate::work::Samples;
 
-/// The loss of what a model gives beside what it should give.
+/// Loss of a model's output and its target.
 type OutputLoss = fn(&Tensor, &Tensor) -> Tensor;
 
-/// A pipeline, trained by AdamW.
+/// Pipeline trained by AdamW.
 pub(crate) struct StagedTraining {
     pub(crate) pipeline: Pipeline,
     optimizer: PipelineOptimizer,
@@ -20,7 +20,7 @@ pub(crate) struct StagedTraining {
 }
 
 impl StagedTraining {
-    /// Updates at home follow the backward if that is asked for.
+    /// Builds the pipeline; with `follows`, offloaded updates run during the backward.
     pub(crate) fn new(builder: Builder, follows: bool, loss: OutputLoss) -> Result<Self> {
         let mut pipeline = builder.build()?;
         let mut optimizer = pipeline.optimizer(AdamW::new(LEARNING_RATE))?;

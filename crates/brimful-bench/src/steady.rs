@@ -1,4 +1,4 @@
-//! Steps that follow each other, their updates included, however late these run.
+//! Consecutive steps including their updates, however late these run.
 
 use std::time::Instant;
 
@@ -10,38 +10,38 @@ use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
-/// The first makes gradients and the optimizer's state; a host may take some more to have memory for what an
-/// optimizer at home computes ahead.
+/// The first step creates gradients and the optimizer's state; a host may take some more until it has memory for
+/// the updates that an offloaded optimizer computes ahead.
 const WARM_UP: usize = 5;
 
-/// How many steps a contestant runs.
+/// Returns the number of steps that a contestant runs.
 pub(crate) fn steps(repeats: usize) -> usize {
     WARM_UP + repeats
 }
 
-/// Of AdamW, with which such steps are taken.
+/// Learning rate of AdamW in such steps.
 pub(crate) const LEARNING_RATE: f64 = 1e-4;
 
-/// Whose steps they are.
+/// Training whose steps are measured.
 pub(crate) trait SteadyTraining {
-    /// Forward and backward over a mini-batch, until the loss is read.
+    /// Runs forward and backward over a mini-batch, until the loss is read.
     fn backward(&mut self, batch: &Samples) -> Result<Step>;
 
-    /// The update, or its beginning.
+    /// Runs the update, or starts it.
     fn update(&mut self) -> Result<()>;
 
-    /// The rest of the last update, which has no next step to hide behind.
+    /// Waits for the rest of the last update, which no next step hides.
     fn wait(&mut self) -> Result<()>;
 }
 
-/// What such steps took.
+/// Figures of such steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct SteadySteps {
-    /// The mean of a step: the update of one may run within the next.
+    /// Mean seconds of a step: its update may run within the next.
     pub(crate) seconds: f64,
     pub(crate) seconds_backward: f64,
     pub(crate) seconds_last_update: f64,
-    /// Of the very first step.
+    /// Loss of the very first step.
     #[serde(skip)]
     pub(crate) first_loss: f64,
     #[serde(skip)]
@@ -49,7 +49,7 @@ pub(crate) struct SteadySteps {
 }
 
 impl SteadySteps {
-    /// Lets a contestant of this name run so many steps over a mini-batch, after some to warm up.
+    /// Runs this many steps of the named contestant over a mini-batch, after a warm-up.
     pub(crate) fn measure<T: SteadyTraining + ?Sized>(
         contestant: &mut T,
         batch: &Samples,

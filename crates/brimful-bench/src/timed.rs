@@ -1,4 +1,4 @@
-//! One step of a contestant beside others in the same process: its seconds, and the memory that is its own.
+//! Timed step of one contestant among others in the same process: its seconds, and its own memory.
 
 use std::time::Instant;
 
@@ -13,35 +13,35 @@ use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
-/// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
-/// allocator fills its cache.
+/// Steps of each contestant before the first one that counts: kernels are chosen in them, and the allocator fills
+/// its cache.
 pub(crate) const WARM_UP: usize = 2;
 
-/// How often each contestant has its turn.
+/// Returns the number of each contestant's turns.
 pub(crate) fn turns(repeats: usize) -> usize {
     WARM_UP + repeats
 }
 
-/// Whose steps are timed.
+/// Contestant whose steps are timed.
 pub(crate) trait Timed {
-    /// Leaves it without gradients.
+    /// Clears its gradients.
     fn clear(&mut self) -> Result<()>;
 
-    /// Device memory that it keeps between its turns.
+    /// Returns the device memory that it keeps between turns.
     fn kept(&mut self) -> &mut u64;
 }
 
-/// What one turn gave.
+/// Result of one turn.
 pub(crate) struct MeasuredTurn {
     pub(crate) seconds: f64,
     pub(crate) loss: f64,
     pub(crate) peak: Option<Bytes>,
 }
 
-/// A step's loss, and its peak where memory is counted.
+/// Loss of a step, and its peak if memory is accounted.
 pub(crate) type LossAndPeak = (f64, Option<Bytes>);
 
-/// What a contestant has shown in its turns.
+/// Figures of a contestant's turns.
 #[derive(Debug, Default)]
 pub(crate) struct TurnFigures {
     /// Seconds of the steps that do not count.
@@ -51,7 +51,7 @@ pub(crate) struct TurnFigures {
     pub(crate) loss: f64,
 }
 
-/// What all contestants show, who come with their names, in turns of a step each.
+/// Alternates named contestants, one step per turn, and returns their figures.
 pub(crate) fn take_turns<C: Copy>(
     title: &str,
     contestants: impl IntoIterator<Item = (C, &'static str)>,
@@ -75,7 +75,7 @@ pub(crate) fn take_turns<C: Copy>(
     Ok(all.into_iter().map(|(who, _, shown)| (who, shown)).collect())
 }
 
-/// What a step allocates on a CPU. Not in the timed turns: counting costs.
+/// Returns a step's allocations on a CPU. Not in the timed turns: accounting costs time.
 pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<Bytes> {
     let arena = Arena::new("bench");
     let inside = arena.enter();
@@ -84,7 +84,7 @@ pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<By
     Ok(Bytes(arena.peak()))
 }
 
-/// One step of a pipeline, whose gradients start as none, and its seconds.
+/// Runs one step of a pipeline, starting without gradients; returns the step and its seconds.
 pub(crate) fn pipeline_step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
     pipeline.zero_grad()?;
     let start = Instant::now();
@@ -92,7 +92,7 @@ pub(crate) fn pipeline_step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result
     Ok((step, start.elapsed().as_secs_f64()))
 }
 
-/// One step of a model, with the memory that is its own.
+/// Runs one step of a model and measures its own memory.
 pub(crate) fn turn<M: Timed>(
     model: &mut M,
     device: Device,
@@ -101,10 +101,10 @@ pub(crate) fn turn<M: Timed>(
 ) -> Result<MeasuredTurn> {
     model.clear()?;
     let before = in_use(device)?;
-    // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
+    // Created before the clock starts and freed after it, so that it is in no other peak.
     let batch = batch();
     let ((loss, peak), seconds) = timed(device, || step(model, &batch))?;
-    // Nothing of what the others keep is in it.
+    // Excludes memory that other contestants keep.
     let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + *model.kept()));
     drop(batch);
     model.clear()?;
@@ -112,7 +112,7 @@ pub(crate) fn turn<M: Timed>(
     Ok(MeasuredTurn { seconds, loss, peak })
 }
 
-/// What some work gives, and its seconds from an idle device to an idle device.
+/// Runs work from an idle device to an idle device; returns its result and seconds.
 pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
     torch_device::synchronize(device)?;
     let start = Instant::now();
@@ -121,8 +121,8 @@ pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Resu
     Ok((given, start.elapsed().as_secs_f64()))
 }
 
-/// Lets cuDNN try its kernels and take the fastest, as the peers' scripts do: every micro-batch has one shape, so it
-/// pays. Gives whether there is a card to do so.
+/// Lets cuDNN benchmark its kernels, as the peers' scripts do: every micro-batch has one shape, so it pays.
+/// Returns whether the device is a GPU.
 pub(crate) fn try_kernels(device: Device) -> bool {
     let cuda = device != Device::Cpu;
     if cuda {
@@ -131,7 +131,7 @@ pub(crate) fn try_kernels(device: Device) -> bool {
     cuda
 }
 
-/// Contestants that compute different things are not worth comparing.
+/// Checks that losses agree: contestants that compute different things are not worth comparing.
 pub(crate) fn compute_the_same(
     losses: impl IntoIterator<Item = f64>,
     dtype: NumberType,
@@ -144,7 +144,7 @@ pub(crate) fn compute_the_same(
     Ok(())
 }
 
-/// Device memory in use now; a CPU's is not counted here.
+/// Returns the device memory in use now; a CPU's is not counted.
 pub(crate) fn in_use(device: Device) -> Result<u64> {
     Ok(match device {
         Device::Cpu => 0,
@@ -152,7 +152,7 @@ pub(crate) fn in_use(device: Device) -> Result<u64> {
     })
 }
 
-/// The same tensors.
+/// Returns shallow clones of the tensors.
 pub(crate) fn share((x, y): &Samples) -> Samples {
     (x.shallow_clone(), y.shallow_clone())
 }

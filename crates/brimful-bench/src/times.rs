@@ -1,6 +1,6 @@
-//! Seconds of measured steps, and what is said of them.
+//! Seconds of measured steps, and their statistics.
 
-/// The seconds of a contestant's steps.
+/// Seconds of a contestant's steps.
 #[derive(Debug, Default)]
 pub(crate) struct StepTimes(pub(crate) Vec<f64>);
 

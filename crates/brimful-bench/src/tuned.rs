@@ -1,4 +1,4 @@
-//! A model that is run in one way, by the library or by hand.
+//! Model with one tuning, run by the library or by hand.
 
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
@@ -11,20 +11,20 @@ use tch::{Device, Kind, Tensor};
 use crate::timed::{LossAndPeak, Timed, in_use};
 use crate::work::{Samples, Workload};
 
-/// How the library is to run a model.
+/// Run configuration of the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tuning {
     pub(crate) replay: bool,
     pub(crate) channels_last: bool,
 }
 
-/// A model that is run in one way. One that is captured must stay where it is in memory.
+/// Model with one tuning. With CUDA graphs its memory must not move.
 pub(crate) struct TunedModel {
     pub(crate) tuning: Tuning,
     pub(crate) store: VarStore,
     model: LossModel,
     micro: MicroBatcher,
-    /// Device memory that it keeps between its turns.
+    /// Device memory kept between turns.
     kept: u64,
 }
 
@@ -49,7 +49,7 @@ impl TunedModel {
         Ok((step.loss, step.peak()))
     }
 
-    /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
+    /// Runs a step as a user of tch writes it: slice, copy, forward, weighted loss, backward.
     pub(crate) fn by_hand(&self, work: &Workload, (x, y): &Samples) -> Result<LossAndPeak> {
         let device = self.store.device();
         let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));

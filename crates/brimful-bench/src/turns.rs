@@ -1,26 +1,26 @@
-//! What is measured now, on standard error: a bar on a terminal, else a line a row.
+//! Progress on standard error: a bar on a terminal, else a line per row.
 
 use brimful_cli::progress;
 
-/// Tells a waiting person what runs, and for how long.
+/// Progress of the current measurement.
 #[derive(Debug)]
 pub(crate) struct TurnProgress {
     bar: progress::Progress,
 }
 
 impl TurnProgress {
-    /// For work of so many pieces of about the same length.
+    /// Creates progress over this many pieces of about equal length.
     pub(crate) fn new(pieces: usize) -> Self {
         Self { bar: progress::Progress::new(pieces, "turns") }
     }
 
-    /// A row begins.
+    /// Reports that a row begins.
     pub(crate) fn row(&self, title: &str) {
         progress::note(title);
         self.bar.doing(format!("{title}: preparing"));
     }
 
-    /// A contestant's turn begins.
+    /// Reports that a contestant's turn begins.
     pub(crate) fn turn(
         &self,
         title: &str,
@@ -36,17 +36,17 @@ impl TurnProgress {
         self.bar.doing(format!("{title}: {step}, {contestant}"));
     }
 
-    /// A step begins; about so many seconds will go by until all of its table is done.
+    /// Reports that a step begins, and about how many seconds remain until its table is done.
     pub(crate) fn step(&self, title: &str, what: &str, seconds: f64) {
         self.bar.doing(format!("{title}: {what}, about {seconds:.0} s until its table is done"));
     }
 
-    /// Some pieces of the work are done.
+    /// Reports that some pieces are done.
     pub(crate) fn advance(&self, pieces: usize) {
         self.bar.advance(pieces);
     }
 
-    /// The row is measured.
+    /// Reports that the row is measured.
     pub(crate) fn done(&self) {
         self.bar.doing(String::new());
     }

@@ -1,4 +1,4 @@
-//! What is trained: a model, its number type, its samples, and how they are cut.
+//! Work of a row: a model, its dtype, its samples, and its micro-batches.
 
 use std::str::FromStr;
 
@@ -11,21 +11,21 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 const CLASSES: i64 = 1000;
-/// GPT-2's 50,257 tokens, filled up to what fast kernels like, as is usual.
+/// GPT-2's 50,257 tokens, padded as usual to a size that suits fast kernels.
 const VOCABULARY: i64 = 50_304;
 const HEAD_WIDTH: i64 = 64;
 
-/// The shape of a GPT or a Llama, written `12x768x512`.
+/// Shape of a GPT or a Llama, written `12x768x512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GptShape {
     pub(crate) layers: usize,
     pub(crate) width: i64,
     pub(crate) sequence: i64,
-    /// Whether it is a Llama's.
+    /// True for a Llama.
     pub(crate) llama: bool,
 }
 
-/// One row's work.
+/// Work of one row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Workload {
     pub(crate) model: ModelName,
@@ -34,17 +34,17 @@ pub(crate) struct Workload {
     pub(crate) micro_batch: usize,
     pub(crate) image: i64,
     pub(crate) gpt: GptShape,
-    /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
+    /// Vocabulary of a GPT. Its head shares the embedding's table if `tied`.
     pub(crate) vocabulary: i64,
     pub(crate) tied: bool,
-    /// What normalises in BatchNorms.
+    /// Statistics that BatchNorms normalise by.
     pub(crate) norms: NormStatistics,
 }
 
 /// Samples and their targets.
 pub(crate) type Samples = (Tensor, Tensor);
 
-/// The rows that the peers are measured on; on a CPU, smaller ones that take seconds.
+/// Returns the rows that the peers are measured on; on a CPU, smaller ones that take seconds.
 pub(crate) fn table(device: Device) -> Vec<Workload> {
     use ModelName::{Gpt, Resnet50, Resnet101};
     use NumberType::{Bf16, F32, Tf32};
@@ -68,7 +68,7 @@ pub(crate) fn table(device: Device) -> Vec<Workload> {
 }
 
 impl Workload {
-    /// What is measured of a model where nothing else is asked for.
+    /// Returns the default work for a model.
     pub(crate) fn default_of(model: ModelName, device: Device) -> Self {
         let cuda = device != Device::Cpu;
         let (batch, micro_batch) = match (model, cuda) {
@@ -90,18 +90,18 @@ impl Workload {
         Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied, norms }
     }
 
-    /// The same with a GPT whose tokens are bytes, and whose head has a table of its own: a larger table would
-    /// make its head the one large stage.
+    /// Returns the default work with byte tokens for a GPT, and an untied head: a larger vocabulary would make
+    /// the head the one large stage.
     pub(crate) fn of_bytes(model: ModelName, device: Device) -> Self {
         Self { vocabulary: 256, tied: false, ..Self::default_of(model, device) }
     }
 
-    /// Builds the model in a store, with its number type.
+    /// Builds the model in a store, with its dtype.
     pub(crate) fn build(&self, store: &VarStore) -> Result<LossModel> {
         Ok(LossModel::build(&self.layers()?.kind(self.dtype.kind()), &store.root())?)
     }
 
-    /// The model, without dropout: contestants must agree on the loss.
+    /// Returns the model, without dropout: contestants must agree on the loss.
     pub(crate) fn layers(&self) -> Result<Layers> {
         match self.model {
             ModelName::Gpt if self.gpt.llama => {
@@ -109,7 +109,7 @@ impl Workload {
             }
             ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
             ModelName::Mlp => Ok(mlp(28 * 28, &[1024, 1024], CLASSES)),
-            // torchvision's, however small the image: the peers run those.
+            // torchvision's models, however small the image: the peers run those.
             ModelName::Resnet18 => Ok(self.normed(ResNet::resnet18(CLASSES))),
             ModelName::Resnet50 => Ok(self.normed(ResNet::resnet50(CLASSES))),
             ModelName::Resnet101 => Ok(self.normed(ResNet::resnet101(CLASSES))),
@@ -122,7 +122,7 @@ impl Workload {
         network.batch_norm(self.norms.policy()).layers()
     }
 
-    /// What the model is given, at the size of this work.
+    /// Returns the model's input, at the size of this work.
     fn sample(&self) -> Sample {
         let (image, classes) = ([3, self.image, self.image], CLASSES);
         match self.model.synthetic_sample() {
@@ -137,7 +137,7 @@ impl Workload {
         }
     }
 
-    /// Random samples in host memory. Never zeros: some kernels are faster on them.
+    /// Returns random samples in host memory; never zeros, on which some kernels are faster.
     pub(crate) fn samples(&self, count: usize) -> Samples {
         let count = count as i64;
         let on_host = |kind| (kind, Device::Cpu);
@@ -160,12 +160,12 @@ impl Workload {
         }
     }
 
-    /// Whether its samples are images, and its layers convolutions.
+    /// Returns whether its samples are images, and its layers convolutions.
     pub(crate) fn is_image(&self) -> bool {
         !matches!(self.model, ModelName::Mlp | ModelName::Gpt)
     }
 
-    /// The sample's size for a table: `224×224`, `12×768×512`.
+    /// Returns the sample's size for a table: `224×224`, `12×768×512`.
     pub(crate) fn shape(&self) -> String {
         match (self.model, self.sample()) {
             (ModelName::Gpt, _) => {
@@ -179,12 +179,12 @@ impl Workload {
         }
     }
 
-    /// The model's name, as the peers' scripts know it.
+    /// Returns the model's name, as the peers' scripts use it.
     pub(crate) fn name(&self) -> String {
         if self.gpt.llama { "llama".to_owned() } else { self.model.to_string() }
     }
 
-    /// The row's name while it runs.
+    /// Returns the row's title while it runs.
     pub(crate) fn title(&self) -> String {
         let Self { batch, micro_batch, .. } = self;
         format!("{} {} {batch}/{micro_batch}", self.name(), self.dtype)
@@ -198,7 +198,8 @@ impl GptShape {
         Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
     }
 
-    /// With networks that are 11/4 as wide as it is, which has as many parameters as GPT's 4.
+    /// Describes a Llama whose feed-forward layers are 11/4 as wide as it is, which has as many parameters as
+    /// GPT's 4.
     fn llama_config(self, vocabulary: i64, tied: bool) -> Llama {
         let Self { layers, width, sequence, .. } = self;
         let heads = width / HEAD_WIDTH;

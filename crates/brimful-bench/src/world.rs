@@ -1,7 +1,7 @@
-//! `brimful-bench world`: a pipeline over the ranks of `mpirun` against the same in one process.
+//! `brimful-bench world`: a pipeline over the ranks of `mpirun` against the same pipeline in one process.
 //!
-//! Both take turns, step by step, with the same balance and one thread a stage. A step is forward and
-//! backward over the mini-batch and the reading of its loss; the optimizer is left out.
+//! Both alternate step by step, with the same balance and one thread per stage. A step is forward and backward
+//! over the mini-batch and the reading of its loss; the optimizer is left out.
 
 use anyhow::{Result, ensure};
 use brimful::pipeline::BalanceBy;
@@ -63,7 +63,7 @@ struct WorldRow {
     balance: Vec<usize>,
     /// Speed over that in one process.
     ratio: f64,
-    /// What a step's activations and gradients at the cuts need, and what all ranks have sent in one.
+    /// Bytes of a step's activations and gradients at the cuts, and bytes that all ranks sent in a step.
     least_bytes: Option<Bytes>,
     sent_bytes: Option<Bytes>,
 }
@@ -114,8 +114,8 @@ impl WorldOptions {
         }
     }
 
-    /// Steps of both in turns; only rank 0 has the one in one process. What they took, in one process and over
-    /// ranks, and what all ranks have sent in one.
+    /// Alternates steps of both; only rank 0 has the pipeline in one process. Returns their times, in one process
+    /// and over ranks, and the bytes that all ranks sent in a step.
     fn measure(
         &self,
         work: &Workload,
@@ -131,7 +131,7 @@ impl WorldOptions {
             if let Some(pipeline) = &mut in_one {
                 near.push_if(counts, pipeline_step(pipeline, &batch)?.1);
             }
-            // The others have waited for rank 0.
+            // The other ranks have waited for rank 0.
             world.share("turn", &turn)?;
             let before = world.traffic()?.sent.0;
             let (step, seconds) = pipeline_step(&mut over_ranks, &batch)?;
@@ -143,7 +143,7 @@ impl WorldOptions {
     }
 }
 
-/// A pipeline with these devices in each rank of the world.
+/// Builds a pipeline with these devices in each rank of the world.
 fn pipeline(
     work: &Workload,
     options: &WorldOptions,

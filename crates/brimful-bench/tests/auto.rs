@@ -1,4 +1,4 @@
-//! `brimful-bench auto` as programs meet it: what was found in a limit, beside what there was to find.
+//! Tests of `brimful-bench auto`: sizes found within a limit, beside the best possible ones.
 
 mod program;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 const AUTO: &str = "auto --device cpu --model mlp";
 
-/// Two limits, of which the first holds not even the model.
+/// Two limits; the first does not even hold the model.
 const LIMITS: &str = "--memory-limit 4MB,40MB --batch-size 256";
 
 #[test]

@@ -1,4 +1,4 @@
-//! The program as people and programs meet it: help, exit codes, a config, and its smallest row.
+//! Tests of the program's command line: help, exit codes, a config, and its smallest row.
 
 mod program;
 
@@ -8,7 +8,7 @@ use predicates::prelude::*;
 use program::{folder, rows, run};
 use serde_json::Value;
 
-/// What a command ends with, and what it says then.
+/// Checks a command's exit code and message.
 fn ends(arguments: &str, code: i32, says: &str) {
     let run = run(arguments).code(code);
     let stream = predicate::str::contains(says);

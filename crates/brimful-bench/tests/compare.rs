@@ -1,4 +1,4 @@
-//! `brimful-bench compare`, `plot` and `--into`: rows of several programs, joined.
+//! Tests of `brimful-bench compare`, `plot` and `--into`: joined rows of several programs.
 
 mod program;
 
@@ -15,7 +15,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")
 }
 
-/// A row of `bench micro`, with what it came to.
+/// Makes a row of `bench micro` with these figures.
 fn micro(contestant: &str, figures: Value) -> Value {
     let mut row = json!({
         "bench": "micro", "contestant": contestant, "model": "resnet50", "shape": "32×32",
@@ -100,7 +100,7 @@ fn a_saved_table_has_rows_tables_and_a_picture() {
 fn an_interrupted_run_keeps_its_rows_and_says_so() {
     let folder = folder("interrupted");
     let rows = folder.join("ours.jsonl");
-    // Far more of them than can be measured before the first is seen.
+    // Far more stages than can be measured before the first row is seen.
     let stages = vec!["1"; 1000].join(",");
     let work = ["pipeline", "--model", "mlp", "--micro-batches", "2", "--micro-batch", "2"];
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful-bench"))

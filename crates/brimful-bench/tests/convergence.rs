@@ -1,4 +1,4 @@
-//! `brimful-bench convergence` as programs meet it: every training, then what they came to.
+//! Tests of `brimful-bench convergence`: every training, then the comparison.
 
 mod program;
 
@@ -17,7 +17,7 @@ fn every_training_has_a_row_and_the_contestants_are_compared() {
     assert_eq!(contestants(comparisons), expected);
     let automatic = runs.iter().filter(|row| row["contestant"] == "micro-batches, auto");
     assert!(automatic.clone().all(|row| row["micro_batch"].as_u64() < Some(256)), "{runs:?}");
-    // Without BatchNorm and dropout the cut does not show, but for rounding.
+    // Without BatchNorm and dropout the micro-batch size changes only rounding.
     let difference = comparisons[1]["difference"].as_f64().expect("a difference");
     assert!(difference.abs() < 0.01, "{}", comparisons[1]);
 }

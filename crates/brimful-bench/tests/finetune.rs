@@ -1,4 +1,4 @@
-//! `brimful-bench finetune` as programs meet it: the same losses wherever the model lives.
+//! Tests of `brimful-bench finetune`: equal losses on the device and offloaded.
 
 mod program;
 
@@ -8,10 +8,10 @@ use program::{contestants, refused, rows};
 
 const TINY: &str = "../../examples/tiny-llama";
 
-/// Losses of about 4 in bf16 are told apart no closer: at home a micro-batch's is such a number.
+/// Tolerance of losses near 4 in bf16: an offloaded micro-batch's loss has that precision.
 const BF16_LOSS: f64 = 0.02;
 
-/// A small work on a folder's model.
+/// Small work on a folder's model.
 const FINETUNE: &str =
     "finetune --device cpu --sequence 8 --batch-size 4 --micro-batch 2 --repeats 1";
 

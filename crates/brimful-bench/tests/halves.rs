@@ -1,4 +1,4 @@
-//! `brimful-bench halves` as programs and people meet it: the same gradients in halves and in one piece.
+//! Tests of `brimful-bench halves`: a split backward gives the gradients of the whole one.
 
 mod program;
 
@@ -8,7 +8,7 @@ use predicates::prelude::*;
 use program::{refused, rows, run};
 use serde_json::{Value, json};
 
-/// The smallest stages, in short turns.
+/// Smallest stages, in short turns.
 const HALVES: &str = "halves --device cpu --gpt 1x64x8 --micro-batch 2 --image 64";
 
 #[test]

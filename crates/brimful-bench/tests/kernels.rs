@@ -1,4 +1,4 @@
-//! `brimful-bench kernels` as programs and people meet it: a head's loss three times over, and a first use.
+//! Tests of `brimful-bench kernels`: three implementations of a head's loss, and a first use.
 
 mod program;
 
@@ -6,10 +6,10 @@ use predicates::prelude::*;
 use program::run;
 use serde_json::Value;
 
-/// The smallest head, on a CPU.
+/// Smallest head, on a CPU.
 const KERNELS: &str = "kernels --device cpu --places 24 --words 50 --width 8 --repeats 2";
 
-/// The figures of the head, by who computed them.
+/// Returns the rows of the head's loss, by contestant.
 fn losses(rows: &[Value]) -> Vec<(&str, &Value)> {
     let losses = rows.iter().filter(|row| row["part"] == "loss");
     losses.map(|row| (row["contestant"].as_str().expect("a name"), row)).collect()
@@ -24,7 +24,7 @@ fn halves_are_computed_by_all_three_and_a_first_use_is_told() {
     let [ours, careful, plain] = [0, 1, 2].map(|place| losses[place].1);
     for (_, row) in &losses {
         assert!(row["seconds"].as_f64() > Some(0.0), "{row}");
-        // Both gradients at the least, in bf16.
+        // At least both gradients, in bf16.
         assert!(row["peak_bytes"].as_u64() >= Some(2 * 8 * (24 + 50)), "{row}");
         assert_eq!((&row["places"], &row["words"]), (&24.into(), &50.into()));
         assert_eq!((&row["width"], &row["repeats"]), (&8.into(), &2.into()));

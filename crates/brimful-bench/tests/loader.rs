@@ -1,4 +1,4 @@
-//! `brimful-bench loader`: a folder that it makes, and what it says of it.
+//! Tests of `brimful-bench loader`: the folder that it generates, and its rows.
 
 mod program;
 

@@ -1,11 +1,11 @@
-//! `brimful-bench memory` as programs meet it: the largest model of each experiment, or none.
+//! Tests of `brimful-bench memory`: the largest model of each experiment, or none.
 
 mod program;
 
 use predicates::prelude::*;
 use program::{refused, rows, run};
 
-/// Small models in small arenas, without stages on the host.
+/// Small models in small arenas, without offloaded stages.
 const ON_DEVICES: &str = "memory --filters 8 --batch-size 4 --host-memory 0B";
 
 #[test]

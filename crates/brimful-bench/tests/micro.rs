@@ -1,4 +1,4 @@
-//! `brimful-bench micro` as programs meet it: rows as they come, all of them at the end.
+//! Tests of `brimful-bench micro`: rows as they come, and all of them at the end.
 
 mod program;
 

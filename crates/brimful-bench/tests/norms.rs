@@ -1,4 +1,4 @@
-//! `brimful-bench norms` as programs meet it: exact BatchNorms beside deferred ones, and alone within a limit.
+//! Tests of `brimful-bench norms`: exact BatchNorms beside deferred ones, and alone within a limit.
 
 mod program;
 

@@ -1,4 +1,4 @@
-//! `brimful-bench pipeline` as programs meet it: a row for each contestant, and a picture.
+//! Tests of `brimful-bench pipeline`: a row for each contestant, and a picture.
 
 mod program;
 
@@ -9,7 +9,7 @@ use predicates::prelude::*;
 use program::{refused, rows, run};
 use serde_json::Value;
 
-/// The small model in short steps.
+/// Small model in short steps.
 const PIPELINE: &str = "pipeline --model mlp --micro-batches 4 --micro-batch 2 --repeats 1";
 
 #[test]
@@ -20,7 +20,7 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
 
     assert_eq!(rows.len(), 2 * (1 + 10 * 2));
     let ours = rows.iter().filter(|row| row["contestant"] == "brimful");
-    // A model of few layers has no four stages on each of two devices.
+    // A model with few layers does not have four stages on each of two devices.
     let (piped, missing): (Vec<_>, Vec<_>) = ours.partition(|row| row["error"].is_null());
     assert!(missing.iter().all(|row| row["schedule"] == "interleaved-4"), "{missing:?}");
     for row in &piped {
@@ -41,7 +41,7 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     };
     assert_eq!((limit(1, "gpipe", "never"), limit(2, "1f1b", "never")), (1.0, 8.0 / 5.0));
     assert!(limit(2, "gpipe", "always") < limit(2, "gpipe", "never"));
-    // An automatic list's limit is that of the list for equal stages, whatever these ones' times are.
+    // The limit of an automatic schedule is that of its list for equal stages, whatever the measured times are.
     assert!(limit(2, "auto", "never") >= limit(2, "zero-bubble-h1", "never"));
     let picture = fs::read_to_string(picture).expect("a picture");
     assert!(picture.contains("interleaved-2, simulated") && picture.contains("1f1b, measured"));

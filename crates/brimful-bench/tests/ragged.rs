@@ -1,4 +1,4 @@
-//! `brimful-bench ragged` as programs meet it: the same gradient however texts are cut, and fewer places by tokens.
+//! Tests of `brimful-bench ragged`: every cut gives the same gradient, and cuts by tokens have fewer positions.
 
 mod program;
 

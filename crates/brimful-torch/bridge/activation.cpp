@@ -1,5 +1,4 @@
-// A bias and a GELU, or a bias and a SwiGLU: by kernels of our own where there are some, else by libtorch's
-// operations.
+// Bias with GELU, or bias with SwiGLU: in custom kernels where available, else in libtorch's operations.
 //
 // A SwiGLU's input has twice its output's columns: silu(first half) · second half.
 
@@ -38,7 +37,7 @@ int64_t outputs_of(const at::Tensor& x, Activation function) {
   return function == Activation::kSwiGlu ? x.size(-1) / 2 : x.size(-1);
 }
 
-// Throws a KernelError where it cannot be had.
+// Throws a KernelError if the kernel is not available.
 at::Tensor forward_by_kernel(
     const at::Tensor& given, const at::Tensor& given_bias, Activation function) {
   const OwnWork own(given);
@@ -59,7 +58,7 @@ at::Tensor forward_by_kernel(
   return out;
 }
 
-// What a backward starts from, and what it leaves.
+// Inputs and results of a backward.
 struct ActivationGradient {
   at::Tensor of_out, x, bias;
   Activation function;
@@ -105,7 +104,7 @@ void backward_by_libtorch(ActivationGradient& g) {
 }
 
 struct ActivationNode final : KernelNode {
-  // The edges, in this order.
+  // Edges of the node, in this order.
   enum Input { kX, kBias };
 
   std::string name() const override { return "BrimfulActivationBackward"; }
@@ -130,7 +129,7 @@ struct ActivationNode final : KernelNode {
   Activation function = Activation::kGeluExact;
 };
 
-// Puts the node behind what came out, where somebody wants a gradient.
+// Attaches the node to the output if an input requires a gradient.
 void attach(
     const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation function) {
   if (!compute_requires_grad(x, bias)) return;
@@ -157,7 +156,7 @@ at::Tensor activated(const at::Tensor& x, const at::Tensor& bias, Activation fun
 
 extern "C" {
 
-// A null bias: none. The function is a number of `Activation`.
+// A null bias means none. `function` is a number of `Activation`.
 int32_t brimful_activation(
     const at::Tensor* x, const at::Tensor* bias, int32_t function, at::Tensor** out,
     char** message) noexcept {

@@ -1,10 +1,10 @@
-// Memory accounts for the CPU: an allocator that charges each block to its thread's arena.
+// Memory accounting for the CPU: an allocator that charges each block to its thread's current arena.
 //
 //   block:  | header: arena, size (64 bytes) | data … |
 //                                            ^ the pointer that libtorch sees
 //
-// libtorch asserts that a block's context equals its data pointer, so the size cannot live in a
-// context of its own; and the header keeps the 64-byte alignment that vector code expects.
+// libtorch asserts that a block's context equals its data pointer, so the size cannot be stored in a separate
+// context. The header keeps the 64-byte alignment that vector code expects.
 
 #include "refusals.h"
 #include "version.h"
@@ -32,12 +32,12 @@ struct Arena {
   std::atomic<int64_t> current{0};
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> allocations{0};
-  // Allocations that were refused, for whatever reason.
+  // Refused allocations, for whatever reason.
   std::atomic<int64_t> refusals{0};
-  // The allocation numbers that are to fail: from the first up to, not including, the last.
+  // Range of allocation numbers that are to fail; the end is exclusive.
   std::atomic<int64_t> doomed_from{0};
   std::atomic<int64_t> doomed_to{0};
-  // The owner's handle and each living block: the last one gone deletes the arena.
+  // Held by the owner's handle and by each living block; the last release deletes the arena.
   std::atomic<int64_t> references{1};
 };
 
@@ -45,9 +45,9 @@ void release(Arena* arena) {
   if (arena->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete arena;
 }
 
-// A refusal without a limit is one that a test asked for. The sentence must stay one line: readers cut
-// texts at its end, because backtraces begin there. This one is thrown without a backtrace, which takes
-// a tenth of a second to write and which nobody reads.
+// Throws an out-of-memory error; a refusal without a limit was requested by a test. The sentence must stay one
+// line: readers cut the text at its end, where a backtrace would begin. The error has no backtrace, because
+// writing one takes a tenth of a second.
 [[noreturn]] void refuse(Arena& arena, int64_t asked, int64_t in_use, int64_t limit) {
   arena.refusals.fetch_add(1, std::memory_order_relaxed);
   const auto sentence = c10::str(
@@ -57,8 +57,8 @@ void release(Arena* arena) {
   throw c10::OutOfMemoryError(sentence, /*backtrace=*/nullptr);
 }
 
-// Adds `size` to the arena, or throws and leaves it as it was. A refused allocation is never
-// visible in `current`, so it cannot make another thread's smaller one fail.
+// Charges `size` to the arena, or throws and leaves it unchanged. A refused allocation is never visible in
+// `current`, so it cannot make another thread's smaller request fail.
 void charge(Arena& arena, int64_t size) {
   const int64_t number = arena.allocations.fetch_add(1, std::memory_order_relaxed) + 1;
   int64_t current = arena.current.load(std::memory_order_relaxed);
@@ -83,14 +83,14 @@ void discharge(Arena* arena, int64_t size) {
   release(arena);
 }
 
-// A guard's time in its arena, which the guard keeps alive. A thread's stays form a stack: the
-// innermost is charged.
+// Period during which a thread has entered an arena; the guard keeps the arena alive. A thread's stays form a
+// stack: the innermost is charged.
 struct Stay {
   Arena* arena;
   Stay* around;
 };
 
-// Trivially initialised, so that reading it costs no guard on the hot path.
+// Trivially initialised, so that reading it needs no initialisation check on the hot path.
 thread_local Stay* innermost = nullptr;
 
 struct alignas(64) Header {
@@ -131,8 +131,8 @@ struct ArenaAllocator final : c10::Allocator {
   }
 };
 
-// libtorch's own allocator stays in place while there is no arena. A block carries its deleter, so
-// one that was made before a change is freed rightly after it.
+// libtorch's own allocator stays installed while there is no arena. A block carries its deleter, so blocks
+// allocated before a change are still freed correctly.
 class Installation {
  public:
   void add() {
@@ -175,7 +175,7 @@ void brimful_arena_drop(Arena* arena) noexcept {
   release(arena);
 }
 
-// Charges this thread's blocks to `arena` until the stay that it gives is left.
+// Charges this thread's blocks to `arena` until the returned stay is left.
 Stay* brimful_arena_enter(Arena* arena) noexcept {
   innermost = new Stay{arena, innermost};
   return innermost;
@@ -199,8 +199,7 @@ void brimful_arena_reset_peak(Arena* arena) noexcept { arena->peak = arena->curr
 
 int64_t brimful_arena_refusals(const Arena* arena) noexcept { return arena->refusals; }
 
-// Dooms `count` allocations, the first of them the n-th from now (1 is the next); 0 of them calls
-// it off.
+// Makes `count` allocations fail, the first of them the n-th from now (1 is the next); a count of 0 cancels this.
 void brimful_arena_fail(Arena* arena, int64_t n, int64_t count) noexcept {
   arena->doomed_to = 0;
   arena->doomed_from = arena->allocations.load() + n;

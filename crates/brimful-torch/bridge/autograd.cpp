@@ -1,4 +1,4 @@
-// Backward passes that start from given gradients, and gradients put in place by hand.
+// Backward passes from given gradients, and assignment of gradients.
 
 #include "backward_graph.h"
 #include "direct_backward.h"
@@ -24,12 +24,12 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// libtorch itself would take any gradient here, and fail far away.
+// libtorch itself would accept any gradient here and fail much later.
 void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
   TORCH_CHECK(
       gradient.sizes() == tensor.sizes(), "a gradient of shape ", gradient.sizes(),
       " does not fit a tensor of shape ", tensor.sizes());
-  // Half precision is summed in f32, and may stay so.
+  // Half-precision gradients are summed in f32 and may stay in f32.
   const bool wider =
       brimful::is_half(tensor.scalar_type()) && gradient.scalar_type() == at::kFloat;
   TORCH_CHECK(
@@ -41,8 +41,8 @@ void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
 
 using Arrived = void (*)(void* context, size_t parameter);
 
-// Tells of a parameter's gradient when it has been added to, if that is on a CPU and on the thread that waits
-// for it: elsewhere nobody could be told safely, or the numbers are still to come.
+// Reports a parameter's accumulated gradient if it is on a CPU and on the waiting thread. On other threads the
+// callback would not be safe, and on other devices the values are not computed yet.
 struct Watch final : torch::autograd::PostAccumulateGradHook {
   Watch(Arrived arrived, void* context, size_t parameter)
       : arrived(arrived), context(context), parameter(parameter) {}
@@ -55,7 +55,7 @@ struct Watch final : torch::autograd::PostAccumulateGradHook {
   const std::thread::id thread = std::this_thread::get_id();
 };
 
-// Watches over parameters while it lives.
+// Watches parameters while it lives.
 struct Watches {
   Watches(at::Tensor* const* parameters, size_t count, Arrived arrived, void* context) {
     for (size_t i = 0; i < count; ++i) {
@@ -72,7 +72,7 @@ struct Watches {
   std::vector<at::Tensor> list;
 };
 
-// None where libtorch has to say what is wrong.
+// Returns none if libtorch has to report what is wrong.
 std::optional<brimful::DirectBackward> directly(
     const variable_list& roots, const variable_list& gradients, bool keep_graph) {
   brimful::DirectBackward direct;
@@ -88,7 +88,7 @@ std::optional<brimful::DirectBackward> directly(
   return direct;
 }
 
-// Of these tensors, those that have a gradient of their own.
+// Returns the tensors that are leaves and require a gradient.
 variable_list leaves_of(at::Tensor* const* tensors, size_t count) {
   variable_list leaves;
   for (size_t i = 0; i < count; ++i) {
@@ -97,7 +97,8 @@ variable_list leaves_of(at::Tensor* const* tensors, size_t count) {
   return leaves;
 }
 
-// Gives a leaf that is neither known, if some are, nor an end at which a stage begins: then nothing has been run.
+// Runs the backward. If `known` is given and a reached leaf is neither known nor an end (the start of a stage),
+// returns that leaf and runs nothing.
 at::Tensor backward(
     const variable_list& roots, const variable_list& gradients, bool keep_graph,
     const brimful::KnownLeaves* known, const variable_list& ends) {
@@ -113,7 +114,7 @@ at::Tensor backward(
   }
   if (!direct || !direct->run(graph)) torch::autograd::backward(roots, gradients, keep_graph);
   brimful::OwnedGradients owned;
-  // An end's gradient may be the root's: it only goes on to the stage before, where it is the root's again.
+  // An end's gradient may alias the root's: it only goes on to the previous stage, as the root gradient there.
   for (const at::Tensor& end : ends) owned.make_in(end);
   owned.add(gradients);
   for (const at::Tensor& leaf : graph.leaves) owned.make_in(leaf);
@@ -124,8 +125,8 @@ at::Tensor backward(
 
 extern "C" {
 
-// A null gradient stands for the default: one, for a scalar root. Where the known leaves are not null and the
-// roots lead to one that is neither among them nor an end, that is given, and nothing is run.
+// A null gradient means 1, for a scalar root. If `known` is not null and the roots lead to a leaf that is neither
+// known nor an end, returns that leaf in `other` and runs nothing.
 int32_t brimful_backward(
     at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
     const brimful::KnownLeaves* known, at::Tensor* const* ends, size_t end_count,
@@ -139,7 +140,7 @@ int32_t brimful_backward(
   });
 }
 
-// While the watches live, `arrived` is called for each parameter whose gradient has been added to.
+// While the watches live, `arrived` is called for each parameter whose gradient has been accumulated.
 int32_t brimful_watch(
     at::Tensor* const* parameters, size_t count, Arrived arrived, void* context, Watches** out,
     char** message) noexcept {
@@ -155,7 +156,7 @@ bool brimful_is_same(const at::Tensor* one, const at::Tensor* other) noexcept {
 
 void brimful_count_change(const at::Tensor* tensor) noexcept { brimful::count_change(*tensor); }
 
-// A null gradient removes it, so that the next backward allocates its own.
+// A null gradient removes the present one, so that the next backward allocates a new one.
 int32_t brimful_set_gradient(
     at::Tensor* tensor, const at::Tensor* gradient, char** message) noexcept {
   return brimful::guarded(message, [&] {

@@ -1,4 +1,4 @@
-// How a graph is gone through: depth first, each node once.
+// Depth-first traversal of an autograd graph, each node once.
 
 #include "backward_graph.h"
 
@@ -63,7 +63,7 @@ void BackwardGraph::enter(uint32_t at) {
     children.push_back(edge.is_valid() ? place_of(edge.function.get()) : kNone);
   }
   open_.push_back({at, 0});
-  // Nothing is behind a leaf; to ask every node would take longer than to find them.
+  // Only nodes without edges can be leaves; a dynamic_cast of every node would take longer than the traversal.
   if (places[at].edges != 0) return;
   if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
     places[at].leads = kToLeaf;
@@ -80,7 +80,7 @@ void BackwardGraph::look_again(uint32_t at) {
 
 at::Tensor BackwardGraph::other_leaf(const KnownLeaves& known) const {
   for (const at::Tensor& leaf : leaves) {
-    // One that was frozen since the forward gets nothing.
+    // A leaf frozen since the forward gets no gradient.
     if (leaf.requires_grad() && !known.has(leaf)) return leaf;
   }
   return at::Tensor();
@@ -103,7 +103,7 @@ int32_t brimful_know_leaves(
 
 void brimful_forget_leaves(brimful::KnownLeaves* known) noexcept { delete known; }
 
-// Null where backward from the roots comes to known leaves alone.
+// Returns null if a backward from the roots reaches only known leaves.
 int32_t brimful_other_leaf(
     at::Tensor* const* roots, size_t count, const brimful::KnownLeaves* known, at::Tensor** out,
     char** message) noexcept {

@@ -1,6 +1,6 @@
-// The graph behind some roots, gone through once: who leads where, and which leaves are there.
+// Autograd graph behind some roots, traversed once: which nodes lead to an end or a leaf, and all leaves.
 //
-// Whoever runs it, whole or in halves, goes by its numbers, and looks for no node a second time.
+// Backwards, whole or split, use its node indices and never look a node up a second time.
 #pragma once
 
 #include "known_leaves.h"
@@ -22,27 +22,27 @@ class BackwardGraph {
 
   struct Place {
     torch::autograd::Node* node;
-    // Its edges, side by side in `children`.
+    // Edges of the node, consecutive in `children`.
     uint32_t first_child = 0;
     uint32_t edges = 0;
     uint8_t leads = 0;
     bool is_entered = false;
   };
 
-  // Before the roots: what is behind an end is nobody's concern.
+  // Call before `add_roots`: the graph behind an end is not traversed.
   void add_ends(const torch::autograd::edge_list& ends);
   void add_roots(const torch::autograd::edge_list& roots);
 
-  // To be told when a node's edges lead elsewhere than they did: to places of the graph, or nowhere.
+  // Rereads a node's edges after they were redirected to other places of the graph, or removed.
   void look_again(uint32_t at);
 
-  // Where a node of the graph is; none for others.
+  // Index of a node in the graph; `kNone` for others.
   uint32_t find(torch::autograd::Node* node) const {
     const auto found = index_.find(node);
     return found == index_.end() ? kNone : found->second;
   }
 
-  // Calls `f` with each edge that leads somewhere, and the place behind it.
+  // Calls `f` with each valid edge and the place behind it.
   template <class F>
   void each_child(const Place& place, F&& f) const {
     for (uint32_t edge = 0; edge < place.edges; ++edge) {
@@ -51,15 +51,15 @@ class BackwardGraph {
     }
   }
 
-  // A leaf that gets a gradient and is neither known nor an end; undefined where there is none.
+  // Returns a leaf that requires a gradient and is neither known nor an end; undefined if there is none.
   at::Tensor other_leaf(const KnownLeaves& known) const;
 
   std::vector<Place> places;
-  // Places behind edges, or none.
+  // Index of the place behind each edge, or `kNone`.
   std::vector<uint32_t> children;
-  // All places, each after those that it leads to.
+  // All places, each after the places that it leads to.
   std::vector<uint32_t> order;
-  // Tensors that gradients gather in, but the ends: they outlive nodes that are let go of.
+  // Tensors that accumulate gradients, except the ends. They outlive released nodes.
   torch::autograd::variable_list leaves;
 
  private:

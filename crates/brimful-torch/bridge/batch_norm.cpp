@@ -1,5 +1,5 @@
-// BatchNorm with what follows it, ReLU and perhaps an addition or a pooling: in kernels of our own where
-// they can be had, else by libtorch's operations, in place where nobody else needs the numbers.
+// BatchNorm fused with ReLU and an addition or a pooling: in custom kernels where available, else in libtorch's
+// operations, in place where no other consumer needs the values.
 
 #include "../cuda/kernels/batch_norm.h"
 
@@ -32,7 +32,8 @@ at::MemoryFormat channels_last(const at::Tensor& x) {
   return x.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::Contiguous;
 }
 
-// A row of numbers a channel, of f32 or the input's kind, or none.
+// Returns whether the kernels accept this per-channel tensor: absent, or one number a channel in f32 or the
+// input's dtype.
 bool serves(const at::Tensor& of_channels, const at::Tensor& x) {
   if (!of_channels.defined()) return true;
   return of_channels.device() == x.device() && of_channels.is_contiguous() &&
@@ -44,7 +45,7 @@ bool same_kind(const at::Tensor& a, const at::Tensor& b) {
   return !a.defined() || !b.defined() || a.scalar_type() == b.scalar_type();
 }
 
-// Whether the kernels are made for such a BatchNorm.
+// Returns whether the kernels support this BatchNorm.
 bool suits(const BatchNormGiven& norm) {
   const auto& x = norm.x;
   const bool kind = x.scalar_type() == at::kFloat || brimful::is_half(x.scalar_type());
@@ -60,7 +61,7 @@ bool is_like(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && is_alike(a, b);
 }
 
-// With the channels last.
+// Returns the tensor in channels-last format.
 at::Tensor channels_laid_out(const at::Tensor& tensor) {
   return tensor.defined() ? laid_out(tensor, channels_last(tensor)) : tensor;
 }
@@ -69,7 +70,7 @@ bool any_wants_gradient(const BatchNormGiven& norm) {
   return compute_requires_grad(norm.x, norm.weight, norm.bias);
 }
 
-// A row of what the forward has found of each channel, shaped to be broadcast over x.
+// Returns a row of the forward's per-channel results, shaped to broadcast over x.
 at::Tensor row_of(const at::Tensor& saved, int64_t row, const at::Tensor& x) {
   std::vector<int64_t> shape(x.dim(), 1);
   shape[1] = x.size(1);
@@ -82,7 +83,7 @@ std::vector<int64_t> all_but_channels(const at::Tensor& x) {
   return dims;
 }
 
-// One BatchNorm's gradients by libtorch's operations.
+// Computes one BatchNorm's gradients with libtorch's operations.
 BatchNormGradients::Of plain_gradients(
     const at::Tensor& dz, const BatchNormDone& norm, bool training) {
   const auto& [x, saved, weight, bias] = norm;
@@ -104,7 +105,7 @@ BatchNormGradients::Of plain_gradients(
   return {(dx * scale).to(x.scalar_type()), like(product, weight), like(sum, bias)};
 }
 
-// The bits of a mask as ones and zeros of x's shape.
+// Unpacks the bits of a mask into ones and zeros of x's shape.
 at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
   const int64_t width = x.numel() / mask.numel();
   const auto bits = at::arange(width, mask.options());
@@ -113,7 +114,8 @@ at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
       all.reshape({-1})).as_strided(x.sizes(), x.strides());
 }
 
-// What comes back to a pooling's input. `places` are those of the maxima in their windows of 3×3, the channels last.
+// Computes the gradient of a pooling's input. `places` are the positions of the maxima within their 3×3 windows,
+// channels last.
 at::Tensor unpooled(const at::Tensor& dy, const at::Tensor& places, const at::Tensor& x) {
   const auto shape = dy.sizes();
   const auto rows = places.view({shape[0], shape[2], shape[3], shape[1]});
@@ -125,7 +127,7 @@ at::Tensor unpooled(const at::Tensor& dy, const at::Tensor& places, const at::Te
       dy, x.to(dy.scalar_type()), {3, 3}, {2, 2}, {1, 1}, {1, 1}, false, pixel);
 }
 
-// What the kernel would have given, where it cannot be had after all.
+// Computes the same results as the kernel, for when the kernel is not available.
 BatchNormGradients plain_backward(const BatchNormGradient& in) {
   const auto& x = in.own.x;
   auto dz = in.dy.to(at::kFloat);
@@ -151,16 +153,16 @@ BatchNormGradients gradients_of(const BatchNormGradient& in) {
       [&] { return plain_backward(in); });
 }
 
-// The node of the graph. It has two outputs, which are the same numbers: whoever uses an output twice
-// may use both, and their gradients are then added in the backward's own pass.
+// Autograd node. It has two outputs with the same values: a consumer that uses the result twice may use both, and
+// the backward then adds both gradients in its own pass.
 struct BatchNormNode final : KernelNode {
-  // One BatchNorm: its input, what its forward has found, and what its gradients are to be like.
+  // One BatchNorm: its input, the forward's per-channel results, and templates for its gradients.
   struct Saved {
     SavedVariable x;
     at::Tensor found, weight_like, bias_like;
   };
 
-  // The edges, in this order.
+  // Edges of the node, in this order.
   enum Input { kX, kWeight, kBias, kAddend, kOtherWeight, kOtherBias };
 
   std::string name() const override { return "BrimfulBatchNormBackward"; }
@@ -180,7 +182,7 @@ struct BatchNormNode final : KernelNode {
     at::Tensor more_dy = gradients[1];
     if (!dy.defined()) std::swap(dy, more_dy);
     if (!dy.defined()) return variable_list(num_outputs());
-    // A pooling's gradient is gathered, from one tensor.
+    // A pooling's gradient is gathered from a single tensor.
     if (known.pooled && more_dy.defined()) dy = dy + std::exchange(more_dy, {});
     const auto all = gradients_of(gradient(channels_laid_out(dy), channels_laid_out(more_dy)));
     const auto& of_addend = other.found.defined() ? all.other.dx : all.d_residual;
@@ -211,12 +213,12 @@ struct BatchNormNode final : KernelNode {
   }
 
   Saved own, other;
-  // What is known of the backward before it comes: the mask, and what the layer does.
+  // Parts of the backward's arguments known in advance: the mask and the layer's configuration.
   BatchNormGradient known{};
 };
 
 BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
-  // A parameter, for its kind, shape and device.
+  // Kept for the parameter's dtype, shape and device.
   const auto like_of = [](const at::Tensor& parameter) {
     return parameter.defined() ? parameter.detach() : at::Tensor();
   };
@@ -224,10 +226,10 @@ BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
       SavedVariable(norm.x, false), std::move(found), like_of(norm.weight), like_of(norm.bias)};
 }
 
-// The other BatchNorm under the same sum, or a tensor, or nothing.
+// Second addend: another BatchNorm, a tensor, or nothing.
 struct Beside {
   at::Tensor tensor = {};
-  // Without an x where there is none.
+  // Has no x if the addend is not a BatchNorm.
   BatchNormGiven norm = {};
   at::Tensor saved = {};
 
@@ -235,7 +237,7 @@ struct Beside {
   const at::Tensor& input() const { return is_norm() ? norm.x : tensor; }
 };
 
-// Puts the node behind y.
+// Attaches the node to y.
 void attach(
     const at::Tensor& y, const BatchNormGiven& norm, const Beside& beside, BatchNormed&& out, bool relu,
     bool pooled) {
@@ -247,7 +249,7 @@ void attach(
   node->known.relu = relu;
   node->known.pooled = pooled;
   if (beside.is_norm()) node->other = saved_of(beside.norm, beside.saved);
-  // The output of a second use, which libtorch wants to be the first: it is a view.
+  // Output for a second use, which libtorch requires to come first: it is a view.
   node->add_input_metadata(y);
   torch::autograd::set_history(y, node);
 }
@@ -259,7 +261,7 @@ void tell_of(const char* name, const BatchNormGiven& norm) {
       {&norm.running_mean, &norm.running_variance});
 }
 
-// Its running statistics have moved: what runs after this must not move them again.
+// Forgets the running statistics after their update: a fallback must not update them again.
 void leave_running(BatchNormGiven& norm) {
   norm.running_mean.reset();
   norm.running_variance.reset();
@@ -290,7 +292,7 @@ at::Tensor by_kernels(
   return y;
 }
 
-// What a forward's kernel leaves of each channel, where the statistics are given.
+// Per-channel values as the forward's kernel stores them, from given statistics.
 at::Tensor saved_of_running(const BatchNormGiven& norm) {
   const auto mean = norm.running_mean.to(at::kFloat);
   const auto deviation = norm.running_variance.to(at::kFloat).add(norm.eps).rsqrt();
@@ -320,7 +322,7 @@ at::Tensor by_libtorch(const BatchNormGiven& norm) {
       norm.momentum, norm.eps, true);
 }
 
-// In place: nobody else needs a normalisation's output, and it is as large as the input.
+// In place: no other operation reads a normalisation's output, which is as large as the input.
 at::Tensor by_libtorch(const BatchNormGiven& norm, const Beside& beside, bool relu) {
   at::Tensor y = by_libtorch(norm);
   if (beside.is_norm()) y.add_(by_libtorch(beside.norm));
@@ -333,7 +335,7 @@ bool suits(const BatchNormGiven& norm, const Beside& beside) {
   return !beside.input().defined() || is_like(norm.x, beside.input());
 }
 
-// By kernels if they are there and `suited`.
+// Runs the kernels if they are available and `suited`, else libtorch.
 template <class Own, class Libtorch>
 auto if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorch)
     -> decltype(libtorch()) {
@@ -342,7 +344,7 @@ auto if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorc
   return or_else("BatchNorm", [&] { return own(*functions); }, libtorch);
 }
 
-// The mean and the variance of each channel.
+// Returns the mean and the variance of each channel.
 std::tuple<at::Tensor, at::Tensor> moments(const at::Tensor& x) {
   const at::NoGradGuard untracked;
   const auto libtorch = [&] { return at::batch_norm_update_stats(x, {}, {}, 0.0); };
@@ -357,7 +359,7 @@ std::tuple<at::Tensor, at::Tensor> moments(const at::Tensor& x) {
 }
 
 at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
-  // The two in one are for training, where both have statistics to find.
+  // The fused pair is for training, in which both have statistics to compute.
   if (beside.is_norm() && !(norm.training && beside.norm.training)) {
     beside.tensor = batch_norm(beside.norm, {}, false);
     beside.norm = {};
@@ -372,7 +374,7 @@ at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
 
 extern "C" {
 
-// Before the ReLU, a tensor or the output of another BatchNorm is added; both are null where nothing is.
+// Adds a tensor or the output of another BatchNorm before the ReLU; both are null for no addition.
 int32_t brimful_batch_norm(
     const BrimfulNorm* raw, const at::Tensor* added, const BrimfulNorm* added_norm, bool relu,
     at::Tensor** out, char** message) noexcept {
@@ -386,12 +388,12 @@ int32_t brimful_batch_norm(
   });
 }
 
-// ReLU and a pooling of 3×3, stride 2 and padding 1 behind it.
+// Applies ReLU and a max pooling of 3×3, stride 2, padding 1 to the result.
 int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     BatchNormGiven norm = norm_of(*raw);
-    // What the backward could not count is asked before running statistics move.
+    // Checks the backward's index range before the running statistics change.
     const bool suited =
         norm.x.dim() == 4 && suits(norm) && squares_of(norm.x) < int64_t{1} << 28;
     *out = new at::Tensor(if_possible(
@@ -401,7 +403,7 @@ int32_t brimful_batch_norm_pool(
   });
 }
 
-// Each channel's mean and variance over all else.
+// Returns each channel's mean and variance over all other dimensions.
 int32_t brimful_batch_norm_moments(
     const at::Tensor* x, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
@@ -411,15 +413,15 @@ int32_t brimful_batch_norm_moments(
   });
 }
 
-// The same numbers for a second use of them. Where they come out of a node of ours, the gradients of
-// both uses meet in its backward's own pass; elsewhere it is the tensor itself.
+// Returns a handle to the same values for a second consumer. If they come from this file's node, its backward
+// adds the gradients of both uses in its own pass; otherwise this is the tensor itself.
 int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const auto edge = torch::autograd::impl::gradient_edge(*tensor);
     const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
     at::Tensor second = *tensor;
     if (ours && edge.input_nr == 1 && at::GradMode::is_enabled()) {
-      // A view: where either is changed in place, libtorch finds a new history for the other.
+      // A view: if either is changed in place, libtorch gives the other a new history.
       second = tensor->alias();
       torch::autograd::impl::set_gradient_edge(second, {edge.function, 0});
     }

@@ -1,4 +1,4 @@
-// How a node is run for its weights and for the rest, on two streams.
+// Runs a node separately for its weights and for its other inputs, on two streams.
 
 #include "beside.h"
 
@@ -22,11 +22,11 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// How many gradients of weights may be under way. What they are computed of is held so long: with 4, a ResNet-50's
-// peak is 1.02 of what it is with none, and its micro-batch of 16 takes 0.96 of the time.
+// Most weight gradients in flight. The tensors they are computed from are held that long: with 4, the peak memory
+// of a ResNet-50 is 1.02 times that with none, and its micro-batch of 16 takes 0.96 of the time.
 constexpr size_t kMostRunning = 4;
 
-// While a node has only those edges that are weights', or only the others.
+// Leaves a node only its edges to weights, or only the others, within a scope.
 class Some {
  public:
   Some(Node& node, const std::vector<bool>& is_weight, bool weights)
@@ -50,7 +50,7 @@ c10::Stream stream_beside(c10::Device device) {
   static thread_local std::map<c10::DeviceIndex, c10::Stream> streams;
   const auto found = streams.find(device.index());
   if (found != streams.end()) return found->second;
-  // From the pool that captures have theirs of: nobody else's work may come in between.
+  // From the pool that captures use: no other thread's work may come in between.
   const auto* devices = c10::impl::getDeviceGuardImpl(device.type());
   const auto made = devices->getStreamFromGlobalPool(device, /*isHighPriority=*/true);
   return streams.emplace(device.index(), made).first->second;

@@ -1,11 +1,11 @@
-// Gradients of weights on a stream beside, while a backward is captured.
+// Weight gradients on a second stream, while a backward is captured.
 //
 //   main    ── of x ──┬── of the next x ──┬── …  ── joined ── gradients arrive in their leaves
 //   beside            └── of the weight ──┴── of the next weight ── …  ──┘
 //
-// Nothing on the way inwards waits for the gradient of a weight, and few kernels fill a card to their end. What one
-// is computed of is held until the main stream has waited for it: a capture's memory is used again in the order in
-// which it is let go of.
+// No input gradient depends on a weight gradient, and few kernels occupy the whole GPU until they end. The
+// tensors that a weight gradient reads are held until the main stream has waited for it, because a capture reuses
+// memory in the order of its release.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -19,23 +19,24 @@
 
 namespace brimful {
 
-// Where this thread computes them: one stream for all that it captures on the device. Who is about to capture has
-// cuBLAS take its workspace there before.
+// Stream on which this thread computes weight gradients: one for all captures on the device. Before a capture,
+// the caller makes cuBLAS allocate its workspace for this stream.
 c10::Stream stream_beside(c10::Device device);
 
 class Beside {
  public:
-  // For a backward on this stream, if it is on one. Of no use where that is not captured.
+  // Enables the second stream for a backward on this stream, if any. Does nothing unless that stream is
+  // capturing.
   void open(const std::optional<c10::Stream>& main);
   bool is_open() const { return side_.has_value(); }
 
-  // Runs a node for its weights on the stream beside, and for all else on the main one. What it has saved is let go
-  // of when that is done, if it is to be.
+  // Runs a node for its weights on the second stream, and for all else on the main one. If `releases`, frees its
+  // saved tensors when both are done.
   torch::autograd::variable_list run(
       torch::autograd::Node& node, const torch::autograd::variable_list& gradients,
       const std::vector<bool>& is_weight, bool releases);
 
-  // The main stream goes on when all is done.
+  // Makes the main stream wait for all weight gradients.
   void join();
 
  private:

@@ -1,4 +1,4 @@
-// The second half of a sum of columns: what blocks have summed up becomes a parameter's gradient.
+// Second stage of a column sum: reduces the partial sums of blocks to a parameter's gradient.
 #pragma once
 
 #include "kernel_tensors.h"
@@ -11,15 +11,15 @@
 
 namespace brimful::kernels {
 
-// What blocks have summed up, row blocks × columns, or nothing; the parameter whose gradient it is, and the place
-// for it.
+// Partial sums of blocks (row blocks × columns, or undefined), the parameter, and the gradient to write.
 struct ColumnTable {
   at::Tensor partials;
   const at::Tensor& parameter;
   at::Tensor& gradient;
 };
 
-// Of two tables at most, in one launch. A gradient stays undefined where it is left to be added up with all others'.
+// Reduces up to two tables in one launch. A gradient stays undefined if its partial sums are deferred to the end
+// of the backward.
 inline void sum_columns(std::initializer_list<ColumnTable> tables) {
   ColumnSumsArguments arguments{};
   int count = 0;
@@ -34,7 +34,7 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
     ++count;
   }
   if (count > 0) functions()->column_sums(arguments);
-  // Last: where a launch fails, all is computed in another way, and what was left would count twice.
+  // Last: if a launch fails, everything is computed in another way, and deferred sums would count twice.
   for (const auto& [partials, parameter, gradient] : tables) {
     if (partials.defined() && !gradient.defined()) leave_partials(parameter, partials);
   }

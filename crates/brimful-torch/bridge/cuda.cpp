@@ -1,4 +1,4 @@
-// libtorch's CUDA half, opened at run time, and what NVIDIA's driver tells.
+// CUDA libraries of libtorch, opened at run time, and queries of NVIDIA's driver.
 //
 // One binary serves with and without CUDA: nothing links to it, and no CUDA header is needed to build.
 
@@ -15,14 +15,14 @@ void* brimful::open_cuda() { return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_G
 
 extern "C" {
 
-// Loads libtorch's CUDA half, which registers its kernels with the libtorch that is running.
+// Loads libtorch's CUDA library, which registers its kernels with the running libtorch.
 int32_t brimful_load_cuda(char** message) noexcept {
   return guarded(message, [] {
     TORCH_CHECK(open_cuda() != nullptr, dlerror());
   });
 }
 
-// The newest CUDA version that the driver can serve: 1000 × major + 10 × minor.
+// Returns the newest CUDA version that the driver supports: 1000 × major + 10 × minor.
 int32_t brimful_cuda_driver(int32_t* version, char** message) noexcept {
   return guarded(message, [&] {
     const int failed = driver_function<int(int*)>("cuDriverGetVersion")(version);
@@ -40,7 +40,7 @@ int32_t brimful_cuda_name(int32_t index, char** out, char** message) noexcept {
   });
 }
 
-// Products and convolutions of f32 in TF32, or not; means nothing to a CPU.
+// Allows or forbids TF32 for f32 products and convolutions; has no effect on a CPU.
 int32_t brimful_allow_tf32(bool allowed, char** message) noexcept {
   return guarded(message, [&] {
     at::globalContext().setAllowTF32CuBLAS(allowed);
@@ -48,7 +48,7 @@ int32_t brimful_allow_tf32(bool allowed, char** message) noexcept {
   });
 }
 
-// Of convolutions.
+// Reports the setting for convolutions.
 int32_t brimful_allows_tf32(bool* allowed, char** message) noexcept {
   return guarded(message, [&] { *allowed = at::globalContext().allowTF32CuDNN(); });
 }

@@ -1,4 +1,4 @@
-// libtorch's CUDA half and NVIDIA's driver, opened at run time.
+// CUDA libraries of libtorch and NVIDIA's driver, opened at run time.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -6,10 +6,10 @@
 
 namespace brimful {
 
-// Null where it is not there; `dlerror` says why.
+// Returns null if the library is not found; `dlerror` has the reason.
 void* open_cuda();
 
-// A function of NVIDIA's driver, looked up by name because no header of it is needed to build.
+// Returns a function of NVIDIA's driver, by name, so that the build needs no CUDA header.
 template <class Function>
 Function* driver_function(const char* name) {
   static void* driver = dlopen("libcuda.so.1", RTLD_NOW);

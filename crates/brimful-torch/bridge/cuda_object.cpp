@@ -1,5 +1,5 @@
-// Loads the shared object of cuda/, which this program carries as bytes, from memory, and asks it what no kernel
-// answers: captures, and limits of memory.
+// Loads the shared object of cuda/ from bytes embedded in the program, and forwards calls that are not kernels:
+// captures and memory limits.
 
 #include "guard.h"
 #include "kernels.h"
@@ -15,7 +15,7 @@ using brimful::kernels::loaded;
 
 namespace {
 
-// A file without a name, that the loader can be pointed at.
+// Creates an unnamed in-memory file and returns its path for the loader.
 std::string in_memory(const char* bytes, size_t length) {
   const int file = memfd_create("brimful_cuda.so", MFD_CLOEXEC);
   TORCH_CHECK(file >= 0, "no file in memory can be made: ", strerror(errno));
@@ -31,8 +31,8 @@ std::string in_memory(const char* bytes, size_t length) {
 
 extern "C" {
 
-// All of its symbols must be found, so that none is missed later; it stays loaded, and its file open, until the
-// process ends.
+// Resolves all symbols at once, so that a missing one shows here. The object stays loaded, and its file open,
+// until the process ends.
 int32_t brimful_load_cuda_object(const char* bytes, size_t length, char** message) noexcept {
   return guarded(message, [&] {
     void* object = dlopen(in_memory(bytes, length).c_str(), RTLD_NOW | RTLD_LOCAL);

@@ -1,4 +1,4 @@
-// Devices as tch numbers them, and what libtorch's device-neutral interfaces know of each.
+// Device numbers of tch, and libtorch's device-neutral interfaces for each device.
 //
 // All work on a device goes through these, so that one binary serves with and without CUDA.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace brimful {
 
-// -1 is the CPU, 0 and up are CUDA's.
+// Number -1 is the CPU, 0 and up are CUDA devices.
 inline c10::Device device_of(int32_t index) {
   return index < 0 ? c10::Device(c10::kCPU)
                    : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));

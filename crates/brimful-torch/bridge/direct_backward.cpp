@@ -1,4 +1,4 @@
-// How a backward runs without libtorch's engine: who waits for how many gradients, and whose turn it is.
+// Backward without libtorch's engine: counts the gradients that each node waits for and orders the nodes.
 
 #include "direct_backward.h"
 
@@ -36,10 +36,10 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// What the innermost one on this thread does with its graph.
+// Setting `keep_graph` of this thread's innermost direct backward.
 thread_local std::optional<bool> keeping;
 
-// Whether this thread wants the engine, whatever the graph is.
+// True if this thread wants the engine for every graph.
 thread_local bool wants_engine = false;
 
 bool is_in_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -50,7 +50,7 @@ struct Keeping {
   const std::optional<bool> before;
 };
 
-// Asks of every node whether the engine is needed for it.
+// Checks for each node whether it needs the engine.
 class OneStream {
  public:
   bool takes(Node& node) {
@@ -59,7 +59,7 @@ class OneStream {
     return !hooks && is_on_it(node);
   }
 
-  // None where all is on the CPU.
+  // None if everything is on the CPU.
   const std::optional<c10::Stream>& here() const { return here_; }
 
  private:
@@ -81,7 +81,7 @@ class OneStream {
   std::optional<c10::Stream> here_;
 };
 
-// Whether nobody else can see the numbers of what has gathered, so that more may be added in place.
+// Returns whether the sum has no other user, so that a gradient may be added in place.
 bool is_ours(const at::Tensor& sum) {
   return sum.use_count() == 1 && sum.has_storage() && sum.storage().use_count() == 1 &&
          sum.is_non_overlapping_and_dense() && !sum._is_zerotensor();
@@ -94,7 +94,7 @@ void gather(at::Tensor& sum, at::Tensor&& gradient) {
   } else if (sum.layout() == at::kStrided && gradient.layout() == at::kStrided && is_ours(sum)) {
     sum.add_(gradient);
   } else {
-    // Sparse ones can be added to others, not others to them.
+    // A sparse tensor can be added to a dense one, but not the reverse.
     sum = sum.is_sparse() ? at::add(gradient, sum) : at::add(sum, gradient);
   }
 }
@@ -108,7 +108,7 @@ class DirectRun {
     for (const Edge& edge : passed) watch(edge, &Turn::is_passed);
   }
 
-  // Whether the graph behind the roots can be run here.
+  // Returns whether the graph behind the roots can run here.
   bool plan(const edge_list& roots) {
     for (const Edge& root : roots) {
       roots_.push_back(graph_.find(root.function.get()));
@@ -120,7 +120,7 @@ class DirectRun {
   variable_list run(const edge_list& roots, variable_list&& gradients, bool keep_graph) {
     const at::NoGradGuard no_graph;
     const Keeping kept(keep_graph);
-    // Before any of them is ready: a root may wait for another.
+    // Gather all before any node is ready: a root may wait for another.
     for (size_t i = 0; i < roots.size(); ++i) {
       const auto at = roots_[i];
       if (turns_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
@@ -139,23 +139,23 @@ class DirectRun {
  private:
   static constexpr uint32_t kNone = BackwardGraph::kNone;
 
-  // A gradient that is given out, at its own place among them: which of those that come into a node, and
-  // the next one of the same node.
+  // Requested gradient, indexed as in the result: the node's input it arrives at, and the next request of the
+  // same node.
   struct Taken {
     uint32_t input;
     uint32_t next;
   };
 
-  // A gradient that is computed beside, and where it goes.
+  // Gradient computed on the second stream, and its destination.
   struct Late {
     uint32_t at;
     uint32_t input;
     at::Tensor gradient;
   };
 
-  // What the run knows of a place of the graph.
+  // Run state of a place of the graph.
   struct Turn {
-    // Nodes that will bring a gradient, or say that there is none: in all, and still.
+    // Nodes that bring a gradient or report that there is none: in total, and still outstanding.
     uint32_t bringing = 0;
     uint32_t awaited = 0;
     uint32_t taken = kNone;
@@ -171,13 +171,13 @@ class DirectRun {
     const auto place = static_cast<uint32_t>(taken_.size());
     taken_.push_back({edge.input_nr, kNone});
     const auto at = graph_.find(edge.function.get());
-    // Nothing comes to an end that the graph does not have.
+    // No gradient reaches an end that is not in the graph.
     if (at == kNone) return;
     turns_[at].*as = true;
     taken_[place].next = std::exchange(turns_[at].taken, place);
   }
 
-  // Finds all that is behind the roots. False where the engine is needed for some of it.
+  // Marks all places behind the roots. Returns false if some node needs the engine.
   bool reach() {
     for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
       if (!turns_[*next].is_reached) continue;
@@ -189,7 +189,8 @@ class DirectRun {
     return true;
   }
 
-  // Finds out what leads to an end, and who waits for how many. False where the engine is needed.
+  // Determines which places lead to an end, and how many gradients each waits for. Returns false if the engine is
+  // needed.
   bool count() {
     bool in_vain = false;
     for (const auto at : graph_.order) {
@@ -203,7 +204,7 @@ class DirectRun {
       if (!turn.is_needed) continue;
       graph_.each_child(place, [&](auto, auto child) {
         turns_[child].bringing = ++turns_[child].awaited;
-        // It would compute a gradient that nobody asks for: the engine can tell it so.
+        // The node would compute an unneeded gradient; only the engine can disable that.
         in_vain |= !turns_[child].is_needed;
       });
     }
@@ -216,7 +217,8 @@ class DirectRun {
     gather(gathered.at(input), std::move(gradient));
   }
 
-  // Later nodes of the forward first, and leaves before all, as in the engine: so what waits is least.
+  // Nodes created later in the forward run first, and leaves before all others, as in the engine: this minimises
+  // the pending gradients.
   void get_ready(uint32_t at) {
     if (std::exchange(turns_[at].is_ready, true)) return;
     ready_.emplace(graph_.places[at].node->sequence_nr(), at);
@@ -235,8 +237,8 @@ class DirectRun {
     }
   }
 
-  // Which edges lead to leaves that nobody else brings a gradient to, of a node whose product or convolution for
-  // them is apart from that for the rest; none where there is no such, or no rest.
+  // Marks the edges to leaves that no other node brings a gradient to, for a node whose weight gradient is a
+  // separate product or convolution. Empty if there are no such edges, or no others.
   std::vector<bool> weights_of(const BackwardGraph::Place& place) const {
     const auto* ours = dynamic_cast<const brimful::kernels::KernelNode*>(place.node);
     const bool in_halves =
@@ -298,10 +300,10 @@ class DirectRun {
 
 namespace brimful {
 
-// Whether this thread needs the engine, whatever the graph is.
+// Returns whether this thread needs the engine whatever the graph is.
 static bool needs_engine() {
-  // Inside a task of the engine's, nodes would ask that one what to compute. Inside one of ours, a sum could be added
-  // to on two streams.
+  // Inside an engine task, nodes would ask that task which outputs to compute. Inside a direct backward, a sum
+  // could be added to on two streams.
   return wants_engine || AnomalyMode::is_enabled() || is_in_engine() || keeping.has_value();
 }
 
@@ -315,7 +317,7 @@ std::optional<variable_list> DirectBackward::run(const BackwardGraph& graph) {
 }
 
 bool keeps_graph() {
-  // A task of the engine's is inside ours, never around it.
+  // An engine task can be nested in a direct backward, never the reverse.
   return is_in_engine() ? torch::autograd::get_current_graph_task_keep_graph()
                         : keeping.value_or(true);
 }
@@ -324,7 +326,7 @@ bool keeps_graph() {
 
 extern "C" {
 
-// Gives what held before.
+// Returns the previous setting.
 bool brimful_want_engine(bool wanted) noexcept { return std::exchange(wants_engine, wanted); }
 
 }  // extern "C"

@@ -1,9 +1,9 @@
-// A backward that the thread which asks for it runs by itself, on the stream that it is on.
+// Backward that runs on the calling thread, on its current stream.
 //
 // libtorch's engine serves several devices, several streams and hooks. For that it changes the thread's state
-// before and after every node, which is half of what a small backward costs the host, and hands a card's
-// work to another thread. A graph on one stream, without hooks, needs none of it: here its nodes run in the
-// engine's order, and give what they give there.
+// before and after every node, which is half of a small backward's host time, and hands a GPU's work to another
+// thread. A graph on one stream without hooks needs none of that: here its nodes run in the engine's order, with
+// the same results.
 #pragma once
 
 #include "backward_graph.h"
@@ -17,12 +17,13 @@
 namespace brimful {
 
 struct DirectBackward {
-  // Where it begins, each with its gradient.
+  // Edges at which the backward starts, each with its gradient.
   torch::autograd::edge_list roots = {};
   torch::autograd::variable_list gradients = {};
-  // Gradients that are given out and go no further. Where there are such, nothing runs that leads to none.
+  // Edges whose gradients are returned and not propagated. If there are any, only nodes that lead to one of them
+  // run.
   torch::autograd::edge_list ends = {};
-  // Gradients that are given out on their way. The nodes behind them keep what they have saved.
+  // Edges whose gradients are returned in passing. The nodes behind them keep their saved tensors.
   torch::autograd::edge_list passed = {};
   bool keep_graph = false;
 
@@ -31,12 +32,12 @@ struct DirectBackward {
     gradients.push_back(std::move(gradient));
   }
 
-  // The gradients of the ends, and then those that have passed. None where the engine is needed: then nothing
-  // has been run, and the gradients are still here. The roots are of this graph.
+  // Returns the gradients of the ends, then those in `passed`. Returns none if the engine is needed: then nothing
+  // has run and the gradients are still here. The roots belong to this graph.
   std::optional<torch::autograd::variable_list> run(const BackwardGraph& graph);
 };
 
-// Whether the backward that is running on this thread, if there is one, leaves its graph for another.
+// Returns whether the backward in progress on this thread, if any, keeps its graph.
 bool keeps_graph();
 
 }  // namespace brimful

@@ -1,5 +1,5 @@
-// Which operations draw random numbers on the host: those that take a generator, and nothing that is
-// elsewhere.
+// Detects operations that draw random numbers on the host: those that take a generator and involve no other
+// device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ inline bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Another device has a generator of its own.
+// Other devices have their own generators.
 inline bool is_elsewhere(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() && !value.toTensor().is_cpu();
   return value.isDevice() && !value.toDevice().is_cpu();

@@ -1,5 +1,5 @@
-// Rows of a table, looked up on a card; its gradient goes straight into the sum that is offered for it, which
-// spares a table of zeros and a pass over all of it.
+// Embedding lookup on a GPU. Its gradient goes directly into the sum offered for it, which saves a table of zeros
+// and a pass over the whole table.
 
 #include "guard.h"
 #include "kernel_node.h"
@@ -31,12 +31,12 @@ struct EmbeddingNode final : KernelNode {
     const auto rows = table.unpack();
     const auto index = places.unpack();
     auto* sum = brimful::offered_sum(rows);
-    // A sum that is not there yet would have to be filled with zeros as well.
+    // A missing sum would also have to be filled with zeros.
     if (sum == nullptr || !sum->defined()) {
       out[0] = at::embedding_dense_backward(gradient, index, rows.size(0), -1, false);
       return out;
     }
-    // Sorts the places first, so that rows are added in one order.
+    // Sorts the indices first, so that rows are added in a fixed order.
     const c10::List<std::optional<at::Tensor>> at({index.reshape({-1})});
     const auto added = gradient.reshape({-1, rows.size(1)}).to(sum->scalar_type());
     at::index_put_(*sum, at, added, /*accumulate=*/true);

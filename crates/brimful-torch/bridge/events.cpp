@@ -1,4 +1,4 @@
-// Marks in a stream, to wait for or to measure time between.
+// Events: mark a point in a stream's work, to wait for or to measure time between.
 
 #include "device.h"
 #include "guard.h"
@@ -24,7 +24,7 @@ int32_t brimful_event_record(
   return guarded(message, [&] { event->record(stream_of(device, stream)); });
 }
 
-// Makes the stream wait for the event, without making the host wait.
+// Makes the stream wait for the event; the host does not wait.
 int32_t brimful_event_block(
     const c10::Event* event, int32_t device, int64_t stream, char** message) noexcept {
   return guarded(message, [&] { event->block(stream_of(device, stream)); });

@@ -1,6 +1,6 @@
-// One operation on many tensors at once: a few kernel launches instead of one a tensor.
+// Foreach operations: a few kernel launches for many tensors instead of one per tensor.
 //
-// libtorch falls back to a loop by itself where tensors differ in device, kind or layout.
+// libtorch itself falls back to a loop if tensors differ in device, dtype or memory format.
 
 #include "guard.h"
 #include "tensors.h"
@@ -23,8 +23,8 @@ using brimful::list_of;
 
 namespace {
 
-// Calls `body` with the tensors of each device and kind: one call a device and kind is fast, and the
-// other operand of a whole list can have but one of each.
+// Calls `body` once for the tensors of each device and dtype: such a call is fast, and the other operand of a
+// whole list has only one device and dtype.
 template <class Body>
 void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   std::vector<bool> done(tensors.size(), false);
@@ -41,11 +41,11 @@ void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   }
 }
 
-// The norm of all tensors as one vector, of this order: 2, or infinity for the largest number.
+// Returns the norm of all tensors as one vector, of order 2, or of order infinity for the largest absolute value.
 at::Tensor global_norm(std::vector<at::Tensor> tensors, double order) {
   TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
   const auto first = tensors[0];
-  // libtorch knows no largest of no numbers.
+  // libtorch has no maximum of an empty tensor.
   const auto is_empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_empty), tensors.end());
   if (tensors.empty()) {
@@ -53,7 +53,7 @@ at::Tensor global_norm(std::vector<at::Tensor> tensors, double order) {
   }
   std::vector<at::Tensor> norms;
   for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
-    // A sum of squares overflows f16 and is coarse in bf16.
+    // A sum of squares overflows f16 and loses precision in bf16.
     const auto some = at::_foreach_norm(alike, order, brimful::sum_kind(alike[0].scalar_type()));
     norms.insert(norms.end(), some.begin(), some.end());
   });
@@ -72,8 +72,9 @@ int32_t brimful_foreach_scale(
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
     if (count == 0) return;
-    // On a CPU each product with a number makes a tensor of it: memory that ran out then would leave some scaled.
-    // One of each dtype is made before the first product. In half precision it would be rounded.
+    // On a CPU, each product with a number allocates a tensor for it: out of memory half-way would leave only
+    // some tensors scaled. So one tensor per dtype is made before the first product; not in half precision, where
+    // the factor would be rounded.
     std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> groups;
     for_each_alike(list_of(tensors, count), [&](const std::vector<at::Tensor>& alike) {
       const auto& one = alike[0];

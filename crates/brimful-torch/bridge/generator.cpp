@@ -1,4 +1,4 @@
-// The state of a device's default generator, taken and put back.
+// State of a device's default generator, saved and restored.
 
 #include "device.h"
 #include "guard.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Runs `body` with the generator, while nobody else draws from it.
+// Runs `body` with the generator locked.
 template <class Body>
 int32_t with_generator(int32_t device, char** message, Body&& body) noexcept {
   return brimful::guarded(message, [&] {

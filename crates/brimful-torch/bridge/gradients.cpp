@@ -1,8 +1,7 @@
-// Takes the gradients that a backward has made out of their parameters, into sums.
+// Moves the gradients of a backward out of their parameters, into sums.
 //
-// Autograd would add each gradient to the one that is there with a kernel of its own. Taken out and
-// added as lists they need a few kernels in all, which is what small micro-batches spend their time
-// on; and half-precision gradients can be summed in f32.
+// Autograd would add each gradient to the present one with a kernel of its own. Added as lists they take a few
+// kernels in all, whose launches dominate small micro-batches; and half-precision gradients can be summed in f32.
 
 #include "guard.h"
 #include "kernel_tensors.h"
@@ -25,14 +24,14 @@ at::Tensor empty_sum(const at::Tensor& gradient) {
   return at::empty_like(gradient, gradient.options().dtype(at::kFloat));
 }
 
-// Whether a kernel of our own can go along both at once.
+// Returns whether a custom kernel can walk both tensors in the same order.
 bool is_alike_in_memory(const at::Tensor& sum, const at::Tensor& gradient) {
   using brimful::kernels::is_aligned;
   return sum.scalar_type() == at::kFloat && sum.strides() == gradient.strides() &&
          sum.is_non_overlapping_and_dense() && is_aligned(sum) && is_aligned(gradient);
 }
 
-// Adds those gradients of one kind and device, and leaves them out of the lists.
+// Adds gradients of one dtype and device with the kernel, and removes them from the lists.
 bool add_some_by_kernel(std::vector<at::Tensor>& sums, std::vector<at::Tensor>& gradients) {
   const auto like = gradients.front();
   AddHalvesArguments arguments{};
@@ -61,9 +60,8 @@ bool add_some_by_kernel(std::vector<at::Tensor>& sums, std::vector<at::Tensor>& 
   return true;
 }
 
-// Half-precision gradients and their f32 sums, in one pass where kernels of our own can, and what is left over in
-// pieces of bounded size: libtorch's own for lists take one kind of number, so each piece is converted
-// first.
+// Adds half-precision gradients to their f32 sums: in one pass with the custom kernel, and the remaining ones in
+// pieces of bounded size. libtorch's foreach operations take one dtype, so each piece is converted first.
 void add_half(
     std::vector<at::Tensor> sums, std::vector<at::Tensor> gradients, int64_t piece_bytes) {
   const auto by_kernel = [&] {
@@ -89,7 +87,7 @@ void add_half(
 
 extern "C" {
 
-// The place of the first parameter whose gradient is not plain numbers in memory, or `count`.
+// Returns the index of the first parameter whose gradient is not strided (dense), or `count`.
 size_t brimful_first_sparse_gradient(at::Tensor* const* parameters, size_t count) noexcept {
   size_t at = 0;
   for (; at < count; ++at) {
@@ -99,7 +97,7 @@ size_t brimful_first_sparse_gradient(at::Tensor* const* parameters, size_t count
   return at;
 }
 
-// Parameters whose gradients share memory, as some may that a plain backward has left, get a copy each.
+// Copies gradients that share memory, as a plain backward may leave them.
 int32_t brimful_own_gradients(
     const at::Tensor* const* parameters, size_t count, char** message) noexcept {
   return guarded(message, [&] {
@@ -112,8 +110,8 @@ int32_t brimful_own_gradients(
   });
 }
 
-// For each parameter that has a gradient: adds it to its sum, or makes it the sum where there is none
-// yet, and leaves the parameter without one.
+// Moves each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
+// is left without a gradient.
 int32_t brimful_collect_gradients(
     at::Tensor* const* parameters, at::Tensor** sums, size_t count, int64_t piece_bytes,
     char** message) noexcept {

@@ -1,4 +1,4 @@
-// Keeps C++ exceptions on this side of the boundary: each becomes a kind and a message.
+// Converts C++ exceptions at the language boundary into a kind and a message.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -9,7 +9,7 @@
 
 namespace brimful {
 
-// The same numbers as in src/error.rs.
+// Must match src/error.rs.
 enum Outcome : int32_t { kOk = 0, kOutOfMemory = 1, kOther = 2 };
 
 inline int32_t report(char** message, Outcome outcome, const char* text) noexcept {
@@ -17,7 +17,7 @@ inline int32_t report(char** message, Outcome outcome, const char* text) noexcep
   return outcome;
 }
 
-// Runs `body`; on an exception leaves its text in `*message`, to be freed by brimful_free_message.
+// Runs `body`. On an exception, stores its text in `*message`, to be freed by brimful_free_message.
 template <class Body>
 int32_t guarded(char** message, Body&& body) noexcept {
   try {

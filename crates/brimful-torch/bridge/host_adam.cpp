@@ -1,10 +1,10 @@
-// Adam on the host from one place in memory into another, in one pass:
+// Out-of-place Adam on the host, in one pass:
 //
 //   parameter · gradient · average · square  ──▶  a block in the first cache  ──▶  parameter' · average' · square'
 //
-// What is written goes past the caches: nobody reads it soon, and a store into a line that is not there would fetch
-// it first. Numbers are rounded as libtorch's fused kernel rounds them, operation by operation, so this file is
-// compiled without contractions, and for wide registers where the machine has them.
+// Results bypass the caches: they are not read soon, and a cached store would first fetch its line. Rounding
+// matches libtorch's fused kernel operation by operation, so this file is compiled without contractions, and for
+// wide registers where the machine has them.
 
 #include "host_adam.h"
 
@@ -23,7 +23,7 @@ namespace {
 using brimful::HostAdam;
 using brimful::HostAdamPlaces;
 
-// 1,024 numbers of each of three kinds are 12 KiB.
+// Three blocks of 1,024 floats are 12 KiB.
 constexpr int64_t kBlock = 1024;
 
 struct Block {
@@ -51,7 +51,7 @@ BRIMFUL_WIDE void compute(
 void store(float* to, const float* block, int64_t count) {
   int64_t done = 0;
 #if defined(__x86_64__)
-  // The machine takes whole registers, at multiples of their size: a thread's share may begin between two.
+  // Streaming stores need aligned registers, but a thread's share may begin unaligned.
   constexpr int64_t kRegister = 4;
   const auto is_aligned = [&] { return reinterpret_cast<uintptr_t>(to + done) % sizeof(__m128) == 0; };
   for (; done < count && !is_aligned(); ++done) to[done] = block[done];
@@ -77,7 +77,7 @@ void brimful::host_adam(
     store(to.square + at, block.square, here);
   }
 #if defined(__x86_64__)
-  // Other threads see what went past the caches only behind this.
+  // Makes the streaming stores visible to other threads.
   _mm_sfence();
 #endif
 }

@@ -1,4 +1,4 @@
-// Memory of the host, locked in its place, so that a device copies from and to it by itself.
+// Host memory, and pinning of its pages so that a device copies asynchronously.
 
 #include "cuda.h"
 #include "device.h"
@@ -19,7 +19,7 @@ using brimful::guarded;
 
 namespace {
 
-// Locked for every device, not for the current one alone (CU_MEMHOSTREGISTER_PORTABLE).
+// Pinned for every device, not only the current one (CU_MEMHOSTREGISTER_PORTABLE).
 constexpr unsigned kForEveryDevice = 1;
 
 void check(int failed, const char* what) {
@@ -30,11 +30,11 @@ void check(int failed, const char* what) {
 
 extern "C" {
 
-// Bytes that begin at a multiple of `alignment`.
+// Allocates bytes that begin at a multiple of `alignment`.
 int32_t brimful_host_bytes(
     size_t bytes, size_t alignment, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    // A view that autograd knew of would keep the whole as a second looker.
+    // A view that autograd knows of would hold a second reference to the whole block.
     const at::AutoDispatchBelowADInplaceOrView unknown_to_autograd;
     const auto all = at::empty({static_cast<int64_t>(bytes + alignment)}, at::kByte);
     const auto start = reinterpret_cast<uintptr_t>(all.data_ptr());
@@ -44,7 +44,7 @@ int32_t brimful_host_bytes(
   });
 }
 
-// Bytes of somebody else's, who is told by `release(owner)` when no tensor looks at them any more.
+// Wraps foreign bytes in a tensor; `release(owner)` is called when no tensor uses them any more.
 int32_t brimful_lent_bytes(
     void* start, size_t bytes, void* owner, void (*release)(void*), at::Tensor** out,
     char** message) noexcept {
@@ -55,12 +55,12 @@ int32_t brimful_lent_bytes(
   });
 }
 
-// Locks the pages, in place. The memory must be unlocked before it is freed.
+// Pins the pages in place. The memory must be unpinned before it is freed.
 int32_t brimful_lock_pages(void* memory, size_t bytes, int32_t device, char** message) noexcept {
   return guarded(message, [&] {
     const auto on = brimful::device_of(device);
     at::globalContext().lazyInitDevice(on.type());
-    // A thread that has not used the device yet has no context of its driver.
+    // A thread that has not used the device yet has no driver context.
     const c10::DeviceGuard there(on);
     c10::impl::VirtualGuardImpl(on.type()).setDevice(on);
     using Register = int(void*, size_t, unsigned);

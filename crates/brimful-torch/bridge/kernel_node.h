@@ -1,5 +1,5 @@
-// What the nodes of our own have in common: one backward, after which all that it needed is let go. Plain
-// fields cost the host a fraction of what torch::autograd::Function does, which counts where launches do.
+// Base of our autograd nodes: one backward, after which all saved tensors are released. Plain fields cost the
+// host a fraction of torch::autograd::Function, which matters where launches dominate.
 #pragma once
 
 #include "version.h"
@@ -41,22 +41,22 @@ class KernelNode : public torch::autograd::Node {
     TORCH_CHECK(
         !at::GradMode::is_enabled(), "the gradient of ", what(), " has no gradient of its own: ",
         remedy());
-    // A backward inside autocast is what it is outside: a sum in f32 stays one.
+    // Autocast must not affect a backward: an f32 sum stays f32.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return backward(std::move(gradients));
   }
 
-  // Whether it gains by being run for its inputs alone, and later for its weights: not where one kernel
-  // computes both.
+  // True if the backward can be split: the node gains from running for its inputs first and for its weights
+  // later. False if one kernel computes both.
   virtual bool has_halves() const { return false; }
 
  protected:
   virtual const char* what() const = 0;
-  // Where a loss is differentiated twice.
+  // Advice for losses that are differentiated twice.
   virtual const char* remedy() const {
     return "switch kernels of our own off (BRIMFUL_KERNELS=off) where a loss is differentiated twice";
   }
-  // A gradient for each edge, or none; `gradients` of outputs may be missing.
+  // Returns a gradient for each edge, or undefined; gradients of outputs may be missing.
   virtual variable_list backward(variable_list&& gradients) = 0;
   virtual void let_go() = 0;
 
@@ -69,7 +69,7 @@ std::shared_ptr<Node> make_node(Arguments&&... arguments) {
   return {new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode};
 }
 
-// A node with an edge to each of these, which may be undefined.
+// Creates a node with an edge to each of these inputs, which may be undefined.
 template <class Node, class... Tensors>
 std::shared_ptr<Node> node_after(const Tensors&... inputs) {
   auto node = make_node<Node>();
@@ -77,7 +77,8 @@ std::shared_ptr<Node> node_after(const Tensors&... inputs) {
   return node;
 }
 
-// What `compute` gives, a tensor or a list, with the node for its history in place of those of libtorch's operations.
+// Runs `compute`, which returns a tensor or a list, and attaches the node as its history in place of libtorch's
+// own.
 template <class F>
 auto with_history(const std::shared_ptr<KernelNode>& node, F&& compute) {
   const auto untracked = [&] {

@@ -1,4 +1,4 @@
-// Tensors as kernels of our own take them, and what to do where one cannot be had.
+// Preparation of tensors for custom kernels, and fallback when a kernel is not available.
 #pragma once
 
 #include "kernels.h"
@@ -11,27 +11,27 @@
 
 namespace brimful::kernels {
 
-// Whether kernels may work on such a tensor: they are there, and know its kind.
+// Returns whether kernels accept this tensor: they are available and support its dtype.
 inline bool takes(const at::Tensor& tensor) {
   const auto kind = tensor.scalar_type();
   const bool known = kind == at::kFloat || kind == at::kBFloat16 || kind == at::kHalf;
   return known && functions_for(tensor) != nullptr;
 }
 
-// While kernels work on the device of a tensor: autograd sees nothing of it.
+// Scope in which kernels run on a tensor's device, invisible to autograd.
 struct OwnWork {
   explicit OwnWork(const at::Tensor& on) : there(on.device()) {}
   const at::AutoDispatchBelowADInplaceOrView untracked;
   const c10::DeviceGuard there;
 };
 
-// Whether the other one, if there is one, is of the same kind and device.
+// Returns whether the other tensor, if any, has the same dtype and device.
 inline bool is_alike(const at::Tensor& tensor, const at::Tensor& other) {
   return !other.defined() ||
          (tensor.scalar_type() == other.scalar_type() && tensor.device() == other.device());
 }
 
-// The same numbers in this order without gaps, from a multiple of 16 bytes on.
+// Returns the tensor dense in this memory format and aligned to 16 bytes.
 inline at::Tensor laid_out(
     const at::Tensor& tensor, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
   if (!tensor.defined()) return tensor;
@@ -43,7 +43,7 @@ inline const void* pointer_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-// The second where the first throws a KernelError, which is kept with the name of what it was for.
+// Runs `kernel`; if it throws a KernelError, records the reason under `what` and runs `libtorch`.
 template <class Kernel, class Libtorch>
 auto or_else(const char* what, Kernel&& kernel, Libtorch&& libtorch) -> decltype(libtorch()) {
   try {

@@ -1,4 +1,4 @@
-// The switch for kernels of our own, what became of them, and their compiler for those who ask.
+// Switch for custom kernels, reasons for fallbacks, and access to their compiler.
 
 #include "kernels.h"
 
@@ -33,7 +33,7 @@ Refusals& refusals() {
   return all;
 }
 
-// A word that is none of the switch's turns them off: whoever sets it wants something else than what there is without.
+// An unknown word switches the kernels off: a variable that is set asks for something other than the default.
 bool asked_for() {
   const char* asked = std::getenv("BRIMFUL_KERNELS");
   if (asked == nullptr) return true;
@@ -93,7 +93,7 @@ void refused(const std::string& why) noexcept {
     all.unsaid += why;
     all.news = true;
   } catch (const std::exception&) {
-    // No memory to remember it: the work goes on all the same.
+    // Without memory the reason is lost; the work goes on.
   }
 }
 
@@ -105,7 +105,7 @@ bool brimful_kernels_enabled() noexcept { return is_on(); }
 
 void brimful_kernels_enable(bool on) noexcept { is_on() = on; }
 
-// What was refused since the last call, a line each; null where nothing was.
+// Returns the refusals since the last call, one a line; null if there are none.
 char* brimful_kernels_refusals() noexcept {
   Refusals& all = refusals();
   if (!all.news.exchange(false)) return nullptr;
@@ -136,7 +136,7 @@ int32_t brimful_kernels_fail_loads(
   return guarded(message, [&] { kernels::loaded().fail_loads(after, count, error); });
 }
 
-// Compiles a source, by its file's name, with these words defined.
+// Compiles a source, given by its file name, with these defines.
 int32_t brimful_kernels_compile(
     const char* source, const char* defines, int32_t architecture, bool* from_cache, size_t* bytes,
     char** message) noexcept {
@@ -147,7 +147,7 @@ int32_t brimful_kernels_compile(
   });
 }
 
-// The same on a thread beside, for whoever compiles it next.
+// Compiles it on a background thread, for the next caller that needs it.
 int32_t brimful_kernels_compile_ahead(
     const char* source, const char* defines, int32_t architecture, char** message) noexcept {
   return guarded(message, [&] {

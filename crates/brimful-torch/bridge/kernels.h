@@ -1,5 +1,4 @@
-// What the CUDA object can do, as the bridge uses it: whether its kernels are to be used, and what to do where one
-// fails.
+// Functions of the CUDA object as the bridge uses them: whether to use its kernels, and how to handle a failure.
 #pragma once
 
 #include "../cuda/functions.h"
@@ -10,19 +9,19 @@
 
 namespace brimful::kernels {
 
-// Makes the table known, once it is loaded.
+// Registers the table once it is loaded.
 void found(const BrimfulCudaFunctions* functions) noexcept;
 
-// The table; null before it is loaded, and where there is no CUDA.
+// Returns the table; null before it is loaded and without CUDA.
 const BrimfulCudaFunctions* functions() noexcept;
 
-// The same for those who cannot do without it: throws where it is not loaded.
+// Returns the table; throws if it is not loaded.
 const BrimfulCudaFunctions& loaded();
 
-// The table if the tensor is on CUDA and kernels are not switched off, else null.
+// Returns the table if the tensor is on CUDA and the kernels are enabled, else null.
 const BrimfulCudaFunctions* functions_for(const at::Tensor& tensor) noexcept;
 
-// Keeps why libtorch's own operations ran instead, for Rust to say once.
+// Records why libtorch's own operations ran instead. Rust reports each reason once.
 void refused(const std::string& why) noexcept;
 
 }  // namespace brimful::kernels

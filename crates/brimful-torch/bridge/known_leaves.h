@@ -1,4 +1,4 @@
-// Leaves that a backward may add to: a step's own.
+// Leaves that a backward may add to: those of a step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ class KnownLeaves {
   bool has(const at::Tensor& leaf) const { return known_.count(leaf.unsafeGetTensorImpl()) != 0; }
 
  private:
-  // While they live, nobody else has their addresses.
+  // Held alive, so that their addresses are not reused.
   ska::flat_hash_map<const at::TensorImpl*, at::Tensor> known_;
 };
 

@@ -1,4 +1,4 @@
-// The order of a tensor's numbers in memory: as its dimensions are, or with the channels last.
+// Memory format of a tensor: contiguous or channels last.
 
 #include "guard.h"
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Which order that is depends on the dimensions: images have four, volumes five.
+// The format depends on the dimensions: images have four, volumes five.
 at::MemoryFormat format_of(const at::Tensor& tensor, bool channels_last) {
   TORCH_CHECK(
       tensor.dim() == 4 || tensor.dim() == 5, "a tensor of shape ", tensor.sizes(),
@@ -20,7 +20,7 @@ at::MemoryFormat format_of(const at::Tensor& tensor, bool channels_last) {
 
 extern "C" {
 
-// The same tensor, or a copy of it where its numbers are in another order.
+// Returns the tensor in this memory format: itself, or a copy if its format differs.
 int32_t brimful_laid_out(
     const at::Tensor* tensor, bool channels_last, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
@@ -28,13 +28,13 @@ int32_t brimful_laid_out(
   });
 }
 
-// Changes the order in place, for all that share the tensor, and of its gradient as well.
+// Changes the memory format in place, for all handles of the tensor and for its gradient.
 int32_t brimful_lay_out(at::Tensor* tensor, bool channels_last, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const at::NoGradGuard no_grad;
     const auto format = format_of(*tensor, channels_last);
     const auto gradient = tensor->grad().defined() ? tensor->grad().contiguous(format) : at::Tensor();
-    // All that may run out of memory comes before the first change.
+    // Everything that may run out of memory precedes the first change.
     const auto data = tensor->detach().contiguous(format);
     tensor->mutable_grad() = at::Tensor();
     tensor->set_data(data);

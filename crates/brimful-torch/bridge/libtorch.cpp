@@ -1,4 +1,4 @@
-// Which libtorch is running: its version, its place, and the vector instructions it uses.
+// Version, location and vector instructions of the running libtorch.
 
 #include <ATen/Context.h>
 #include <ATen/Version.h>
@@ -11,7 +11,7 @@ extern "C" {
 char* brimful_show_config() noexcept { return strdup(at::show_config().c_str()); }
 char* brimful_cpu_capability() noexcept { return strdup(at::get_cpu_capability().c_str()); }
 
-// The path of the libtorch that is running, or null.
+// Returns the path of the running libtorch, or null.
 char* brimful_library_path() noexcept {
   Dl_info info;
   const auto* address = reinterpret_cast<const void*>(&at::globalContext);

@@ -1,13 +1,13 @@
-// A linear layer and the cross-entropy of what comes out of it, without its logits being whole where they are many.
+// A linear layer and the cross-entropy of its output, in chunks so that large logits are never stored whole.
 //
 //   hidden  [N × d] ─┬─ chunk of tokens ── logits [c × V] ── gradient of the logits, in their place
 //   weight  [V × d] ─┘                         │                  ├── × weight  → rows of hidden's gradient
 //   targets [N]     ───────────────────────────┴─ row losses      └── ᵀ × chunk → added to weight's
 //
-// Gradients are made on the way, of the sum of all row losses. What the loss itself is multiplied by
-// comes with the backward, which is then one multiplication. Where all logits are few beside the weight,
-// their gradient waits for the backward instead, and its products add to the sum that is offered there:
-// no gradient of the weight is written, and read again to be multiplied.
+// The forward also computes the gradients of the sum of all row losses. The loss's own gradient, a factor,
+// arrives with the backward, which is then one multiplication. If the logits are small beside the weight, their
+// gradient is kept for the backward instead, and its products add to the offered sum: no weight gradient is
+// written and read again to be scaled.
 
 #include "direct_backward.h"
 #include "guard.h"
@@ -41,24 +41,24 @@ BRIMFUL_READ_AGAIN("mm with an output of another kind, which only CUDA has");
 
 namespace {
 
-// Rows of logits begin at multiples of this many elements on a device: products into odd rows take
-// three times as long there.
+// Rows of logits on a device begin at multiples of this many elements: products into unaligned rows take three
+// times as long.
 constexpr int64_t kRowStep = 64;
 
-// The gradient of all logits waits for the backward where it takes at most so many times what the weight's
-// takes: what it saves is several passes over that one.
+// The gradient of all logits is kept for the backward if it takes at most this many times the weight gradient's
+// memory: that saves several passes over the weight gradient.
 constexpr int64_t kMostWaiting = 3;
 
-// What the losses of rows are made of: that of row i with target t is
+// Terms of the row losses. The loss of row i with target t is
 //   -of_target[i] · log p[t] - of_all[i] · Σ_j class_weight[j] · log p[j]
 struct Targets {
   at::Tensor index;      // a class for every row, in the table's range
-  at::Tensor counted;    // whether a row is not ignored
+  at::Tensor counted;    // false for ignored rows
   at::Tensor of_target;  // N × 1
   at::Tensor of_all;     // N × 1; undefined without smoothing
-  at::Tensor class_weights;  // undefined where all are one
+  at::Tensor class_weights;  // undefined if all are one
   at::Tensor total;      // Σ_j class_weight[j], 0-dim; undefined without smoothing
-  at::Tensor weight;     // what the sum of losses is to be divided by
+  at::Tensor weight;     // divisor of the sum of losses
 };
 
 struct Wanted {
@@ -68,7 +68,8 @@ struct Wanted {
   bool any() const { return hidden || weight || bias; }
 };
 
-// A target that is no class makes the loss NaN: a device could only tell it by making the host wait.
+// Reads the targets. A target that is not a class makes the loss NaN: reporting it from a device would make the
+// host wait.
 Targets read(
     const at::Tensor& given, int64_t classes, const at::Tensor& class_weights, double smoothing,
     int64_t ignored, at::ScalarType kind) {
@@ -104,7 +105,7 @@ Targets rows_of(const Targets& all, int64_t from, int64_t count) {
   return out;
 }
 
-// Leaves the gradient of the sum of row losses in the logits' place.
+// Overwrites the logits with the gradient of the sum of row losses.
 void leave_gradient(at::Tensor& powers, const at::Tensor& sums, const Targets& targets) {
   const bool smooth = targets.of_all.defined();
   const auto index = targets.index.unsqueeze(1);
@@ -120,7 +121,7 @@ void leave_gradient(at::Tensor& powers, const at::Tensor& sums, const Targets& t
   }
 }
 
-// The losses of rows of logits, which are used up.
+// Computes the losses of rows of logits, which are overwritten.
 at::Tensor row_losses(at::Tensor& logits, const Targets& targets, bool gradient) {
   logits.sub_(logits.amax({1}, /*keepdim=*/true));
   auto of_target = logits.gather(1, targets.index.unsqueeze(1));
@@ -144,7 +145,8 @@ const float* floats_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
-// The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
+// Computes `row_losses` in one kernel, on logits of the layer's dtype. Returns false if the kernel is not
+// available.
 bool row_losses_by_kernel(
     at::Tensor& logits, const Targets& targets, bool gradient, at::Tensor& losses) {
   if (!takes(logits)) return false;
@@ -169,22 +171,22 @@ bool row_losses_by_kernel(
   return or_else("linear_cross_entropy", by_kernel, [] { return false; });
 }
 
-// Rows of numbers, each beginning where a device's products like it.
+// Allocates rows, each beginning at an aligned address on a device.
 at::Tensor rows(int64_t count, int64_t width, const at::TensorOptions& options) {
   const bool on_device = !options.device().is_cpu();
   const auto step = on_device ? (width + kRowStep - 1) / kRowStep * kRowStep : width;
   return at::empty({count, step}, options).narrow(1, 0, width);
 }
 
-// A layer, the rows that it reads, and what their losses leave: gradients where they are wanted.
+// A layer, its input rows, and the results of its losses: gradients, if wanted.
 struct Head {
   at::Tensor hidden, weight, bias;
   const Targets& targets;
   const Wanted wanted;
   at::Tensor losses = {};
-  // Of a chunk, which become their gradient; and the same in f32, undefined until a half's are wanted so.
+  // Logits of a chunk, which become their gradient; and an f32 copy, undefined unless half precision needs it.
   at::Tensor logits = {}, exact_logits = {};
-  // Whether the products of their gradient wait for the backward.
+  // True if the products of the logits' gradient are deferred to the backward.
   bool waits = false;
   // Gradients so far.
   at::Tensor of_hidden = {}, of_weight = {}, of_bias = {};
@@ -205,8 +207,9 @@ struct Head {
   }
 
  private:
-  // Whether the gradient of all logits waits for the backward. What waits is then a chunk's bytes more than the
-  // weight's gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
+  // Returns whether the logits' gradient is deferred to the backward. It then exceeds the weight gradient by at
+  // most a chunk's bytes. Half precision without our kernels is summed from an f32 copy, which would have to be
+  // kept as well.
   bool can_wait(int64_t chunk_bytes) const {
     const auto kind = hidden.scalar_type();
     if (!wanted.weight || hidden.size(0) == 0 || is_copied()) return false;
@@ -219,7 +222,7 @@ struct Head {
     return is_half(hidden.scalar_type()) && !takes(hidden);
   }
 
-  // The same number of tokens for nearly the same bytes, so that sums have the same order.
+  // A power of two, so that nearly equal byte limits give the same chunks and the same order of sums.
   int64_t tokens_in(int64_t chunk_bytes) const {
     const auto tokens = hidden.size(0);
     const auto element = static_cast<int64_t>(hidden.element_size());
@@ -253,7 +256,7 @@ struct Head {
     }
   }
 
-  // The logits of a chunk become their gradient; gives that in the kind of sums too, if it was made.
+  // Turns the logits of a chunk into their gradient; returns it in the dtype of sums if that copy exists.
   at::Tensor use(at::Tensor& chunk, const Targets& of_chunk, at::Tensor its_losses) {
     const bool gradient = wanted.any();
     if (row_losses_by_kernel(chunk, of_chunk, gradient, its_losses)) return chunk;
@@ -269,10 +272,10 @@ struct Head {
   }
 };
 
-// The gradient times what the loss was multiplied by, in the kind of what it is the gradient of. Halves
-// are multiplied in f32: the factor would lose most of its digits.
+// Scales a gradient by the loss's own gradient and converts it to the dtype of its tensor. Half precision is
+// multiplied in f32: rounding the factor would lose most of its digits.
 at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType kind, bool keep) {
-  // With a dimension, it counts when kinds are chosen.
+  // With a dimension, the factor takes part in type promotion.
   const auto by = factor.to(sum_kind(kind)).reshape({1});
   if (gradient.scalar_type() != kind && gradient.is_cuda()) {
     auto out = at::empty(gradient.sizes(), gradient.options().dtype(kind));
@@ -281,7 +284,7 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType 
   return (keep ? gradient.mul(by) : gradient.mul_(by)).to(kind);
 }
 
-// Adds a gradient times what the loss was multiplied by to the sum that is offered for it.
+// Adds a gradient, scaled by the loss's own gradient, to the offered sum.
 void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, bool keep) {
   const auto by = factor.to(sum_kind(gradient.scalar_type())).reshape({1});
   if (sum.defined()) {
@@ -291,7 +294,7 @@ void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, 
   }
 }
 
-// Adds factor · gradientᵀ · hidden to the sum, which is made where there is none yet.
+// Adds factor · gradientᵀ · hidden to the sum, which is created if there is none yet.
 void add_scaled_product(
     at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& hidden, const at::Tensor& factor) {
   if (!is_half(hidden.scalar_type())) {
@@ -318,9 +321,9 @@ void add_scaled_product(
   });
 }
 
-// Keeps the gradients themselves, which its backward multiplies, or that of the logits.
+// Keeps the gradients, which its backward scales, or the gradient of the logits.
 struct LinearCrossEntropyNode final : KernelNode {
-  // The edges, in this order.
+  // Edges of the node, in this order.
   enum Input { kHidden, kWeight, kBias };
 
   std::string name() const override { return "BrimfulLinearCrossEntropyBackward"; }
@@ -342,7 +345,7 @@ struct LinearCrossEntropyNode final : KernelNode {
     const bool keep = brimful::keeps_graph();
     if (logits.defined()) multiply(keep ? logits : std::exchange(logits, {}), gradients[0], out);
     for (size_t i = 0; i < kept.size(); ++i) {
-      // Given away one by one: together they are as large as the layer.
+      // Released one by one: together they are as large as the layer.
       auto gradient = keep ? kept[i] : std::exchange(kept[i], {});
       if (!gradient.defined() || !task_should_compute_output(i)) continue;
       auto* sum = i == kWeight ? brimful::offered_sum(weight.unpack()) : nullptr;
@@ -355,7 +358,7 @@ struct LinearCrossEntropyNode final : KernelNode {
     return out;
   }
 
-  // The products that have waited.
+  // Computes the deferred products.
   void multiply(const at::Tensor& gradient, const at::Tensor& factor, variable_list& out) {
     const auto from = hidden.unpack(), by = weight.unpack();
     if (task_should_compute_output(kHidden)) {
@@ -369,10 +372,10 @@ struct LinearCrossEntropyNode final : KernelNode {
     if (sum == nullptr) out[kWeight] = own.to(kind);
   }
 
-  // Of the edges in their order; undefined where none is wanted, or its product waits.
+  // In the order of the edges; undefined if not wanted or deferred.
   std::array<at::Tensor, 3> kept;
-  at::Tensor logits;  // their gradient, where products wait
-  SavedVariable hidden;  // then
+  at::Tensor logits;  // their gradient, if products are deferred
+  SavedVariable hidden;  // kept in that case
   SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };
@@ -407,7 +410,7 @@ at::Tensor loss_of(
 
 extern "C" {
 
-// The sum of row losses, and what it is to be divided by. Null: no bias, no class weights.
+// Returns the sum of row losses and its divisor. Null means no bias or no class weights.
 int32_t brimful_linear_cross_entropy(
     const at::Tensor* hidden, const at::Tensor* weight, const at::Tensor* bias,
     const at::Tensor* targets, const at::Tensor* class_weights, double smoothing, int64_t ignored,

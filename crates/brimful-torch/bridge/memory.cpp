@@ -1,4 +1,4 @@
-// An accelerator's memory: what its caching allocator holds, and what the device has left.
+// Memory statistics of an accelerator: its caching allocator, and free memory.
 
 #include "device.h"
 #include "guard.h"
@@ -13,7 +13,7 @@ using brimful::guarded;
 
 namespace {
 
-// Before its first use a device's allocator knows of no device.
+// A device's allocator is not set up before its first use.
 c10::DeviceAllocator& allocator_of(c10::Device device) {
   at::globalContext().lazyInitDevice(device.type());
   return *c10::getDeviceAllocator(device.type());
@@ -23,7 +23,7 @@ c10::DeviceAllocator& allocator_of(c10::Device device) {
 
 extern "C" {
 
-// In bytes, but for retries and refusals, which are counts; in the order in which src/memory.rs takes them.
+// In bytes, except retries and refusals, which are counts; in the order of src/memory.rs.
 int32_t brimful_device_memory(
     int32_t index, std::array<int64_t, 7>* out, char** message) noexcept {
   return guarded(message, [&] {

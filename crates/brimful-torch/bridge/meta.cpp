@@ -1,8 +1,8 @@
-// Tensors made from nothing become shapes without memory, on the threads that ask for it.
+// Makes new tensors meta tensors (shapes without memory), on threads that ask for it.
 //
-// A thread that includes the dispatch key below passes through `onto_meta` whenever a tensor is
-// allocated on a named device, and the device is replaced by libtorch's "meta" one. The key exists
-// for such interceptions and is on nobody else's path: other threads do not pass here.
+// A thread that includes the dispatch key below passes through `onto_meta` whenever a tensor is allocated on a
+// named device, and the device is replaced by libtorch's "meta" one. The key exists for such interceptions; other
+// threads do not pass here.
 
 #include "version.h"
 
@@ -24,7 +24,7 @@ void onto_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto first = stack->size() - arguments.size();
   for (size_t i = 0; i < arguments.size(); ++i) {
     auto& value = (*stack)[first + i];
-    // A tensor made without naming a device is about to be filled from the host's memory.
+    // A tensor created without a named device is about to be filled from host memory.
     if (arguments[i].name() == "device" && value.isDevice()) {
       value = c10::Device(c10::kMeta);
     }
@@ -39,7 +39,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// All other ways to make a tensor (zeros, ones, randn and so on) come down to these two.
+// All other factory functions (zeros, ones, randn and so on) call these two.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   m.impl("empty.memory_format", torch::CppFunction::makeFromBoxedFunction<&onto_meta>());
   m.impl("empty_strided", torch::CppFunction::makeFromBoxedFunction<&onto_meta>());
@@ -47,7 +47,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
 
 extern "C" {
 
-// Switches this thread over or back, and tells how it was.
+// Switches this thread's state and returns the previous one.
 bool brimful_meta_enter(bool on) noexcept {
   const bool last = c10::impl::tls_is_dispatch_key_included(kKey);
   c10::impl::tls_set_dispatch_key_included(kKey, on);

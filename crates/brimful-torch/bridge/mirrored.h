@@ -1,11 +1,10 @@
-// The structs that src/ffi.rs mirrors. Both sides say where each field lies, so that neither can be
-// changed alone.
+// Structs that src/ffi.rs mirrors. Both sides assert the offset of each field, so that neither can change alone.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// The number of a field's first byte, as src/ffi.rs has it.
+// Asserts a field's byte offset, as src/ffi.rs does.
 #define BRIMFUL_FIELD(type, field, offset) \
   static_assert(offsetof(type, field) == (offset), #type "." #field " is elsewhere in src/ffi.rs")
 #define BRIMFUL_SIZE(type, size) \
@@ -42,7 +41,7 @@ BRIMFUL_FIELD(BrimfulAdam, amsgrad, 40);
 BRIMFUL_FIELD(BrimfulAdam, decoupled, 41);
 BRIMFUL_SIZE(BrimfulAdam, 48);
 
-// A BatchNorm and its input; what it has not is null.
+// BatchNorm and its input; absent tensors are null.
 struct BrimfulNorm {
   const at::Tensor *x, *weight, *bias, *running_mean, *running_variance;
   double momentum, eps;

@@ -1,10 +1,10 @@
-// LayerNorm and RMSNorm, with an addition before them: by kernels of our own where there are some, else
-// by libtorch's operations.
+// LayerNorm and RMSNorm, with a fused residual addition: in custom kernels where available, else in libtorch's
+// operations.
 //
 //   x + residual ─▶ sum ─▶ normed          both come out; without a residual the sum is x
 //
-// Where x is used beside the norm too, it goes through the node as a sum does: its two gradients are then
-// added in the norm's own pass.
+// If x is also used outside the norm, it passes through the node as the sum does: the norm's backward then adds
+// both gradients in its own pass.
 
 #include "column_sums.h"
 #include "guard.h"
@@ -26,18 +26,18 @@ namespace {
 
 struct NormGiven {
   at::Tensor x;
-  at::Tensor residual;  // undefined for none
-  at::Tensor weight;    // undefined for none
-  at::Tensor bias;      // undefined for none
+  at::Tensor residual;  // undefined if none
+  at::Tensor weight;    // undefined if none
+  at::Tensor bias;      // undefined if none
   double eps;
   bool rms;
   bool gives_sum;
 };
 
 struct NormDone {
-  at::Tensor sum;  // x itself where there is no residual
+  at::Tensor sum;  // x itself without a residual
   at::Tensor out;
-  // Of each row, in f32: one over its deviation, then its mean, which RMSNorm does without.
+  // Per row, in f32: inverse deviation, then the mean, which RMSNorm lacks.
   at::Tensor statistics;
 };
 
@@ -47,7 +47,7 @@ bool has_kernel(const NormGiven& given) {
          alike(given.weight) && alike(given.bias);
 }
 
-// Throws a KernelError where it cannot be had.
+// Throws a KernelError if the kernel is not available.
 NormDone forward_by_kernel(const NormGiven& given) {
   const OwnWork own(given.x);
   brimful::tell(
@@ -80,10 +80,10 @@ NormDone forward_by_kernel(const NormGiven& given) {
   return done;
 }
 
-// What a backward starts from, and what it leaves.
+// Inputs and results of a backward.
 struct NormGradient {
   at::Tensor of_out;
-  at::Tensor of_sum;  // undefined where the sum is not used elsewhere
+  at::Tensor of_sum;  // undefined if the sum is not used elsewhere
   at::Tensor sum, weight, bias, statistics;
   bool rms;
   bool wants_weight, wants_bias;
@@ -124,7 +124,7 @@ void backward_by_kernel(NormGradient& g) {
   g.of_x = of_x;
 }
 
-// The same with libtorch's operations, in f32.
+// Computes the backward with libtorch's operations, in f32.
 void backward_by_libtorch(NormGradient& g) {
   const auto kind = g.sum.scalar_type();
   const auto rows = [&](const at::Tensor& t) { return t.reshape({-1, g.width()}).to(at::kFloat); };
@@ -143,9 +143,9 @@ void backward_by_libtorch(NormGradient& g) {
   g.of_x = of_x.to(kind).view_as(g.sum);
 }
 
-// Its outputs are the sum, where that is given, and the normed numbers.
+// Its outputs are the sum, if requested, and the normalised values.
 struct NormNode final : KernelNode {
-  // The edges, in this order.
+  // Edges of the node, in this order.
   enum Input { kX, kResidual, kWeight, kBias };
 
   std::string name() const override { return "BrimfulNormBackward"; }
@@ -174,11 +174,11 @@ struct NormNode final : KernelNode {
   bool adds = false, gives_sum = false, rms = false;
 };
 
-// Puts the node behind what came out, where somebody wants a gradient.
+// Attaches the node to the outputs if an input requires a gradient.
 void attach(const NormGiven& given, NormDone& done) {
   const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
   const auto rows = done.sum;
-  // Not a copy that was made for the kernel.
+  // Not the copy that was made for the kernel.
   if (!residual.defined()) done.sum = x;
   if (!compute_requires_grad(x, residual, weight, bias)) return;
   const auto node = node_after<NormNode>(x, residual, weight, bias);
@@ -186,7 +186,7 @@ void attach(const NormGiven& given, NormDone& done) {
   node->rms = rms;
   node->statistics = done.statistics;
   node->gives_sum = gives_sum;
-  // A view with a history of its own: where either is changed in place, libtorch finds a new one for the other.
+  // A view with its own history: if either is changed in place, libtorch gives the other a new history.
   if (gives_sum && !node->adds) done.sum = x.alias();
   if (gives_sum) torch::autograd::set_history(done.sum, node);
   torch::autograd::set_history(done.out, node);
@@ -218,7 +218,7 @@ NormDone normed(const NormGiven& given) {
 
 extern "C" {
 
-// Null: no residual, weight or bias, or no wish for the sum.
+// Null means no residual, weight or bias, or no request for the sum.
 int32_t brimful_norm(
     const at::Tensor* x, const at::Tensor* residual, const at::Tensor* weight,
     const at::Tensor* bias, double eps, bool rms, at::Tensor** sum, at::Tensor** out,

@@ -1,4 +1,5 @@
-// Who may add to which sum while a step goes backward, and what is left to be added at its end.
+// Registry of the sums that autograd nodes may add to during a step's backward, and of partial sums deferred to
+// its end.
 
 #include "offered_sums.h"
 
@@ -27,11 +28,12 @@ struct OfferedSum {
   c10::Device device;
   // Row blocks × columns each.
   std::vector<at::Tensor> partials = {};
-  // The stream that has worked with either last. All are after what was queued when the backward began.
+  // Stream that used the sum or the partials last. All streams are ordered after the work queued when the
+  // backward began.
   std::optional<c10::Stream> last = {};
 
-  // The current stream comes after the last one: nodes run on the stream of their forward, and where one gives no
-  // gradient, libtorch lets nobody wait for it.
+  // Makes the current stream wait for the last one. Nodes run on the stream of their forward, and libtorch adds
+  // no wait for a node that returns no gradient.
   void come_here() {
     const auto here = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     const auto before = std::exchange(last, here);
@@ -39,16 +41,16 @@ struct OfferedSum {
     c10::Event done(device.type());
     done.record(*before);
     done.block(here);
-    // Made on another stream, their memory would be used again there before this one is done.
+    // Allocated on another stream: without this the memory could be reused there before this stream is done.
     if (sum.defined()) sum.record_stream(here);
     for (const auto& each : partials) each.record_stream(here);
   }
 };
 
-// Those of all threads: a device's backward runs on a thread of libtorch's.
+// Offers of all threads: a device's backward runs on a thread of libtorch's.
 struct Offers {
   std::shared_mutex turn;
-  // Whose entries stay where they are while others come and go.
+  // Entries keep their addresses while others are added and removed.
   std::unordered_map<const at::TensorImpl*, OfferedSum> sums;
 };
 
@@ -64,7 +66,7 @@ OfferedSum* offered(const at::Tensor& parameter) {
   return found == all.sums.end() ? nullptr : &found->second;
 }
 
-// Tables on one device, no two of one sum.
+// Tables on one device, at most one for each sum.
 using Tables = std::vector<std::pair<at::Tensor*, at::Tensor>>;
 
 void add_by_kernel(const Tables& tables, size_t from, size_t count) {
@@ -80,7 +82,7 @@ void add_by_kernel(const Tables& tables, size_t from, size_t count) {
     arguments.columns[i] = static_cast<int>(partials.size(1));
   }
   brimful::kernels::functions()->add_column_sums(arguments, static_cast<int>(count));
-  // Not before: what fails leaves no sum of nothing.
+  // Assigned last, so that a failure leaves no empty sum behind.
   for (size_t i = 0; i < count; ++i) *tables[from + i].first = std::move(sums[i]);
 }
 
@@ -101,7 +103,7 @@ void add_up(const Tables& tables) {
   }
 }
 
-// The next table of each parameter on the first one's device; empty where all have been added.
+// Returns the next table of each parameter on the first one's device; empty when all have been added.
 Tables next_tables(const at::Tensor* const* parameters, size_t count) {
   Tables tables;
   for (size_t i = 0; i < count; ++i) {
@@ -133,7 +135,7 @@ bool takes_partials(const at::Tensor& parameter) {
 
 void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
   auto* offer = offered(parameter);
-  // Taken back by a backward that has failed on another device's thread.
+  // Withdrawn because the backward failed on another device's thread.
   if (offer == nullptr) return;
   offer->come_here();
   offer->partials.push_back(partials);
@@ -143,7 +145,7 @@ void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
 
 extern "C" {
 
-// Offers these sums, null for one that does not exist yet, to nodes of our own; on a card alone.
+// Offers these sums to custom nodes; null for a sum that does not exist yet. Only on a GPU.
 int32_t brimful_offer_sums(
     const at::Tensor* const* parameters, at::Tensor* const* sums, size_t count,
     char** message) noexcept {
@@ -152,7 +154,7 @@ int32_t brimful_offer_sums(
     const std::unique_lock<std::shared_mutex> alone(all.turn);
     for (size_t i = 0; i < count; ++i) {
       if (brimful::kernels::functions_for(*parameters[i]) == nullptr) continue;
-      // One that is listed twice has its gradient in the first sum, as when gradients are collected.
+      // A parameter listed twice uses its first sum, as in brimful_collect_gradients.
       all.sums.try_emplace(
           parameters[i]->unsafeGetTensorImpl(),
           OfferedSum{brimful::or_none(sums[i]), parameters[i]->device()});
@@ -160,7 +162,7 @@ int32_t brimful_offer_sums(
   });
 }
 
-// Adds up what was left, when the backward is over.
+// Adds up the deferred partial sums after the backward.
 int32_t brimful_settle_sums(
     const at::Tensor* const* parameters, size_t count, char** message) noexcept {
   return brimful::guarded(message, [&] {
@@ -172,8 +174,8 @@ int32_t brimful_settle_sums(
   });
 }
 
-// Takes them back, with those that were made meanwhile, also after a backward that has failed. The current stream
-// comes after all that was added.
+// Withdraws the offers and returns the sums created meanwhile, also after a failed backward. The current stream
+// is ordered after all additions.
 void brimful_withdraw_sums(
     const at::Tensor* const* parameters, at::Tensor** sums, size_t count) noexcept {
   Offers& all = offers();

@@ -1,6 +1,6 @@
-// Sums that a step offers while it goes backward: the node that makes a parameter's gradient may add to its
-// sum at once, and give no gradient. A product adds to an f32 sum in the pass that computes it; partial sums
-// of columns are left until the end, and added up together.
+// Sums that a step offers during its backward: the node that computes a parameter's gradient may add it to the
+// sum at once and return no gradient. A product adds into an f32 sum in the same kernel; partial sums of columns
+// are deferred to the end and added up together.
 #pragma once
 
 #include "tensors.h"
@@ -14,7 +14,8 @@ BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 namespace brimful {
 
-// Adds a · b to the sum, which is made where there is none yet. Halves are multiplied into a sum of f32, on CUDA alone.
+// Adds a · b to the sum, which is created if there is none yet. Half precision is multiplied into an f32 sum, on
+// CUDA only.
 inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   const int beta = sum.defined() ? 1 : 0;
   auto into = sum;
@@ -26,18 +27,19 @@ inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& 
   } else {
     at::addmm_out(into, into, a, b, into.scalar_type(), beta);
   }
-  // Not before: what fails leaves no sum of nothing.
+  // Assigned last, so that a failure leaves no empty sum behind.
   sum = into;
 }
 
-// The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is
-// offered. It stands until the backward is over. The current stream comes after those that have added to it.
+// Returns the sum for this parameter's gradient, undefined if nothing has been added yet; null if none is
+// offered. It stays valid until the backward is over. The current stream is ordered after those that have added
+// to it.
 at::Tensor* offered_sum(const at::Tensor& parameter);
 
-// Whether partial sums of this parameter's gradient may be left: a sum in f32 is offered for it.
+// Returns whether partial sums of this parameter's gradient may be deferred: an f32 sum is offered for it.
 bool takes_partials(const at::Tensor& parameter);
 
-// Leaves them, f32 of row blocks × columns, to be added to its sum.
+// Defers partial sums, f32 of row blocks × columns, to be added to the parameter's sum.
 void leave_partials(const at::Tensor& parameter, const at::Tensor& partials);
 
 }  // namespace brimful

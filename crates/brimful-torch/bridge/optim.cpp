@@ -1,8 +1,8 @@
-// libtorch's fused optimizers: the update of many parameters in one pass over their memory.
+// Fused optimizers of libtorch: update many parameters in one pass over their memory.
 //
-// The CPU kernels walk raw memory by the parameter's number of elements, so nothing that differs
-// from the parameter in shape, layout, kind or device may reach them; and what they are given must
-// look contiguous, or they copy the gradient into another order than the parameter's.
+// The CPU kernels walk raw memory for the parameter's number of elements, so no tensor that differs from the
+// parameter in shape, memory format, dtype or device may reach them. Their arguments must also appear contiguous,
+// or they copy the gradient into another order than the parameter's.
 
 #include "guard.h"
 #include "host_adam.h"
@@ -35,7 +35,7 @@ bool fits(const at::Tensor& parameter, const at::Tensor& other) {
          parameter.sizes() == other.sizes() && parameter.strides() == other.strides();
 }
 
-// The same memory in the order in which it lies, so that channels-last looks contiguous too.
+// Returns a flat view in memory order, so that channels-last tensors appear contiguous.
 at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : tensor.as_strided({tensor.numel()}, {1});
 }
@@ -68,7 +68,7 @@ std::vector<at::Tensor> step_list(
   return list;
 }
 
-// A CUDA kernel reads the rate where it lies, whatever that is.
+// A CUDA kernel reads the rate at its address without any check.
 void check_rate(const at::Tensor* rate, const at::Tensor& parameter) {
   if (rate == nullptr) return;
   TORCH_CHECK(
@@ -78,8 +78,8 @@ void check_rate(const at::Tensor* rate, const at::Tensor& parameter) {
       rate->sizes(), " on ", rate->device());
 }
 
-// Without an allocation, so that nothing can fail between the counters and the update. A CPU's
-// `add_` allocates for the number that it adds.
+// Increments the counters without allocating, so that nothing can fail between them and the update. A CPU's
+// `add_` allocates a tensor for its number.
 void advance(const std::vector<at::Tensor>& steps) {
   if (!steps.front().is_cpu()) {
     at::_foreach_add_(steps, 1.0);
@@ -88,13 +88,13 @@ void advance(const std::vector<at::Tensor>& steps) {
   for (const auto& step : steps) *step.data_ptr<float>() += 1.0F;
 }
 
-// libtorch does not count what the fused kernels do as changes of the parameters. Autograd goes by
-// that, and so does whoever keeps copies of them.
+// libtorch does not increment the parameters' versions in its fused kernels. Autograd, and any code that caches
+// copies of parameters, relies on them.
 void count_changes(const at::Tensor* const* parameters, size_t count) {
   for (size_t i = 0; i < count; ++i) brimful::count_change(*parameters[i]);
 }
 
-// Parameters in memory order, and what Adam goes by, as parallel lists.
+// Parameters, gradients and Adam's state in memory order, as parallel lists.
 struct AdamLists {
   std::vector<at::Tensor> to, by, averages, squares, maxima, steps;
 };
@@ -110,12 +110,12 @@ void fused_adam(const AdamLists& l, const BrimfulAdam& o, const Rate& rate) {
               : fused([](auto&&... a) { at::_fused_adam_(a...); });
 }
 
-// One parameter with what Adam keeps of it, in memory order.
+// One parameter with its Adam state, in memory order.
 struct AdamTensors {
   at::Tensor parameter, average, square;
 };
 
-// Adam's next numbers beside the present ones, by a step of this number, on this thread's share of cores.
+// Computes Adam's next values out of place for this step number, on this thread's share of cores.
 void compute_beside(
     const AdamTensors& now, const at::Tensor& gradient, const AdamTensors& next,
     const BrimfulAdam& o, double step) {
@@ -140,7 +140,7 @@ void compute_beside(
                   .add_const_input(now.average)
                   .add_const_input(now.square)
                   .build();
-  // All lie in one piece, of which each thread gets one.
+  // All tensors are contiguous; each thread gets one range.
   over.for_each([&](char** data, const int64_t* /*strides*/, int64_t length, int64_t rows) {
     const int64_t count = length * rows;
     const auto to = [&](int at) { return reinterpret_cast<float*>(data[at]); };
@@ -150,8 +150,8 @@ void compute_beside(
   });
 }
 
-// Whether the numbers are libtorch's, to the last bit: which it rounds depends on how it was compiled for this
-// machine, and a step must not depend on when it was computed.
+// Returns whether the results equal libtorch's to the last bit. libtorch's rounding depends on how it was
+// compiled for this machine, and a step must not depend on when it is computed.
 bool is_beside_the_same(bool decoupled) {
   constexpr int64_t kNumbers = 1 << 12;
   const auto numbers = [](double from, double to) {
@@ -170,7 +170,7 @@ bool is_beside_the_same(bool decoupled) {
 }
 
 bool can_compute_beside(const BrimfulAdam& o, const at::Tensor& parameter) {
-  // From half on, libtorch adds the average to the gradient instead.
+  // From 0.5 on, libtorch uses the other form of its interpolation.
   const bool is_small = static_cast<float>(1 - o.beta1) < 0.5F;
   if (!parameter.is_cpu() || parameter.scalar_type() != at::kFloat || !is_small) return false;
   static const bool decoupled = is_beside_the_same(true);
@@ -186,7 +186,7 @@ bool brimful_fits(const at::Tensor* parameter, const at::Tensor* other) noexcept
   return fits(*parameter, *other);
 }
 
-// Null buffers: no momentum. A null `rate`: the number in the options.
+// Null buffers mean no momentum. A null `rate` means the number in the options.
 int32_t brimful_fused_sgd(
     const at::Tensor* const* parameters, const at::Tensor* const* gradients,
     const at::Tensor* const* buffers, size_t count, const BrimfulSgd* options,
@@ -204,8 +204,7 @@ int32_t brimful_fused_sgd(
                           ? std::vector<at::Tensor>()
                           : flat_list(buffers, parameters, count, "momentum buffer");
     const auto& o = *options;
-    // Plain descent is one addition, for which the CPU's fused kernel starts its threads for the
-    // smallest tensor too.
+    // Plain SGD is one addition; the CPU's fused kernel would start its threads even for the smallest tensor.
     count_changes(parameters, count);
     if (to[0].is_cpu() && o.momentum == 0 && o.weight_decay == 0 && rate == nullptr) {
       return at::_foreach_add_(to, by, -o.learning_rate);
@@ -219,7 +218,7 @@ int32_t brimful_fused_sgd(
   });
 }
 
-// Null maxima: no amsgrad. A null `rate`: the number in the options.
+// Null maxima mean no amsgrad. A null `rate` means the number in the options.
 int32_t brimful_fused_adam(
     const at::Tensor* const* parameters, const at::Tensor* const* gradients,
     const at::Tensor* const* averages, const at::Tensor* const* squares,
@@ -246,8 +245,8 @@ int32_t brimful_fused_adam(
   });
 }
 
-// One parameter's next numbers beside its present ones, from `now` (parameter, average, average of squares) into
-// `next`, by the step of this number; `done` says whether that is possible.
+// Computes one parameter's next values out of place, from `now` (parameter, average, average of squares) into
+// `next`, for this step number; sets `done` to whether that is possible.
 int32_t brimful_adam_beside(
     const at::Tensor* const* now, const at::Tensor* gradient, const at::Tensor* const* next,
     const BrimfulAdam* options, double step, bool* done, char** message) noexcept {

@@ -1,9 +1,9 @@
-// Random numbers of the thread's own, for the threads that ask for them.
+// Thread-local random numbers, for threads that ask for them.
 //
-// libtorch has one generator for all CPU threads. A thread that includes the dispatch key below
-// passes through `draw_own` at every operation that takes a generator, which puts the thread's own
-// in the place of a missing one. Whatever else draws (dropout, rand, attention) comes down to these.
-// The key exists for such interceptions: other operations, and other threads, do not pass here.
+// libtorch has one generator for all CPU threads. A thread that includes the dispatch key below passes through
+// `draw_own` at every operation that takes a generator; it fills a missing generator argument with the thread's
+// own. Everything else that draws (dropout, rand, attention) calls these operations. The key exists for such
+// interceptions: other operations, and other threads, do not pass here.
 
 #include "draws.h"
 #include "guard.h"
@@ -29,12 +29,12 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-// A thread's generators form a stack: the innermost draws, and holds those around it.
+// A thread's generators form a stack: the innermost draws, and owns the outer ones.
 struct Own {
   at::Generator generator = at::detail::createCPUGenerator();
   uint64_t seed = 0;
-  // Filling a generator's state takes a thousand times longer than noting the seed: most who are
-  // seeded never draw.
+  // Filling a generator's state takes a thousand times longer than storing the seed, and most seeded generators
+  // never draw.
   bool stale = true;
   std::unique_ptr<Own> around;
 
@@ -68,7 +68,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// Before main, when libtorch has registered its operations and nobody runs one yet.
+// Runs before main, after libtorch has registered its operations and before any of them runs.
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, m) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -83,7 +83,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, m) {
 
 extern "C" {
 
-// A generator that this thread draws from until `own` leaves.
+// Creates a generator that this thread draws from until `own` leaves.
 int32_t brimful_own_generator_enter(Own** own, char** message) noexcept {
   return brimful::guarded(message, [&] {
     auto inner = std::make_unique<Own>();

@@ -1,8 +1,8 @@
-// Gradients that share no memory with each other, or with anything else that was named before them.
+// Gradients that share memory neither with each other nor with tensors added before them.
 //
-// libtorch lets a leaf take over a gradient whose tensor nobody else has, although views of one gradient are
-// several tensors: `x + p.view(..) + q.view(..)` leaves p and q with one memory. Whatever is added to one of them
-// later would be added to both. So every backward ends here, and who shares gets a copy.
+// libtorch lets a leaf adopt a gradient whose tensor has no other user, but views of one gradient are several
+// tensors: `x + p.view(..) + q.view(..)` leaves p and q sharing memory. A later addition to one would change
+// both. So every backward ends here, and gradients that share memory are copied.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -24,9 +24,9 @@ class OwnedGradients {
     }
   }
 
-  // The gradient, or a copy of one that is not its owner's alone.
+  // Returns the gradient, or a copy if its memory has another user.
   at::Tensor make(const at::Tensor& gradient) {
-    // Sparse ones have no storage; whoever sums refuses them.
+    // Sparse tensors have no storage; code that sums gradients refuses them.
     if (!gradient.defined() || !gradient.has_storage()) return gradient;
     auto& taken = ranges_of(gradient);
     const Range range = range_of(gradient);
@@ -43,7 +43,7 @@ class OwnedGradients {
     return at::clone(gradient);
   }
 
-  // Writes only where a copy was made: without memory for one, the leaf keeps what it has.
+  // Writes only if a copy was made: if memory runs out, the leaf keeps its gradient.
   void make_in(const at::Tensor& leaf) {
     const at::Tensor& place = leaf.mutable_grad();
     if (!place.defined()) return;
@@ -54,7 +54,7 @@ class OwnedGradients {
  private:
   using Range = std::pair<const char*, const char*>;
 
-  // Parts of one storage that do not meet, such as those of a bucket, are each their owner's alone.
+  // Disjoint parts of one storage, such as those of a bucket, do not share memory.
   static Range range_of(const at::Tensor& tensor) {
     if (!tensor.is_non_overlapping_and_dense()) return whole(tensor);
     const auto* start = static_cast<const char*>(tensor.const_data_ptr());

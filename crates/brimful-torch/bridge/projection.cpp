@@ -1,5 +1,4 @@
-// Linear layers on a card that read the same rows, whose weights' gradients go straight into the sums that are
-// offered for them.
+// Linear layers on a GPU with the same input rows, whose weight gradients go directly into the offered sums.
 //
 //   x [rows × inputs] · weight + bias ──▶ out [rows × outputs], of each layer: apart, or all of a row side by side
 //
@@ -28,7 +27,7 @@ using namespace brimful::kernels;
 
 namespace {
 
-// Throws a KernelError where it cannot be had.
+// Throws a KernelError if the kernel is not available.
 at::Tensor of_bias_by_kernel(const at::Tensor& given, const at::Tensor& bias) {
   const OwnWork own(given);
   const auto matrix = laid_out(given);
@@ -47,17 +46,17 @@ at::Tensor of_bias_by_kernel(const at::Tensor& given, const at::Tensor& bias) {
   return of_bias;
 }
 
-// Undefined where it is left to be added up with all others'.
+// Returns the bias's gradient; undefined if its partial sums are deferred.
 at::Tensor of_bias(const at::Tensor& gradient, const at::Tensor& bias) {
   return or_else(
       "a bias's gradient", [&] { return of_bias_by_kernel(gradient, bias); },
       [&] { return gradient.sum(0); });
 }
 
-// A layer's own, of which the weight is of outputs × inputs, or of inputs × outputs.
+// Weight (outputs × inputs, or inputs × outputs) and bias of a layer.
 struct Layer {
   at::Tensor weight;
-  at::Tensor bias;  // undefined where there is none
+  at::Tensor bias;  // undefined if there is none
 };
 
 int64_t outputs_of(const at::Tensor& weight, bool inputs_first) {
@@ -74,7 +73,7 @@ struct ProjectionsNode final : KernelNode {
   const char* what() const override { return "a projection"; }
   bool has_halves() const override { return true; }
 
-  // The edges are x's, then each layer's.
+  // Edge 0 is x's; each layer's weight and bias follow.
   static size_t weight_edge(size_t layer) { return 1 + 2 * layer; }
   static size_t bias_edge(size_t layer) { return 2 + 2 * layer; }
 
@@ -117,7 +116,7 @@ struct ProjectionsNode final : KernelNode {
     }
   }
 
-  // Undefined where it has gone into the sum.
+  // Returns the weight's gradient; undefined if it was added to the offered sum.
   at::Tensor of_weight(const at::Tensor& gradient, const at::Tensor& weight) {
     const auto rows = x.unpack();
     const auto a = inputs_first ? rows.t() : gradient.t();
@@ -134,7 +133,7 @@ struct ProjectionsNode final : KernelNode {
   bool joined = false;
 };
 
-// Several layers of the same rows.
+// Several layers applied to the same rows.
 struct Projections {
   const at::Tensor& x;
   const std::vector<Layer>& layers;
@@ -155,7 +154,7 @@ struct Projections {
            });
   }
 
-  // With the kernels switched off, or under autocast, they are libtorch's own layers.
+  // With the kernels switched off, or under autocast, libtorch's own layers run.
   bool is_ours() const {
     const auto fits = [&](const Layer& layer) {
       return is_alike(x, layer.weight) && is_alike(x, layer.bias);
@@ -192,7 +191,7 @@ struct Projections {
 
   std::vector<at::Tensor> computed() const { return joined ? side_by_side() : each(); }
 
-  // Products are written where they belong.
+  // Writes each product directly into its columns.
   std::vector<at::Tensor> side_by_side() const {
     int64_t all = 0, at = 0;
     for (const auto& layer : layers) all += outputs_of(layer.weight, inputs_first);
@@ -216,7 +215,7 @@ struct Projections {
 
 extern "C" {
 
-// Rows × inputs to rows × outputs of each layer, or of all of them as one; a null bias: none.
+// Maps rows × inputs to rows × outputs of each layer, or of all layers joined; a null bias means none.
 int32_t brimful_projections(
     const at::Tensor* x, const at::Tensor* const* weights, const at::Tensor* const* biases,
     size_t count, bool inputs_first, bool joined, at::Tensor** out, char** message) noexcept {

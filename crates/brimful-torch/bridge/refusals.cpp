@@ -1,8 +1,8 @@
-// What arenas have refused lately, to be found again by the sentence that each refusal was thrown with.
+// Recent refusals of arenas, found by the sentence that each was thrown with.
 //
-// Most refusals are thrown through tch, which hands on an exception's text and nothing else. Whoever
-// has that text gets the numbers here, whatever was said around it and on whatever thread. Refusals
-// with the same sentence have the same numbers, so it does not matter which of them is found.
+// Most refusals are thrown through tch, which passes on only an exception's text. A caller with that text gets
+// the numbers here, whatever surrounds the sentence and on whatever thread. Refusals with the same sentence have
+// the same numbers, so either may be found.
 
 #include "refusals.h"
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// More than can be under way at once: a thread reads its text before it allocates again.
+// More than can be pending at once: a thread reads its error before it allocates again.
 constexpr size_t kKept = 256;
 
 struct Recent {
@@ -38,14 +38,14 @@ void brimful::note_refusal(Refusal refusal) {
 
 extern "C" {
 
-// Of the refusal whose sentence is in the text, if it was one of the last: the arena's name, which is the receiver's to
-// free, and the bytes asked for, in use and allowed, of which -1 is no limit. Else null.
+// Finds the recent refusal whose sentence is in the text. Returns the arena's name, which the caller frees, and
+// sets the bytes asked for, in use and allowed (-1: no limit). Returns null if there is none.
 char* brimful_arena_refusal(const char* text, std::array<int64_t, 3>* numbers) noexcept {
   auto& [turn, list] = recent();
   const std::lock_guard<std::mutex> alone(turn);
   const brimful::Refusal* found = nullptr;
   for (const auto& refusal : list) {
-    // "limit 10" is in "limit 100" too: the longest is meant.
+    // "limit 10" is also in "limit 100": the longest match is right.
     const bool longer = found == nullptr || refusal.sentence.size() > found->sentence.size();
     if (longer && strstr(text, refusal.sentence.c_str()) != nullptr) found = &refusal;
   }

@@ -1,4 +1,4 @@
-// What arenas have refused lately, to be found again by the sentence that each refusal was thrown with.
+// Recent refusals of arenas, found by the sentence that each was thrown with.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace brimful {
 
-// An allocation that an arena has refused; -1 stands for no limit.
+// Allocation that an arena has refused; a limit of -1 means none.
 struct Refusal {
   std::string sentence;
   std::string arena;

@@ -1,4 +1,4 @@
-// Rotary positions: by a kernel of our own where there is one, else by libtorch's operations.
+// Rotary position embedding: in a custom kernel where available, else in libtorch's operations.
 
 #include "guard.h"
 #include "kernel_node.h"
@@ -13,7 +13,7 @@ using namespace brimful::kernels;
 
 namespace {
 
-// The angles of all places, sequence × half of a head's width.
+// Angles of all positions, sequence × half of a head's width.
 struct Angles {
   at::Tensor cos, sin;
 };
@@ -28,7 +28,7 @@ at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
   return at::cat({first, second}, -1).to(x.scalar_type());
 }
 
-// Throws a KernelError where it cannot be had. Angles are in f32, row by row.
+// Throws a KernelError if the kernel is not available. Angles are contiguous f32.
 at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
   const OwnWork own(given);
   brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
@@ -66,7 +66,7 @@ struct RotaryNode final : KernelNode {
 };
 
 at::Tensor rotary(const at::Tensor& x, const Angles& given) {
-  // The node has no gradients for angles, which are seldom trained.
+  // The node computes no gradients of angles, which are seldom trained.
   const bool is_ours = takes(x) && x.numel() > 0 && !compute_requires_grad(given.cos, given.sin);
   if (!is_ours) return by_libtorch(x, given, 1);
   const auto plain = [](const at::Tensor& table) { return table.to(at::kFloat).contiguous(); };
@@ -82,7 +82,7 @@ at::Tensor rotary(const at::Tensor& x, const Angles& given) {
 
 extern "C" {
 
-// Of samples × sequence × heads × width; both tables are sequence × width/2, of f32 or of x's own kind.
+// Input is samples × sequence × heads × width; both tables are sequence × width/2, in f32 or x's dtype.
 int32_t brimful_rotary(
     const at::Tensor* x, const at::Tensor* cos, const at::Tensor* sin, at::Tensor** out,
     char** message) noexcept {

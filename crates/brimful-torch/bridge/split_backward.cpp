@@ -1,17 +1,16 @@
-// A backward in two halves: the gradients of the inputs, for which others wait, and later those of the
-// weights.
+// Split backward: the input gradients (dX), which earlier stages wait for, and later the weight gradients (dW).
 //
 //   input set    the nodes that lead to an input
-//   frontier     those of them that have an edge to weights alone
+//   frontier     those of them with an edge that leads only to weights
 //
 //   input half   one run to the inputs, which keeps the gradients that enter the frontier, whose edges to
 //                weights are taken away: a node computes no gradient for which it has no edge
 //   cut          the frontier's edges to weights are put back, and those into the input set taken away
 //   weight half  one run from what was kept to the leaves
 //
-// Who leads to the input set is in it. So what is kept is complete when the input half ends, and after the
-// cut each frontier node runs once more, for its weights alone: weights that are used at several depths are
-// counted as often as they are used.
+// Every node that leads to the input set is in it. So the kept gradients are complete when the input half ends,
+// and after the cut each frontier node runs once more, for its weights only: a weight used at several depths gets
+// a gradient from each use.
 
 #include "backward_graph.h"
 #include "direct_backward.h"
@@ -51,11 +50,11 @@ using torch::autograd::Engine;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// A dead end: gradients are kept on their way into it. It never runs.
+// Dead end that keeps the gradients on their way into it. It never runs.
 struct Sink final : Node {
   variable_list apply(variable_list&&) override { return {}; }
 
-  // A place that takes what the edge's own takes.
+  // Adds an input with the same metadata as the edge's target.
   Edge place_like(const Edge& edge) {
     const auto& like = edge.function->input_metadata(edge.input_nr);
     const bool plain = !like.was_default_constructed() && !like.is_nested_tensor();
@@ -68,7 +67,7 @@ struct Sink final : Node {
   }
 };
 
-// A root that hands its gradients over and keeps none: each is gone when its node has run.
+// Root that hands over its gradients without keeping them: each is freed when its node has run.
 struct Feed final : Node {
   Feed(edge_list edges, variable_list gradients)
       : Node(std::move(edges)), gradients(std::move(gradients)) {}
@@ -76,24 +75,24 @@ struct Feed final : Node {
   variable_list gradients;
 };
 
-// Lets go of what a node has saved as soon as it has run.
+// Releases a node's saved tensors as soon as it has run.
 struct Release final : torch::autograd::FunctionPostHook {
   explicit Release(Node* node) : node(node) {}
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
     node->release_variables();
     return outputs;
   }
-  // It owns this hook.
+  // The node owns this hook.
   Node* const node;
 };
 
-// How a node of the frontier runs.
+// Handling of a frontier node.
 enum class Run {
-  // Once for its inputs and once for its weights.
+  // Runs once for its inputs and once for its weights.
   kTwice,
-  // Whole: its kernel computes both at once, and gains nothing by being run twice.
+  // Runs whole: its kernel computes both at once and gains nothing from two runs.
   kWhole,
-  // Whole, because nobody knows what is in it.
+  // Runs whole because its contents are unknown.
   kUnknown,
 };
 
@@ -106,22 +105,22 @@ Run run_of(Node& node) {
   const auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
   if (std::any_of(kWholeKernels.begin(), kWholeKernels.end(), has)) return Run::kWhole;
   if (has("CppNode")) return Run::kUnknown;
-  // Names of derivatives that libtorch has generated end in a number.
+  // Names of libtorch's generated derivatives end in a number.
   const bool generated = !name.empty() && name.back() >= '0' && name.back() <= '9';
   return generated || name.rfind("torch::autograd::", 0) == 0 ? Run::kTwice : Run::kUnknown;
 }
 
-// An edge that was taken away, and whose it was.
+// Removed edge and its node.
 struct Severed {
   std::shared_ptr<Node> node;
   size_t at;
   Edge edge;
 };
 
-// Leads an edge elsewhere, or nowhere, and keeps where it led: who is let go of may own others that are still
-// to be looked at.
+// Redirects an edge, or removes it, and keeps the old one: a released node may own others that are still to be
+// visited.
 void redirect(Node& node, size_t at, const Edge& to, std::vector<Severed>& old) {
-  // It has a second node inside, which decides by its own edges what to compute.
+  // CopySlices has an inner node, whose own edges decide what it computes.
   if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {
     auto& inner = slices->fn->next_edges();
     if (at < inner.size()) old.push_back({slices->fn, at, std::exchange(inner[at], to)});
@@ -145,17 +144,17 @@ class SplitBackward {
     is_frontier_.resize(graph_.places.size());
   }
 
-  // Before anything has been changed.
+  // Call before the graph is changed.
   at::Tensor other_leaf(const brimful::KnownLeaves& known) const { return graph_.other_leaf(known); }
 
-  // Takes away what the input half has no use for.
+  // Removes the edges that the input part does not need.
   void prepare() {
     for (uint32_t at = 0; at < graph_.places.size(); ++at) {
       if (graph_.places[at].leads & BackwardGraph::kToEnd) settle(at);
     }
   }
 
-  // A gradient for each input, or none. The group's roots are some of those that it was made for; after
+  // Returns a gradient for each input, or none. The group's roots are among those given at construction; after
   // the last group the graph is cut.
   variable_list input_half(const variable_list& roots, const variable_list& gradients, bool last) {
     DirectBackward inward;
@@ -176,16 +175,16 @@ class SplitBackward {
     return result;
   }
 
-  // Adds the group's gradients to those of the leaves; groups in their order.
+  // Adds the group's gradients to those of the leaves; call for groups in order.
   void weight_half(size_t group) {
     brimful::OwnedGradients owned;
-    // What this group begins with may be the caller's, and those of later groups are still to be gone on with.
+    // This group's starting gradients may belong to the caller, and those of later groups are still needed.
     for (const auto& one : groups_) owned.add(one.gradients);
     run_outward(group, {});
     for (const at::Tensor& leaf : graph_.leaves) owned.make_in(leaf);
   }
 
-  // The group's gradients of these leaves, in place of adding them: one for each, or none.
+  // Returns the group's gradients of these leaves, one each or none, without adding them.
   variable_list weight_gradients(size_t group, const variable_list& leaves) {
     edge_list outputs;
     std::vector<size_t> places;
@@ -195,7 +194,7 @@ class SplitBackward {
       places.push_back(at);
     }
     variable_list result(leaves.size());
-    // No ends are all of them.
+    // An empty list of ends would mean all leaves.
     if (outputs.empty()) return result;
     brimful::OwnedGradients owned;
     for (const auto& one : groups_) owned.add(one.gradients);
@@ -209,7 +208,7 @@ class SplitBackward {
   const std::string& unknown() const { return unknown_; }
 
  private:
-  // The edges of a place that lead to weights alone.
+  // Returns the edges of a place that lead only to weights.
   std::vector<uint32_t> weight_edges(const BackwardGraph::Place& place) const {
     std::vector<uint32_t> found;
     graph_.each_child(place, [&](auto edge, auto child) {
@@ -218,7 +217,7 @@ class SplitBackward {
     return found;
   }
 
-  // Finds out whether a node of the input set is of the frontier, and what is kept of it.
+  // Decides whether a node of the input set is in the frontier, and which of its edges are kept.
   void settle(uint32_t at) {
     Node& node = *graph_.places[at].node;
     const auto edges = weight_edges(graph_.places[at]);
@@ -232,7 +231,7 @@ class SplitBackward {
       }
       for (const auto edge : edges) redirect(node, edge, Edge(), weights_);
     } else {
-      // Its weights' gradients come with its inputs': they wait until the weight half brings them on.
+      // Its weight gradients come with its input gradients: they are kept until the weight part passes them on.
       for (const auto edge : edges) {
         collected_.push_back(collector_->place_like(node.next_edge(edge)));
         resumed_.push_back(node.next_edge(edge));
@@ -274,18 +273,18 @@ class SplitBackward {
         /*accumulate_grad=*/false, outputs);
   }
 
-  // What the weight half of the last group goes on with.
+  // Stores the starting gradients of the last group's weight part.
   void keep(at::Tensor* gradients) {
     for (const auto* edges : {&resumed_, &passed_}) {
       for (const Edge& edge : *edges) {
-        // A node that no gradient has reached would give none either.
+        // A node without an incoming gradient contributes nothing.
         if (gradients->defined()) groups_.back().add(edge, std::move(*gradients));
         ++gradients;
       }
     }
   }
 
-  // Without ends, all leaves' gradients are added to.
+  // Without ends, adds to the gradients of all leaves.
   variable_list run_outward(size_t group, const edge_list& ends) {
     DirectBackward half = std::exchange(groups_.at(group), DirectBackward());
     if (half.roots.empty()) return {};
@@ -294,7 +293,7 @@ class SplitBackward {
     half.ends = ends;
     half.keep_graph = std::any_of(later, groups_.end(), is_open);
     if (auto given = half.run(graph_)) return std::move(*given);
-    // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
+    // Placeholder for the gradients that the feed brings: on their device, without elements.
     const auto start = half.gradients.front().new_empty({0});
     auto feed = brimful::kernels::make_node<Feed>(std::move(half.roots), std::move(half.gradients));
     feed->add_input_metadata(start);
@@ -328,27 +327,27 @@ class SplitBackward {
     collected_.clear();
     resumed_.clear();
     passed_.clear();
-    // Nodes that lead to an input are let go of with these and `old`. Their places stay, to which nothing
-    // leads any more.
+    // Releases the nodes that lead to an input, together with `old`. Their places stay, but no edge leads to
+    // them.
     roots_.clear();
   }
 
-  // All of it; after the cut, nodes that lead to an input are gone.
+  // The whole graph; after the cut, nodes that lead to an input are gone.
   BackwardGraph graph_;
   std::vector<bool> is_frontier_;
   edge_list roots_;
-  // One for each input; invalid where it needs no gradient.
+  // One edge for each input; invalid if it requires no gradient.
   edge_list inputs_;
   bool has_inputs_ = false;
-  // Gradients that the input half keeps as they come into the frontier, where the weight half goes on.
+  // Gradients at the frontier that the input part keeps; the weight part starts from them.
   edge_list passed_;
-  // Those that come out of nodes that run whole, and where they would have gone.
+  // Gradients of nodes that run whole, and their original destinations.
   edge_list collected_;
   edge_list resumed_;
-  // The frontier's edges to weights, while the input half runs.
+  // The frontier's edges to weights, while the input part runs.
   std::vector<Severed> weights_;
   const std::shared_ptr<Sink> collector_ = brimful::kernels::make_node<Sink>();
-  // What the weight halves begin with.
+  // Starting gradients of the weight parts.
   std::vector<DirectBackward> groups_;
   std::string unknown_;
 };
@@ -363,7 +362,7 @@ void give(variable_list gradients, at::Tensor** out) {
 
 extern "C" {
 
-// Where the known leaves are not null and the roots lead to another one, that is given, and no backward.
+// If `known` is not null and the roots lead to another leaf, returns that leaf and creates no split backward.
 int32_t brimful_split_backward(
     at::Tensor* const* roots, size_t count, at::Tensor* const* inputs, size_t input_count,
     const brimful::KnownLeaves* known, SplitBackward** out, at::Tensor** other,
@@ -381,7 +380,7 @@ int32_t brimful_split_backward(
   });
 }
 
-// `out` has a place for each input, null where there is no gradient.
+// `out` has an entry for each input, null if there is no gradient.
 int32_t brimful_split_input_half(
     SplitBackward* split, at::Tensor* const* roots, at::Tensor* const* gradients, size_t count,
     bool last, at::Tensor** out, char** message) noexcept {
@@ -395,7 +394,7 @@ int32_t brimful_split_weight_half(SplitBackward* split, size_t group, char** mes
   return brimful::guarded(message, [&] { split->weight_half(group); });
 }
 
-// `out` has a place for each leaf, null where there is no gradient.
+// `out` has an entry for each leaf, null if there is no gradient.
 int32_t brimful_split_weight_gradients(
     SplitBackward* split, size_t group, at::Tensor* const* leaves, size_t count, at::Tensor** out,
     char** message) noexcept {
@@ -404,7 +403,7 @@ int32_t brimful_split_weight_gradients(
   });
 }
 
-// The nodes that run whole because nobody knows what is in them, or null.
+// Returns the names of nodes that ran whole because their contents are unknown, or null.
 char* brimful_split_unknown(const SplitBackward* split) noexcept {
   return split->unknown().empty() ? nullptr : strdup(split->unknown().c_str());
 }

@@ -1,7 +1,7 @@
-// What every program with the bridge in it does before `main`: it opens CUDA where there is a driver.
+// Start-up code of every program with the bridge, before `main`: opens CUDA if there is a driver.
 //
-// Of a static library the linker takes only the files that somebody asks for. Everybody gives back
-// the texts that the bridge hands out, so that function lives here, and brings the rest along.
+// The linker takes only those files of a static library whose symbols are used. Every program frees the bridge's
+// strings, so that function is defined here and pulls in this file.
 
 #include "cuda.h"
 
@@ -11,10 +11,9 @@
 
 namespace {
 
-// libtorch asks once and for all whether CUDA is there, at the first call that cares (a random seed
-// does). So on a machine with an NVIDIA driver it is loaded before `main`. The handle is kept because
-// a call whose result nobody uses becomes a jump, and the loader would then not see that it is this
-// program that calls, whose rpath it needs.
+// libtorch checks for CUDA once, at the first call that depends on it (a random seed does). So on a machine with
+// an NVIDIA driver CUDA is loaded before `main`. The handle is kept because a call whose result is unused becomes
+// a jump, and the loader would then not attribute the call to this program, whose rpath it needs.
 void* volatile cuda_at_start =
     dlopen("libcuda.so.1", RTLD_LAZY) != nullptr ? brimful::open_cuda() : nullptr;
 

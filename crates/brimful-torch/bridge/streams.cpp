@@ -1,4 +1,4 @@
-// Queues of work on a device, and waiting for them.
+// Streams of a device, and waiting for them.
 
 #include "beside.h"
 #include "device.h"
@@ -19,7 +19,7 @@ int32_t brimful_stream_from_pool(int32_t device, int64_t* id, char** message) no
   });
 }
 
-// From libtorch's pool of high priority, which is apart from the other.
+// From libtorch's high-priority pool, which is separate from the other.
 int32_t brimful_stream_urgent(int32_t device, int64_t* id, char** message) noexcept {
   return guarded(message, [&] {
     const bool high_priority = true;
@@ -35,13 +35,13 @@ int32_t brimful_stream_current(int32_t device, int64_t* id, char** message) noex
   return guarded(message, [&] { *id = guard_of(device).getStream(device_of(device)).id(); });
 }
 
-// The stream that threads use unless they have entered another.
+// Returns the default stream, which threads use unless they have entered another.
 int32_t brimful_stream_common(int32_t device, int64_t* id, char** message) noexcept {
   return guarded(
       message, [&] { *id = guard_of(device).getDefaultStream(device_of(device)).id(); });
 }
 
-// Makes the stream current on this thread and gives the last one's id.
+// Makes the stream current on this thread and returns the previous one's id.
 int32_t brimful_stream_enter(int32_t device, int64_t id, int64_t* last, char** message) noexcept {
   return guarded(
       message, [&] { *last = guard_of(device).exchangeStream(stream_of(device, id)).id(); });
@@ -56,7 +56,7 @@ int32_t brimful_device_synchronize(int32_t device, char** message) noexcept {
       message, [&] { guard_of(device).synchronizeDevice(device_of(device).index()); });
 }
 
-// Tells the allocator that the stream uses the tensor, so its memory is not reused too early.
+// Informs the allocator that the stream uses the tensor, so that its memory is not reused too early.
 int32_t brimful_record_stream(
     const at::Tensor* tensor, int32_t device, int64_t id, char** message) noexcept {
   return guarded(message, [&] { tensor->record_stream(stream_of(device, id)); });

@@ -1,5 +1,5 @@
-// What all who work on tensors share: lists as they cross the boundary (an array of pointers and its
-// length), kinds of numbers, and changes that are counted.
+// Shared helpers for tensors: lists as they cross the boundary (an array of pointers and its length), dtypes, and
+// version counters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,19 +17,19 @@ inline std::vector<at::Tensor> list_of(const at::Tensor* const* tensors, size_t 
   return list;
 }
 
-// A tensor that may be missing, as it crosses the boundary.
+// Returns a tensor from a pointer that may be null.
 inline at::Tensor or_none(const at::Tensor* tensor) {
   return tensor == nullptr ? at::Tensor() : *tensor;
 }
 
 inline bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
 
-// What halves are summed in: they overflow, or are coarse.
+// Returns the dtype for sums: half precision overflows or loses digits.
 inline at::ScalarType sum_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
 
-// Lets autograd and others know that the numbers were changed by work that libtorch does not count.
+// Increments the version after a change that libtorch does not count, so that autograd sees it.
 inline void count_change(const at::Tensor& tensor) {
-  // Those of inference mode have no version.
+  // Inference tensors have no version.
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -1,8 +1,8 @@
-// Which operations a thread runs with which numbers of the host, and which memory they read and
-// write, of what outlives them.
+// Records the operations of a thread with their host-side numbers, and the memory they read and write that
+// outlives them.
 //
-// libtorch calls back before each operation of a thread that has asked for it, as it does for its
-// profilers. What an operation writes to is marked in its schema, running statistics excepted.
+// libtorch calls back before each operation of a thread that has registered, as for its profilers. An operation's
+// schema marks its outputs, except running statistics.
 
 #include "touched.h"
 
@@ -30,24 +30,24 @@ using brimful::takes_generator;
 namespace {
 
 struct Touch {
-  // Does not keep the numbers alive: what is gone in the end was the work's own.
+  // A weak pointer: storage that is gone at the end was internal to the work.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   bool written;
 };
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Tensors that work has used while no gradient was wanted for them.
+// Tensors that the work used while they did not require a gradient.
 struct Frozen {
   std::vector<WeakTensor> tensors;
 };
 
 struct Touches {
-  // By address, which is not used again while a weak pointer holds it.
+  // By address, which is not reused while a weak pointer holds it.
   std::unordered_map<c10::StorageImpl*, Touch> all;
-  // Likewise.
+  // By address, likewise.
   std::unordered_map<c10::TensorImpl*, WeakTensor> frozen;
-  // Each operation with its numbers, in words.
+  // Operations with their numbers, as text.
   std::vector<std::string> lines;
   bool draws_on_host = false;
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
@@ -62,7 +62,7 @@ struct Touches {
     }
     const auto& storage = tensor.storage();
     auto* impl = storage.unsafeGetStorageImpl();
-    // A weak pointer is made for what is new alone.
+    // Creates a weak pointer only for new storage.
     if (const auto known = all.find(impl); known != all.end()) {
       known->second.written |= written;
     } else {
@@ -77,7 +77,7 @@ BRIMFUL_READ_AGAIN(
     "which operations write to what their schemas do not mark: batch normalisation its running "
     "statistics, and no other");
 
-// Batch normalisation's schema does not say that it moves these.
+// Batch normalisation's schema does not mark these as written.
 bool is_running(const c10::Argument& argument) {
   return argument.name() == "running_mean" || argument.name() == "running_var";
 }
@@ -92,17 +92,17 @@ void touch(Touches& touches, const c10::IValue& value, bool written) {
   }
 }
 
-// A number of the host may be a tensor without dimensions beside one of the device.
+// A host number may be a 0-dim CPU tensor beside device tensors.
 bool is_host_number(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
 }
 
-// An operation on such a tensor alone may be about to write it first: its number says nothing yet.
+// An operation on 0-dim CPU tensors only may be about to write them: their values mean nothing yet.
 bool is_number_alone(const c10::IValue& value) {
   return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
 }
 
-// Adds the numbers that the host hands to an operation.
+// Appends the host-side numbers of an argument.
 void say(std::ostream& line, const c10::IValue& value) {
   if (value.isScalar() || value.isBool() || value.isString()) {
     line << ' ' << value;
@@ -116,9 +116,9 @@ void say(std::ostream& line, const c10::IValue& value) {
 
 std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) {
   const auto schema = function.operator_schema();
-  // Autograd's own threads may inherit the callback, but nobody's list.
+  // Autograd's own threads may inherit the callback, but no list.
   if (recording == nullptr || !schema) return nullptr;
-  // Reading a number is an operation too.
+  // Reading a value is itself an operation, which must not be recorded.
   const at::DisableRecordFunctionGuard unseen;
   std::ostringstream line;
   line.precision(17);
@@ -138,7 +138,7 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
   return nullptr;
 }
 
-// All of a storage as a row of bytes.
+// Returns a whole storage as a byte tensor.
 at::Tensor bytes_of(c10::intrusive_ptr<c10::StorageImpl> impl) {
   const auto size = static_cast<int64_t>(impl->nbytes());
   const auto options = at::TensorOptions(at::kByte).device(impl->device());
@@ -165,7 +165,7 @@ void brimful::tell(
 
 extern "C" {
 
-// Lists what this thread's operations touch until `touches` is ended.
+// Records this thread's operations until `touches` is ended.
 int32_t brimful_touches_begin(Touches** touches, char** message) noexcept {
   return brimful::guarded(message, [&] {
     auto inner = std::make_unique<Touches>();
@@ -177,14 +177,14 @@ int32_t brimful_touches_begin(Touches** touches, char** message) noexcept {
   });
 }
 
-// Nothing is listed until this is called with what it returned.
+// Replaces the thread's recording and returns the previous one; null pauses it.
 Touches* brimful_touches_exchange(Touches* touches) noexcept {
   return std::exchange(recording, touches);
 }
 
-// Calls `ran` for each operation, and `found` for what is still there, with all of its bytes as a
-// tensor of the caller's own. Gives the tensors that were frozen and are still there, and tells whether an
-// operation took random numbers of the host.
+// Calls `ran` for each operation, and `found` for each storage that still exists, as a byte tensor that the
+// caller owns. Returns the frozen tensors that still exist, and whether an operation drew random numbers on the
+// host.
 int32_t brimful_touches_end(
     Touches* touches, void (*ran)(void* context, const char* line),
     void (*found)(void* context, at::Tensor* bytes, bool written), void* context, Frozen** frozen,
@@ -208,7 +208,7 @@ int32_t brimful_touches_end(
   });
 }
 
-// Whether one of these is to get a gradient by now.
+// Returns whether one of these requires a gradient by now.
 bool brimful_any_is_thawed(const Frozen* frozen) noexcept {
   const auto is_thawed = [](const WeakTensor& tensor) {
     const auto found = tensor.lock();
@@ -219,7 +219,7 @@ bool brimful_any_is_thawed(const Frozen* frozen) noexcept {
 
 void brimful_forget_frozen(Frozen* frozen) noexcept { delete frozen; }
 
-// Whether nobody but the caller has the memory of one of these tensors any more.
+// Returns whether one of these tensors' memory has no user but the caller.
 bool brimful_any_is_left(const at::Tensor* const* tensors, size_t count) noexcept {
   const auto is_left = [](const at::Tensor* tensor) { return tensor->storage().use_count() == 1; };
   return std::any_of(tensors, tensors + count, is_left);

@@ -1,4 +1,4 @@
-// For work of our own that is no operation of libtorch's: what it touches is told by hand.
+// Recording of custom work that is not a libtorch operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 
 namespace brimful {
 
-// Lists such work for this thread, if somebody listens: its name, the numbers that the host hands to
-// it, and what it reads and writes of tensors that may outlive it. Undefined ones are passed over.
+// Records such work if this thread is recording: its name, its host-side numbers, and the tensors it reads and
+// writes that may outlive it. Undefined ones are skipped.
 void tell(
     const char* name, std::initializer_list<double> numbers,
     std::initializer_list<const at::Tensor*> read,

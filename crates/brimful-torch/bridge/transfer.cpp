@@ -1,4 +1,4 @@
-// Copies between host and device that do not make the host wait.
+// Copies between host and device that do not block the host.
 
 #include "device.h"
 #include "guard.h"
@@ -16,8 +16,8 @@ int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) 
   return guarded(message, [&] { *out = new at::Tensor(tensor->pin_memory()); });
 }
 
-// The host's memory of the tensor's shape and kind, in one piece: in the order of its dimensions, or with
-// the channels last where the tensor's are and that is kept.
+// Allocates host memory of the tensor's shape and dtype: contiguous, or channels last if the tensor is and
+// `keeps_order` is set.
 int32_t brimful_room_for(
     const at::Tensor* tensor, bool page_locked, bool keeps_order, at::Tensor** out,
     char** message) noexcept {
@@ -40,7 +40,7 @@ int32_t brimful_send(
     const at::Tensor* tensor, int32_t device, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const auto to = device_of(device);
-    // Who uses a tensor of the host's does not wait for a stream: it must be there.
+    // Host code does not wait for a stream before it reads a tensor: the copy must be complete.
     *out = new at::Tensor(tensor->to(to, tensor->scalar_type(), /*non_blocking=*/!to.is_cpu()));
   });
 }

@@ -1,10 +1,10 @@
-// Which libtorch the bridge was written against, where it uses what libtorch does not promise to keep.
+// Version of libtorch the bridge was written against, for code that uses unstable interfaces.
 #pragma once
 
 #include <torch/headeronly/version.h>
 
-// Ends the build with another libtorch than 2.11: `what` is to be compared with its sources, and then
-// the number changed, here and in src/libtorch.rs.
+// Fails the build with any libtorch other than 2.11: compare `what` with the new sources, then change the number
+// here and in src/libtorch.rs.
 #define BRIMFUL_READ_AGAIN(what)                                  \
   static_assert(                                                  \
       TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11,      \

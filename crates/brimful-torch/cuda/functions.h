@@ -1,17 +1,17 @@
-// The table by which the bridge calls what this folder can do. It is C++'s alone, and its functions throw: a
-// KernelError where libtorch's own operations are to run instead of a kernel.
+// Function table through which the bridge calls this folder. It is used only from C++, and its functions throw: a
+// KernelError if libtorch's own operations are to run instead of a kernel.
 #pragma once
 
 #include "kernels/functions.h"
 
 namespace brimful::graph {
 
-// Whether what goes to the current stream of the current device is captured.
+// Returns whether the current stream of the current device is capturing.
 bool is_capturing();
 
-// A capture on the current stream of the device, into the pool of this id or a new one.
+// Begins a capture on the device's current stream, into the pool with this id or a new one.
 void* begin(int32_t device, const uint64_t* pool);
-// With kernels of our own in the place of some nodes, or as it was captured.
+// Ends the capture; with `own_kernels`, replaces some of its nodes by custom kernels.
 void end(void* handle, bool own_kernels, uint64_t* pool);
 void replay(void* handle);
 void drop(void* handle) noexcept;

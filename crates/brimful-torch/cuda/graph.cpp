@@ -1,5 +1,4 @@
-// Work on a CUDA stream, captured once and replayed: libtorch's own CUDAGraph, and a clean end for
-// captures that fail.
+// CUDA graphs: libtorch's CUDAGraph, with a clean end for captures that fail.
 
 #include "functions.h"
 
@@ -25,19 +24,19 @@ namespace {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
-  // It is made ready for replays by hand, so that it can be changed before.
+  // Instantiated by hand, so that the graph can be changed before.
   Graph() : CUDAGraph(/*keep_graph=*/true) {}
   ~Graph() { abandon(); }
 
-  // Captures what this thread puts on its current stream, into the pool of this id or a new one.
-  // Other threads may go on with what a capture forbids, such as asking for page-locked memory.
+  // Captures this thread's work on its current stream, into the pool with this id or a new one. Other threads may
+  // still do what a capture forbids, such as allocate pinned memory.
   void begin(c10::MempoolId_t pool) {
     open_ = true;
     capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   }
 
-  // libtorch would throw before it has told its allocators and its generator that the capture is
-  // over. It also asks for the current device's stream, so that must be this capture's device.
+  // Checks the status first: libtorch would throw before its allocators and its generator know that the capture
+  // is over. libtorch also asks for the current device's stream, so that must be the capture's device.
   void end(bool own_kernels) {
     const c10::DeviceGuard on(capture_stream_.device());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -54,7 +53,7 @@ class Graph final : public at::cuda::CUDAGraph {
     try {
       brimful::kernels::replace_memsets(graph_, capture_dev_);
     } catch (const brimful::kernels::KernelError&) {
-      // What was not replaced does the same, and later.
+      // A memset node that was not replaced does the same work, with a later start.
     } catch (const c10::OutOfMemoryError&) {
       // Likewise.
     } catch (const std::bad_alloc&) {
@@ -62,7 +61,7 @@ class Graph final : public at::cuda::CUDAGraph {
     }
   }
 
-  // Ends a capture that failed half-way, so that stream, allocators and generator can be used again.
+  // Ends a failed capture, so that stream, allocators and generator stay usable.
   void abandon() noexcept {
     if (!open_ || capture_ended_) return;
     cudaGraph_t part = nullptr;
@@ -77,7 +76,7 @@ class Graph final : public at::cuda::CUDAGraph {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
       c10::cuda::CUDACachingAllocator::releasePool(capture_dev_, mempool_id_);
     });
-    // Page-locked memory has a pool of the same number, and a list of captures that asks this graph.
+    // Pinned memory has a pool with the same id, and a list of captures that refers to this graph.
     quietly([&] {
       at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
       at::getHostAllocator(at::kCUDA)->release_pool(mempool_id_);
@@ -102,7 +101,7 @@ namespace brimful::graph {
 bool is_capturing() {
   auto status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status) != cudaSuccess) {
-    // It would be told of by whatever is launched next.
+    // Clears the error, which the next launch would report.
     cudaGetLastError();
     return false;
   }

@@ -1,4 +1,4 @@
-// How much of a CUDA device's memory this process may take.
+// Limit on this process's share of a CUDA device's memory.
 
 #include "functions.h"
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The allocator knows no device before CUDA has started.
+// The allocator has no devices before CUDA has started.
 c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return *c10::cuda::CUDACachingAllocator::get();

@@ -1,7 +1,7 @@
-// The table by which the bridge finds what this folder can do.
+// Function table through which the bridge finds this folder's functions.
 //
-// The folder is a shared object of its own, whose symbols stay open until libtorch's CUDA half is
-// there: the library carries it, and loads it on machines that have one. So nothing links to CUDA.
+// The folder is a separate shared object whose symbols stay unresolved until libtorch's CUDA library is loaded:
+// the Rust library embeds it and loads it on machines with CUDA. So nothing links to CUDA.
 
 #include "functions.h"
 

@@ -1,11 +1,11 @@
-// A bias and a GELU, or a bias and a SwiGLU, both ways. A block takes a strip of 32 words and some rows of
-// it; a lane its word, warps take turns with rows:
+// Bias with GELU, or bias with SwiGLU, forward and backward. A block takes a strip of 32 words and some of its
+// rows; each lane takes one word, and warps alternate over the rows:
 //
 //   forward    x + bias ─▶ gelu, or silu(first half) · second half ─▶ out
 //   backward   gradient, x ─▶ gradient of x ─▶ added up over the warp's rows ─▶ warps in their order
 //              ─▶ one row of partial sums a row block, which kernels/column_sums.cu adds up
 //
-// Sums are made in the order of rows and warps: always the same.
+// Sums follow the order of rows and warps, so results are deterministic.
 
 #include "prelude.cuh"
 #include "strip.cuh"
@@ -17,10 +17,10 @@
 #define SWIGLU 2
 #define WARPS 8
 #define HALVES (FUNCTION == SWIGLU ? 2 : 1)
-// Rows whose words are on their way at once: a store in between would hold back the next load.
+// Rows loaded at once: a store in between would delay the next load.
 #define FORWARD_ROWS (4 / HALVES)
 #define BACKWARD_ROWS 2
-// Blocks that a multiprocessor has registers for.
+// Blocks per multiprocessor that its registers allow.
 #define BLOCKS 4
 
 typedef Packed<KIND, PER_WORD> Words;
@@ -31,11 +31,11 @@ typedef Words::Word Word;
 DEVICE float sigmoid(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-x * LOG2_E));
-  // As good as the power itself; a division that rounds right would take longer than all the rest.
+  // As accurate as the power itself; a correctly rounded division would take longer than everything else.
   return __fdividef(1.0f, 1.0f + power);
 }
 
-// √(8/π), and what the cube counts for.
+// √(8/π), and the coefficient of the cube.
 #define TANH_SCALE 1.5957691216057308f
 #define TANH_CUBE 0.044715f
 // 1/√2 and 1/√(2π).
@@ -56,7 +56,7 @@ DEVICE float gelu_slope(float x) {
   return below + x * NORMAL_PEAK * expf(-0.5f * x * x);
 }
 
-// Which word of a row a lane has: `column` of the outputs, and as many words further for the second half.
+// Index of a lane's word in a row: `column` of the outputs; the second half begins `words` further.
 DEVICE int column() { return blockIdx.x * 32 + threadIdx.x % 32; }
 
 DEVICE void load_bias(const ActivationArguments& a, int words, float bias[HALVES][PER_WORD]) {
@@ -107,7 +107,7 @@ KERNEL void __launch_bounds__(32 * WARPS, BLOCKS) activation_forward(const Activ
   }
 }
 
-// The gradients of a word's inputs, in their place.
+// Replaces a word's inputs by their gradients.
 DEVICE void replace(const float* gradient, float x[HALVES][PER_WORD]) {
   for (int k = 0; k < PER_WORD; ++k) {
     if (FUNCTION == SWIGLU) {

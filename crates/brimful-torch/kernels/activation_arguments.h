@@ -1,13 +1,13 @@
-// What kernels/activation.cu is told, as both sides see it. All numbers are of one kind but partial sums.
+// Arguments of kernels/activation.cu, shared by both sides. All numbers have one dtype except partial sums.
 #pragma once
 
 struct ActivationArguments {
   const void* x;           // rows × inputs
   const void* bias;        // inputs; null for none
   void* out;               // forward: rows × outputs
-  const void* gradient;    // backward: of what came out
+  const void* gradient;    // backward: gradient of the output
   void* of_x;              // backward: rows × inputs
-  float* partial_bias;     // backward: row blocks × inputs; null where it is not wanted
+  float* partial_bias;     // backward: row blocks × inputs; null if not wanted
   long long rows;
   long long rows_of_block;
   int outputs;             // inputs of a GELU, half of the inputs of a SwiGLU

@@ -1,10 +1,10 @@
-// Adds half-precision numbers to f32 sums, those of many tensors in one launch: a row of blocks a tensor, a
-// thread eight numbers at a time.
+// Adds half-precision numbers to f32 sums, for many tensors in one launch: one row of blocks per tensor, eight
+// numbers per thread at a time.
 //
 //   from ──▶ widened ─┐
 //   into ─────────────┴─▶ added ──▶ into
 //
-// What is left over at a tensor's end is added one by one.
+// The remainder at a tensor's end is added one by one.
 
 #include "prelude.cuh"
 #include "add_halves_arguments.h"

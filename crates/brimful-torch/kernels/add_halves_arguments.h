@@ -1,7 +1,7 @@
-// What kernels/add_halves.cu is told, as both sides see it.
+// Arguments of kernels/add_halves.cu, shared by both sides.
 #pragma once
 
-// Tensors in one launch: as many as 4 KiB of arguments hold with room to spare.
+// Tensors per launch: as many as fit into 4 KiB of arguments with some to spare.
 #define ADDED_AT_ONCE 96
 
 struct AddHalvesArguments {

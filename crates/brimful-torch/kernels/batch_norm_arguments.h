@@ -1,25 +1,25 @@
-// What the kernels of batch_norm*.cu are given: included by them, and by the C++ that launches them.
+// Arguments of the kernels in batch_norm*.cu, shared with the C++ code that launches them.
 #pragma once
 
-// Per channel, as the forward leaves it for the backward: the mean, 1/√(variance + ε), the scale
-// weight/√(variance + ε), and the bias. Four rows of `channels` numbers.
+// `saved` holds, per channel, what the forward leaves for the backward: the mean, 1/√(variance + ε), the scale
+// weight/√(variance + ε), and the bias, in four rows of `channels` numbers.
 struct BatchNormForward {
   const void* x;
   const void* residual;
   void* y;
-  // A bit a number, where ReLU let it pass: a byte for each vector of channels.
+  // One bit a number, set where ReLU passes it: a byte for each vector of channels.
   unsigned char* mask;
   const void* weight;  // Null: ones.
   const void* bias;    // Null: zeros.
-  // Null: they go nowhere. In evaluation they are read.
+  // Null: not updated. In evaluation they are read.
   void* running_mean;
   void* running_variance;
-  // Of the residual's own BatchNorm, where it has one.
+  // Saved statistics of the residual's own BatchNorm, if it has one.
   const float* residual_saved;
   float* saved;
   float* partials;
   int rows, channels;
-  // Blocks a slice, rows a block, and steps of it that are kept in shared memory.
+  // Blocks per slice, rows per block, and steps of it that are kept in shared memory.
   int blocks, chunk, slots;
   int weight_kind, running_kind;
   float eps, momentum;
@@ -28,14 +28,14 @@ struct BatchNormForward {
 struct BatchNormBackward {
   const void* x;
   const void* dy;
-  // A second gradient of the same output, to be added to the first; or null.
+  // Second gradient of the same output, to be added to the first; or null.
   const void* more_dy;
-  // As the forward has left it; with pooling the place of each maximum, a byte a number.
+  // Mask from the forward; with pooling the position of each maximum, a byte a number.
   const unsigned char* mask;
   const float* saved;
   void* dx;
   void* d_residual;
-  // Another BatchNorm under the same sum: its input and what its forward has left.
+  // Second BatchNorm under the same sum: its input and saved statistics.
   const void* other_x;
   const float* other_saved;
   void* other_dx;
@@ -45,14 +45,14 @@ struct BatchNormBackward {
   void* other_d_weight;
   void* other_d_bias;
   float* partials;
-  // Numbers a channel; and its rows, which are more where squares of pixels go beyond an odd side.
+  // Numbers per channel. There are more rows if squares of pixels extend beyond an odd side.
   int count;
   int rows, channels;
   int blocks, chunk, slots;
   int weight_kind, other_weight_kind;
-  // Whether the statistics were the batch's own, so that they have a gradient too.
+  // Nonzero if the statistics were the batch's own, so that they have a gradient too.
   int training;
-  // With pooling: of the input, and of the output.
+  // With pooling: sizes of the input and of the output.
   int height, width, pooled_height, pooled_width;
 };
 

@@ -1,4 +1,4 @@
-// The backward of BatchNorm, ReLU and the addition before it, channels last.
+// Backward of BatchNorm, ReLU and the addition before it, channels last.
 //
 //   dy (+ more_dy), or gathered from a pooling's ─┐
 //   mask: from x, or the forward's bits ──────────┴─ dz ─┬─ d_residual
@@ -6,16 +6,15 @@
 //       └─ x and dz kept in shared memory as far as it goes ───────────────────┐  └─ d_weight, d_bias
 //   dx = scale · (dz − mean of dz − x̂ · mean of dz·x̂) ────────────────────────┘
 //
-// Another BatchNorm's input under the same sum (other_x) has the same dz, and gets its gradients too.
+// A second BatchNorm under the same sum (other_x) has the same dz, and gets its gradients too.
 //
-// Behind a pooling a thread has the four rows of a square of 2×2 pixels at once: they share its windows.
+// After a pooling a thread handles the four pixels of a 2×2 square together: they share its windows.
 //
-// MASK: 0 no ReLU, 1 found again from x, 2 the forward's bits. MORE, KEEP (write d_residual), OTHER,
-// POOL: 0, 1.
+// MASK: 0 no ReLU, 1 recomputed from x, 2 the forward's bits. MORE, KEEP (write d_residual), OTHER, POOL: 0, 1.
 #include "batch_norm_common.cuh"
 
 typedef BatchNormBackward Arguments;
-// Sums a channel: of dz, of dz·(x − mean), of dz·(other_x − its mean).
+// Sums per channel: of dz, of dz·(x − mean), of dz·(other_x − its mean).
 enum { kSums = 2 + OTHER, kNorms = 1 + OTHER, kTensors = 2 + OTHER, kLoads = OTHER ? 2 : 4 };
 
 static_assert(!POOL || kLoads == 4, "a thread has a square of pixels at once");
@@ -27,7 +26,7 @@ struct Shared {
   float a[kNorms][kChannels], b[kNorms][kChannels], c[kNorms][kChannels];
 };
 
-// What a thread needs to know of its channels before the sums.
+// Values of a thread's channels that are known before the sums.
 struct Known {
   float mean[WIDTH], scale[WIDTH], bias[WIDTH], other_mean[WIDTH];
 };
@@ -41,7 +40,7 @@ DEVICE void known_channels(const Arguments& a, const Place& p, Known& own) {
   if (OTHER) own_of_all(p, a.other_saved, own.other_mean);
 }
 
-// What is read for one vector.
+// Loads for one vector.
 struct Read {
   Word x, dy, more, other;
   u32 mask;
@@ -55,20 +54,20 @@ DEVICE void read(const Arguments& a, u32 at, Read& r) {
   if (MASK == 2) r.mask = a.mask[at];
 }
 
-// As many bytes at once as a vector has numbers.
+// Loads one byte for each number of a vector.
 DEVICE u64 load_places(const u8* from) {
   if (WIDTH == 8) return *reinterpret_cast<const u64*>(from);
   if (WIDTH == 4) return *reinterpret_cast<const u32*>(from);
   return *from;
 }
 
-// A row that a thread has: its number in x, and whether there is such a one.
+// Row of a thread: its index in x, and whether it exists.
 struct Row {
   int number;
   bool exists;
 };
 
-// The `u`th of the rows that a thread has from this step on. Behind a pooling rows are counted by squares.
+// Returns the `u`th of the thread's rows from this step on. After a pooling, rows are counted by squares.
 DEVICE Row row_of(const Arguments& a, const Place& p, int step, int u) {
   if (!POOL) {
     const int row = row_at(p, step + u);
@@ -81,8 +80,8 @@ DEVICE Row row_of(const Arguments& a, const Place& p, int step, int u) {
   return {(image * a.height + h) * a.width + w, has(p, counted) && h < a.height && w < a.width};
 }
 
-// What came back for the windows of a 3×3 pooling of stride 2 and padding 1 that a square of pixels is in, and
-// where each had its maximum.
+// Gradients of the 3×3 pooling windows (stride 2, padding 1) that a square of pixels is in, and the positions of
+// their maxima.
 struct Windows {
   Word dy[4];
   u64 places[4];
@@ -104,14 +103,14 @@ DEVICE void read_windows(const Arguments& a, const Place& p, int step, Windows& 
   }
 }
 
-// The gradient of one of the square's pixels: from the windows that had their maximum there.
+// Gathers the gradient of one of the square's pixels from the windows whose maximum it is.
 DEVICE void gather(const Windows& windows, int u, float* d) {
   const int lower = u / 2, right = u % 2;
 #pragma unroll
   for (int j = 0; j < WIDTH; j++) d[j] = 0.f;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    // An upper pixel is in the upper windows alone, a left one in the left ones.
+    // An upper pixel is only in the upper windows, a left one only in the left ones.
     if (k / 2 > lower || k % 2 > right) continue;
     const u32 here = (lower - 2 * (k / 2) + 1) * 3 + right - 2 * (k % 2) + 1;
     float g[WIDTH];
@@ -123,7 +122,7 @@ DEVICE void gather(const Windows& windows, int u, float* d) {
   }
 }
 
-// The gradient under the ReLU.
+// Computes the gradient at the ReLU's input.
 DEVICE void under_relu(
     const Known& own, const Read& r, const Windows& windows, int u, const float* x, float* dz) {
   if (POOL) {
@@ -144,7 +143,7 @@ DEVICE void under_relu(
     if (MASK == 2) passes = (r.mask >> j) & 1;
     dz[j] = passes ? dz[j] : 0.f;
   }
-  // Rounded as it is kept, so that both halves see the same.
+  // Rounded as it is stored, so that both parts see the same value.
   Pack::unpack(Pack::pack(dz), dz);
 }
 
@@ -224,7 +223,7 @@ DEVICE void first_half(
   }
 }
 
-// The sums over all rows, in the threads of the first kChannels.
+// Sums over all rows, in the first kChannels threads.
 DEVICE void all_sums(const Arguments& a, const Place& p, Shared& s, float (&sums)[kSums]) {
   const int c = threadIdx.x % kChannels;
   const int group = threadIdx.x / kChannels;
@@ -246,8 +245,8 @@ DEVICE void all_sums(const Arguments& a, const Place& p, Shared& s, float (&sums
     for (int k = 0; k < kSums; k++) sums[k] += s.groups[g][k][c];
 }
 
-// What the forward found of a channel, in the threads of the first kChannels; read before the barrier, where
-// nobody waits for it.
+// Forward's values of a channel, in the first kChannels threads; loaded before the barrier, which hides the
+// latency.
 struct Channel {
   int number;
   bool inside;
@@ -268,7 +267,7 @@ DEVICE Channel known_channel(const Arguments& a, const Place& p) {
   return c;
 }
 
-// One BatchNorm's coefficients, and the gradients of its weight and bias.
+// Computes one BatchNorm's coefficients, and the gradients of its weight and bias.
 DEVICE void finish_norm(
     const Arguments& a, const Place& p, Shared& s, const Channel& known, int norm, float sum,
     float product) {
@@ -288,7 +287,7 @@ DEVICE void finish_norm(
 
 DEVICE void finish(const Arguments& a, const Place& p, Shared& s, const Channel& c) {
   float sums[kSums];
-  // With fixed statistics and no gradient of a weight wanted, no sums are made.
+  // With fixed statistics and no weight gradient wanted, there are no sums.
   if (PASS != FIXED) {
     all_sums(a, p, s, sums);
   } else {
@@ -300,7 +299,7 @@ DEVICE void finish(const Arguments& a, const Place& p, Shared& s, const Channel&
   if (OTHER) finish_norm(a, p, s, c, kNorms - 1, sums[0], sums[kSums - 1]);
 }
 
-// One BatchNorm's dx, of one vector.
+// Writes one vector of a BatchNorm's dx.
 DEVICE void write_dx(
     const Place& p, const Shared& s, int norm, const Word& x, const float* mean, const float* dz,
     Word* dx) {
@@ -314,8 +313,7 @@ DEVICE void write_dx(
   *dx = Pack::pack(v);
 }
 
-// Reads a vector again: from shared memory, with dz ready; or as in the first half, unless that has
-// left dz.
+// Rereads a vector: from shared memory, with dz ready; or as in the first part, unless that has stored dz.
 DEVICE void read_again(
     const Arguments& a, u32 at, Word* kept, int slots, int step, bool has_left, Read& r) {
   if (step < slots) {

@@ -1,26 +1,26 @@
-// What the forward and the backward of BatchNorm share: who has which rows and channels, and sums over
-// the rows of a block.
+// Shared by the forward and the backward of BatchNorm: mapping of threads to rows and channels, and sums over the
+// rows of a block.
 //
 //            channels (LANES vectors of WIDTH numbers: a slice)
 //            lane 0   lane 1   …           block (slice, chunk) has THREADS/LANES rows a step,
 //   row 0   [thread 0][thread 1] …         and its chunk of rows in as many steps as that takes
 //   row 1   [thread L][ …                  16 bytes a thread where the channels divide, else one number
 //
-// Set by whoever compiles: KIND, WIDTH, LANES, THREADS, PASS.
+// Defined at compile time: KIND, WIDTH, LANES, THREADS, PASS.
 #pragma once
 #include "prelude.cuh"
 #include "batch_norm_arguments.h"
 
-// Which half of the work a launch does. Whole: both, with a barrier of all blocks between.
+// Part of the work that a launch does. WHOLE: both parts, with a barrier of all blocks between.
 #define FIRST_HALF 1
 #define SECOND_HALF 2
 #define WHOLE 3
-// The statistics alone: all of it, or what comes after the barrier.
+// Statistics only: all of it, or the part after the barrier.
 #define STATISTICS 4
 #define FINISH 5
-// Statistics that are known already.
+// Statistics are given.
 #define FIXED 6
-// The mean and the variance of each channel, and nothing else: all of it, or what comes after the barrier.
+// Mean and variance of each channel only: all of it, or the part after the barrier.
 #define MOMENTS 7
 #define FINISH_MOMENTS 8
 
@@ -31,17 +31,17 @@ enum {
   kRowsAStep = THREADS / LANES,
   kChannels = LANES * WIDTH,  // of a slice
   kWarps = THREADS / 32,
-  kGroups = THREADS / kChannels  // of threads that combine partials side by side
+  kGroups = THREADS / kChannels  // groups of threads that combine partials side by side
 };
 
-// A thread's place.
+// Position of a thread.
 struct Place {
   int slice, block, blocks;
   int lane, row;
-  u32 vectors;  // a row
-  u32 vector;   // the thread's
+  u32 vectors;  // per row
+  u32 vector;   // of the thread
   bool inside;
-  int first, last;  // the block's rows
+  int first, last;  // rows of the block
   int steps;
 };
 
@@ -72,24 +72,24 @@ DEVICE int row_at(const Place& p, int step) { return p.first + step * kRowsAStep
 DEVICE bool has(const Place& p, int row) { return p.inside && row < p.last; }
 DEVICE u32 index_of(const Place& p, int row) { return static_cast<u32>(row) * p.vectors + p.vector; }
 
-// A slice's numbers of the thread's channels.
+// Copies the thread's channels out of a slice's array.
 DEVICE void own_channels(const Place& p, const float* of_slice, float* out) {
 #pragma unroll
   for (int j = 0; j < WIDTH; j++) out[j] = of_slice[p.lane * WIDTH + j];
 }
 
-// The same out of a row of all channels.
+// Copies the thread's channels out of an array of all channels.
 DEVICE void own_of_all(const Place& p, const float* of_all, float* out) {
 #pragma unroll
   for (int j = 0; j < WIDTH; j++) out[j] = p.inside ? of_all[p.vector * WIDTH + j] : 0.f;
 }
 
-// Where in a launch's partials a block of this slice has its own, `kinds` numbers a channel.
+// Returns the offset of a block's partials, with `kinds` numbers per channel.
 DEVICE u64 partials_at(const Place& p, int block, int kinds) {
   return (static_cast<u64>(p.slice) * p.blocks + block) * kinds * kChannels;
 }
 
-// Vectors that a block keeps between the halves: `tensors` side by side in each slot.
+// Returns the place of a vector that a block keeps between the two parts: `tensors` side by side in each slot.
 DEVICE Word* slot_of(Word* kept, int slots, int tensor, int step) {
   return kept + (static_cast<u64>(tensor) * slots + step) * THREADS + threadIdx.x;
 }

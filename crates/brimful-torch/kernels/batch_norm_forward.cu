@@ -4,18 +4,17 @@
 //       └─ kept in shared memory as far as it goes ──────────────────────────────┐│
 //   residual ────────────────────────────────────────────── y = ReLU(x̂·w + b + residual), mask
 //
-// The second half goes through the rows backwards: the last ones read are still in the cache. Means
-// and squared deviations are put together by Chan's formula, in a fixed order: nothing cancels, and two
-// runs are equal. Until the end means are distances from the channel's first number: of numbers near
-// 10,000 an f32 would lose the third digit behind the point.
+// The second part goes through the rows backwards: the last ones read are still in the cache. Means and squared
+// deviations are merged by Chan's formula in a fixed order: nothing cancels, and results are deterministic. Until
+// the end, means are relative to the channel's first number: near 10,000 an f32 would lose the third decimal.
 //
-// RELU: 0, 1. RESIDUAL: 0 none, 1 as it is, 2 through a BatchNorm of its own whose statistics are known.
+// RELU: 0, 1. RESIDUAL: 0 none, 1 as it is, 2 through its own BatchNorm with known statistics.
 #include "batch_norm_common.cuh"
 
 typedef BatchNormForward Arguments;
 enum { kLoads = 8, kApplied = 4 };
 
-// The moments of `n` numbers: their mean and squared deviations from it.
+// Moments of `n` numbers: their mean and squared deviations from it.
 struct Moments {
   float n, mean, squares;
 };
@@ -37,12 +36,12 @@ struct Shared {
   float mean[kChannels], scale[kChannels], bias[kChannels];
 };
 
-// The same for the channels of a thread, which have one count.
+// Moments of a thread's channels, which share one count.
 struct ThreadMoments {
   float n, mean[WIDTH], squares[WIDTH];
 };
 
-// Of the thread's own rows, summed as distances from its first number.
+// Computes the moments of the thread's own rows, summed relative to its first number.
 DEVICE void thread_moments(
     const Arguments& a, const Place& p, Word* kept, int slots, ThreadMoments& own) {
   const Word* x = static_cast<const Word*>(a.x);
@@ -80,13 +79,13 @@ DEVICE void thread_moments(
     const float mean = count > 0 ? sum[j] / count : 0.f;
     const float around = squares[j] - sum[j] * mean;
     own.mean[j] = shift[j] - first[j] + mean;
-    // Not `>`: a NaN stays one.
+    // Not `>`, so that a NaN is kept.
     own.squares[j] = around < 0.f ? 0.f : around;
   }
   own.n = count;
 }
 
-// Merges the rows of a warp, into its first lanes.
+// Merges the rows of a warp into its first lanes.
 DEVICE void warp_moments(ThreadMoments& own) {
 #pragma unroll
   for (int across = LANES; across < 32; across <<= 1) {
@@ -103,7 +102,7 @@ DEVICE void warp_moments(ThreadMoments& own) {
   }
 }
 
-// Puts a block's threads together: the result lies in the threads of the first kChannels.
+// Merges a block's threads; the result is in the first kChannels threads.
 DEVICE Moments block_moments(const Place& p, Shared& s, ThreadMoments& own) {
   warp_moments(own);
   const int warp = threadIdx.x / 32;
@@ -128,7 +127,7 @@ DEVICE Moments block_moments(const Place& p, Shared& s, ThreadMoments& own) {
 DEVICE void first_half(const Arguments& a, const Place& p, Shared& s, Word* kept, int slots) {
   ThreadMoments own;
   thread_moments(a, p, kept, slots, own);
-  // A slice's first lane is always inside, so that its count is that of the block's rows.
+  // A slice's first lane is always inside, so its count is that of the block's rows.
   const Moments all = block_moments(p, s, own);
   float* partials = a.partials + partials_at(p, p.block, 2);
   if (threadIdx.x < kChannels) {
@@ -137,7 +136,7 @@ DEVICE void first_half(const Arguments& a, const Place& p, Shared& s, Word* kept
   }
 }
 
-// The moments of all rows, from the blocks' partials, in the threads of the first kChannels.
+// Merges the blocks' partials into the moments of all rows, in the first kChannels threads.
 DEVICE Moments all_moments(const Arguments& a, const Place& p, Shared& s) {
   const int c = threadIdx.x % kChannels;
   const int group = threadIdx.x / kChannels;
@@ -162,7 +161,7 @@ DEVICE Moments all_moments(const Arguments& a, const Place& p, Shared& s) {
   return all;
 }
 
-// Moves the running statistics as libtorch does, towards the unbiased variance.
+// Updates the running statistics as libtorch does, towards the unbiased variance.
 DEVICE void move_running(const Arguments& a, int channel, const Moments& all) {
   if (a.running_mean == nullptr) return;
   const float mean = load_number(a.running_mean, channel, a.running_kind);
@@ -174,8 +173,8 @@ DEVICE void move_running(const Arguments& a, int channel, const Moments& all) {
       a.running_variance, channel, a.running_kind, stay * variance + a.momentum * unbiased);
 }
 
-// What is known of a channel before its moments, in the threads of the first kChannels; read before the
-// barrier, where nobody waits for it.
+// Values of a channel known before its moments, in the first kChannels threads; loaded before the barrier, which
+// hides the latency.
 struct Channel {
   int number;
   bool inside;
@@ -193,7 +192,7 @@ DEVICE Channel known_channel(const Arguments& a, const Place& p) {
   return c;
 }
 
-// Leaves a channel's coefficients in shared memory, and for the backward.
+// Stores a channel's coefficients in shared memory, and for the backward.
 DEVICE void coefficients(
     const Arguments& a, const Place& p, Shared& s, const Channel& c, float mean, float variance) {
   const float deviation = 1.f / sqrtf(variance + a.eps);
@@ -220,7 +219,7 @@ DEVICE void finish(const Arguments& a, const Place& p, Shared& s, const Channel&
   if (p.block == 0) move_running(a, c.number, all);
 }
 
-// Statistics of evaluation.
+// Uses the running statistics, in evaluation.
 DEVICE void take_running(const Arguments& a, const Place& p, Shared& s, const Channel& c) {
   if (!c.inside) return;
   coefficients(
@@ -228,7 +227,7 @@ DEVICE void take_running(const Arguments& a, const Place& p, Shared& s, const Ch
       load_number(a.running_variance, c.number, a.running_kind));
 }
 
-// What a thread applies to each of its channels.
+// Coefficients of each of a thread's channels.
 struct Applied {
   float mean[WIDTH], scale[WIDTH], bias[WIDTH];
   float other_mean[WIDTH], other_scale[WIDTH];
@@ -247,7 +246,7 @@ DEVICE void own_coefficients(const Arguments& a, const Place& p, const Shared& s
   for (int j = 0; j < WIDTH; j++) own.bias[j] += bias[j];
 }
 
-// One vector of the output; gives its mask.
+// Computes one vector of the output; returns its mask.
 DEVICE u32 apply(const Applied& own, const Word& x, const Word& residual, Word* y) {
   float v[WIDTH], r[WIDTH];
   u32 mask = 0;
@@ -258,7 +257,7 @@ DEVICE u32 apply(const Applied& own, const Word& x, const Word& residual, Word* 
     v[j] = fmaf(v[j] - own.mean[j], own.scale[j], own.bias[j]);
     if (RESIDUAL == 1) v[j] += r[j];
     if (RESIDUAL == 2) v[j] = fmaf(r[j] - own.other_mean[j], own.other_scale[j], v[j]);
-    // As in libtorch a NaN passes.
+    // A NaN passes, as in libtorch.
     const bool passes = !RELU || !(v[j] <= 0.f);
     mask |= (passes ? 1u : 0u) << j;
     v[j] = passes ? v[j] : 0.f;

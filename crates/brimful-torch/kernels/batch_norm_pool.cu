@@ -1,5 +1,5 @@
-// A pooling of 3×3, stride 2 and padding 1 over ReLU(BatchNorm(x)), channels last, whose statistics are
-// known: neither of the two is written.
+// Max pooling of 3×3, stride 2, padding 1 over ReLU(BatchNorm(x)), channels last, with known statistics; the
+// intermediate results are not written.
 //
 //   x  ·  ·  ·  ·  ·        a thread has one vector of channels of one number of the output: it reads
 //      · [·  ·  ·] ·        nine of x, and leaves the largest and its place in the window, 0 to 8,
@@ -17,7 +17,7 @@ DEVICE void channel_row(const float* of_all, u32 vector, float* out) {
   for (int j = 0; j < WIDTH; j++) out[j] = of_all[vector * WIDTH + j];
 }
 
-// As many bytes at once as there are.
+// Stores all places of a vector at once.
 DEVICE void store_places(u8* to, const u8* place) {
   u64 all = 0;
 #pragma unroll
@@ -53,7 +53,7 @@ KERNEL void __launch_bounds__(256) batch_norm_pool(const Arguments a) {
       v[j] = fmaf(v[j] - mean[j], scale[j], bias[j]);
       v[j] = v[j] <= 0.f ? 0.f : v[j];
     }
-    // Compared as they would have been kept; a NaN wins, as in libtorch.
+    // Compared as rounded for storage; a NaN wins, as in libtorch.
     Pack::unpack(Pack::pack(v), v);
 #pragma unroll
     for (int j = 0; j < WIDTH; j++) {

@@ -1,5 +1,5 @@
-// Sums of columns over some rows each, which kernels/column_sums.cu adds up: a bias's gradient. A block takes a
-// strip of 32 words and some rows of it:
+// Partial column sums over blocks of rows, which kernels/column_sums.cu adds up: a bias's gradient. A block takes
+// a strip of 32 words and some of its rows:
 //
 //   from [rows × columns] ──▶ added up over a warp's rows ──▶ warps in their order ──▶ one row a row block
 

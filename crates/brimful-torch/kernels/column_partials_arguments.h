@@ -1,4 +1,4 @@
-// What kernels/column_partials.cu is told, as both sides see it.
+// Arguments of kernels/column_partials.cu, shared by both sides.
 #pragma once
 
 struct ColumnPartialsArguments {

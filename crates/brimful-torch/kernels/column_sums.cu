@@ -1,14 +1,14 @@
-// Sums of columns, from partial sums of blocks to a parameter's gradient, of one table or two; or of many tables,
-// each added to a sum:
+// Column sums, from the partial sums of blocks to a parameter's gradient, for one or two tables; or for many
+// tables, each added to a sum:
 //
-//   from [rows × columns] ──▶ a warp's lane a column, warps take turns with rows ──▶ warps in order ──▶ into
+//   from [rows × columns] ──▶ one column per lane, warps alternate over rows ──▶ warps in order ──▶ into
 
 #include "prelude.cuh"
 #include "column_sums_arguments.h"
 
 #define WARPS 16
 
-// The sum of a column, in the first warp's lanes.
+// Returns the sum of a column, in the first warp's lanes.
 DEVICE float column_sum(const float* from, int rows, int columns, int column) {
   __shared__ float of_warps[WARPS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -36,7 +36,7 @@ KERNEL void __launch_bounds__(32 * WARPS) column_sums(const ColumnSumsArguments 
 
 KERNEL void __launch_bounds__(32 * WARPS) add_column_sums(const AddColumnSumsArguments a) {
   const int table = blockIdx.y, columns = a.columns[table], column = own_column();
-  // Tables are of unlike width.
+  // Tables differ in width.
   if (blockIdx.x * 32 >= columns) return;
   const float sum = column_sum(a.from[table], a.rows[table], columns, column);
   if (threadIdx.x >= 32 || column >= columns) return;

@@ -1,12 +1,11 @@
-// The cross-entropy of rows of logits, which leaves its gradient in their place. One block a row:
+// Cross-entropy of rows of logits, which are overwritten with its gradient. One block per row:
 //
-//   row ──▶ every thread its words ──▶ largest, Σ exp, Σ weight·logit ──▶ block ──▶ the row's loss
+//   row ──▶ words of each thread ────▶ largest, Σ exp, Σ weight·logit ──▶ block ──▶ the row's loss
 //    │           └─ kept in shared memory (or read again: most of it is still in L2)
 //    └──◀── exp(logit − largest) · c  −  weights of the target and of all classes
 //
-// The sum of exponentials is corrected whenever a larger logit comes, so that one pass is enough.
-// Words go to threads by their number, and sums are made lane by lane and warp by warp: always in the
-// same order.
+// The sum of exponentials is rescaled whenever a larger logit comes, so that one pass is enough. Words are
+// assigned to threads by index, and sums follow the order of lanes and warps, so results are deterministic.
 
 #include "prelude.cuh"
 #include "cross_entropy_arguments.h"
@@ -21,19 +20,19 @@ typedef Packed<KIND, PER_WORD> Words;
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 
-// e to the power of what is not above 0.
+// Returns exp(x) for x ≤ 0.
 DEVICE float power(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * LOG2_E));
   return r;
 }
 
-// What is known of some of a row's logits.
+// Running maximum and sums over some of a row's logits.
 struct Known {
   float largest, sum, spread;
 };
 
-// What the target and smoothing make of a row.
+// Target of a row and its weights.
 struct Target {
   long long index;
   float logit, shift;
@@ -44,7 +43,7 @@ DEVICE float weight_of(const CrossEntropyArguments& a, long long j) {
   return a.class_weights == nullptr ? 1.0f : a.class_weights[j];
 }
 
-// Adds COUNT logits, of which `first` is the number of the first. A class at minus infinity adds 0.
+// Adds COUNT logits, the first with index `first`. A class at minus infinity adds 0.
 template <int COUNT>
 DEVICE void add(const CrossEntropyArguments& a, const Target& t, const float* x, long long first,
                 Known& known) {
@@ -89,7 +88,7 @@ DEVICE Target target_of(const CrossEntropyArguments& a, long long row, const KIN
   Target t;
   t.index = a.index[row];
   t.logit = KIND::widen(logits[t.index]);
-  // Numbers near each other are summed up by their differences, so that little is rounded off.
+  // Sums differences to the target's logit, which rounds less when logits are close to each other.
   t.shift = fabsf(t.logit) <= -SMALLEST ? t.logit : 0.0f;
   t.of_target = a.of_target[row];
   t.of_all = a.of_all == nullptr ? 0.0f : a.of_all[row];
@@ -116,13 +115,13 @@ DEVICE void replace(const CrossEntropyArguments& a, const Target& t, const Known
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) x[k] -= t.of_all * weight_of(a, first + k);
   }
-  // One word of a row has its target.
+  // Only one word of a row contains its target.
   if (t.index < first || t.index >= first + COUNT) return;
 #pragma unroll
   for (int k = 0; k < COUNT; ++k) x[k] -= first + k == t.index ? t.of_target : 0.0f;
 }
 
-// A row that does not count.
+// Writes a zero loss and gradient for an ignored row.
 DEVICE void clear(const CrossEntropyArguments& a, long long row, Words::Word* words,
                   KIND::Number* logits) {
   if (threadIdx.x == 0) a.losses[row] = 0.0f;

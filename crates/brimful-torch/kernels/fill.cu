@@ -1,5 +1,4 @@
-// Fills memory with a pattern of four bytes, a thread sixteen at a time; what is left over at the end byte by
-// byte.
+// Fills memory with a pattern of four bytes, sixteen bytes per thread at a time; the remainder byte by byte.
 
 #include "prelude.cuh"
 #include "fill_arguments.h"

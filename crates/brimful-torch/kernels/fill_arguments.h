@@ -1,8 +1,8 @@
-// What kernels/fill.cu is told, as both sides see it.
+// Arguments of kernels/fill.cu, shared by both sides.
 #pragma once
 
 struct FillArguments {
-  void* into;                // from a multiple of 16 bytes on
+  void* into;                // aligned to 16 bytes
   unsigned long long bytes;
-  unsigned int pattern;      // what each four bytes become
+  unsigned int pattern;      // value of each four bytes
 };

@@ -1,13 +1,13 @@
-// LayerNorm and RMSNorm of rows, with an addition before them, both ways. A team of threads a row (a warp,
-// or a whole block where rows are wide), each thread with HELD words of it in registers:
+// LayerNorm and RMSNorm of rows, with a fused addition, forward and backward. One team of threads per row (a
+// warp, or a whole block for wide rows), each thread with HELD of its words in registers:
 //
 //   forward    x ─┬─ + residual ─▶ sum ─▶ mean, scale ─▶ (sum − mean) · scale · weight + bias ─▶ out
 //   backward   gradient, sum ─▶ two sums over the row ─▶ gradient of the sum (+ what it has elsewhere)
 //                   └─ every thread adds up its columns over the rows of its team ─▶ teams of the block
 //                      ─▶ one row of partial sums a block, which kernels/column_sums.cu adds up
 //
-// Rows go to teams by their number and sums are made in the order of lanes, warps and rows: always the
-// same. Statistics are made of what is in registers, in two passes, so that huge means do not cancel.
+// Rows are assigned to teams by index, and sums follow the order of lanes, warps and rows, so results are
+// deterministic. Statistics are computed from registers in two passes, so that large means do not cancel.
 
 #include "prelude.cuh"
 #include "norm_arguments.h"
@@ -18,12 +18,13 @@
 #define WARPS (THREADS / 32)
 #define TEAMS (THREADS / TEAM)
 #define HELD_NUMBERS (HELD * PER_WORD)
-// Whether a backward's registers have room for the next row beside the present one.
+// True if a backward's registers have space for the next row beside the present one.
 #define READS_AHEAD (HELD <= 3)
 
 typedef Packed<KIND, PER_WORD> Words;
 
-// The sum over a team, in every thread of it. `turn` is for the block's: no room is written twice in a row.
+// Returns the sum over a team, in each of its threads. `turn` alternates the block's buffer, so that none is
+// written twice in a row.
 DEVICE float team_sum(float v, int turn) {
   v = warp_sum(v);
   if (TEAM == 32) return v;
@@ -35,7 +36,7 @@ DEVICE float team_sum(float v, int turn) {
   return v;
 }
 
-// Which of a row's words a thread has.
+// Index of a thread's word in a row.
 DEVICE int word_of(int held) { return held * TEAM + threadIdx.x % TEAM; }
 
 DEVICE void load_row(const void* from, long long row, int words, float* out) {
@@ -59,7 +60,7 @@ DEVICE void store_row(void* into, long long row, int words, const float* in) {
   }
 }
 
-// As they will be read again.
+// Rounds as the stored values will be read.
 DEVICE void round_row(float* x) {
 #pragma unroll
   for (int h = 0; h < HELD; ++h) Words::unpack(Words::pack(x + h * PER_WORD), x + h * PER_WORD);
@@ -114,7 +115,7 @@ KERNEL void __launch_bounds__(THREADS) norm_forward(const NormForwardArguments a
   store_row(a.out, row, words, x);
 }
 
-// A thread's words of a row, packed, so that more rows fit into registers.
+// Words of a row, packed so that more rows fit into registers.
 struct Held {
   Words::Word words[HELD];
 
@@ -128,7 +129,7 @@ struct Held {
   }
 };
 
-// One row's numbers at one word of a thread: the gradient times the weight, and what was normed.
+// Numbers of one word of a row: the gradient times the weight, and the normalised input.
 struct Place {
   float gradient[PER_WORD], normed[PER_WORD];
 
@@ -145,7 +146,7 @@ struct Place {
   }
 };
 
-// What a backward reads of one row.
+// Inputs of a backward for one row.
 struct Row {
   Held g, x, more;
   float mean, scale;
@@ -159,7 +160,7 @@ struct Row {
   }
 };
 
-// The gradient of one row; adds to the columns' sums of weight and bias.
+// Computes the gradient of one row; adds to the column sums of weight and bias.
 DEVICE void row_backward(const NormBackwardArguments& a, long long row, int words, const Row& r,
                          const Held& weight, float* of_weight, float* of_bias) {
   float along = 0.0f, level = 0.0f;
@@ -190,11 +191,11 @@ DEVICE void row_backward(const NormBackwardArguments& a, long long row, int word
     }
     static_cast<Words::Word*>(a.of_x)[row * words + word_of(h)] = Words::pack(out);
   }
-  // RMSNorm asks for one sum a row: the next row's must not come into the same room at once.
+  // RMSNorm needs one sum per row: without this barrier the next row would reuse the same buffer at once.
   if (TEAM != 32 && a.mean == nullptr) __syncthreads();
 }
 
-// Adds the columns' sums of the block's teams, in their order, into the block's row of partial sums.
+// Adds the column sums of the block's teams, in their order, into the block's row of partial sums.
 DEVICE void store_partial(float* partial, int width, const float* sums) {
   __shared__ float of_teams[TEAMS][TEAMS > 1 ? TEAM * HELD_NUMBERS : 1];
   float* row = partial + static_cast<long long>(blockIdx.x) * width;

@@ -1,5 +1,5 @@
-// What all kernels share: 16-byte loads, numbers packed into words, sums over a warp, and a barrier
-// for a whole grid. NVRTC gets no include folder: build.rs puts this in front of each kernel.
+// Shared by all kernels: 16-byte loads, numbers packed into words, sums over a warp, and a grid barrier. NVRTC
+// gets no include folder: build.rs inlines this into each kernel.
 #pragma once
 
 typedef unsigned char u8;
@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define SHARED_WORDS(name) extern __shared__ uint4 name[]
 #define ALL_LANES 0xffffffffu
 
-// A word that is read once, and by nobody else soon.
+// Loads a word that is read only once, without caching it in L1.
 DEVICE uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -21,14 +21,14 @@ DEVICE uint4 load_once(const uint4* p) {
   return v;
 }
 
-// Numbers that other blocks of the same launch have written.
+// Loads a number that another block of the same launch has written.
 DEVICE float load_shared_by_blocks(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
 
-// Kinds of numbers: how one, and how two in 32 bits, become f32 and back.
+// Dtypes: conversion of one number, or of two in 32 bits, to f32 and back.
 struct Bf16 {
   typedef u16 Number;
   static DEVICE float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
@@ -69,7 +69,7 @@ struct F32 {
   static DEVICE float narrow(float v) { return v; }
 };
 
-// What a thread reads at once: N numbers, 16 bytes or a single one.
+// Unit of a thread's loads: N numbers in 16 bytes, or a single one.
 template <class Kind, int N>
 struct Packed;
 
@@ -117,7 +117,7 @@ struct Packed<F32, 4> {
   }
 };
 
-// A single number of a kind that is known at run time alone: a weight, or a running statistic.
+// Access to a single number whose dtype is known only at run time: a weight, or a running statistic.
 enum NumberKind { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 DEVICE float load_number(const void* p, u32 i, int kind) {
@@ -136,16 +136,16 @@ DEVICE void store_number(void* p, u32 i, int kind, float v) {
 
 DEVICE float from_lane(float v, int across) { return __shfl_xor_sync(ALL_LANES, v, across); }
 
-// The sum over a warp, in every lane, always in the same order.
+// Returns the sum over a warp, in every lane, always in the same order.
 DEVICE float warp_sum(float v) {
   for (int across = 16; across > 0; across >>= 1) v += from_lane(v, across);
   return v;
 }
 
-// Waits until all blocks of a cooperative launch are here; what they wrote before is seen after.
+// Waits until all blocks of a cooperative launch have arrived; their earlier writes are visible afterwards.
 //
-// The driver gives each such launch a counter of its own, and its address in two registers. The
-// arrivals of one barrier add up to 2^31 and so turn its top bit, once.
+// The driver gives each such launch a counter of its own, and its address in two registers. The arrivals of one
+// barrier add up to 2^31 and so flip its top bit, once.
 DEVICE void grid_barrier() {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -1,10 +1,10 @@
-// Rotary positions: each pair of numbers of a head, one of its first half and one of its second, is turned
-// by an angle of its place in the sequence. A thread has a word of each half:
+// Rotary position embedding: rotates each pair of numbers of a head, one of its first half and one of its second,
+// by an angle of its position in the sequence. A thread handles one word of each half:
 //
 //   x [row, head, first half | second half] ─┬─▶ first·cos − second·sin | second·cos + first·sin ─▶ out
 //   cos, sin [row mod sequence, half] ───────┘
 //
-// The backward is the same with the angle's sign turned.
+// The backward is the same with the angle's sign flipped.
 
 #include "prelude.cuh"
 #include "rotary_arguments.h"

@@ -1,14 +1,14 @@
-// What kernels/rotary.cu is told, as both sides see it.
+// Arguments of kernels/rotary.cu, shared by both sides.
 #pragma once
 
 struct RotaryArguments {
   const void* x;     // rows × heads × width, where rows are samples × sequence
   const float* cos;  // sequence × width/2
   const float* sin;
-  void* out;         // as x
+  void* out;         // same shape as x
   long long total;   // pairs of words: rows × heads × (width/2 / numbers a word)
   int sequence;
   int heads;
   int half;          // width/2
-  float sign;        // 1 forward; -1 turns back
+  float sign;        // 1 forward, -1 backward
 };

@@ -1,11 +1,11 @@
-// What kernels share that go down strips of 32 words: a lane its word, warps take turns with rows.
+// Shared by kernels that go down strips of 32 words: one word per lane, warps alternate over the rows.
 #pragma once
 
-// Adds what the block's warps have of a strip, in their order, into a row of partial sums.
+// Adds the warps' sums of a strip, in their order, into a row of partial sums.
 template <int Warps, int Numbers>
 DEVICE void store_strip(float* row, int columns, const float* sums) {
   __shared__ float of_warps[Warps][32 * Numbers];
-  // Others may still read what an earlier call left.
+  // Other threads may still read an earlier call's values.
   __syncthreads();
   for (int k = 0; k < Numbers; ++k) {
     of_warps[threadIdx.x / 32][threadIdx.x % 32 * Numbers + k] = sums[k];

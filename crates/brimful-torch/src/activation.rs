@@ -1,23 +1,23 @@
-//! A bias and an activation in one.
+//! Bias and activation, fused.
 
 use tch::Tensor;
 
 use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
-/// What is applied after the bias; numbered as in the bridge.
+/// Activation applied after the bias; numbered as in the bridge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Activation {
-    /// GELU by the normal distribution.
+    /// Exact GELU (normal distribution function).
     GeluExact = 0,
-    /// GELU by a hyperbolic tangent.
+    /// GELU, tanh approximation.
     GeluTanh = 1,
-    /// The first half of the columns through `SiLU`, times the second half.
+    /// `SiLU` of the first half of the columns, times the second half.
     SwiGlu = 2,
 }
 
-/// Adds the bias, one number a column, and applies the activation.
+/// Adds a bias per column and applies the activation.
 ///
 /// # Errors
 /// When the bias does not fit, a `SwiGLU` gets an odd number of columns, or memory runs out.

@@ -1,4 +1,4 @@
-//! A memory account for CPU tensors: what is in use, the most there ever was, and a limit.
+//! Memory accounting for CPU tensors: current use, peak and a limit.
 
 use std::ffi::CString;
 use std::marker::PhantomData;
@@ -7,31 +7,30 @@ use std::sync::Arc;
 use crate::error::take_string;
 use crate::ffi::{self, RawArena, RawStay};
 
-/// An account that CPU allocations are charged to. Clones share it.
+/// Account that CPU allocations are charged to. Clones share it.
 ///
-/// A block stays charged to the arena that allocated it until it is freed, on whatever thread.
-/// While no arena exists libtorch's own allocator is in place; the first one puts the accounting
-/// allocator before it, the last one dropped takes it away again.
+/// A block stays charged to the arena that allocated it until it is freed, on whatever thread. The first arena
+/// puts the accounting allocator in front of libtorch's own; dropping the last one removes it.
 #[derive(Debug, Clone)]
 pub struct Account(Arc<Handle>);
 
 #[derive(Debug)]
 struct Handle(*mut RawArena);
 
-// SAFETY: the C++ arena is atomics and an immutable name; any thread may use and drop it.
+// SAFETY: the C++ arena is atomics and an immutable name; any thread may use or drop it.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: the handle holds one reference, given back exactly once. Blocks hold their own.
+        // SAFETY: the handle holds one reference, released exactly once. Blocks hold their own.
         unsafe { ffi::brimful_arena_drop(self.0) }
     }
 }
 
 impl Account {
-    /// A new arena without a limit. The name appears in out-of-memory messages.
+    /// Creates an arena without a limit. The name appears in out-of-memory messages.
     pub fn new(name: &str) -> Self {
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
         let name = CString::new(name).expect("control characters, NUL among them, were removed");
@@ -41,79 +40,79 @@ impl Account {
 
     /// Charges this thread's CPU allocations to the arena until the guard is dropped.
     pub fn enter(&self) -> ArenaGuard {
-        // SAFETY: the guard holds a clone of the arena until it has left it.
+        // SAFETY: the guard holds a clone of the arena until the thread has left it.
         let stay = unsafe { ffi::brimful_arena_enter(self.0.0) };
         ArenaGuard { _account: self.clone(), stay, _this_thread: PhantomData }
     }
 
-    /// Allows at most so many bytes from now on; `None` lifts the limit.
+    /// Sets the limit to this many bytes from now on; `None` removes it.
     pub fn set_limit(&self, bytes: Option<u64>) {
         let limit = bytes.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(i64::MAX));
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_set_limit(self.0.0, limit) }
     }
 
-    /// The limit in bytes, if there is one.
+    /// Returns the limit in bytes, if any.
     pub fn limit(&self) -> Option<u64> {
         // SAFETY: the arena lives as long as `self`.
         u64::try_from(unsafe { ffi::brimful_arena_limit(self.0.0) }).ok()
     }
 
-    /// Bytes in use now.
+    /// Returns the bytes in use now.
     pub fn current(&self) -> u64 {
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_current(self.0.0) }.unsigned_abs()
     }
 
-    /// The most bytes in use since the arena was made or its peak was reset.
+    /// Returns the most bytes in use since the arena was created or its peak was reset.
     pub fn peak(&self) -> u64 {
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_peak(self.0.0) }.unsigned_abs()
     }
 
-    /// Lets the peak start again from what is in use now.
+    /// Resets the peak to the bytes in use now.
     pub fn reset_peak(&self) {
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_reset_peak(self.0.0) }
     }
 
-    /// How many allocations the arena has been asked for, refused ones included.
+    /// Returns the number of allocations requested, including refused ones.
     pub fn allocations(&self) -> u64 {
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_allocations(self.0.0) }.unsigned_abs()
     }
 
-    /// How many allocations were refused.
+    /// Returns the number of refused allocations.
     pub fn refusals(&self) -> u64 {
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_refusals(self.0.0) }.unsigned_abs()
     }
 
-    /// Makes the n-th allocation from now (1 is the next one) and those after it fail, `count` in
-    /// all, as if memory had run out; a count of 0 calls it off. For tests.
+    /// Makes `count` allocations in a row fail as if memory had run out, starting with the n-th from now (1 is
+    /// the next one); a count of 0 cancels this. For tests.
     pub fn fail_allocations(&self, n: u64, count: u64) {
-        // Halved twice, so that the bridge can add the two to a number of its own.
+        // A quarter of the range, so that the bridge can add both to its own counter without overflow.
         let bounded = |number| i64::try_from(number).unwrap_or(i64::MAX).min(i64::MAX / 4);
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_fail(self.0.0, bounded(n), bounded(count)) }
     }
 }
 
-/// An allocation that was refused, with its numbers.
+/// Allocation that was refused, with its numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RefusedAllocation {
     /// The arena's name.
     pub arena: String,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub asked: u64,
-    /// Bytes in use when they were asked for.
+    /// Bytes in use at the time of the request.
     pub in_use: u64,
-    /// The limit that stood in the way; none where [`Account::fail_allocations`] did.
+    /// Limit that was exceeded; none if [`Account::fail_allocations`] caused the refusal.
     pub limit: Option<u64>,
 }
 
-/// The refusal that an error's or a panic's text tells of, among the last ones of this process. tch
-/// hands on an exception's text alone, so this is how its numbers come along.
+/// Returns the recent refusal of this process that the text of an error or panic reports. tch passes on only an
+/// exception's text, so the numbers are recovered from it.
 pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     let text = CString::new(text).ok()?;
     let mut numbers = [0; 3];
@@ -129,8 +128,8 @@ pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     })
 }
 
-/// Charges the thread that entered an arena to it, or to those entered since; dropped, to the
-/// innermost that is left. Guards may be dropped in any order.
+/// Charges this thread's allocations to the arena it entered. Dropping the guard returns to the innermost arena
+/// that is still entered. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the arena is left when the guard is dropped"]
 pub struct ArenaGuard {
@@ -141,7 +140,7 @@ pub struct ArenaGuard {
 
 impl Drop for ArenaGuard {
     fn drop(&mut self) {
-        // SAFETY: it was entered on this thread, which the guard cannot have left, and leaves once.
+        // SAFETY: the arena was entered on this thread, which the guard cannot leave, and is left once.
         unsafe { ffi::brimful_arena_leave(self.stay) };
     }
 }

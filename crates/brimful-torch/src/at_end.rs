@@ -1,6 +1,6 @@
-//! What is done when a scope ends, by a panic too.
+//! Work to do when a scope ends, also by a panic.
 
-/// Calls it when dropped.
+/// Calls the closure when dropped.
 #[must_use = "it is called at once where nobody keeps it"]
 pub(crate) struct AtEnd<F: FnMut()>(pub(crate) F);
 

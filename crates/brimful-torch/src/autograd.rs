@@ -1,4 +1,4 @@
-//! Backward passes that start from given gradients, and gradients put in place by hand.
+//! Backward passes from given gradients, and assignment of gradients.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -11,9 +11,9 @@ use crate::error::TorchError;
 use crate::leaves::{KnownLeaves, Reach};
 use crate::{ffi, owned_or_none, raw, raw_list, raw_or_null};
 
-/// Runs backward from several roots at once, each with its gradient (`None`: one, for a scalar).
+/// Runs backward from several roots at once, each with its gradient (`None` means 1, for a scalar root).
 ///
-/// Gradients are added to those of the leaves. The graph is freed unless `keep_graph` is set.
+/// Gradients accumulate in the leaves. The graph is freed unless `keep_graph` is set.
 ///
 /// # Errors
 /// When the lists differ in length, or libtorch refuses: a root without a graph, a shape that does
@@ -26,8 +26,8 @@ pub fn backward(
     run(None, &[], roots, gradients, keep_graph).map(drop)
 }
 
-/// The same where the roots lead to known leaves, and to `ends`, alone. Otherwise one of the others is given, and
-/// nothing is run.
+/// Runs [`backward`] if the roots lead only to known leaves and to `ends`. Otherwise returns one of the other
+/// leaves and runs nothing.
 ///
 /// # Errors
 /// As [`backward`].
@@ -42,7 +42,7 @@ pub fn backward_to(
     Ok(other.map_or(Reach::Known(()), Reach::Other))
 }
 
-/// Runs a backward, or gives a leaf that is not known.
+/// Runs a backward, or returns a leaf that is not known.
 fn run(
     known: Option<&KnownLeaves>,
     ends: &[&Tensor],
@@ -66,12 +66,12 @@ fn run(
     Ok(owned_or_none(other))
 }
 
-/// Lets libtorch's engine run every backward of `run`, whole or in halves: to compare.
+/// Runs every backward of `run`, whole or split, on libtorch's autograd engine, for comparison.
 ///
-/// Otherwise it runs those alone that need it: graphs on several streams or devices, with hooks, or inside
-/// another backward. All others run on the thread that asks for them, at half the cost for the host.
+/// By default the engine runs only graphs that need it: those on several streams or devices, with hooks, or
+/// inside another backward. All others run on the calling thread, at half the cost for the host.
 pub fn by_engine<T>(run: impl FnOnce() -> T) -> T {
-    // SAFETY: it sets a flag of this thread.
+    // SAFETY: sets a flag of this thread.
     let before = unsafe { ffi::brimful_want_engine(true) };
     let _put_back = AtEnd(|| {
         // SAFETY: as above.
@@ -80,16 +80,16 @@ pub fn by_engine<T>(run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// Calls `arrived` with the place of each parameter to whose gradient `run`, one backward, has added all
-/// that it adds, while those of others are still being computed.
+/// Calls `arrived` with the index of each parameter as soon as its gradient from `run`, one backward, is
+/// complete, while other gradients are still being computed.
 ///
-/// That is so for parameters on a CPU, whose backward runs on this thread; of others nothing is told.
+/// Reports only parameters on a CPU, whose backward runs on this thread.
 ///
 /// # Errors
-/// As `run`, and when there is no memory to watch the parameters.
+/// As `run`, and when memory for the watches runs out.
 ///
 /// # Panics
-/// As `arrived` does, after the backward.
+/// Propagates a panic of `arrived` after the backward.
 pub fn watched(
     parameters: &[Tensor],
     mut arrived: impl FnMut(usize),
@@ -97,14 +97,14 @@ pub fn watched(
 ) -> Result<(), TorchError> {
     let mut listener = Listener { arrived: &mut arrived, panicked: None };
     let parameters = raw_list(parameters);
-    // SAFETY: the array has that many valid tensors. `hear` is called on this thread alone and while
-    // the watches live, in which nobody else uses the listener.
+    // SAFETY: the array has that many valid tensors. `hear` is called only on this thread and while the watches
+    // live; nothing else uses the listener then.
     let watches = unsafe {
         let context = ptr::from_mut(&mut listener).cast();
         ffi::brimful_watch(parameters.as_ptr(), parameters.len(), hear, context)
     }?;
     let result = {
-        // SAFETY: made above, and given back once.
+        // SAFETY: created above and released once.
         let _unwatched = AtEnd(|| unsafe { ffi::brimful_unwatch(watches) });
         run()
     };
@@ -114,15 +114,15 @@ pub fn watched(
     }
 }
 
-/// Who is told of gradients.
+/// Receiver of completed gradients.
 struct Listener<'a> {
     arrived: &'a mut dyn FnMut(usize),
-    /// A panic, which must not cross the boundary.
+    /// Panic of `arrived`, which must not cross the language boundary.
     panicked: Option<Box<dyn Any + Send>>,
 }
 
 extern "C" fn hear(context: *mut c_void, parameter: usize) {
-    // SAFETY: it is the listener of the backward that is under way on this thread.
+    // SAFETY: `context` is the listener of the backward that is running on this thread.
     let listener = unsafe { &mut *context.cast::<Listener<'_>>() };
     if listener.panicked.is_none() {
         let told = panic::catch_unwind(AssertUnwindSafe(|| (listener.arrived)(parameter)));
@@ -130,20 +130,20 @@ extern "C" fn hear(context: *mut c_void, parameter: usize) {
     }
 }
 
-/// Whether both are one tensor, of which one may be a clone: not two that share their memory.
+/// Returns whether both refer to the same tensor object, directly or as a clone. Two tensors that only share
+/// memory are not the same.
 pub fn is_same(one: &Tensor, other: &Tensor) -> bool {
     // SAFETY: both tensors are valid.
     unsafe { ffi::brimful_is_same(raw(one), raw(other)) }
 }
 
-/// Counts a change of the tensor's numbers by work that libtorch has not seen, such as a replay: its
-/// version is another one from now on.
+/// Increments the tensor's version after a change that libtorch has not seen, such as a CUDA graph replay.
 pub fn count_change(tensor: &Tensor) {
     // SAFETY: the tensor is valid.
     unsafe { ffi::brimful_count_change(raw(tensor)) }
 }
 
-/// Puts a gradient in place of a leaf's present one; `None` leaves it without one.
+/// Replaces a leaf's gradient; `None` removes it.
 ///
 /// # Errors
 /// When the gradient does not fit the tensor.

@@ -1,5 +1,5 @@
-//! BatchNorm with what follows it: an addition, ReLU, a pooling. In kernels of our own where they can be
-//! had, else by libtorch's operations; the numbers are the same up to rounding.
+//! BatchNorm fused with the following addition, ReLU or pooling. Runs in custom kernels where available, else in
+//! libtorch's operations; the results agree up to rounding.
 
 use std::ptr;
 
@@ -9,26 +9,26 @@ use crate::error::TorchError;
 use crate::ffi::{self, RawNorm};
 use crate::{cuda_object, owned, raw, raw_or_null};
 
-/// A BatchNorm and its input, with the channels second.
+/// BatchNorm and its input; channels are the second dimension.
 #[derive(Debug, Clone, Copy)]
 pub struct NormInput<'a> {
-    /// What is normalised.
+    /// Input.
     pub x: &'a Tensor,
-    /// Ones without it.
+    /// Weight per channel; ones if absent.
     pub weight: Option<&'a Tensor>,
-    /// Zeros without it.
+    /// Bias per channel; zeros if absent.
     pub bias: Option<&'a Tensor>,
-    /// The running mean and variance: what normalises in evaluation, and is moved in training.
+    /// Running mean and variance: normalise in evaluation, updated in training.
     pub running: Option<(&'a Tensor, &'a Tensor)>,
-    /// Whether the batch's own statistics normalise.
+    /// True to normalise by the batch's own statistics.
     pub training: bool,
-    /// How far the running statistics move.
+    /// Momentum of the running statistics.
     pub momentum: f64,
     /// Added to the variance.
     pub eps: f64,
 }
 
-/// What is added to a BatchNorm's output, before the ReLU.
+/// Addend of a BatchNorm's output, before the ReLU.
 #[derive(Debug, Clone, Copy)]
 pub enum Addend<'a> {
     /// Nothing.
@@ -39,7 +39,7 @@ pub enum Addend<'a> {
     Normed(NormInput<'a>),
 }
 
-/// Normalises, adds, and lets ReLU have it if asked to.
+/// Normalises, adds, and applies ReLU if asked.
 ///
 /// # Errors
 /// When libtorch refuses, or memory runs out.
@@ -59,7 +59,7 @@ pub fn batch_norm(
     unsafe { ffi::brimful_batch_norm(&raw_norm(norm), raw_or_null(tensor), other, relu) }.map(owned)
 }
 
-/// Normalises, then ReLU and a pooling of 3×3, stride 2 and padding 1.
+/// Normalises, then applies ReLU and a max pooling of 3×3, stride 2, padding 1.
 ///
 /// # Errors
 /// When libtorch refuses, or memory runs out.
@@ -69,7 +69,7 @@ pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> 
     unsafe { ffi::brimful_batch_norm_pool(&raw_norm(norm)) }.map(owned)
 }
 
-/// The mean and the variance of each channel, which is the second dimension, over all else.
+/// Returns the mean and the variance of each channel (second dimension) over all other dimensions.
 ///
 /// # Errors
 /// When libtorch refuses, or memory runs out.
@@ -79,11 +79,11 @@ pub fn moments(x: &Tensor) -> Result<[Tensor; 2], TorchError> {
     Ok(unsafe { ffi::brimful_batch_norm_moments(raw(x)) }?.map(owned))
 }
 
-/// The same numbers for a second use of them. Where they are what [`batch_norm`] has given, the
-/// gradients of both uses are added in its backward's own pass; elsewhere it is the tensor itself.
+/// Returns a handle to the same values for a second consumer. If they come from [`batch_norm`], its backward adds
+/// the gradients of both uses in its own pass; otherwise this returns the tensor itself.
 ///
 /// # Errors
-/// When there is no memory for it.
+/// When memory runs out.
 pub fn second_use(tensor: &Tensor) -> Result<Tensor, TorchError> {
     // SAFETY: the tensor is valid.
     unsafe { ffi::brimful_second_use(raw(tensor)) }.map(owned)

@@ -1,25 +1,25 @@
-//! libtorch's CUDA half, loaded at run time where it is present: one binary for both machines.
+//! CUDA libraries of libtorch, loaded at run time where present, so that one binary serves machines with and
+//! without a GPU.
 //!
-//! On a machine with an NVIDIA driver it is loaded before `main`, because libtorch asks for it once
-//! and for all at the first call that cares. Here one asks how that went.
+//! On a machine with an NVIDIA driver they are loaded before `main`, because libtorch checks for CUDA once, at
+//! the first call that depends on it. This module reports the outcome.
 
 use std::sync::OnceLock;
 
 use crate::error::{TorchError, take_string};
 use crate::ffi;
 
-/// Whether the CUDA kernels are loaded; tries again where they were not. Later calls repeat the
-/// first one's answer.
+/// Loads the CUDA kernels if they are not loaded yet. Later calls repeat the first answer.
 ///
 /// # Errors
-/// With the loader's own words, when `libtorch_cuda.so` or one of its needs is not found.
+/// The loader's message, when `libtorch_cuda.so` or one of its dependencies is not found.
 pub fn load() -> Result<(), TorchError> {
     static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
     // SAFETY: takes nothing.
     LOADED.get_or_init(|| unsafe { ffi::brimful_load_cuda() }).clone()
 }
 
-/// How many CUDA devices can be used; loads CUDA first.
+/// Returns the number of usable CUDA devices; loads CUDA first.
 pub fn device_count() -> usize {
     match load() {
         Ok(()) => usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
@@ -27,7 +27,7 @@ pub fn device_count() -> usize {
     }
 }
 
-/// The newest CUDA version that the machine's driver can serve, such as `13.0`.
+/// Returns the newest CUDA version that the machine's driver supports, such as `13.0`.
 ///
 /// # Errors
 /// When the machine has no NVIDIA driver.
@@ -37,7 +37,7 @@ pub fn driver_version() -> Result<String, TorchError> {
     Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
 }
 
-/// What the maker calls the device, such as `NVIDIA H200`.
+/// Returns the device's product name, such as `NVIDIA H200`.
 ///
 /// # Errors
 /// When there is no such device.
@@ -48,17 +48,17 @@ pub fn device_name(index: usize) -> Result<String, TorchError> {
     Ok(take_string(name).unwrap_or_default())
 }
 
-/// Lets CUDA compute products and convolutions of f32 in TF32, which keeps 10 bits of a fraction's 23
-/// and is several times faster; for the process. libtorch starts with convolutions allowed alone.
+/// Allows CUDA to compute f32 products and convolutions in TF32, for the whole process. TF32 keeps 10 of 23
+/// mantissa bits and is several times faster. By default libtorch allows it for convolutions only.
 ///
 /// # Errors
-/// When libtorch refuses, as it does where its newer precision settings were used.
+/// When libtorch refuses, as it does once its newer precision settings were used.
 pub fn allow_tf32(allowed: bool) -> Result<(), TorchError> {
     // SAFETY: takes a plain value.
     unsafe { ffi::brimful_allow_tf32(allowed) }
 }
 
-/// Whether CUDA may compute convolutions of f32 in TF32.
+/// Returns whether CUDA may compute f32 convolutions in TF32.
 ///
 /// # Errors
 /// As [`allow_tf32`].

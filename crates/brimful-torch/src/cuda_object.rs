@@ -1,4 +1,4 @@
-//! What only libtorch's CUDA half can do: compiled into an object of its own, that is loaded where CUDA is.
+//! Shared object with the functions that need libtorch's CUDA symbols, loaded where CUDA is available.
 
 use std::sync::OnceLock;
 
@@ -9,10 +9,10 @@ use crate::ffi;
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_cuda.so"));
 
-/// Makes what it can do known to the bridge. Later calls repeat the first one's answer.
+/// Loads the object and registers its functions with the bridge. Later calls repeat the first answer.
 ///
 /// # Errors
-/// With the loader's own words, where there is no CUDA, or one that lacks what is needed.
+/// The loader's message, when there is no CUDA or its version lacks a symbol.
 pub(crate) fn load() -> Result<(), TorchError> {
     static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
     let load = || {
@@ -23,8 +23,7 @@ pub(crate) fn load() -> Result<(), TorchError> {
     LOADED.get_or_init(load).clone()
 }
 
-/// Makes kernels of our own known before work on such a tensor. Where they cannot be had, libtorch's own
-/// operations run.
+/// Registers the custom kernels before work on a CUDA tensor. If that fails, libtorch's own operations run.
 pub(crate) fn load_for(tensor: &Tensor) {
     if tensor.device().is_cuda() {
         let _ = load();

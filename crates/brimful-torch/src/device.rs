@@ -1,14 +1,14 @@
-//! Devices as the bridge numbers them, and waiting for one.
+//! Device numbers of the bridge, and device synchronisation.
 
 use tch::Device;
 
 use crate::error::TorchError;
 use crate::ffi;
 
-/// Waits until everything queued on the device is done. On a CPU nothing ever is queued.
+/// Waits until all work queued on the device is done. A CPU has no queue.
 ///
 /// # Errors
-/// When the device has failed, which is where an earlier kernel's fault shows.
+/// When the device has failed; faults of earlier kernels surface here.
 pub fn synchronize(device: Device) -> Result<(), TorchError> {
     if device == Device::Cpu {
         return Ok(());
@@ -18,7 +18,7 @@ pub fn synchronize(device: Device) -> Result<(), TorchError> {
     unsafe { ffi::brimful_device_synchronize(index) }
 }
 
-/// The bridge's number for a device: -1 is the CPU, 0 and up are CUDA's.
+/// Returns the bridge's number for a device: -1 is the CPU, 0 and up are CUDA devices.
 pub(crate) fn number(device: Device) -> Result<i32, TorchError> {
     match device {
         Device::Cpu => Ok(-1),
@@ -27,7 +27,7 @@ pub(crate) fn number(device: Device) -> Result<i32, TorchError> {
     }
 }
 
-/// As [`number`], for calls that make no sense on a CPU.
+/// Returns the device's number as [`number`], but refuses a CPU.
 pub(crate) fn accelerator(device: Device) -> Result<i32, TorchError> {
     match device {
         Device::Cpu => Err(TorchError::other("a CPU keeps no such figures: use an arena")),

@@ -1,24 +1,24 @@
-//! What went wrong inside libtorch: its kind and its message.
+//! Errors of libtorch: kind and message.
 
 use std::ffi::{CStr, c_char};
 use thiserror::Error;
 
 use crate::ffi;
 
-/// Why a libtorch call failed.
+/// Cause of a failed libtorch call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
     /// An allocator could not serve a request.
     OutOfMemory,
-    /// Anything else.
+    /// Any other error.
     Other,
 }
 
-/// An error of libtorch, with its own message.
+/// Error of libtorch, with its message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{message}")]
 pub struct TorchError {
-    /// Whether memory ran out.
+    /// Kind of failure: out of memory or other.
     pub kind: ErrorKind,
     /// libtorch's message, without its backtrace.
     pub message: String,
@@ -30,7 +30,7 @@ impl TorchError {
     }
 }
 
-/// Calls a guarded function of the bridge and turns its outcome into a `Result`.
+/// Calls a guarded function of the bridge and converts its status code into a `Result`.
 pub(crate) fn call(f: impl FnOnce(*mut *mut c_char) -> i32) -> Result<(), TorchError> {
     let mut message = std::ptr::null_mut();
     let kind = match f(&mut message) {
@@ -41,12 +41,12 @@ pub(crate) fn call(f: impl FnOnce(*mut *mut c_char) -> i32) -> Result<(), TorchE
     Err(TorchError { kind, message: take_string(message).unwrap_or_default() })
 }
 
-/// Takes over a string that the bridge has allocated.
+/// Takes ownership of a string that the bridge allocated.
 pub(crate) fn take_string(text: *mut c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
-    // SAFETY: the bridge gives null or a NUL-terminated string from strdup, which is ours to free.
+    // SAFETY: the bridge returns null or a NUL-terminated string from strdup, which the caller frees.
     unsafe {
         let owned = CStr::from_ptr(text).to_string_lossy().into_owned();
         ffi::brimful_free_message(text);

@@ -1,11 +1,11 @@
-//! The C face of `bridge/*.cpp`, declared once.
+//! C interface of `bridge/*.cpp`, declared once.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{self, offset_of};
 
 use crate::error::{TorchError, call};
 
-/// `at::Tensor`, as tch hands it out.
+/// `at::Tensor`, as tch exposes it.
 pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
 pub(crate) type RawStay = c_void;
@@ -17,16 +17,16 @@ pub(crate) type RawWatches = c_void;
 pub(crate) type RawKnownLeaves = c_void;
 pub(crate) type RawTouches = c_void;
 pub(crate) type RawFrozen = c_void;
-/// A tensor that is lent.
+/// Borrowed tensor.
 type Lent = *const RawTensor;
-/// A tensor that the bridge has made, and that is ours.
+/// Tensor created by the bridge and owned by the caller.
 type Made = *mut RawTensor;
-/// An array of tensors, whose length is told beside it.
+/// Array of tensors; its length is passed beside it.
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
 
-/// Structs with the place of each field and the size of the whole: the numbers that
-/// `bridge/mirrored.h` has too, so that neither side can be changed alone.
+/// Declares structs with the offset of each field and the total size. `bridge/mirrored.h` asserts the same
+/// numbers, so that neither side can change alone.
 macro_rules! mirrored {
     ($($(#[$meta:meta])* $name:ident, $size:literal bytes: {
         $($field:ident: $type:ty = $offset:literal,)+
@@ -63,7 +63,7 @@ mirrored! {
         decoupled: bool = 41,
     }
 
-    /// A BatchNorm and its input; what it has not is null.
+    /// BatchNorm and its input; absent tensors are null.
     RawNorm, 64 bytes: {
         x: Lent = 0,
         weight: Lent = 8,
@@ -76,8 +76,8 @@ mirrored! {
     }
 }
 
-/// Functions of the bridge that may fail. In C++ each has two more arguments, the places for its
-/// answer, if it gives one, and for its message; and its result is an outcome, see `error.rs`.
+/// Declares bridge functions that may fail. In C++ each takes up to two more arguments: the out-pointer for the
+/// answer, if any, and the one for the error message. It returns a status code, see `error.rs`.
 macro_rules! guarded {
     ($(fn $name:ident $arguments:tt $(-> $answer:ty)?;)+) => {
         $(guarded!(@ $name $arguments $(, $answer)?);)+
@@ -88,7 +88,7 @@ macro_rules! guarded {
             unsafe extern "C" {
                 fn $name($($argument: $type,)* message: Message) -> i32;
             }
-            // SAFETY: of these arguments the caller's; the place for the message is valid.
+            // SAFETY: the caller vouches for the arguments; the message pointer is valid.
             call(|message| unsafe { $name($($argument,)* message) })
         }
     };
@@ -98,7 +98,7 @@ macro_rules! guarded {
             guarded!(@ $name($($argument: $type,)* answer: *mut $answer));
             // SAFETY: answers are numbers and pointers, which may be zero.
             let mut answer: $answer = unsafe { mem::zeroed() };
-            // SAFETY: of these arguments the caller's; the place for the answer is valid.
+            // SAFETY: the caller vouches for the arguments; the answer pointer is valid.
             unsafe { $name($($argument,)* &mut answer) }?;
             Ok(answer)
         }

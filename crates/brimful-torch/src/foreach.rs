@@ -1,7 +1,7 @@
-//! One operation on many tensors at once, in place and outside autograd.
+//! Foreach operations: one operation on many tensors at once, in place and outside autograd.
 //!
-//! On CUDA a whole list takes a few kernel launches. Lists of mixed devices, kinds or layouts are
-//! right too, only slower: libtorch then loops over them.
+//! On CUDA a whole list takes a few kernel launches. Lists of mixed devices, dtypes or memory formats also work,
+//! but slower: libtorch loops over them.
 
 use tch::Tensor;
 
@@ -11,15 +11,15 @@ use crate::{ffi, owned, raw, raw_list};
 /// Multiplies every tensor by a number.
 ///
 /// # Errors
-/// When a tensor's kind has no place for the product.
+/// When a tensor's dtype cannot hold the product.
 pub fn scale(tensors: &[Tensor], factor: f64) -> Result<(), TorchError> {
     let list = raw_list(tensors);
     // SAFETY: the array has `list.len()` valid tensors.
     unsafe { ffi::brimful_foreach_scale(list.as_ptr(), list.len(), factor) }
 }
 
-/// Multiplies every tensor by a 0-dim tensor, without making the host wait for its value where it
-/// is on their device. It is rounded to each tensor's kind first.
+/// Multiplies every tensor by a 0-dim tensor. The host does not wait for the factor's value if it is on the
+/// tensors' device. The factor is rounded to each tensor's dtype first.
 ///
 /// # Errors
 /// When the factor has dimensions, or memory runs out.
@@ -40,7 +40,7 @@ pub fn add(into: &[Tensor], what: &[Tensor], factor: f64) -> Result<(), TorchErr
     unsafe { ffi::brimful_foreach_add(into.as_ptr(), what.as_ptr(), into.len(), factor) }
 }
 
-/// Copies the second list into the first, across kinds, layouts and devices.
+/// Copies the second list into the first, across dtypes, memory formats and devices.
 ///
 /// # Errors
 /// When the lists or two of their tensors do not match.
@@ -61,8 +61,8 @@ pub fn zero(tensors: &[Tensor]) -> Result<(), TorchError> {
     unsafe { ffi::brimful_foreach_zero(list.as_ptr(), list.len()) }
 }
 
-/// The 2-norm of all tensors as if they were one vector: a 0-dim tensor on the first one's device,
-/// computed without making the host wait where all are on one. Half kinds are summed in f32.
+/// Returns the 2-norm of all tensors taken as one vector: a 0-dim tensor on the first one's device. The host does
+/// not wait if all are on one device. Half-precision tensors are summed in f32.
 ///
 /// # Errors
 /// When the list is empty, or memory runs out.
@@ -70,8 +70,8 @@ pub fn norm(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
     norm_of_order(tensors, 2.0)
 }
 
-/// The largest number of all tensors without its sign, as [`norm`] gives it: finite where they all are, though the
-/// sum of their squares were not.
+/// Returns the largest absolute value in all tensors, in the form that [`norm`] uses. It stays finite for finite
+/// tensors even if the sum of their squares overflows.
 ///
 /// # Errors
 /// As [`norm`].

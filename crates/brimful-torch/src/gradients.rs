@@ -1,4 +1,4 @@
-//! Gradients looked at, and taken out of their parameters into sums, a few kernels for all of them.
+//! Inspection of gradients, and their transfer into sums in a few kernel launches.
 
 use std::ptr;
 
@@ -11,8 +11,8 @@ use crate::{ffi, owned, raw_list};
 /// Half-precision gradients are converted to f32 in pieces of about this many bytes.
 const PIECE_BYTES: i64 = 64 << 20;
 
-/// The place of the first parameter whose gradient is sparse, as that of `nn::embedding` may be. No
-/// number is read.
+/// Returns the index of the first parameter with a sparse gradient, such as one from `nn::embedding`. Reads no
+/// values.
 pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     let list = raw_list(parameters);
     // SAFETY: the array has that many valid tensors.
@@ -20,8 +20,8 @@ pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     (at < list.len()).then_some(at)
 }
 
-/// Gives parameters whose gradients share memory, as those of one backward may, a copy each. Backwards of this
-/// crate leave none that do.
+/// Gives parameters whose gradients share memory a copy each, as gradients of one backward may. Backwards of this
+/// crate never share.
 ///
 /// # Errors
 /// When memory runs out.
@@ -31,12 +31,12 @@ pub fn own(parameters: &[Tensor]) -> Result<(), TorchError> {
     unsafe { ffi::brimful_own_gradients(list.as_ptr(), list.len()) }
 }
 
-/// Runs a backward, and lets nodes of our own add to these sums on the way: such a parameter is left
-/// without a gradient, and with a sum if it had none. Only on a card, where a product adds to an f32 sum in the
-/// pass that computes it.
+/// Runs a backward whose custom autograd nodes add directly into these sums. Such a parameter is left without a
+/// gradient, and gets a sum if it had none. Applies only on a GPU, where a product adds into an f32 sum in the
+/// same kernel.
 ///
 /// # Errors
-/// Those of `run`: some sums may then have been added to.
+/// Those of `run`: some sums may then already have been added to.
 pub fn offering(
     parameters: &[Tensor],
     sums: &mut [Option<Tensor>],
@@ -53,7 +53,8 @@ pub fn offering(
         take_new(sums, places);
     });
     run()?;
-    // SAFETY: the array has that many valid tensors. It adds up what nodes have left for the end.
+    // SAFETY: the array has that many valid tensors. The call adds up the sums that nodes have deferred to the
+    // end.
     unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len()) }
 }
 
@@ -69,7 +70,7 @@ fn raw_places(sums: &[Option<Tensor>]) -> Vec<*mut ffi::RawTensor> {
     sums.iter().map(|sum| sum.as_ref().map_or(ptr::null_mut(), crate::raw_mut)).collect()
 }
 
-/// Takes over the sums that the bridge has made.
+/// Takes ownership of the sums that the bridge created.
 fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
     for (sum, place) in sums.iter_mut().zip(places) {
         if sum.is_none() && !place.is_null() {
@@ -78,8 +79,8 @@ fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
     }
 }
 
-/// Adds each parameter's gradient to its sum, or makes it the sum where there is none yet, and leaves
-/// the parameter without one. Sums of half-precision gradients are f32.
+/// Moves each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
+/// is left without a gradient. Sums of half-precision gradients are f32.
 ///
 /// # Errors
 /// When memory runs out: some gradients may then be in their sums and others lost.

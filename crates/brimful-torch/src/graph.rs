@@ -1,8 +1,8 @@
-//! Work on a CUDA stream, captured once and replayed: one launch where there were thousands.
+//! CUDA graphs: work captured once on a stream and replayed with one launch instead of thousands.
 //!
-//! What a thread puts on its current stream during a capture is not run but remembered, with the
-//! addresses of its tensors. A replay runs it on whatever these hold by then. Random numbers go on
-//! from where the device's generator stands at each replay, as if the work had been run anew.
+//! During a capture, work that a thread puts on its current stream is recorded with the addresses of its tensors
+//! and not run. A replay runs it on the current contents of that memory. Each replay continues the device's
+//! random number sequence, as if the work ran eagerly.
 
 use tch::Device;
 
@@ -12,34 +12,34 @@ use crate::ffi::{self, RawGraph};
 use crate::stream::{Event, Stream};
 use crate::{cuda_object, kernels};
 
-/// Whether work can be captured here.
+/// Checks that work can be captured here.
 ///
 /// # Errors
-/// With the cause, where it cannot: no CUDA, or one that lacks what is needed.
+/// The cause, when it cannot: no CUDA, or a version that lacks a symbol.
 pub fn available() -> Result<(), TorchError> {
     cuda_object::load()
         .map_err(|error| TorchError::other(format!("replay is not available here: {error}")))
 }
 
-/// Memory that captured work uses, apart from all other. Graphs that are never replayed at the same
-/// time may share it: each overwrites what the others have left in it.
+/// Private memory pool of captured work. Graphs that never replay at the same time may share a pool: each
+/// overwrites the memory of the others.
 #[derive(Debug, Default)]
 pub struct Pool([u64; 2]);
 
-/// A capture under way on this thread's current stream; dropped, it is called off.
+/// Capture in progress on this thread's current stream; dropping it cancels the capture.
 #[derive(Debug)]
 #[must_use = "a capture that is dropped is called off"]
 pub struct Capture(*mut RawGraph);
 
-/// Captured work.
+/// Captured work, ready to replay.
 #[derive(Debug)]
 pub struct Graph(Capture);
 
-/// Captures what `f` puts on this stream, which must not be the device's default one, after what is on
-/// the current stream. `f` must not wait for the device, nor read from it.
+/// Captures the work that `f` puts on this stream, ordered after the current stream's work so far. The stream
+/// must not be the device's default one; `f` must not wait for the device or read from it.
 ///
 /// # Errors
-/// What `f` fails with; or when something could not be captured. The stream can be used again.
+/// The error of `f`, or a failure to capture some operation. The stream stays usable.
 pub fn record<T, E: From<TorchError>>(
     stream: Stream,
     pool: &mut Pool,
@@ -53,29 +53,28 @@ pub fn record<T, E: From<TorchError>>(
     Ok((capture.end(pool)?, value))
 }
 
-// SAFETY: a graph that is not being captured is a handle of CUDA's that any thread may use, one at a
-// time; nobody else has it.
+// SAFETY: a completed graph is a CUDA handle that any thread may use, one at a time; it has one owner.
 unsafe impl Send for Graph {}
 
 impl Capture {
-    /// Begins on the current stream, which must not be the device's default one. Until the end this
-    /// thread must not wait for the device, nor read from it.
+    /// Begins a capture on the current stream, which must not be the device's default one. Until it ends, this
+    /// thread must not wait for the device or read from it.
     ///
     /// # Errors
-    /// Where nothing can be captured, or the stream is the default one.
+    /// When capture is not available, or the stream is the default one.
     pub fn begin(device: Device, pool: &Pool) -> Result<Self, TorchError> {
         let index = accelerator(device)?;
         available()?;
-        // SAFETY: the pool is two numbers; on success the handle is ours.
+        // SAFETY: the pool is two numbers; on success the caller owns the handle.
         unsafe { ffi::brimful_graph_begin(index, pool.0.as_ptr()) }.map(Self)
     }
 
-    /// Ends it, on the thread and the stream that began it.
+    /// Ends the capture, on the thread and the stream that began it.
     ///
     /// # Errors
-    /// When something could not be captured. The stream can be used again.
+    /// When something could not be captured. The stream stays usable.
     pub fn end(self, pool: &mut Pool) -> Result<Graph, TorchError> {
-        // SAFETY: the handle is a capture under way; the pool has room for two numbers.
+        // SAFETY: the handle is a capture in progress; the pool has space for two numbers.
         unsafe { ffi::brimful_graph_end(self.0, kernels::enabled(), pool.0.as_mut_ptr()) }?;
         Ok(Graph(self))
     }
@@ -94,7 +93,7 @@ impl Graph {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        // SAFETY: the handle is ours and dropped once.
+        // SAFETY: the handle is owned and dropped once.
         unsafe { ffi::brimful_graph_drop(self.0) }
     }
 }

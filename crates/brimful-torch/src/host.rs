@@ -1,4 +1,4 @@
-//! The host's allocator: what becomes of memory that is freed, and in which pages large blocks lie.
+//! Host allocator settings: retention of freed memory, and huge pages for large blocks.
 
 use std::env;
 use std::ffi::c_int;
@@ -7,13 +7,13 @@ use std::ffi::c_void;
 
 use tch::{Device, Tensor};
 
-/// What glibc's `mallopt` sets, to what, and the variable that sets it from outside.
+/// `mallopt` settings of glibc, their values, and the environment variables that override them.
 const SETTINGS: [(c_int, c_int, &str); 3] = [
-    // Free memory at the heap's end that goes back to the system.
+    // Free memory at the end of the heap that is returned to the system.
     (-1, c_int::MAX, "MALLOC_TRIM_THRESHOLD_"),
-    // The size from which blocks have a mapping of their own.
+    // Size from which a block gets a mapping of its own.
     (-3, c_int::MAX, "MALLOC_MMAP_THRESHOLD_"),
-    // Memory that is taken beyond what is needed: a whole heap of a thread, which then stays.
+    // Extra memory requested at a time: a whole heap of a thread, which then stays.
     (-2, 64 << 20, "MALLOC_TOP_PAD_"),
 ];
 
@@ -23,13 +23,13 @@ unsafe extern "C" {
     fn malloc_trim(kept: usize) -> c_int;
 }
 
-/// Lets the process keep large blocks that it frees, for the next ones. Otherwise they go back to the
-/// system, which clears them, page by page, when the next tensor is written: in training on a CPU up
-/// to a fifth of the time. Call it first thing in `main`. Tells whether it does so.
+/// Keeps large freed blocks in the process for reuse. Otherwise they return to the system, which clears them page
+/// by page at the next write: up to a fifth of the time of training on a CPU. Call it first thing in `main`.
+/// Returns whether the settings took effect.
 ///
-/// It holds for the whole process, which then never has less memory than at its peak; on other
-/// threads than the first one, for blocks of less than 64 MiB. A setting that the environment makes is
-/// left as it is, and so is another C library than glibc.
+/// Applies to the whole process, whose memory then never shrinks below its peak; on threads other than the first,
+/// to blocks of less than 64 MiB. Settings from the environment and C libraries other than glibc are left
+/// unchanged.
 pub fn keep_freed_blocks() -> bool {
     let is_free = SETTINGS.iter().all(|(.., name)| env::var_os(name).is_none());
     is_free && SETTINGS.iter().all(|(setting, value, _)| set(*setting, *value))
@@ -37,21 +37,21 @@ pub fn keep_freed_blocks() -> bool {
 
 #[cfg(target_env = "gnu")]
 fn set(setting: c_int, value: c_int) -> bool {
-    // SAFETY: it takes plain numbers, and may be called at any time.
+    // SAFETY: takes plain numbers and may be called at any time.
     unsafe { mallopt(setting, value) == 1 }
 }
 
-/// Gives what the process has freed and kept back to the system, wherever it lies between what is in use. For
-/// those who have made and freed much that does not come again; another C library than glibc is left alone.
+/// Returns memory that the process has freed but kept to the system, even between blocks in use. Useful after a
+/// large one-time allocation; does nothing with a C library other than glibc.
 pub fn give_freed_back() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it takes a plain number, and may be called at any time.
+    // SAFETY: takes a plain number and may be called at any time.
     unsafe {
         malloc_trim(0);
     }
 }
 
-/// The size of a large page on x86-64 and on most ARM systems; where it is another, nothing is lost.
+/// Size of a huge page on x86-64 and most ARM systems. A different size does no harm.
 const LARGE_PAGE: usize = 2 << 20;
 
 #[cfg(target_os = "linux")]
@@ -59,9 +59,9 @@ unsafe extern "C" {
     fn madvise(start: *mut c_void, length: usize, advice: c_int) -> c_int;
 }
 
-/// Asks the system for large pages behind a tensor in the host's memory that nobody has written to yet: one
-/// that is read and written from end to end is so faster, and so are its first write and a lock on it. Only the
-/// large pages that lie whole within the tensor; a system that has none to give goes on with small ones.
+/// Asks the system for huge pages behind a host tensor that has not been written to yet. They speed up sequential
+/// access, the first write and pinning. Covers only huge pages that lie entirely within the tensor; a system
+/// without any free uses small pages.
 pub fn prefer_large_pages(tensor: &Tensor) {
     if tensor.device() != Device::Cpu || !tensor.defined() {
         return;
@@ -74,8 +74,8 @@ pub fn prefer_large_pages(tensor: &Tensor) {
         return;
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: the pages are all within the tensor's memory, and the advice (MADV_HUGEPAGE) leaves what is in
-    // them as it is.
+    // SAFETY: the pages are all within the tensor's memory, and the advice (MADV_HUGEPAGE) does not change their
+    // contents.
     unsafe {
         madvise(first as *mut c_void, length, 14);
     }

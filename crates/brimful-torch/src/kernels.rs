@@ -1,7 +1,7 @@
-//! Kernels of our own: whether they are used, why not, and a switch.
+//! Custom CUDA kernels: their state, the reasons for fallbacks, and a switch.
 //!
-//! They are compiled for the card at hand when first used, by the compiler that comes with libtorch's
-//! CUDA libraries, and kept in the user's cache. Where one cannot be had, libtorch's own operations run.
+//! They are compiled for the GPU in use at the first launch, by the compiler that comes with libtorch's CUDA
+//! libraries, and cached in the user's cache folder. If one is not available, libtorch's own operations run.
 
 use std::ffi::CString;
 use std::fmt;
@@ -11,17 +11,17 @@ use tch::Device;
 use crate::error::{TorchError, take_string};
 use crate::{cuda_object, device, ffi};
 
-/// Whether a device's work runs in kernels of our own.
+/// State of the custom kernels on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum State {
-    /// It does: what they are compiled for, and by what.
+    /// In use: the target architecture and the compiler.
     Used(String),
-    /// They are switched off, by [`set_enabled`] or the environment: `BRIMFUL_KERNELS` may be `on`, `1`, `true` or
-    /// `yes`, or `off`, `0`, `false` or `no`, in whatever case; any other word turns them off too, and is told of by
-    /// [`refusals`].
+    /// Switched off by [`set_enabled`] or the environment. `BRIMFUL_KERNELS` may be `on`, `1`, `true` or `yes`,
+    /// or `off`, `0`, `false` or `no`, in any case; any other word also switches them off, and [`refusals`]
+    /// reports it.
     Off,
-    /// It cannot, for this reason: libtorch's own operations run.
+    /// Unavailable for this reason: libtorch's own operations run.
     Unavailable(String),
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for State {
     }
 }
 
-/// What would be used on this device.
+/// Returns the state of the custom kernels on this device.
 pub fn state(on: Device) -> State {
     if !enabled() {
         return State::Off;
@@ -57,42 +57,41 @@ fn describe(on: Device) -> Result<String, TorchError> {
     Ok(take_string(how).unwrap_or_default())
 }
 
-/// Whether kernels of our own are used where they can be, by all threads.
+/// Returns whether all threads use custom kernels where available.
 pub fn enabled() -> bool {
     // SAFETY: takes nothing.
     unsafe { ffi::brimful_kernels_enabled() }
 }
 
-/// Switches them on or off, for all threads. Work that was captured before stays as it is.
+/// Switches the custom kernels on or off for all threads. Captured graphs keep what they were captured with.
 pub fn set_enabled(on: bool) {
     // SAFETY: takes a plain value.
     unsafe { ffi::brimful_kernels_enable(on) }
 }
 
-/// Why libtorch's own operations ran where a kernel of ours could have, since the last call; each
-/// cause is told once.
+/// Returns the reasons, since the last call, why libtorch's operations ran instead of a custom kernel. Each cause
+/// is reported once.
 pub fn refusals() -> Vec<String> {
-    // SAFETY: gives null or a string that is ours.
+    // SAFETY: returns null or a string that the caller owns.
     let text = take_string(unsafe { ffi::brimful_kernels_refusals() });
     text.iter().flat_map(|text| text.lines()).map(str::to_owned).collect()
 }
 
-/// Takes every card for a smaller one, with so many multiprocessors and so many bytes of shared memory
-/// a block; nothing is the card's own. For tests.
+/// Treats every GPU as one with this many multiprocessors and bytes of shared memory per block. For tests.
 ///
 /// # Errors
-/// Where there is no CUDA.
+/// When there is no CUDA.
 pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError> {
     cuda_object::load()?;
     // SAFETY: takes plain values.
     unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes) }
 }
 
-/// Lets one launch of a kernel of ours fail on this thread, after so many that do not; `None` takes that back. Tells
-/// whether one was still to fail. For tests.
+/// Makes one kernel launch on this thread fail, after `after` successful ones; `None` cancels this. Returns
+/// whether an earlier request was still pending. For tests.
 ///
 /// # Errors
-/// Where there is no CUDA.
+/// When there is no CUDA.
 pub fn pretend_failure(after: Option<u32>) -> Result<bool, TorchError> {
     cuda_object::load()?;
     // SAFETY: takes a plain value.
@@ -100,31 +99,31 @@ pub fn pretend_failure(after: Option<u32>) -> Result<bool, TorchError> {
     Ok(left >= 0)
 }
 
-/// Lets so many loads of kernels onto a card fail, after so many others, with this number of the driver's errors: 2
-/// where memory has run out. For tests.
+/// Makes `count` kernel loads onto a GPU fail, after `after` others, with this driver error number: 2 is out of
+/// memory. For tests.
 ///
 /// # Errors
-/// Where there is no CUDA.
+/// When there is no CUDA.
 pub fn fail_loads(after: i32, count: i32, error: i32) -> Result<(), TorchError> {
     cuda_object::load()?;
     // SAFETY: takes plain values.
     unsafe { ffi::brimful_kernels_fail_loads(after, count, error) }
 }
 
-/// A compiled kernel family.
+/// Compiled kernel family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompiledKernel {
-    /// Whether it came out of the cache.
+    /// True if it came from the cache.
     pub from_cache: bool,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
-/// Compiles the kernels of a source file, such as `batch_norm.cu`, for an architecture such as 90, with
-/// these words defined, or takes them out of the cache. It needs the compiler, but no card.
+/// Compiles the kernels of a source file, such as `batch_norm.cu`, for an architecture such as 90 with these
+/// defines, or reads them from the cache. Needs the compiler, but no GPU.
 ///
 /// # Errors
-/// Where NVRTC is not found, there is no such source, or it does not compile.
+/// When NVRTC is not found, the source does not exist, or it does not compile.
 pub fn compile(
     source: &str,
     defines: &[&str],
@@ -132,7 +131,7 @@ pub fn compile(
 ) -> Result<CompiledKernel, TorchError> {
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     let mut compiled = CompiledKernel { from_cache: false, bytes: 0 };
-    // SAFETY: both are texts that end in NUL; the places for the answers are valid.
+    // SAFETY: both are texts that end in NUL; the out-pointers are valid.
     unsafe {
         let (from_cache, bytes) = (&mut compiled.from_cache, &mut compiled.bytes);
         let (source, defines) = (source.as_ptr(), defines.as_ptr());
@@ -141,10 +140,11 @@ pub fn compile(
     Ok(compiled)
 }
 
-/// Has them compiled on a thread beside, where the cache does not have them: [`compile`] waits for it.
+/// Compiles the kernels of a source file as [`compile`], but on a background thread and only if they are not
+/// cached. A later [`compile`] waits for the thread.
 ///
 /// # Errors
-/// Where there is no such source. What else fails is [`compile`]'s to tell.
+/// When the source does not exist. [`compile`] reports any other failure.
 pub fn compile_ahead(source: &str, defines: &[&str], architecture: i32) -> Result<(), TorchError> {
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     // SAFETY: both are texts that end in NUL, which are copied before the call returns.

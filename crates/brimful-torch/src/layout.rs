@@ -1,11 +1,11 @@
-//! The order of a tensor's numbers in memory: as its dimensions are, or with the channels last.
+//! Memory format of tensors: contiguous, or channels last.
 
 use tch::Tensor;
 
 use crate::error::TorchError;
 use crate::{ffi, owned, raw};
 
-/// The same tensor, or a copy of it where its numbers are in another order.
+/// Returns the tensor in this memory format: itself, or a copy if its format differs.
 ///
 /// # Errors
 /// When it does not have four or five dimensions, or memory runs out.
@@ -14,10 +14,10 @@ pub fn laid_out(tensor: &Tensor, channels_last: bool) -> Result<Tensor, TorchErr
     unsafe { ffi::brimful_laid_out(raw(tensor), channels_last) }.map(owned)
 }
 
-/// Changes the order in place, for all that share the tensor, and of its gradient as well.
+/// Changes the memory format in place, for all handles of the tensor and for its gradient.
 ///
 /// # Errors
-/// When it does not have four or five dimensions, or memory runs out: then it is as it was.
+/// When it does not have four or five dimensions, or memory runs out: the tensor is then unchanged.
 pub fn lay_out(tensor: &mut Tensor, channels_last: bool) -> Result<(), TorchError> {
     // SAFETY: the tensor is valid and borrowed mutably.
     unsafe { ffi::brimful_lay_out(tensor.as_mut_ptr().cast(), channels_last) }

@@ -1,4 +1,4 @@
-//! Leaves that a backward may add to, and others that it would come to.
+//! Known leaves, which a backward may add to, and search for others that it would reach.
 
 use tch::Tensor;
 
@@ -6,36 +6,38 @@ use crate::error::TorchError;
 use crate::ffi::{self, RawKnownLeaves};
 use crate::{owned_or_none, raw_list};
 
-/// The leaves that backwards may add to, listed once for all of them.
+/// Leaves that backwards may add to, listed once for all of them.
 #[derive(Debug)]
 pub struct KnownLeaves(*mut RawKnownLeaves);
 
-// SAFETY: it is tensors, which may be sent, and it is used through one owner.
+// SAFETY: it holds tensors, which are `Send`, and has one owner.
 unsafe impl Send for KnownLeaves {}
 
-/// What becomes of a backward that may come to known leaves alone.
+/// Result of a backward that may reach only known leaves.
 #[derive(Debug)]
 pub enum Reach<T> {
-    /// It came to them alone, and has given this.
+    /// It reached only known leaves and returned this.
     Known(T),
-    /// It would add to this leaf too. Nothing was run.
+    /// It would also reach this leaf. Nothing was run.
     Other(Tensor),
 }
 
 impl KnownLeaves {
+    /// Lists these leaves.
+    ///
     /// # Errors
-    /// When there is no memory for the list.
+    /// When memory for the list runs out.
     pub fn new<'a>(leaves: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
-        // SAFETY: what is made is ours.
+        // SAFETY: the caller owns the new list.
         let mut known = Self(unsafe { ffi::brimful_known_leaves() }?);
         known.add(leaves)?;
         Ok(known)
     }
 
-    /// Adds to the list.
+    /// Adds leaves to the list.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// When memory for the list runs out.
     pub fn add<'a>(
         &mut self,
         leaves: impl IntoIterator<Item = &'a Tensor>,
@@ -52,16 +54,15 @@ impl KnownLeaves {
 
 impl Drop for KnownLeaves {
     fn drop(&mut self) {
-        // SAFETY: made by `brimful_known_leaves`, and given back once.
+        // SAFETY: made by `brimful_known_leaves` and released once.
         unsafe { ffi::brimful_forget_leaves(self.0) }
     }
 }
 
-/// A leaf, if there is one, that backward from these roots would add to and that is none of those that
-/// are known.
+/// Returns a leaf, if any, that a backward from these roots would reach and that is not known.
 ///
 /// # Errors
-/// When there is no memory to walk through the graph.
+/// When memory to walk the graph runs out.
 pub fn other_leaf<'a>(
     roots: impl IntoIterator<Item = &'a Tensor>,
     known: &KnownLeaves,

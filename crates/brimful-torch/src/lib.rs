@@ -1,37 +1,36 @@
-//! The few libtorch calls that tch lacks, with a safe face. The only C++ and the only unsafe code
-//! of brimful are here.
+//! Safe wrappers for the libtorch calls that tch lacks. All C++ and all unsafe code of brimful are in this crate.
 //!
-//! | module | what it adds to tch |
+//! | module | adds to tch |
 //! | --- | --- |
-//! | [`activation`] | a bias and an activation in one |
-//! | [`arena`] | CPU memory that is counted, and limited |
-//! | [`autograd`] | backward from given gradients; gradients put in place by hand |
-//! | [`batch_norm`] | BatchNorm with what follows it, in one |
-//! | [`cuda`] | CUDA loaded at run time, where it is present |
-//! | [`device`] | waiting for a device |
+//! | [`activation`] | fused bias and activation |
+//! | [`arena`] | CPU memory accounting, with a limit |
+//! | [`autograd`] | backward from given gradients; assignment of gradients |
+//! | [`batch_norm`] | BatchNorm fused with the operations that follow it |
+//! | [`cuda`] | CUDA loaded at run time, where present |
+//! | [`device`] | device synchronisation |
 //! | [`foreach`] | one operation on many tensors at once |
-//! | [`gradients`] | gradients taken out of their parameters, into sums |
-//! | [`graph`] | work on a CUDA stream, captured once and replayed |
-//! | [`host`] | large blocks kept by the process that frees them |
-//! | [`kernels`] | kernels of our own, and a switch for them |
-//! | [`layout`] | numbers in memory with the channels last |
-//! | [`leaves`] | leaves that a backward may add to, and others that it would come to |
-//! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
-//! | [`mapped`] | numbers of a file, straight into a tensor |
-//! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
+//! | [`gradients`] | gradients moved from parameters into sums |
+//! | [`graph`] | CUDA graphs: work captured once and replayed |
+//! | [`host`] | freed host blocks kept for reuse; huge pages |
+//! | [`kernels`] | custom kernels, and a switch for them |
+//! | [`layout`] | memory format: contiguous or channels last |
+//! | [`leaves`] | leaves that a backward may add to, and others that it would reach |
+//! | [`linear_cross_entropy`] | a linear layer and its cross-entropy, without storing large logits whole |
+//! | [`mapped`] | tensor data read directly from a file |
+//! | [`memory`] | an accelerator's memory statistics, cache and limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
-//! | [`norm`] | LayerNorm and RMSNorm, with an addition before them |
-//! | [`optim`] | the fused optimizers |
-//! | [`projection`] | a linear layer, and a table's rows, whose gradients go straight into sums |
-//! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
-//! | [`rotary`] | rotary positions |
-//! | [`slab`] | bytes of the host that a device copies by itself, made once |
-//! | [`split_backward`] | a backward in two halves: the inputs' gradients, and later the weights' |
-//! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
-//! | [`touched`] | which memory a piece of work reads and writes |
-//! | [`threads`] | threads an operation, for one thread alone |
-//! | [`libtorch`] | which libtorch is running |
+//! | [`norm`] | LayerNorm and RMSNorm, with a fused residual addition |
+//! | [`optim`] | fused optimizers |
+//! | [`projection`] | linear layers and embeddings whose gradients go directly into sums |
+//! | [`random`] | a generator's state, saved and restored; a thread-local generator |
+//! | [`rotary`] | rotary position embedding |
+//! | [`slab`] | pinned host buffers |
+//! | [`split_backward`] | a backward in two parts: input gradients (dX), then weight gradients (dW) |
+//! | [`stream`], [`transfer`] | streams, events, asynchronous copies |
+//! | [`touched`] | memory that a piece of work reads and writes |
+//! | [`threads`] | intra-op thread count of one thread |
+//! | [`libtorch`] | the running libtorch |
 
 pub mod activation;
 pub mod arena;
@@ -79,12 +78,13 @@ fn raw(tensor: &Tensor) -> *const RawTensor {
     tensor.as_ptr().cast()
 }
 
-/// Null stands for none.
+/// Returns null for `None`.
 fn raw_or_null(tensor: Option<&Tensor>) -> *const RawTensor {
     tensor.map_or(std::ptr::null(), raw)
 }
 
-/// For calls that change what the tensor refers to, which tch's own do through `&Tensor` as well.
+/// Returns a mutable pointer, for calls that change the underlying tensor. tch's own calls also do that through
+/// `&Tensor`.
 fn raw_mut(tensor: &Tensor) -> *mut RawTensor {
     tensor.as_ptr().cast_mut().cast()
 }
@@ -93,14 +93,14 @@ fn raw_list<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<*const Raw
     tensors.into_iter().map(raw).collect()
 }
 
-/// Takes over a tensor that the bridge has made.
+/// Takes ownership of a tensor that the bridge created.
 fn owned(tensor: *mut RawTensor) -> Tensor {
-    // SAFETY: the bridge's constructors give a heap-allocated `at::Tensor` that nobody else owns,
-    // which is what tch's own constructors give.
+    // SAFETY: the bridge returns a heap-allocated `at::Tensor` without another owner, as tch's own constructors
+    // do.
     unsafe { Tensor::from_ptr(tensor.cast()) }
 }
 
-/// The same where null stands for none.
+/// Takes ownership of a tensor; null becomes `None`.
 fn owned_or_none(tensor: *mut RawTensor) -> Option<Tensor> {
     (!tensor.is_null()).then(|| owned(tensor))
 }

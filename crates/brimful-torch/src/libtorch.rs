@@ -1,29 +1,29 @@
-//! Which libtorch is running: its version, its place, and the vector instructions it uses.
+//! Version, location and vector instructions of the running libtorch.
 
 use std::path::PathBuf;
 
 use crate::error::take_string;
 use crate::ffi;
 
-/// The version that brimful is built for.
+/// Version of libtorch that brimful is built for.
 pub const EXPECTED_VERSION: &str = "2.11.0";
 
-/// The version of the libtorch that is running, as it says itself.
+/// Returns the version that the running libtorch reports.
 pub fn version() -> Option<String> {
-    // SAFETY: takes nothing and gives a string that is ours.
+    // SAFETY: takes nothing and returns a string that the caller owns.
     let config = take_string(unsafe { ffi::brimful_show_config() })?;
     let (_, rest) = config.split_once("TORCH_VERSION=")?;
     Some(rest.split([',', ' ', '\n']).next()?.to_owned())
 }
 
-/// The file that the running libtorch was loaded from.
+/// Returns the file that the running libtorch was loaded from.
 pub fn library_path() -> Option<PathBuf> {
-    // SAFETY: takes nothing and gives null or a string that is ours.
+    // SAFETY: takes nothing and returns null or a string that the caller owns.
     take_string(unsafe { ffi::brimful_library_path() }).map(PathBuf::from)
 }
 
-/// The vector instructions that libtorch's CPU kernels use here, such as `AVX2`.
+/// Returns the vector instructions that libtorch's CPU kernels use here, such as `AVX2`.
 pub fn cpu_capability() -> Option<String> {
-    // SAFETY: takes nothing and gives a string that is ours.
+    // SAFETY: takes nothing and returns a string that the caller owns.
     take_string(unsafe { ffi::brimful_cpu_capability() })
 }

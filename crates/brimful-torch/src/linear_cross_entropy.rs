@@ -1,42 +1,42 @@
-//! A linear layer and the cross-entropy of what comes out of it, without its logits being whole
-//! where they are many.
+//! A linear layer and the cross-entropy of its output, computed in chunks so that large logits are never stored
+//! whole.
 
 use tch::Tensor;
 
 use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
-/// What the layer and the loss are made of.
+/// Tensors and settings of the layer and the loss.
 #[derive(Debug, Clone, Copy)]
 pub struct LossHead<'a> {
-    /// Classes × width.
+    /// Weight, classes × width.
     pub weight: &'a Tensor,
-    /// One number a class.
+    /// Bias, one number a class.
     pub bias: Option<&'a Tensor>,
-    /// What each class counts for; 1 without.
+    /// Weight of each class in the loss; 1 if absent.
     pub class_weights: Option<&'a Tensor>,
-    /// The part of each target that is spread over all classes.
+    /// Label smoothing: the share of each target that is spread over all classes.
     pub smoothing: f64,
-    /// The target of places that do not count.
+    /// Target value of positions that do not count.
     pub ignored: i64,
-    /// How many bytes the logits of a chunk of places may take.
+    /// Most bytes that the logits of a chunk of positions may take.
     pub chunk_bytes: u64,
 }
 
-/// A sum over places, and what it is to be divided by for their mean.
+/// Sum over positions, and the divisor that makes it a mean.
 #[derive(Debug)]
 pub struct SumAndDivisor {
-    /// The sum of losses, 0-dim, in f32 for halves.
+    /// Sum of losses, 0-dim, in f32 for half precision.
     pub sum: Tensor,
-    /// The sum of the class weights of targets that count, 0-dim, in f64.
+    /// Sum of the class weights of the targets that count, 0-dim, in f64.
     pub divisor: Tensor,
 }
 
-/// The loss of hidden states (… × width) at integer targets (…). A target that is neither a class nor
-/// ignored makes it NaN.
+/// Returns the loss of hidden states (… × width) at integer targets (…). A target that is neither a class nor the
+/// ignored value makes it NaN.
 ///
 /// # Errors
-/// When shapes, kinds or devices do not match, or memory runs out.
+/// When shapes, dtypes or devices do not match, or memory runs out.
 pub fn linear_cross_entropy(
     hidden: &Tensor,
     targets: &Tensor,

@@ -1,4 +1,4 @@
-//! Numbers of a file: as a tensor over the system's own pages, or copied from these straight into a tensor.
+//! Tensor data in files: memory-mapped as a tensor, or copied from the file into a tensor.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -11,13 +11,13 @@ use thiserror::Error;
 use crate::error::TorchError;
 use crate::{ffi, owned};
 
-/// So many bytes are mapped at a time: while they are, they count as memory of the process.
+/// Bytes mapped at a time: mapped pages count as the process's memory.
 const PIECE: usize = 16 << 20;
 
-/// Why numbers could not be copied out of a file.
+/// Cause of a failed read of a file's data.
 #[derive(Debug, Error)]
 pub enum MappedError {
-    /// The system gives no such pages.
+    /// The system could not map the file.
     #[error(transparent)]
     File(#[from] io::Error),
     /// libtorch refused the copy.
@@ -28,13 +28,13 @@ pub enum MappedError {
     Bridge(#[from] TorchError),
 }
 
-/// Opens a tensor of this kind and shape over the bytes of the file that begin at `start`. The system reads its pages
-/// when they are looked at, and may drop them again; writing to the tensor does not change the file.
+/// Maps the file's bytes from `start` on as a tensor of this dtype and shape. The system loads pages on access
+/// and may drop them again; writes to the tensor do not change the file.
 ///
-/// Whoever cuts the file off while the tensor is in use ends the program, as with every file that is mapped.
+/// Truncating the file while the tensor is in use kills the program, as with every mapped file.
 ///
 /// # Errors
-/// When the file ends before, or the system maps no more.
+/// When the file is too short, or the system cannot map more.
 pub fn tensor(file: &File, start: u64, kind: Kind, shape: &[i64]) -> Result<Tensor, MappedError> {
     let numbers = shape.iter().product::<i64>() as usize;
     let (each, bytes) = (kind.elt_size_in_bytes(), numbers * kind.elt_size_in_bytes());
@@ -43,28 +43,28 @@ pub fn tensor(file: &File, start: u64, kind: Kind, shape: &[i64]) -> Result<Tens
     }
     check_length(file, start, bytes)?;
     let mut options = MmapOptions::new();
-    // Nothing is written, as a rule: the system need not have room for a second file.
+    // Pages are rarely written, so the system need not reserve swap for a copy of the file.
     options.offset(start).len(bytes).no_reserve_swap();
-    // SAFETY: the map is this process's own, and its bytes were in the file a moment ago.
+    // SAFETY: the mapping is private to this process, and the file's length was checked above.
     let mut pages = unsafe { options.map_copy(file)? };
     if !(pages.as_ptr() as usize).is_multiple_of(each) {
-        // A file whose header ends anywhere.
+        // The data are unaligned, because the file's header may end anywhere.
         return Ok(Tensor::f_from_data_size(&pages, shape, kind)?);
     }
     let first = pages.as_mut_ptr().cast();
     let owner = Box::into_raw(Box::new(pages)).cast();
-    // SAFETY: the pages stay where they are until the last tensor that looks at them gives them back.
+    // SAFETY: the pages stay in place until the last tensor over them releases them.
     let bytes = owned(unsafe { ffi::brimful_lent_bytes(first, bytes, owner, unmap) }?);
     Ok(bytes.f_view_dtype(kind)?.f_view(shape)?)
 }
 
-/// Takes back the pages of a tensor that nobody looks at any more.
+/// Unmaps the pages of a tensor that is no longer in use.
 unsafe extern "C" fn unmap(pages: *mut c_void) {
-    // SAFETY: `tensor` made the box, and its only owner gives it back once.
+    // SAFETY: `tensor` made the box, and its only owner releases it once.
     drop(unsafe { Box::from_raw(pages.cast::<MmapMut>()) });
 }
 
-/// Refuses a file that is too short for so many bytes.
+/// Refuses a file that is too short for this many bytes.
 fn check_length(file: &File, start: u64, bytes: usize) -> Result<(), MappedError> {
     let (length, needed) = (file.metadata()?.len(), start + bytes as u64);
     if length >= needed {
@@ -74,14 +74,14 @@ fn check_length(file: &File, start: u64, bytes: usize) -> Result<(), MappedError
     Err(io::Error::new(io::ErrorKind::UnexpectedEof, reason).into())
 }
 
-/// Copies the numbers of this kind that begin at this byte of the file into a tensor, of whatever kind and
-/// device: as many as the tensor has, in rows. Pages are given back as it goes on, so that a file of any size takes
-/// little of the host's memory.
+/// Copies data of this dtype, from this byte of the file on, into a tensor of any dtype and device, in row-major
+/// order, until the tensor is full. Pages are released along the way, so that a file of any size takes little
+/// host memory.
 ///
-/// Whoever cuts the file off meanwhile ends the program, as with every file that is mapped.
+/// Truncating the file meanwhile kills the program, as with every mapped file.
 ///
 /// # Errors
-/// When the file ends before, or memory runs out.
+/// When the file is too short, or memory runs out.
 pub fn copy(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), MappedError> {
     let (numbers, each) = (into.numel(), kind.elt_size_in_bytes());
     if numbers == 0 {
@@ -101,18 +101,18 @@ pub fn copy(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), Ma
     Ok(())
 }
 
-/// Maps all numbers that the tensor takes, which are in the file, and copies them.
+/// Maps the data of the whole tensor, whose presence was checked, and copies it.
 fn copy_mapped(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), MappedError> {
     let (numbers, each) = (into.numel(), kind.elt_size_in_bytes());
-    // SAFETY: the map is read only, and its bytes were in the file a moment ago.
+    // SAFETY: the mapping is read only, and the caller has checked the file's length.
     let pages = unsafe { MmapOptions::new().offset(start).len(numbers * each).map(file)? };
     let shape = into.size();
     let from = if (pages.as_ptr() as usize).is_multiple_of(each) {
-        // SAFETY: so many bytes are there, aligned for their kind, as long as `pages` is: the tensor is dropped
-        // below, before it. Nothing writes through it.
+        // SAFETY: the bytes are mapped and aligned for their dtype as long as `pages` lives; the tensor is
+        // dropped below, before it. Nothing writes through it.
         unsafe { Tensor::f_from_blob(pages.as_ptr(), &shape, &[], kind, Device::Cpu)? }
     } else {
-        // A file whose header ends anywhere.
+        // The data are unaligned, because the file's header may end anywhere.
         Tensor::f_from_data_size(&pages, &shape, kind)?
     };
     tch::no_grad(|| into.f_detach()?.f_copy_(&from))?;

@@ -1,4 +1,4 @@
-//! An accelerator's memory: what its caching allocator holds and may hold, and what the device has left.
+//! Memory statistics of an accelerator: its caching allocator, the allocator's limit, and free memory.
 
 use tch::Device;
 
@@ -7,28 +7,28 @@ use crate::device::accelerator;
 use crate::error::TorchError;
 use crate::ffi;
 
-/// Figures of one device, in bytes unless it says otherwise.
+/// Memory statistics of one device, in bytes unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// In use by tensors now.
+    /// Bytes in use by tensors now.
     pub current: u64,
-    /// The most in use since the peak was reset.
+    /// Most bytes in use since the peak was reset.
     pub peak: u64,
-    /// Held by the caching allocator, in use or not.
+    /// Bytes held by the caching allocator, in use or not.
     pub reserved: u64,
-    /// How often the allocator had to empty its cache to serve a request.
+    /// Number of times the allocator emptied its cache to serve a request.
     pub allocation_retries: u64,
-    /// How many requests were refused, even then.
+    /// Number of requests refused even after that.
     pub refusals: u64,
-    /// Not held by anyone, and within the limit.
+    /// Bytes that no process holds, within the limit.
     pub free: u64,
-    /// All of the device's.
+    /// Total bytes of the device.
     pub total: u64,
-    /// The most that the caching allocator may hold: all of it, or what [`set_limit`] left to it.
+    /// Most bytes that the caching allocator may hold: all, or the limit of [`set_limit`].
     pub limit: u64,
 }
 
-/// Reads the device's figures.
+/// Reads the device's memory statistics.
 ///
 /// # Errors
 /// When the device does not exist or is a CPU.
@@ -52,8 +52,8 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     })
 }
 
-/// The share of a device's memory that this process may take: all, where the object that could have
-/// set a limit cannot be loaded.
+/// Returns the share of a device's memory that this process may take: 1 if the object that sets limits cannot be
+/// loaded.
 fn share(index: i32) -> Result<f64, TorchError> {
     if cuda_object::load().is_err() {
         return Ok(1.0);
@@ -63,22 +63,22 @@ fn share(index: i32) -> Result<f64, TorchError> {
     Ok(share.clamp(0.0, 1.0))
 }
 
-/// Lets this process take no more than so many bytes of the device: past that an allocation fails as
-/// on a full device. `None` lifts the limit, and so does more than the device has.
+/// Limits this process to this many bytes of the device: an allocation beyond that fails as on a full device.
+/// `None`, or more than the device has, removes the limit.
 ///
 /// # Errors
-/// When the device does not exist or is a CPU, or its CUDA lacks what is needed.
+/// When the device does not exist or is a CPU, or its CUDA lacks a symbol.
 pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<(), TorchError> {
     let index = accelerator(device)?;
     cuda_object::load()?;
     let total = device_memory(device)?.total;
-    // libtorch multiplies, and cuts off what is behind the point: half a byte more is enough.
+    // libtorch multiplies and truncates; half a byte more compensates for that.
     let share = bytes.map_or(1.0, |bytes| ((bytes as f64 + 0.5) / total as f64).min(1.0));
     // SAFETY: takes plain numbers.
     unsafe { ffi::brimful_set_memory_share(index, share) }
 }
 
-/// Lets the device's peak start again from what is in use now.
+/// Resets the device's peak to the bytes in use now.
 ///
 /// # Errors
 /// When the device does not exist or is a CPU.
@@ -88,7 +88,7 @@ pub fn reset_peak(device: Device) -> Result<(), TorchError> {
     unsafe { ffi::brimful_reset_peak(index) }
 }
 
-/// Gives cached memory that no tensor uses back to the device.
+/// Returns unused cached memory to the device.
 ///
 /// # Errors
 /// When the device does not exist or is a CPU.

@@ -1,4 +1,4 @@
-//! Tensors that have a shape and no memory, to count a model before it exists.
+//! Meta tensors: a shape without memory, to measure a model before it exists.
 
 use crate::ffi;
 use crate::replaced::{GuardNumber, Replaced};
@@ -7,18 +7,18 @@ thread_local! {
     static FOUND: Replaced<bool> = const { Replaced::new() };
 }
 
-/// From here on this thread's new tensors have a shape and no memory, until the guard is dropped.
+/// Makes this thread's new tensors meta tensors, without memory, until the guard is dropped.
 ///
-/// Calculating with them gives more of their kind; reading a value is an error of libtorch. A
-/// tensor made of the host's data (`Tensor::from_slice`) is as always.
+/// Operations on them return meta tensors; reading a value is a libtorch error. A tensor made from host data
+/// (`Tensor::from_slice`) is an ordinary one.
 pub fn enter() -> MetaGuard {
-    // SAFETY: it changes a setting of this thread alone.
+    // SAFETY: changes a setting of this thread alone.
     let last = unsafe { ffi::brimful_meta_enter(true) };
     MetaGuard(Replaced::note(&FOUND, last))
 }
 
-/// Keeps new tensors without memory; dropped, the state before holds again. Guards may be dropped in any order: they
-/// have memory again when none is left.
+/// Keeps new tensors without memory. Dropping it restores the previous state. Guards may be dropped in any order:
+/// tensors have memory again when none is left.
 #[derive(Debug)]
 #[must_use = "tensors have memory again when the guard is dropped"]
 pub struct MetaGuard(GuardNumber);
@@ -26,7 +26,7 @@ pub struct MetaGuard(GuardNumber);
 impl Drop for MetaGuard {
     fn drop(&mut self) {
         if let Some(last) = Replaced::leave(&FOUND, self.0, |_, _| true) {
-            // SAFETY: as in `enter`; the guard cannot have left its thread.
+            // SAFETY: as in `enter`; the guard cannot leave its thread.
             unsafe { ffi::brimful_meta_enter(last) };
         }
     }

@@ -1,7 +1,7 @@
-//! Messages between processes, over MPI: buffers that are owned until they have been sent or filled.
+//! MPI messages between processes, with buffers that are owned until they have been sent or filled.
 //!
-//! Nothing here waits, save the start and the end. Calls go through [`Mpi`], which is not shared, so
-//! they never run at the same time; whoever has several threads puts it behind a lock.
+//! Only the start and the end block. All calls go through [`Mpi`], which is not shared, so they never run at the
+//! same time; programs with several threads put it behind a lock.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -15,65 +15,65 @@ use mpi::traits::{AsRaw, Communicator};
 use tch::{Device, Tensor};
 use thiserror::Error;
 
-/// MPI counts in C's `int`, so longer buffers go in pieces.
+/// MPI counts in C's `int`, so longer buffers are sent in pieces.
 const LONGEST: usize = 1 << 30;
 
-/// Why an MPI call failed.
+/// Cause of a failed MPI call.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MpiError {
     /// MPI can be started once in a process.
     #[error("MPI has been started in this process before")]
     Started,
-    /// An MPI that does not know of threads.
+    /// This MPI does not support threads.
     #[error("this MPI does not allow calls from several threads")]
     Threads,
-    /// Ranks that did not answer.
+    /// Ranks did not answer.
     #[error("not all ranks have answered within {} s", .0.as_secs())]
     NoAnswer(Duration),
-    /// A tensor whose numbers are not in one piece of the host's memory.
+    /// The tensor is not contiguous in host memory.
     #[error("only dense tensors in the host's memory can be sent")]
     NotDense,
-    /// Any other, in MPI's own words.
+    /// Any other error, with MPI's message.
     #[error("{0}")]
     Other(String),
 }
 
-/// MPI in this process.
+/// MPI of this process.
 pub struct Mpi {
-    /// Ended in order by [`Mpi::end`] alone: ranks that are gone would be waited for.
+    /// Finalised by [`Mpi::end`] alone: finalising waits for all ranks, also for those that have died.
     universe: ManuallyDrop<Universe>,
     lines: [ffi::MPI_Comm; 2],
-    /// Messages on the control line that have been announced, with their senders.
+    /// Announced messages on the control line, with their senders.
     arriving: VecDeque<(usize, MpiMessage)>,
 }
 
-/// One of two ways for messages, which do not meet.
+/// One of two independent channels for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpiLine {
-    /// For small messages of which the receiver knows nothing beforehand.
+    /// Small messages that the receiver does not expect.
     Control,
-    /// For buffers whose length the receiver has been told.
+    /// Buffers whose length the receiver knows.
     Data,
 }
 
-/// What is sent, or filled.
+/// Buffer to send or to fill.
 #[derive(Debug)]
 pub enum Buffer {
-    /// Any bytes.
+    /// Raw bytes.
     Bytes(Vec<u8>),
-    /// The numbers of a contiguous tensor in the host's memory.
+    /// Data of a contiguous host tensor.
     Tensor(Tensor),
 }
 
-/// A message under way, with its buffer.
+/// Message in flight, with its buffer.
 #[derive(Debug)]
 pub struct MpiMessage {
     requests: Vec<ffi::MPI_Request>,
     buffer: Option<Buffer>,
 }
 
-// SAFETY: MPI was started so that any thread may call it, one at a time; `&mut Mpi` sees to that.
-// The handles are no more than names.
+// SAFETY: MPI was started so that any thread may call it, one at a time; `&mut Mpi` guarantees that. The handles
+// are plain identifiers.
 unsafe impl Send for Mpi {}
 // SAFETY: as above; nothing can be done with an `MpiMessage` without the one `Mpi`.
 unsafe impl Send for MpiMessage {}
@@ -85,11 +85,10 @@ impl std::fmt::Debug for Mpi {
 }
 
 impl Mpi {
-    /// Starts MPI. Without a launcher, this process is alone. The thread that starts it is the one
-    /// that must end it.
+    /// Starts MPI. Without a launcher, this process is alone. The thread that starts MPI must also end it.
     ///
     /// # Errors
-    /// When it has been started before, or other ranks do not answer within `limit`.
+    /// When it was started before, or other ranks do not answer within `limit`.
     pub fn start(limit: Duration) -> Result<Self, MpiError> {
         let started = mpi::initialize_with_threading(Threading::Serialized);
         let (universe, threading) = started.ok_or(MpiError::Started)?;
@@ -97,29 +96,28 @@ impl Mpi {
             return Err(MpiError::Threads);
         }
         let world = universe.world().as_raw();
-        // From here on it is not ended in order where something fails: who does not answer now would
-        // be waited for then.
+        // After an error MPI is not finalised: that would wait for ranks that do not answer.
         let universe = ManuallyDrop::new(universe);
         let lines = [duplicate(world, limit)?, duplicate(world, limit)?];
         Ok(Self { universe, lines, arriving: VecDeque::new() })
     }
 
-    /// This process's number.
+    /// Returns this process's rank.
     pub fn rank(&self) -> usize {
         self.universe.world().rank().unsigned_abs() as usize
     }
 
-    /// How many processes there are.
+    /// Returns the number of processes.
     pub fn size(&self) -> usize {
         self.universe.world().size().unsigned_abs() as usize
     }
 
-    /// The name of this machine.
+    /// Returns this machine's name.
     pub fn host(&self) -> String {
         mpi::environment::processor_name().unwrap_or_default()
     }
 
-    /// Lets a buffer set out.
+    /// Starts sending a buffer.
     ///
     /// # Errors
     /// When MPI refuses.
@@ -139,7 +137,7 @@ impl Mpi {
         })
     }
 
-    /// Lets a buffer be filled by a message of just its length.
+    /// Starts receiving a message of exactly the buffer's length.
     ///
     /// # Errors
     /// When MPI refuses.
@@ -159,8 +157,8 @@ impl Mpi {
         })
     }
 
-    /// The next message that has come whole on the control line, with its sender. One that is not
-    /// whole yet is not waited for, but those after it of the same sender wait for it.
+    /// Returns the next complete message on the control line, with its sender. Does not wait for an incomplete
+    /// one, but later messages of that sender stay behind it.
     ///
     /// # Errors
     /// When MPI refuses.
@@ -175,7 +173,7 @@ impl Mpi {
         }
     }
 
-    /// The first message that is whole, and has none before it of the same sender.
+    /// Returns the first complete message that has no incomplete one of the same sender before it.
     fn next_whole(&mut self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         let mut late: Vec<usize> = Vec::new();
         for (place, (from, message)) in self.arriving.iter_mut().enumerate() {
@@ -192,8 +190,7 @@ impl Mpi {
         Ok(None)
     }
 
-    /// Begins to receive the next message that has been announced on the control line, if there is
-    /// one.
+    /// Starts receiving the next announced message on the control line, if there is one.
     fn accept(&mut self) -> Result<bool, MpiError> {
         let (mut found, mut length) = (0, 0);
         let comm = self.lines[MpiLine::Control as usize];
@@ -209,7 +206,7 @@ impl Mpi {
             }
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
         }
-        // One piece, as it was sent.
+        // One piece, as the sender sent it.
         let buffer = Buffer::Bytes(vec![0; length.unsigned_abs() as usize]);
         // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
         // completed.
@@ -220,7 +217,7 @@ impl Mpi {
         Ok(true)
     }
 
-    /// Whether the message has arrived, or is on its way for good.
+    /// Returns whether a received message has arrived, or whether a sent one's buffer is free again.
     ///
     /// # Errors
     /// When it was lost.
@@ -228,7 +225,7 @@ impl Mpi {
         pending.test()
     }
 
-    /// Ends MPI in order, for which all ranks wait for each other: on the thread that has started it.
+    /// Finalises MPI, for which all ranks wait for each other. Call it on the thread that started MPI.
     pub fn end(self) {
         drop(ManuallyDrop::into_inner(self.universe));
     }
@@ -241,7 +238,7 @@ impl Mpi {
         let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer: Some(buffer) };
         let (first, length) = pending.bytes()?;
         for at in (0..length.max(1)).step_by(LONGEST) {
-            // SAFETY: no null pointer is ever completed, and `at` is inside the buffer.
+            // SAFETY: a null request is never completed, and `at` is inside the buffer.
             let (mut request, place) = unsafe { (ffi::RSMPI_REQUEST_NULL, first.add(at)) };
             let piece = LONGEST.min(length - at) as c_int;
             checked(start(place.cast(), piece, &mut request))?;
@@ -252,7 +249,7 @@ impl Mpi {
 }
 
 impl MpiMessage {
-    /// The bytes of a message that is done.
+    /// Returns the bytes of a completed message.
     fn into_bytes(mut self) -> Option<Vec<u8>> {
         match self.requests.is_empty().then(|| self.buffer.take())? {
             Some(Buffer::Bytes(bytes)) => Some(bytes),
@@ -260,7 +257,7 @@ impl MpiMessage {
         }
     }
 
-    /// Whether all of it is done; only who has the [`Mpi`] to himself may ask.
+    /// Returns whether the whole message is done. Only the owner of the [`Mpi`] may call it.
     fn test(&mut self) -> Result<bool, MpiError> {
         while let Some(request) = self.requests.last_mut() {
             let mut done = 0;
@@ -291,17 +288,16 @@ impl MpiMessage {
 impl Drop for MpiMessage {
     fn drop(&mut self) {
         if !self.requests.is_empty() {
-            // MPI may still read or write it: memory that is lost is better than memory spoiled.
+            // MPI may still access the buffer: leaking it is better than corrupting memory.
             mem::forget(self.buffer.take());
         }
     }
 }
 
-/// A communicator of our own, whose errors are given back instead of ending the process.
+/// Creates a communicator that returns errors instead of ending the process.
 fn duplicate(world: ffi::MPI_Comm, limit: Duration) -> Result<ffi::MPI_Comm, MpiError> {
     let start = Instant::now();
-    // SAFETY: plain out-parameters, which stay in place until the request has been completed, or for
-    // ever.
+    // SAFETY: plain out-parameters, valid until the request has completed, or for ever.
     unsafe {
         let new = Box::leak(Box::new(ffi::RSMPI_COMM_NULL));
         let (mut request, mut done) = (ffi::RSMPI_REQUEST_NULL, 0);
@@ -323,7 +319,7 @@ fn checked(code: c_int) -> Result<(), MpiError> {
     }
     let mut text = vec![0_u8; ffi::MPI_MAX_ERROR_STRING as usize];
     let mut length = 0;
-    // SAFETY: the text has as much room as MPI asks for.
+    // SAFETY: the text has the length that MPI requires.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
     text.truncate(length.unsigned_abs() as usize);
     Err(MpiError::Other(String::from_utf8_lossy(&text).into_owned()))

@@ -1,4 +1,4 @@
-//! LayerNorm and RMSNorm, with an addition before them.
+//! LayerNorm and RMSNorm, with a fused residual addition.
 
 use std::ptr;
 
@@ -7,20 +7,20 @@ use tch::Tensor;
 use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
-/// How rows are normed.
+/// Normalisation of rows.
 #[derive(Debug, Clone, Copy)]
 pub struct RowNorm<'a> {
-    /// One factor a column; 1 without.
+    /// Factor of each column; 1 if absent.
     pub weight: Option<&'a Tensor>,
-    /// What is added to each column; nothing without, and for a root mean square.
+    /// Addend of each column; 0 if absent, and for RMSNorm.
     pub bias: Option<&'a Tensor>,
-    /// Added to the variance, or to the mean square.
+    /// Epsilon added to the variance, or to the mean square.
     pub eps: f64,
-    /// By the root of the mean square alone, without taking the mean away.
+    /// True for RMSNorm, which does not subtract the mean.
     pub root_mean_square: bool,
 }
 
-/// Norms the rows of `x`, which are along its last dimension.
+/// Normalises the rows of `x` along its last dimension.
 ///
 /// # Errors
 /// When weight or bias do not fit, or memory runs out.
@@ -28,7 +28,8 @@ pub fn norm(x: &Tensor, how: RowNorm<'_>) -> Result<Tensor, TorchError> {
     run(x, None, how, ptr::null_mut())
 }
 
-/// Gives `x` itself beside, for who uses both: their gradients are added on the way.
+/// Normalises, and also returns `x` itself for callers that use both: the backward adds both gradients in one
+/// pass.
 ///
 /// # Errors
 /// When weight or bias do not fit, or memory runs out.
@@ -38,7 +39,7 @@ pub fn norm_beside(x: &Tensor, how: RowNorm<'_>) -> Result<(Tensor, Tensor), Tor
     Ok((owned(same), normed))
 }
 
-/// Adds the residual first: gives the sum, and the sum normed.
+/// Adds the residual first. Returns the sum and the normalised sum.
 ///
 /// # Errors
 /// When the residual, weight or bias do not fit, or memory runs out.
@@ -61,8 +62,8 @@ fn run(
     cuda_object::load_for(x);
     let RowNorm { weight, bias, eps, root_mean_square } = how;
     let [residual, weight, bias] = [residual, weight, bias].map(raw_or_null);
-    // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On
-    // success the sum is a new one of ours, where it is asked for.
+    // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On success
+    // the caller owns the new sum, if it asked for one.
     unsafe { ffi::brimful_norm(raw(x), residual, weight, bias, eps, root_mean_square, sum) }
         .map(owned)
 }

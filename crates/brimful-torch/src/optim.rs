@@ -1,7 +1,7 @@
-//! libtorch's fused optimizers: the update of many parameters in one pass over their memory.
+//! Fused optimizers of libtorch: update many parameters in one pass over their memory.
 //!
-//! All parameters of a call share their kind and device, and everything that belongs to a parameter
-//! is laid out as it is: see [`fits`]. A call allocates nothing, so memory cannot run out in it.
+//! All parameters of a call share their dtype and device. Gradients and state must match their parameter element
+//! by element in memory: see [`fits`]. A call allocates nothing, so it cannot run out of memory.
 
 use std::ptr;
 use tch::Tensor;
@@ -10,13 +10,13 @@ use crate::error::TorchError;
 use crate::ffi::{self, RawAdam, RawSgd};
 use crate::{raw, raw_list};
 
-/// How far a step goes.
+/// Learning rate of a step.
 #[derive(Debug, Clone, Copy)]
 pub enum LearningRate<'a> {
     /// A number.
     Number(f64),
-    /// A 0-dim f32 tensor on the parameters' device, read by the kernel itself: one captured into
-    /// a CUDA graph follows its changes.
+    /// A 0-dim f32 tensor on the parameters' device that the kernel reads: a captured CUDA graph follows its
+    /// changes.
     Tensor(&'a Tensor),
 }
 
@@ -29,31 +29,31 @@ impl LearningRate<'_> {
     }
 }
 
-/// What stochastic gradient descent is told.
+/// Settings of SGD.
 #[derive(Debug, Clone, Copy)]
 pub struct SgdOptions {
-    /// How much of the last direction is kept.
+    /// Momentum.
     pub momentum: f64,
-    /// How much of the gradient is left out of the direction.
+    /// Dampening of the momentum.
     pub dampening: f64,
-    /// How much of the parameter is added to its gradient.
+    /// Weight decay, added to the gradient.
     pub weight_decay: f64,
-    /// Looks ahead along the direction.
+    /// Nesterov momentum.
     pub nesterov: bool,
-    /// The buffers hold nothing yet: the gradient becomes the direction.
+    /// True in the first step: the buffers are empty and the gradient initialises them.
     pub first: bool,
 }
 
-/// What Adam and `AdamW` are told.
+/// Settings of Adam and `AdamW`.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamOptions {
-    /// The decays of the averages of gradients and of their squares.
+    /// Decay rates of the averages of gradients and of squared gradients.
     pub betas: (f64, f64),
-    /// Keeps the divisor from zero.
+    /// Epsilon, keeps the divisor from zero.
     pub eps: f64,
-    /// How much the parameter shrinks.
+    /// Weight decay.
     pub weight_decay: f64,
-    /// `AdamW`: the parameter shrinks by itself, apart from its gradient.
+    /// True for `AdamW`: weight decay does not go through the gradient.
     pub decoupled: bool,
 }
 
@@ -64,30 +64,30 @@ impl AdamOptions {
     }
 }
 
-/// What Adam keeps of each parameter, as parallel lists.
+/// State of Adam for each parameter, as parallel lists.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamState<'a> {
     /// Averages of the gradients.
     pub averages: &'a [Tensor],
     /// Averages of their squares.
     pub squares: &'a [Tensor],
-    /// The largest averages of squares so far, for amsgrad; none for plain Adam.
+    /// Largest averages of squares so far, for amsgrad; `None` for plain Adam.
     pub maxima: Option<&'a [Tensor]>,
-    /// How many steps each has taken: one f32 each, which the call increases.
+    /// Step counts, one f32 tensor each, incremented by the call.
     pub steps: &'a [Tensor],
 }
 
-/// Whether `other` is laid out as the parameter, element by element in memory, and the parameter
-/// has no gaps. `fits(p, p)` tells whether a fused kernel can update `p` where it lies.
+/// Returns whether `other` matches the parameter's memory element by element, and the parameter has no gaps.
+/// `fits(p, p)` tests whether a fused kernel can update `p` in place.
 pub fn fits(parameter: &Tensor, other: &Tensor) -> bool {
     // SAFETY: both are valid; the call only reads.
     unsafe { ffi::brimful_fits(raw(parameter), raw(other)) }
 }
 
-/// One step of stochastic gradient descent; without buffers, one without momentum.
+/// Runs one step of SGD; without buffers, without momentum.
 ///
 /// # Errors
-/// When lists differ in length or tensors are not laid out alike; nothing is changed then.
+/// When lists differ in length or tensors differ in memory format; nothing is changed then.
 pub fn sgd(
     parameters: &[Tensor],
     gradients: &[Tensor],
@@ -102,8 +102,8 @@ pub fn sgd(
     let options = RawSgd { learning_rate, momentum, dampening, weight_decay, nesterov, first };
     let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));
     let buffers = buffers.map(raw_list);
-    // SAFETY: every array has `count` valid tensors or is null where that is allowed; the bridge
-    // checks that they are laid out alike before a kernel sees them.
+    // SAFETY: every array has `count` valid tensors or is null where that is allowed; the bridge checks that
+    // their memory formats match before a kernel reads them.
     unsafe {
         let (parameters, gradients) = (parameters.as_ptr(), gradients.as_ptr());
         let buffers = buffers.as_ref().map_or(ptr::null(), Vec::as_ptr);
@@ -111,10 +111,10 @@ pub fn sgd(
     }
 }
 
-/// One step of Adam or `AdamW`.
+/// Runs one step of Adam or `AdamW`.
 ///
 /// # Errors
-/// When lists differ in length or tensors are not laid out alike; nothing is changed then.
+/// When lists differ in length or tensors differ in memory format; nothing is changed then.
 pub fn adam(
     parameters: &[Tensor],
     gradients: &[Tensor],
@@ -146,14 +146,14 @@ pub fn adam(
     }
 }
 
-/// What Adam goes by of one parameter, and keeps of it: as it is, or as it will be.
+/// Parameter and Adam state, before or after a step.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamNumbers<'a> {
     /// The parameter.
     pub parameter: &'a Tensor,
-    /// The average of its gradients.
+    /// Average of its gradients.
     pub average: &'a Tensor,
-    /// The average of their squares.
+    /// Average of its squared gradients.
     pub square: &'a Tensor,
 }
 
@@ -163,12 +163,12 @@ impl AdamNumbers<'_> {
     }
 }
 
-/// Computes what [`adam`] makes of one parameter in this step, counted from 1, beside what it is now: the same numbers
-/// to the last bit, in one pass over the memory. Tells whether that is possible: for f32 on a CPU whose libtorch
-/// rounds as this does.
+/// Computes an [`adam`] step of one parameter out of place, into `next`: the same numbers to the last bit, in one
+/// pass over the memory. The step counts from 1. Returns whether that is possible: for f32 on a CPU whose
+/// libtorch rounds the same way.
 ///
 /// # Errors
-/// When tensors are not laid out alike; nothing is changed then.
+/// When tensors differ in memory format; nothing is changed then.
 pub fn adam_beside(
     now: AdamNumbers<'_>,
     gradient: &Tensor,
@@ -179,7 +179,7 @@ pub fn adam_beside(
 ) -> Result<bool, TorchError> {
     let options = options.raw(learning_rate, false);
     let (now, next) = (now.raw(), next.raw());
-    // SAFETY: both arrays have three valid tensors; the bridge checks that all are laid out alike.
+    // SAFETY: both arrays have three valid tensors; the bridge checks that all memory formats match.
     unsafe { ffi::brimful_adam_beside(now.as_ptr(), raw(gradient), next.as_ptr(), &options, step) }
 }
 

@@ -1,4 +1,4 @@
-//! Linear layers, and rows of a table, whose gradients go straight into the sums that are offered for them.
+//! Linear layers and embeddings whose gradients go directly into the sums offered for them.
 
 use std::ptr;
 
@@ -7,22 +7,23 @@ use tch::Tensor;
 use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
-/// A linear layer's own: a weight of outputs × inputs, or of inputs × outputs, and a bias.
+/// Weight (outputs × inputs, or inputs × outputs) and bias of a linear layer.
 pub type LinearLayer<'a> = (&'a Tensor, Option<&'a Tensor>);
 
-/// What several layers make of the same rows is given.
+/// Form of the outputs of several layers on the same rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outputs {
-    /// As a tensor of each.
+    /// One tensor per layer.
     Apart,
-    /// As one tensor, whose rows have them side by side.
+    /// One tensor whose rows hold all outputs side by side.
     Joined,
 }
 
-/// Rows × inputs to rows × outputs, by a weight of outputs × inputs, or of inputs × outputs.
+/// Applies a linear layer: rows × inputs to rows × outputs. The weight is inputs × outputs if `inputs_first`,
+/// else outputs × inputs.
 ///
 /// # Errors
-/// When shapes or kinds do not match, or memory runs out.
+/// When shapes or dtypes do not match, or memory runs out.
 pub fn projection(
     x: &Tensor,
     weight: &Tensor,
@@ -33,10 +34,10 @@ pub fn projection(
     Ok(out.remove(0))
 }
 
-/// The same by several layers at once: the gradient of the rows is added up as it is computed.
+/// Applies several linear layers to the same rows. The backward accumulates the rows' gradient as it computes it.
 ///
 /// # Errors
-/// When shapes or kinds do not match, or memory runs out.
+/// When shapes or dtypes do not match, or memory runs out.
 pub fn projections(
     x: &Tensor,
     layers: &[LinearLayer<'_>],
@@ -48,8 +49,8 @@ pub fn projections(
         layers.iter().map(|(weight, bias)| (raw(weight), raw_or_null(*bias))).unzip();
     let joined = outputs == Outputs::Joined;
     let mut out = vec![ptr::null_mut(); if joined { 1 } else { layers.len() }];
-    // SAFETY: every tensor is valid, or null where that is allowed; both lists have as many, and there is room
-    // for all results, which on success are new ones of ours.
+    // SAFETY: every tensor is valid, or null where that is allowed; both lists have the same length, and `out`
+    // has a place for each result, which the caller owns on success.
     unsafe {
         let (weights, biases) = (weights.as_ptr(), biases.as_ptr());
         let (count, out) = (layers.len(), out.as_mut_ptr());
@@ -58,10 +59,10 @@ pub fn projections(
     Ok(out.into_iter().map(owned).collect())
 }
 
-/// The table's rows at these places.
+/// Returns the table's rows at these indices.
 ///
 /// # Errors
-/// When the places are no integers, or memory runs out.
+/// When the indices are not integers, or memory runs out.
 pub fn embedding(table: &Tensor, places: &Tensor) -> Result<Tensor, TorchError> {
     cuda_object::load_for(table);
     // SAFETY: both tensors are valid.

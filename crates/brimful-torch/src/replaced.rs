@@ -1,14 +1,14 @@
-//! What a thread's guards have found in place, put back in whatever order they are dropped.
+//! Values that a thread's guards have replaced, restored in whatever order the guards are dropped.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::thread::LocalKey;
 
-/// What the living guards of one kind have each found, the outermost first.
+/// Values that the living guards of one kind have replaced, the outermost first.
 #[derive(Debug)]
 pub(crate) struct Replaced<T>(RefCell<Vec<(u64, T)>>);
 
-/// A guard's number on its thread, which it cannot leave.
+/// Number of a guard on its thread, which it cannot leave.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GuardNumber(u64, PhantomData<*const ()>);
 
@@ -17,25 +17,25 @@ impl<T: Copy> Replaced<T> {
         Self(RefCell::new(Vec::new()))
     }
 
-    /// Notes what a new guard has found.
+    /// Records the value that a new guard has replaced.
     pub(crate) fn note(list: &'static LocalKey<Self>, found: T) -> GuardNumber {
         list.with(|this| {
             let mut all = this.0.borrow_mut();
-            // Higher than all that are there.
+            // Higher than all existing numbers.
             let number = all.last().map_or(0, |(last, _)| last + 1);
             all.push((number, found));
             GuardNumber(number, PhantomData)
         })
     }
 
-    /// Forgets a guard, and gives what is to be put back: nothing where a later one of the same
-    /// thing is still there, which will put it back instead.
+    /// Removes a guard and returns the value to restore: none if a later guard of the same setting still lives
+    /// and will restore it instead.
     pub(crate) fn leave(
         list: &'static LocalKey<Self>,
         guard: GuardNumber,
         same: impl Fn(&T, &T) -> bool,
     ) -> Option<T> {
-        // A thread that has put its list away is ending, and needs nothing put back.
+        // A thread whose list is gone is ending and needs no restoring.
         let left = list.try_with(|this| {
             let mut all = this.0.borrow_mut();
             let at = all.iter().position(|(number, _)| *number == guard.0)?;

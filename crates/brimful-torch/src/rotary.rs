@@ -1,12 +1,12 @@
-//! Rotary positions.
+//! Rotary position embedding.
 
 use tch::Tensor;
 
 use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw};
 
-/// Turns the pairs of numbers of each head (one of its first half, one of its second) by the angles of
-/// their place. `x` is samples × sequence × heads × width, the tables are sequence × width/2.
+/// Rotates the pairs of each head (one number of its first half, one of its second) by the angles of their
+/// position. `x` is samples × sequence × heads × width, the tables are sequence × width/2.
 ///
 /// # Errors
 /// When the shapes or devices do not fit, or memory runs out.

@@ -1,5 +1,4 @@
-//! A block of bytes in the host's memory that a device copies from and to by itself, made once and
-//! used for many tensors.
+//! Host buffer that can be pinned, allocated once and reused for many tensors.
 
 use std::ffi::c_void;
 use std::slice;
@@ -12,30 +11,29 @@ use crate::host::prefer_large_pages;
 use crate::touched::any_is_left;
 use crate::{ffi, owned};
 
-/// Pages are locked whole: a block begins and ends at a multiple of 4,096 bytes.
+/// Page size: memory is pinned in whole pages of 4,096 bytes, so a buffer begins and ends at a multiple of it.
 const PAGE: usize = 4096;
 
-/// Bytes of the host, in pages that the system never moves, where a device's driver has locked them.
+/// Host buffer of whole pages, which a device's driver can pin.
 ///
-/// libtorch's own page-locked memory comes in powers of two; this is as large as it was asked for.
+/// libtorch's own pinned memory comes in powers of two; this buffer is as large as requested.
 #[derive(Debug)]
 pub struct Slab {
     bytes: Tensor,
-    /// Where locked pages begin.
+    /// Start of the pinned pages, if pinned.
     locked: Option<*mut c_void>,
 }
 
-// SAFETY: the pointer is only ever given back to the driver, which any thread may do; the tensor is
-// tch's, which is `Send`.
+// SAFETY: the pointer is only ever passed back to the driver, which any thread may do; tch's tensor is `Send`.
 unsafe impl Send for Slab {}
 
 impl Slab {
-    /// So many bytes of ordinary memory, charged to the arena that this thread is in.
+    /// Allocates this many bytes of pageable memory, charged to the thread's current arena.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn new(bytes: usize) -> Result<Self, TorchError> {
-        // Whole pages, so that a lock on the last one holds nothing of others.
+        // Whole pages, so that pinning the last one affects no other memory.
         let room = bytes.next_multiple_of(PAGE);
         // SAFETY: takes plain numbers.
         let bytes = owned(unsafe { ffi::brimful_host_bytes(room, PAGE) }?);
@@ -43,11 +41,10 @@ impl Slab {
         Ok(Self { bytes, locked: None })
     }
 
-    /// Locks the pages, so that this device, a CUDA one, and all others copy them by themselves.
+    /// Pins the pages, so that CUDA devices copy to and from them asynchronously.
     ///
     /// # Errors
-    /// When the system or the driver refuses; the memory serves as before then, at the speed of
-    /// ordinary memory.
+    /// When the system or the driver refuses; the buffer then stays pageable, with slower copies.
     pub fn lock(&mut self, device: Device) -> Result<(), TorchError> {
         if self.locked.is_some() || self.bytes.numel() == 0 {
             return Ok(());
@@ -55,25 +52,25 @@ impl Slab {
         let index = number(device)?;
         let start = self.bytes.data_ptr();
         let length = self.bytes.numel();
-        // SAFETY: the pages are all within the tensor's memory, which is unlocked before it is freed.
+        // SAFETY: the pages are all within the tensor's memory, which is unpinned before it is freed.
         unsafe { ffi::brimful_lock_pages(start, length, index) }?;
         self.locked = Some(start);
         Ok(())
     }
 
-    /// Whether its pages are locked.
+    /// Returns whether the pages are pinned.
     pub fn is_locked(&self) -> bool {
         self.locked.is_some()
     }
 
-    /// The bytes, in whole pages: at least as many as were asked for.
+    /// Returns the bytes, in whole pages: at least as many as requested.
     pub fn bytes(&self) -> &Tensor {
         &self.bytes
     }
 
-    /// Whether nobody else looks at the bytes: no view of them is left.
+    /// Returns whether no view of the bytes is left.
     pub fn is_free(&self) -> bool {
-        // A block that is nobody else's any more is left.
+        // `any_is_left` returns true for a block without other users.
         any_is_left(slice::from_ref(&self.bytes))
     }
 }
@@ -81,9 +78,9 @@ impl Slab {
 impl Drop for Slab {
     fn drop(&mut self) {
         if let Some(start) = self.locked {
-            // Fails only where the driver has ended, and with it every lock. Views that are left keep the
-            // memory, which is ordinary from now on.
-            // SAFETY: these pages were locked, and are unlocked once.
+            // Fails only if the driver has shut down, which releases every pin. Views that are left keep the
+            // memory, which is pageable from now on.
+            // SAFETY: these pages were pinned, and are unpinned once.
             let _ = unsafe { ffi::brimful_unlock_pages(start) };
         }
     }

@@ -1,4 +1,4 @@
-//! A backward in two halves: the gradients of the inputs, and later those of the weights.
+//! Split backward: the input gradients (dX) first, the weight gradients (dW) later.
 
 use std::ptr;
 
@@ -9,37 +9,34 @@ use crate::ffi::{self, RawSplit};
 use crate::leaves::{KnownLeaves, Reach};
 use crate::{owned_or_none, raw, raw_list};
 
-/// The weight half of a backward whose input half has run. Until then it keeps what the weights'
-/// gradients are computed from, and nothing else of the graph.
+/// Weight part (dW) of a backward whose input part (dX) has run. Until it runs it keeps the tensors that the
+/// weight gradients are computed from, and nothing else of the graph.
 ///
-/// Hooks of tensors that feed a weight's node run in both halves. Norms, recurrent layers and functions
-/// of one's own run whole in the input half, and their weights' gradients wait here.
+/// Hooks of tensors that feed a weight's node run in both parts. Norms, recurrent layers and custom functions run
+/// whole in the input part; their weight gradients are kept here.
 #[derive(Debug)]
 pub struct SplitBackward {
     split: *mut RawSplit,
     groups: usize,
 }
 
-/// One gradient an input, or none where nothing has reached it.
+/// Gradient of each input, or `None` if no gradient reached it.
 pub type InputGradients = Vec<Option<Tensor>>;
 
-/// Each group's gradients of the inputs, and the weight half.
+/// Input gradients of each group, and the pending weight part.
 pub type Begun = (Vec<InputGradients>, SplitBackward);
 
-// SAFETY: it is tensors and nodes of a graph, which may be sent as tensors may, and it is used through
-// one owner.
+// SAFETY: it holds tensors and graph nodes, which may be sent between threads, and has one owner.
 unsafe impl Send for SplitBackward {}
 
 impl SplitBackward {
-    /// Runs the input half of a backward from several groups of roots, each root with its gradient, and
-    /// gives the inputs' gradients of each group.
+    /// Computes the input gradients of each group of roots; every root comes with its gradient.
     ///
-    /// No gradient of a leaf is touched, save by layers that run a backward inside theirs. The graph
-    /// cannot be run again, and what the gradients were computed from must stay as it is until the weight
-    /// half is done.
+    /// No leaf's gradient changes, save by layers that run a backward inside theirs. The graph cannot be used a
+    /// second time, and the saved tensors must not change until the weight part is done.
     ///
     /// # Errors
-    /// When libtorch refuses: a shape that does not match, memory that runs out.
+    /// When libtorch refuses: a shape does not match, or memory runs out.
     pub fn input_half(
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
@@ -50,8 +47,8 @@ impl SplitBackward {
         }
     }
 
-    /// The same where the roots lead to known leaves and to the inputs alone. Otherwise one of the others is
-    /// given, and nothing is run.
+    /// Runs [`input_half`](Self::input_half) if the roots lead only to known leaves and to the inputs. Otherwise
+    /// returns one of the other leaves and runs nothing.
     ///
     /// # Errors
     /// As [`input_half`](Self::input_half).
@@ -107,23 +104,22 @@ impl SplitBackward {
         Ok(out.into_iter().map(owned_or_none).collect())
     }
 
-    /// How many groups of roots there were.
+    /// Returns the number of groups of roots.
     pub fn groups(&self) -> usize {
         self.groups
     }
 
-    /// Adds a group's gradients to those of the leaves that are no inputs; each group once, in their
-    /// order.
+    /// Computes a group's weight gradients and adds them to the leaves that are not inputs. Call it once for each
+    /// group, in order.
     ///
     /// # Errors
-    /// When there is no such group, or libtorch refuses: memory that runs out, or a weight that was
-    /// changed meanwhile.
+    /// When there is no such group, or libtorch refuses: memory runs out, or a weight was changed meanwhile.
     pub fn weight_half(&mut self, group: usize) -> Result<(), TorchError> {
         // SAFETY: it lives as long as `self`, and checks the group.
         unsafe { ffi::brimful_split_weight_half(self.split, group) }
     }
 
-    /// A group's gradients of these leaves alone, in place of adding them to anyone's.
+    /// Computes a group's gradients of these leaves only and returns them, without adding them anywhere.
     ///
     /// # Errors
     /// As [`weight_half`](Self::weight_half).
@@ -142,16 +138,16 @@ impl SplitBackward {
         Ok(out.into_iter().map(owned_or_none).collect())
     }
 
-    /// The nodes that have run whole because they are not libtorch's own, by name.
+    /// Returns the names of the nodes that ran whole because they are not libtorch's own.
     pub fn run_whole(&self) -> Option<String> {
-        // SAFETY: it lives as long as `self`; the text is ours.
+        // SAFETY: it lives as long as `self`; the caller owns the text.
         take_string(unsafe { ffi::brimful_split_unknown(self.split) })
     }
 }
 
 impl Drop for SplitBackward {
     fn drop(&mut self) {
-        // SAFETY: made by `brimful_split_backward`, and given back once.
+        // SAFETY: made by `brimful_split_backward` and released once.
         unsafe { ffi::brimful_split_free(self.split) }
     }
 }

@@ -1,4 +1,4 @@
-//! How many threads one operation may use, for this thread alone.
+//! Intra-op thread count of the current thread.
 
 use std::sync::{Mutex, PoisonError};
 use std::thread::Builder;
@@ -9,20 +9,21 @@ thread_local! {
     static FOUND: Replaced<usize> = const { Replaced::new() };
 }
 
-/// Sets how many threads each operation started by this thread may use, until the guard is dropped.
+/// Sets the number of threads that each operation of this thread may use, until the guard is dropped.
 pub fn limit_threads(count: usize) -> ThreadsGuard {
     let number = Replaced::note(&FOUND, threads());
     set(count.max(1));
     ThreadsGuard(number)
 }
 
-/// How many threads an operation started by this thread may use.
+/// Returns the number of threads that an operation of this thread may use.
 pub fn threads() -> usize {
     usize::try_from(tch::get_num_threads()).unwrap_or(1)
 }
 
-/// libtorch's own call also becomes the default of threads that have not asked yet. A newcomer
-/// tells what that default was, and another one puts it back; where none can be started, nobody has that default.
+/// Sets the thread count of this thread only. libtorch's call also changes the default of threads that have not
+/// asked for it yet, so a new thread reads that default before and another one restores it. If no thread can be
+/// started, there is no new thread to see the default.
 fn set(count: usize) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -33,13 +34,13 @@ fn set(count: usize) {
     }
 }
 
-/// On a thread of its own; nothing where the system has none to give.
+/// Runs `f` on a new thread; returns `None` if the system cannot start one.
 fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     Builder::new().spawn(f).ok()?.join().ok()
 }
 
-/// Keeps a thread count in place; dropped, the one before holds again. Guards may be dropped in any
-/// order: the innermost that is left holds.
+/// Keeps a thread count in place; dropping it restores the previous one. Guards may be dropped in any order: the
+/// innermost that is left stays in effect.
 #[derive(Debug)]
 #[must_use = "the thread count goes back when the guard is dropped"]
 pub struct ThreadsGuard(GuardNumber);

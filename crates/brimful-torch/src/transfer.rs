@@ -1,4 +1,4 @@
-//! Copies between host and device that do not make the host wait.
+//! Copies between host and device that do not block the host.
 
 use tch::{Device, Tensor};
 
@@ -6,11 +6,11 @@ use crate::device::number;
 use crate::error::TorchError;
 use crate::{cuda, ffi, owned, raw, raw_mut};
 
-/// A copy in page-locked host memory, from which a device copies without making the host wait.
-/// Where there is no CUDA device, or the tensor is not on the CPU, it is the tensor itself.
+/// Returns a copy in pinned host memory, from which a device copies asynchronously. Without a CUDA device, or if
+/// the tensor is not on the CPU, returns the tensor itself.
 ///
 /// # Errors
-/// When the system has no more memory to lock.
+/// When the system has no more memory to pin.
 pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
     if tensor.device() != Device::Cpu || cuda::device_count() == 0 {
         return Ok(tensor.shallow_clone());
@@ -19,18 +19,17 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
     unsafe { ffi::brimful_pin(raw(tensor)) }.map(owned)
 }
 
-/// Host memory of the tensor's shape and kind, yet to be filled, in the order of its dimensions:
-/// page-locked where there is a CUDA device, so that it copies from there and back without making the
-/// host wait.
+/// Allocates uninitialised contiguous host memory of the tensor's shape and dtype. It is pinned if there is a
+/// CUDA device, so that copies do not block the host.
 ///
 /// # Errors
-/// When the system has no more memory, or none to lock.
+/// When the system has no more memory, or none to pin.
 pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
     room(tensor, cuda::device_count() > 0, false)
 }
 
-/// The same for a tensor that is to come back, page-locked only where that is on a device; with the channels
-/// last where its are: a copy there and back is one in one piece, and gives the order back too.
+/// Allocates host memory for a tensor that will be copied back. It is pinned only if the tensor is on a device.
+/// It keeps the channels-last format, so that a copy there and back is contiguous and restores the format.
 ///
 /// # Errors
 /// As [`room_for`].
@@ -44,8 +43,8 @@ fn room(tensor: &Tensor, page_locked: bool, keeps_order: bool) -> Result<Tensor,
     unsafe { ffi::brimful_room_for(raw(tensor), page_locked, keeps_order) }.map(owned)
 }
 
-/// Queues a copy of the numbers into another tensor on this thread's stream of the device that one
-/// of them is on. The host waits only where the other is in memory that is not page-locked.
+/// Queues a copy of the data into another tensor on this thread's stream of the device that one of them is on.
+/// The host waits only if the other is in pageable memory.
 ///
 /// # Errors
 /// When their shapes differ, or the device has failed.
@@ -54,8 +53,8 @@ pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
     unsafe { ffi::brimful_copy(raw_mut(into), raw(from)) }
 }
 
-/// Queues a copy to the device on this thread's stream there. The host waits only where the source
-/// is not page-locked, or the device is the CPU, whose tensors are used at once.
+/// Queues a copy to the device on this thread's stream there. The host waits only if the source is not pinned, or
+/// if the device is the CPU, whose tensors are used at once.
 ///
 /// # Errors
 /// When memory runs out on the device, or it does not exist.

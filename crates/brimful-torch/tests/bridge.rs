@@ -1,6 +1,6 @@
-//! What the bridge adds to tch, against what tch can do in a longer way.
+//! Compares the bridge's additions to tch with longer ways to do the same in tch.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU; then use `--test-threads=1`.
 
 mod test_device;
 
@@ -90,7 +90,7 @@ fn a_thread_count_holds_where_no_thread_can_be_started() {
         let this = std::env::current_exe().expect("this program");
         let ended = std::process::Command::new(this)
             .args(["--exact", "a_thread_count_holds_where_no_thread_can_be_started"])
-            // No memory is as large as the stack that a thread would have.
+            // No machine has enough memory for a thread stack of this size.
             .envs([(set, "1"), ("RUST_MIN_STACK", "1125899906842624")])
             .output()
             .expect("it starts");
@@ -141,7 +141,7 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
 
 #[test]
 fn a_tensor_sent_to_the_host_is_there() {
-    // Longer in computing than the host takes to look at it.
+    // Computing takes longer than the host takes to read the result.
     let size = if test_device() == Device::Cpu { 1 << 6 } else { 1 << 12 };
     let x = Tensor::eye(size, (Kind::Double, test_device()));
     let product = (0..20).fold(x.shallow_clone(), |product, _| product.matmul(&x));
@@ -161,7 +161,7 @@ fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
     arrived.synchronize().expect("synchronize");
     assert!(arrived.is_reached().expect("known"));
     assert_eq!(room, there.to_device(Device::Cpu));
-    // Of another kind and order too.
+    // Also with another dtype and memory format.
     let half = there.view([1 << 10, 1 << 10]).tr().to_kind(Kind::BFloat16);
     let room = transfer::room_for(&half.to_kind(Kind::Double)).expect("memory");
     transfer::copy(&room, &half).expect("copied");
@@ -227,7 +227,7 @@ fn a_watched_backward_tells_of_each_gradient_when_it_is_complete() {
     let parameters: Vec<Tensor> =
         (1..=3).map(|n| Tensor::full([2], n as f64, options).set_requires_grad(true)).collect();
     let unused = Tensor::ones([2], options).set_requires_grad(true);
-    // The second one is used twice.
+    // The second parameter is used twice.
     let hidden = &parameters[0] * &parameters[1];
     let loss = (hidden * &parameters[1] * &parameters[2]).sum(Kind::Double);
     let all = parameters.iter().chain([&unused]);

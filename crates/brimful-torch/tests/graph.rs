@@ -1,7 +1,7 @@
-//! Captured work does again what it did, on new inputs and with new random numbers, and a capture
-//! that fails leaves nothing behind.
+//! A captured graph repeats its work on new inputs and with new random numbers, and a failed capture leaves
+//! nothing behind.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU; elsewhere the cause is told.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU; elsewhere the tests check the reported cause.
 
 mod test_device;
 
@@ -11,13 +11,13 @@ use brimful_torch::{ErrorKind, TorchError, autograd, memory, random};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
-/// The device, if work can be captured on it.
+/// Returns the device if work can be captured on it.
 fn device() -> Option<Device> {
     let device = test_device();
     device.is_cuda().then_some(device)
 }
 
-/// Captures `f` on a stream of its own.
+/// Captures `f` on a new stream.
 fn capture<T>(
     device: Device,
     pool: &mut Pool,
@@ -133,7 +133,7 @@ fn a_capture_that_fails_leaves_stream_memory_and_generator_as_they_were() {
         let result = capture(device, &mut pool, || dropout().and_then(|()| cause()));
         assert!(result.is_err(), "cause {index}");
         drop(result);
-        // All three go on: new memory, random numbers, a read, another capture.
+        // All of these still work: new memory, random numbers, a read, another capture.
         let drawn = Tensor::rand([16], (Kind::Float, device)).dropout(0.5, true);
         assert!(drawn.sum(Kind::Float).double_value(&[]).is_finite());
         let (mut graph, y) = capture(device, &mut pool, || Ok(&x + 1.0)).expect("captured");
@@ -166,7 +166,7 @@ fn graphs_share_a_pool_and_give_it_back() {
     let x = Tensor::ones([16 << 20], (Kind::Float, device));
     let mut pool = Pool::default();
     let work = || Ok((&x + 1.0).exp().log().sum(Kind::Float));
-    // Memory is reused within a stream alone.
+    // Memory is reused only within a stream.
     let aside = Stream::urgent(device).expect("a stream");
     let (mut first, one) = capture_on(aside, &mut pool, work).expect("captured");
     let held = memory::device_memory(device).expect("figures").reserved;
@@ -194,7 +194,7 @@ fn a_capture_that_fails_in_a_shared_pool_leaves_the_pool_to_others() {
     for round in 0..3 {
         let read = || (&x * 2.0).f_double_value(&[0]).map(drop).map_err(torch);
         assert!(capture_on(aside, &mut pool, read).is_err());
-        // Page-locked memory comes from where it did, though the failed capture's stream asks.
+        // Pinned memory is allocated as before, also on the failed capture's stream.
         let _inside = aside.enter().expect("entered");
         let host = Tensor::ones([4], (Kind::Float, Device::Cpu));
         drop(brimful_torch::transfer::pin(&host).expect("page-locked"));
@@ -211,7 +211,7 @@ fn a_capture_that_fails_in_a_shared_pool_leaves_the_pool_to_others() {
 #[test]
 fn a_device_that_is_not_the_current_one_can_be_captured() {
     let Some(Device::Cuda(_)) = device().filter(|_| tch::Cuda::device_count() > 1) else { return };
-    // This thread's current device is the first.
+    // The thread's current device is the first one.
     let device = Device::Cuda(1);
     let x = Tensor::ones([4], (Kind::Float, device));
     let (mut graph, y) = capture(device, &mut Pool::default(), || Ok(&x + 1.0)).expect("captured");

@@ -1,4 +1,4 @@
-//! Memory that is freed stays with the process: the next tensor's is not cleared page by page again.
+//! Freed memory stays with the process: the system does not clear the next tensor's pages again.
 
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
@@ -6,14 +6,14 @@ use brimful_torch::host;
 use brimful_torch::slab::Slab;
 use tch::{Device, Kind, Tensor};
 
-/// Pages that the system has given this process so far: the tenth field of what it says of it.
+/// Returns the number of pages that the system has given this process so far: the tenth field of its statistics.
 fn pages() -> u64 {
     let text = std::fs::read_to_string("/proc/self/stat").expect("Linux says so");
     let after_the_name = text.rsplit_once(')').expect("a name in brackets").1;
     after_the_name.split_whitespace().nth(7).expect("a field").parse().expect("a number")
 }
 
-/// How many it takes to make, fill and free a large tensor a few times.
+/// Returns how many pages it takes to allocate, fill and free a large tensor several times.
 fn taken() -> u64 {
     let before = pages();
     for _ in 0..8 {

@@ -1,8 +1,8 @@
-//! BatchNorm with an addition, ReLU and a pooling, against the same in f64 on the CPU: values, gradients
-//! and running statistics, over shapes that divide nothing, kinds of numbers and pretended small cards.
+//! BatchNorm with an addition, ReLU and a pooling, compared with the same in f64 on the CPU: values, gradients
+//! and running statistics, for shapes that divide nothing, all dtypes, and pretended small GPUs.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, where kernels of our own run; elsewhere
-//! libtorch's operations do.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` runs the custom kernels on a GPU; elsewhere libtorch's
+//! operations run.
 
 mod test_device;
 
@@ -21,7 +21,7 @@ use test_device::test_device;
 
 const EPS: f64 = 1e-5;
 const MOMENTUM: f64 = 0.1;
-/// Sums this near to where ReLU bends get no gradient: f64 and f32 may be on either side.
+/// Sums this close to the ReLU's bend get no gradient: f64 and f32 may be on either side of it.
 const BEND: f64 = 2e-2;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,7 +29,7 @@ enum Beside {
     Nothing,
     Tensor,
     Normed,
-    /// The output is used twice, so that two gradients come back.
+    /// Uses the output twice, so that two gradients come back.
     TensorAndSecondUse,
     Pooled,
 }
@@ -38,7 +38,7 @@ enum Beside {
 struct Case {
     shape: [i64; 4],
     kind: Kind,
-    /// Of weights and running statistics.
+    /// Dtype of weights and running statistics.
     weights: Kind,
     beside: Beside,
     relu: bool,
@@ -51,13 +51,13 @@ impl Case {
         Self { shape, kind, weights: Kind::Float, beside, relu: true, training: true, mean: 0.0 }
     }
 
-    /// Relative to the largest number of a tensor.
+    /// Relative to the largest value of a tensor.
     fn tolerance(&self) -> f64 {
-        // An f32 near 10,000 has three digits behind the point, so a mean is off by up to 5e-4, and a
-        // weight's gradient by that times the sum of many: libtorch's own by 3e-3 of the largest.
+        // An f32 near 10,000 has three decimals, so a mean is off by up to 5e-4, and a weight gradient by that
+        // times a large sum: libtorch's own is off by 3e-3 of the largest.
         let far = if self.mean == 0.0 { 1.0 } else { 500.0 };
         let count = self.shape[0] * self.shape[2] * self.shape[3];
-        // Two numbers are normalised to ±1, whatever they are: what is left of them is rounding.
+        // Two numbers are always normalised to ±1; their remaining differences are rounding.
         let few: f64 = if count < 4 { 200.0 } else { 1.0 };
         match (self.kind, self.weights) {
             (Kind::BFloat16, _) => 2e-2,
@@ -68,14 +68,14 @@ impl Case {
     }
 }
 
-/// Numbers between -1 and 1 that look random.
+/// Returns pseudo-random numbers between -1 and 1.
 fn numbers(shape: &[i64], seed: i64) -> Tensor {
     let count = shape.iter().product::<i64>();
     let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
     (index.square() * 12.9898).sin().view(shape)
 }
 
-/// All that a case starts from, in f64 on the CPU, rounded as the device will have it.
+/// Inputs of a case, in f64 on the CPU, rounded as the device will have them.
 struct Start {
     x: Tensor,
     weight: Tensor,
@@ -110,10 +110,10 @@ impl Start {
     }
 }
 
-/// What comes out, by name.
+/// Results by name.
 type Outcome = Vec<(&'static str, Tensor)>;
 
-/// One run of a case, on a device and in a kind.
+/// One run of a case, on a device and in a dtype.
 struct Run<'a> {
     case: &'a Case,
     start: &'a Start,
@@ -193,19 +193,19 @@ impl Run<'_> {
     }
 }
 
-/// In training, without weights and running statistics.
+/// Returns a training norm without weights and running statistics.
 fn bare(x: &Tensor) -> NormInput<'_> {
     let (weight, bias, running) = (None, None, None);
     NormInput { x, weight, bias, running, training: true, momentum: MOMENTUM, eps: EPS }
 }
 
-/// A pooled output has a smaller gradient.
+/// Crops the gradient to a pooled output.
 fn fitted(gradient: &Tensor, y: &Tensor) -> Tensor {
     let [_, _, height, width] = y.size()[..] else { panic!("a picture") };
     gradient.narrow(2, 0, height).narrow(3, 0, width)
 }
 
-/// Ones, and zeros where the sum before the ReLU is near nothing.
+/// Returns ones, and zeros where the sum before the ReLU is close to 0.
 fn away_from_the_bend(case: &Case, start: &Start) -> Tensor {
     if case.beside == Beside::Pooled {
         return Tensor::ones(case.shape, (Kind::Double, Device::Cpu));
@@ -242,7 +242,7 @@ fn check(case: &Case) {
     }
     let again = run(test_device(), case.kind, case.weights);
     for ((name, first), (_, second)) in ours.iter().zip(&again) {
-        // One number has no variance: a NaN both times.
+        // A single number has no variance: both runs give NaN.
         let bits = |t: &Tensor| t.nan_to_num(12_345.0, None::<f64>, None::<f64>);
         assert!(bits(first).equal(&bits(second)), "{case:?}: two runs differ in {name}");
     }
@@ -254,7 +254,7 @@ fn assert_near(case: &Case, name: &str, ours: &Tensor, exact: &Tensor) {
     let exact = exact.contiguous().view([-1]);
     let scale = exact.abs().max().double_value(&[]).max(1.0);
     let off = (&ours - &exact).abs();
-    // A NaN is as far off as can be, unless both are.
+    // A NaN counts as infinitely far, unless both are NaN.
     let both = ours.isnan().logical_and(&exact.isnan());
     let off = off.nan_to_num(f64::INFINITY, None::<f64>, None::<f64>).masked_fill(&both, 0.0);
     let worst = off.argmax(None::<i64>, false).int64_value(&[]);
@@ -267,7 +267,7 @@ fn assert_near(case: &Case, name: &str, ours: &Tensor, exact: &Tensor) {
     );
 }
 
-/// Rows that divide nothing, one row, one channel, channels that are no vectors, many of them.
+/// Shapes that divide nothing, one row, one channel, channels that do not fill vectors, many channels.
 const SHAPES: [[i64; 4]; 10] = [
     [2, 64, 5, 7],
     [3, 8, 9, 11],
@@ -283,14 +283,14 @@ const SHAPES: [[i64; 4]; 10] = [
 
 const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
-/// The CPU's libtorch computes the same in every kind, slowly; f32 will do there.
+/// libtorch on a CPU computes the same in every dtype, slowly; f32 is enough there.
 fn kinds() -> &'static [Kind] {
     if test_device().is_cuda() { &KINDS } else { &KINDS[..1] }
 }
 
 const BESIDE: [Beside; 3] = [Beside::Nothing, Beside::Tensor, Beside::Normed];
 
-/// Each kind with each shape and each addend, changed.
+/// Checks each dtype with each shape and each addend, modified by `change`.
 fn check_all(
     kinds: &[Kind],
     shapes: &[[i64; 4]],
@@ -335,12 +335,12 @@ fn a_pooling_is_as_in_f64() {
     }
 }
 
-/// In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
+/// Checks only f32: rounded numbers are sometimes equal, and then the maximum's position is arbitrary.
 fn check_pooled(change: impl Fn(Case) -> Case) {
     check_all(&[Kind::Float], &POOLED, &[Beside::Pooled], change);
 }
 
-/// Even and odd sides, one pixel, and more rows than a block has at once.
+/// Even and odd sides, one pixel, and more rows than a block handles at once.
 const POOLED: [[i64; 4]; 7] = [
     [2, 64, 8, 8],
     [2, 64, 7, 9],
@@ -351,8 +351,8 @@ const POOLED: [[i64; 4]; 7] = [
     [3, 72, 57, 31],
 ];
 
-/// A pooling of what a BatchNorm with its ReLU gives, in one or by libtorch: the output and the gradients of
-/// input and weight.
+/// Pooling of a BatchNorm with ReLU, fused or by libtorch. Returns the output and the gradients of input and
+/// weight.
 fn pooled(x: &Tensor, weight: &Tensor, in_one: bool) -> [Tensor; 3] {
     let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
     let (x, weight) = (leaf(x), leaf(weight));
@@ -397,7 +397,7 @@ fn moments_are_those_of_f64() {
     for &kind in kinds() {
         for shape in SHAPES {
             for mean in [0.0, 1e4] {
-                // Halves have no digits left there.
+                // Half precision has no digits left there.
                 if kind != Kind::Float && mean != 0.0 {
                     continue;
                 }
@@ -426,7 +426,7 @@ fn weights_may_be_as_narrow_as_the_input() {
 
 #[test]
 fn means_far_from_zero_do_not_cancel() {
-    // Over 12,544 rows libtorch's own mean in f32 on a CPU is off by more than the bend allows.
+    // Over 12,544 rows libtorch's own f32 mean on a CPU is off by more than the bend allows.
     let shapes = [[2, 64, 5, 7], [5, 3, 4, 4], [16, 64, 28, 28]];
     let shapes = if test_device().is_cuda() { &shapes[..] } else { &shapes[..2] };
     check_all(&[Kind::Float], shapes, &[Beside::Nothing], |case| Case { mean: 1e4, ..case });
@@ -446,13 +446,13 @@ fn small_cards_give_the_same() {
     kernels::pretend(0, 0).expect("CUDA");
 }
 
-/// Pictures whose kernels no other test of this file has loaded: of 16 channels.
+/// Returns images with 16 channels, whose kernels no other test of this file has loaded.
 fn unseen(kind: Kind) -> Tensor {
     let x = numbers(&[4, 16, 9, 11], 1).to_kind(kind).to_device(test_device());
     laid_out(&x, true).expect("channels last")
 }
 
-/// Numbers of the driver's errors.
+/// Error numbers of the driver.
 const OUT_OF_MEMORY: i32 = 2;
 const NO_BINARY: i32 = 209;
 
@@ -499,7 +499,8 @@ fn memory_in_reserve_is_given_back_for_a_kernel() {
     assert!(reserved() < before, "{} of {before} bytes", reserved());
 }
 
-/// What a BatchNorm's running statistics come to where the second kernel of a layer cannot be loaded.
+/// Checks that a BatchNorm's running statistics are updated once if the second kernel of a layer cannot be
+/// loaded.
 fn moved_once(kind: Kind, layer: impl Fn(NormInput<'_>) -> Result<Tensor, TorchError>) {
     let x = unseen(kind);
     let zeros = || Tensor::zeros([16], (Kind::Float, test_device()));
@@ -560,7 +561,7 @@ fn a_pooling_goes_backward_where_its_kernel_is_missing() {
     assert!(refusals.iter().any(|line| line.contains("shared memory")), "{refusals:?}");
 }
 
-/// A BatchNorm without weights over `x`, and a ReLU.
+/// Applies a BatchNorm without weights to `x`, and a ReLU.
 fn plain(x: &Tensor, training: bool, running: Option<(&Tensor, &Tensor)>) -> Tensor {
     let norm = NormInput { running, training, momentum: 1.0, ..bare(x) };
     batch_norm(&norm, Addend::Nothing, true).expect("normalised")

@@ -1,7 +1,7 @@
-//! Kernels of our own: compiled once and kept, compiled anew where the kept one is damaged, and not used
-//! where they are switched off or cannot be.
+//! Custom kernels: compiled once and cached, recompiled if the cached file is damaged, and not used if they are
+//! switched off or not available.
 //!
-//! Where NVRTC is found these compile, with or without a card; `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU.
+//! If NVRTC is found these tests compile, with or without a GPU; `BRIMFUL_TEST_DEVICE=cuda:0` runs on a GPU.
 
 mod fake_compiler;
 mod test_device;
@@ -19,7 +19,7 @@ use fake_compiler::{alone, assert_passes, compiled, is_alone, is_fake, set_mode,
 use tch::Device;
 use test_device::test_device;
 
-/// A cache of this process's own; tests that look into it take turns.
+/// Sets up a cache for this process; tests that inspect it run one at a time.
 fn cache() -> (PathBuf, MutexGuard<'static, ()>) {
     static TURN: Mutex<()> = Mutex::new(());
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -38,7 +38,7 @@ fn cache() -> (PathBuf, MutexGuard<'static, ()>) {
 const FORWARD: [&str; 7] =
     ["KIND=F32", "WIDTH=4", "LANES=16", "THREADS=512", "PASS=WHOLE", "RELU=1", "RESIDUAL=0"];
 
-/// Compiles, unless there is no compiler here, which is what is said then.
+/// Compiles; returns none if there is no compiler here, which the error must then report.
 fn forward(architecture: i32) -> Option<bool> {
     match compile("batch_norm_forward.cu", &FORWARD, architecture) {
         Ok(compiled) => Some(compiled.from_cache),
@@ -158,10 +158,10 @@ fn what_is_compiled_ahead_is_compiled_once_and_the_same() {
     assert!(error.contains("none.cu"), "{error}");
 }
 
-/// How many milliseconds a program goes on that has kernels compiled ahead; where this is not set there is none.
+/// Variable with the milliseconds after which the program that compiles ahead exits; unset in all other programs.
 const LEAVES_AFTER: &str = "BRIMFUL_TEST_LEAVES_AFTER";
 
-/// What the next test runs, as a program of its own.
+/// Body of the next test, run in a separate process.
 #[test]
 fn a_program_that_ends_early() {
     let Ok(milliseconds) = env::var(LEAVES_AFTER) else { return };
@@ -203,7 +203,7 @@ fn a_switch_turns_them_off_and_the_state_says_why() {
     assert!(why.contains("CUDA"), "{why}");
 }
 
-/// Whether the next one comes out of the cache.
+/// Returns whether the next compilation is served from the cache.
 fn is_kept() -> bool {
     compiled(90).expect("compiled").from_cache
 }
@@ -257,7 +257,7 @@ fn a_name_that_is_taken_is_not_written_through() {
     fs::remove_file(&file).expect("removed");
     let (precious, mut name) = (folder.with_file_name("precious"), file.into_os_string());
     fs::write(&precious, "untouched").expect("written");
-    // As the next one is called before it is whole.
+    // Name of the next temporary file.
     name.push(format!(".{}.1", process::id()));
     symlink(&precious, &name).expect("a link");
     assert!(!is_kept());
@@ -282,7 +282,7 @@ fn without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it() {
     let name = "without_a_thread_to_compile_ahead_whoever_needs_a_kernel_compiles_it";
     if !is_alone() {
         let program = with_fake(name);
-        // A thread's stack is as large as this allows: larger than any memory. Whoever waits for ever is ended.
+        // Sets the stack size of threads larger than any memory. `timeout` ends a process that hangs.
         let script = "ulimit -s 1099511627776 && exec timeout 60 \"$0\" \"$@\"";
         let mut limited = Command::new("sh");
         limited.args(["-c", script]).arg(program.get_program()).args(program.get_args());
@@ -304,7 +304,7 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
     let name = "a_compiler_where_others_may_write_is_not_loaded";
     if is_alone() {
         let found = compiled(90);
-        // A true one that the loader finds by itself is nobody's concern here.
+        // A real compiler that the loader finds by itself makes this test meaningless.
         if found.as_ref().is_ok_and(|kernel| !is_fake(kernel)) {
             return;
         }
@@ -316,7 +316,7 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
     }
     let [cuda, beside] =
         ["neighbours/cuda/lib", "neighbours/beside/lib"].map(fake_compiler::folder);
-    // Where a library of CUDA's is in the program, its neighbours are looked at.
+    // Folders next to a loaded CUDA library are searched.
     let [preloaded, found] = [cuda.join("libcudart_fake.so"), beside.join("libnvrtc.so.13")];
     for library in [&preloaded, &found] {
         fs::copy(fake_compiler::library(), library).expect("copied");
@@ -334,7 +334,7 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
         assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
         fs::set_permissions(loose, before).expect("as before");
     }
-    // Whoever may write to what is loaded already is trusted with its neighbours, and nobody else.
+    // Only those who may write to an already loaded library are trusted with its neighbours.
     set_mode(&preloaded, 0o775);
     set_mode(&found, 0o775);
     assert_passes(&mut program());
@@ -342,7 +342,7 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
     assert_passes(program().env("BRIMFUL_TEST_EXPECTS", place));
     set_mode(&preloaded, 0o755);
     set_mode(&found, 0o755);
-    // In such a folder others may add files, and leave ours alone.
+    // In a sticky folder others may add files, but not replace ours.
     set_mode(beside.parent().expect("a folder"), 0o1777);
     assert_passes(&mut program());
     fs::rename(&found, cuda.join("libnvrtc.so.13")).expect("moved");

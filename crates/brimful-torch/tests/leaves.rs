@@ -1,7 +1,7 @@
-//! A backward that would come to a leaf which is not known gives that leaf, and runs nothing; whoever runs it,
-//! whole or in halves.
+//! A backward, whole or split, that would reach an unknown leaf returns that leaf and runs nothing, with and
+//! without libtorch's engine.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU; then use `--test-threads=1`.
 
 mod test_device;
 
@@ -11,7 +11,7 @@ use brimful_torch::split_backward::SplitBackward;
 use tch::{Kind, Tensor};
 use test_device::test_device;
 
-/// An input, a weight that is known, and one that is not.
+/// Input, known weight and unknown weight.
 struct Case {
     x: Tensor,
     known: Tensor,
@@ -38,7 +38,7 @@ impl Case {
         [&self.x, &self.known, &self.other].map(Tensor::grad)
     }
 
-    /// What becomes of a whole backward.
+    /// Runs a whole backward; returns an unknown leaf, if it found one.
     fn whole(&self) -> Option<Tensor> {
         let out = self.out();
         let reach =
@@ -49,7 +49,7 @@ impl Case {
         }
     }
 
-    /// What becomes of one in halves, to these inputs.
+    /// Runs a split backward to these inputs; returns an unknown leaf, if it found one.
     fn halves(&self, inputs: &[Tensor]) -> Option<Tensor> {
         let out = self.out();
         let groups = [vec![(out.shallow_clone(), out.ones_like())]];

@@ -1,6 +1,6 @@
-//! Operations on many tensors, and the fused optimizers, against one tensor at a time.
+//! Foreach operations and fused optimizers, compared with one tensor at a time.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, and mixes both devices.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, and mixes both devices.
 
 mod test_device;
 
@@ -14,7 +14,7 @@ use brimful_torch::{foreach, optim};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
-/// Tensors of several kinds, shapes, layouts and, where there is a GPU, devices.
+/// Returns tensors of several dtypes, shapes, memory formats and, with a GPU, devices.
 fn mixed(salt: f64) -> Vec<Tensor> {
     let tensor = |shape: &[i64], kind, device| {
         let count = shape.iter().product::<i64>();
@@ -85,7 +85,7 @@ fn the_norm_is_that_of_one_long_vector() {
     let norm = foreach::norm(&tensors).expect("a norm");
     assert_eq!((norm.dim(), norm.kind(), norm.device()), (0, Kind::Double, test_device()));
     assert!((norm.double_value(&[]) / long.norm().double_value(&[]) - 1.0).abs() < 1e-6);
-    // 300² overflows f16, whose largest number is 65,504.
+    // 300² overflows f16, whose largest value is 65,504.
     let large = [Tensor::full([100], 300.0, (Kind::Half, test_device()))];
     assert_eq!(foreach::norm(&large).expect("a norm").double_value(&[]), 3000.0);
     assert!(foreach::norm(&[]).expect_err("no tensors").message.contains("norm of no tensors"));
@@ -99,7 +99,7 @@ fn the_largest_number_is_finite_where_all_are() {
         largest.double_value(&[])
     };
     let full = |kind, number: f64| Tensor::full([100], number, (kind, test_device()));
-    // Their squares overflow f32.
+    // The squares overflow f32.
     let mut tensors = vec![full(Kind::Float, 2e38), full(Kind::Float, -3e38)];
     assert!((largest(&tensors) / 3e38 - 1.0).abs() < 1e-6);
     tensors.extend([full(Kind::Half, 6e4), Tensor::empty([0], (Kind::Float, test_device()))]);
@@ -113,7 +113,7 @@ fn the_largest_number_is_finite_where_all_are() {
     }
 }
 
-/// More tensors than one launch takes, of odd lengths, some of them not laid out as their sums are.
+/// More tensors than one launch takes, of odd lengths, some in another memory format than their sums.
 #[test]
 fn halves_are_added_to_sums_in_f32() {
     let shapes =
@@ -132,7 +132,7 @@ fn halves_are_added_to_sums_in_f32() {
         for round in 0..3 {
             for (i, parameter) in parameters.iter_mut().enumerate() {
                 let gradient = numbers(i, f64::from(round));
-                // The last round's of four dimensions have their channels last.
+                // In the last round, gradients with four dimensions are channels last.
                 let gradient = match gradient.dim() {
                     4 if round == 2 => laid_out(&gradient, true).expect("memory"),
                     _ => gradient,
@@ -240,7 +240,7 @@ fn what_a_kernel_would_misread_is_refused() {
     assert!(error.message.contains("1 parameters, but one has 0"), "{error}");
 }
 
-/// Adam beside itself is Adam to the last bit, or is not done: which way libtorch rounds is its compiler's choice.
+/// Out-of-place Adam equals Adam to the last bit, or is refused: libtorch's rounding depends on its compiler.
 #[test]
 fn adam_beside_itself_is_adam_and_leaves_what_is_there() {
     let numbers = |seed: f64| {

@@ -1,4 +1,4 @@
-//! Tensors without memory, beside those that have it.
+//! Meta tensors beside tensors with memory.
 
 use brimful_torch::arena::Account;
 use brimful_torch::meta;

@@ -1,4 +1,4 @@
-//! A generator of one's own: what a thread draws depends on its seed, not on other threads.
+//! A thread's own generator: its numbers depend on its seed, not on other threads.
 
 use std::sync::{Barrier, Mutex, MutexGuard};
 use std::thread;
@@ -10,12 +10,12 @@ use tch::{Device, Kind, Tensor, manual_seed, nn};
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 const LONG: (Kind, Device) = (Kind::Int64, Device::Cpu);
-/// Enough numbers that an equal draw is no accident, in odd numbers for the vectorised kernels.
+/// Large enough that equal draws are no accident, and odd for the vectorised kernels.
 const SIZE: [i64; 2] = [17, 33];
 
 type Draw = fn() -> Tensor;
 
-/// Every kind of operation that draws: by a generator's argument, or by coming down to such a one.
+/// Operations that draw: with a generator argument, or through such an operation.
 const DRAWS: [(&str, Draw); 28] = [
     ("rand", || Tensor::rand(SIZE, CPU)),
     ("rand_like", || ones().rand_like()),
@@ -63,14 +63,14 @@ fn lstm_with_dropout() -> Tensor {
     nn::lstm(store.root(), 4, 16, config).seq(&Tensor::ones([2, 8, 4], CPU)).0
 }
 
-/// All operations' numbers, one after the other from one seed.
+/// Draws from all operations in turn, from one seed.
 fn draw_all(seed: u64) -> Vec<Tensor> {
     let own = OwnGenerator::enter();
     own.seed(seed);
     DRAWS.iter().map(|(_, draw)| draw()).collect()
 }
 
-/// The tests here that look at the common generator, one at a time.
+/// Serialises the tests that use the common generator.
 fn common_generator() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -142,7 +142,7 @@ fn guards_nest_and_may_be_dropped_in_any_order() {
 
 #[test]
 fn a_seed_starts_again_also_in_the_middle_of_a_pair() {
-    // libtorch makes normal numbers in pairs, and keeps the second for later.
+    // libtorch draws normal numbers in pairs and keeps the second one.
     let own = OwnGenerator::enter();
     let draw = || Tensor::randn([3], CPU);
     let first = draw();

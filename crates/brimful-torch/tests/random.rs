@@ -1,6 +1,6 @@
-//! A generator's state, alone in its process because all of a device's threads share it.
+//! State of a default generator; alone in its process, because all threads of a device share it.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same body on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
 mod test_device;
 

@@ -1,7 +1,7 @@
-//! A backward that runs without libtorch's engine, whole or in two halves, is the engine's backward: the
-//! same gradients, of inputs and of weights, whatever the graph is.
+//! A backward without libtorch's engine, whole or split, gives the engine's gradients of inputs and weights for
+//! every graph.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU; then use `--test-threads=1`.
 
 mod test_device;
 
@@ -23,7 +23,7 @@ fn weight(shape: &[i64]) -> Tensor {
     random(shape).set_requires_grad(true)
 }
 
-/// A part of a model: its weights, what comes in, and what goes out of it.
+/// Part of a model: its weights, its inputs, and its forward.
 struct Stage<F> {
     weights: Vec<Tensor>,
     inputs: Vec<Tensor>,
@@ -34,7 +34,7 @@ struct Stage<F> {
 type Gradients = [Vec<Option<Tensor>>; 2];
 
 impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
-    /// Outputs that need a gradient, each with one; and the inputs that they were computed from.
+    /// Returns the outputs that need a gradient, each with one, and the inputs that they were computed from.
     fn forward(&self) -> (Vec<(Tensor, Tensor)>, Vec<Tensor>) {
         let leaf = |x: &Tensor| x.detach().set_requires_grad(x.requires_grad());
         let inputs: Vec<Tensor> = self.inputs.iter().map(leaf).collect();
@@ -48,7 +48,7 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         (roots.collect(), inputs)
     }
 
-    /// As tch has it, which is libtorch's own.
+    /// Runs tch's backward, which is libtorch's own.
     fn expected(&self) -> Gradients {
         let (roots, inputs) = self.forward();
         let terms = roots.iter().map(|(root, gradient)| (root * gradient).sum(Kind::Double));
@@ -73,7 +73,7 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         ([gradients.remove(0), taken(&self.weights)], split.run_whole())
     }
 
-    /// The same, with the weights' gradients given and not added.
+    /// Runs a split backward that returns the weight gradients without adding them.
     fn apart(&self) -> Gradients {
         let (roots, inputs) = self.forward();
         let (mut gradients, mut split) =
@@ -102,7 +102,7 @@ fn gradients_of(tensors: &[Tensor]) -> Vec<Option<Tensor>> {
     tensors.iter().map(gradient).collect()
 }
 
-/// The weights' gradients, which they are without afterwards.
+/// Returns the weights' gradients and removes them.
 fn taken(weights: &[Tensor]) -> Vec<Option<Tensor>> {
     let gradients = gradients_of(weights);
     for weight in weights {
@@ -332,7 +332,7 @@ fn what_is_given_is_nobody_elses() {
     assert_eq!(distinct.len(), 4, "{places:?}");
 }
 
-/// Bytes in use on the CPU after the forward, after the input half, and after the weight half.
+/// Returns the bytes in use on the CPU after the forward, after the input part, and after the weight part.
 fn in_use(layers: usize) -> [u64; 3] {
     const SIZE: i64 = 1 << 16;
     let arena = Account::new("split");
@@ -341,7 +341,7 @@ fn in_use(layers: usize) -> [u64; 3] {
     let scale = Tensor::ones([1], options).set_requires_grad(true);
     let input = Tensor::ones([SIZE], options).set_requires_grad(true);
     let before = arena.current();
-    // What tanh saves is for the input half alone; what the scale is multiplied with is for the other.
+    // Only the input part needs what tanh saves; only the weight part needs the scale's factor.
     let output = (0..layers).fold(&input * &scale, |x, _| x.tanh());
     let after_forward = arena.current() - before;
     let groups = [vec![(output, Tensor::ones([SIZE], options))]];
@@ -354,19 +354,19 @@ fn in_use(layers: usize) -> [u64; 3] {
 
 #[test]
 fn the_input_half_lets_go_of_all_that_it_alone_needs() {
-    // The root and its gradient are the test's; between the halves one more gradient is kept.
+    // The test holds the root and its gradient; between the two parts one more gradient is kept.
     assert_eq!(in_use(4), [4, 3, 2]);
     assert_eq!(autograd::by_engine(|| in_use(4)), [4, 3, 2]);
 }
 
-/// The most that is in use at a time during a backward, in tensors of a layer.
+/// Returns the peak memory of a backward, in tensors of a layer.
 fn peak_of_backward() -> u64 {
     const SIZE: i64 = 1 << 16;
     let arena = Account::new("peak");
     let _charged = arena.enter();
     let options = (Kind::Double, Device::Cpu);
     let input = Tensor::ones([SIZE], options).set_requires_grad(true);
-    // Each is used twice: its gradient comes in two parts.
+    // Each value is used twice, so its gradient comes in two parts.
     let output = (0..6).fold(&input * 0.5, |x, _| x.tanh() + x.sigmoid());
     let gradient = Tensor::ones([SIZE], options);
     arena.reset_peak();
@@ -399,7 +399,7 @@ fn a_sparse_gradient_and_a_dense_one_meet_in_either_order() {
     let numbers = Tensor::randint(9, [4, 5], (Kind::Int64, test_device()));
     for dense_first in [false, true] {
         let table = weight(&[9, 6]);
-        // A node between the leaf and its uses, where gradients gather.
+        // A node between the leaf and its uses, at which gradients accumulate.
         let scaled = table.view([9, 6]);
         let found = || Tensor::embedding(&scaled, &numbers, -1, false, false).square();
         let (a, b) = match dense_first {

@@ -1,11 +1,11 @@
-//! What work reads and writes of what outlives it is told, by views, lists and inner operations too.
+//! Recording of the outside memory that work reads and writes, also through views, lists and inner operations.
 
 use brimful_torch::touched::{Touched, any_is_left, touched};
 use tch::{Device, Kind, Tensor};
 
 const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// Whether the block that the tensor lies in is among these.
+/// Returns whether the list has the block that contains the tensor.
 fn has(list: &[Tensor], tensor: &Tensor) -> bool {
     let start = tensor.data_ptr() as usize;
     list.iter().any(|block| {
@@ -28,7 +28,7 @@ fn reads_are_told_from_writes() {
     assert!(has(&all.read, &x) && !has(&all.written, &x));
     assert!(has(&all.written, &counter) && !has(&all.read, &counter));
     assert_eq!(sum.double_value(&[]), 8.0);
-    // What is gone was the work's own.
+    // Memory that is gone was internal to the work.
     assert!(all.read.len() + all.written.len() <= 4, "{all:?}");
 }
 
@@ -107,7 +107,7 @@ fn operations_are_the_same_for_other_tensors_and_others_for_another_number() {
         assert_eq!(other.len(), first.len());
         assert_ne!(other, first);
     }
-    // A number in a tensor of the host counts as well.
+    // A number in a host tensor counts as well.
     let count = |number: f64| seen(|| x() + Tensor::from(number)).1.operations;
     assert_ne!(count(1.5), count(2.5));
 }

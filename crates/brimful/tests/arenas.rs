@@ -25,7 +25,7 @@ fn past_the_limit_an_allocation_fails_with_the_numbers_and_nothing_is_kept() {
     assert_eq!((oom.asked, oom.in_use), (Some(Bytes(8000)), Some(Bytes(4000))));
     assert_eq!(oom.limit, Some(Bytes(10_000)));
     assert_eq!((arena.current(), arena.peak()), (4000, 4000));
-    // What does fit still does, up to the last byte.
+    // Allocations that fit still succeed, up to the last byte.
     let last = Tensor::zeros([1500], CPU);
     assert_eq!(arena.current(), 10_000);
     drop((kept, last));
@@ -87,7 +87,7 @@ fn guards_dropped_out_of_order_leave_the_innermost_that_is_left() {
     drop(in_outer);
     let a = Tensor::zeros([10], CPU);
     assert_eq!((outer.current(), inner.current()), (0, 40), "the inner guard is still there");
-    // The arena of the guard that went first is gone when the other one goes.
+    // The arena of the guard that was dropped first is left together with the other one.
     drop(outer);
     drop(in_inner);
     let b = Tensor::zeros([20], CPU);
@@ -148,7 +148,7 @@ fn two_threads_in_two_arenas_never_mix_wherever_a_tensor_is_freed() {
     assert!(left.peak() <= 2 * 800 && right.peak() <= 2 * 1600);
 }
 
-/// x (64 × 32), w (32 × 16), y = x·w, the gradient given for y, and the gradient made for w.
+/// Holds x (64 × 32), w (32 × 16), y = x·w, the gradient given for y, and the gradient of w.
 #[test]
 fn the_peak_of_a_known_graph_is_the_one_computed_by_hand() {
     let arena = Arena::new("graph");
@@ -168,7 +168,7 @@ fn the_peak_of_a_known_graph_is_the_one_computed_by_hand() {
     assert_eq!(arena.current(), 0);
 }
 
-/// One step of a small network; the weights are there before, everything else is made here.
+/// Runs one step of a small network; the weights exist before, everything else is made here.
 fn training_step(weights: &[Tensor]) -> Result<f64, TchError> {
     let x = Tensor::f_ones([8, 16], CPU)?;
     let hidden = x.f_matmul(&weights[0])?.f_relu()?;
@@ -212,7 +212,7 @@ fn every_single_allocation_of_a_training_step_may_fail() {
     training_step(&weights).expect("the fault was called off");
 }
 
-/// What a thread does next: allocate so many floats, or free one of its tensors, or pass one on.
+/// Next deed of a thread: allocate this many floats, free one of its tensors, or pass one on.
 #[derive(Debug, Clone)]
 enum Deed {
     Allocate(i64),
@@ -228,7 +228,7 @@ fn deed() -> impl Strategy<Value = Deed> {
     ]
 }
 
-/// Lets each thread do its deeds, in the arena of its number modulo the number of arenas.
+/// Lets each thread do its deeds, in the arena given by its number modulo the number of arenas.
 fn perform(deeds: &[Vec<Deed>], arenas: &[Arena]) {
     let (senders, receivers): (Vec<_>, Vec<_>) = deeds.iter().map(|_| mpsc::channel()).unzip();
     thread::scope(|scope| {

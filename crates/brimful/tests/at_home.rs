@@ -1,5 +1,4 @@
-//! Stages that live on the host: what they take of the device, and everything that is done to a model
-//! beside a step, as on a device.
+//! Offloaded stages: their device memory, and everything done to a model besides a step, as on a device.
 
 mod support;
 
@@ -29,7 +28,7 @@ fn homes(layers: Layers, homes: Homes) -> Builder {
     builder(layers, 1).schedule(schedule).homes(homes).micro_batches(3)
 }
 
-/// On a CPU, between an arena for the device and one for the host.
+/// On a CPU, uses one arena for the device and one for the host.
 fn between_arenas(builder: Builder) -> Builder {
     match test_device() {
         Device::Cpu => {
@@ -40,7 +39,7 @@ fn between_arenas(builder: Builder) -> Builder {
     }
 }
 
-/// The same model on its device and at home, with the same first values.
+/// Builds the model on its device and offloaded, with the same initial values.
 fn both(layers: fn() -> Layers) -> [Pipeline; 2] {
     [Homes::Device, Homes::Host].map(|home| {
         tch::manual_seed(3);
@@ -124,7 +123,7 @@ fn half_precision_has_f32_gradients_at_home() {
     assert!(host.1.iter().all(|(_, value)| value.kind() == Kind::BFloat16));
 }
 
-/// A layer that adds nothing, and whose gradient is none: 0 times the slope of a root at 0.
+/// Layer that adds nothing and whose gradient is NaN: 0 times the slope of a root at 0.
 fn odd(p: &nn::Path) -> impl nn::Module + use<> {
     let root = p.zeros("root", &[4]);
     nn::func(move |x| x + root.sqrt() * 0.0)
@@ -154,7 +153,7 @@ fn a_gradient_that_is_not_finite_is_found_in_whatever_stage() {
     }
 }
 
-/// Blocks of one size, so many of them.
+/// Stack of equal blocks.
 fn deep(blocks: usize) -> Layers {
     (0..blocks).fold(Layers::new(), |layers, number| {
         layers.add(format!("block{number}"), |p| nn::linear(p, 64, 64, Default::default()))
@@ -169,7 +168,7 @@ fn peak(blocks: usize, micro_batches: usize) -> u64 {
     device.peak()
 }
 
-/// Two steps, with micro-batches of 16 samples.
+/// Runs two steps, with micro-batches of 16 samples.
 fn train_deep(builder: Builder, device: &Arena, micro_batches: usize) {
     let device = DeviceSpec::from(device.clone()).threads(1);
     let mut pipe = builder.devices([device]).build().expect("a pipeline");
@@ -208,7 +207,7 @@ fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
     train_deep(builder, &arena, MICRO_BATCHES);
 }
 
-/// A shared table is one tensor: a stage that has it on the device would look for it where the other has it.
+/// A shared table is one tensor: an offloaded stage and a resident one would disagree about its location.
 #[test]
 fn stages_that_share_a_parameter_live_in_one_place() {
     let _turn = alone();
@@ -253,10 +252,10 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_homes_too() {
     let said = format!("4 stages that live on the host need {}", Bytes(16 * numbers));
     assert!(refused.starts_with(&said), "{refused}");
     assert!(refused.contains(&format!("but it has {}:", Bytes(8 * numbers))), "{refused}");
-    // Weights and gradients would fit, Adam's moments do not.
+    // Weights and gradients would fit, but not Adam's moments.
     let refused = refusal(20 * numbers, Some(Adam::new(0.1).into()));
     assert!(refused.contains("optimizer that keeps less"), "{refused}");
-    // Two replicas have weights and gradients each.
+    // Two replicas each have weights and gradients.
     let device = || DeviceSpec::cpu().threads(1);
     let small = Arena::limited("host", 31 * numbers).expect("a limit");
     let two = homes(mlp(), Homes::Host).devices([device(), device()]).replicas(2).host(small);
@@ -287,7 +286,7 @@ fn updates_that_follow_the_backward_come_to_the_same() {
     }
 }
 
-/// Two stages that share a table.
+/// Two stages with a shared table.
 fn tied() -> Layers {
     let table = |p: &nn::Path| {
         let table = p.get("table").unwrap_or_else(|| p.randn("table", &[4, 4], 0.0, 0.5));
@@ -305,7 +304,7 @@ const TIED: Case = Case {
     shows_cut: false,
 };
 
-/// Both of its stages at home, by this list of actions.
+/// Offloads both stages, with this list of actions.
 fn tied_at_home(list: &str) -> (Pipeline, PipelineOptimizer) {
     tch::manual_seed(3);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
@@ -316,7 +315,7 @@ fn tied_at_home(list: &str) -> (Pipeline, PipelineOptimizer) {
     (pipe, optimizer)
 }
 
-/// The second stage's weight halves add to the first one's gradient.
+/// The second stage's weight gradients are added to the first one's.
 #[test]
 fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
     let _turn = alone();
@@ -341,27 +340,27 @@ fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
     assert_close(&values, &pipe.variables().expect("variables"), "halves before");
 }
 
-/// What a user does between a backward and its step, by number.
+/// Deeds of a user between a backward and its step, by number.
 const DEEDS: usize = 9;
 
 fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, case: &Case) {
     match number {
         1 => drop(optimizer.clip_gradient_norm(0.05).expect("a norm")),
         2 => optimizer.set_learning_rate(0.02).expect("a rate"),
-        // Other gradients where those were, and on top of them.
+        // New gradients in the place of the old ones, and added to them.
         3 => {
             optimizer.zero_grad().expect("cleared");
             pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step");
         }
         4 => drop(pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step")),
-        // The same gradients a second time.
+        // Applies the same gradients a second time.
         5 => optimizer.step().expect("a step"),
         6 => {
             let values = pipe.variables().expect("variables");
             let half = values.into_iter().map(|(name, value)| (name, value * 0.5));
             pipe.set_variables(half.collect()).expect("values");
         }
-        // Parameters come and go, and stay what they are.
+        // Parameters are copied in and out, and keep their values.
         7 => drop(pipe.evaluate(&(case.input)(5), &(case.target)(5), case.loss).expect("a loss")),
         8 => drop(pipe.map(&(case.input)(5), |out: Tensor| out).expect("outputs")),
         _ => {}
@@ -390,7 +389,7 @@ fn steps_that_were_looked_ahead_of_are_those_of_the_device_whatever_comes_betwee
     }
 }
 
-/// An update goes on behind `step()`, and writes to tensors that the caller has kept.
+/// An update continues behind `step()`, and writes to tensors that the caller keeps.
 #[test]
 fn kept_variables_are_the_plain_models_after_wait() {
     let _turn = alone();
@@ -413,7 +412,7 @@ fn kept_variables_are_the_plain_models_after_wait() {
     assert_close(&host, &device, "kept");
 }
 
-/// The state beside the state is made while a step goes backward, and taken over: none is made again.
+/// The optimizer's second state is allocated during a backward and then reused: no other is allocated.
 #[test]
 fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {
     let _turn = alone();
@@ -434,12 +433,12 @@ fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {
         optimizer.wait().expect("updated");
         host.current()
     };
-    // Weights, gradients and two moments of all, and of all but the first a second state and parameter; besides
-    // what waits between stages.
+    // Weights, gradients and two moments of all blocks; a second state and parameter of all but the first; and
+    // the activations kept between stages.
     let block = deep(1).parameter_count().expect("a model") * 8;
     let (all, rest) = (BLOCKS as u64 * block, (BLOCKS as u64 - 1) * block);
     let (least, most) = (4 * all + 3 * rest, 4 * all + 3 * rest + 2 * block);
-    // It is left off when the step is asked for, which may be at once.
+    // The update ahead stops when the step is requested, which may be at once.
     let found = (0..1000).map(|_| step()).find(|bytes| *bytes >= least);
     assert!(found.is_some_and(|bytes| bytes <= most), "{found:?} of {least} to {most} bytes");
     assert!((0..20).all(|_| (least..=most).contains(&step())), "made once");
@@ -472,7 +471,7 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(!failed.contains("followed"), "{failed}");
 }
 
-/// Four stages whose updates follow the backward, by SGD, which keeps no state; and their first values.
+/// Builds four stages with optimizer in the backward and stateless SGD; returns also their initial values.
 fn following(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
     tch::manual_seed(3);
     let mut pipe = builder.build().expect("a pipeline");
@@ -533,8 +532,8 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
     }
 }
 
-/// On a CPU, whose every allocation can be made to fail: nothing of a step is left, or it is said that some is. An
-/// automatic size would try again, and update twice.
+/// On a CPU every allocation can be made to fail: the step leaves nothing, or reports that it left a part. An
+/// automatic size would otherwise retry and update twice.
 #[test]
 fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
     let _turn = alone();
@@ -578,7 +577,7 @@ fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
     }
 }
 
-/// The update's own thread, which makes the optimizer's state at its first step.
+/// Covers the update's own thread, which creates the optimizer's state at its first step.
 #[test]
 fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() {
     let _turn = alone();
@@ -597,7 +596,7 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
         let refusals = host.refusals();
         host.fail_nth_allocation(n);
         let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
-        // Two ways to hear of it: whoever waits, and the next step, which an automatic size would try again.
+        // Two ways to get the error: a wait, or the next step, which an automatic size would retry.
         let heard = match (&ran, n % 2) {
             (Ok(()), 0) => optimizer.wait(),
             (Ok(()), _) => pipe.backward(&x, &y, MLP.loss).map(drop),
@@ -606,7 +605,7 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
         host.fail_nth_allocation(0);
         let _ = optimizer.wait();
         if let Err(error) = heard {
-            // The next step may meet the refusal itself.
+            // The next step may hit the refusal itself.
             let is_own = matches!(error, Error::Stage(_));
             assert!(partly_updated(&error) || is_own, "allocation {n}: {error}");
             told += usize::from(!is_own);
@@ -624,7 +623,7 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
     assert!(told > 0, "an update allocates");
 }
 
-/// The norm would be that of stages on the device alone.
+/// The norm would cover only the stages on the device.
 #[test]
 fn what_was_updated_already_cannot_be_clipped() {
     let _turn = alone();
@@ -640,7 +639,7 @@ fn what_was_updated_already_cannot_be_clipped() {
     assert!(optimizer.clip_gradient_norm(0.1).is_ok_and(|norm| norm > 0.0));
 }
 
-/// Three linear layers at home, two of which have room on the device.
+/// Three offloaded linear layers and two device buffers.
 fn three_at_home() -> Builder {
     let layers = (0..3).fold(Layers::new(), |layers, at| layers.add(at.to_string(), even));
     let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
@@ -657,7 +656,7 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     assert_fails(refused, &["2B0", "room for 2", "2R0"]);
     let halves = "0F0,1F0,2F0,2R0,2I0,1R0,1I0,0R0,0I0,2W0,1W0,0W0";
     assert_fails(pipe.set_actions(halves.parse().expect("a valid list")), &["2W0", "room for 2"]);
-    // Computed again, and with halves that nobody comes between.
+    // With activation recomputation, and with split backwards that no other action separates.
     let list = "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,2W0,1R0,1B0,0R0,0B0,2R1,2B1,1R1,1B1,0R1,0B1";
     pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
     let x = numbers(&[4, 4], 1);
@@ -670,7 +669,7 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     assert_close(&pipe.gradients().expect("gradients"), &gradients, "computed again");
 }
 
-/// Lists are looked at as they are made, for as many micro-batches as they are made for.
+/// Lists are checked when they are made, for their number of micro-batches.
 #[test]
 fn every_schedule_at_home_is_right_or_refused() {
     let _turn = alone();
@@ -682,7 +681,7 @@ fn every_schedule_at_home_is_right_or_refused() {
                 tch::manual_seed(3);
                 let builder = builder(mlp(), 2).schedule(schedule).homes(home);
                 let mut pipe = builder.micro_batches(micro_batches).build()?;
-                // Fewer than were asked for when it was built.
+                // Fewer micro-batches than the pipeline was built for.
                 pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
                 pipe.backward(&x, &y, MLP.loss)?;
                 pipe.gradients()
@@ -695,7 +694,7 @@ fn every_schedule_at_home_is_right_or_refused() {
     }
 }
 
-/// The timelines of three steps with an optimizer, which are asked for their moves.
+/// Returns the timelines of three steps with an optimizer and timed transfers.
 fn timed(case: &Case) -> [Timeline; 3] {
     let builder = homes((case.layers)(), Homes::Host);
     let mut pipe = between_arenas(builder).build().expect("a pipeline");
@@ -709,7 +708,7 @@ fn timed(case: &Case) -> [Timeline; 3] {
     })
 }
 
-/// The moves that the schedule has. The mini-batch itself never leaves a CPU's memory.
+/// Returns the schedule's transfers. The mini-batch itself never leaves a CPU's memory.
 fn planned(timeline: &Timeline) -> Vec<Move> {
     let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
     let moves = Moves::new(&timeline.actions, &[home; STAGES], 2).expect("moves");
@@ -724,7 +723,7 @@ fn bus(timeline: &Timeline) -> &BusUse {
     bus
 }
 
-/// In the order of the list, whatever ran when.
+/// Sorts transfers in the order of the list, whatever their times.
 fn sorted(moves: impl Iterator<Item = Move>) -> Vec<Move> {
     let mut moves: Vec<Move> = moves.collect();
     moves.sort_by_key(|one| (one.before, one.kind, one.stage, one.micro_batch));
@@ -749,7 +748,7 @@ fn every_move_of_a_step_is_timed_once_and_in_its_order() {
         let numbers = mlp().parameter_count().expect("a model");
         assert_eq!(home.map(|span| span.bytes).sum::<u64>(), 8 * numbers);
     }
-    // Later steps may find that an update is late; a CPU starts the first one's moves as they are listed.
+    // Later steps may find a late update; on a CPU the first step starts its transfers in the listed order.
     if test_device() == Device::Cpu {
         let [first, ..] = timed(&MLP);
         assert!(bus(&first).moves.is_sorted_by_key(|span| span.moved.before));
@@ -767,7 +766,7 @@ fn what_skips_bring_crosses_as_what_it_is_a_part_of() {
     }
 }
 
-/// When the last move like this one that was started before an action was over.
+/// Returns the end of the last such transfer that was started before this action.
 fn end(bus: &BusUse, before: usize, wanted: (MoveKind, StageId, Option<MicroBatchId>)) -> f64 {
     let is_it = |span: &&MoveSpan| {
         let Move { kind, stage, micro_batch, .. } = span.moved;
@@ -779,7 +778,7 @@ fn end(bus: &BusUse, before: usize, wanted: (MoveKind, StageId, Option<MicroBatc
 #[test]
 fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
     let _turn = alone();
-    // The numbers of an accelerator's events are rounded.
+    // An accelerator's event times are rounded.
     let slack = if test_device() == Device::Cpu { 0.0 } else { 1e-5 };
     for timeline in timed(&MLP) {
         let (spans, bus) = (&timeline.spans[0], bus(&timeline));
@@ -830,7 +829,7 @@ fn compute_waits_between_its_actions_and_says_for_what() {
             let works = spans.iter().any(|span| span.start < wait.end && wait.start < span.end);
             assert!(!works || test_device() != Device::Cpu, "{wait:?} amid {spans:?}");
         }
-        // A CPU copies by itself, so that its compute waits for every move.
+        // A CPU copies synchronously, so its compute waits for every transfer.
         if test_device() == Device::Cpu {
             for awaited in [Awaited::Weights, Awaited::Boundaries, Awaited::GradientsRoom] {
                 assert!(waits.iter().any(|wait| wait.awaited == awaited), "{awaited:?}: {waits:?}");

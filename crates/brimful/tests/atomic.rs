@@ -1,4 +1,4 @@
-//! A step that fails leaves gradients, statistics and random state as they were.
+//! A failed step leaves gradients, statistics and random state unchanged.
 //!
 //! One test at a time: all threads draw from one generator.
 
@@ -16,7 +16,7 @@ use support::{alone, assert_fails, assert_same, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-/// With an earlier gradient, which must neither be lost nor counted twice; the other variables have none.
+/// Network with an earlier gradient, which must neither be lost nor counted twice; its other variables have none.
 fn net_with_a_gradient() -> Net {
     let net = Net::with_dropout();
     let mut weight = net.store.variables()["one.weight"].shallow_clone();
@@ -134,7 +134,7 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
         Loss::sum(mean(net, x) * if third { f64::INFINITY } else { 1.0 })
     });
     refused("a gradient is not finite from micro-batch 0 on", |net, x| {
-        // The root of 0 is fine; its slope is not.
+        // The root of 0 is finite; its slope is not.
         let zero = mean(net, x) * 0.0;
         Loss::mean(zero.sqrt())
     });
@@ -145,7 +145,7 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
     });
 }
 
-/// A weight of this kind, of which a sample's gradient is the sample itself.
+/// Returns a weight of this dtype; the gradient of each sample is the sample itself.
 fn weight_of(kind: Kind) -> (nn::VarStore, Tensor) {
     let mut store = nn::VarStore::new(test_device());
     let weight = store.root().ones("weight", &[4]);
@@ -157,7 +157,7 @@ fn times(weight: &Tensor, x: &Tensor) -> Tensor {
     (x * weight).to_kind(Kind::Float)
 }
 
-/// A step, by one of a batcher's verbs, with a weight and samples for it.
+/// Runs a step with one of a batcher's methods, on a weight and samples.
 type Verb = fn(&mut MicroBatcher, &Tensor, &Tensor) -> brimful::Result<()>;
 
 const VERBS: [(&str, Verb); 3] = [
@@ -176,7 +176,7 @@ const VERBS: [(&str, Verb); 3] = [
     }),
 ];
 
-/// f16 ends at 65,504: each sample's gradient is finite, and so is their sum in f32.
+/// f16 overflows at 65,504: each sample's gradient is finite, and so is their sum in f32.
 #[test]
 fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
     let _alone = alone();
@@ -189,7 +189,7 @@ fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
             Error::Step(StepError::NonFiniteSum { parameter: "weight".into(), kind: Kind::Half });
         assert_eq!(run(&mut strict, &weight, &x), Err(refused.clone()), "{name}");
         assert!(!weight.grad().defined(), "{name}");
-        // What is added to an earlier gradient counts with that.
+        // The sum with an earlier gradient counts.
         for expected in [Ok(()), Err(refused)] {
             assert_eq!(run(&mut strict, &weight, &x.narrow(0, 0, 1)), expected, "{name}");
             assert_eq!(weight.grad().double_value(&[0]), 4e4, "{name}");
@@ -219,7 +219,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let mut micro =
         MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
     let forward = |x: Tensor| net.layers.forward_t(&x, true);
-    // The root of 0 is fine; its slope is not.
+    // The root of 0 is finite; its slope is not.
     let root = |out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
     assert_fails(micro.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
     assert_same("refused", &before, &state(&net.store));

@@ -1,4 +1,4 @@
-//! Automatic sizes: what fits is found, out of memory is survived, and the step is the same.
+//! Automatic sizes: they find a size that fits, recover from out of memory, and do not change the step.
 //!
 //! One test at a time: all threads draw from one generator.
 
@@ -30,7 +30,7 @@ fn arena_of(memory: &str) -> (Arena, Memory) {
     (arena.clone(), Memory::Arena(arena))
 }
 
-/// A `MicroBatcher` that runs two micro-batches a step, because memory ran out once.
+/// Returns a `MicroBatcher` that runs two micro-batches per step because memory ran out once.
 fn settled(net: &Net, arena: &Arena) -> MicroBatcher {
     let mut micro =
         MicroBatcher::new(&net.store, Size::Largest).memory(Memory::Arena(arena.clone()));
@@ -77,7 +77,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
         let net = Net::plain();
         let (arena, memory) = arena_of("faulty");
         let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory);
-        // Adam would make a gradient of rounding errors as large as any other.
+        // Adam would amplify rounding errors of gradients to the size of any other gradient.
         let mut optimizer = Optimizer::new(&net.store, Sgd::new(0.1)).expect("an optimizer");
         let mut retries = 0;
         for step in 0..3 {
@@ -165,7 +165,7 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     }
 }
 
-/// An error with another one behind it.
+/// Error with another one as its source.
 #[derive(Debug, thiserror::Error)]
 #[error("in the middle of it")]
 struct Around(#[source] Error);
@@ -193,7 +193,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
         armed.set(true);
         let held = || forward(&batch()).map(drop);
         brimful::guard(&memory, held).expect("it is tried again");
-        // Before the closure is called.
+        // Fails before the closure is called.
         arena.fail_nth_allocation(1);
         let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
         assert_eq!(step.retries, 1);
@@ -203,12 +203,12 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
     }
 }
 
-/// Where two samples take nearly all of a small memory, most of that may still be nobody's own.
+/// Two samples take nearly all of a small memory, but most of that may be independent of the samples.
 #[test]
 fn what_every_size_needs_is_not_taken_for_the_samples() {
     let _alone = alone();
-    // Were it the samples' own, no more than two would fit. How far the fastest is looked for beyond them is the
-    // clock's to say.
+    // If all of it belonged to the samples, only two would fit. The search for the fastest size beyond that
+    // depends on timing.
     for (size, most) in [(Size::Auto, 2), (Size::Largest, 8)] {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::linear(store.root(), 16, 4, Default::default());
@@ -290,7 +290,7 @@ fn a_mapping_and_a_whole_loss_survive_too() {
     }
 }
 
-/// A model whose micro-batches are what its memory is full of.
+/// Model whose memory is mostly its micro-batches' activations.
 struct Wide {
     store: nn::VarStore,
     layers: nn::SequentialT,
@@ -320,7 +320,7 @@ impl Wide {
 fn the_largest_size_is_found_with_at_most_one_failure() {
     let _alone = alone();
     for limit in [300 << 10, 1 << 20, 5 << 20] {
-        // The larger a size is, the more it needs.
+        // Larger sizes need more memory.
         let sizes: Vec<usize> = (1..=2000).collect();
         let fits = |&size: &usize| {
             let wide = Wide::new();
@@ -445,7 +445,7 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     }
 }
 
-/// What batch normalisation makes of two samples is not what it makes of many.
+/// Batch normalisation of two samples differs from that of many.
 #[test]
 fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
     let _alone = alone();
@@ -486,7 +486,7 @@ fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
     }
 }
 
-/// A need that no line predicts, on the CPU or on the device that the environment names.
+/// Memory use that no linear model predicts, on the CPU or on the device named by the environment.
 #[test]
 fn a_surprising_need_is_survived_on_any_device() {
     let _alone = alone();
@@ -496,7 +496,7 @@ fn a_surprising_need_is_survived_on_any_device() {
         Device::Cpu => limited("small", room),
         device => Memory::Accelerator(device),
     };
-    // On a card that others fill, too.
+    // Also on a GPU whose memory others have nearly filled.
     let free = memory.usage().expect("figures").available.expect("a limit").0;
     let options = (Kind::Uint8, device);
     let ballast = Tensor::empty([free.saturating_sub(room) as i64], options);

@@ -1,4 +1,5 @@
-//! Running statistics of a deferred BatchNorm are those of the whole mini-batch; of an exact one all is.
+//! Running statistics of a deferred BatchNorm are those of the whole mini-batch; an exact one matches in
+//! everything.
 
 #[path = "batch_norm/exact.rs"]
 mod exact;
@@ -14,7 +15,7 @@ use support::{Named, alone, assert_within, copies, logged, numbers, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-/// A batch whose mean is large beside its spread, where a sum of squares would cancel.
+/// Batch whose mean is large beside its spread, so that a sum of squares would cancel.
 fn batch(shape: &[i64]) -> Tensor {
     numbers(shape, 0) + 1e4
 }
@@ -33,7 +34,7 @@ fn layer(policy: BatchNormPolicy, dimensions: usize) -> Layer {
     Layer { store, layer }
 }
 
-/// The mean and the variance, in this order.
+/// Returns the mean and the variance, in this order.
 fn statistics(layer: &Layer) -> Named {
     let mut all = copies(&variables(&layer.store));
     all.retain(|(name, _)| name.starts_with("running"));
@@ -57,14 +58,14 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
         let x = batch(&shape);
         let expected = {
             let plain = layer(BatchNormPolicy::Deferred, shape.len());
-            // Outside a step the layer is an ordinary one.
+            // Outside a step the layer is an ordinary BatchNorm.
             for x in [&x, &(&x * 2.0)] {
                 let _ = plain.layer.forward_t(x, true);
             }
             statistics(&plain)
         };
-        // Of 13 by 12 the cut is 7 and 6; by 1, every micro-batch is one sample, and 40 are pooled in
-        // three goes.
+        // Size 12 cuts 13 samples into 7 and 6. With size 1 every micro-batch is one sample, and 40 are pooled in
+        // three rounds.
         for size in [1, 2, 5, 12, 13, 100] {
             let split = layer(BatchNormPolicy::Deferred, shape.len());
             let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));
@@ -81,7 +82,7 @@ fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
     let x = batch(&[5, 3, 2, 2]);
     let two = || [layer(BatchNormPolicy::Deferred, 4), layer(BatchNormPolicy::Deferred, 2)];
     let run = |[first, second]: &[Layer; 2], x: &Tensor| {
-        // Without the square, what is pooled would be the same for every sample.
+        // Without the square, the pooled value would be the same for every sample.
         let pooled =
             first.layer.forward_t(x, true).square().mean_dim([2, 3].as_slice(), false, None);
         second.layer.forward_t(&pooled, true).mean(Kind::Double)
@@ -150,7 +151,7 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
     assert_eq!((warned(4), warned(12)), (1, 0));
 }
 
-/// What an evaluation sees of such a layer tells nothing of training.
+/// An evaluation of such a layer says nothing about training.
 #[test]
 fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
     let _turn = alone();

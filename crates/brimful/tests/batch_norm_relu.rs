@@ -1,7 +1,7 @@
-//! BatchNorm with what follows it in one gives what the layers one by one give: gradients and running
-//! statistics, under every policy, in whatever cut.
+//! BatchNorm fused with the layers that follow it gives the results of the separate layers: gradients and running
+//! statistics, under every policy and for every micro-batch size.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs kernels of our own, `BRIMFUL_TEST_REPLAY=1` captures them.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels, `BRIMFUL_TEST_REPLAY=1` captures them.
 
 mod support;
 
@@ -21,7 +21,7 @@ const CHANNELS: i64 = 16;
 const POLICIES: [BatchNormPolicy; 3] =
     [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch, BatchNormPolicy::Frozen];
 
-/// A residual block behind a stem: every way in which BatchNorm and what follows meet.
+/// Residual block after a stem: every combination of BatchNorm and following layers.
 struct Net {
     store: VarStore,
     convolutions: Vec<nn::Conv2D>,
@@ -78,7 +78,7 @@ impl Net {
     }
 }
 
-/// Gradients and running statistics after three steps.
+/// Returns gradients and running statistics after three steps.
 fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) -> Named {
     let x = numbers_there(&[13, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
     let mut micro = micro_batcher(&net.store, Size::Fixed(size)).layout(Layout::ChannelsLast);
@@ -132,7 +132,7 @@ fn a_module_with_its_relu_is_the_two_modules() {
     assert_all_within(&together, &apart, 1e-5, "training");
 }
 
-/// The gradient of an input whose BatchNorm's output has two uses, one of them changed in place.
+/// Returns the gradient of an input whose BatchNorm output has two uses, one of them changed in place.
 fn gradient_of_changed(change_first: bool) -> Tensor {
     let store = VarStore::new(test_device());
     let norm = batch_norm1d(store.root(), CHANNELS, Default::default());

@@ -1,4 +1,4 @@
-//! Every batch is cut without a copy, joined again without a change, and refused where it is wrong.
+//! Every batch is cut without a copy, joined without a change, and refused if it is invalid.
 
 mod support;
 
@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-/// Different numbers everywhere, so that a mix-up shows.
+/// Distinct numbers, so that a mix-up shows.
 fn counted(shape: &[i64]) -> Tensor {
     let count = shape.iter().product::<i64>();
     Tensor::arange(count, (Kind::Float, Device::Cpu)).reshape(shape)
@@ -63,7 +63,7 @@ fn check_views<B: Batch>(whole: &B, part: &B, range: &Range<usize>) {
         };
         let (whole, part) = (whole.tensor(), part.tensor());
         if part.numel() == 0 {
-            continue; // Without elements there is no place to point to.
+            continue; // Without elements there is no address to compare.
         }
         let stride = whole.stride().first().map_or(0, |&stride| stride as usize);
         let offset = start * stride * whole.kind().elt_size_in_bytes();
@@ -104,7 +104,7 @@ where
     tag: Tag<'n>,
 }
 
-/// By hand, for what the derive cannot know.
+/// Implemented by hand, as the derive cannot.
 #[derive(Clone)]
 struct Tag<'n>(&'n str);
 
@@ -219,7 +219,7 @@ fn results_of_one_number_become_one_number_for_each_part() {
     let (outputs, joined) = batch::join(losses(4).collect()).expect("a batch");
     assert_eq!((outputs.size(), joined.size()), (vec![8, 3], vec![4]));
     assert_eq!(joined, counted(&[4]));
-    // One micro-batch is no exception.
+    // A single micro-batch is no exception.
     let (outputs, joined) = batch::join(losses(1).collect()).expect("a batch");
     assert_eq!((outputs.size(), joined.size()), (vec![2, 3], vec![1]));
 }
@@ -317,7 +317,7 @@ fn samples_that_are_not_there_are_refused() {
     assert!(batch::slice(&batch, 0..usize::MAX).is_err());
 }
 
-/// Joins two parts, of which the second has something else where the first has this.
+/// Tries to join two parts that differ; the error must name both.
 #[track_caller]
 fn refuse_to_join<B: Batch>(parts: [B; 2], first: &str, other: &str) {
     let (first, other) = (first.into(), other.into());
@@ -330,7 +330,7 @@ fn parts_that_are_not_cuts_of_one_batch_are_refused() {
     assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::Batch(BatchError::NothingToJoin)));
     let x = || counted(&[2, 3]);
     refuse_to_join([vec![x(), x()], vec![x()]], "a Vec of 2", "a Vec of 1");
-    // As many leaves in both, but not in the same places.
+    // As many leaves in both, but in different places.
     refuse_to_join([(Some(x()), None), (None, Some(x()))], "Some", "None");
     let map = |key: &str| BTreeMap::from([(key.to_owned(), x())]);
     refuse_to_join([map("a"), map("b")], "the key a", "the key b");
@@ -353,7 +353,7 @@ fn a_number_that_differs_from_part_to_part_is_not_lost() {
 
 type AnyBatch = (Vec<Tensor>, Option<[Tensor; 2]>, Shared<Tensor>, Vec<Sentences>);
 
-/// Batches of any number of samples, of leaves of any shape and number.
+/// Batches of any number of samples, with leaves of any shape and number.
 fn any_batch() -> impl Strategy<Value = AnyBatch> {
     let shapes = prop::collection::vec(prop::collection::vec(0..4_i64, 0..3), 1..4);
     (1..40_i64, shapes, any::<bool>(), 0..3_usize).prop_map(|(samples, shapes, some, structs)| {
@@ -375,7 +375,7 @@ proptest! {
     }
 }
 
-/// A tiny language model on sequences of unlike length: a loss over tokens, and an output for each.
+/// Tiny language model on sequences of different lengths: a loss over tokens, and an output for each.
 mod sequences {
     use brimful::batch::Sequences;
     use brimful::layers::Model;
@@ -421,7 +421,7 @@ mod sequences {
             .add("head", |p| nn::linear(p, 6, WORDS, Default::default()))
     }
 
-    /// The mean over all targets that are no padding, and what each place's best word is.
+    /// Returns the mean over all targets that are not padding, and the best word at each position.
     fn loss(logits: &Tensor, targets: &Tensor) -> (Loss, Tensor) {
         let flat = logits.reshape([-1, WORDS]).log_softmax(-1, Kind::Double);
         let targets = targets.reshape([-1]);
@@ -443,7 +443,7 @@ mod sequences {
         (store, model)
     }
 
-    /// Gradients, loss and outputs of the padded whole, in plain tch.
+    /// Returns gradients, loss and outputs of the padded batch, in plain tch.
     fn plain(lengths: &[usize]) -> (Named, f64, Tensor) {
         let (store, model) = store();
         let (x, y) = batch(lengths);
@@ -459,7 +459,7 @@ mod sequences {
         (copies(&gradients(&store)), mean.double_value(&[]), logits.argmax(-1, false))
     }
 
-    /// Where a sequence has ended, what a model says is nobody's concern.
+    /// Compares outputs up to each sequence's end; a model may output anything beyond it.
     fn assert_same_words(found: &Tensor, expected: &Tensor, lengths: &[usize]) {
         assert_eq!(found.size(), expected.size());
         for (i, &length) in lengths.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Ranks that each run their part of a mini-batch leave what the plain model leaves on all of it.
+//! Ranks that each run their part of a mini-batch give the plain model's results on all of it.
 
 #![cfg(feature = "mpi")]
 
@@ -24,7 +24,7 @@ use support::{Update, assert_fails, assert_same, clear, numbers_there, test_devi
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-/// How many samples each rank has; the first of several ranks may have none.
+/// Returns the number of samples of each rank; if uneven, the first of several ranks has none.
 fn parts(world: &World, samples: usize, uneven: bool) -> Vec<usize> {
     let ranks = world.size();
     let mut parts: Vec<usize> =
@@ -45,7 +45,7 @@ fn part(world: &World, parts: &[usize], whole: &Batch) -> Batch {
     rows(whole, parts[..world.rank()].iter().sum(), parts[world.rank()])
 }
 
-/// This rank's part of a mini-batch, as so many.
+/// Cuts this rank's part of a mini-batch into this many mini-batches.
 fn window(world: &World, whole: &Batch, count: usize) -> Vec<Batch> {
     let samples = whole.0.size()[0] as usize;
     let own = part(world, &parts(world, samples, false), whole);
@@ -59,7 +59,7 @@ fn net(root: &nn::Path) -> Classifier {
 
 fn full_batch_gradients(world: World) {
     let (plain_store, plain_net) = plain(net);
-    // Ranks begin with different values, and get the first one's.
+    // Ranks begin with different values, and receive the first one's.
     let (store, model) = plain(net);
     if world.rank() > 0 {
         tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
@@ -106,7 +106,7 @@ fn steps_leave_the_plain_parameters_and_statistics() {
                 let whole = batch(12 + step);
                 let parts = parts(&world, 12 + step as usize, step == 1);
                 (SEVERAL_WITH_A_SUM.full)(&plain_net, &whole).backward();
-                // The first layer's statistics, which do not depend on the cut.
+                // The first layer's statistics, which do not depend on the micro-batch size.
                 let _training = plain_net.layers.forward_t(&whole.0, true);
                 let own = part(&world, &parts, &whole);
                 let run = |batch: Batch| {
@@ -141,7 +141,7 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
         let loss = |net: &Classifier, (x, y, _): &Batch| {
             losses(&net.layers.forward_t(x, true), y).sum(Kind::Double)
         };
-        // Where the ranks' own generators stand does not matter.
+        // The state of the ranks' own generators does not matter.
         tch::manual_seed(7 + world.rank() as i64);
         let own = part(&world, &parts, &whole);
         let step = micro.backward(&own, |batch| Loss::sum(loss(&model, &batch))).expect("a step");
@@ -218,13 +218,13 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
             assert_eq!(sizes[0], sizes[1]);
             assert!(sizes[0][0] < 1500);
         }
-        // One rank's failure is everyone's smaller size.
+        // One rank's failure shrinks the size on all.
         if world.rank() == 1 {
             arena.fail_nth_allocation(3);
         }
         let step = micro.backward(&own, run).expect("again, smaller");
         assert_eq!(step.retries, 1);
-        // And nobody waits where nothing fits.
+        // No rank hangs if nothing fits.
         if world.rank() == 1 {
             arena.set_limit(Some(arena.current() + 500)).expect("a limit");
         }
@@ -239,7 +239,7 @@ fn sequences(lengths: &[i64]) -> Sequences {
     Sequences::new(&lengths.iter().map(row).collect::<Vec<_>>(), 0.0).expect("sequences")
 }
 
-/// The first rank's longest sequence is shorter than what a micro-batch of all ranks has at least.
+/// The first rank's longest sequence is shorter than the least token count of a micro-batch over all ranks.
 #[test]
 fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
     in_ranks(2, |world| {
@@ -265,7 +265,7 @@ fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
     });
 }
 
-/// Before the ranks have heard of each other.
+/// Fails before the ranks have exchanged anything.
 #[test]
 fn what_keeps_one_rank_from_a_step_is_told_to_all() {
     in_ranks(2, |world| {
@@ -275,7 +275,7 @@ fn what_keeps_one_rank_from_a_step_is_told_to_all() {
         let own = sequences(&[60, 120]);
         let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
         let second = world.rank() == 1;
-        // There is no memory to sort them.
+        // The second rank has no memory to sort them.
         let arena = Arena::new("full");
         if second {
             arena.fail_from_nth_allocation(1);
@@ -285,7 +285,7 @@ fn what_keeps_one_rank_from_a_step_is_told_to_all() {
         drop(inside);
         assert!(error.out_of_memory().is_some(), "{error}");
         assert_eq!(matches!(error, Error::World(WorldError::RankFailed { rank: 1, .. })), !second);
-        // One has mini-batches that wait for their commit.
+        // The second rank has uncommitted mini-batches.
         if second {
             micro.accumulate(&own, run).expect("its own part");
         }
@@ -333,7 +333,7 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
     });
 }
 
-/// The variables of which the name begins so get no gradients from now on, or get them again.
+/// Freezes the variables whose name has this prefix, or unfreezes them.
 fn freeze(store: &nn::VarStore, prefix: &str, frozen: bool) {
     let variables = store.variables().into_iter().filter(|(name, _)| name.starts_with(prefix));
     variables.for_each(|(_, variable)| drop(variable.set_requires_grad(!frozen)));
@@ -388,7 +388,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     });
 }
 
-/// Two of each rank: on the device that is tested, and on a CPU.
+/// Two replicas per rank: on the tested device, and on a CPU.
 fn replicas(world: &World) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
@@ -415,7 +415,7 @@ fn a_window_of_replicas_is_one_step_of_all_ranks() {
     });
 }
 
-/// On CUDA; elsewhere it runs eagerly.
+/// Uses CUDA graphs on CUDA; runs eagerly elsewhere.
 #[test]
 fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
     in_ranks(2, |world| {
@@ -469,7 +469,7 @@ fn replicas_of_several_ranks_are_one_step() {
     });
 }
 
-/// Where the replicas' devices are unlike, its gradient is first on another one than the parameter.
+/// If the replicas' devices differ, the gradient is first on another device than the parameter.
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     in_ranks(2, |world| {
@@ -495,7 +495,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     });
 }
 
-/// Of one rank alone: nobody commits.
+/// Affects one rank only: none commits.
 #[test]
 fn a_sparse_gradient_of_one_rank_is_refused_by_all() {
     in_ranks(2, |world| {
@@ -534,7 +534,7 @@ fn a_step_sends_what_a_sum_over_ranks_must() {
     });
 }
 
-/// The first rank that has a sample moves them, as the first replica of a process does.
+/// The first rank with a sample updates them, as the first replica of a process does.
 #[test]
 fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
     in_ranks(2, |world| {
@@ -575,7 +575,7 @@ fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
         });
         failed.expect_err("not finite");
         assert_same("undone", &statistics(&plain_store), &statistics(&store));
-        // Nothing moves in an evaluation, though each rank should have others.
+        // Statistics do not change in an evaluation, even if the ranks have different ones.
         for (_, mut running) in store.variables().into_iter().filter(|(n, _)| n.contains("running"))
         {
             let _itself = running.fill_(1.0 + world.rank() as f64);
@@ -589,7 +589,7 @@ fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
     });
 }
 
-/// On every rank, and on every replica of one.
+/// Holds on every rank, and on every replica of one.
 #[test]
 fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
     in_ranks(2, |world| {

@@ -1,6 +1,6 @@
-//! Averages of weights: how they follow, how they are put in place and back, and saved.
+//! Weight averages: their updates, their use in place of the weights, and saving.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
 mod support;
 
@@ -26,7 +26,7 @@ fn store(kind: Kind) -> VarStore {
     store
 }
 
-/// What a step does, as far as averages see.
+/// Changes all values, as a step does.
 fn move_all(store: &VarStore, seed: i64) {
     let _no_grad = tch::no_grad_guard();
     for (name, mut variable) in store.variables() {
@@ -76,7 +76,7 @@ const NAMES: [&str; 3] = ["bias", "mean", "weight"];
 fn half_weights_have_averages_in_f32_that_lose_no_small_change() {
     for kind in [Kind::Half, Kind::BFloat16] {
         let (half, full) = (store(kind), store(Kind::Double));
-        // The first values are rounded in one of them alone: averages begin after the first move.
+        // The initial values are rounded in only one of them: averages begin after the first change.
         let move_both = |step: i64| {
             move_all(&half, step);
             set_values(&full, &variables(&half));
@@ -140,7 +140,7 @@ fn an_evaluation_with_averages_leaves_no_trace_in_the_training() {
                 ema.swap_out().expect("swapped");
             }
         }
-        // The masters too.
+        // The master weights too.
         let (state, _) = optimizer.state();
         (values(&store), averages(&ema), state)
     };
@@ -203,7 +203,7 @@ fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_
     let mut store = VarStore::new(Device::Cpu);
     let _ = store.root().ones("weight", &[64, 64]);
     store.set_kind(Kind::BFloat16);
-    // Room for the f32 averages, but not for converted weights beside them.
+    // Enough memory for the f32 averages, but not for converted weights beside them.
     let arena = Arena::limited("averages", 20_000).expect("an arena");
     let mut ema = {
         let _inside = arena.enter();
@@ -258,7 +258,7 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
 fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
     let _turn = alone();
     tch::manual_seed(4);
-    // Of shared weights the copies follow.
+    // Copies of shared weights are updated too.
     for case in &CASES {
         let mut pipe = builder((case.layers)(), 3).micro_batches(2).build().expect("a pipeline");
         let (x, y) = ((case.input)(6), (case.target)(6));

@@ -1,5 +1,5 @@
-//! A guard against graphs that a closure or a layer forgets to drop holds for nothing that runs after it:
-//! gradients are those of the whole mini-batch, and the caller's thread is as it was.
+//! A no-grad guard that a closure or a layer never drops does not affect later work: gradients are those of the
+//! whole mini-batch, and the caller's thread is unchanged.
 
 mod support;
 
@@ -15,18 +15,18 @@ use tch::{Device, Kind, Tensor};
 
 const SAMPLES: i64 = 6;
 
-/// What keeps a thread from making graphs, and is never dropped.
+/// Disables graphs on this thread and never drops the guard.
 fn forget_a_guard() {
     std::mem::forget(tch::no_grad_guard());
 }
 
-/// Whether this thread makes graphs.
+/// Returns whether this thread records graphs.
 fn makes_graphs() -> bool {
     let x = Tensor::ones([1], (Kind::Double, Device::Cpu)).set_requires_grad(true);
     (x * 2.0).requires_grad()
 }
 
-/// Two layers, the first of which may forget a guard behind its own work.
+/// Two layers, the first of which may leave a guard behind.
 fn layers(forgets: bool) -> Layers {
     Layers::new()
         .add("hidden", |p| nn::linear(p, 4, 5, Default::default()))
@@ -52,14 +52,14 @@ fn loss(out: &Tensor, y: &Tensor) -> Loss {
     Loss::mean((out - y).square().mean(Kind::Double))
 }
 
-/// The same, after which no graph is made any more.
+/// Loss that leaves a guard behind, so that no graph is recorded afterwards.
 fn forgetful_loss(out: &Tensor, y: &Tensor) -> Loss {
     let loss = loss(out, y);
     forget_a_guard();
     loss
 }
 
-/// A model with numbers that are the same each time.
+/// Returns a model with fixed values.
 fn filled() -> (VarStore, impl ModuleT + use<>) {
     let mut store = VarStore::new(test_device());
     let model = built(&store.root());
@@ -68,7 +68,7 @@ fn filled() -> (VarStore, impl ModuleT + use<>) {
     (store, model)
 }
 
-/// The whole mini-batch's gradients, by autograd alone.
+/// Returns the whole mini-batch's gradients, by autograd alone.
 fn expected() -> Named {
     let (store, model) = filled();
     let (x, y) = batch();

@@ -1,4 +1,4 @@
-//! What a plan says that a device needs is what a step takes of it: never less, and little more.
+//! A step takes the device memory that its plan predicts: never more, and little less.
 
 mod support;
 
@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor, nn};
 
 const RATE: f64 = 0.01;
 
-/// A model, and a micro-batch of it.
+/// Model, and a micro-batch of it.
 struct Case {
     name: &'static str,
     layers: fn() -> Layers,
@@ -43,7 +43,7 @@ fn block(p: &nn::Path) -> nn::Func<'static> {
     transformer::block(p, 96, 4)
 }
 
-/// Its head has the table of its embedding.
+/// Its head shares the embedding's table.
 const GPT: Case = Case {
     name: "gpt",
     layers: || {
@@ -103,7 +103,7 @@ impl Case {
         if input.is_floating_point() { input.to_kind(kind) } else { input }
     }
 
-    /// Its layers, the last one with the loss.
+    /// Measures its layers, the last one with the loss.
     fn profile(&self, kind: Kind) -> Profile {
         let targets = Mutex::new((self.targets)(self.samples));
         let layers = (self.layers)().add_fn("loss", move |out| {
@@ -115,7 +115,7 @@ impl Case {
         let loss = profile.layers.pop().expect("a loss");
         let last = profile.layers.pop().expect("a layer");
         profile.layers.push(last.with_loss(&loss));
-        // Times of its own, so that a plan does not depend on the machine.
+        // Fixed times, so that a plan does not depend on the machine.
         let timed = |layer: LayerCost| LayerCost {
             forward: 1e-4,
             backward: 2e-4,
@@ -124,11 +124,11 @@ impl Case {
             overhead: 0.0,
             ..layer
         };
-        // A mini-batch on a CPU is lent: it takes nothing of the device's arena.
+        // A mini-batch on a CPU is borrowed: it takes no memory of the device's arena.
         Profile { input_bytes: 0, layers: profile.layers.into_iter().map(timed).collect() }
     }
 
-    /// The most bytes of the device while two steps are trained.
+    /// Returns the device's peak bytes in two training steps.
     fn peak(&self, row: &PlanRow, kind: Kind, m: i64) -> u64 {
         let (device, host) = (Arena::new("device"), Arena::new("host"));
         let mut pipe = Pipeline::builder((self.layers)())
@@ -138,7 +138,7 @@ impl Case {
             .plan(row)
             .build()
             .expect("a pipeline");
-        // Stages on their way home were built on the device.
+        // Offloaded stages are first built on the device.
         device.reset_peak();
         let mut optimizer = pipe.optimizer(AdamW::new(RATE)).expect("an optimizer");
         let samples = m * self.samples;
@@ -151,7 +151,7 @@ impl Case {
         device.peak()
     }
 
-    /// All on the device, of which nothing limits the memory.
+    /// Plans everything on the device, without a memory limit.
     fn request<'a>(&self, profile: &'a Profile, kind: Kind, m: i64) -> Request<'a> {
         let method: Method = AdamW::new(RATE).into();
         Request {
@@ -161,14 +161,14 @@ impl Case {
             micro_batches: vec![m as usize],
             schedules: vec![Schedule::OneFOneB],
             recompute: Some(Recompute::Never),
-            // So slow that what crosses it is what a step takes.
+            // So slow that transfers determine the step's time.
             bus: BusCost::equal(1e6),
             ..Request::new(profile, vec![PlanDevice::default()], (m * self.samples) as usize)
         }
     }
 }
 
-/// The answer to the same question with so much memory on the device, and the host for what it lacks.
+/// Plans with this much device memory, and offloads what does not fit.
 fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
     let devices = vec![PlanDevice { memory: Some(memory), ..PlanDevice::default() }];
     let host_memory = Some(1 << 40);
@@ -176,8 +176,8 @@ fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
     plan(&limited).expect("a plan").best().cloned()
 }
 
-/// What is taken is at most what was planned, but for single numbers as the loss, and eight tenths of it: what a
-/// convolution in bf16 takes beside its tensors is another share with every kind of CPU.
+/// The step takes at most the planned memory, apart from single numbers such as the loss, and at least eight
+/// tenths of it: the workspace of a bf16 convolution differs between CPUs.
 #[track_caller]
 fn assert_planned(taken: u64, row: &PlanRow, what: &str) {
     const SINGLE_NUMBERS: u64 = 2048;
@@ -198,7 +198,7 @@ fn a_step_takes_what_was_planned() {
             let what = format!("{} in {kind:?}, m = {m}", case.name);
             let request = case.request(&profile, kind, m);
             let resident = plan(&request).expect("a plan").best().expect("no limit").clone();
-            // One micro-batch's sums come as its activations go, all in one action.
+            // With one micro-batch, the sums grow while its activations shrink, all in one action.
             if m > 1 {
                 assert_planned(
                     case.peak(&resident, kind, m),
@@ -216,19 +216,19 @@ fn a_step_takes_what_was_planned() {
     }
 }
 
-/// As many stages stay on the device as any choice of them leaves there in real steps.
+/// As many stages stay on the device as the best choice leaves there in real steps.
 #[test]
 fn as_many_stages_stay_as_real_steps_have_room_for() {
     let _turn = alone();
     let (kind, m) = (Kind::Float, 4);
-    // Of so few samples that what waits between stages is nothing beside the weights.
+    // So few samples that activations between stages are negligible beside the weights.
     let case = Case { samples: 2, ..MLP };
     let profile = case.profile(kind);
     let request = case.request(&profile, kind, m);
     let all = plan(&request).expect("a plan").best().expect("no limit").peak_bytes[0];
     let planned = within(&request, all / 2).expect("a plan with homes");
     let s = planned.stages.len();
-    // By how many stay, the least that real steps take, in one slot.
+    // Least memory of real steps with one device buffer, by the number of resident stages.
     let mut least = vec![u64::MAX; s + 1];
     for number in 0..1 << s {
         for boundaries in [Home::Device, Home::Host] {
@@ -241,7 +241,7 @@ fn as_many_stages_stay_as_real_steps_have_room_for() {
             least[stay] = least[stay].min(case.peak(&row, kind, m));
         }
     }
-    // A twentieth more, for what is planned and not taken.
+    // A twentieth more, for memory that is planned but not taken.
     for (stay, taken) in least.into_iter().enumerate() {
         let row = within(&request, taken + taken / 20).expect("a plan");
         assert!(s - row.at_host() >= stay, "{} of {stay} stay in {taken} bytes", s - row.at_host());

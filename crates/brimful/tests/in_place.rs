@@ -1,6 +1,6 @@
-//! A closure or a layer that changes what it is lent is refused, and the mini-batch is as it was.
+//! A closure or a layer that changes its input in place is refused, and the mini-batch stays unchanged.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, where the mini-batch lies too.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, with the mini-batch there too.
 
 mod support;
 
@@ -26,7 +26,7 @@ fn assert_refused<T: std::fmt::Debug>(result: Result<T, Error>, what: &str) {
     assert!(error.to_string().contains("was changed in place"), "{what}: {error}");
 }
 
-/// Runs `f` on a mini-batch, which must be what it was.
+/// Runs `f` on a mini-batch and checks that it is unchanged.
 fn unharmed(what: &str, f: impl FnOnce(&(Tensor, Tensor))) {
     let batch = samples();
     let before = (batch.0.copy(), batch.1.copy());
@@ -69,7 +69,7 @@ fn a_micro_batcher_refuses_before_the_mini_batch_has_changed() {
             assert_refused(micro.backward_whole(batch, forward, whole), "backward_whole");
         });
         assert!(gradients(&store).is_empty());
-        // The micro-batcher goes on.
+        // The micro-batcher stays usable.
         unharmed("a closure that makes its own", |batch| {
             let own = |(x, y): (Tensor, Tensor)| loss(&(x / 2.0), &y);
             micro.evaluate(batch, own).expect("a loss");
@@ -172,13 +172,13 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
     }
 }
 
-/// In the words of the pipeline, not libtorch's, and with its own layer's name.
+/// The error is the pipeline's, not libtorch's, and names the layer.
 #[test]
 fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
     let _alone = alone();
     let helps = "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let \
                  it make a tensor of its own (`relu` for `relu_`), or be one layer with what comes before it";
-    // The input itself, a view of it, and a skip that comes from another stage.
+    // The input itself, a view of it, and a skip from another stage.
     let hidden = Layers::new().add("hidden", linear(4, 2));
     let added = |x: &Tensor, skip: &Tensor| skip.shallow_clone().g_add_(x);
     let stashed = hidden.clone().stash("skip");

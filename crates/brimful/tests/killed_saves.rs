@@ -1,4 +1,5 @@
-//! A process that is killed while it saves leaves a whole file and a whole folder: the last ones, or those before.
+//! A process that is killed while it saves leaves a complete file and a complete folder: the new ones, or the
+//! previous ones.
 //!
 //! `BRIMFUL_KILLS=200` kills more often than the suite does.
 
@@ -13,11 +14,11 @@ use std::time::Duration;
 use brimful::save::{self, Metadata};
 use tch::Tensor;
 
-/// Set for the process that saves, to the folder that it saves in.
+/// Variable with the folder of the process that saves.
 const SAVES: &str = "BRIMFUL_TEST_SAVES";
-/// How often the suite kills.
+/// Number of kills in the suite.
 const KILLS: u64 = 10;
-/// The longest that a process saves before it is killed, some ten saves.
+/// Longest time until a kill, about ten saves.
 const LONGEST_US: u64 = 30_000;
 
 fn write(path: &Path, number: i64) {
@@ -26,12 +27,12 @@ fn write(path: &Path, number: i64) {
     save::write(path, &tensors, &Metadata::new()).expect("written");
 }
 
-/// Large enough for a file to be written in several pieces.
+/// Large enough that a file is written in several pieces.
 fn numbers(number: i64) -> Tensor {
     Tensor::full([20_000], number, (tch::Kind::Int64, tch::Device::Cpu))
 }
 
-/// The number that a file was written with, which all of it is of.
+/// Returns the number that all of a file was written with.
 fn number(path: &Path) -> i64 {
     let (tensors, _) = save::read(path).expect("a whole file");
     let number = tensors[1].1.int64_value(&[]);
@@ -39,7 +40,7 @@ fn number(path: &Path) -> i64 {
     number
 }
 
-/// Saves a file, a folder of two files, and a file by its number with a second name, again and again.
+/// Saves a file, a folder of two files, and a numbered file with a second name, in a loop.
 fn save_until_killed(folder: &Path) {
     let first = last(folder).unwrap_or(0) + 1;
     for save in first.. {
@@ -59,7 +60,7 @@ fn save_until_killed(folder: &Path) {
     }
 }
 
-/// The number of the last save, where there was one: all files are whole, and of one save or the next.
+/// Returns the number of the last save, if any: all files are complete, and from one save or the next.
 fn last(folder: &Path) -> Option<i64> {
     folder.join("linked").exists().then(|| {
         let file = number(&folder.join("file"));
@@ -90,7 +91,7 @@ fn what_is_there_after_a_kill_is_whole() {
         let lines = BufReader::new(saver.stdout.take().expect("a pipe")).lines();
         let told = lines.map_while(Result::ok).any(|line| line.ends_with("saving"));
         assert!(told, "it has ended by itself");
-        // A step that goes through the whole range, whatever the number of kills.
+        // A stride that covers the whole range, whatever the number of kills.
         let random = u64::from(saver.id()).wrapping_mul(0x9E37_79B9) + kill * 7919;
         sleep(Duration::from_micros(random % LONGEST_US));
         saver.kill().expect("killed");
@@ -99,7 +100,7 @@ fn what_is_there_after_a_kill_is_whole() {
         assert!(last > before, "{last} after {before}");
         before = last;
     }
-    // At most what was being written at each kill.
+    // At most one partial file for each kill.
     let left = fs::read_dir(folder.path()).expect("a folder").count() as u64;
     assert!(left <= kills + 5, "{left} files");
     for name in ["file", "model", "linked", "numbered-0", "numbered-1"] {

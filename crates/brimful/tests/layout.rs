@@ -1,6 +1,6 @@
-//! Channels last in memory: the same gradients, the same optimizer, the same file.
+//! Channels-last memory format: the same gradients, the same optimizer, the same file.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, `BRIMFUL_TEST_REPLAY=1` with replay.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_REPLAY=1` with CUDA graphs.
 
 mod support;
 
@@ -107,7 +107,7 @@ fn a_closure_that_asks_for_a_view_runs_as_before() {
     for _ in 0..8 {
         let step = micro.backward(&samples, |x: Tensor| {
             let out = x.apply(&convolution);
-            // Channels last, these rows are not in one piece.
+            // In channels-last format these rows are not contiguous.
             Loss::mean(out.view([out.size()[0], -1]).square().mean(Kind::Float))
         });
         assert!(step.expect("a step").loss.is_finite());
@@ -116,7 +116,7 @@ fn a_closure_that_asks_for_a_view_runs_as_before() {
     assert!(store.variables()["weight"].is_contiguous());
 }
 
-/// Whichever call is the first to ask for it.
+/// Whichever call asks for it first.
 #[test]
 fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
     let store = VarStore::new(test_device());
@@ -174,8 +174,7 @@ fn a_model_without_convolutions_is_left_alone() {
     assert!(!micro.is_channels_last());
 }
 
-/// Two convolutions with an exact BatchNorm between them, behind which inputs with their channels last are
-/// counted.
+/// Two convolutions with an exact BatchNorm between them, after which channels-last inputs are counted.
 fn exact_layers(seen: &Arc<AtomicUsize>) -> Layers {
     let padded = nn::ConvConfig { padding: 1, ..Default::default() };
     let exact = BatchNormConfig { policy: BatchNormPolicy::Exact, ..Default::default() };
@@ -192,8 +191,8 @@ fn exact_layers(seen: &Arc<AtomicUsize>) -> Layers {
         .add("out", |p| nn::linear(p, 6, CLASSES, Default::default()))
 }
 
-/// The numbers that convolutions take with their channels last on the test's device, and how far their losses
-/// may be apart: CUDA's in f64 give what they take back with its channels first.
+/// Dtype in which convolutions accept channels last on the tested device, and the tolerance of losses: CUDA's f64
+/// convolutions return contiguous tensors.
 fn convolved() -> (Kind, f64) {
     if test_device().is_cuda() { (Kind::Float, 1e-3) } else { (Kind::Double, 1e-9) }
 }
@@ -203,7 +202,7 @@ fn pipeline(layout: Layout, homes: Homes) -> (Pipeline, Arc<AtomicUsize>) {
     let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
     let builder = builder.kind(convolved().0).homes(homes).micro_batches(Size::Fixed(4));
     let mut pipe = builder.layout(layout).build().expect("a pipeline");
-    // Not by a seed, which tests that run beside this one would change.
+    // Not by a seed, which concurrent tests would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {
         let new = match value.requires_grad() {
             true => numbers(&value.size(), name.len() as i64).to_kind(value.kind()),
@@ -215,7 +214,7 @@ fn pipeline(layout: Layout, homes: Homes) -> (Pipeline, Arc<AtomicUsize>) {
     (pipe, seen)
 }
 
-/// Eight steps; gives their losses.
+/// Runs eight steps; returns their losses.
 fn trained(pipe: &mut Pipeline) -> Vec<f64> {
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let step = |number| {
@@ -246,7 +245,7 @@ fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() 
     for layout in [Layout::ChannelsLast, Layout::Measured] {
         let (mut pipe, seen) = pipeline(layout, Homes::default());
         assert_near(&expected, &trained(&mut pipe), &format!("{layout:?}"));
-        // Four micro-batches a step; measured ones have two steps of each order, and one before each.
+        // Four micro-batches per step; a measured format has two steps in each format, and one before each.
         let seen = seen.load(Ordering::Relaxed);
         assert!(seen == 8 * 4 || layout == Layout::Measured && seen >= 3 * 4, "{layout:?}: {seen}");
         let variables = pipe.variables().expect("variables");

@@ -1,6 +1,6 @@
-//! A head's loss in chunks is the cross-entropy of its logits: value, gradients, memory, refusals.
+//! A head's chunked loss equals the cross-entropy of its logits: value, gradients, memory, errors.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
 mod support;
 
@@ -19,7 +19,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 const PADDING: i64 = -1;
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// What is computed, all of it in f64 and in host memory.
+/// Inputs of the loss, in f64 and in host memory.
 struct Problem {
     name: String,
     hidden: Tensor,
@@ -51,7 +51,7 @@ impl Problem {
         self.bias = Some(numbers(&[classes], 3));
         self.class_weights = Some(numbers(&[classes], 4).abs() + 0.1);
         self.smoothing = 0.1;
-        // Every third place is padding.
+        // Every third position is padding.
         let every = Tensor::arange(self.targets.numel() as i64, (Kind::Int64, Device::Cpu));
         let padding = every.remainder(3).eq(1).view_as(&self.targets);
         let _ = self.targets.masked_fill_(&padding, PADDING);
@@ -59,7 +59,7 @@ impl Problem {
         self
     }
 
-    /// The numbers that this kind has for them.
+    /// Rounds the inputs to this dtype.
     fn rounded_to(mut self, kind: Kind) -> Self {
         let round = |t: &Tensor| t.to_kind(kind).to_kind(Kind::Double);
         self.hidden = round(&self.hidden);
@@ -69,7 +69,7 @@ impl Problem {
         self
     }
 
-    /// The mean over what counts, by libtorch's own operations in f64.
+    /// Returns the mean over counted targets and its gradients, by libtorch's own operations in f64.
     fn expected(&self) -> Named {
         let leaf = |t: &Tensor| t.copy().set_requires_grad(true);
         let (hidden, weight) = (leaf(&self.hidden), leaf(&self.weight));
@@ -100,14 +100,14 @@ impl Problem {
         let targets = self.targets.to_device(test_device());
         let SumAndDivisor { sum, divisor } =
             torch::linear_cross_entropy(&hidden, &targets, head).expect("a loss");
-        // As a step does it: the root's gradient is what the loss is divided by.
+        // As a step does: the root gradient contains the divisor.
         let root = divisor.reciprocal().to_kind(sum.kind());
         backward(&[&sum], &[Some(&root)], false).expect("gradients");
         answer(&(&sum / &divisor), &hidden, &weight, bias.as_ref())
     }
 }
 
-/// The loss as a mean, and the gradients of hidden states, weight and bias.
+/// Returns the mean loss, and the gradients of hidden states, weight and bias.
 fn answer(loss: &Tensor, hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Named {
     let mut all = vec![
         ("loss", loss.detach()),
@@ -134,11 +134,11 @@ fn problems() -> Vec<Problem> {
         let plain = Problem::new(places, width, classes);
         [plain, Problem::new(places, width, classes).with_everything()]
     };
-    // A scalar's only place would be padding's neighbour: all that are there count.
+    // A scalar has a single position, which is not padding.
     shapes.into_iter().flat_map(make).collect()
 }
 
-/// One place a chunk, a few, and all.
+/// One position per chunk, a few, and all.
 fn chunks(problem: &Problem) -> [u64; 3] {
     let row = problem.weight.size()[0] as u64 * 8;
     [1, row * 5, row * 10_000]
@@ -146,8 +146,8 @@ fn chunks(problem: &Problem) -> [u64; 3] {
 
 #[test]
 fn it_is_the_cross_entropy_of_the_logits_as_near_as_a_kind_has_digits() {
-    // A chunk of one place is a product with a vector, which a CPU sums up one number after the other:
-    // libtorch's own loss of one place is off by 2.4e-5 too in f32.
+    // A chunk of one position is a product with a vector, which a CPU sums sequentially: libtorch's own loss of
+    // one position is also off by 2.4e-5 in f32.
     for (kind, part) in
         [(Kind::Double, 1e-10), (Kind::Float, 5e-5), (Kind::BFloat16, 5e-2), (Kind::Half, 1e-2)]
     {
@@ -171,7 +171,7 @@ fn two_runs_are_equal_to_the_last_bit() {
     }
 }
 
-/// Central differences in f64.
+/// Compares with central differences in f64.
 #[test]
 fn its_gradients_are_those_of_small_differences() {
     let problem = Problem::new(&[5], 3, 7).with_everything();
@@ -229,7 +229,7 @@ fn strided_and_offset_tensors_are_taken_as_they_are() {
     near("strided", &strided.found(Kind::Double, 200), &plain, 1e-12);
 }
 
-/// Hidden states of four places, and the weight of five classes.
+/// Hidden states of four positions, and the weight of five classes.
 fn leaves() -> [Tensor; 2] {
     [(4, 1), (5, 2)].map(|(rows, seed)| numbers_there(&[rows, 3], seed).set_requires_grad(true))
 }
@@ -279,7 +279,7 @@ fn only_what_is_asked_for_gets_a_gradient() {
     assert_eq!(silent, done.sum.detach());
 }
 
-/// Few logits, whose gradient waits for the backward, and more of them, which go in chunks.
+/// Few logits, whose gradient is kept for the backward, and more of them, which are chunked.
 #[test]
 fn in_micro_batches_a_tied_head_has_the_gradient_of_the_whole_batch() {
     let step = |kind: Kind, size, chunk| {
@@ -310,7 +310,7 @@ fn in_micro_batches_a_tied_head_has_the_gradient_of_the_whole_batch() {
     }
 }
 
-/// On a CPU, where every byte is counted.
+/// On a CPU, on which every byte is counted.
 #[test]
 fn its_peak_is_below_the_logits_by_far() {
     let _turn = alone();
@@ -332,11 +332,11 @@ fn its_peak_is_below_the_logits_by_far() {
     assert!(arena.peak() > 2 * logits, "plain: {}", arena.peak());
 }
 
-/// The gradient of a head's weight, beside this many bytes of something else.
+/// Returns the gradient of a head's weight, with this many bytes allocated beside it.
 fn gradient_beside(bytes: i64) -> Tensor {
     let device = test_device();
     let _other = Tensor::zeros([bytes], (Kind::Uint8, device));
-    // More logits than go into a chunk on a card: 412 MB.
+    // More logits than fit into a chunk on a GPU: 412 MB.
     let (tokens, classes) = if device.is_cuda() { (4096, 50_257) } else { (64, 257) };
     let mut store = VarStore::new(device);
     let _ = store.root().var_copy("weight", &numbers(&[classes, 8], 2).to_kind(Kind::Float));
@@ -354,7 +354,7 @@ fn gradient_beside(bytes: i64) -> Tensor {
     weight.grad()
 }
 
-/// Captured work must be what runs without replay, and a step that is run again the one that failed.
+/// A CUDA graph must give the eager result, and a retried step that of the failed one.
 #[test]
 fn what_else_is_in_memory_changes_no_bit() {
     let _turn = alone();

@@ -1,4 +1,4 @@
-//! What measuring layers finds, and that it leaves nothing behind.
+//! Measurement of layers: its results, and that it leaves nothing behind.
 
 mod support;
 
@@ -48,7 +48,7 @@ fn sizes_are_exact_and_shown_layer_by_layer() {
     let sizes =
         |layer: &LayerCost| (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes);
     let sizes: Vec<_> = profile.layers.iter().map(sizes).collect();
-    // Each keeps its output; the inputs are there already.
+    // Each keeps its output; the inputs exist already.
     assert_eq!(sizes, [(257 * 64 * 4, 256, 256), (0, 256, 256), (65 * 4096 * 4, 16_384, 16_384)]);
 }
 

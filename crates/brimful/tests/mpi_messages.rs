@@ -1,5 +1,5 @@
-//! Messages of MPI itself, between processes under a real `mpirun`: nothing waits for who does not
-//! send, and what one process tells arrives in order.
+//! MPI messages between processes under a real `mpirun`: nothing waits for a process that does not send, and one
+//! sender's messages arrive in order.
 
 #![cfg(feature = "mpi")]
 
@@ -14,7 +14,7 @@ use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
 use support::ranks::{SOCKETS, as_process_or, text, told};
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Bytes of a message that no MPI sends before its receiver asks for it.
+/// Size of a message that no MPI sends before its receiver asks for it.
 const LARGE: usize = 1 << 24;
 
 fn arrives(mpi: &mut Mpi, mut pending: MpiMessage) {
@@ -36,14 +36,14 @@ fn next(mpi: &mut Mpi) -> (usize, Vec<u8>) {
     }
 }
 
-/// Lets a byte go both ways, so that there is a way.
+/// Exchanges a byte in both directions, so that the connection exists.
 fn greet(mpi: &mut Mpi, other: usize) {
     let there = send(mpi, MpiLine::Data, vec![0], other);
     let back = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), other, 0).expect("asked");
     [there, back].into_iter().for_each(|pending| arrives(mpi, pending));
 }
 
-/// Announces a large message, and makes no call of MPI until the file is there.
+/// Announces a large message, and makes no MPI call until the file exists.
 fn halting_sender(mpi: &mut Mpi, seen: &Path) {
     greet(mpi, 0);
     let large = send(mpi, MpiLine::Control, vec![7; LARGE], 0);
@@ -56,7 +56,7 @@ fn halting_sender(mpi: &mut Mpi, seen: &Path) {
     [large, small, after].into_iter().for_each(|pending| arrives(mpi, pending));
 }
 
-/// Does not wait for the large message, hears the third process meanwhile, and gets all in order.
+/// Does not wait for the large message, receives the third process's meanwhile, and gets all in order.
 fn receiver(mpi: &mut Mpi, seen: &Path) {
     greet(mpi, 1);
     let after = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), 1, 0).expect("asked");

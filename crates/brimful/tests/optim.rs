@@ -1,6 +1,6 @@
-//! The optimizers against tch's own, and what tch's cannot do: groups, saved state, atomic steps.
+//! Optimizers compared with tch's own, and their additional features: groups, saved state, atomic steps.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
 mod support;
 
@@ -19,7 +19,7 @@ use support::{
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
-/// A few trainable variables of different shapes, one buffer, and a scalar.
+/// Several trainable variables of different shapes, one buffer, and a scalar.
 fn store(kind: Kind) -> nn::VarStore {
     let mut vs = nn::VarStore::new(test_device());
     let root = vs.root();
@@ -50,7 +50,7 @@ fn set(vs: &nn::VarStore, name: &str, value: &Tensor) {
     tch::no_grad(|| get(vs, name).copy_(value));
 }
 
-/// Leaves gradients that depend on the parameters, the step and the place.
+/// Sets gradients that depend on the parameters, the step and the position.
 fn backward(vs: &nn::VarStore, step: i64) {
     backward_of(vs, step, &SHAPES.map(|(name, _)| name));
 }
@@ -65,7 +65,7 @@ fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
     loss.backward();
 }
 
-/// The largest difference between two stores' variables, relative to their size.
+/// Returns the largest difference between two stores' variables, relative to their size.
 fn difference(a: &nn::VarStore, b: &nn::VarStore) -> f64 {
     let of = |name: &str| {
         let (a, b) = (get(a, name).to_kind(Kind::Double), get(b, name).to_kind(Kind::Double));
@@ -141,8 +141,8 @@ fn a_step_leaves_the_gradients_as_they_are() {
     assert!(!get(&vs, "head_weight").grad().defined());
 }
 
-/// Autograd goes by it, and so do copies of the parameters in a pipeline. On CUDA the last steps are
-/// replayed.
+/// Autograd relies on the version, and so do copies of the parameters in a pipeline. On CUDA the last steps use
+/// CUDA graphs.
 #[test]
 fn every_step_counts_as_a_change_of_the_parameters() {
     for (kind, config) in [(Kind::Float, 0), (Kind::Float, 1), (Kind::BFloat16, 1)] {
@@ -194,7 +194,7 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     }
 }
 
-/// A new tensor of the same shape and strides, gaps included.
+/// Returns a new tensor with the same shape and strides, gaps included.
 fn strided_like(tensor: &Tensor) -> Tensor {
     Tensor::empty_strided(tensor.size(), tensor.stride(), (tensor.kind(), tensor.device()))
 }
@@ -238,7 +238,7 @@ fn parameters_without_gradient_and_frozen_ones_stay_with_their_state() {
     let (a, b) = (store(Kind::Double), store(Kind::Double));
     let config = AdamW::new(0.02);
     let mut opt = Optimizer::new(&a, config).expect("an optimizer");
-    // The same steps, taken by each parameter alone.
+    // Takes the same steps for each parameter on its own.
     let alone = |name: &str| vec![(name.to_owned(), get(&b, name))];
     let mut bias = Optimizer::for_named(alone("head_bias"), config).expect("an optimizer");
     let mut weight = Optimizer::for_named(alone("head_weight"), config).expect("an optimizer");
@@ -260,7 +260,7 @@ fn parameters_without_gradient_and_frozen_ones_stay_with_their_state() {
     opt.step().expect("a step");
     assert_eq!(get(&a, "scale"), before);
     assert!(opt.state().0.iter().all(|(name, _)| !name.starts_with("scale")));
-    // A buffer is no parameter.
+    // A buffer is not a parameter.
     assert!(opt.parameters().all(|(name, _)| name != "running_mean"));
     assert_eq!(opt.parameters().count(), SHAPES.len());
 }
@@ -399,7 +399,7 @@ fn a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() {
     opt.load_state(&good, &metadata).expect("its own state");
 }
 
-/// Everything that a step changes, copied.
+/// Returns copies of everything that a step changes.
 fn everything(vs: &nn::VarStore, opt: &Optimizer) -> Named {
     let mut all = opt.state().0;
     all.extend(SHAPES.map(|(name, _)| (name.to_owned(), get(vs, name))));
@@ -425,11 +425,11 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
     let mut optimizers = stores.each_ref().map(|vs| new_optimizer(vs, config));
     for (vs, opt) in stores.iter().zip(&mut optimizers) {
         train(vs, opt, 0..steps_before);
-        // Set by hand since, one of them to another value: masters are stale.
+        // Set by hand since then, one of them to another value: the master weights are stale.
         SHAPES.iter().for_each(|(name, _)| set(vs, name, &get(vs, name)));
         set(vs, "conv_weight", &numbers_there(SHAPES[0].1, 9));
         backward(vs, 5);
-        // A gradient in another order than its parameter, so that it is copied.
+        // A gradient with other strides than its parameter, so that it is copied.
         let mut weight = get(vs, "head_weight");
         let turned = weight.grad().tr().contiguous().tr();
         set_gradient(&mut weight, Some(&turned)).expect("a gradient");
@@ -443,7 +443,7 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
         opt.step()
     };
     let failures = fail_every_allocation(&what, &arena, opt, |opt| everything(vs, opt), step);
-    // The turned gradient takes scratch space, so every step allocates something.
+    // The transposed gradient needs scratch memory, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");
     assert_eq!(difference(vs, undisturbed), 0.0, "{config:?}");
@@ -464,7 +464,7 @@ fn small_updates_of_a_bf16_parameter_are_not_lost() {
         for _ in 0..1000 {
             tensor.sum(Kind::Float).backward();
             if is_set {
-                // To what it is, and the last one to something else.
+                // To its present value, except for the last element.
                 let _ = tch::no_grad(|| tensor.slice(0, 63, 64, 1).fill_(1.0));
             }
             opt.update();
@@ -490,7 +490,7 @@ fn a_half_parameter_that_is_set_by_hand_goes_on_from_there() {
     assert!((get(&vs, "scale").double_value(&[]) - expected).abs() < 0.5);
 }
 
-/// Its masters are refreshed where they are; the rest of its state is what it was.
+/// The master weights are refreshed in place; the rest of the state is unchanged.
 #[test]
 fn a_step_after_parameters_were_set_or_loaded_makes_no_second_state() {
     if test_device() != Device::Cpu {
@@ -524,7 +524,7 @@ fn a_step_after_parameters_were_set_or_loaded_makes_no_second_state() {
     opt.load_state(&tensors, &metadata).expect("loaded");
     drop(tensors);
     let after_load = most_of_step(&mut opt);
-    // Scratch space of one parameter: rounded, in f32, and whether it was set.
+    // Scratch memory of one parameter: rounded, in f32, and the mask of changes.
     let scratch = (SIDE * SIDE) as u64 * (2 + 4 + 1);
     let most = after_set.max(after_load);
     assert!(most <= usual + scratch, "{most} bytes beside a state of {state}, not {usual}");

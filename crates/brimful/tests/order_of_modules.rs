@@ -1,16 +1,16 @@
-//! The modules of the library stand in the order of DESIGN.md's table: each uses those above it alone.
+//! The library's modules follow the order of DESIGN.md's table: each uses only those above it.
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The table's heading, after which its rows come.
+/// Heading of the table; its rows follow.
 const HEADING: &str = "| module, from the ground up | its one duty |";
 
-/// Everybody fails with these and is re-exported there: they stand beside the order.
+/// Modules outside the order: all fail with `error`, and `lib` re-exports all.
 const ASIDE: [&str; 2] = ["error", "lib"];
 
-/// The modules, from the ground up.
+/// Returns the modules in the order of the table.
 fn order() -> Vec<String> {
     let design = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../DESIGN.md");
     let design = fs::read_to_string(design).expect("DESIGN.md is at the workspace's root");
@@ -35,7 +35,7 @@ fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
     }
 }
 
-/// The names after each `crate::` of a file's own code: without comments, and without its tests.
+/// Returns the names after each `crate::` of a file's own code, without comments and tests.
 fn used(source: &str) -> Vec<String> {
     let code = source.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     let code: Vec<&str> =
@@ -44,7 +44,7 @@ fn used(source: &str) -> Vec<String> {
     let mut names = Vec::new();
     for rest in code.split("crate::").skip(1) {
         let list = match rest.strip_prefix('{') {
-            // `use crate::{a, b::c}` names two.
+            // `use crate::{a, b::c}` names two modules.
             Some(list) => list.split('}').next().unwrap_or_default(),
             None => {
                 rest.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or_default()
@@ -56,7 +56,7 @@ fn used(source: &str) -> Vec<String> {
     names
 }
 
-/// Where what `lib.rs` re-exports comes from.
+/// Returns the module of each name that `lib.rs` re-exports.
 fn reexported(library: &str) -> HashMap<String, String> {
     let mut found = HashMap::new();
     for line in library.lines().filter_map(|line| line.strip_prefix("pub use ")) {

@@ -1,7 +1,7 @@
-//! Leaves besides the model's parameters (a batch that requires a gradient, another store's variables) get
-//! the full batch's gradient on one device, whole or not at all; elsewhere they are refused.
+//! Leaves besides the model's parameters (a batch that requires a gradient, another store's variables) get the
+//! full batch's gradient on one device, atomically; elsewhere they are refused.
 //!
-//! One test at a time: the models' first parameters come from one generator.
+//! One test at a time: the models' initial parameters come from one generator.
 
 mod support;
 
@@ -19,7 +19,7 @@ use tch::{Kind, Tensor};
 
 const SAMPLES: i64 = 10;
 
-/// A model in a store, a factor in another, and a batch that requires a gradient; each has one already.
+/// Model in a store, factor in another, and a batch that requires a gradient; each already has a gradient.
 struct Case {
     store: nn::VarStore,
     model: nn::Linear,
@@ -60,7 +60,7 @@ impl Case {
         self.model.forward(&(x * &self.factor).tanh())
     }
 
-    /// Over numbers that are known at the end alone, which is when gradients are divided.
+    /// Has a denominator that is known only at the end, so that gradients are divided then.
     fn loss(&self, x: &Tensor) -> Loss {
         let out = self.out(x);
         Loss::ratio(out.square().sum(Kind::Double), positive(x)) + Loss::mean(mean(&out))
@@ -161,7 +161,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let _alone = alone();
     let arena = Arena::new("faulty");
     for n in 1.. {
-        // The first step of each: all is made then that later ones find.
+        // The first step of each case: it allocates what later steps reuse.
         let case = Case::new();
         let before = case.gradients();
         let memory = Memory::Arena(arena.clone());
@@ -178,7 +178,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     }
 }
 
-/// bf16 has 8 bits: 256 and 1 are 256.
+/// bf16 has 8 bits: 256 + 1 rounds to 256.
 #[test]
 fn half_precision_beside_a_wide_model_is_summed_in_f32() {
     let _alone = alone();
@@ -191,7 +191,7 @@ fn half_precision_beside_a_wide_model_is_summed_in_f32() {
         .backward(&x, |x| {
             calls += 1;
             let out = case.out(&x).sum(Kind::Double);
-            // Not in the first, so that sums have begun elsewhere when it comes.
+            // Not in the first call, so that the sums have begun without it.
             Loss::sum(if calls > 4 { out + half.sum(Kind::Double) } else { out })
         })
         .expect("a step");
@@ -258,7 +258,7 @@ fn a_loss_on_all_outputs_of_a_pipeline_refuses_leaves_of_its_own() {
     refused(pipe.backward_whole(&x, |out| (&**out * &scale).square().sum(Kind::Double)), &[3]);
     assert!(!scale.grad().defined());
     assert!(pipe.gradients().expect("gradients").is_empty());
-    // In two calls the loss's backward is the caller's own.
+    // With two calls, the loss's backward is the caller's own.
     let out = pipe.forward(&x).expect("a forward");
     (&*out * &scale).square().sum(Kind::Double).backward();
     pipe.backward_from(out).expect("a backward");

@@ -1,7 +1,7 @@
-//! Running out of memory, by the same bodies on a CPU arena and on a GPU.
+//! Out of memory, with the same tests on a CPU arena and on a GPU.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` chooses the GPU; then with `--test-threads=1`, because all threads
-//! share its figures.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` selects the GPU; then use `--test-threads=1`, because all threads share its
+//! statistics.
 
 use brimful::device::NoDevice;
 use brimful::memory::{self, Arena, Memory, MemoryError};
@@ -9,7 +9,7 @@ use brimful::oom::{self, Caught, OutOfMemory, Place};
 use brimful::{Bytes, Error, device};
 use tch::{Device, Kind, TchError, Tensor};
 
-/// The memory under test: a GPU where one was asked for, else an arena of 64 MiB.
+/// Returns the memory under test: a requested GPU, else an arena of 64 MiB.
 fn memory() -> Memory {
     match std::env::var("BRIMFUL_TEST_DEVICE") {
         Ok(name) => Memory::of(device::find(&name).expect("the device asked for")).expect("memory"),
@@ -24,7 +24,7 @@ fn expected_place(memory: &Memory) -> Place {
     }
 }
 
-/// More than the memory has, in floats.
+/// Returns more floats than the memory holds.
 fn too_much(memory: &Memory) -> i64 {
     let limit = memory.usage().expect("usage").limit.expect("a limit");
     i64::try_from(limit.0 / 4 + 1024).expect("a size")
@@ -73,10 +73,10 @@ fn a_training_step_that_runs_out_leaves_nothing_behind_and_a_smaller_one_works()
         }
         hidden.f_mean(Kind::Float)?.f_double_value(&[])
     };
-    // The first step of all also makes the workspace that cuBLAS keeps.
+    // The very first step also allocates cuBLAS's permanent workspace.
     step(8).expect("8 samples fit");
     let before = memory.usage().expect("usage").current;
-    // One operand fits twice over; the whole graph does not.
+    // One operand fits twice; the whole graph does not.
     let limit = memory.usage().expect("usage").available.expect("a limit").0;
     let large = i64::try_from(limit / 3 / (64 * 4)).expect("a size");
     out_of_memory(oom::catch(|| step(large)));

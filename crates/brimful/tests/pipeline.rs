@@ -1,5 +1,5 @@
-//! What a pipeline can do beside its steps: any loss on the whole output, several tensors, frozen
-//! layers, clipping, saving, evaluation, random numbers, reports; and what it refuses.
+//! Features of a pipeline besides its steps: losses on the whole output, several tensors, frozen layers,
+//! clipping, saving, evaluation, random numbers, reports; and its errors.
 
 mod support;
 
@@ -31,7 +31,7 @@ use tch::{Device, Kind, Tensor};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-/// Four stages that live on the host.
+/// Four offloaded stages.
 fn at_home(layers: Layers) -> Builder {
     let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
     builder(layers, 1).schedule(schedule).homes(Homes::Host)
@@ -75,7 +75,7 @@ fn what_a_step_could_not_give_back_is_refused() {
     assert_eq!(error, PipelineError::AutomaticForward.into());
 }
 
-/// A loss that fails is a step that fails.
+/// A failing loss fails the step.
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
     let _turn = alone();
@@ -95,7 +95,7 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
         let what = format!("failure {number}");
         assert_close(&pipe.gradients().expect("gradients"), &before, &what);
     }
-    // It runs on the caller's thread, so that its panic is the caller's: libtorch's and its own.
+    // The loss runs on the caller's thread, so its panic is the caller's: libtorch's and its own.
     let panics: [fn(&Tensor) -> Tensor; 2] = [|out| out.narrow(1, 0, 99), |_| panic!("no loss")];
     for (number, give_up) in panics.into_iter().enumerate() {
         let step = AssertUnwindSafe(|| pipe.backward_whole(&x, |out| give_up(out)).map(drop));
@@ -125,7 +125,7 @@ fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
     assert_eq!(pipe.backward_from(old).expect_err("old"), PipelineError::OldOutputs.into());
     new.sum(Kind::Double).backward();
     pipe.backward_from(new).expect("the last one");
-    // A forward whose backward never comes is forgotten by the next step.
+    // The next step drops a forward whose backward never comes.
     let _unused = pipe.forward(&x).expect("a forward");
     pipe.zero_grad().expect("cleared");
     pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double))).expect("a step");
@@ -139,7 +139,7 @@ struct Pair {
     scale: Tensor,
 }
 
-/// Two inputs and a shared one, all needed by a middle stage too; two outputs, one of integers.
+/// Two inputs and a shared one, all also needed by a middle stage; two outputs, one of integers.
 fn many() -> Layers {
     Layers::new()
         .stash("inputs")
@@ -158,7 +158,7 @@ fn many() -> Layers {
         })
 }
 
-/// The error itself, without where it came about.
+/// Returns the error itself, without its location.
 fn of_closure(error: Error) -> Error {
     match error {
         Error::Stage(stage) => match stage.cause {
@@ -238,7 +238,7 @@ fn layers_can_tell_a_recompute() {
         .add_fn("first", seen(0))
         .add_fn("second", seen(1));
     let x = Tensor::ones([2, 2], DOUBLE);
-    // For each mode, the runs of both stages: (stage, again) for two micro-batches.
+    // Runs of both stages for each mode: (stage, recomputed) for two micro-batches.
     let expected: [(Recompute, &[(usize, bool)]); 3] = [
         (Recompute::Never, &[(0, false), (0, false), (1, false), (1, false)]),
         (Recompute::ExceptLast, &[(0, false), (0, false), (0, true), (1, false), (1, false)]),
@@ -309,7 +309,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
         let out = eval(pipe, &x, 2).expect("an evaluation");
         assert_all_close(&out, &plain.answer(&x), what);
     };
-    // A user's own optimizer.
+    // A user-defined optimizer.
     for number in 0..3 {
         let what = format!("step {number}");
         let (x, y) = ((GPT.input)(6), (GPT.target)(6));
@@ -324,7 +324,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
             close(&mut pipe, &what);
         }
     }
-    // Other numbers in its place.
+    // Replaces the value by another.
     let table = |values: Named| {
         let found = values.into_iter().find(|(name, _)| name == "wte.weight");
         found.expect("the shared one").1
@@ -334,7 +334,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
         tch::no_grad(|| table.set_data(&average));
     }
     close(&mut pipe, "put in its place");
-    // Not trained any more, and again.
+    // Freezes and unfreezes it.
     let (x, y) = ((GPT.input)(6), (GPT.target)(6));
     pipe.freeze(|name| name == "wte.weight").expect("frozen");
     let _itself = table(pipe.variables().expect("variables")).set_requires_grad(true);
@@ -414,7 +414,7 @@ fn what_does_not_fit_is_not_loaded() {
     assert_eq!(optimizer.learning_rate(), 0.1);
 }
 
-/// Where one worker's memory runs out, another, which could load, has none either to take it back.
+/// When one worker's memory runs out, a worker that has already loaded has no memory to restore its old values.
 #[test]
 fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
     let _turn = alone();
@@ -501,7 +501,7 @@ fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
 fn clipping_groups_and_rates_are_those_of_one_optimizer() {
     let _turn = alone();
     tch::manual_seed(8);
-    // Of so many stages, some have no parameter.
+    // With this many stages, some have no parameter.
     let mut pipe = builder((GPT.layers)(), 8).micro_batches(2).build().expect("a pipeline");
     let mut plain = Plain::of(&(GPT.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
@@ -538,7 +538,7 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
     assert!(matches!(error, Error::Optim(OptimError::EmptyGroup { .. })), "{error}");
 }
 
-/// A name is taken wherever its members are, and a group is made on all devices or on none.
+/// A name is taken wherever its members are, and a group is created on all devices or on none.
 #[test]
 fn a_group_that_cannot_be_is_made_nowhere() {
     let _turn = alone();
@@ -597,7 +597,7 @@ fn a_balance_is_found_by_measuring() {
     assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
 }
 
-/// Tokens do not tell it.
+/// The tokens of the input do not reveal the dtype.
 #[test]
 fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
     let _turn = alone();
@@ -620,7 +620,7 @@ fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
     }
 }
 
-/// A layer that keeps so many numbers of 4 a sample, and two of parameters.
+/// Layers: a wide one that keeps 4 × `numbers` activations per sample, and two with most of the parameters.
 fn wide(numbers: i64) -> Layers {
     let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
     let wide = move |p: &nn::Path| {
@@ -637,8 +637,8 @@ fn by_bytes(layers: Layers, kind: Kind, method: Option<Method>) -> Vec<usize> {
     pipe.expect("a pipeline").balance().sizes().to_vec()
 }
 
-/// What is kept for a layer of many activations is more than two layers of parameters and gradients
-/// take, but less than those with Adam's state.
+/// The activations kept by the wide layer exceed the parameters and gradients of two layers, but not with Adam's
+/// state added.
 #[test]
 fn a_balance_by_bytes_counts_the_optimizer() {
     let _turn = alone();
@@ -648,7 +648,7 @@ fn a_balance_by_bytes_counts_the_optimizer() {
     assert_eq!(found(Some(Adam::new(0.1).into())), [2, 1]);
 }
 
-/// Beside bf16, sums of gradients and the parameters that SGD updates take twice as much.
+/// With bf16, gradient sums and the parameters that SGD updates take twice as much.
 #[test]
 fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
     let _turn = alone();
@@ -734,7 +734,7 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![4, 5] }));
-    // Who needs no target gives none.
+    // A loss without targets passes none.
     pipe.backward(&(MLP.input)(4), &(), |out: Tensor, ()| Loss::mean(out.sum(Kind::Double)))
         .expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
@@ -745,7 +745,7 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     pipe.backward(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
 }
 
-/// 65,536 is more than f16 can hold, but the gradient has no number of that size.
+/// 65,536 overflows f16, but no gradient is that large.
 #[test]
 fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     let _turn = alone();
@@ -784,7 +784,7 @@ fn gradients_add_up_until_they_are_cleared() {
 #[test]
 fn gradients_that_are_not_finite_are_refused_on_request() {
     let _turn = alone();
-    // The root of 0 has an infinite slope: the loss is a number, its gradient is none.
+    // The root of 0 has an infinite slope: the loss is finite, its gradient is not.
     let layers = || {
         Layers::new()
             .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
@@ -802,7 +802,8 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     assert!(pipe.gradients().expect("gradients").is_empty());
 }
 
-/// f16 ends at 65,504: what each micro-batch, and each stage that has the weight, brings is finite.
+/// f16 overflows at 65,504: the contribution of each micro-batch, and of each stage that has the weight, is
+/// finite.
 #[test]
 fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
     let _turn = alone();
@@ -833,8 +834,8 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
     }
 }
 
-/// tch's own BatchNorm moves at every micro-batch, but not again in a recompute, and not for good if
-/// the step fails.
+/// tch's own BatchNorm updates its statistics at every micro-batch, but not again in a recompute, and is restored
+/// if the step fails.
 #[test]
 fn foreign_batch_norm_moves_once_a_micro_batch() {
     let _turn = alone();
@@ -872,7 +873,7 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
     }
 }
 
-/// What torchgpipe cannot see: a stage that is computed again from an input that it has changed.
+/// A case that torchgpipe does not detect: recomputation of a stage from an input that it has changed.
 #[test]
 fn changes_in_place_are_right_or_refused() {
     let _turn = alone();
@@ -883,26 +884,26 @@ fn changes_in_place_are_right_or_refused() {
             .add_fn("tanh", |x| x.shallow_clone().tanh_())
             .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
     };
-    // Where the first stage is: it gets the caller's tensor itself, not a copy.
+    // On the first stage's device, which gets the caller's tensor itself, not a copy.
     let x = Tensor::randn([6, 3], DOUBLE).to_device(test_device());
     for recompute in Recompute::ALL {
         let build = |layers, sizes: [usize; 2]| {
             let builder = builder(layers, 2).balance(sizes).micro_batches(3);
             builder.recompute(recompute).build().expect("a pipeline")
         };
-        // In the middle of a stage it is the stage's own affair.
+        // In the middle of a stage a change affects no other stage.
         let mut pipe = build(inside(), [2, 1]);
         let plain = Plain::of(&inside(), &pipe);
         pipe.backward(&x, &x, mse).expect("a step");
         plain.model.forward_t(&x, true).mse_loss(&x, tch::Reduction::Mean).backward();
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
-        // At its beginning it changes what another stage, or the caller, still needs.
+        // At the beginning of a stage it changes what another stage, or the caller, still needs.
         let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));
         let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
         let mut of_boundary = build(inside(), [1, 2]);
         for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
             let error = pipe.backward(&x, &x, mse).expect_err("changed in place").to_string();
-            // In words of ours, which say where it is and what helps.
+            // The error is ours and reports the location and a remedy.
             let is_ours = error.starts_with("stage ") && error.contains(" in place");
             assert!(is_ours, "{recompute}: {error}");
         }
@@ -984,7 +985,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
         pipe.backward_from(outputs).expect("a step");
     };
     let gradients = |pipe: &Pipeline| copies(&pipe.gradients().expect("gradients"));
-    // Gradients are cleared after the forward, as loops of PyTorch do.
+    // Clears gradients after the forward, as PyTorch loops do.
     let (mut once, mut often) = (build(), build());
     run(&mut once, &|_| ());
     for _ in 0..3 {
@@ -992,14 +993,14 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
     }
     assert_eq!(gradients(&once).len(), 4);
     assert_eq!(gradients(&often), gradients(&once));
-    // A forward that is given up leaves them as they are.
+    // An abandoned forward leaves the gradients unchanged.
     let before = gradients(&often);
     let _ = often.forward(&x).expect("outputs");
     assert_eq!(gradients(&often), before);
     often.zero_grad().expect("cleared");
     run(&mut often, &|_| ());
     assert_eq!(gradients(&often), before);
-    // What is frozen after the forward gets none, and nobody else gets its own.
+    // A variable frozen after the forward gets no gradient, and no other variable gets its.
     let mut frozen = build();
     let weight = |pipe: &Pipeline, name: &str| {
         let variables = pipe.variables().expect("variables");
@@ -1012,7 +1013,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
     assert!(!weight(&frozen, "one.weight").grad().defined());
 }
 
-/// The step has the workers, and would wait for its own loss.
+/// The step occupies the workers, and would wait for its own loss.
 #[test]
 fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
     let _turn = alone();
@@ -1037,7 +1038,7 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
     optimizer.step().expect("behind the step");
 }
 
-/// A layer whose two tables get one gradient in two views, between two others.
+/// Layer whose two tables get one gradient in two views, between two other layers.
 fn tables() -> Layers {
     let table = |p: &nn::Path, name: &str| p.randn(name, &[3, 2], 0.0, 1.0);
     Layers::new()

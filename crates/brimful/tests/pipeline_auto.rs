@@ -1,6 +1,6 @@
-//! Automatic sizes of pipelines: the tightest stage decides, and a failed step is run again.
+//! Automatic sizes of pipelines: the stage with the least memory decides, and a failed step is retried.
 //!
-//! One test at a time: first parameters come from one generator.
+//! One test at a time: initial parameters come from one generator.
 
 mod support;
 
@@ -83,14 +83,14 @@ fn the_tightest_stage_decides() {
     arenas[1].set_limit(Some(arenas[1].current() + needed / 2)).expect("a limit");
     let less = step(&mut pipe).expect("a step");
     assert!(less.sizes[0] < SAMPLES as usize, "{:?}", less.sizes);
-    // How often it is tried is no promise: what a stage needs depends on whether the input of its next
-    // micro-batch has arrived yet.
+    // The number of attempts is not guaranteed: a stage's memory depends on whether its next micro-batch's input
+    // has arrived yet.
     assert_eq!(less.decisions[0].why, Why::LessMemory);
     assert!(less.decisions.last().is_some_and(|last| !last.failed), "{:?}", less.decisions);
     assert_gradients("a tight stage", &expected.1, &pipe);
 }
 
-/// What a step has come to, how often it was run again, and how many sizes it has had.
+/// Returns a step's loss, retries, and number of sizes.
 fn told<O>(step: Step<O>) -> (f64, usize, usize) {
     (step.loss, step.retries, step.decisions.len())
 }
@@ -139,7 +139,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
     run_out_in_any_stage(|pipe| step(pipe).map(told));
 }
 
-/// Forward, a loss on all outputs, and backward are one step, wherever memory runs out.
+/// Forward, loss on all outputs, and backward form one step, wherever memory runs out.
 #[test]
 fn a_loss_on_all_outputs_is_tried_again_too() {
     let _alone = alone();

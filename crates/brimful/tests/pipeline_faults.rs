@@ -1,5 +1,5 @@
-//! Any panic, error or out-of-memory in any stage at any action ends the step with an error that says
-//! where; nothing is left behind, nobody hangs, and the next step is an undisturbed one.
+//! A panic, error or out-of-memory in any stage at any action ends the step with an error that names the
+//! location. Nothing is left behind, no thread hangs, and the next step is unaffected.
 
 mod support;
 
@@ -23,20 +23,20 @@ use tch::{Device, Kind, Tensor};
 const STAGES: usize = 3;
 const MICRO_BATCHES: usize = 4;
 
-/// What a layer is to do wrong.
+/// Fault of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Panic,
-    /// libtorch refuses.
+    /// libtorch refuses the forward.
     Refused,
-    /// A forward that libtorch refuses to trace back.
+    /// libtorch refuses the backward of this forward.
     RefusedInBackward,
 }
 
-/// The fault to come: in which stage, whether in a recompute, after how many calls.
+/// Planned fault: its stage, whether it is in a recompute, and the number of calls before it.
 static FAULT: Mutex<Option<(usize, bool, usize, Fault)>> = Mutex::new(None);
 
-/// Takes turns with the other tests, and keeps the workers' hundreds of panics off standard error.
+/// Serialises the tests, and keeps the workers' hundreds of panics off standard error.
 fn alone_and_quiet() -> MutexGuard<'static, ()> {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
@@ -55,7 +55,7 @@ fn plan_fault(fault: Option<(usize, bool, usize, Fault)>) {
     *FAULT.lock().unwrap_or_else(PoisonError::into_inner) = fault;
 }
 
-/// Whether this call is the one that goes wrong.
+/// Returns the fault if this call is the one that fails.
 fn due(stage: usize) -> Option<Fault> {
     let mut planned = FAULT.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, _, left, fault) =
@@ -113,7 +113,7 @@ fn arenas() -> Vec<Arena> {
     (0..STAGES).map(|j| Arena::new(&format!("stage {j}"))).collect()
 }
 
-/// One step on fixed data; its loss and gradients, and the variables after it.
+/// Runs one step on fixed data; returns its loss, the gradients, and the variables after it.
 fn step(pipe: &mut Pipeline) -> Result<(f64, Named, Named), Error> {
     let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
     let step =
@@ -125,7 +125,7 @@ fn values(pipe: &Pipeline) -> Named {
     copies(&pipe.variables().expect("variables"))
 }
 
-/// A pipeline, and what a step of it is when nothing goes wrong.
+/// Pipeline, and the result of an undisturbed step.
 struct Trial {
     pipe: Pipeline,
     initial: Named,
@@ -140,8 +140,7 @@ impl Trial {
         Self { pipe, initial, expected }
     }
 
-    /// Runs one step that may fail, then one that must not, in a thread of their own; gives what the first
-    /// failed with.
+    /// Runs one step that may fail, then one that must not, on a new thread; returns the first step's error.
     fn run(&mut self, what: &str) -> Option<Error> {
         let _watchdog = Watchdog::new(what.to_owned());
         let ended = thread::scope(|scope| scope.spawn(|| self.run_here(what)).join());
@@ -199,7 +198,7 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
                         let error = trial.run(&what);
                         let met = FAULT.lock().unwrap_or_else(PoisonError::into_inner).is_none();
                         if !met {
-                            // The stage is not run again so often.
+                            // The stage has fewer recomputes than that.
                             assert!(again && error.is_none(), "{what}: {error:?}");
                             continue;
                         }
@@ -221,7 +220,7 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
 #[test]
 fn a_backward_that_is_refused_is_named_with_its_action() {
     let _turn = alone_and_quiet();
-    // What is recomputed is spoilt in the recompute, and on the last stage, which is run once.
+    // The recompute spoils recomputed stages; the last stage runs only once.
     let modes = [0, 1, 5].map(|kept| (MODES[kept], false)).into_iter();
     let modes = modes.chain([4, 6].map(|recomputed| (MODES[recomputed], true)));
     for ((schedule, recompute), again) in modes {
@@ -235,7 +234,7 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
                 let error = stage_error(error, &what);
                 let expected = match stage {
                     _ if !schedule.splits_backward() => ActionKind::Backward,
-                    // Nobody waits for a gradient of the model's input: all is the weights' half.
+                    // No stage needs the gradient of the model's input: all of it is in the weight part.
                     0 => ActionKind::WeightGradient,
                     _ => ActionKind::InputGradient,
                 };
@@ -248,10 +247,10 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
     plan_fault(None);
 }
 
-/// Something that a pipeline can be asked for, as a number that shows what came of it.
+/// A pipeline's method; the number represents its result.
 type Call = fn(&mut Pipeline, &Tensor) -> Result<f64, Error>;
 
-/// What there is beside a step.
+/// Methods besides a step.
 const CALLS: [(&str, Call); 3] = [
     ("backward_whole", |pipe, x| {
         let step = pipe.backward_whole(x, |out| out.square().mean(Kind::Double))?;
@@ -275,7 +274,7 @@ fn every_call_survives_every_fault() {
     for (schedule, recompute) in [MODES[1], MODES[2], MODES[5]] {
         for (name, call) in CALLS {
             let mut pipe = pipeline(schedule, recompute, &arenas());
-            // Statistics move once, before what is compared.
+            // Statistics change once, before the comparison.
             call(&mut pipe, &x).expect("an undisturbed call");
             let before = values(&pipe);
             let again = |pipe: &mut Pipeline| {
@@ -297,7 +296,7 @@ fn every_call_survives_every_fault() {
                             assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
                             assert_close(&values(&pipe), &before, &what);
                         }
-                        // Nothing is traced back in an evaluation, and a recompute runs anew.
+                        // An evaluation has no backward, and a recompute runs anew.
                         Ok(_) => assert_eq!(fault, Fault::RefusedInBackward, "{what}"),
                     }
                     assert_eq!(again(&mut pipe), Ok(expected), "{what}");
@@ -308,20 +307,19 @@ fn every_call_survives_every_fault() {
     plan_fault(None);
 }
 
-/// Forwards with and without a graph, recomputes, backwards and their halves, and all that lies around
-/// them.
+/// Covers forwards with and without a graph, recomputes, whole and split backwards, and everything around them.
 #[test]
 fn memory_may_run_out_at_any_allocation_of_any_stage() {
     let _turn = alone_and_quiet();
     memory_runs_out(Schedule::OneFOneB, |_| vec![ActionKind::Backward]);
     memory_runs_out(Schedule::ZeroBubbleH1, |stage| match stage {
-        // Its input half has nothing to compute.
+        // Its input part has nothing to compute.
         0 => vec![ActionKind::WeightGradient],
         _ => vec![ActionKind::InputGradient, ActionKind::WeightGradient],
     });
 }
 
-/// At every allocation; among the actions that fail are these parts of a stage's backward.
+/// Fails every allocation; the failing actions must include these parts of a stage's backward.
 fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
     let arenas = arenas();
     let mut trial = Trial::new(pipeline(schedule, Recompute::ExceptLast, &arenas));
@@ -329,7 +327,7 @@ fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
         let mut kinds = Vec::new();
         for n in 1.. {
             let what = format!("{schedule}, stage {stage}, allocation {n}");
-            // The restoring of the variables before the step allocates nothing.
+            // Restoring the variables before the step allocates nothing.
             arena.fail_nth_allocation(n);
             let error = trial.run(&what);
             arena.fail_nth_allocation(0);
@@ -376,7 +374,7 @@ fn a_loss_that_fails_is_reported_as_it_was() {
     assert!(matches!(error, Err(Error::Loss(LossError::NonFinite { .. }))), "{error:?}");
 }
 
-/// A failing last stage stops the others before they have run all that they could.
+/// A failing last stage stops the others before they have run everything that they could.
 #[test]
 fn the_others_stop_as_soon_as_they_can() {
     let _turn = alone_and_quiet();
@@ -398,7 +396,7 @@ fn the_others_stop_as_soon_as_they_can() {
         .backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Float)))
         .expect_err("a panic");
     assert!(error.to_string().ends_with("in layer 'fails': it panicked: at once"), "{error}");
-    // One in the failing stage's hands, one in each channel's place, one with each sender.
+    // One in the failing stage, one in each channel, one with each sender.
     assert!(CALLS.load(Ordering::Relaxed) <= 4, "{CALLS:?}");
 }
 

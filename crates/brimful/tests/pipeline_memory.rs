@@ -1,7 +1,7 @@
-//! What the stages hold: as the schedules' formulas say, and no more than their arenas allow.
+//! Memory of the stages: as the schedules' formulas predict, and within their arenas.
 //!
-//! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for
-//! its backward, the tanh's output; the last one is also the boundary that the next stage keeps.
+//! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for its
+//! backward, the tanh's output; the last one is also the boundary that the next stage keeps.
 
 mod support;
 
@@ -48,15 +48,15 @@ fn step(pipe: &mut Pipeline, m: i64) -> Result<Vec<u64>, Error> {
     Ok(step.peaks.into_iter().map(|peak| peak.expect("an arena").0).collect())
 }
 
-/// Each stage's peak in a step of `m` micro-batches.
+/// Returns each stage's peak in a step of `m` micro-batches.
 fn peaks(schedule: Schedule, recompute: Recompute, m: i64) -> Vec<u64> {
     let arenas: Vec<_> = (0..STAGES).map(|j| Arena::new(&format!("stage {j}"))).collect();
     let mut pipe = pipeline(&arenas, schedule, recompute);
     step(&mut pipe, m).expect("a step")
 }
 
-/// Within 5 %. A gradient that the stage before has not yet used is charged to the stage that made
-/// it: one may be in the channel, and one in use.
+/// Checks within 5 %. A gradient that the previous stage has not used yet is charged to the stage that made it:
+/// one may be in the channel, and one in use.
 fn assert_near(found: u64, expected: u64, under_way: u64, what: &str) {
     let (least, most) = (0.95 * expected as f64, 1.05 * (expected + under_way * BOUNDARY) as f64);
     assert!((least..=most).contains(&(found as f64)), "{what}: {found} bytes, not {expected}");
@@ -96,7 +96,7 @@ fn recompute_holds_boundaries_and_one_micro_batch() {
     for recompute in [Recompute::ExceptLast, Recompute::Always] {
         let found = peaks(Schedule::GPipe, recompute, m);
         for j in 0..STAGES {
-            // What leaves the last stage is its loss.
+            // The last stage's output is its loss.
             let boundaries = if j + 1 < STAGES { (m - 1) as u64 * BOUNDARY } else { 0 };
             let under_way = if j > 0 { 2 } else { 0 };
             let what = format!("{recompute}, stage {j}");
@@ -114,11 +114,11 @@ fn block(p: &nn::Path) -> nn::Func<'static> {
     transformer::block(p, WIDTH, 8)
 }
 
-/// A model's name, how it is made, and a micro-batch of it.
+/// Name of a model, its constructor, and a micro-batch of it.
 type DeepModel = (&'static str, fn() -> Layers, Tensor);
 
-/// A perceptron and a GPT whose boundaries are small beside what their stages keep: on CPUs these are shared,
-/// and charged to the stage that makes them, where devices of their own would have a copy each.
+/// Perceptron and GPT whose boundaries are small beside the stages' activations. On CPUs a boundary is shared and
+/// charged to the stage that makes it, while separate devices would each have a copy.
 fn deep_models() -> [DeepModel; 2] {
     fn repeated(count: usize, layer: fn(&nn::Path) -> nn::Func<'static>) -> Layers {
         (0..count).fold(Layers::new(), |layers, number| layers.add(number.to_string(), layer))
@@ -130,7 +130,7 @@ fn deep_models() -> [DeepModel; 2] {
     ]
 }
 
-/// As planned from what the layers were measured to keep: with whole backwards, in halves, and mixed.
+/// Compares with the plan from the layers' measured memory: with whole, split, and mixed backwards.
 #[test]
 fn each_stage_needs_what_was_simulated() {
     let _turn = alone();

@@ -1,6 +1,5 @@
-//! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three
-//! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches, in one pipeline
-//! and in two.
+//! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three steps of
+//! Adam, for every schedule, recompute mode, number of stages and of micro-batches, in one pipeline and in two.
 
 mod support;
 
@@ -16,7 +15,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 fn every_schedule(case: &Case) {
     let _turn = alone();
-    // The first one, of a pipeline that has not run yet, is ragged: 13 samples.
+    // The first, on a pipeline that has not run yet, is ragged: 13 samples.
     let references = PlainRun::of_cuts(case, 1, &[(13, 4), (8, 1), (9, 3), (8, 8)]);
     for devices in 1..=4 {
         for schedule in Schedule::all(2) {
@@ -35,7 +34,7 @@ fn every_schedule(case: &Case) {
     }
 }
 
-/// Stages that live on the host, some or all of them, in every order that has a worker for them.
+/// Offloads some or all stages, in every order that has a worker for them.
 fn at_home(case: &Case) {
     let _turn = alone();
     let references = PlainRun::of_cuts(case, 1, &[(13, 4), (8, 1), (8, 4)]);
@@ -60,10 +59,10 @@ fn at_home(case: &Case) {
     }
 }
 
-/// Each with its part of every mini-batch.
+/// Gives each pipeline its part of every mini-batch.
 fn two_pipelines(case: &Case) {
     let _turn = alone();
-    // Ragged, even, one for a micro-batch, and fewer than pipelines.
+    // Ragged, even, one sample per micro-batch, and fewer samples than pipelines.
     let references = PlainRun::of_cuts(case, 2, &[(13, 3), (8, 2), (3, 4), (1, 2)]);
     for (schedule, recompute) in [
         (Schedule::GPipe, Recompute::Never),
@@ -92,7 +91,7 @@ fn weighted(out: &Tensor, y: &Tensor) -> Tensor {
     out.cross_entropy_loss(y, Some(class_weights(out)), Reduction::Mean, -100, 0.0)
 }
 
-/// A kind of loss, beside what it is for the whole mini-batch.
+/// Name of a loss, the loss of a micro-batch, and that of the whole mini-batch.
 type NamedLoss = (&'static str, fn(Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor);
 
 const LOSSES: [NamedLoss; 4] = [
@@ -115,7 +114,7 @@ const LOSSES: [NamedLoss; 4] = [
     ),
 ];
 
-/// Kinds of losses and of numbers, from one sample on.
+/// Covers kinds of losses and dtypes, from one sample on.
 #[test]
 fn every_loss_and_kind_of_number() {
     let _turn = alone();
@@ -161,7 +160,7 @@ tests! {
     gpt_with_a_shared_table_and_dropout_in_two_pipelines => two_pipelines(&GPT),
 }
 
-/// Where the device that is tested is no CPU, every boundary and skip changes its device here.
+/// If the tested device is not a CPU, every boundary and skip crosses devices here.
 #[test]
 fn a_mix_of_devices() {
     let _turn = alone();

@@ -1,5 +1,5 @@
-//! A pipeline's step over several mini-batches: gradients, loss, statistics and parameters are those of
-//! one mini-batch with all their samples; a mini-batch that fails leaves the earlier ones.
+//! A pipeline's step over several mini-batches: gradients, loss, statistics and parameters are those of one
+//! mini-batch with all their samples; a failed mini-batch leaves the earlier ones.
 
 mod support;
 
@@ -19,7 +19,7 @@ const MICRO_BATCHES: usize = 3;
 /// Samples of each mini-batch of a step: ragged, and fewer than micro-batches.
 const WINDOW: [usize; 3] = [7, 2, 4];
 
-/// Accumulates the mini-batches of these numbers and samples.
+/// Accumulates mini-batches with these numbers of samples, numbered from `first`.
 fn accumulate(pipe: &mut Pipeline, case: &Case, first: i64, lengths: &[usize], what: &str) {
     for (number, samples) in (first..).zip(lengths) {
         let (x, y) = case.data(*samples, number);
@@ -29,8 +29,7 @@ fn accumulate(pipe: &mut Pipeline, case: &Case, first: i64, lengths: &[usize], w
     }
 }
 
-/// The loss and gradients of the plain model, which takes a window at once; gives the loss, and the seed of the
-/// first mini-batch.
+/// Runs the plain model on a whole window at once; returns the loss, and the seed of the first mini-batch.
 fn whole(
     plain: &Plain,
     case: &Case,
@@ -58,7 +57,7 @@ fn whole(
     (plain.backward_pieces(case, &x, &y, &pieces), seeds.first().copied())
 }
 
-/// Two steps over windows of these lengths.
+/// Compares two steps over windows of these lengths.
 fn compare(case: &Case, mut pipe: Pipeline, replicas: usize, lengths: &[usize], what: &str) {
     let mut plain = Plain::of(&(case.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
@@ -81,7 +80,7 @@ fn compare(case: &Case, mut pipe: Pipeline, replicas: usize, lengths: &[usize], 
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
         optimizer.update();
         plain.optimizer.update();
-        // With the running statistics, which have moved once.
+        // Includes the running statistics, which have changed once.
         assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
     }
 }
@@ -106,7 +105,7 @@ fn several_mini_batches_are_one_step() {
     }
 }
 
-/// In some mini-batches, be they first or last, only one of the replicas has a sample.
+/// In some mini-batches, first or last, only one of the replicas has a sample.
 #[test]
 fn replicas_of_one_process_accumulate_too() {
     let _turn = alone();
@@ -119,7 +118,7 @@ fn replicas_of_one_process_accumulate_too() {
     }
 }
 
-/// Whatever fails in the middle: the layers, the closure, its loss, or what is given to it.
+/// Covers failures of the layers, the closure, its loss, and its inputs.
 #[test]
 fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
     let _turn = alone();
@@ -185,14 +184,14 @@ fn what_has_no_place_in_a_window_is_refused() {
     assert_eq!(error, open);
     assert_eq!(pipe.forward(&x).expect_err("a window is open"), open);
 
-    // Other parameters than those that the sums are of.
+    // Different trained parameters than those of the sums.
     pipe.freeze(|name| name.starts_with("fc2")).expect("frozen");
     pipe.accumulate(&x, &y, MLP.loss).expect_err("others are trained now");
     pipe.commit().expect_err("others are trained now");
     assert!(pipe.gradients().expect("gradients").is_empty());
     pipe.unfreeze(|_| true).expect("trained again");
 
-    // An evaluation is no part of it.
+    // An evaluation is not part of the window.
     let evaluated = pipe.evaluate(&x, &y, MLP.loss).expect("an evaluation").loss;
     let step = pipe.commit().expect("what was accumulated");
     let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);

@@ -1,7 +1,7 @@
-//! Replayed micro-batches leave what eager ones leave; what cannot be replayed runs eagerly.
+//! Micro-batches replayed as CUDA graphs give the eager results; those that cannot be captured run eagerly.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
-//! must come to the same.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly and must give
+//! the same results.
 
 mod support;
 
@@ -46,7 +46,7 @@ impl NormedNet {
         self.layers.forward_t(&x.dropout(self.dropout, true), true)
     }
 
-    /// A mean over samples, one over tokens and a penalty.
+    /// Mean over samples, a term over tokens, and a penalty.
     fn loss(&self, x: &Tensor, y: &Tensor, tokens: &Tensor) -> Loss {
         let logits = self.logits(x);
         let each = losses(&logits, y);
@@ -58,7 +58,7 @@ impl NormedNet {
             + Loss::once(weight.square().sum(weight.kind()) * 0.01)
     }
 
-    /// Every gradient and every variable that is not trained, by name.
+    /// Returns every gradient and every variable that is not trained, by name.
     fn state(&self) -> Named {
         let value = |(name, t): (String, Tensor)| {
             let value = if t.requires_grad() { t.grad() } else { t };
@@ -81,7 +81,7 @@ fn replays() -> bool {
     test_device().is_cuda()
 }
 
-/// The same model twice, to be run eagerly and replayed in micro-batches of this size.
+/// Makes the same model twice, to run eagerly and with CUDA graphs in micro-batches of this size.
 fn pair(size: usize, net: impl Fn() -> NormedNet) -> ([NormedNet; 2], MicroBatcher, MicroBatcher) {
     let nets = [net(), net()];
     let [one, two] = nets.each_ref().map(|net| MicroBatcher::new(&net.store, Size::Fixed(size)));
@@ -178,12 +178,13 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
     }
 }
 
-/// A model's factor, which is of no store.
+/// Factor of a model that belongs to no store.
 fn factor() -> Tensor {
     Tensor::full([6], 0.7, (Kind::Double, test_device()))
 }
 
-/// In a step for which no check of captured work is due: those are 1, 2, 4 and 8 steps after the capture, in the first.
+/// Begins in a step without a check of captured work: checks run 1, 2, 4 and 8 steps after the capture, in the
+/// first step.
 #[test]
 fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
     let _alone = alone();
@@ -214,8 +215,8 @@ fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
     }
 }
 
-/// What closures have from outside: a number of calls, and a tensor that is there before anybody asks for it:
-/// another stream would not wait for it, nor for a micro-batch.
+/// State of closures from outside: a count of calls, and a tensor that is ready early, because another stream
+/// would not wait for it, nor for a micro-batch.
 struct Outside {
     calls: i32,
     one: Tensor,
@@ -229,7 +230,7 @@ impl Outside {
     }
 }
 
-/// A closure that cannot be replayed: its name, and a word of the cause.
+/// Closure that cannot be captured: its name, and a word of the cause.
 type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Batch, &mut Outside) -> Loss);
 
 const UNCAPTURABLE: [Uncapturable; 8] = [
@@ -250,7 +251,7 @@ const UNCAPTURABLE: [Uncapturable; 8] = [
         net.loss(&(x * ones.to_device(test_device())), &y, &tokens)
     }),
     ("reads a value in its backward", "captur", |net, (x, y, tokens), _| {
-        // The slope of a product looks for factors that are 0: when it does, other gradients are there.
+        // The slope of a product checks for zero factors; other gradients exist by then.
         let weight = &net.store.variables()["one.weight"];
         let x = (x * weight.mean(Kind::Double) + 1.0).cumprod(1, Kind::Double);
         net.loss(&x, &y, &tokens)
@@ -282,7 +283,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         let kind = Kind::Double;
         let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
         let [mut first, mut second] = [(); 2].map(|()| Outside::new());
-        // A closure that counts is called once more for the capture, and is another one from there.
+        // A closure that counts its calls is called once more for the capture, and then behaves differently.
         let compared = name != "counts its calls";
         for step in 0..3 {
             let samples = there(&batch_from(24, kind, step));
@@ -301,7 +302,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         if replays() {
             assert!(cause.contains(word), "{name}: {cause}");
         }
-        // The device goes on: another micro-batcher replays.
+        // The device stays usable: another micro-batcher captures.
         let net = NormedNet::plain(kind);
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
         let step =
@@ -371,7 +372,7 @@ fn an_automatic_size_backs_off_and_is_replayed() {
     let _alone = alone();
     let kind = Kind::Double;
     for size in [Size::Auto, Size::Largest] {
-        // Without normalisation, whose numbers depend on the size.
+        // Without normalisation, whose results depend on the size.
         let [eager, replayed] =
             [(); 2].map(|()| NormedNet::new(kind, BatchNormPolicy::Frozen, 0.0));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
@@ -416,7 +417,7 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     }
 }
 
-/// Steps of two groups with rates that change, on gradients that stay where they are.
+/// Runs steps of two groups with changing rates, on gradients that stay at the same addresses.
 fn stepped(
     kind: Kind,
     method: impl Fn(f64) -> brimful::optim::Method,
@@ -439,7 +440,7 @@ fn stepped(
         optimizer.set_group_learning_rate("biases", 0.02).expect("a rate");
         optimizer.step().expect("a step");
         if step == 6 {
-            // What somebody else has written counts.
+            // Other code's writes count.
             let values = numbers(&parameters[0].size(), 99);
             tch::no_grad(|| parameters[0].copy_(&values));
         }

@@ -1,7 +1,7 @@
-//! Automatic sizes of replayed work, for one device, replicas and ranks alike: cuts are even, captured
-//! work has room beside what eager work leaves behind, and what it keeps is counted.
+//! Automatic sizes with CUDA graphs, for one device, replicas and ranks: micro-batches are even, captured work
+//! has memory beside what eager work leaves, and its own memory is counted.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly.
 
 mod support;
 
@@ -11,15 +11,15 @@ use support::{alone, test_device};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
 
-/// No size but a divisor leaves no remainder: 500 samples are 5 times 100, and so on.
+/// Only divisors leave no remainder: 500 samples are 5 times 100, and so on.
 const SAMPLES: i64 = 500;
-/// What may be taken of a card, beside what is in use: a third of what a whole mini-batch would need.
+/// Bytes of a GPU available beyond those in use: a third of what a whole mini-batch would need.
 const ROOM: u64 = 256 << 20;
-/// After so many steps a size is found, and its work captured.
+/// Steps after which a size is found, and its work captured.
 const SETTLED: usize = 12;
 const STEPS: usize = 18;
 
-/// Every sample keeps about 1.5 MB of a card for the backward; a CPU's memory is not limited, so less will do.
+/// Every sample keeps about 1.5 MB of a GPU for the backward; a CPU's memory is not limited, so less is enough.
 fn width() -> i64 {
     if test_device().is_cuda() { 4096 } else { 64 }
 }
@@ -37,7 +37,7 @@ fn samples() -> Tensor {
     support::numbers_there(&[SAMPLES, 16], 1).to_kind(Kind::Float)
 }
 
-/// Limits a card's memory while it lives.
+/// Limits a GPU's memory while it lives.
 struct Limited(Option<Memory>);
 
 impl Limited {
@@ -61,7 +61,7 @@ impl Drop for Limited {
     }
 }
 
-/// Steps until a size is found, and some more.
+/// Runs steps until a size is found, and some more.
 fn holds(kind: &str, mut step: impl FnMut() -> Result<Step>) {
     let steps: Vec<Step> = (0..STEPS).map(|_| step().expect(kind)).collect();
     for (number, step) in steps.iter().enumerate().skip(SETTLED) {
@@ -72,14 +72,14 @@ fn holds(kind: &str, mut step: impl FnMut() -> Result<Step>) {
         }
         assert!(step.sizes.iter().all(|size| *size == step.sizes[0]), "{what}");
         assert!(step.replayed > 0, "{what}");
-        // What a micro-batch keeps is in captured work, which the allocator does not count as in use.
+        // A micro-batch's activations are in captured work, which the allocator does not count as in use.
         let kept = step.sizes[0] as u64 * width() as u64 * 4 * 48;
         let peak = step.peaks[0].expect("counted").0;
         assert!(peak >= kept, "{what}: {peak} bytes at most, where {kept} are kept");
     }
 }
 
-/// One device, alone or in each rank.
+/// Checks one device, alone or in each rank.
 fn micro_batcher_holds(kind: &str, world: &World) {
     let store = VarStore::new(test_device());
     let model = wide(&store.root());

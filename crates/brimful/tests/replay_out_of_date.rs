@@ -1,8 +1,8 @@
-//! What is replayed is what the closure does now: other closures of one type, numbers of the host that
-//! change, variables that move and effects outside the store are all seen.
+//! A CUDA graph never replaces a closure that has changed: other closures of one type, changed host numbers,
+//! moved variables and effects outside the store are all detected.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
-//! must come to the same.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly and must give
+//! the same results.
 
 mod support;
 
@@ -19,7 +19,7 @@ fn replays() -> bool {
     test_device().is_cuda()
 }
 
-/// Two layers whose numbers are the same each time.
+/// Two layers with fixed values.
 struct TwoLayers {
     store: nn::VarStore,
     one: nn::Linear,
@@ -57,7 +57,7 @@ fn layers(root: &nn::Path) -> (nn::Linear, nn::Linear) {
     (one, nn::linear(root / "two", 7, 3, Default::default()))
 }
 
-/// All gradients by name, which are then cleared.
+/// Returns all gradients by name, and clears them.
 fn gradients(store: &nn::VarStore) -> Named {
     let mut all = variables(store);
     all.retain(|(_, variable)| variable.requires_grad());
@@ -78,7 +78,7 @@ fn micro(net: &TwoLayers, replay: bool) -> MicroBatcher {
     MicroBatcher::new(&net.store, Size::Fixed(4)).replay(replay)
 }
 
-/// Runs both over the same mini-batches, and compares after each; gives how many were replayed.
+/// Runs both over the same mini-batches, and compares after each; returns the number of replayed ones.
 fn side_by_side(
     steps: i64,
     kind: Kind,
@@ -144,7 +144,7 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
         assert_alike(&replayed.gradients(), &eager.gradients(), &format!("step {step}"));
     }
     assert!(two.eager_cause().is_some());
-    // Two functions that are given as themselves are two types, and are replayed.
+    // Two functions passed directly have two types, and are captured.
     let mut count = 0;
     for step in 0..6 {
         let x = numbers_there(&[24, 5], step);
@@ -159,7 +159,7 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
     assert_eq!(count > 0, replays());
 }
 
-/// The same model in replicas, on the device that is tested.
+/// Replicas of the same model, on the tested device.
 fn replicated() -> Replicas<(nn::Linear, nn::Linear)> {
     let device = DeviceSpec::from(test_device());
     let mut replicas = Replicas::new([device], Size::Fixed(4), layers).expect("replicas");
@@ -226,7 +226,7 @@ fn a_factor_that_grows_a_little_at_every_step_is_followed() {
         });
         let cause = micro.eager_cause().expect("a cause");
         assert!(!replays() || cause.contains("aten::mul"), "{cause}");
-        // As a factor of the loss, and as what a mean is over.
+        // As a factor of the loss, and as the denominator of a mean.
         let (micro, _) = side_by_side(40, kind, |micro, net, x, step| {
             let factor = 1.0 + 1e-4 * step as f64;
             micro.backward(x, |x: Tensor| net.square(&x) * factor).expect("a step").replayed
@@ -266,7 +266,7 @@ fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
         }
         replayed_after += if step >= 500 { count } else { 0 };
     }
-    // Nothing stays wrong for more than 256 steps, and it is said how many may have been.
+    // A wrong result persists for at most 256 steps, and the report says how many steps may be affected.
     assert!(wrong.len() < 256 && wrong.iter().all(|step| (100..356).contains(step)), "{wrong:?}");
     assert_eq!(replayed_after > 0, replays(), "{:?}", two.eager_cause());
     if let (true, Some(cause)) = (replays(), two.eager_cause()) {
@@ -351,7 +351,7 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
         let x = numbers_there(&[24, 5], step);
         for (micro, (net, held)) in micros.iter_mut().zip(&pairs) {
             if step % 4 == 3 {
-                // Other memory; what was there is used for something else.
+                // Moves to other memory; the old memory is reused.
                 held.shallow_clone().set_data(&(held.detach() * 2.0));
                 let _noise: Vec<Tensor> = (0..64).map(|i| numbers_there(&[5], i)).collect();
             }
@@ -366,7 +366,7 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
 #[test]
 fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
     let _alone = alone();
-    // In a step that has no check, once early and once after many steps.
+    // In a step without a check, once early and once after many steps.
     for (steps, at) in [(12, 7), (120, 80)] {
         let (mut mask, mut noise) = (numbers_there(&[5], 3), Vec::new());
         let mut late = 0;
@@ -415,7 +415,7 @@ fn a_closure_that_changes_the_copy_it_gets_is_replayed() {
         // From the host, so that each micro-batch is a copy.
         let x = x.to_device(Device::Cpu);
         let run = |mut x: Tensor| {
-            // On a CPU it is no copy.
+            // On a CPU it is not a copy.
             let x = if replays() { x.g_div_scalar_(255.0) } else { x / 255.0 };
             net.square(&x)
         };
@@ -520,7 +520,7 @@ fn threads_that_draw_on_the_host_are_left_alone() {
     let over = Arc::new(AtomicBool::new(false));
     let stop = Arc::clone(&over);
     tch::manual_seed(1);
-    // Numbers that are drawn one after the other are never drawn again.
+    // Numbers drawn in sequence never repeat.
     let loader = std::thread::spawn(move || {
         let mut drawn = Vec::new();
         while !stop.load(Ordering::Relaxed) {

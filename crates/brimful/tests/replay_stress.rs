@@ -1,7 +1,7 @@
-//! Two thousand steps in which everything changes, replayed, are those that run eagerly.
+//! Two thousand steps in which everything changes give the same results with CUDA graphs as eagerly.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
-//! a short run will do.
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly, and a short run
+//! is enough.
 
 mod support;
 
@@ -14,7 +14,7 @@ use support::{
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
 
-/// What a capture may differ by from an eager run, in doubles.
+/// Tolerance between a capture and an eager run, in doubles.
 const TOLERANCE: f64 = 1e-9;
 
 struct HungryNet {
@@ -32,7 +32,7 @@ impl HungryNet {
     }
 }
 
-/// A model and what trains it.
+/// Model and its trainer.
 struct Side {
     store: nn::VarStore,
     net: HungryNet,
@@ -51,7 +51,7 @@ impl Side {
         Self { store, net: HungryNet { one, two }, optimizer, micro }
     }
 
-    /// A step with the first or the second loss.
+    /// Runs a step with the first or the second loss.
     fn backward(&mut self, x: &Tensor, second: bool) -> Result<brimful::Step, Error> {
         let Self { net, micro, .. } = self;
         if second {
@@ -120,7 +120,7 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
         assert_alike(&replayed, &eager, step);
     }
     assert!(failures > 0);
-    // Six micro-batches a step, most of them.
+    // Most steps have six micro-batches.
     let expected = if test_device().is_cuda() { steps as usize * 3 } else { 0 };
     assert!(count >= expected, "{count} replayed: {:?}", replayed.micro.eager_cause());
 }

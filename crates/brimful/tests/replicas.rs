@@ -1,6 +1,6 @@
-//! Replicas leave exactly the gradient, loss, statistics and outputs of the plain model.
+//! Replicas give exactly the gradient, loss, statistics and outputs of the plain model.
 //!
-//! One test at a time: the models' first parameters come from one generator.
+//! One test at a time: the models' initial parameters come from one generator.
 
 mod support;
 
@@ -108,7 +108,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
                     optimizer.update();
                 }
                 let rows = parameters_of_all(&mut replicas);
-                // The same parameters; unlike devices round differently what they compute from them.
+                // Parameters are equal; different devices round computed values differently.
                 let rounding = if test_device() == Device::Cpu { 0.0 } else { 1e-12 };
                 for row in 1..3 {
                     let off = distance(&rows.get(0), &rows.get(row));
@@ -125,8 +125,8 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
     }
 }
 
-/// Samples of the second half alone reach the scale: where the replicas' devices are unlike, its
-/// gradient is first on another one than the parameter.
+/// Only samples of the second replica's part reach the scale: if the replicas' devices differ, its gradient is
+/// first on another device than the parameter.
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     let _alone = alone();

@@ -1,7 +1,7 @@
-//! Replicas do and are told what a `MicroBatcher` does and is told: windows, losses on all outputs,
-//! replay, the order in memory, what to reserve.
+//! Replicas support the features of a `MicroBatcher`: windows, losses on all outputs, CUDA graphs, memory format,
+//! reserved memory.
 //!
-//! One test at a time: the models' first parameters come from one generator.
+//! One test at a time: the models' initial parameters come from one generator.
 
 mod support;
 
@@ -65,7 +65,7 @@ fn a_window_of_mini_batches_is_one_step() {
     );
 }
 
-/// Each sample against all others, and a temperature that the loss alone has.
+/// Compares each sample with all others, at a temperature that only the loss uses.
 fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
     let similar = z.matmul(&z.tr()) * net.scale.select(0, 1);
     similar.logsumexp([1_i64].as_slice(), false).mean(Kind::Double)
@@ -129,7 +129,7 @@ fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot()
         step.expect("a step");
         let rows = |net: &nn::Conv2D, x: Tensor| {
             let out = net.forward(&x);
-            // Channels last, these rows are not in one piece.
+            // In channels-last format these rows are not contiguous.
             out.view([out.size()[0], -1])
         };
         let step = replicas.backward_whole(&x, rows, |_, rows| rows.square().mean(Kind::Float));
@@ -144,7 +144,7 @@ fn what_fails_in_any_pass_leaves_nothing() {
     let mut replicas = replicated(2, Size::Fixed(2));
     let (x, ..) = batch(8);
     let calls = Arc::new(AtomicUsize::new(0));
-    // Two replicas with two micro-batches each: the rehearsal, the loss, and back.
+    // Two replicas with two micro-batches each: the first forward, the loss, and the second pass.
     for failing in 0..9 {
         calls.store(0, Ordering::SeqCst);
         let (counted, too) = (Arc::clone(&calls), Arc::clone(&calls));
@@ -241,7 +241,7 @@ fn an_optimizers_memory_is_kept_free_on_the_first_device() {
         if reserves {
             replicas = replicas.reserve(Adam::new(0.1));
         }
-        // Until the first step is over, of as many mini-batches as it may have.
+        // Uses several mini-batches: the size may change until the step ends.
         for _ in 0..4 {
             replicas.accumulate(&ones, squares).expect("it fits in parts");
         }

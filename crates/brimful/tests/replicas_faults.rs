@@ -1,4 +1,4 @@
-//! Whatever fails on whatever replica: everything is as before, nobody waits, the next step works.
+//! A failure on any replica leaves everything unchanged, no thread hangs, and the next step works.
 //!
 //! One test at a time: all threads draw from one generator.
 
@@ -25,7 +25,7 @@ fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
     loss_of(&net.forward_t(x, true))
 }
 
-/// Replicas in these arenas, whose parameters have gradients already.
+/// Makes replicas in these arenas, whose parameters already have gradients.
 fn replicas(arenas: &[Arena], size: Size) -> Replicas<nn::SequentialT> {
     tch::manual_seed(1);
     let devices = arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()));
@@ -39,7 +39,7 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-/// A step, be it in one pass over the samples or in two.
+/// Step, in one pass over the samples or in two.
 type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
 
 fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
@@ -95,7 +95,7 @@ fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
             let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
             arena.fail_nth_allocation(0);
             assert_eq!(step.samples, 12, "allocation {n} of replica {number}");
-            // A fault outside the mini-batch's run is no size's, and may come too late.
+            // A fault outside the mini-batch's run does not depend on the size, and may come too late.
             assert!(step.retries <= 1, "allocation {n} of replica {number}");
             let size = step.decisions.last().map(|decision| decision.size).expect("a decision");
             assert!(step.sizes.iter().all(|&one| one <= size), "{:?}", step.sizes);
@@ -138,8 +138,8 @@ fn the_smallest_memory_decides_for_all() {
     replicas.backward(&x, run).expect("now it fits");
 }
 
-/// The error or the panic of a step on two replicas in which this becomes of the last micro-batch's outputs.
-/// All is as before, and the next step works.
+/// Returns the error or the panic of a step on two replicas in which `f` transforms the last micro-batch's
+/// outputs. Checks that the state is unchanged, and that the next step works.
 fn ended_by_the_last(
     policy: NonFinite,
     f: fn(Tensor) -> Result<Tensor, &'static str>,
@@ -174,7 +174,7 @@ fn errors_and_panics_come_as_they_are_after_all_was_undone() {
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
     let _alone = alone();
     let loss = ended_by_the_last(NonFinite::RefuseLoss, |out| Ok(out * f64::NAN));
-    // The root of 0 is fine; its slope is not.
+    // The root of 0 is finite; its slope is not.
     let slope = ended_by_the_last(NonFinite::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
     for ended in [loss, slope] {
         assert_fails(Err::<(), _>(ended.expect("no panic")), &["micro-batch 3"]);
@@ -208,7 +208,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let mut replicas = replicas(&arenas, Size::Fixed(3)).non_finite(NonFinite::RefuseGradients);
     let before = state(replicas.store());
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
-    // The root of 0 is fine; its slope is not.
+    // The root of 0 is finite; its slope is not.
     let root = |_: &nn::SequentialT, out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
     assert_fails(replicas.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
     assert_same("refused", &before, &state(replicas.store()));

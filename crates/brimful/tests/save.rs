@@ -1,4 +1,4 @@
-//! Tensors come back from a file as they went in, or the file is refused.
+//! Tensors read from a file equal those written, or the file is refused.
 
 mod support;
 
@@ -77,7 +77,7 @@ fn every_kind_shape_and_layout_comes_back_as_it_was() {
         };
         assert_eq!(bits(same), bits(tensor), "{name}");
     }
-    // tch reads it too; the same tensors in another order make the same file.
+    // tch reads the file too; the same tensors in another order make the same file.
     let tchs: Vec<_> = tensors.iter().filter(|(name, _)| !name.starts_with("kind ")).collect();
     let plain: Vec<_> = tchs.iter().map(|(name, t)| (name.clone(), t.shallow_clone())).collect();
     save::write(&path, &plain, &Metadata::new()).expect("written");
@@ -123,7 +123,7 @@ fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
             let mut damaged = whole.clone();
             damaged[place] ^= change;
             fs::write(&path, &damaged).expect("changed");
-            // A changed name is another name; anything else must be noticed, and nothing may panic.
+            // A changed name is another name; any other change must be detected, and nothing may panic.
             if let Err(error) = save::read(&path) {
                 assert!(
                     matches!(error, Error::Save(SaveError::NotTensors { .. })),
@@ -174,10 +174,11 @@ fn what_cannot_be_written_leaves_the_old_file_and_nothing_else() {
     ));
 }
 
-/// Set for the process that has few file descriptors, to the file that it writes.
+/// Variable with the file that the process with few file descriptors writes.
 const WRITES: &str = "BRIMFUL_TEST_WRITES";
 
-/// Writes with so many file descriptors left: the old file and an error, or the new one and none.
+/// Writes with this many file descriptors left: the file is the old one and the call fails, or it is the new one
+/// and the call succeeds.
 fn write_with_few_descriptors(path: &Path, left: usize) {
     fs::write(path, b"old").expect("written");
     let mut all: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
@@ -274,7 +275,7 @@ fn links_and_permissions_stay() {
     assert_eq!(fs::read(place("file")).expect("a file"), b"new");
 }
 
-/// A process that was killed has left them, and this one has its number.
+/// A killed process left them, and this process has its id.
 #[test]
 fn what_others_have_left_beside_is_in_nobodys_way() {
     let folder = folder();
@@ -400,11 +401,11 @@ fn neither_writing_nor_reading_takes_memory_for_a_second_copy() {
     let (back, _) = save::read(&path).expect("read, page by page");
     drop(inside);
     assert_eq!(back, tensors);
-    // What is done to a tensor is not done to the file.
+    // Changes of a tensor do not change the file.
     let mut read = back[0].1.shallow_clone();
     let _changed = read.fill_(0);
     assert_eq!(save::read(&path).expect("read").0, tensors);
-    // A file that another replaces stays whole for those who look at it.
+    // A replaced file stays whole for those who have it mapped.
     let (before, _) = save::read(&path).expect("read");
     save::write(&path, &one(1.0), &Metadata::new()).expect("written");
     assert_eq!(before, tensors);
@@ -417,7 +418,7 @@ fn a_file_that_was_written_beside_its_place_gets_there_later_or_never() {
     save::write(&path, &one(1.0), &Metadata::new()).expect("written");
     let tensors = one(2.0);
     let written = save::write_beside(&path, &tensors, &Metadata::new()).expect("written");
-    // The tensor is free to change.
+    // The tensor may be changed now.
     let mut tensor = tensors[0].1.shallow_clone();
     let _changed = tensor.fill_(3.0);
     assert_eq!(save::read(&path).expect("read").0, one(1.0));

@@ -1,6 +1,6 @@
-//! Sparse gradients are refused by name before anything has changed, wherever a model runs.
+//! Sparse gradients are refused by name before anything changes, in every engine.
 //!
-//! One test at a time: the models' first parameters come from one generator.
+//! One test at a time: the models' initial parameters come from one generator.
 
 mod support;
 
@@ -18,7 +18,7 @@ fn table(root: &nn::Path) -> nn::Embedding {
     nn::embedding(root, WORDS, WIDTH, config)
 }
 
-/// A layer that would be committed before the table, the table, and one after it.
+/// Layer that is committed before the table, the table, and a layer after it.
 fn net(root: &nn::Path) -> nn::SequentialT {
     let linear = |name| nn::linear(root / name, WIDTH, WIDTH, Default::default());
     let (before, after) = (linear("a"), linear("c"));
@@ -33,7 +33,7 @@ fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
     Loss::mean(net.forward_t(x, true).square().mean(Kind::Float))
 }
 
-/// Gradients that are there before the step, and must be there after it.
+/// Sets gradients that must still be there after the step.
 fn with_gradients(store: &nn::VarStore) -> Named {
     for mut variable in store.trainable_variables() {
         let ones = variable.ones_like();
@@ -64,7 +64,7 @@ fn one_device_refuses_them_by_name() {
     }
 }
 
-/// A gradient that the user's own backward has left.
+/// A gradient from the user's own backward.
 #[test]
 fn one_that_is_there_already_is_refused_too() {
     let _alone = alone();

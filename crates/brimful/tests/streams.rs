@@ -1,7 +1,6 @@
-//! What an accelerator still computes is waited for, on whatever stream, and copies keep to theirs.
+//! Pending work of an accelerator is waited for, on any stream, and copies stay on their own streams.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. On a CPU nothing is ever queued, and all must come to the
-//! same.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. A CPU has no queue, and must give the same results.
 
 mod support;
 
@@ -24,8 +23,8 @@ fn samples(seed: i64) -> Tensor {
     numbers(&[SAMPLES, WIDTH], seed)
 }
 
-/// The numbers in a tensor of the device that holds zeros until the work before them is done, which
-/// takes some tenths of a second.
+/// Returns the numbers in a device tensor that holds zeros until earlier work is done, which takes some tenths of
+/// a second.
 fn late(numbers: &Tensor) -> Tensor {
     let device = test_device();
     let here = numbers.to_device(device);
@@ -41,7 +40,7 @@ fn late(numbers: &Tensor) -> Tensor {
     there
 }
 
-/// Runs `f` on the stream that all threads use, and on one of its own.
+/// Runs `f` on the default stream, and on another one.
 fn on_each_stream(mut f: impl FnMut(&str)) {
     f("the common stream");
     let _inside = Stream::new(test_device()).expect("a stream").enter().expect("entered");
@@ -84,7 +83,7 @@ fn a_pipeline_waits_for_inputs_and_targets() {
             assert_close(&pipe.gradients().expect("gradients"), &gradients, &what);
             let step = pipe.backward(&x, &late(&y), squares).expect("a step");
             assert!((step.loss - loss).abs() < 1e-10, "{what}: targets, {}", step.loss);
-            // A gradient of the outputs that is still computed.
+            // A gradient of the outputs that is still being computed.
             pipe.zero_grad().expect("cleared");
             let out = pipe.forward(&x).expect("a forward");
             (&*out - late(&y).to_device(out.device())).square().mean(Kind::Double).backward();
@@ -125,7 +124,7 @@ fn replicas_wait_for_a_batch() {
 #[test]
 fn a_micro_batcher_waits_for_a_batch() {
     let _alone = alone();
-    // From this device to the host, and from another accelerator where there is one.
+    // From this device to the host, and from another accelerator if there is one.
     let mut devices = vec![Device::Cpu, test_device()];
     if test_device().is_cuda() && tch::Cuda::device_count() > 1 {
         devices.push(Device::Cuda(1));
@@ -138,7 +137,7 @@ fn a_micro_batcher_waits_for_a_batch() {
         let out = tch::no_grad(|| layer.forward(&x.to_device(device)));
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
         on_each_stream(|stream| {
-            // A part of the batch is elsewhere, so that all of it is fed.
+            // A part of the batch is on another device, so all of it is transferred.
             let batch = (late(&x), x.shallow_clone());
             let (got, same) =
                 micro.map(&batch, |(late, x)| (layer.forward(&late), late - x)).expect("a map");
@@ -148,8 +147,8 @@ fn a_micro_batcher_waits_for_a_batch() {
     }
 }
 
-/// The gradients of a projection that is used here and on another stream, where the backward takes some tenths of a
-/// second.
+/// Returns the gradients of a projection that is used on the current and on another stream, where the backward
+/// takes some tenths of a second.
 fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
     let device = test_device();
     let (rows, times) = if device.is_cuda() { (4096, 50) } else { (16, 1) };
@@ -187,8 +186,8 @@ fn a_layer_on_two_streams_has_the_gradient_of_both_uses() {
     assert_within(&ours, &theirs, 1e-3, "two streams");
 }
 
-/// Memory that was used on a stream stays with it: a new one of the pool at every step would take that
-/// of dozens of micro-batches more.
+/// Memory used on a stream stays with it: a new pool stream at every step would reserve memory for dozens of
+/// micro-batches more.
 #[test]
 fn steps_do_not_reserve_more_and_more_for_inputs() {
     let _alone = alone();

@@ -8,12 +8,12 @@ use support::{Named, Update, alone, assert_within, variables};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, TrainableCModule};
 
-/// Two linear layers with a tanh between them; `perceptron.py` beside it has written it.
+/// Two linear layers with a tanh between them, written by `perceptron.py` beside it.
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/perceptron.pt");
-/// Sums of f32 numbers in another order.
+/// Tolerance of f32 sums in another order.
 const ROUNDING: f64 = 1e-5;
 
-/// The same model, written out.
+/// Builds the same model in tch.
 fn plain(path: &nn::Path<'_>) -> impl ModuleT + use<> {
     let [weight1, bias1, weight2, bias2] =
         [("weight1", &[6, 4][..]), ("bias1", &[6]), ("weight2", &[3, 6]), ("bias2", &[3])]
@@ -37,7 +37,7 @@ fn loss(out: &Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.cross_entropy_for_logits(y))
 }
 
-/// Three steps of the written-out model on the whole batch.
+/// Returns the result of three steps of the tch model on the whole batch.
 fn expected() -> Named {
     let mut store = VarStore::new(Device::Cpu);
     let model = plain(&(store.root() / "script"));

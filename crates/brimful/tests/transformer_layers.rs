@@ -1,8 +1,7 @@
-//! Norms with a residual and activations with a bias are libtorch's operations one after the other: values,
-//! gradients, refusals.
+//! Norms with a residual and activations with a bias equal libtorch's separate operations: values, gradients,
+//! errors.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, by kernels of our own; `BRIMFUL_KERNELS=off`
-//! switches those off.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels on a GPU; `BRIMFUL_KERNELS=off` switches them off.
 
 mod support;
 
@@ -20,8 +19,7 @@ use support::{
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-/// Rows × columns: one of each, odd ones, whole words, wider than a warp and than a block hold in words of
-/// one number.
+/// Rows × columns: single, odd, whole words, wider than a warp and than a block hold in words of one number.
 const SHAPES: [[i64; 2]; 12] = [
     [1, 1],
     [1, 8],
@@ -40,7 +38,7 @@ const SHAPES: [[i64; 2]; 12] = [
 const KINDS: [(Kind, f64); 4] =
     [(Kind::Double, 1e-9), (Kind::Float, 2e-5), (Kind::BFloat16, 3e-2), (Kind::Half, 5e-3)];
 
-/// What goes in, in f64 and in host memory; what is computed of it.
+/// Inputs, in f64 and in host memory, and the compared functions.
 struct Case<'a> {
     name: String,
     inputs: Vec<(&'static str, Tensor)>,
@@ -49,7 +47,7 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
-    /// Outputs, and gradients of inputs, for gradients of outputs that look random.
+    /// Returns outputs, and gradients of inputs, for pseudo-random output gradients.
     fn run(&self, kind: Kind, device: Device, f: &dyn Fn(&[Tensor]) -> Vec<Tensor>) -> Named {
         let leaf =
             |(_, t): &(_, Tensor)| t.to_device(device).to_kind(kind).copy().set_requires_grad(true);
@@ -79,7 +77,7 @@ impl Case<'_> {
             let inputs = self.inputs.iter().map(round).collect();
             let rounded = Case { name: format!("{}, {kind:?}", self.name), inputs, ..*self };
             let found = rounded.run(kind, test_device(), self.ours);
-            // A CPU's halves are libtorch's: its LayerNorm sums up their gradients in halves.
+            // On a CPU, half precision is libtorch's: its LayerNorm sums gradients in half precision.
             let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
             let as_theirs = is_half && test_device() == Device::Cpu;
             let exact = if as_theirs { kind } else { Kind::Double };
@@ -87,7 +85,7 @@ impl Case<'_> {
             near(&rounded.name, &found, &expected, part);
             let again = rounded.run(kind, test_device(), self.ours);
             assert_same(&format!("{}, a second run", rounded.name), &found, &again);
-            // Libtorch's operations round in between.
+            // libtorch's operations round in between.
             with_each_launch_failing(|which| {
                 let found = rounded.run(kind, test_device(), self.ours);
                 near(&format!("{}, {which}", rounded.name), &found, &expected, part * 2.0);
@@ -96,7 +94,7 @@ impl Case<'_> {
     }
 }
 
-/// A layer whose parameters are these.
+/// Makes a layer with these parameters.
 fn layer<M>(build: impl Fn(&tch::nn::Path) -> M, parameters: &[Tensor]) -> (VarStore, M) {
     let mut store = VarStore::new(parameters[0].device());
     let layer = build(&store.root());
@@ -172,7 +170,7 @@ fn an_rms_norm_is_its_formula_with_and_without_a_residual() {
 
 #[test]
 fn a_norm_gives_its_input_beside_and_adds_their_gradients() {
-    // A row of one number is its own mean: what is left of it is rounding.
+    // A row of one number is its own mean: the rest is rounding.
     for [rows, columns] in SHAPES.into_iter().filter(|shape| shape[1] > 1) {
         let inputs = vec![
             ("x", numbers(&[rows, columns], 1) * 3.0),
@@ -198,7 +196,7 @@ fn a_norm_gives_its_input_beside_and_adds_their_gradients() {
     }
 }
 
-/// What a norm gives beside is its input: a change of either in place is one of both.
+/// The second output of a norm is its input: changing either in place changes both.
 #[test]
 fn what_a_norm_gives_beside_may_be_changed_in_place() {
     for (change_input, strided) in
@@ -304,8 +302,7 @@ fn an_embedding_s_gradient_counts_each_use() {
     case.check();
 }
 
-/// Gradients that go straight into a step's sums, of weights that are used twice and in several
-/// micro-batches.
+/// Gradients go directly into a step's sums, for weights that are used twice and in several micro-batches.
 #[test]
 fn a_step_s_sums_are_those_of_the_full_batch() {
     let step = |kind: Kind, device: Device, size: usize| -> Named {
@@ -313,7 +310,7 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
         let root = store.root();
         let leaf = |name: &str, shape: &[i64], seed| {
             let mut leaf = root.var(name, shape, tch::nn::Init::Const(0.0));
-            // Numbers that halves have too.
+            // Numbers that half precision represents exactly.
             let from = numbers(shape, seed).to_kind(Kind::BFloat16);
             tch::no_grad(|| leaf.copy_(&from));
             leaf
@@ -352,7 +349,7 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
     }
 }
 
-/// The gradients of a norm's weight and bias, by sums for both or for the weight alone.
+/// Returns the gradients of a norm's weight and bias, with sums for both or for the weight only.
 fn norm_s_sums(kind: Kind, device: Device, both: bool) -> Named {
     let there = |t: Tensor| t.to_kind(Kind::BFloat16).to_device(device).to_kind(kind);
     let [weight, bias] = [3, 4].map(|seed| there(numbers(&[64], seed)).set_requires_grad(true));
@@ -364,7 +361,7 @@ fn norm_s_sums(kind: Kind, device: Device, both: bool) -> Named {
         let (weight, bias) = (Some(&weight), Some(&bias));
         let how = RowNorm { weight, bias, eps: 1e-5, root_mean_square: false };
         let out = norm(&x, how).expect("a norm").square().sum(kind);
-        // Memory that is used again without being written is then seen.
+        // Fills memory with NaN, so that a read of uninitialised memory shows.
         let not_numbers = || Tensor::full([64], f64::NAN, (Kind::Float, device));
         drop((0..512).map(|_| not_numbers()).collect::<Vec<_>>());
         let run = || backward(&[&out], &[None], false);
@@ -483,7 +480,7 @@ fn what_does_not_fit_is_refused() {
     assert_fails(bias_gelu(&x, Some(&bias), Gelu::Tanh), &["one number for each of the 8 columns"]);
 }
 
-/// By the formula: each number of the first half as the real part of a complex number, turned.
+/// Rotates by the formula: each number of the first half is the real part of a complex number.
 fn turned(x: &Tensor, base: f64) -> Tensor {
     let (sequence, width) = (x.size()[1], x.size()[3]);
     let exact = (Kind::Double, Device::Cpu);

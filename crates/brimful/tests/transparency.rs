@@ -1,6 +1,6 @@
-//! Micro-batches leave exactly the gradient, loss and outputs of the full batch.
+//! Micro-batches give exactly the gradient, loss and outputs of the full batch.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, `BRIMFUL_TEST_REPLAY=1` with replay.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_REPLAY=1` with CUDA graphs.
 
 mod support;
 
@@ -17,7 +17,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 const SIZES: [usize; 6] = [1, 2, 7, 16, 65, 1000];
 const SAMPLES: [i64; 4] = [1, 5, 64, 65];
 
-/// A network with a parameter that nothing uses and one that already has a gradient, and its store.
+/// Network with an unused parameter and one that already has a gradient, and its store.
 fn net(kind: Kind) -> (nn::VarStore, Classifier) {
     let mut store = nn::VarStore::new(test_device());
     let net = Classifier::new(&store.root());
@@ -29,7 +29,7 @@ fn net(kind: Kind) -> (nn::VarStore, Classifier) {
     (store, net)
 }
 
-/// The mean cross-entropy with a weight for each class, and the sum of the samples' weights.
+/// Returns the mean cross-entropy with class weights, and the sum of the samples' weights.
 fn weighted(logits: &Tensor, y: &Tensor) -> (Tensor, Tensor) {
     let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
     let weights = weights.to_kind(logits.kind()).to_device(logits.device());
@@ -65,7 +65,7 @@ fn cases() -> impl Iterator<Item = Case> {
     CASES.into_iter().chain([CLASS_WEIGHTED, THREE_DENOMINATORS])
 }
 
-/// What a step leaves: its loss, and the gradients that are there, by name.
+/// Returns the results of a step: its loss, and the existing gradients by name.
 fn left(store: &nn::VarStore, loss: f64) -> Named {
     let gradients = copies(&gradients(store));
     [("the loss".into(), Tensor::from(loss))].into_iter().chain(gradients).collect()
@@ -164,7 +164,7 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
     }
 }
 
-/// A factor belongs to the micro-batch that it was given in, in the loss as in the gradient.
+/// A factor belongs to the micro-batch that it was returned in, in the loss as in the gradient.
 #[test]
 fn a_factor_may_change_from_micro_batch_to_micro_batch() {
     let run = |size: Size| {
@@ -240,7 +240,7 @@ fn shared_values_reach_every_micro_batch_on_the_device() {
     assert!((step.expect("a step").loss - expected[0].1.double_value(&[])).abs() < 1e-10);
 }
 
-/// 65,536 is more than f16 can hold, but the gradient has no number of that size.
+/// 65,536 overflows f16, but no gradient is that large.
 #[test]
 fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     let mut store = nn::VarStore::new(test_device());
@@ -256,7 +256,7 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     assert_eq!(weight.grad().double_value(&[]), 0.5);
 }
 
-/// A sum of 256 in bf16 loses what is small beside it; one in f32 does not.
+/// A sum of 256 in bf16 loses small addends; one in f32 does not.
 #[test]
 fn half_precision_is_summed_in_f32() {
     let samples = 256;
@@ -347,7 +347,7 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     assert_close(&found, &sums, "both");
 }
 
-/// Two tables that are added by broadcast: the backward of one sample brings both one gradient, as two views.
+/// Two tables added by broadcast: the backward of one sample gives both one gradient, in two views.
 struct Tables {
     store: nn::VarStore,
     tables: [Tensor; 2],
@@ -366,7 +366,7 @@ impl Tables {
         self.tables.iter().fold(x.shallow_clone(), |x, table| x + table.unsqueeze(0)).tanh()
     }
 
-    /// Squares over the count of samples, which is known at the end alone.
+    /// Squares over the count of samples, which is known only at the end.
     fn loss(&self, x: &Tensor) -> Loss {
         Loss::ratio(self.out(x).square().sum(x.kind()), x.size()[0] as f64)
     }
@@ -381,7 +381,7 @@ fn leaves_that_get_one_gradient_in_two_views_are_counted_once() {
         for size in [1, 2, 5] {
             let cut = Tables::new(kind);
             let mut micro = micro_batcher(&cut.store, Size::Fixed(size));
-            // The second step adds to what the first one has left.
+            // The second step adds to the first one's gradients.
             for step in 1..=2 {
                 micro.backward(&x, |x| cut.loss(&x)).expect("a step");
                 let found = gradients(&cut.store);

@@ -1,4 +1,4 @@
-//! Weight decay for matrices alone, in one optimizer and in a pipeline's.
+//! Weight decay for matrices only, in one optimizer and in a pipeline's.
 
 mod support;
 
@@ -9,7 +9,7 @@ use support::{Update, alone, assert_close, test_device};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
-/// A matrix and a vector of ones, whose gradients are zero: decay alone moves them.
+/// Matrix and vector of ones with zero gradients: only decay changes them.
 fn ones_without_gradients() -> VarStore {
     let store = VarStore::new(test_device());
     for (name, shape) in [("weight", &[2, 3][..]), ("bias", &[2]), ("scale", &[])] {

@@ -1,4 +1,4 @@
-//! Ranks under a real `mpirun`: what they tell each other, and what they refuse.
+//! Ranks under a real `mpirun`: exchanged values, and errors.
 
 #![cfg(feature = "mpi")]
 
@@ -38,7 +38,7 @@ fn every_rank_is_told_what_each_has_to_say() {
     });
 }
 
-/// What a rank has before the sum.
+/// Returns a rank's tensor before the sum.
 fn of_rank(rank: usize, shape: &[i64], kind: Kind) -> Tensor {
     let length: i64 = shape.iter().product();
     let row = Tensor::arange(length, (Kind::Double, Device::Cpu)) * (rank as f64 + 1.0);
@@ -48,7 +48,7 @@ fn of_rank(rank: usize, shape: &[i64], kind: Kind) -> Tensor {
 #[test]
 fn sums_broadcasts_and_gathers_of_tensors() {
     in_ranks(4, |world| {
-        // From nothing, over fewer numbers than ranks, to more than one message's.
+        // From no elements, over fewer than ranks, to more than fit into one message.
         let shapes: [&[i64]; 5] = [&[0], &[3], &[5, 7], &[1 << 20], &[]];
         for kind in [Kind::Double, Kind::Float, Kind::Int64] {
             let tensors: Vec<_> = shapes.iter().map(|s| of_rank(world.rank(), s, kind)).collect();
@@ -56,7 +56,7 @@ fn sums_broadcasts_and_gathers_of_tensors() {
             for (tensor, shape) in tensors.iter().zip(shapes) {
                 assert_eq!(*tensor, of_rank(0, shape, kind) * 10, "{shape:?} {kind:?}");
             }
-            // Not contiguous, so that it is not the tensor's own memory that is sent.
+            // Not contiguous, so that it is not sent from the tensor's own memory.
             let strided = of_rank(world.rank(), &[5, 7], kind).tr();
             world.broadcast(&[strided.shallow_clone()], 2).expect("a broadcast");
             assert_eq!(strided, of_rank(2, &[5, 7], kind).tr());

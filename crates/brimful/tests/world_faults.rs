@@ -1,5 +1,5 @@
-//! Ranks that fail, are killed or are stopped: the others end with an error that names them, nobody
-//! hangs, the last saved model is whole, and training goes on from it as if nothing had been.
+//! Ranks that fail, are killed or are stopped: the others end with an error that names them, none hangs, the last
+//! saved model is complete, and training resumes from it without a difference.
 
 #![cfg(feature = "mpi")]
 
@@ -26,13 +26,13 @@ use support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, tex
 use support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
-/// How long a rank may be silent in these tests, and how long the others may take to end then.
+/// Longest silence of a rank in these tests, and longest time until the others end.
 const PATIENCE: Duration = Duration::from_secs(3);
 const LIMIT: Duration = Duration::from_secs(60);
-/// Leaves the survivors alone when a rank dies, instead of killing them.
+/// Lets the other ranks live when a rank dies, instead of killing them.
 const RECOVERY: [&str; 3] = ["--mca", "orte_enable_recovery", "1"];
 
-/// How often a layer runs before it fails.
+/// Number of times a layer runs before it fails.
 static CALLS: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 fn faulty(x: &Tensor) -> Tensor {
@@ -52,7 +52,7 @@ fn model() -> Layers {
         .add_fn("third", faulty)
 }
 
-/// The model over three ranks.
+/// Builds the model over three ranks.
 fn three_stages(world: &World) -> Pipeline {
     Pipeline::builder(model())
         .devices([DeviceSpec::cpu().threads(1)])
@@ -69,8 +69,8 @@ fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {
     pipe.backward(&x, &(), |out: Tensor, _: &()| Loss::mean(out.square().mean(Kind::Double)))
 }
 
-/// A panic in each rank, in each of its calls: every rank is told by whom, and the next step is an
-/// undisturbed one.
+/// Panics in each rank, in each of its calls: every rank gets an error that names it, and the next step is
+/// unaffected.
 #[test]
 fn a_panic_in_one_rank_is_everyones_error() {
     in_ranks(3, |world| {
@@ -98,7 +98,7 @@ fn a_panic_in_one_rank_is_everyones_error() {
     });
 }
 
-/// A value, not words alone: whoever asks on any rank can say what helps.
+/// The error carries a value, not only words: callers on any rank can suggest a remedy.
 #[test]
 fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
     in_ranks(2, |world| {
@@ -114,7 +114,7 @@ fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
     });
 }
 
-/// f16 ends at 65,504, which each rank's own gradient does not reach.
+/// f16 overflows at 65,504, which no rank's own gradient reaches.
 #[test]
 fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
     in_ranks(2, |world| {
@@ -136,10 +136,10 @@ fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
 
 const STEPS: usize = 24;
 const FILE: &str = "saved.safetensors";
-/// What the names of an optimizer's state begin with, which models pass over.
+/// Prefix of an optimizer's state names, which models skip.
 const STATE: &str = "optimizer.";
 
-/// Trains from what was last saved to the last step, and saves after every second.
+/// Trains from the last save to the last step, and saves after every second one.
 fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     world.set_patience(PATIENCE)?;
     let file = folder.join(FILE);
@@ -166,7 +166,7 @@ fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     Ok(())
 }
 
-/// Model, optimizer and progress in one file, so that they are of one moment.
+/// Saves model, optimizer and progress in one file, so that they are consistent.
 fn store(
     file: &Path,
     world: &World,
@@ -199,7 +199,7 @@ fn resume(
     Ok(done)
 }
 
-/// A new folder for a test.
+/// Makes a new folder for a test.
 fn fresh(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_dir_all(&path);
@@ -207,7 +207,7 @@ fn fresh(name: &str) -> PathBuf {
     path
 }
 
-/// The process of a rank, once it has begun to train.
+/// Returns the process id of a rank, once it has begun to train.
 fn pid(folder: &Path, rank: usize) -> String {
     let (file, start) = (folder.join(format!("pid{rank}")), Instant::now());
     loop {
@@ -223,7 +223,7 @@ fn signal(name: &str, pid: &str) {
     let _ = Command::new("kill").args([name, pid]).status();
 }
 
-/// Ends this rank, and says why.
+/// Ends this rank with a message.
 #[allow(clippy::print_stdout)] // The test reads it.
 fn end(world: World, error: &Error) -> ! {
     println!("rank {} ends: {error}", world.rank());
@@ -231,7 +231,7 @@ fn end(world: World, error: &Error) -> ! {
     process::exit(3);
 }
 
-/// These ranks have ended, with these words of another one.
+/// Checks that these ranks have ended with these words about another one.
 #[track_caller]
 fn assert_given_up(said: &str, ranks: &[usize], other: usize, words: &str) {
     for rank in ranks {
@@ -247,18 +247,18 @@ fn rank(world: World) {
     }
 }
 
-/// How often a rank is killed: four times, or as often as this variable says.
+/// Returns the number of kills of a rank: four, or the number in this variable.
 fn kills() -> usize {
     std::env::var("BRIMFUL_TEST_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
 }
 
-/// A number that nobody expects.
+/// Returns an unpredictable number.
 fn surprise(below: u64) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
     u64::from(now.subsec_nanos()) / 1000 % below
 }
 
-/// Ends the ranks by killing one at a random moment, and gives what they have printed.
+/// Ends the ranks by killing one at a random time, and returns their output.
 fn kill(
     launcher: &Launcher,
     folder: &Path,
@@ -280,14 +280,13 @@ fn read(folder: &Path) -> Named {
     save::read(folder.join(FILE)).expect("whole").0
 }
 
-/// The steps of the last saved model, if there is one; it must be whole.
+/// Returns the steps of the last saved model, if there is one; it must be complete.
 fn done(folder: &Path) -> Option<usize> {
     let file = folder.join(FILE);
     file.exists().then(|| save::read(file).expect("whole").1["done"].parse().expect("a number"))
 }
 
-/// With ranks that survive, and with ranks that `mpirun` ends: no hang, and the same parameters as
-/// without a kill.
+/// Covers ranks that survive, and ranks that `mpirun` ends: no hang, and the same parameters as without a kill.
 #[test]
 fn killed_again_and_again_it_comes_to_the_same_end() {
     as_rank_or(rank, |launcher| {
@@ -303,7 +302,7 @@ fn killed_again_and_again_it_comes_to_the_same_end() {
             let others = (0..ranks).filter(|rank| *rank != victim);
             let blamed = format!("rank {victim} on ");
             for rank in others {
-                // Those that mpirun ends, or that had finished, say nothing.
+                // Ranks that mpirun ends, or that had finished, print nothing.
                 let words =
                     said.lines().find(|line| line.starts_with(&format!("rank {rank} ends")));
                 assert!(words.is_none_or(|words| words.contains(&blamed)), "{victim}: {said}");
@@ -313,14 +312,14 @@ fn killed_again_and_again_it_comes_to_the_same_end() {
                 fs::remove_file(here.join(FILE)).expect("removed, to begin anew");
             }
         }
-        // The rest by another number of ranks.
+        // Finishes with another number of ranks.
         let output = launcher.start(2, &[], &here.display().to_string()).wait(LIMIT);
         assert!(output.status.success(), "{}", text(&output));
         assert_close(&read(&here), &read(&calm), "killed and resumed");
     });
 }
 
-/// A stopped rank is named by the others, which end; woken up, it learns that it was given up.
+/// The others name a stopped rank and end; once it continues, it learns that it was given up.
 #[test]
 fn a_stopped_rank_is_given_up() {
     as_rank_or(rank, |launcher| {
@@ -334,7 +333,7 @@ fn a_stopped_rank_is_given_up() {
     });
 }
 
-/// A slow rank is waited for, for longer than the patience.
+/// The others wait for a slow rank, longer than its patience.
 #[test]
 fn a_slow_rank_is_not_given_up() {
     in_ranks(2, |world| {
@@ -346,7 +345,7 @@ fn a_slow_rank_is_not_given_up() {
     });
 }
 
-/// Steps of which the last rank does not take the second.
+/// Runs steps; the last rank does not take part in the second.
 fn rank_that_hangs(world: World) {
     world.set_patience(PATIENCE).expect("set");
     world.set_longest_wait(PATIENCE).expect("set");
@@ -360,8 +359,8 @@ fn rank_that_hangs(world: World) {
     end(world, &error);
 }
 
-/// A rank that gives signs of life but does not do its part is named, also by those that wait for
-/// others which wait for it; and learns of it.
+/// A rank that sends heartbeats but does not do its part is named, also by ranks that wait for others which wait
+/// for it; and it learns of it.
 #[test]
 fn a_rank_that_hangs_is_given_up() {
     as_rank_or(rank_that_hangs, |launcher| {
@@ -370,15 +369,15 @@ fn a_rank_that_hangs_is_given_up() {
     });
 }
 
-/// A value that a rank tells all others, as a world writes it.
+/// Encodes a value that a rank shares with all others, as a world does.
 fn value<T: serde::Serialize>(number: u64, what: &str, value: &T) -> Vec<u8> {
     const VALUE: u32 = 1;
     let bytes = postcard::to_stdvec(value).expect("bytes");
     postcard::to_stdvec(&(VALUE, number, what, bytes)).expect("bytes")
 }
 
-/// Greets the others as a world does, announces a value that no MPI sends before its receiver asks
-/// for it, and makes no call of MPI from then on, until the file is there.
+/// Greets the others as a world does, announces a value that no MPI sends before its receiver asks for it, and
+/// then makes no MPI call until the file exists.
 fn halt_within_a_message(mut mpi: Mpi, over: &Path) {
     let greeting = value(1, "greeting", &(env!("CARGO_PKG_VERSION"), mpi.host()));
     let large = value(2, "a large value", &"x".repeat(1 << 24));
@@ -404,8 +403,8 @@ fn wait_for_a_large_value(world: World) {
     end(world, &error);
 }
 
-/// A rank that halts between the announcement of a message and its bytes is not waited for with all
-/// else at a stand: the others give it up as they would any that is silent.
+/// A rank that halts between a message's announcement and its bytes does not block everything: the others give it
+/// up as they would any silent rank.
 #[test]
 fn a_rank_that_halts_within_a_message_is_given_up() {
     let rank = || {
@@ -419,7 +418,7 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
         let over = fresh("halted").join("over");
         let path = over.display().to_string();
         let launched = launcher.start(3, &[&RECOVERY[..], &SOCKETS[..]].concat(), &path);
-        // Whoever is given up does not go on.
+        // A rank that was given up does not continue.
         sleep(3 * PATIENCE);
         fs::write(&over, []).expect("told");
         assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");

@@ -1,4 +1,4 @@
-//! A pipeline over ranks is the plain model: outputs, loss, gradients, and parameters after steps of
+//! A pipeline over ranks gives the plain model's results: outputs, loss, gradients, and parameters after steps of
 //! Adam, for every schedule, with skips, shared tables, dropout and deferred BatchNorm.
 
 #![cfg(feature = "mpi")]
@@ -26,13 +26,12 @@ use support::{
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-/// A pipeline in f64 over a world, of so many devices in each rank.
+/// Builds a pipeline in f64 over a world, with this many devices in each rank.
 fn builder(case: &Case, world: &World, devices: usize) -> Builder {
     pipeline_cases::builder((case.layers)(), devices).world(world)
 }
 
-/// What this rank's replica, of so many, brings of a mini-batch: nothing where there are too few
-/// samples.
+/// Returns the part of a mini-batch for this rank's replica: empty if there are too few samples.
 fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
     let samples = all.size()[0] as usize;
     let replica = world.rank() / (world.size() / replicas);
@@ -41,7 +40,7 @@ fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
     all.narrow(0, own.start as i64, own.len() as i64)
 }
 
-/// Two steps of both and an evaluation, compared on rank 0.
+/// Compares two steps and an evaluation on rank 0.
 fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
     let mut pipe = built(builder.replicas(cut.replicas).micro_batches(cut.micro_batches), what);
     let lists = pipe.actions(cut.micro_batches).expect("lists").to_string();
@@ -75,7 +74,7 @@ fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
     pipe.set_size(3);
     let evaluated = pipe.evaluate(&part(&x), &part(&y), case.loss_and_outputs());
     let evaluated = evaluated.expect("an evaluation");
-    // A replica without a sample has none.
+    // A replica without a sample has no outputs.
     let has_samples = part(&x).size()[0] > 0;
     assert_eq!((out.defined(), evaluated.outputs.defined()), (has_samples, has_samples), "{what}");
     if has_samples {
@@ -91,7 +90,7 @@ fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
     }
 }
 
-/// The loss of a whole mini-batch's outputs.
+/// Returns the loss of a whole mini-batch's outputs.
 fn whole_loss(case: &Case, out: &Tensor, y: &Tensor) -> f64 {
     let mut one = MicroBatcher::new(&nn::VarStore::new(test_device()), Size::Count(1));
     let batch = (out.shallow_clone(), y.shallow_clone());
@@ -128,7 +127,7 @@ tests! {
     four_ranks => every_schedule(4, 1),
 }
 
-/// What was measured differs from rank to rank: all go by the first one's times, and make the same lists.
+/// Measured times differ from rank to rank: all use the first one's, and make the same lists.
 #[test]
 fn automatic_lists_over_ranks() {
     in_ranks(2, |world| {
@@ -145,7 +144,7 @@ fn automatic_lists_over_ranks() {
     });
 }
 
-/// A user's own optimizer: each rank's on the variables that the rank has.
+/// Checks a user-defined optimizer: each rank updates the variables that it has.
 fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
     in_ranks(ranks, |world| {
         let pipe = builder(&GPT, &world, devices).replicas(replicas).micro_batches(2);
@@ -164,7 +163,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
                 descend(plain.values());
                 clear(&plain.store);
             }
-            // Rank 0 is given copies of the others' beside its own.
+            // Rank 0 gets copies of the others' variables beside its own.
             descend(pipe.variables().expect("variables"));
             pipe.zero_grad().expect("cleared");
         }
@@ -204,7 +203,7 @@ fn a_variable_that_is_shared_within_one_rank_is_no_other_ones_matter() {
     });
 }
 
-/// Several pipelines, each with its part of every mini-batch; in the last ones some have none.
+/// Checks several pipelines, each with its part of every mini-batch; in the last cases some have none.
 fn replicas(ranks: usize, replicas: usize) {
     in_ranks(ranks, |world| {
         for case in &CASES {
@@ -232,7 +231,7 @@ tests! {
     three_replicas_of_one_stage => replicas(3, 3),
 }
 
-/// What these tensors are, and their bits.
+/// Returns name, dtype and bits of these tensors.
 fn bits(named: &[(String, Tensor)]) -> Vec<(String, String, Vec<u64>)> {
     let of = |tensor: &Tensor| {
         let values = tensor.to_device(Device::Cpu).to_kind(Kind::Double).view([-1]);
@@ -245,7 +244,7 @@ fn bits(named: &[(String, Tensor)]) -> Vec<(String, String, Vec<u64>)> {
     named.iter().map(row).collect()
 }
 
-/// Of two samples the third has none, or of the first mini-batch of a window.
+/// The third replica has none of two samples, or none of a window's first mini-batch.
 #[test]
 fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
     in_ranks(3, |world| {
@@ -268,7 +267,7 @@ fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
                 } else {
                     pipe.backward(&x(2), &(), loss).expect("a step");
                 }
-                // Of the ranks from the second on, each has its own.
+                // In ranks after the first, each has its own gradients.
                 let gradients = bits(&pipe.gradients().expect("gradients"));
                 let all = world.share("gradients", &gradients).expect("shared");
                 assert!(all.iter().all(|one| *one == all[0]), "{what}, windowed: {windowed}");
@@ -307,7 +306,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 expected = Some((all.detach(), of_all(&all).double_value(&[])));
             }
 
-            // As one step, and where the loss fails on one of the ranks.
+            // As one step, and with a loss that fails on one of the ranks.
             pipe.zero_grad().expect("cleared");
             let rank = world.rank() as f64;
             let failed = pipe.backward_whole(&own, |out| of_all(out) / (1.0 - rank));
@@ -324,7 +323,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
     });
 }
 
-/// Some steps of training with clipping and one group of its own.
+/// Runs some steps of training with clipping and one group with its own settings.
 fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops::Range<i64>) {
     for number in steps {
         let (x, y) = GPT.data(9, number);
@@ -337,7 +336,7 @@ fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops
 
 fn optimizer(pipe: &mut Pipeline) -> PipelineOptimizer {
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    // In one stage's rank alone.
+    // Only in one stage's rank.
     optimizer.group("table", |name| name.starts_with("wte"), Adam::new(0.1)).expect("a group");
     optimizer.set_group_learning_rate("table", 0.02).expect("known to one rank");
     optimizer
@@ -352,7 +351,7 @@ fn folder(world: &World) -> PathBuf {
     path
 }
 
-/// The same training in one process: two steps, a save, two more from what was saved.
+/// Trains the same way in one process: two steps, a save, two more from the saved state.
 #[test]
 fn saved_by_three_ranks_and_resumed_by_one_process() {
     in_ranks(3, |world| {
@@ -367,7 +366,7 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
         opt.save(&state).expect("saved");
         train(&mut pipe, &mut opt, 2..4);
         let expected = copies(&pipe.variables().expect("variables"));
-        // Back to what was saved, by all ranks.
+        // All ranks go back to the saved state.
         pipe.load(&model).expect("loaded");
         opt.load(&state).expect("loaded");
         train(&mut pipe, &mut opt, 2..4);
@@ -401,7 +400,7 @@ fn frozen_layers_and_what_no_rank_has() {
     });
 }
 
-/// What is sent in a step is the activations and gradients at the cut, and nothing else to speak of.
+/// The traffic of a step is the activations and gradients at the cut, and little else.
 #[test]
 fn traffic_is_what_the_cut_needs() {
     in_ranks(2, |world| {
@@ -427,7 +426,7 @@ fn traffic_is_what_the_cut_needs() {
 fn automatic_sizes_are_agreed() {
     in_ranks(2, |world| {
         tch::manual_seed(3);
-        // One rank has less than the other: it decides.
+        // The rank with less memory decides.
         let limit = [512 << 10, 160 << 10][world.rank()];
         let arena = Arena::limited("cpu", limit).expect("an arena");
         let layers = Layers::new()
@@ -506,7 +505,7 @@ fn pipelines_that_train_different_parameters_are_all_told() {
     });
 }
 
-/// Before the ranks have heard of each other, or within a call outside of steps.
+/// Fails before the ranks have exchanged anything, or within a call outside of steps.
 #[test]
 fn what_keeps_one_rank_from_a_call_is_told_to_all() {
     in_ranks(2, |world| {
@@ -564,7 +563,7 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
     });
 }
 
-/// Whatever the last bits of what each has computed: here one replica's gradients are twice the other's.
+/// Even if ranks compute different values: here one replica's gradients are twice the other's.
 #[test]
 fn replicas_clip_by_one_norm() {
     in_ranks(2, |world| {
@@ -572,7 +571,7 @@ fn replicas_clip_by_one_norm() {
         let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
         let (x, y) = MLP.data(8, 0);
         pipe.backward(&part(&world, 2, &x), &part(&world, 2, &y), MLP.loss).expect("a step");
-        // All ranks are asked; each has its own.
+        // All ranks take part; each has its own gradients.
         for (_, mut gradient) in pipe.gradients().expect("gradients") {
             let _itself = gradient.g_mul_scalar_(1.0 + world.rank() as f64);
         }
@@ -582,7 +581,7 @@ fn replicas_clip_by_one_norm() {
     });
 }
 
-/// Each rank has room for its own stages; where one has not, all are told.
+/// Each rank allocates host memory for its own stages; if one cannot, all get an error.
 #[test]
 fn every_rank_looks_for_room_on_its_own_host() {
     in_ranks(2, |world| {
@@ -596,7 +595,7 @@ fn every_rank_looks_for_room_on_its_own_host() {
             let host = Arena::limited("host", room).expect("a limit");
             pipeline_cases::builder(layers(), 1).world(&world).homes(Homes::Host).host(host).build()
         };
-        // Whole pages are taken.
+        // Memory is taken in whole pages.
         let room = needed + needed / 2;
         build(room).expect("each has room for one stage");
         let second = world.rank() == 1;

@@ -1,8 +1,8 @@
-//! `brimful-bench auto`: the automatic size against every size that could have been given.
+//! `brimful-bench auto`: automatic micro-batch sizes compared with every fixed size.
 //!
-//! For each model and limit: the largest size that fits, by trying; what `largest` finds, after how
-//! many failures and how much time; the rate of many sizes; what `auto` reaches after ten steps.
-//! A step is forward and backward over the mini-batch and the reading of its loss.
+//! Measures for each model and limit: the largest size that fits, by trial; the size that `largest` finds, with
+//! its failures and time; the rate of many sizes; and the result of `auto` after ten steps. A step is forward and
+//! backward over the mini-batch and the reading of its loss.
 
 mod report;
 mod subject;
@@ -87,7 +87,7 @@ pub(crate) fn run(options: &AutoOptions) -> Result<()> {
     journal.end()
 }
 
-/// A table's rows: a model, limits in MB, and mini-batches of about twice what fits.
+/// Rows of a table: a model, limits in MB, and mini-batches of about twice what fits.
 type Rows = [(ModelName, [(u64, usize); 3])];
 const ON_CPU: &Rows = &[
     (ModelName::Mlp, [(40, 2048), (60, 4096), (100, 8192)]),

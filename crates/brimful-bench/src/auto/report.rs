@@ -1,4 +1,4 @@
-//! A model and a limit: what the automatic sizes found, beside what there was to find.
+//! Row of a model and a limit: sizes found by `auto` and `largest`, beside the best possible ones.
 
 use anyhow::Result;
 use brimful::{Bytes, Size, Step};
@@ -12,21 +12,21 @@ use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// Steps in which a size is to be found.
+/// Steps in which `largest` or `auto` finds its size.
 const LARGEST_STEPS: usize = 4;
 const FASTEST_STEPS: usize = 10;
-/// Steps in which the order in memory is found as well.
+/// Steps in which the memory format is found as well.
 const ORDER_STEPS: usize = 20;
-/// Steps that are measured afterwards.
+/// Steps measured afterwards.
 const STEADY_STEPS: usize = 5;
 
-/// What stands above the rows.
+/// Heading of the table.
 const HEADING: &str = concat!(
     "       limit |  largest  feasible  failed  extra",
     " |   auto  failed  first s  samples/s  of fixed   best  of best"
 );
 
-/// A row of the table.
+/// Row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct AutoRow {
     contestant: &'static str,
@@ -54,18 +54,18 @@ struct AutoFigures {
     best: Option<Best>,
 }
 
-/// What `Size::Largest` did.
+/// Result of `Size::Largest`.
 #[derive(Debug, Serialize)]
 struct Largest {
     size: usize,
-    /// The largest that fits, by trying.
+    /// Largest size that fits, by trial.
     feasible: usize,
     failed: usize,
-    /// What finding it took, in steps of the size found.
+    /// Time to find it, in steps of the size found.
     extra_steps: f64,
 }
 
-/// What `Size::Auto` did.
+/// Result of `Size::Auto`.
 #[derive(Debug, Serialize)]
 struct Fastest {
     micro_batch: usize,
@@ -73,16 +73,16 @@ struct Fastest {
     first_step_s: f64,
     samples_per_s: f64,
     spread: f64,
-    /// The rate over that of the same size, given, in turns.
+    /// Rate over that of the same size as a fixed one; their steps alternate.
     ratio_to_fixed: Option<f64>,
     peak_bytes: Option<Bytes>,
 }
 
-/// What there was to find.
+/// Fastest fixed size.
 #[derive(Debug, Serialize)]
 struct Best {
     size: usize,
-    /// The rate of `auto` over that of this size, given, in turns.
+    /// Rate of `auto` over that of this size; their steps alternate.
     ratio: f64,
 }
 
@@ -160,7 +160,7 @@ impl AutoFigures {
     }
 }
 
-/// What `auto` does; then its steps in turns with those of the same size, and of the best one.
+/// Runs `auto`, then alternates its steps with those of the same fixed size and of the best one.
 fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Option<Best>)> {
     let mut built = subject.build(Size::Auto)?;
     let (mut failed, first_step_s) = learn(&mut built, subject.replay)?;
@@ -171,7 +171,7 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
         times.push(seconds);
         failed += step.retries;
         (micro_batch, peak_bytes) = (size(&step), step.peak());
-        // Captured work holds the memory that a given size would need beside it.
+        // Captured graphs hold the memory that a fixed size would need beside them.
         if !subject.replay {
             same.push(built.step_of(micro_batch)?);
         }
@@ -192,7 +192,8 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
     Ok((fastest, best))
 }
 
-/// The steps in which `auto` finds its size: how many tries failed, and the seconds of the first.
+/// Runs the steps in which `auto` finds its size; returns the number of failed attempts and the seconds of the
+/// first step.
 fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
     let steps = if replay { ORDER_STEPS } else { FASTEST_STEPS };
     let (first_step_s, step) = built.step()?;
@@ -203,7 +204,7 @@ fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
     Ok((failed, first_step_s))
 }
 
-/// What `largest` finds, and what that takes beside as many first steps of the size, given.
+/// Runs `largest`; measures its extra time over as many first steps of the size that it found.
 fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
     let mut built = subject.build(Size::Largest)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
@@ -222,7 +223,7 @@ fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
     Ok(Largest { size: found, feasible, failed, extra_steps })
 }
 
-/// The size that a step ended with.
+/// Returns the size that a step ended with.
 fn size(step: &Step) -> usize {
     step.decisions.last().map_or(0, |decision| decision.size)
 }

@@ -1,4 +1,4 @@
-//! A model in a memory of a given size, with a mini-batch in host memory.
+//! Model in limited memory, with a mini-batch in host memory.
 
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
@@ -12,19 +12,19 @@ use crate::timed::timed;
 use crate::times::StepTimes;
 use crate::work::{Samples, Workload};
 
-/// What is to be measured, and in how much memory.
+/// Work to measure, and its memory limit.
 #[derive(Debug)]
 pub(super) struct LimitedWork {
     pub(super) work: Workload,
-    /// The mini-batch that all share.
+    /// Mini-batch shared by all contestants.
     pub(super) samples: Samples,
     pub(super) device: Device,
     pub(super) limit: Bytes,
-    /// Whether captured micro-batches are replayed, in the fastest layout.
+    /// True to replay captured micro-batches, in the fastest memory format.
     pub(super) replay: bool,
 }
 
-/// A subject that has been built, inside its memory.
+/// Subject that has been built inside its memory.
 pub(super) struct Built<'a> {
     store: VarStore,
     model: LossModel,
@@ -39,7 +39,7 @@ impl LimitedWork {
         format!("{} {}, {} samples, {limit}", work.model, work.dtype, work.batch)
     }
 
-    /// A new model, cut by this size.
+    /// Builds a new model with this micro-batch size.
     pub(super) fn build(&self, size: Size) -> Result<Built<'_>> {
         let memory = self.memory()?;
         let _inside = memory.enter();
@@ -53,10 +53,10 @@ impl LimitedWork {
         Ok(Built { store, model, memory, micro, samples: &self.samples })
     }
 
-    /// The device's, as small as asked for.
+    /// Returns the device's memory with the requested limit.
     fn memory(&self) -> Result<Memory> {
         let (limit, memory) = (self.limit, Memory::of(self.device)?);
-        // A card may still have an earlier subject's.
+        // A GPU may still have an earlier subject's limit.
         memory.set_limit(None)?;
         let free = memory.usage()?.available.unwrap_or(limit);
         ensure!(free >= limit, "{free} are free, which is less than the limit of {limit}");
@@ -65,31 +65,31 @@ impl LimitedWork {
 }
 
 impl Built<'_> {
-    /// One step, timed.
+    /// Runs one timed step.
     pub(super) fn step(&mut self) -> Result<(f64, Step)> {
         let Self { store, model, micro, samples, .. } = self;
         step(store, model, micro, samples)
     }
 
-    /// The median of the seconds of some steps.
+    /// Returns the median seconds of some steps.
     pub(super) fn median(&mut self, steps: usize) -> Result<f64> {
         let times = (0..steps).map(|_| Ok(self.step()?.0)).collect::<Result<_>>()?;
         Ok(StepTimes(times).median())
     }
 
-    /// The seconds of a step of a given size.
+    /// Returns the seconds of a step with a fixed size.
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
         let Self { store, model, memory, samples, .. } = self;
         let run = || -> Result<f64> {
             let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
             Ok(step(store, model, &mut micro, samples)?.0)
         };
-        // What other sizes have left in a card's cache may be in pieces.
+        // Other sizes may have left the GPU's cache fragmented.
         Ok(brimful::guard(memory, run)?)
     }
 }
 
-/// One step, from a quiet device to a quiet device.
+/// Runs one step, from an idle device to an idle device.
 fn step(
     store: &VarStore,
     model: &LossModel,
@@ -105,7 +105,7 @@ fn step(
 
 impl Drop for Built<'_> {
     fn drop(&mut self) {
-        // So that the next one finds the same memory.
+        // Leaves the same free memory for the next subject.
         let _ = clear_gradients(&self.store);
     }
 }

@@ -1,4 +1,4 @@
-//! What every given size does: which fit, and how fast each is.
+//! Trials of fixed sizes: which fit, and their rates.
 
 use anyhow::{Result, ensure};
 use brimful::Size;
@@ -10,7 +10,7 @@ use crate::turns::TurnProgress;
 /// Steps of a size after the first, which warms up.
 const REPEATS: usize = 2;
 
-/// The largest size that fits two steps, found by halving what is in doubt.
+/// Returns the largest size that fits two steps, by bisection.
 pub(super) fn largest(subject: &LimitedWork, progress: &TurnProgress) -> Result<usize> {
     let (mut fits, mut fails) = (0, subject.work.batch + 1);
     while fails - fits > 1 {
@@ -23,11 +23,11 @@ pub(super) fn largest(subject: &LimitedWork, progress: &TurnProgress) -> Result<
         }
     }
     ensure!(fits > 0, does_not_fit("one sample does not fit"));
-    // Near-equal micro-batches are as large as that allows.
+    // Near-equal micro-batches are at most this large.
     Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
 }
 
-/// The size of the best rate: of powers of two from a 32nd of the largest on, and of the largest.
+/// Returns the size with the best rate, among powers of two from a 32nd of the largest, and the largest.
 pub(super) fn fastest(
     subject: &LimitedWork,
     largest: usize,
@@ -47,7 +47,7 @@ pub(super) fn fastest(
     Ok(best.0)
 }
 
-/// Samples a second with a given size; `None` where it does not fit.
+/// Returns samples per second with a fixed size; `None` if it does not fit.
 fn rate(subject: &LimitedWork, size: usize, repeats: usize) -> Result<Option<f64>> {
     let measured = || {
         let mut built = subject.build(Size::Fixed(size))?;

@@ -1,4 +1,4 @@
-//! A model that is fine-tuned: whole on its device, or in stages that live on the host.
+//! Model that is fine-tuned: whole on its device, or in offloaded stages.
 
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
@@ -15,15 +15,15 @@ use crate::staged::StagedTraining;
 use crate::steady::{LEARNING_RATE, SteadyTraining};
 use crate::work::Samples;
 
-/// The model, and who trains it.
+/// Model and its trainer.
 pub(super) trait FineTuned: SteadyTraining {
     fn variables(&self) -> Result<Vec<(String, Tensor)>>;
 
-    /// The most memory of the device that the last step took, with its update.
+    /// Returns the peak device memory of the last step, with its update.
     fn peak(&self, step: &Step) -> Result<Option<Bytes>>;
 }
 
-/// The model, where it is to live.
+/// Builds the model, on its device or offloaded.
 pub(super) fn fine_tuned(
     layers: Layers,
     device: Device,
@@ -45,7 +45,7 @@ pub(super) fn fine_tuned(
     })
 }
 
-/// All on its device, as `brimful train` has it there: micro-batches are replayed where they can be.
+/// Whole model on its device, as `brimful train` runs it: micro-batches use CUDA graphs where possible.
 struct WholeTuned {
     micro: MicroBatcher,
     model: LossModel,
@@ -91,12 +91,12 @@ impl FineTuned for WholeTuned {
     }
 
     fn peak(&self, step: &Step) -> Result<Option<Bytes>> {
-        // The step's is with what replays keep, which the memory's own account does not show.
+        // The step's peak includes the memory of CUDA graphs, which the memory's own account does not show.
         Ok(step.peak().max(Some(self.memory.usage()?.peak)))
     }
 }
 
-/// In stages as fine as can be, which come to the device in turn and are computed again in the backward.
+/// Describes the finest stages, which come to the device in turn and recompute their activations in the backward.
 fn at_home(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder> {
     let balance = balance::finest(&setting::parameters_used(&layers)?, layers.len())?;
     let stages_per_device = balance.sizes().len();

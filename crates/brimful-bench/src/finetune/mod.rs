@@ -1,4 +1,4 @@
-//! `brimful-bench finetune`: a folder's model, trained whole or by LoRA, on its device and from the host.
+//! `brimful-bench finetune`: a folder's model, trained whole or by LoRA, on its device and offloaded.
 
 mod fine_tuned;
 
@@ -89,7 +89,7 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
 }
 
 impl FinetuneOptions {
-    /// Holds a card to so much of its memory.
+    /// Limits a GPU's memory.
     fn limit_card(&self, device: Device) -> Result<()> {
         let Some(limit) = self.memory_limit else { return Ok(()) };
         ensure!(device != Device::Cpu, "--memory-limit is for a card here: give --device cuda");
@@ -97,7 +97,7 @@ impl FinetuneOptions {
     }
 }
 
-/// What is trained, and where.
+/// Model, options and device of a fine-tuning.
 struct FinetuneWork<'a> {
     options: &'a FinetuneOptions,
     folder: Pretrained,
@@ -140,11 +140,11 @@ impl<'a> FinetuneWork<'a> {
         }
     }
 
-    /// The model with the folder's weights, and what it took to get there.
+    /// Loads the model with the folder's weights, and reports the cost.
     fn loaded(&self, home: HomeArgument) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
         let Self { options, folder, device } = self;
         let (layers, device) = (self.layers(), *device);
-        // What the device's libraries take of the host is not to be counted as the weights'.
+        // Host memory of the device's libraries must not count as the weights'.
         let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
         let _ = first.matmul(&first);
         torch_device::synchronize(device)?;
@@ -173,7 +173,7 @@ impl<'a> FinetuneWork<'a> {
         ))
     }
 
-    /// Tokens that the peers make too, so that losses can be compared, each with those that follow.
+    /// Returns tokens that the peers generate too, so that losses can be compared, and the tokens that follow.
     fn batch(&self) -> (Tensor, Tensor) {
         let (samples, tokens) = (self.options.batch_size as i64, self.options.tokens);
         let places = Tensor::arange(samples * (tokens + 1), (Kind::Int64, self.device));
@@ -209,13 +209,13 @@ struct FinetuneRow<'a> {
     load: LoadFigures,
 }
 
-/// How a model came to its weights.
+/// Cost of building a model and loading its weights.
 #[derive(Debug, Serialize)]
 struct LoadFigures {
-    /// Until there was memory for all, with random numbers in it.
+    /// Seconds until memory for all weights was allocated and randomly initialised.
     seconds_build: f64,
     seconds_load: Option<f64>,
     loaded_bytes_per_s: Option<f64>,
-    /// The most host memory that building and loading took, over the bytes of the weights.
+    /// Peak host memory of building and loading, over the bytes of the weights.
     host_of_weights: Option<f64>,
 }

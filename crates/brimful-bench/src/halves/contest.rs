@@ -1,4 +1,4 @@
-//! The turns of both backwards, and what they came to.
+//! Contest of both backwards, and its results.
 
 use anyhow::Result;
 use brimful_torch::autograd::by_engine;
@@ -13,7 +13,7 @@ use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Workload;
 
-/// A backward in halves beside the whole one.
+/// Figures of a split backward beside the whole one.
 #[derive(Debug, Serialize)]
 pub(super) struct HalvesRow {
     #[serde(flatten)]
@@ -21,22 +21,22 @@ pub(super) struct HalvesRow {
     repeats: usize,
     forward_seconds: f64,
     whole_seconds: f64,
-    /// Of the same whole backward, run by libtorch's engine.
+    /// Seconds of the same whole backward on libtorch's engine.
     engine_seconds: f64,
     input_seconds: f64,
     weight_seconds: f64,
-    /// Of both halves together, in turns of their own.
+    /// Seconds of both parts of the split backward together, measured on their own.
     halves_seconds: f64,
-    /// Both halves over the whole.
+    /// Split backward over the whole.
     ratio: f64,
-    /// (Longest − shortest) / median of the whole backward, and of both halves.
+    /// (Longest − shortest) / median of the whole backward, and of the split one.
     whole_spread: f64,
     spread: f64,
-    /// The length of the difference of all gradients over that of the whole backward's.
+    /// Norm of the difference of all gradients over that of the whole backward's.
     gradient_difference: f64,
 }
 
-/// Lets both take turns.
+/// Alternates both backwards.
 pub(super) fn measure(
     work: &Workload,
     device: Device,
@@ -64,7 +64,7 @@ pub(super) fn measure(
     Ok(row(work, &measured, difference))
 }
 
-/// The seconds of a turn that counts.
+/// Seconds of a turn that counts.
 struct BackwardTurn {
     engine: WholeSeconds,
     whole: WholeSeconds,

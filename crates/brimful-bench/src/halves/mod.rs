@@ -1,8 +1,8 @@
-//! `brimful-bench halves`: a backward in two halves against the whole backward of the same graph.
+//! `brimful-bench halves`: a split backward against the whole backward of the same graph.
 //!
-//! The graph is a stage's from the middle of a pipeline: all layers but the first, whose outcome comes in and
-//! wants a gradient. Both backwards begin with the same gradient of what goes out, each after a forward of its
-//! own, and take turns. Their gradients must agree.
+//! The graph is that of a stage in the middle of a pipeline: all layers but the first, whose output is the input
+//! and requires a gradient. Both backwards begin with the same output gradient, each after its own forward, and
+//! alternate. Their gradients must agree.
 
 mod contest;
 mod stage;
@@ -19,7 +19,7 @@ use crate::timed::{try_kernels, turns};
 use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 
-/// The GPT of a CPU.
+/// Shape of the GPT on a CPU.
 const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64, llama: false };
 
 /// Options of `brimful-bench halves`.
@@ -58,7 +58,7 @@ pub(crate) struct HalvesOptions {
 /// Measures a row for each model, and prints it.
 pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    // As a stage's thread in a pipeline.
+    // One thread, like a stage's in a pipeline.
     let _one = threads::limit_threads(1);
     let cuda = try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });

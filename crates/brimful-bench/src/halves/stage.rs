@@ -1,4 +1,4 @@
-//! A stage from the middle of a pipeline, and both ways to run backward through it.
+//! Stage from the middle of a pipeline, with a whole and a split backward.
 
 use anyhow::Result;
 use brimful::layers::Model;
@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 use crate::timed::timed;
 use crate::work::Workload;
 
-/// All layers of a model but the first, what comes into them, and the gradients of what goes out.
+/// All layers of a model but the first, their input, and the gradients of their output.
 pub(super) struct MiddleStage {
     device: Device,
     store: VarStore,
@@ -20,29 +20,29 @@ pub(super) struct MiddleStage {
     output_gradients: Vec<Tensor>,
 }
 
-/// A forward that waits for its backward.
+/// Forward that awaits its backward.
 struct StageForward {
     seconds: f64,
-    /// What came in, with a gradient of its own.
+    /// Inputs, detached and with gradients of their own.
     leaves: Vec<Tensor>,
-    /// What goes out, with its gradient.
+    /// Outputs with their gradients.
     roots: Vec<(Tensor, Tensor)>,
 }
 
-/// Seconds of a forward and of its backward in one piece.
+/// Seconds of a forward and of its whole backward.
 pub(super) struct WholeSeconds {
     pub(super) forward: f64,
     pub(super) backward: f64,
 }
 
-/// Seconds of a forward and of its backward in halves.
+/// Seconds of a forward and of its split backward.
 pub(super) struct HalvesSeconds {
     pub(super) forward: f64,
     pub(super) input: f64,
     pub(super) weight: f64,
 }
 
-/// Of the input and of all weights, after a backward.
+/// Gradients of the input and of all weights, after a backward.
 pub(super) type BackwardGradients = Vec<Tensor>;
 
 impl MiddleStage {
@@ -62,7 +62,7 @@ impl MiddleStage {
         Ok(Self { device, store, model, input, output_gradients })
     }
 
-    /// Runs forward, and backward in one piece, until nothing of the graph is left.
+    /// Runs forward and a whole backward, until the graph is freed.
     pub(super) fn whole(&mut self) -> Result<(WholeSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let whole = || {
@@ -77,8 +77,8 @@ impl MiddleStage {
         Ok((WholeSeconds { forward: seconds, backward }, found))
     }
 
-    /// Runs forward, and backward in halves: the first from finding where to cut, the second until nothing of the
-    /// graph is left.
+    /// Runs forward and a split backward. The input part includes the search for the cut; the weight part ends
+    /// when the graph is freed.
     pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let groups = [roots];
@@ -98,7 +98,7 @@ impl MiddleStage {
         Ok((HalvesSeconds { forward: seconds, input, weight }, found))
     }
 
-    /// A forward of leaves of its own, without gradients from before.
+    /// Runs a forward on new leaves, with gradients cleared.
     fn forward(&self) -> Result<StageForward> {
         clear_gradients(&self.store)?;
         let leaf = |value: &Tensor| value.detach().set_requires_grad(true);
@@ -108,7 +108,7 @@ impl MiddleStage {
         Ok(StageForward { seconds, leaves, roots: output.into_iter().zip(gradients).collect() })
     }
 
-    /// The input's gradients and the weights', in an order that all backwards have.
+    /// Returns the input's and the weights' gradients, in the same order for all backwards.
     fn gradients(&self, of_input: Vec<Tensor>) -> BackwardGradients {
         let variables = self.store.variables();
         let mut trained: Vec<_> =

@@ -1,7 +1,7 @@
-//! What the first step in kernels of our own costs more than a later one: they are compiled, or read, in it.
+//! Extra time of the first step with custom kernels, in which they are compiled or read from the cache.
 //!
-//! Steps in libtorch's kernels go before, so that cuDNN has chosen its algorithms and the allocator has
-//! filled its cache.
+//! Steps with libtorch's kernels run before, so that cuDNN has chosen its algorithms and the allocator has filled
+//! its cache.
 
 use anyhow::Result;
 use brimful_cli::setting::{ModelName, NumberType};
@@ -15,25 +15,25 @@ use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::Workload;
 
-/// Steps in libtorch's kernels, and then in ours.
+/// Number of steps with libtorch's kernels, and then with ours.
 const LIBTORCHS: usize = 2;
 const OURS: usize = 3;
-/// All steps.
+/// Number of all steps.
 pub(super) const STEPS: usize = LIBTORCHS + OURS;
 
-/// The first step in kernels of our own beside the third.
+/// First step with custom kernels beside the third.
 #[derive(Debug, Serialize)]
 pub(super) struct FirstUseRow {
     part: &'static str,
     #[serde(flatten)]
     columns: Columns,
-    /// In which kernels the steps ran that are ours: on a CPU in libtorch's.
+    /// Kernels that our steps ran with: on a CPU libtorch's.
     kernels: String,
-    /// Of the last step in libtorch's kernels.
+    /// Seconds of the last step with libtorch's kernels.
     libtorch_seconds: f64,
     first_seconds: f64,
     third_seconds: f64,
-    /// What the first step took more than the third.
+    /// First step's seconds minus the third's.
     first_use_seconds: f64,
     loss: f64,
 }
@@ -68,7 +68,7 @@ pub(super) fn measure(
     Ok(FirstUseRow {
         part: "first use",
         columns: Columns::new("brimful", &work),
-        // Asked only now: the answer loads the compiler, which is part of a first use.
+        // Read only now: the query loads the compiler, which is part of the first use.
         kernels: kernels::state(device).to_string(),
         libtorch_seconds: libtorchs[LIBTORCHS - 1].seconds,
         first_seconds: first,

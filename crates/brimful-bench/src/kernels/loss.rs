@@ -1,7 +1,7 @@
-//! A head's loss in chunks against a linear layer and the cross-entropy of its logits, which are whole.
+//! Chunked loss of a model's head, compared with a linear layer and the cross-entropy of its full logits.
 //!
-//! All compute the mean loss and the gradients of hidden states and weight, by libtorch's autograd. Ours is
-//! what [`brimful::nn::linear_cross_entropy`] runs, outside of a step and its sums.
+//! All compute the mean loss and the gradients of hidden states and weight with libtorch's autograd. Ours is
+//! [`brimful::nn::linear_cross_entropy`], outside of a step and its sums.
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -17,12 +17,12 @@ use crate::gradients::relative_difference;
 use crate::timed::{MeasuredTurn, TurnFigures, compute_the_same, take_turns, timed};
 use crate::turns::TurnProgress;
 
-/// The target of places that do not count; here all do.
+/// Ignored target; here no position has it.
 const IGNORED: i64 = -100;
-/// What the logits of a chunk may take in [`brimful::nn::linear_cross_entropy`] where memory is not short.
+/// Bytes of a chunk's logits in [`brimful::nn::linear_cross_entropy`] when memory is plentiful.
 const CHUNK: Bytes = Bytes(256 << 20);
 
-/// How large the head is, and in which numbers it is computed.
+/// Size and dtype of the head.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct LossWork {
     pub(super) dtype: NumberType,
@@ -31,19 +31,19 @@ pub(super) struct LossWork {
     pub(super) width: i64,
 }
 
-/// Who computes the loss.
+/// Implementation of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LossContestant {
-    /// In chunks, whose logits become their gradients at once.
+    /// Chunked; logits become their gradients in place.
     Ours,
-    /// From logits that are turned into f32, as a careful user of halves writes it.
+    /// Logits converted to f32, as a careful user of half precision does.
     LogitsInF32,
-    /// From logits as they are.
+    /// Logits without conversion.
     Logits,
 }
 
 impl LossContestant {
-    /// Ours first; the next is who the others' gradients are compared with.
+    /// Returns the contestants: ours first, then the reference for the gradients.
     fn all(dtype: NumberType) -> Vec<Self> {
         match dtype {
             NumberType::Bf16 => vec![Self::Ours, Self::LogitsInF32, Self::Logits],
@@ -60,7 +60,7 @@ impl LossContestant {
     }
 }
 
-/// A contestant's figures.
+/// Figures of a contestant.
 #[derive(Debug, Serialize)]
 pub(super) struct LossRow {
     part: &'static str,
@@ -68,25 +68,25 @@ pub(super) struct LossRow {
     #[serde(flatten)]
     work: LossWork,
     repeats: usize,
-    /// The median of its turns: forward, backward and the reading of the loss.
+    /// Median of its turns: forward, backward and the reading of the loss.
     seconds: f64,
     /// (Longest − shortest) / median of the turns.
     spread: f64,
-    /// The seconds of brimful over its own.
+    /// Seconds of brimful over its own.
     time_ratio: f64,
-    /// The most memory beside hidden states, weight and targets; the gradients are in it.
+    /// Peak memory beyond hidden states, weight and targets; includes the gradients.
     peak_bytes: Bytes,
-    /// The peak of brimful over its own.
+    /// Peak of brimful over its own.
     peak_ratio: f64,
     loss: f64,
-    /// The length of the difference of both gradients, from the careful contestant's, over that of these.
+    /// Norm of the difference of both gradients from the reference's, over the reference's norm.
     gradient_difference: f64,
-    /// Why libtorch's operations ran where a kernel of ours could have.
+    /// Reasons why libtorch's operations ran instead of a custom kernel.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     refusals: Vec<String>,
 }
 
-/// Lets all take turns; a row for each.
+/// Alternates all contestants; returns a row for each.
 pub(super) fn measure(
     work: LossWork,
     device: Device,
@@ -127,7 +127,7 @@ pub(super) fn measure(
     Ok(all.iter().zip(apart).map(row).collect())
 }
 
-/// Hidden states, the weight of a head, and which word follows each place.
+/// Hidden states, the weight of a head, and the target word of each position.
 struct MeasuredHead {
     dtype: NumberType,
     device: Device,
@@ -137,7 +137,7 @@ struct MeasuredHead {
 }
 
 impl MeasuredHead {
-    /// Random, with logits of about one.
+    /// Creates random tensors with logits of about 1.
     fn new(work: LossWork, device: Device) -> brimful::Result<Self> {
         tch::manual_seed(7);
         let LossWork { dtype, places, words, width } = work;
@@ -155,7 +155,7 @@ impl MeasuredHead {
         })
     }
 
-    /// How far the contestants' gradients are apart. It is also the first use of each.
+    /// Returns the relative differences of the contestants' gradients. This is also the first use of each.
     fn compared(&mut self) -> Result<Vec<f64>> {
         let contestants = LossContestant::all(self.dtype);
         let expected = self.gradients(contestants[1])?;
@@ -174,8 +174,8 @@ impl MeasuredHead {
         Ok(set_gradient(&mut self.weight, None)?)
     }
 
-    /// The most memory that a turn takes beside what it is given. Not in the timed turns: counting costs
-    /// on a CPU.
+    /// Returns the peak memory of a turn beyond its inputs. Not in the timed turns: accounting costs time on a
+    /// CPU.
     fn peak(&mut self, contestant: LossContestant) -> Result<Bytes> {
         self.clear()?;
         let memory = Memory::of(self.device)?;
@@ -186,14 +186,14 @@ impl MeasuredHead {
         Ok(Bytes(memory.usage()?.peak.0.saturating_sub(before.0)))
     }
 
-    /// A turn whose memory is not counted.
+    /// Runs a turn without memory accounting.
     fn turn(&mut self, contestant: LossContestant) -> Result<MeasuredTurn> {
         self.clear()?;
         let (loss, seconds) = timed(self.device, || Ok(self.step(contestant)?))?;
         Ok(MeasuredTurn { seconds, loss, peak: None })
     }
 
-    /// Forward, backward and the reading of the loss.
+    /// Runs forward, backward and the reading of the loss.
     fn step(&self, contestant: LossContestant) -> brimful::Result<f64> {
         let loss = match contestant {
             LossContestant::Ours => self.loss_in_chunks()?,

@@ -1,6 +1,7 @@
-//! `brimful-bench kernels`: a head's loss beside libtorch's, and what the first use of our kernels costs.
+//! `brimful-bench kernels`: a head's loss compared with libtorch's, and the cost of the first use of custom
+//! kernels.
 //!
-//! The first use comes first: whatever runs in kernels of ours has others compiled beside its own.
+//! The first use is measured first: running any custom kernel compiles others ahead.
 
 mod first_use;
 mod loss;

@@ -1,4 +1,4 @@
-//! The two families of models: their sizes, their repeated layers, and what was published of them.
+//! Two families of models: their sizes, their repeated layers, and published results.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use clap::ValueEnum;
 
 use super::{Experiment, Way};
 
-/// A size in which every layer that larger models have occurs.
+/// Size that contains every kind of layer of larger models.
 pub(super) const TYPICAL: usize = 3;
 
-/// Models that differ in their depth alone.
+/// Models that differ only in depth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum Family {
     /// U-Net (B, C)
@@ -21,7 +21,7 @@ pub(super) enum Family {
 }
 
 impl Family {
-    /// The model of this size, from 1 on.
+    /// Returns the model of this size, from 1 on.
     pub(super) fn model(self, size: usize, width: i64) -> ModelName {
         match self {
             Self::Unet => ModelName::UNet { blocks: size + 1, channels: width },
@@ -29,11 +29,10 @@ impl Family {
         }
     }
 
-    /// The layer of the typical model that costs as much as this one in a model of this size.
+    /// Returns the layer of the typical model that costs as much as this one in a model of this size.
     ///
-    /// In a U-Net's cell all blocks but the first and the last are alike, in an AmoebaNet's group all
-    /// cells from the third on. Only with a single cell in each group are the reductions a little smaller
-    /// than their twins.
+    /// In a U-Net's cell all blocks but the first and the last are alike, in an AmoebaNet's group all cells from
+    /// the third on. Only with a single cell in each group are the reductions a little smaller than their twins.
     pub(super) fn twin(self, layer: &str, size: usize) -> String {
         let Some((cell, number)) = layer.rsplit_once('.') else { return layer.to_owned() };
         let Ok(number) = number.parse::<usize>() else { return layer.to_owned() };
@@ -44,8 +43,7 @@ impl Family {
         format!("{cell}.{twin}")
     }
 
-    /// What the papers trained them with, or what needs as much memory: they gave an AmoebaNet
-    /// RMSProp.
+    /// Returns the papers' optimizer, or one that needs as much memory: they used RMSProp for AmoebaNet.
     pub(super) fn method(self) -> Method {
         match self {
             Self::Unet => Sgd::new(0.1).into(),
@@ -53,7 +51,7 @@ impl Family {
         }
     }
 
-    /// How many times the parameters of naive-1 torchgpipe's authors fitted, on Tesla P40 cards.
+    /// Returns the parameters that torchgpipe's authors fitted on Tesla P40s, over those of naive-1.
     pub(super) fn published(self, experiment: Experiment) -> Option<f64> {
         let (naive, pipelines) = match self {
             Self::Unet => {

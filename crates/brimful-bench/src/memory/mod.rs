@@ -1,10 +1,10 @@
 //! `brimful-bench memory`: the largest U-Net and AmoebaNet-D that fit k devices of one size.
 //!
-//! A few layers are measured, the planner finds the largest model whose step fits, and two steps
-//! with their optimizer confirm it in arenas (or on cards) of that size. Where they run out of memory
-//! after all, the next smaller one is taken. `naive-1` is one stage that keeps the activations of the
-//! whole mini-batch; `pipeline-k` has k stages and a micro-batch for each sample; in `home-1` stages of one
-//! device live on the host as far as they do not fit.
+//! Measures a few layers, lets the planner find the largest model whose step fits, and confirms it with two steps
+//! and their optimizer in arenas (or on GPUs) of that size. If they run out of memory, it takes the next smaller
+//! model. `naive-1` is one stage that keeps the activations of the whole mini-batch; `pipeline-k` has k stages
+//! and a micro-batch for each sample; `home-1` offloads stages of one device to the host as far as they do not
+//! fit.
 
 mod family;
 mod report;
@@ -72,7 +72,7 @@ pub(crate) struct MemoryOptions {
     output: Output,
 }
 
-/// How a model is run.
+/// Run configuration of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Experiment {
     devices: usize,
@@ -81,11 +81,11 @@ struct Experiment {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// In one piece, with all activations kept.
+    /// One stage that keeps all activations.
     Naive,
-    /// A stage on each device.
+    /// One stage per device.
     Pipeline,
-    /// Stages that live on the host as far as they do not fit.
+    /// Stages offloaded to the host as far as they do not fit.
     Home,
 }
 
@@ -128,7 +128,7 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
 }
 
 impl MemoryOptions {
-    /// The rows of one family; whether there was one that fits.
+    /// Enters the rows of one family; returns whether a model fits.
     fn table(
         &self,
         search: &LargestSearch,
@@ -169,7 +169,7 @@ impl MemoryOptions {
         all.map(|(devices, way)| Experiment { devices, way })
     }
 
-    /// The smallest model of the family, with the samples that all of it get.
+    /// Returns the smallest model of the family, with the samples that all its models get.
     fn work(&self, family: Family, device: Device) -> Workload {
         let small = device == Device::Cpu;
         let width = match family {
@@ -182,7 +182,7 @@ impl MemoryOptions {
     }
 }
 
-/// The largest model whose steps do run, from the planned one on.
+/// Returns the largest model whose steps run, from the planned one downwards.
 fn confirmed(
     search: &LargestSearch,
     experiment: Experiment,
@@ -194,8 +194,8 @@ fn confirmed(
         if let Some(outcome) = search.room.run(&model, search.family)? {
             return Ok(Some((model, outcome)));
         }
-        // Nor does a plan count what an operation takes for itself while it runs: where that is too
-        // much, the next one leaves a fiftieth more free.
+        // The plan does not count an operation's workspace: if that exceeds the limit, the next plan leaves a
+        // fiftieth more free.
         found = search.largest(experiment, Bytes(model.row.largest_peak() / 50 * 49))?;
     }
     Ok(None)

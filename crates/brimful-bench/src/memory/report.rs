@@ -1,4 +1,4 @@
-//! The rows: how large a model fits, and what its parameters and its activations take.
+//! Rows: size of the largest model, and the memory of its parameters and activations.
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -12,7 +12,7 @@ use super::{Experiment, Way};
 use crate::columns::{Columns, Staging};
 use crate::work::Workload;
 
-/// The largest model of one experiment.
+/// Largest model of one experiment.
 #[derive(Debug, Serialize)]
 pub(super) struct LargestRow {
     #[serde(flatten)]
@@ -26,18 +26,18 @@ pub(super) struct LargestRow {
     parameters: u64,
     /// Parameters over those of the first row.
     ratio: f64,
-    /// The ratio that was published of larger devices.
+    /// Published ratio, on larger devices.
     published_ratio: Option<f64>,
     samples_per_s: f64,
-    /// Of all devices together: what is there between steps too, what comes on top, and both.
+    /// Bytes on all devices together: resident between steps, in addition during a step, and both.
     resident_bytes: Bytes,
     activation_bytes: Bytes,
     peak_bytes: Bytes,
-    /// Each device's, as planned and as measured.
+    /// Peak of each device, planned and measured.
     planned_peaks: Vec<u64>,
     peaks: Vec<Bytes>,
     limit_bytes: Bytes,
-    /// What stages at home take of the host, and whether its memory or the device's allows no larger model.
+    /// Host bytes of offloaded stages, and whether host or device memory prevents a larger model.
     host_bytes: Bytes,
     #[serde(skip_serializing_if = "Option::is_none")]
     bound: Option<&'static str>,
@@ -80,7 +80,7 @@ impl LargestRow {
     }
 }
 
-/// The row of an experiment in which not even the smallest model fits.
+/// Returns the row of an experiment in which not even the smallest model fits.
 pub(super) fn none_fits(search: &LargestSearch, experiment: Experiment) -> Value {
     let model = search.smallest.model;
     json!({

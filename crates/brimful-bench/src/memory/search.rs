@@ -1,4 +1,4 @@
-//! The largest model of a family whose step fits, by plan alone.
+//! Search for the largest model of a family whose step fits, by plan only.
 
 use std::collections::HashMap;
 
@@ -15,22 +15,22 @@ use super::trial::Room;
 use super::{Experiment, Way};
 use crate::work::Workload;
 
-/// No model of this size is looked at.
+/// Exclusive upper bound of the searched sizes.
 const TOO_LARGE: usize = 1 << 14;
 
-/// A family whose layers were measured, and the devices that its models are to fit.
+/// Measured layers of a family, and the devices that its models are to fit.
 #[derive(Debug)]
 pub(super) struct LargestSearch {
     pub(super) family: Family,
     pub(super) smallest: Workload,
     input_bytes: u64,
-    /// The layers of a typical model, by name.
+    /// Layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
     pub(super) room: Room,
 }
 
-/// A model whose step fits.
+/// Model whose step fits.
 #[derive(Debug)]
 pub(super) struct FoundModel {
     pub(super) size: usize,
@@ -39,7 +39,7 @@ pub(super) struct FoundModel {
 }
 
 impl LargestSearch {
-    /// Measures, with one sample: larger micro-batches only cost memory.
+    /// Measures with one sample: larger micro-batches only cost memory.
     pub(super) fn measure(family: Family, work: Workload, room: Room) -> Result<Self> {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
@@ -50,7 +50,7 @@ impl LargestSearch {
         Ok(Self { family, smallest: work, input_bytes, layers, host, room })
     }
 
-    /// What keeps a larger model than this from stages at home.
+    /// Returns whether host or device memory prevents a larger model with offloaded stages.
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
         let experiment = Experiment { devices: 1, way: Way::Home };
         let unbounded = Room { host: Bytes(u64::MAX), ..self.room };
@@ -58,8 +58,8 @@ impl LargestSearch {
         Ok(if fits { "host" } else { "device" })
     }
 
-    /// The largest one that stays within so much memory on each device: its size is doubled while it
-    /// fits, then the gap is halved.
+    /// Returns the largest model within this much memory per device: doubles the size while it fits, then
+    /// bisects.
     pub(super) fn largest(
         &self,
         experiment: Experiment,
@@ -78,7 +78,7 @@ impl LargestSearch {
         Ok(Some(best))
     }
 
-    /// The smallest one that has a layer for each stage.
+    /// Returns the plan of the smallest model with a layer for each stage.
     fn first(&self, experiment: Experiment, room: Room) -> Result<Option<FoundModel>> {
         let mut size = 1;
         while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.devices {
@@ -87,7 +87,7 @@ impl LargestSearch {
         self.plan(experiment, room, size)
     }
 
-    /// The fastest step of the model of this size that fits.
+    /// Plans the fastest step that fits, for the model of this size.
     fn plan(&self, experiment: Experiment, room: Room, size: usize) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;

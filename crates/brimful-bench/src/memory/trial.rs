@@ -1,4 +1,4 @@
-//! Where models are tried: two real steps, in arenas or on cards, and the memory that they took.
+//! Trial of a model: two real steps, in arenas or on GPUs, and their memory.
 
 use std::time::Instant;
 
@@ -14,31 +14,31 @@ use super::MemoryOptions;
 use super::family::Family;
 use super::search::FoundModel;
 
-/// An arena's size on a CPU where nothing else is asked for.
+/// Default size of an arena on a CPU.
 const ARENA: Bytes = Bytes(80 << 20);
 
-/// Where models are tried, and the memory that they are to fit.
+/// Device kind and memory limits of trials.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Room {
     pub(super) device: Device,
-    /// Of each device.
+    /// Memory of each device.
     pub(super) limit: Bytes,
-    /// Of the host, for stages at home.
+    /// Host memory, for offloaded stages.
     pub(super) host: Bytes,
 }
 
-/// What two steps took, in bytes for each device.
+/// Memory of two steps, in bytes for each device.
 #[derive(Debug)]
 pub(super) struct StepMemory {
-    /// Parameters, gradients, statistics and the optimizer's state: there between steps too.
+    /// Parameters, gradients, statistics and the optimizer's state, which stay between steps.
     pub(super) resident: Vec<Bytes>,
     pub(super) peaks: Vec<Bytes>,
-    /// Of the second step.
+    /// Seconds of the second step.
     pub(super) seconds: f64,
 }
 
 impl Room {
-    /// On devices of the size that is asked for, of which there are as many as the most stages need.
+    /// Determines the limits, requested or default, and checks that there are enough GPUs.
     pub(super) fn new(options: &MemoryOptions, device: Device) -> Result<Self> {
         let limit = match (options.memory_limit, device) {
             (Some(memory), _) => memory,
@@ -53,14 +53,14 @@ impl Room {
         );
         let host = match (options.host_memory, device) {
             (Some(memory), _) => memory,
-            // Beside arenas as much as eight of them have.
+            // Eight times an arena.
             (None, Device::Cpu) => Bytes(8 * limit.0),
             _ => memory::host()?.available,
         };
         Ok(Self { device, limit, host })
     }
 
-    /// How long the two steps will take, by plan: on a CPU all stages share its cores.
+    /// Returns the planned seconds of the two steps: on a CPU all stages share its cores.
     pub(super) fn seconds(&self, found: &FoundModel) -> f64 {
         let stages = found.row.peak_bytes.len();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -69,7 +69,7 @@ impl Room {
         2.0 * f64::max(busy / parallel as f64, found.row.makespan)
     }
 
-    /// Takes the steps; nothing where memory runs out.
+    /// Runs the steps; returns none if memory runs out.
     pub(super) fn run(&self, found: &FoundModel, family: Family) -> Result<Option<StepMemory>> {
         match self.steps(found, family) {
             Err(error) if exit::ran_out(&error) => Ok(None),
@@ -95,7 +95,7 @@ impl Room {
             optimizer.zero_grad()?;
             Ok(resident)
         };
-        // The first one makes the optimizer's state, which the second finds there.
+        // The first step creates the optimizer's state, which the second step includes.
         step()?;
         memories.iter().try_for_each(Memory::reset_peak)?;
         let start = Instant::now();
@@ -104,7 +104,7 @@ impl Room {
         Ok(StepMemory { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
     }
 
-    /// A memory of the wanted size for each device.
+    /// Returns a memory of the wanted size for each device.
     fn memories(&self, devices: usize) -> Result<Vec<Memory>> {
         let device = |number| match self.device {
             Device::Cpu => Device::Cpu,

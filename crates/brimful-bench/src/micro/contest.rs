@@ -1,4 +1,4 @@
-//! The contestants of a row, and their turns.
+//! Contestants of a row, and their turns.
 
 use anyhow::Result;
 use brimful_torch::transfer;
@@ -11,21 +11,22 @@ use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
 
-/// Who runs a step.
+/// Implementation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MicroContestant {
-    /// A loop written by hand, over the same micro-batches.
+    /// Hand-written loop over the same micro-batches.
     Loop,
     /// The library, with the mini-batch in host memory.
     Streaming,
     /// The library, with the mini-batch already on the device.
     Resident,
-    /// The library, with the mini-batch in host memory, as it is to run the model.
+    /// The library with this tuning, and the mini-batch in host memory.
     Tuned(Tuning),
 }
 
 impl MicroContestant {
-    /// The first three are always there; replay is for CUDA, channels are for convolutions.
+    /// Returns the contestants. The first three are always included; CUDA graphs need CUDA, channels last needs
+    /// convolutions.
     fn all(work: &Workload, device: Device) -> Vec<Self> {
         let mut all = vec![Self::Loop, Self::Streaming, Self::Resident];
         for (replay, channels_last) in [(false, true), (true, false), (true, true)] {
@@ -57,7 +58,7 @@ impl MicroContestant {
     }
 }
 
-/// Measures a row: its contestants take turns.
+/// Measures a row: its contestants alternate.
 pub(super) fn measure(
     work: &Workload,
     device: Device,
@@ -80,12 +81,12 @@ pub(super) fn measure(
     report::enter(work, &all, journal)
 }
 
-/// One mini-batch, and all who run it.
+/// One mini-batch, and the models that run it.
 struct Contest<'a> {
     work: &'a Workload,
     device: Device,
     models: Vec<TunedModel>,
-    /// In page-locked memory where the device is another: a careful loop's loader puts it there.
+    /// In pinned memory if the device is not the CPU, as from a careful loop's loader.
     host: Samples,
 }
 
@@ -99,7 +100,7 @@ impl<'a> Contest<'a> {
         Ok(Self { work, device, models: Vec::new(), host })
     }
 
-    /// The place of the model that is run in this way, made where it is not there. All have the same
+    /// Returns the index of the model with this tuning, creating it if needed. All models have the same
     /// parameters.
     fn tuned(&mut self, tuning: Tuning) -> Result<usize> {
         let found = self.models.iter().position(|model| model.tuning == tuning);
@@ -114,7 +115,7 @@ impl<'a> Contest<'a> {
         Ok(index)
     }
 
-    /// One step of a contestant.
+    /// Runs one step of a contestant.
     fn turn(&mut self, contestant: MicroContestant) -> Result<MeasuredTurn> {
         let at = self.tuned(contestant.tuning())?;
         let Self { work, device, models, host } = self;

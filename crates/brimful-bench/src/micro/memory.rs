@@ -1,8 +1,8 @@
 //! Peak memory and rate by the number of micro-batches: neither should depend on the mini-batch.
 //!
-//! One micro-batch is special: no gradient is there before its backward, and nothing waits behind
-//! it. From two on, gradients are kept through later forwards, and the next micro-batch is brought
-//! ahead of its use. So 64 is compared with 1, and 128 with 2, as is a whole training set.
+//! A single micro-batch is special: there is no gradient before its backward, and no next micro-batch to
+//! prefetch. From two on, gradients are kept through later forwards, and the next micro-batch is prefetched. So
+//! 64 is compared with 1, and 128 and a whole training set with 2.
 
 use std::time::Instant;
 
@@ -31,13 +31,13 @@ const COUNTS: [(usize, Option<usize>); 8] = [
     (128, Some(2)),
 ];
 
-/// Micro-batches in all mini-batches.
+/// Returns the number of micro-batches in all mini-batches.
 pub(super) fn pieces(work: &Workload, training_set: Option<usize>) -> usize {
     let mini_batches = mini_batches(work.micro_batch, training_set);
     mini_batches.map(|(samples, _)| samples.div_ceil(work.micro_batch)).sum()
 }
 
-/// The samples of each mini-batch, and which it is compared with, in micro-batches.
+/// Returns the samples of each mini-batch, and the count of micro-batches that it is compared with.
 fn mini_batches(
     micro_batch: usize,
     training_set: Option<usize>,
@@ -79,7 +79,7 @@ pub(super) fn measure(
     Ok(())
 }
 
-/// A model whose memory is counted.
+/// Model with memory accounting.
 struct CountedModel {
     memory: Memory,
     store: VarStore,
@@ -99,7 +99,7 @@ impl CountedModel {
         Ok(Self { memory, store, model })
     }
 
-    /// The peak and the seconds of a step over this mini-batch, the second one of two.
+    /// Returns the peak and the seconds of the second of two steps over this mini-batch.
     fn step(&self, work: &Workload, batch: &Samples) -> Result<(Bytes, f64)> {
         let size = Size::Fixed(work.micro_batch);
         let mut micro = MicroBatcher::new(&self.store, size).memory(self.memory.clone());
@@ -108,7 +108,7 @@ impl CountedModel {
             let step = micro.backward(batch, |(x, y)| self.model.loss(&x, &y, true))?;
             step.peak().context("the step did not count its memory")
         };
-        // The first one also chooses kernels, which takes memory of its own.
+        // The first step also chooses kernels, which takes memory of its own.
         step()?;
         let start = Instant::now();
         let peak = step()?;
@@ -118,7 +118,7 @@ impl CountedModel {
     }
 }
 
-/// The same samples again and again: memory does not depend on their values.
+/// Repeats the samples: memory does not depend on their values.
 fn repeated((x, y): &Samples, count: usize, samples: usize) -> Samples {
     let repeat = |t: &tch::Tensor| {
         let times: Vec<i64> = (0..t.dim()).map(|d| if d == 0 { count as i64 } else { 1 }).collect();

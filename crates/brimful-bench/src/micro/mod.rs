@@ -1,9 +1,8 @@
 //! `brimful-bench micro`: micro-batched training against a hand-written loop, and its memory.
 //!
-//! A row is a model with a number type, a mini-batch and a micro-batch. Its contestants take turns,
-//! step by step, so that a machine that slows down or speeds up does so for all of them. A step is
-//! forward and backward over the mini-batch and the reading of its loss, with gradients that start
-//! as none; the optimizer is left out, here and in bench/peers alike.
+//! A row is a model with a dtype, a mini-batch and a micro-batch. Its contestants alternate step by step, so that
+//! changes in the machine's speed affect all of them. A step is forward and backward over the mini-batch and the
+//! reading of its loss, starting without gradients; the optimizer is left out, as in bench/peers.
 
 mod contest;
 mod memory;
@@ -112,7 +111,7 @@ impl MicroOptions {
         usual.into_iter().map(|work| self.asked(work)).collect()
     }
 
-    /// A work with what is asked for instead: of a table's rows, shapes alone.
+    /// Overrides a work by the given options; with --table only shapes can be given.
     fn asked(&self, work: Workload) -> Workload {
         let llama = self.llama.map(|shape| GptShape { llama: true, ..shape });
         Workload {

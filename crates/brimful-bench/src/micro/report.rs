@@ -1,4 +1,4 @@
-//! The rows of micro-batched training: speeds, and peaks of memory.
+//! Rows of micro-batched training: speeds, and peak memory.
 
 use anyhow::{Context, Result};
 use brimful::Bytes;
@@ -11,7 +11,7 @@ use crate::timed::TurnFigures;
 use crate::tuned::Tuning;
 use crate::work::Workload;
 
-/// A contestant's figures.
+/// Figures of a contestant.
 #[derive(Debug, Serialize)]
 struct SpeedRow {
     #[serde(flatten)]
@@ -24,15 +24,15 @@ struct SpeedRow {
     speed: Speed,
     /// Speed over that of the hand-written loop in the same run.
     ratio: f64,
-    /// Speed over that of the library with the mini-batch on the device; 1 hides every copy.
+    /// Speed over that of the library with the mini-batch on the device; 1 means that all copies are hidden.
     ratio_to_resident: Option<f64>,
-    /// Of the steps before, in which kernels are chosen and micro-batches captured.
+    /// Seconds of the warm-up steps, in which kernels are chosen and micro-batches captured.
     warm_up_seconds: Vec<f64>,
     peak_bytes: Option<Bytes>,
     loss: f64,
 }
 
-/// A mini-batch's peak.
+/// Peak of a mini-batch.
 #[derive(Debug, Serialize)]
 pub(super) struct MemoryRow {
     #[serde(flatten)]
@@ -42,13 +42,13 @@ pub(super) struct MemoryRow {
     pub(super) micro_batches: usize,
     pub(super) samples_per_s: f64,
     pub(super) peak_bytes: Bytes,
-    /// The mini-batch that it is compared with, in micro-batches.
+    /// Mini-batch that it is compared with, in micro-batches.
     pub(super) compared_with: Option<usize>,
-    /// Its peak over that one's.
+    /// Peak over that of the other.
     pub(super) ratio: Option<f64>,
 }
 
-/// Enters a row for each contestant, beside those that it is compared with.
+/// Enters a row for each contestant, with its ratios.
 pub(super) fn enter(
     work: &Workload,
     all: &[(MicroContestant, TurnFigures)],
@@ -63,7 +63,7 @@ pub(super) fn enter(
     for (contestant, shown) in all {
         let seconds = shown.times.median();
         let Tuning { replay, channels_last } = contestant.tuning();
-        // Only the streaming one copies what another finds in place.
+        // Only this pair differs in nothing but the copies.
         let streams = *contestant == MicroContestant::Streaming;
         journal.enter(&SpeedRow {
             columns: Columns::new(contestant.name(), work),

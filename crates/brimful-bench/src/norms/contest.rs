@@ -1,4 +1,4 @@
-//! The contestants for one mini-batch, and their turns.
+//! Contestants for one mini-batch, and their turns.
 
 use anyhow::{Result, ensure};
 use brimful::Bytes;
@@ -12,14 +12,14 @@ use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
 
-/// What normalises, and how that is run.
+/// Kind of BatchNorm, and how it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormContestant {
-    /// Each micro-batch itself: the plain step.
+    /// Statistics of each micro-batch: the plain step.
     Deferred,
-    /// The same, captured and replayed.
+    /// Deferred BatchNorms with CUDA graphs.
     Replayed,
-    /// The whole mini-batch.
+    /// Statistics of the whole mini-batch.
     Exact,
 }
 
@@ -33,7 +33,7 @@ impl NormContestant {
     }
 }
 
-/// One mini-batch, and all who run it.
+/// One mini-batch, and all models that run it.
 pub(super) struct NormContest<'a> {
     work: &'a Workload,
     device: Device,
@@ -43,7 +43,7 @@ pub(super) struct NormContest<'a> {
 }
 
 impl<'a> NormContest<'a> {
-    /// All with the same first parameters; within a limit the exact ones alone.
+    /// Builds all models with the same initial parameters; within a limit only the exact one.
     pub(super) fn new(work: &'a Workload, device: Device, limit: Option<Bytes>) -> Result<Self> {
         let channels_last = device != Device::Cpu;
         let contestants = match (limit, device) {
@@ -70,7 +70,7 @@ impl<'a> NormContest<'a> {
         Ok(Self { work, device, plain, exact, batch: (x, y) })
     }
 
-    /// What every contestant shows in its turns.
+    /// Alternates all contestants and returns their figures.
     pub(super) fn take_turns(
         &mut self,
         repeats: usize,
@@ -90,7 +90,7 @@ impl<'a> NormContest<'a> {
         Ok(all)
     }
 
-    /// One step of a contestant.
+    /// Runs one step of a contestant.
     fn turn(&mut self, contestant: NormContestant) -> Result<MeasuredTurn> {
         let Self { device, plain, exact, batch, .. } = self;
         let batch = || share(batch);
@@ -100,7 +100,7 @@ impl<'a> NormContest<'a> {
         }
     }
 
-    /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
+    /// Returns a contestant's allocations in a step on a CPU. Not in the timed turns: accounting costs time.
     fn cpu_peak(&mut self, contestant: NormContestant) -> Result<Bytes> {
         if contestant == NormContestant::Exact {
             return ExactModel::cpu_peak(self.work, &self.batch);
@@ -108,7 +108,7 @@ impl<'a> NormContest<'a> {
         timed::cpu_peak(|| self.turn(contestant))
     }
 
-    /// Where the mini-batch is one micro-batch, exact and deferred BatchNorms compute the same.
+    /// Checks the losses: if the mini-batch is one micro-batch, exact and deferred BatchNorms compute the same.
     fn check(&self, all: &[(NormContestant, TurnFigures)]) -> Result<()> {
         let is_one = self.work.batch <= self.work.micro_batch;
         let compared = |who: NormContestant| is_one || who != NormContestant::Exact;

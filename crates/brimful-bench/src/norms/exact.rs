@@ -1,4 +1,4 @@
-//! A model whose BatchNorms are exact, at work.
+//! Model with exact BatchNorms.
 
 use anyhow::Result;
 use brimful::memory::Arena;
@@ -10,15 +10,15 @@ use tch::{Device, Tensor};
 use crate::timed::{LossAndPeak, Timed, in_use};
 use crate::work::{Samples, Workload};
 
-/// A pipeline of one device: its stages are cut where micro-batches meet.
+/// Pipeline of one device; its stages are cut at the barriers across micro-batches.
 pub(super) struct ExactModel {
     pub(super) pipeline: Pipeline,
-    /// Device memory that it keeps between its turns.
+    /// Device memory kept between turns.
     kept: u64,
 }
 
 impl ExactModel {
-    /// On this device, on a CPU within this memory; a card's convolutions have their channels last.
+    /// Builds the model on this device, on a CPU within this arena; on a GPU, convolutions are channels last.
     pub(super) fn new(work: &Workload, device: Device, arena: Option<Arena>) -> Result<Self> {
         let before = in_use(device)?;
         let exact = Workload { norms: NormStatistics::Exact, ..work.clone() };
@@ -36,7 +36,7 @@ impl ExactModel {
         Ok((step.loss, step.peak()))
     }
 
-    /// What a step allocates on a CPU, found with a model of its own: counting costs.
+    /// Returns the allocations of a step on a CPU, with a separate model: accounting costs time.
     pub(super) fn cpu_peak(work: &Workload, batch: &Samples) -> Result<Bytes> {
         let arena = Arena::new("bench");
         let mut counted = Self::new(work, Device::Cpu, Some(arena.clone()))?;

@@ -1,8 +1,8 @@
-//! `brimful-bench norms`: exact BatchNorms, by the statistics of the whole mini-batch, against deferred ones.
+//! `brimful-bench norms`: exact BatchNorms, with the statistics of the whole mini-batch, against deferred ones.
 //!
 //! All contestants train one model in the same micro-batches. Deferred BatchNorms normalise each micro-batch by
-//! itself, which is the plain step; with exact ones all micro-batches meet before every BatchNorm. Within a
-//! limit of memory, which what waits for these meetings may not fit, the exact ones run alone.
+//! itself, which is the plain step; exact ones have a barrier across all micro-batches before every BatchNorm.
+//! Within a memory limit, which the activations held at the barriers may exceed, only the exact ones run.
 
 mod contest;
 mod exact;
@@ -81,7 +81,7 @@ pub(crate) fn run(options: &NormsOptions) -> Result<()> {
 }
 
 impl NormsOptions {
-    /// What is run: a mini-batch each.
+    /// Returns the works to run: one per mini-batch size.
     fn works(&self, device: Device) -> Result<Vec<Workload>> {
         use ModelName::{AmoebaNet, Resnet18, Resnet50, Resnet101};
         let model = self.model;

@@ -1,4 +1,4 @@
-//! The rows of exact and deferred BatchNorms.
+//! Rows of exact and deferred BatchNorms.
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -10,7 +10,7 @@ use crate::journal::Journal;
 use crate::timed::TurnFigures;
 use crate::work::Workload;
 
-/// A contestant's figures.
+/// Figures of a contestant.
 #[derive(Debug, Serialize)]
 struct NormRow {
     #[serde(flatten)]
@@ -19,20 +19,21 @@ struct NormRow {
     speed: Speed,
     /// Speed over that of the plain step in the same run.
     ratio: Option<f64>,
-    /// Of the steps before, in which kernels are chosen, and room for what waits is looked for.
+    /// Seconds of the warm-up steps, in which kernels are chosen and the capacity for held activations is
+    /// determined.
     warm_up_seconds: Vec<f64>,
     peak_bytes: Option<Bytes>,
-    /// The peak over that of the run's first mini-batch.
+    /// Peak over that of the run's first mini-batch.
     peak_ratio: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
     loss: f64,
 }
 
-/// The rows of a run, mini-batch by mini-batch.
+/// Rows of a run, mini-batch by mini-batch.
 pub(super) struct NormRows {
     pub(super) limit: Option<Bytes>,
-    /// Of the first mini-batch.
+    /// Peaks of the first mini-batch.
     pub(super) peaks: Vec<(NormContestant, Bytes)>,
 }
 
@@ -61,7 +62,7 @@ impl NormRows {
         Ok(())
     }
 
-    /// A peak over that of the first mini-batch, which has none.
+    /// Returns a peak over that of the first mini-batch; none for the first mini-batch itself.
     fn growth(&mut self, contestant: NormContestant, peak: Bytes) -> Option<f64> {
         let first = self.peaks.iter().find(|(who, _)| *who == contestant);
         match first {

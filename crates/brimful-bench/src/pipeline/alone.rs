@@ -1,4 +1,4 @@
-//! The model on one thread, and several of it at once.
+//! Model on one thread, and several copies of it at once.
 
 use std::sync::Barrier;
 use std::thread;
@@ -14,7 +14,7 @@ use tch::nn::VarStore;
 use crate::timed::{share, timed};
 use crate::work::{Samples, Workload};
 
-/// A model, run in the same micro-batches as the pipeline's.
+/// Model run in the same micro-batches as the pipelines.
 pub(super) struct OneThread {
     pub(super) store: VarStore,
     model: LossModel,
@@ -29,18 +29,18 @@ impl OneThread {
         Ok(Self { store, model, micro })
     }
 
-    /// One step: its seconds and its loss.
+    /// Runs one step; returns its seconds and its loss.
     pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
         clear_gradients(&self.store)?;
         let Self { store, model, micro } = self;
-        // By way of whole logits, as the pipelines that it is compared with.
+        // With full logits, as the pipelines that it is compared with.
         let backward = || Ok(micro.backward(batch, |(x, y)| Loss::mean(model.plain_loss(&x, &y)))?);
         let (step, seconds) = timed(store.device(), backward)?;
         Ok((seconds, step.loss))
     }
 }
 
-/// As many models as there are stages, each on a thread of its own, with nothing between them.
+/// One model per stage, each on its own thread, without communication.
 pub(super) struct ThreadCopies(Vec<OneThread>);
 
 impl ThreadCopies {
@@ -48,7 +48,7 @@ impl ThreadCopies {
         (0..count).map(|_| OneThread::new(work, Device::Cpu)).collect::<Result<_>>().map(Self)
     }
 
-    /// The seconds from the moment when all begin until the last one's end.
+    /// Returns the seconds from the common start until the last one ends.
     pub(super) fn step(&mut self, batch: &Samples) -> Result<f64> {
         let begin = Barrier::new(self.0.len() + 1);
         thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! The contestants for one number of stages, and their turns.
+//! Contestants for one number of stages, and their turns.
 
 use anyhow::{Error, Result, bail, ensure};
 use brimful::balance::Profile;
@@ -17,16 +17,16 @@ use crate::work::{Samples, Workload};
 /// Steps of each contestant before the first one that counts.
 pub(super) const WARM_UP: usize = 1;
 
-/// The model alone, its copies, and the pipelines.
+/// Model on one thread, its copies, and the pipelines.
 pub(super) struct PipelineContest {
     work: Workload,
     stages: usize,
     batch: Samples,
     alone: OneThread,
-    /// None on an accelerator, and where one stage makes them pointless.
+    /// None on an accelerator, and for a single stage.
     copies: Option<ThreadCopies>,
     pub(super) runners: Vec<Runner>,
-    /// Those that cannot be built: a model has too few layers for some schedules.
+    /// Pipelines that cannot be built: a model has too few layers for some schedules.
     missing: Vec<(PlanChoice, Error)>,
 }
 

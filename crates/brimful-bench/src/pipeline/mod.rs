@@ -1,9 +1,9 @@
 //! `brimful-bench pipeline`: stages with a thread each, against the same model on one thread.
 //!
-//! For each number of stages the contestants take turns, step by step: the model on one thread; as
-//! many copies of it at once as there are stages, which shows what the machine gives; and every
-//! schedule. A step is forward and backward over the mini-batch and the reading of its loss, with
-//! gradients that start as none; the optimizer is left out, here and in bench/peers alike.
+//! For each number of stages the contestants alternate step by step: the model on one thread; one copy of it per
+//! stage at once, which shows the machine's parallel capacity; and every schedule. A step is forward and backward
+//! over the mini-batch and the reading of its loss, starting without gradients; the optimizer is left out, as in
+//! bench/peers.
 
 mod alone;
 mod contest;
@@ -86,7 +86,7 @@ pub(crate) struct PipelineOptions {
 /// Measures row after row, and prints each as it comes.
 pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     let device = device::find(&options.device)?;
-    // Each stage's thread is told so by the pipeline; this is for the model alone.
+    // The pipeline limits its own threads; this is for the model alone.
     let _one = threads::limit_threads(1);
     let facts = json!({
         "threads_per_stage": 1,
@@ -117,7 +117,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     journal.end()
 }
 
-/// The time and memory of the layers with one micro-batch, of which there may be any number.
+/// Measures the time and memory of the layers with one micro-batch, whatever their number.
 fn measured(work: &Workload, device: Device, progress: &TurnProgress) -> Result<Profile> {
     work.dtype.prepare(device)?;
     let sample = work.samples(work.micro_batch).0;

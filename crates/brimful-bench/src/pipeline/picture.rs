@@ -1,11 +1,11 @@
-//! The schedules side by side, simulated and measured.
+//! Picture of the schedules, simulated and measured, side by side.
 
 use brimful::schedule::Simulation;
 use brimful::schedule::render::{Panel, svg};
 
 use super::runner::Runner;
 
-/// For each schedule what its layers' times promise, and under it what was measured, in seconds.
+/// Draws each schedule as simulated from its layers' times, and under it as measured, in seconds.
 pub(super) fn draw(runners: &[Runner]) -> String {
     let titles = runners.iter().map(|runner| {
         let name = runner.row.choice.schedule;

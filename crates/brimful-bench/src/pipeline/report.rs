@@ -1,4 +1,4 @@
-//! The rows of pipelines: speed beside what bubble and machine allow, memory, balance.
+//! Rows of pipelines: speed beside the limits of bubble and machine, memory, balance.
 
 use anyhow::{Error, Result};
 use brimful::Bytes;
@@ -14,13 +14,13 @@ use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::work::Workload;
 
-/// What stands above the rows.
+/// Heading of the table.
 const HEADING: &str = concat!(
     "  stages  schedule                  recompute     samples/s   ratio   limit",
     "  balance  machine  of limit  of balance   bubble   spread        peak"
 );
 
-/// A contestant, and what became of it.
+/// Contestant and its result.
 #[derive(Debug, Serialize)]
 struct PipelineRow<T> {
     #[serde(flatten)]
@@ -32,7 +32,7 @@ struct PipelineRow<T> {
     outcome: T,
 }
 
-/// Of the model on one thread.
+/// Figures of the model on one thread.
 #[derive(Debug, Serialize)]
 struct AloneFigures {
     #[serde(flatten)]
@@ -41,7 +41,7 @@ struct AloneFigures {
     peak_bytes: Option<Bytes>,
 }
 
-/// Of a pipeline.
+/// Figures of a pipeline.
 #[derive(Debug, Serialize)]
 struct PipelineFigures {
     #[serde(flatten)]
@@ -49,26 +49,26 @@ struct PipelineFigures {
     balance: Vec<usize>,
     /// Speed over that of one thread in the same run.
     ratio: f64,
-    /// The ratio that the bubble allows to stages of equal time.
+    /// Limit of the ratio set by the bubble, for stages of equal time.
     limit: f64,
-    /// What the machine gives: as many copies as stages over as many times one.
+    /// Parallel capacity of the machine: rate of one copy per stage at once, over as many times one copy's.
     machine: f64,
-    /// The ratio over limit times machine.
+    /// Ratio over limit times machine.
     of_limit: f64,
-    /// The ratio that the stages' measured times allow: the balance's own limit.
+    /// Limit of the ratio by the stages' measured times: the limit of the balance.
     simulated: f64,
-    /// The ratio over that times machine.
+    /// Ratio over `simulated` times machine.
     of_balance: f64,
-    /// What torchgpipe's authors measured on Tesla P40 cards, over one card without a pipeline.
+    /// Ratio published by torchgpipe's authors, on Tesla P40s, over one GPU without a pipeline.
     published_ratio: Option<f64>,
-    /// Idle time over all time, in the step of the median time.
+    /// Idle time over all time, in the step of median time.
     bubble: Option<f64>,
-    /// On the device that held the most.
+    /// Peak of the device with the highest one.
     peak_bytes: Option<Bytes>,
     peaks: Vec<Option<Bytes>>,
 }
 
-/// The rows of one number of stages.
+/// Rows of one number of stages.
 pub(super) struct PipelineRows<'a> {
     pub(super) work: &'a Workload,
     pub(super) stages: usize,
@@ -76,7 +76,7 @@ pub(super) struct PipelineRows<'a> {
 }
 
 impl PipelineRows<'_> {
-    /// The model on one thread.
+    /// Enters the model on one thread.
     pub(super) fn alone(&mut self, times: &StepTimes) -> Result<()> {
         let speed = Speed::new(self.work, times);
         let text = format!(
@@ -91,7 +91,7 @@ impl PipelineRows<'_> {
         self.enter("one thread", IN_ONE_PIECE, &text, figures)
     }
 
-    /// A pipeline, beside one thread and what the machine gives.
+    /// Enters a pipeline, beside one thread and the machine's capacity.
     pub(super) fn piped(&mut self, runner: &Runner, alone: &StepTimes, machine: f64) -> Result<()> {
         let (work, stages) = (self.work, self.stages);
         let PlanChoice { schedule, recompute, .. } = runner.row.choice;
@@ -115,7 +115,7 @@ impl PipelineRows<'_> {
         self.enter("brimful", Staging::new(stages, schedule, recompute), &text, figures)
     }
 
-    /// A pipeline that cannot be built.
+    /// Enters a pipeline that cannot be built.
     pub(super) fn not_built(&mut self, choice: PlanChoice, error: &Error) -> Result<()> {
         let (stages, PlanChoice { schedule, recompute, .. }) = (self.stages, choice);
         let text = format!("  {stages:>6}  {schedule:<26}{recompute:<12}  {error:#}");
@@ -157,7 +157,7 @@ impl PipelineFigures {
     }
 }
 
-/// Theirs is GPipe, recomputed but for the last micro-batch.
+/// Returns the published ratio of GPipe, which recomputes all but the last micro-batch.
 fn published(model: ModelName, stages: usize, schedule: Schedule) -> Option<f64> {
     let ratios = match model {
         ModelName::Resnet101 => [0.74, 1.352, 2.181, 2.808],

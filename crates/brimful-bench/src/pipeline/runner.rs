@@ -1,4 +1,4 @@
-//! One schedule's pipeline: planned, built, run and timed.
+//! Pipeline of one schedule: planned, built, run and timed.
 
 use anyhow::Result;
 use brimful::Step;
@@ -13,15 +13,15 @@ use crate::timed::pipeline_step;
 use crate::times::StepTimes;
 use crate::work::{Samples, Workload};
 
-/// A pipeline and what is known of it.
+/// Pipeline and its results.
 pub(super) struct Runner {
     pub(super) row: PlanRow,
-    /// What the layers' own times promise.
+    /// Step planned from the layers' times.
     pub(super) planned: plan::PlannedStep,
     pub(super) times: StepTimes,
-    /// The steps that count.
+    /// Steps that count.
     steps: Vec<Step>,
-    /// On each device, where they are counted.
+    /// Peak of each device, if accounted.
     pub(super) peaks: Vec<Option<Bytes>>,
     pipeline: Pipeline,
     work: Workload,
@@ -29,7 +29,7 @@ pub(super) struct Runner {
 }
 
 impl Runner {
-    /// A pipeline balanced by the layers' time, with the model's parameters.
+    /// Builds a pipeline balanced by the layers' times, with the model's parameters.
     pub(super) fn new(
         choice: PlanChoice,
         work: &Workload,
@@ -55,7 +55,7 @@ impl Runner {
         Ok(Self { row, planned, times, steps, peaks, pipeline, work, stages })
     }
 
-    /// Runs one step, and gives its loss.
+    /// Runs one step, and returns its loss.
     pub(super) fn step(&mut self, batch: &Samples, counts: bool) -> Result<f64> {
         let (step, seconds) = pipeline_step(&mut self.pipeline, batch)?;
         let loss = step.loss;
@@ -66,14 +66,14 @@ impl Runner {
         Ok(loss)
     }
 
-    /// The step of the median time.
+    /// Returns the step of median time.
     pub(super) fn typical(&self) -> Option<&Step> {
         let mut steps: Vec<_> = self.steps.iter().collect();
         steps.sort_by_key(|step| step.time);
         steps.get(steps.len() / 2).copied()
     }
 
-    /// Finds the peaks: on a CPU in another pipeline, because counting costs time.
+    /// Measures the peaks: on a CPU in another pipeline, because accounting costs time.
     pub(super) fn count(&mut self, batch: &Samples) -> Result<()> {
         if self.pipeline.output_device() != Device::Cpu {
             self.peaks = self.typical().map(|step| step.peaks.clone()).unwrap_or_default();
@@ -86,8 +86,8 @@ impl Runner {
         Ok(())
     }
 
-    /// The speed-up over one thread that equal stages would have: a backward takes as long as two
-    /// forwards. An automatic list is then another one: the one that is made for such stages.
+    /// Returns the speed-up over one thread with equal stages, if a backward takes as long as two forwards. For
+    /// an automatic schedule, its list is made anew for such stages.
     pub(super) fn limit(&self) -> Result<f64> {
         let PlanChoice { schedule, micro_batches, recompute } = self.row.choice;
         let costs = Costs::ticks(self.planned.actions.stages());
@@ -101,7 +101,7 @@ impl Runner {
         Ok(work / simulation.makespan())
     }
 
-    /// The speed-up that the stages' measured times promise.
+    /// Returns the speed-up that the stages' measured times allow.
     pub(super) fn simulated(&self) -> f64 {
         let plan::PlannedStep { actions, costs, simulation, .. } = &self.planned;
         let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();

@@ -1,4 +1,4 @@
-//! What counting memory costs.
+//! Cost of memory accounting.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};

@@ -1,4 +1,4 @@
-//! Automatic sizes: beside what there was to find, and beside Composer's.
+//! Automatic sizes, beside the best possible ones and beside Composer's.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};
@@ -79,12 +79,12 @@ fn work(row: &ResultRow) -> String {
     format!("{}, {megabytes:.0} MB, {}", row.model(), row.text("batch"))
 }
 
-/// Those beside which all sizes were tried.
+/// Returns the rows with a search over all sizes.
 fn searched<'a>(rows: &[&'a ResultRow]) -> Vec<&'a ResultRow> {
     rows.iter().filter(|row| row.has("largest")).copied().collect()
 }
 
-/// The works that a peer has a row of, too.
+/// Returns the rows of the works for which a peer has a row, too.
 fn contests<'a>(rows: &[&'a ResultRow]) -> Vec<&'a ResultRow> {
     let mut groups = grouped(rows, work);
     groups.retain(|(_, group)| group.iter().any(|row| row.side() == Side::Peer));

@@ -1,4 +1,4 @@
-//! A table and a panel for each piece of work, of the rows that belong to it.
+//! Table and panel for each piece of work, with its rows.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, grouped};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-/// What a row does not say itself, by the key of its column.
+/// Cells that a row does not contain itself, by the key of their column.
 pub(super) type Derived = Vec<(&'static str, TableCell)>;
 
-/// Tables with a line for each row; what is not the row's own is derived from it and all rows of its work.
+/// Makes tables with a line for each row; other cells are derived from the row and all rows of its work.
 pub(super) fn tables(
     rows: &[&ResultRow],
     work: impl Fn(&ResultRow) -> String,
@@ -31,7 +31,7 @@ pub(super) fn tables(
     grouped(rows, work).into_iter().map(table).collect()
 }
 
-/// What stands in each of the columns.
+/// Returns the cell of each column.
 pub(super) fn cells(row: &ResultRow, columns: &[TableColumn], derived: Derived) -> Vec<TableCell> {
     let mut derived: BTreeMap<&str, TableCell> = derived.into_iter().collect();
     let cell =
@@ -39,7 +39,7 @@ pub(super) fn cells(row: &ResultRow, columns: &[TableColumn], derived: Derived) 
     columns.iter().map(cell).collect()
 }
 
-/// Panels with the bars of each row.
+/// Makes panels with the bars of each row.
 pub(super) fn panels<Bars: IntoIterator<Item = Bar>>(
     rows: &[&ResultRow],
     work: impl Fn(&ResultRow) -> String,
@@ -53,7 +53,7 @@ pub(super) fn panels<Bars: IntoIterator<Item = Bar>>(
     grouped(rows, work).into_iter().map(panel).collect()
 }
 
-/// Panels of the tokens that each contestant takes a second.
+/// Makes panels of each contestant's tokens per second.
 pub(super) fn token_panels(
     rows: &[&ResultRow],
     work: impl Fn(&ResultRow) -> String,

@@ -1,4 +1,4 @@
-//! Figures as an SVG picture of horizontal bars, with the single measurements on them.
+//! SVG chart of horizontal bars, with the single measurements on them.
 
 use std::fmt::Write;
 
@@ -8,41 +8,41 @@ use super::row::{ResultRow, Side};
 #[derive(Debug, Clone, Default)]
 pub(super) struct BarPanel {
     pub(super) title: String,
-    /// What the figures are.
+    /// Unit of the figures.
     pub(super) unit: &'static str,
     pub(super) bars: Vec<Bar>,
-    /// What the marks on bars are.
+    /// Meaning of the marks on bars.
     pub(super) mark: &'static str,
-    /// Where figures differ too little to be seen from zero on: only their range is drawn.
+    /// True if figures differ too little to see from zero on: then only their range is drawn.
     pub(super) is_zoomed: bool,
 }
 
-/// A figure.
+/// Bar of a figure.
 #[derive(Debug, Clone)]
 pub(super) struct Bar {
     pub(super) label: String,
     pub(super) side: Side,
-    /// The figure, or why there is none.
+    /// Figure, or the reason why there is none.
     pub(super) value: Result<f64, String>,
-    /// The measurements that it comes from.
+    /// Measurements that it comes from.
     pub(super) points: Vec<f64>,
-    /// What to compare it with.
+    /// Reference value.
     pub(super) mark: Option<f64>,
 }
 
 impl Bar {
-    /// The speed of a row, with its steps.
+    /// Returns the speed of a row, with its steps.
     pub(super) fn of_speed(row: &ResultRow, label: String) -> Self {
         let value = row.figure("samples_per_s");
         Self { label, side: row.side(), value, points: row.speeds(), mark: None }
     }
 
-    /// A figure alone.
+    /// Returns a figure without measurements.
     pub(super) fn of(label: impl Into<String>, side: Side, value: f64) -> Self {
         Self { label: label.into(), side, value: Ok(value), points: Vec::new(), mark: None }
     }
 
-    /// A contestant's figure under this key, if it has one.
+    /// Returns a contestant's figure under this key, if it has one.
     pub(super) fn under(key: &str, row: &ResultRow) -> Option<Self> {
         row.number(key).map(|figure| Self::of(row.contestant(), row.side(), figure))
     }
@@ -51,7 +51,7 @@ impl Bar {
 const WIDTH: f64 = 1080.0;
 const MARGIN: f64 = 28.0;
 const LABEL: f64 = 360.0;
-/// Of the column of figures.
+/// Width of the column of figures.
 const FIGURE: f64 = 84.0;
 const LANE: f64 = WIDTH - 2.0 * MARGIN - LABEL - FIGURE;
 const ROW: f64 = 22.0;
@@ -60,7 +60,7 @@ const HEADER: f64 = 48.0;
 const TITLE: f64 = 40.0;
 const PANEL_GAP: f64 = 18.0;
 
-/// Colours by what they mean, for light and for dark pages.
+/// Colours by meaning, for light and for dark pages.
 const STYLE: &str = "\
 .card{fill:#ffffff}.ink{fill:#0f172a}.soft{fill:#475569}.faint{fill:#64748b}.lane{fill:#f3f5f8}\
 .ours{fill:#4a7dd0}.peer{fill:#94a3b8}.reference{fill:#cbd5e1}.mark{fill:#e0912f}\
@@ -69,7 +69,7 @@ const STYLE: &str = "\
 .faint{fill:#9aa6b2}.lane{fill:#20272f}.ours{fill:#5b8fe3}.peer{fill:#6e7b8b}\
 .reference{fill:#45505c}.point{fill:#ffffff}.fail{fill:#f08a75}}";
 
-/// Draws the panels under each other, each on a scale of its own.
+/// Draws the panels below each other, each on its own scale.
 pub(super) fn svg(panels: &[BarPanel]) -> String {
     let height = HEADER + panels.iter().map(BarPanel::height).sum::<f64>();
     let mut out = format!(
@@ -88,7 +88,7 @@ pub(super) fn svg(panels: &[BarPanel]) -> String {
     out
 }
 
-/// What the colours mean, of those that occur.
+/// Draws the legend of the colours that occur.
 fn legend(out: &mut String, panels: &[BarPanel]) {
     let bars = || panels.iter().flat_map(|panel| &panel.bars);
     let sides = [(Side::Ours, "brimful"), (Side::Peer, "peer"), (Side::Reference, "reference")];
@@ -158,7 +158,7 @@ impl BarPanel {
     }
 }
 
-/// Where a figure lies in a lane.
+/// Scale that maps figures to positions in a lane.
 struct BarScale {
     from: f64,
     to: f64,
@@ -215,7 +215,7 @@ fn text(out: &mut String, (x, y): (f64, f64), size: f64, class: &str, anchor: &s
     );
 }
 
-/// The beginning of a text that is too long.
+/// Truncates a text that is too long.
 fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();

@@ -1,4 +1,4 @@
-//! Trainings that should differ by chance alone: accuracies, and whether they do.
+//! Trainings that should differ only by chance: accuracies, and whether they do.
 
 use serde::Serialize;
 use serde_json::json;
@@ -9,7 +9,7 @@ use super::row::{ResultRow, Side, grouped};
 use super::table::Form::{Count, Percent, Text};
 use super::table::{Table, TableColumn, TableLine};
 
-/// The contestant that the others are compared with.
+/// Contestant that the others are compared with.
 const FULL: &str = "full batch";
 
 const COLUMNS: [TableColumn; 8] = [
@@ -23,12 +23,12 @@ const COLUMNS: [TableColumn; 8] = [
     ("micro_batch", "micro-batch", Count),
 ];
 
-/// All of a contestant's accuracies beside those of the full batch.
+/// All accuracies of a contestant beside those of the full batch.
 #[derive(Debug, Serialize)]
 pub(crate) struct Comparison {
     pub(crate) mean_accuracy: f64,
     pub(crate) deviation: f64,
-    /// The mean's from that of the full batch.
+    /// Difference of the mean from that of the full batch.
     pub(crate) difference: f64,
     /// Twice the standard error of that difference.
     pub(crate) noise: f64,
@@ -36,7 +36,7 @@ pub(crate) struct Comparison {
 }
 
 impl Comparison {
-    /// Nothing where one of them has a single run: then there is no deviation.
+    /// Compares; returns none if one of them has a single run and so no deviation.
     pub(crate) fn new(reached: &[f64], full: &[f64]) -> Option<Self> {
         let ((mean, deviation), (full_mean, full_deviation)) = (spread(reached)?, spread(full)?);
         let share = |deviation: f64, runs: &[f64]| deviation.powi(2) / runs.len() as f64;
@@ -73,7 +73,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     grouped(&runs(rows), work).into_iter().map(panel).collect()
 }
 
-/// Single trainings: what follows from them is computed anew, over all files.
+/// Returns the single trainings: summaries are recomputed over all files.
 fn runs<'a>(rows: &[&'a ResultRow]) -> Vec<&'a ResultRow> {
     rows.iter().filter(|row| row.has("test_accuracy")).copied().collect()
 }
@@ -103,7 +103,7 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     TableLine { cells, error: None }
 }
 
-/// The mean of some numbers, and their standard deviation as a sample.
+/// Returns the mean of some numbers, and their sample standard deviation.
 fn spread(numbers: &[f64]) -> Option<(f64, f64)> {
     let count = numbers.len() as f64;
     let mean = numbers.iter().sum::<f64>() / count;

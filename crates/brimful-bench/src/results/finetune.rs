@@ -1,4 +1,4 @@
-//! Folders' models, fine-tuned on their device and from the host, beside what others make of them.
+//! Fine-tuned models of folders, on their device and offloaded, beside the peers.
 
 use super::by_work;
 use super::chart::BarPanel;

@@ -1,4 +1,4 @@
-//! Backwards in two halves, ours and the peers', each beside the whole backward of the same graph.
+//! Split backwards, ours and the peers', each beside the whole backward of the same graph.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};
@@ -36,7 +36,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     })
 }
 
-/// Each contestant's whole backward, and under it both halves.
+/// Makes a panel of each contestant's whole backward, and below it the split one.
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     by_work::panels(rows, work, "ms a backward", |row| {
         let bar = |what: &str, key: &str| {

@@ -1,4 +1,4 @@
-//! Kernels of our own: what their first use costs, and a head's loss beside libtorch's.
+//! Custom kernels: the cost of their first use, and a head's loss beside libtorch's.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};
@@ -25,7 +25,7 @@ const LOSS: [TableColumn; 8] = [
     ("gradient_difference", "gradients apart", Text),
 ];
 
-/// In the order in which they are measured: a run shows the last line of the last.
+/// In the order of measurement: a run prints the last line of the last table.
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     let (losses, first_uses) = parts(rows);
     let mut tables = by_work::tables(&first_uses, images, &FIRST_USE, |_, _| Vec::new());
@@ -57,7 +57,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     panels
 }
 
-/// The rows of losses, and those of first uses.
+/// Separates the rows of losses from those of first uses.
 fn parts<'a>(rows: &[&'a ResultRow]) -> (Vec<&'a ResultRow>, Vec<&'a ResultRow>) {
     rows.iter().partition(|row| row.text("part") == "loss")
 }

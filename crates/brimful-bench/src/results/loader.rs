@@ -1,4 +1,4 @@
-//! Images that come from a disk, beside who else brings them.
+//! Rates of image loading from a disk, beside the peers.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};

@@ -1,4 +1,4 @@
-//! The largest models that fit, and what takes their memory.
+//! Largest models that fit, and the use of their memory.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};
@@ -26,7 +26,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     })
 }
 
-/// Each experiment's ratio, with the published one as its mark.
+/// Draws each experiment's ratio, with the published one as its mark.
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let unit = "parameters over those of the first";
     let mut panels = by_work::panels(rows, family, unit, |row| {
@@ -42,7 +42,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     panels
 }
 
-/// What a family's experiments have in common.
+/// Returns the common heading of a family's experiments.
 fn family(row: &ResultRow) -> String {
     let model = row.text("model");
     let name = model.split(':').next().unwrap_or_default();

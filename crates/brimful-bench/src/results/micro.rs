@@ -67,7 +67,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     panels
 }
 
-/// The rows of peaks, and those of speeds.
+/// Separates the rows of peaks from those of speeds.
 fn parts<'a>(rows: &[&'a ResultRow]) -> (Vec<&'a ResultRow>, Vec<&'a ResultRow>) {
     rows.iter().partition(|row| row.has("micro_batches"))
 }

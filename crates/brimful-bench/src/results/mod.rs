@@ -1,4 +1,4 @@
-//! Results of several runs, ours and the peers', joined: tables with ratios, and pictures.
+//! Joined results of several runs, ours and the peers': tables with ratios, and pictures.
 
 mod arena;
 mod auto;
@@ -33,16 +33,16 @@ pub(crate) use table::Newest;
 use chart::BarPanel;
 use table::Table;
 
-/// The names of a result folder's files.
+/// File names of a result folder.
 pub(crate) const OURS: &str = "ours.jsonl";
 const PEERS: &str = "peers.jsonl";
 const TABLE: &str = "table.md";
 const PLOT: &str = "plot.svg";
 
-/// What makes tables and panels of a benchmark's rows.
+/// Functions that make tables and panels from a benchmark's rows.
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
-/// The benchmarks, by the name that is in each of their rows.
+/// Benchmarks, by the name in each of their rows.
 const BENCHES: [(&str, Views); 15] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
@@ -61,7 +61,7 @@ const BENCHES: [(&str, Views); 15] = [
     ("convergence", (convergence::tables, convergence::panels)),
 ];
 
-/// The newest of a benchmark's rows as it stands in its tables; nothing where it is in none.
+/// Returns the newest of a benchmark's rows as its table shows it; none if it is in no table.
 pub(crate) fn newest(bench: &str, rows: &[ResultRow]) -> Option<Newest> {
     let (_, (tables, _)) = BENCHES.iter().find(|(name, _)| *name == bench)?;
     Some(tables(&rows.iter().collect::<Vec<_>>()).last()?.newest())
@@ -77,7 +77,7 @@ pub(crate) struct Results {
 }
 
 impl Results {
-    /// Reads JSON lines, of which each row counts, so that stopped runs count as far as they came.
+    /// Reads JSON lines. Each row counts on its own, so that a stopped run contributes its rows.
     pub(crate) fn read(paths: &[PathBuf]) -> Result<Self> {
         let mut results = Self::default();
         for path in paths {
@@ -96,7 +96,7 @@ impl Results {
         Ok(results)
     }
 
-    /// All that a folder holds, ours and the peers'.
+    /// Reads all results of a folder, ours and the peers'.
     pub(crate) fn read_folder(folder: &Path) -> Result<Self> {
         let paths = [OURS, PEERS].map(|name| folder.join(name));
         Self::read(&paths.into_iter().filter(|path| path.exists()).collect::<Vec<_>>())
@@ -114,7 +114,7 @@ impl Results {
                 continue;
             }
             let environment = &value["environment"];
-            // One that had nothing to measure tells no more than its name.
+            // An environment without measurements has only its name.
             let tells = environment.as_object().is_some_and(|facts| facts.len() > 1);
             if tells && !self.environments.contains(environment) {
                 self.environments.push(environment.clone());
@@ -124,7 +124,7 @@ impl Results {
         Ok(())
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows.
     pub(crate) fn rows(&self) -> usize {
         self.rows.len()
     }
@@ -162,7 +162,7 @@ impl Results {
         chart::svg(&self.of_each(|(_, panels), rows| panels(rows)))
     }
 
-    /// Writes what people read beside the rows of a folder: tables and a picture.
+    /// Writes tables and a picture beside the rows of a folder.
     pub(crate) fn illustrate(&self, folder: &Path) -> Result<()> {
         for (name, text) in [(TABLE, self.for_markdown()), (PLOT, self.svg())] {
             let path = folder.join(name);
@@ -171,7 +171,7 @@ impl Results {
         Ok(())
     }
 
-    /// Where the figures come from, and what is missing.
+    /// Describes the environment of the figures, and what is missing.
     fn notes(&self) -> String {
         let mut out = String::new();
         for environment in &self.environments {
@@ -188,7 +188,7 @@ impl Results {
     }
 }
 
-/// A value as people write it.
+/// Formats a value for people.
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }

@@ -1,4 +1,4 @@
-//! Models that live on the host, beside the same ones on their device and what others make of them.
+//! Offloaded models, beside the same models on their device and beside the peers.
 
 use super::by_work;
 use super::chart::BarPanel;
@@ -15,7 +15,7 @@ const COLUMNS: [TableColumn; 6] = [
     ("peak_bytes", "peak MiB", Bytes),
 ];
 
-/// What everything is measured against.
+/// Contestant that all others are measured against.
 const ON_THE_CARD: &str = "brimful, on the card";
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {

@@ -6,7 +6,7 @@ use super::row::{ResultRow, Side, best, grouped, over};
 use super::table::Form::{Bytes, Number, Percent, Ratio, Text};
 use super::table::{Table, TableColumn, TableLine};
 
-/// The peers' model on one thread.
+/// Name of the peers' model on one thread.
 const PEERS_ALONE: &str = "PyTorch, one thread";
 
 const COLUMNS: [TableColumn; 14] = [
@@ -37,7 +37,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     grouped(rows, work).into_iter().map(table).collect()
 }
 
-/// A panel for each work and number of stages, with what bubble and machine allow as marks.
+/// Makes a panel for each work and number of stages, with the limits of bubble and machine as marks.
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let panel = |title: &str, group: &[&ResultRow], stages: f64| {
         let bar = |row: &ResultRow| {
@@ -86,7 +86,7 @@ fn of_stages<'a>(rows: &[&'a ResultRow], stages: f64) -> impl Iterator<Item = &'
     rows.filter(move |row| row.number("stages") == Some(stages))
 }
 
-/// What one thread does, by either library: the median of those that ran beside a number of stages.
+/// Returns the lines of one thread, for either library: the median of those beside a number of stages.
 fn references(group: &[&ResultRow]) -> Vec<TableLine> {
     let alone: Vec<&ResultRow> =
         group.iter().copied().filter(|row| row.side() == Side::Reference).collect();
@@ -100,7 +100,7 @@ fn references(group: &[&ResultRow]) -> Vec<TableLine> {
     grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
 }
 
-/// The lines of one number of stages, the best of ours last.
+/// Returns the lines of one number of stages, the best of ours last.
 fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
     let rows: Vec<&ResultRow> = of_stages(group, stages).collect();
     let peers = || rows.iter().copied().filter(|row| row.side() == Side::Peer);
@@ -129,9 +129,9 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
     lines
 }
 
-/// A line of its own work's group, beside a peer.
+/// Returns a line of its work's group, beside a peer.
 fn figures(row: &ResultRow, name: String, group: &[&ResultRow], peer: Option<f64>) -> TableLine {
-    // Speed over that of one thread: ours is in the row, a peer's over its own model's.
+    // Speed over that of one thread: ours is in the row; a peer's is relative to its own model.
     let alone = || group.iter().find(|row| row.contestant() == PEERS_ALONE);
     let ratio = row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()));
     let derived = vec![
@@ -144,7 +144,7 @@ fn figures(row: &ResultRow, name: String, group: &[&ResultRow], peer: Option<f64
     TableLine { cells: by_work::cells(row, &COLUMNS, derived), error: None }
 }
 
-/// A limit of the ratio, times what the machine gives.
+/// Returns a limit of the ratio, times the machine's capacity.
 fn over_limits(row: &ResultRow, limit: &str) -> Option<f64> {
     Some(row.number(limit)? * row.number("machine")?)
 }

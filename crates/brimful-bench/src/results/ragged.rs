@@ -1,4 +1,4 @@
-//! Text of unlike lengths, cut by tokens or by samples.
+//! Texts of different lengths, cut by tokens or by samples.
 
 use super::by_work;
 use super::chart::BarPanel;
@@ -17,7 +17,7 @@ const COLUMNS: [TableColumn; 8] = [
     ("cpu_ratio", "by samples' CPU s : own", Ratio(2)),
 ];
 
-/// What everything is measured against.
+/// Contestant that all others are measured against.
 const BY_SAMPLES: &str = "brimful, by samples";
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {

@@ -1,4 +1,4 @@
-//! Ranks: data parallelism against one of them, pipelines against one process; and against the peers.
+//! Ranks: data parallelism against one rank, pipelines against one process; and against the peers.
 
 use super::by_work;
 use super::chart::{Bar, BarPanel};
@@ -6,13 +6,13 @@ use super::row::{ResultRow, Side, best, over};
 use super::table::Form::{Bytes, Count, Number, Percent, Ratio, Text};
 use super::table::{Table, TableColumn};
 
-/// What tells the two benchmarks apart.
+/// Settings in which the two benchmarks differ.
 pub(super) struct RanksView {
-    /// What there are several of.
+    /// Unit of parallelism.
     of: &'static str,
-    /// What ours, and the peer's, are compared with.
+    /// Suffix of the baseline's name, ours and the peer's.
     base: &'static str,
-    /// Whether the second row is what the first is compared with.
+    /// Returns whether the second row is the baseline of the first.
     is_base: fn(&ResultRow, &ResultRow) -> bool,
 }
 

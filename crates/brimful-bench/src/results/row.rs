@@ -1,19 +1,19 @@
-//! One row of results, ours or a peer's.
+//! Row of results, ours or a peer's.
 
 use serde::Serialize;
 use serde_json::Value;
 
-/// What the library's own contestants are called, alone or with how they run.
+/// Name of the library's own contestants, alone or followed by a variant.
 const OURS: &str = "brimful";
 /// Contestants that others are measured against, in the same program.
 const REFERENCES: [&str; 5] =
     ["tch loop", "one thread", "PyTorch, one thread", "libtorch", "libtorch, logits in f32"];
 
-/// A JSON object with a contestant's figures, or with its error.
+/// JSON object with a contestant's figures, or with its error.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ResultRow(pub(crate) Value);
 
-/// Whose figures they are.
+/// Origin of the figures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Ours,
@@ -22,7 +22,7 @@ pub(super) enum Side {
 }
 
 impl ResultRow {
-    /// The text under this key; a number as text; else nothing.
+    /// Returns the text under this key; a number as text; else an empty one.
     pub(super) fn text(&self, key: &str) -> String {
         match &self.0[key] {
             Value::String(text) => text.clone(),
@@ -31,7 +31,7 @@ impl ResultRow {
         }
     }
 
-    /// The texts under these keys.
+    /// Returns the texts under these keys.
     pub(super) fn texts<const N: usize>(&self, keys: [&str; N]) -> [String; N] {
         keys.map(|key| self.text(key))
     }
@@ -44,7 +44,7 @@ impl ResultRow {
         self.number(key).map(|seconds| 1e3 * seconds)
     }
 
-    /// The number under this key, or why there is none.
+    /// Returns the number under this key, or why there is none.
     pub(super) fn figure(&self, key: &str) -> Result<f64, String> {
         self.number(key).ok_or_else(|| self.error().unwrap_or("no figures").to_owned())
     }
@@ -53,7 +53,7 @@ impl ResultRow {
         self.0[key].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
     }
 
-    /// Why it has no figures.
+    /// Returns why it has no figures.
     pub(super) fn error(&self) -> Option<&str> {
         self.0["error"].as_str()
     }
@@ -81,30 +81,30 @@ impl ResultRow {
         self.number("samples_per_s")
     }
 
-    /// The speeds of single steps.
+    /// Returns the speeds of single steps.
     pub(super) fn speeds(&self) -> Vec<f64> {
         let batch = self.number("batch").unwrap_or_default();
         self.numbers("seconds").into_iter().map(|seconds| batch / seconds).collect()
     }
 
-    /// The seconds of the first of the steps that do not count.
+    /// Returns the seconds of the first warm-up step.
     pub(super) fn first_step(&self) -> Option<f64> {
         self.numbers("warm_up_seconds").first().copied()
     }
 
-    /// How far its gradients are from those that they are compared with; nothing where they are not.
+    /// Returns the relative difference of its gradients from the reference's; empty if they were not compared.
     pub(super) fn gradients_apart(&self) -> String {
         let apart = self.number("gradient_difference");
         apart.map(|apart| format!("{apart:.0e}")).unwrap_or_default()
     }
 
-    /// ` within 8 GiB`, or nothing where no memory limit was given.
+    /// Returns ` within 8 GiB`, or nothing without a memory limit.
     pub(super) fn within(&self) -> String {
         let limit = self.text("memory_limit");
         if limit.is_empty() { limit } else { format!(" within {limit}") }
     }
 
-    /// Model, sample and number type: `ResNet-50 224×224, TF32`.
+    /// Returns model, sample and dtype: `ResNet-50 224×224, TF32`.
     pub(super) fn model(&self) -> String {
         let model = self.text("model");
         let name = match model.strip_prefix("resnet") {
@@ -118,7 +118,7 @@ impl ResultRow {
     }
 }
 
-/// Rows with the same heading together, in the order in which headings come.
+/// Groups rows by heading, in the order in which headings appear.
 pub(super) fn grouped<'a>(
     rows: &[&'a ResultRow],
     heading: impl Fn(&ResultRow) -> String,
@@ -134,12 +134,12 @@ pub(super) fn grouped<'a>(
     groups
 }
 
-/// The best speed among these rows.
+/// Returns the best speed among these rows.
 pub(super) fn best<'a>(rows: impl IntoIterator<Item = &'a ResultRow>) -> Option<f64> {
     rows.into_iter().filter_map(ResultRow::speed).reduce(f64::max)
 }
 
-/// One figure over another, where there are both.
+/// Divides one figure by another, if both exist.
 pub(super) fn over(a: Option<f64>, b: Option<f64>) -> Option<f64> {
     Some(a? / b?)
 }

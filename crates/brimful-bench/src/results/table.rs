@@ -1,4 +1,4 @@
-//! A table of figures: for a terminal, as Markdown, as JSON.
+//! Table of figures: for a terminal, as Markdown, as JSON.
 
 use std::fmt::Write;
 
@@ -6,27 +6,27 @@ use serde_json::{Map, Value, json};
 
 use super::row::ResultRow;
 
-/// How what stands in a column is written.
+/// Format of a column's cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     Text,
-    /// Samples a second, milliseconds, and what else is read as it comes.
+    /// Samples per second, milliseconds and other plain numbers.
     Number,
-    /// A whole number.
+    /// Whole number.
     Count,
-    /// One figure over another, with so many decimals.
+    /// One figure over another, with this many decimals.
     Ratio(usize),
     /// Bytes, shown in MiB.
     Bytes,
-    /// A part of a whole, with so many decimals.
+    /// Percentage, with this many decimals.
     Percent(usize),
 }
 
-/// What stands in one place of a table: a text, a figure, or null where there is none.
+/// Cell of a table: a text, a figure, or null if there is none.
 pub(super) type TableCell = Value;
 
 impl Form {
-    /// What a row says under this key.
+    /// Returns the row's value under this key.
     pub(super) fn own(self, row: &ResultRow, key: &str) -> TableCell {
         match self {
             Self::Text => row.text(key).into(),
@@ -49,7 +49,7 @@ impl Form {
     }
 }
 
-/// One line: its cells, and why it has no others where it has none.
+/// Line of a table: its cells, and an error in place of missing ones.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TableLine {
     pub(super) cells: Vec<TableCell>,
@@ -57,7 +57,7 @@ pub(super) struct TableLine {
 }
 
 impl TableLine {
-    /// Its cells as they are written, and what follows them on a terminal.
+    /// Formats its cells, and the text that follows them on a terminal.
     fn show(&self, columns: &[TableColumn]) -> (Vec<String>, String) {
         let cells = self.cells.iter().zip(columns).map(|(cell, (.., form))| form.show(cell));
         let error = self.error.as_ref().map(|error| format!("  {error}"));
@@ -65,14 +65,14 @@ impl TableLine {
     }
 }
 
-/// A column: its key in JSON and in rows, its heading, and how what stands in it is written.
+/// Column: its key in JSON and in rows, its heading, and its format.
 pub(super) type TableColumn = (&'static str, &'static str, Form);
 
-/// The least widths of a growing table's columns: of names, of which most are shorter, and of figures.
+/// Minimum widths of a growing table's columns: of names, most of which are shorter, and of figures.
 const GROWING_NAME: usize = 30;
 const GROWING_FIGURE: usize = 9;
 
-/// A table's newest line, and what stands above it.
+/// Newest line of a table, and its headings.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Newest {
     pub(crate) title: String,
@@ -80,7 +80,7 @@ pub(crate) struct Newest {
     pub(crate) line: String,
 }
 
-/// A heading, columns, and lines.
+/// Heading, columns, and lines.
 #[derive(Debug, Clone)]
 pub(super) struct Table {
     pub(super) title: String,
@@ -89,7 +89,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Aligned columns under a heading; the first one to the left.
+    /// Formats aligned columns under a heading; the first one is left-aligned.
     pub(super) fn for_terminal(&self) -> String {
         let lines: Vec<_> = self.lines.iter().map(|line| line.show(&self.columns)).collect();
         let widths: Vec<usize> = (self.columns.iter().enumerate())
@@ -121,8 +121,8 @@ impl Table {
         out
     }
 
-    /// The heading and the newest line, for a table that is shown while it grows: lines that come
-    /// later have the same columns.
+    /// Returns the headings and the newest line, for a table that is printed while it grows: later lines have the
+    /// same columns.
     pub(super) fn newest(&self) -> Newest {
         let lines: Vec<_> = self.lines.iter().map(|line| line.show(&self.columns)).collect();
         let first = lines.iter().filter_map(|(cells, _)| cells.first());
@@ -145,14 +145,14 @@ impl Table {
         }
     }
 
-    /// Whether a column is of ratios to somebody who has no row: a peer, in a run of ours alone.
+    /// Returns whether a column holds ratios to a peer that has no row, as in a run of ours alone.
     fn compares_with_nobody(&self, place: usize) -> bool {
         let has_figure =
             |line: &TableLine| line.cells.get(place).is_some_and(|cell| !cell.is_null());
         self.columns[place].0.starts_with("over_") && !self.lines.iter().any(has_figure)
     }
 
-    /// An object for each line, with the table's heading in it.
+    /// Returns an object for each line, with the table's heading in it.
     pub(super) fn rows(&self) -> Vec<Value> {
         let row = |line: &TableLine| {
             let mut row = Map::from_iter([("table".to_owned(), json!(self.title))]);
@@ -177,7 +177,7 @@ fn width(text: &str) -> usize {
     text.chars().count()
 }
 
-/// Three digits or so, and thousands apart.
+/// Formats about three digits, with thousands separated.
 pub(super) fn number_text(number: f64) -> String {
     let decimals = match number.abs() {
         0.0..1.0 => 3,

@@ -1,4 +1,4 @@
-//! The program under test, and folders for what it writes.
+//! Program under test, and folders for its output.
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 
@@ -10,19 +10,19 @@ use assert_cmd::assert::Assert;
 use predicates::prelude::predicate;
 use serde_json::Value;
 
-/// What becomes of the program with these words, whatever the caller has exported.
+/// Runs the program with these words, without the caller's exported variables.
 pub fn run(line: &str) -> Assert {
     let mut command = Command::new(env!("CARGO_BIN_EXE_brimful-bench"));
     command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
     command.args(line.split_whitespace()).assert()
 }
 
-/// A line that is refused in these words.
+/// Checks that a command line is refused with these words.
 pub fn refused(line: &str, words: &str) {
     run(line).failure().stderr(predicate::str::contains(words.to_owned()));
 }
 
-/// A folder of this test's own.
+/// Creates an empty folder for this test.
 pub fn folder(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_dir_all(&path);
@@ -30,7 +30,7 @@ pub fn folder(name: &str) -> PathBuf {
     path
 }
 
-/// The rows that a benchmark writes as they come, which its last line must have all of; and its environment.
+/// Returns the rows that a benchmark writes, which its last line must repeat, and its environment.
 pub fn rows(line: &str) -> (Vec<Value>, Value) {
     let output = run(&format!("{line} --json")).success().get_output().stdout.clone();
     let text = String::from_utf8(output).expect("text");
@@ -41,7 +41,7 @@ pub fn rows(line: &str) -> (Vec<Value>, Value) {
     (rows, last["environment"].clone())
 }
 
-/// Who has a row.
+/// Returns the contestant of each row.
 pub fn contestants(rows: &[Value]) -> Vec<&str> {
     rows.iter().map(|row| row["contestant"].as_str().expect("a name")).collect()
 }

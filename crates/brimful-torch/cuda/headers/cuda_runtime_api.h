@@ -1,7 +1,7 @@
-// The few declarations of CUDA's runtime that libtorch's headers and this folder need, in its own words.
+// Declarations of CUDA's runtime that libtorch's headers and this folder need.
 //
-// CUDA keeps its C interface for all versions of a major number, and these have been the same since
-// version 10. So no CUDA header need be there to build; the functions are looked up where CUDA is.
+// CUDA keeps its C interface stable within a major version, and these have not changed since version 10. So the
+// build needs no CUDA header; the functions are resolved at run time.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Launches kernels/add_halves.cu, with blocks enough for the longest tensor to fill the card.
+// Launches kernels/add_halves.cu, with enough blocks for the longest tensor to fill the GPU.
 
 #include "functions.h"
 

@@ -1,5 +1,5 @@
-// What families have compiled for a kind of numbers, so that the first launch of one can have the others
-// compiled ahead: a model that uses one will use them, and each takes most of a second.
+// Kernels that several families compile for a dtype, so that the first launch of one can compile the others
+// ahead: a model that uses one will use them, and each takes most of a second.
 #pragma once
 
 #include "compiler.h"

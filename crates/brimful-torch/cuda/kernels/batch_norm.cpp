@@ -1,5 +1,5 @@
-// Chooses grids and shared memory for BatchNorm's kernels, and launches them: one cooperative launch
-// where all blocks fit on the card at the same time, else two plain ones.
+// Chooses grids and shared memory for BatchNorm's kernels, and launches them: one cooperative launch if all
+// blocks fit on the GPU at the same time, else two plain ones.
 
 #include "batch_norm.h"
 
@@ -26,21 +26,21 @@ constexpr int kWarps = kThreads / 32;
 // A slice is 64 channels of vectors, or 32 of single numbers.
 constexpr int kSliceChannels = 64;
 constexpr int kSliceNumbers = 32;
-// Blocks a multiprocessor, of launches whose blocks need not run at the same time.
+// Blocks per multiprocessor, for launches whose blocks need not run at the same time.
 constexpr int kPlainBlocks = 2;
-// Vectors and rows are numbered in 31 bits, some beyond the last one too.
+// Indices of vectors and rows have 31 bits, including some beyond the last one.
 constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max() - (1 << 16);
 
-// What a launch does of the work, as kernels/batch_norm_common.cuh numbers it.
+// Part of the work that a launch does, numbered as in kernels/batch_norm_common.cuh.
 enum Pass {
   kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed, kMoments, kFinishMoments
 };
 
-// How a tensor is read: its kind, numbers at once, and lanes side by side.
+// Access pattern of a tensor: its dtype, numbers per load, and lanes side by side.
 struct Reading {
   int kind, width, lanes;
   int rows, channels;
-  // Rows that one thread has at once: the pixels of a square, behind a pooling.
+  // Rows that one thread handles together: the pixels of a square, for a pooling.
   int together = 1;
 
   Reading(const at::Tensor& x, bool aligned) : kind(number_kind(x)) {
@@ -55,7 +55,7 @@ struct Reading {
     for (lanes = 1; lanes < most && lanes < channels / width;) lanes *= 2;
   }
 
-  // The same, where rows are counted by squares of pixels.
+  // Access pattern in which rows are counted by squares of pixels.
   static Reading by_squares(const at::Tensor& x, bool aligned) {
     Reading reading(x, aligned);
     reading.rows = static_cast<int>(4 * squares_of(x));
@@ -66,13 +66,13 @@ struct Reading {
   int slice_channels() const { return lanes * width; }
   int slices() const { return (channels + slice_channels() - 1) / slice_channels(); }
   int rows_a_step() const { return kThreads / lanes; }
-  // Of what a block keeps of one tensor, for one step.
+  // Bytes of one tensor that a block keeps per step.
   size_t slot_bytes() const { return size_t{kThreads} * width * (kind == 0 ? 4 : 2); }
 };
 
 constexpr Define kKind{"KIND", kNumberKinds};
 constexpr Define kWidth{"WIDTH"}, kLanes{"LANES"}, kThreadCount{"THREADS"}, kPass{"PASS"};
-// The place of the last one in both directions.
+// Index of PASS in both families.
 constexpr size_t kPassPlace = 4;
 
 const KernelFamily<7> forward_family(
@@ -84,7 +84,7 @@ const KernelFamily<10> backward_family(
      Define{"OTHER"}, Define{"POOL"}});
 const KernelFamily<4> pool_family(batch_norm_pool_source, {kKind, kWidth, kLanes, kThreadCount});
 
-// What a backward is compiled for, beside how it reads.
+// Compile-time options of a backward, besides the access pattern.
 struct BackwardParts {
   int mask, more, keep, other, pool;
 };
@@ -100,7 +100,7 @@ std::array<int, 10> backward_numbers(const Reading& r, Pass pass, const Backward
 
 std::array<int, 4> pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
 
-// What a residual network uses beside the first of its layers in training, in the order of its use.
+// Kernels that a residual network uses besides its first one in training, in the order of their use.
 std::vector<Compiling> likely(const Reading& reading) {
   std::vector<Compiling> all;
   const auto forward = [&](Pass pass, int relu, int residual) {
@@ -116,14 +116,14 @@ std::vector<Compiling> likely(const Reading& reading) {
   forward(kWhole, 1, 1);
   backward({2, 0, 1, 0, 0});
   backward({1, 0, 0, 0, 0});
-  // What another block follows is used by it twice.
+  // A block's output followed by another block has two consumers.
   backward({2, 1, 1, 0, 0});
   backward({2, 1, 0, 1, 0});
   backward({1, 0, 0, 0, 1});
   return all;
 }
 
-// Has the others compiled where such a layer is trained for the first time.
+// Compiles the other kernels ahead when such a layer is first trained.
 void expect_others(const Reading& reading, int device) {
   static std::mutex turn;
   static std::set<std::array<int, 3>> seen;
@@ -134,7 +134,7 @@ void expect_others(const Reading& reading, int device) {
   compile_ahead(likely(reading), architecture(device));
 }
 
-// How the rows are shared out.
+// Distribution of the rows over blocks.
 struct Plan {
   int blocks, chunk, slots;
   unsigned shared_bytes;
@@ -149,7 +149,8 @@ Plan shared_out(const Reading& reading, int blocks) {
   return {(reading.rows + chunk - 1) / chunk, chunk, 0, 0, false};
 }
 
-// `fixed_bytes` are the kernel's own, `tensors` how many it keeps of.
+// Plans a cooperative launch. `fixed_bytes` is the kernel's own shared memory; `tensors` is the number of tensors
+// it keeps there.
 Plan whole_plan(const Reading& reading, const Card& card, size_t fixed_bytes, int tensors) {
   Plan plan = shared_out(reading, std::max(1, card.multiprocessors / reading.slices()));
   plan.cooperative = reading.slices() <= card.multiprocessors;
@@ -171,7 +172,7 @@ Plan plain_plan(const Reading& reading, const Card& card, size_t fixed_bytes) {
 
 size_t rounded(size_t floats) { return (floats * sizeof(float) + 15) / 16 * 16; }
 
-// The sizes of `Shared` in the sources.
+// Sizes of `Shared` in the kernel sources.
 size_t forward_bytes(const Reading& reading) {
   const size_t channels = reading.slice_channels();
   return rounded(kWarps * 2 * channels + 2 * kThreads + kThreads + 3 * channels);
@@ -201,15 +202,16 @@ const float* read_floats(const at::Tensor& tensor) {
 
 float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
 
-// The kernels of one direction, which differ in what they do of it.
+// Kernels of one direction, which differ in the pass they do.
 template <size_t N, class Arguments>
 struct Passes {
   const KernelFamily<N>& family;
   const char* const function;
   const Reading reading;
-  // Of whatever pass.
+  // Compile-time numbers; PASS is set at each launch.
   const std::array<int, N> numbers;
-  // The kernel's own bytes of shared memory, tensors that it keeps in the rest, and its sums over rows.
+  // Kernel's own bytes of shared memory, number of tensors it keeps in the rest, and number of its sums over
+  // rows.
   const size_t bytes;
   const int tensors, sums;
   Arguments arguments{};
@@ -235,7 +237,8 @@ struct Passes {
     kernel(pass).launch(shape, arguments);
   }
 
-  // `whole` in one launch, or the halves in two, of which the second reads again what the first `keeps`.
+  // Runs `whole` in one launch if all blocks run at the same time, else the two parts in two launches. With
+  // `keeps`, the second part reads the input again.
   void run(const at::Tensor& x, Pass whole, Pass second, bool keeps) {
     const Card figures = card(x.get_device());
     Plan plan = whole_plan(reading, figures, bytes, tensors);
@@ -243,7 +246,7 @@ struct Passes {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
-    // Whether all blocks of the plan run at the same time.
+    // True if all blocks of the plan run at the same time.
     const bool at_once =
         plan.cooperative && kernel(whole).blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
     if (!at_once) plan = plain_plan(reading, figures, bytes);
@@ -256,7 +259,7 @@ struct Passes {
     launch(second, plan, keeps ? plan.blocks : 1);
   }
 
-  // No sums over the rows are needed.
+  // Runs without sums over the rows.
   void run_fixed(const at::Tensor& x) {
     const Plan plan = plain_plan(reading, card(x.get_device()), bytes);
     set_rows(plan);
@@ -377,7 +380,7 @@ void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchN
   a.training = in.training;
 }
 
-// Of pictures, not volumes.
+// For images, not volumes.
 void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
   a.height = static_cast<int>(in.own.x.size(2));
   a.width = static_cast<int>(in.own.x.size(3));
@@ -390,7 +393,7 @@ void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
 BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
   const auto& x = in.own.x;
   const c10::DeviceGuard on(x.device());
-  // With bits of a mask, the vectors are those of the forward.
+  // With a bit mask, the vectors must match the forward's.
   const bool by_bits = in.mask.defined() && !in.pooled;
   const bool aligned = is_aligned(x) && is_aligned(in.dy) && is_aligned(in.more_dy) &&
                        is_aligned(in.other.x);
@@ -418,7 +421,7 @@ BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
 
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   const c10::DeviceGuard on(x.device());
-  // As the backward will.
+  // The backward will use the same access pattern.
   const Reading reading = Reading::by_squares(x, is_aligned(x));
   const auto pooled = [](int64_t size) { return (size - 1) / 2 + 1; };
   BatchNormed out;

@@ -1,4 +1,4 @@
-// BatchNorm, ReLU and the addition before it, in kernels of our own: what goes in and what comes out.
+// BatchNorm fused with addition and ReLU, in custom kernels: inputs and outputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,38 +7,37 @@
 
 namespace brimful::kernels {
 
-// One BatchNorm and its input, channels last and dense. Weight, bias and running statistics may be
-// undefined; they are f32, or of the input's kind.
+// One BatchNorm and its input, channels last and dense. Weight, bias and running statistics may be undefined;
+// their dtype is f32 or the input's.
 struct BatchNormGiven {
   at::Tensor x, weight, bias, running_mean, running_variance;
   bool training;
   double momentum, eps;
 };
 
-// What is added before the ReLU: nothing, a tensor, or the input of a BatchNorm whose statistics are
-// known.
+// Addend before the ReLU: nothing, a tensor, or the input of a BatchNorm whose statistics are known.
 struct Addend {
   at::Tensor tensor, saved;
 };
 
 struct BatchNormed {
   at::Tensor y;
-  // For the backward: what the forward found of each channel, and where ReLU let pass.
+  // For the backward: per-channel results of the forward, and the mask of the ReLU.
   at::Tensor saved, mask;
 };
 
-// What a backward takes of one BatchNorm.
+// Inputs of a backward for one BatchNorm.
 struct BatchNormDone {
   at::Tensor x, saved;
-  // What the gradients are to be like; undefined: not wanted.
+  // Templates of the gradients; undefined if not wanted.
   at::Tensor weight, bias;
 };
 
-// All of a backward's inputs. `mask` is empty where it is found from x again; with pooling it is the
-// place of each maximum.
+// Inputs of a backward. `mask` is empty if it is recomputed from x; with pooling it holds the position of each
+// maximum.
 struct BatchNormGradient {
   at::Tensor dy, more_dy, mask;
-  // The other one under the same sum has no x where there is none.
+  // `other`, the second BatchNorm under the same sum, has no x if there is none.
   BatchNormDone own, other;
   bool training, relu, keeps_residual, pooled;
 };
@@ -51,24 +50,24 @@ struct BatchNormGradients {
   at::Tensor d_residual;
 };
 
-// How many squares of 2×2 pixels pictures have, those beyond an odd side among them: a pooling's backward counts by
-// them.
+// Returns the number of 2×2 pixel squares in the images, including partial ones at an odd side: a pooling's
+// backward counts by them.
 inline int64_t squares_of(const at::Tensor& x) {
   const auto half = [](int64_t side) { return (side + 1) / 2; };
   return x.size(0) * half(x.size(2)) * half(x.size(3));
 }
 
-// y and, if `for_backward`, what that needs.
+// Computes y and, if `for_backward`, the tensors that the backward needs.
 BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend, bool relu, bool for_backward);
 
-// What the forward finds of each channel, alone; running statistics move.
+// Computes only the forward's per-channel results, and updates the running statistics.
 at::Tensor batch_norm_statistics(const BatchNormGiven& norm);
 
-// The mean and the variance of each channel, in f32.
+// Returns the mean and the variance of each channel, in f32.
 std::tuple<at::Tensor, at::Tensor> batch_norm_moments(const at::Tensor& x);
 
-// Of BatchNorm, ReLU and a pooling of 3×3, stride 2 and padding 1, of fewer than 2^28 squares: y, and as its mask the
-// place of each maximum in its window.
+// BatchNorm, ReLU and a max pooling of 3×3, stride 2, padding 1, for fewer than 2^28 squares. Returns y, and as
+// its mask the position of each maximum in its window.
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved);
 
 BatchNormGradients batch_norm_backward(const BatchNormGradient& gradient);

@@ -1,5 +1,5 @@
-// Compiled kernels on disk: $XDG_CACHE_HOME or ~/.cache, brimful/kernels/KEY.cubin. A first line says
-// whose file it is, how long, and with which checksum; then come the bytes.
+// Cache of compiled kernels on disk: brimful/kernels/KEY.cubin in $XDG_CACHE_HOME or ~/.cache. A first line holds
+// the key, the length and a checksum; the bytes follow.
 
 #include "cache.h"
 
@@ -22,7 +22,7 @@ namespace brimful::kernels {
 
 namespace {
 
-// FNV-1a, of 64 bits.
+// 64-bit FNV-1a.
 uint64_t hash(const std::string& bytes, uint64_t start) {
   uint64_t value = start;
   for (const char byte : bytes) value = (value ^ static_cast<unsigned char>(byte)) * 1099511628211u;
@@ -30,7 +30,7 @@ uint64_t hash(const std::string& bytes, uint64_t start) {
 }
 
 constexpr uint64_t kStart = 14695981039346656037u;
-// Another one, so that two hashes make 128 bits.
+// Second start value, so that two hashes make 128 bits.
 constexpr uint64_t kOtherStart = 7809847782465536322u;
 
 std::string digits(uint64_t value) {
@@ -47,7 +47,7 @@ fs::path folder() {
   return fs::path(home) / ".cache" / "brimful" / "kernels";
 }
 
-// What is open, closed in the end.
+// File descriptor, closed on destruction.
 class Opened {
  public:
   explicit Opened(int number) : number(number) {}
@@ -57,7 +57,8 @@ class Opened {
     if (number >= 0) close(number);
   }
 
-  // It is there, of this type, and nobody else may write to it: whoever may could have code of his own run.
+  // Returns whether it is open, has this type, and only this user (or root) may write to it: other writers could
+  // inject code.
   bool serves(mode_t type) const {
     struct stat seen{};
     return number >= 0 && fstat(number, &seen) == 0 && (seen.st_mode & S_IFMT) == type &&
@@ -67,7 +68,7 @@ class Opened {
   const int number;
 };
 
-// Looked into, so that nobody puts another folder in its place meanwhile.
+// Opened once, so that the folder cannot be swapped between check and use.
 int open_folder() { return open(folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
 
 std::string file_of(const std::string& key) { return key + ".cubin"; }
@@ -77,7 +78,7 @@ int open_kept(const Opened& folder, const std::string& key) {
   return openat(folder.number, file_of(key).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 }
 
-// As far as it can be read.
+// Reads as far as possible.
 std::string read_all(int file) {
   std::string all;
   char some[1 << 16];
@@ -100,7 +101,7 @@ std::string first_line(const std::string& key, const std::string& cubin) {
   return line.str();
 }
 
-// A name that no other thread or process has at this moment.
+// Returns a name that no other live thread or process uses.
 std::string temporary(const std::string& file) {
   static std::atomic<uint64_t> next{0};
   return file + "." + std::to_string(getpid()) + "." + std::to_string(next++);
@@ -110,13 +111,13 @@ void write_whole(const std::string& file, const std::string& all) {
   fs::create_directories(folder().parent_path());
   mkdir(folder().c_str(), S_IRWXU);
   const Opened in(open_folder());
-  // One of ours that others may write to, as a process with another umask has left it, is ours alone from now on.
+  // A folder of ours that others may write to, as another umask may leave it, is made private.
   if (in.number >= 0 && !in.serves(S_IFDIR)) fchmod(in.number, S_IRWXU);
   if (!in.serves(S_IFDIR)) return;
   constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
   std::string part;
   int created = -1;
-  // A process of the same number that was killed may have left some.
+  // A killed process with the same id may have left such files.
   for (int tries = 0; created < 0 && tries < 16; ++tries) {
     part = temporary(file);
     created = openat(in.number, part.c_str(), kNew, S_IRUSR | S_IWUSR);
@@ -155,7 +156,7 @@ void write_cache(const std::string& key, const std::string& cubin) noexcept {
   try {
     if (!folder().empty()) write_whole(file_of(key), first_line(key, cubin) + "\n" + cubin);
   } catch (const std::exception&) {
-    // A full or read-only disk costs a second at the next start, and nothing else.
+    // A full or read-only disk costs only a second at the next start.
   }
 }
 

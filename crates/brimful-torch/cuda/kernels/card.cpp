@@ -1,4 +1,4 @@
-// Asks the driver for a device's figures, once.
+// Queries the driver for a device's properties, once.
 
 #include "card.h"
 
@@ -16,7 +16,7 @@ namespace brimful::kernels {
 
 namespace {
 
-// The driver's numbers of attributes.
+// Attribute numbers of the driver.
 constexpr int kMultiprocessors = 16;
 constexpr int kMajor = 75;
 constexpr int kMinor = 76;

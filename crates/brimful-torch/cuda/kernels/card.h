@@ -1,4 +1,4 @@
-// The figures of a device that grids, slots and shared memory follow.
+// Device properties that determine grids, slots and shared memory.
 #pragma once
 
 #include <cstddef>
@@ -13,23 +13,23 @@ struct Card {
   int major, minor;
 };
 
-// Those of the device, or of the smaller one that it is taken for. Throws a KernelError.
+// Returns the properties of the device, or of the smaller one it is treated as. Throws a KernelError.
 Card card(int device);
 
-// What the device's kernels are compiled for, such as 90. Throws a KernelError below 80, the oldest
-// whose instructions they use.
+// Returns the architecture that the device's kernels are compiled for, such as 90. Throws a KernelError below 80,
+// the oldest whose instructions they use.
 int architecture(int device);
 
-// For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
+// Describes the target and the compiler of the device's kernels, such as "sm_90, NVRTC 13.0".
 std::string describe(int device);
 
-// Takes every device for a smaller one, for tests: a figure of nothing is the device's own.
+// Treats every device as a smaller one, for tests; 0 keeps the device's own value.
 void pretend(int multiprocessors, size_t shared_bytes_per_block);
 
-// Lets a launch of this thread's fail, after so many more, for tests; none where the number is negative. Gives what
-// was left of the number before.
+// Makes a launch of this thread fail after this many others, for tests; none if the number is negative. Returns
+// the remaining count of the previous call.
 int64_t pretend_failure(int64_t launches);
-// A KernelError where it is that launch.
+// Throws a KernelError if this launch is to fail.
 void fail_if_pretended();
 
 }  // namespace brimful::kernels

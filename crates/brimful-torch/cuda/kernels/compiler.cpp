@@ -1,7 +1,7 @@
-// Looks for NVRTC, and has it compile kernels, now or ahead of their use.
+// Finds NVRTC and compiles kernels with it, on demand or ahead of their use.
 //
-// It lies beside libtorch's other CUDA libraries, which are in the program already: in their folder,
-// or in one of nvidia's packages next to it, where nobody else may have put it. Its own helper library must be there
+// NVRTC lies beside libtorch's other CUDA libraries, which the program has already loaded: in their folder, or in
+// one of nvidia's packages next to it, provided others cannot write there. Its helper library must be loaded
 // before it.
 
 #include "compiler.h"
@@ -44,7 +44,7 @@ std::vector<std::string> matches(const std::string& pattern) {
   return paths;
 }
 
-// A library that is in the program, if it is one of CUDA's.
+// Adds a library of the program if it is one of CUDA's.
 int add_library(dl_phdr_info* info, size_t, void* libraries) {
   const std::string path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
   const auto slash = path.rfind('/');
@@ -59,7 +59,7 @@ int add_library(dl_phdr_info* info, size_t, void* libraries) {
   return 0;
 }
 
-// The folder, and where the packages next to it have their libraries.
+// Returns the folder itself and the library folders of the packages next to it.
 std::vector<std::string> folders_from(const std::string& folder) {
   std::vector<std::string> all{folder};
   for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
@@ -72,14 +72,14 @@ std::vector<std::string> folders_from(const std::string& folder) {
   return all;
 }
 
-// Who besides us may write to a file that a path leads to.
+// Returns who else may write to the file that a path leads to.
 unsigned others_of_file(const std::string& path) {
   std::error_code failed;
   const auto file = std::filesystem::canonical(path, failed);
   return failed ? ~0u : others_of(file);
 }
 
-// Whether nobody but these may write to the compiler's libraries in this folder.
+// Returns whether only these others may write to the compiler's libraries in this folder.
 bool holds_no_others(const std::string& folder, unsigned others) {
   const auto libraries = matches(folder + "/libnvrtc*.so*");
   return std::all_of(libraries.begin(), libraries.end(), [others](const std::string& library) {
@@ -104,7 +104,7 @@ void* open_library() {
   dl_iterate_phdr(&add_library, &loaded);
   std::string others;
   for (const auto& library : loaded) {
-    // Whoever may write to a library that is loaded already needs no other to have code of his own run.
+    // Anyone who may write to an already loaded library can run code here anyway, and is trusted.
     const unsigned trusted = others_of_file(library);
     for (const auto& folder : folders_from(library.substr(0, library.rfind('/')))) {
       if (!holds_no_others(folder, trusted)) {
@@ -118,7 +118,7 @@ void* open_library() {
       "NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries" + others);
 }
 
-// NVRTC's number of the answer that there is no memory.
+// Out-of-memory status of NVRTC.
 constexpr int kNoMemoryToCompile = 1;
 
 void compiler_failed(const char* function, int error) {
@@ -161,7 +161,7 @@ std::string compile(const Source& source, const std::vector<std::string>& option
   Program program = nullptr;
   nvrtc().create(&program, source.text, source.name, 0, nullptr, nullptr);
   const auto destroy = [](Program made) { nvrtc().destroy.ask(&made); };
-  // Gone when this is left.
+  // Destroys the program at the end of this scope.
   const std::unique_ptr<void, decltype(destroy)> owned(program, destroy);
   std::vector<const char*> words;
   for (const auto& option : options) words.push_back(option.c_str());
@@ -177,11 +177,11 @@ std::string compile(const Source& source, const std::vector<std::string>& option
   return cubin;
 }
 
-// Whether the compiler has been used. What it keeps for itself it makes then, and it is gone again when the
-// program ends, the last made first.
+// True once the compiler has been used. It creates its static data at first use, and statics are destroyed at
+// exit in reverse order.
 std::atomic<bool> has_compiled{false};
 
-// What is compiled, for what, and where the cache has it.
+// Compilation order: source, options and cache key.
 struct Order {
   Source source;
   std::vector<std::string> options;
@@ -206,7 +206,8 @@ struct Order {
   }
 };
 
-// Orders that threads of their own work on. When the program ends, what has not begun is left.
+// Compilation orders processed by background threads. When the program ends, orders that have not begun are
+// dropped.
 class Workshop {
  public:
   Workshop() = default;
@@ -227,7 +228,8 @@ class Workshop {
     add_thread();
   }
 
-  // Waits for an order that somebody is at; nothing where nobody is, and nobody will be.
+  // Waits for an order that a thread is compiling. Returns none if no thread has begun it; the caller then
+  // compiles it.
   std::optional<std::string> finished(const std::string& key) {
     std::shared_future<std::string> cubin;
     {
@@ -235,7 +237,7 @@ class Workshop {
       const auto found = cubins_.find(key);
       if (found == cubins_.end()) return std::nullopt;
       cubin = found->second;
-      // The cache has it for the next one who asks.
+      // Later requests find it in the cache.
       cubins_.erase(found);
       const auto is_its = [&](const Waiting& waiting) { return waiting.key == key; };
       const auto waiting = std::find_if(tasks_.begin(), tasks_.end(), is_its);
@@ -255,7 +257,7 @@ class Workshop {
     Task task;
   };
 
-  // With `turn_` held. Where the system has no thread to give, whoever needs a kernel compiles it.
+  // Requires `turn_`. If the system has no thread to give, the thread that needs a kernel compiles it.
   void add_thread() {
     if (working_ == std::max(std::thread::hardware_concurrency(), 1u)) return;
     try {
@@ -285,10 +287,11 @@ class Workshop {
   std::atomic<bool> closes_{false};
 };
 
-// Whether there is one.
+// True once the workshop exists.
 std::atomic<bool> is_open{false};
 
-// Made after the compiler's first use: its threads are joined before anything that they compile with is gone.
+// Created after the compiler's first use, so that its threads are joined before the compiler's static data are
+// destroyed.
 Workshop& workshop() {
   static Workshop all;
   is_open = true;
@@ -316,7 +319,7 @@ void compile_ahead(const std::vector<Compiling>& all, int architecture) {
       }
     }
   } catch (const std::exception&) {
-    // Whoever needs the kernel hears why it cannot be had.
+    // The thread that needs the kernel reports why it is not available.
   }
 }
 

@@ -13,21 +13,20 @@ struct Cubin {
   bool from_cache;
 };
 
-// Such as 13.0; a KernelError where NVRTC is not found.
+// Returns the version, such as 13.0; throws a KernelError if NVRTC is not found.
 std::string compiler_version();
 
-// A source, and the words that it is compiled with.
+// Source and its defines.
 struct Compiling {
   Source source;
   std::vector<std::string> defines;
 };
 
-// Has these compiled for later, on threads of their own: at most one for each of the machine's cores. What
-// is in the cache already, or under way, is passed over.
+// Compiles these on background threads, at most one per core. Skips those that are cached or in progress.
 void compile_ahead(const std::vector<Compiling>& all, int architecture);
 
-// For an architecture such as 90: out of the cache, compiled ahead, or compiled now and put into the cache.
-// Throws a KernelError, or a std::bad_alloc.
+// Compiles for an architecture such as 90, or takes the result from the cache or from a background thread. New
+// results go into the cache. Throws a KernelError or a std::bad_alloc.
 Cubin compiled(const Source& source, const std::vector<std::string>& defines, int architecture);
 
 }  // namespace brimful::kernels

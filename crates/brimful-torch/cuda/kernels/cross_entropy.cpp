@@ -1,4 +1,4 @@
-// Launches kernels/cross_entropy.cu: one block a row, which keeps the row where shared memory allows.
+// Launches kernels/cross_entropy.cu: one block per row, which keeps the row in shared memory if it fits.
 
 #include "functions.h"
 
@@ -13,7 +13,7 @@ namespace brimful::kernels {
 namespace {
 
 constexpr unsigned kThreads = 512;
-// What a block has besides the row: results of its warps.
+// Shared memory of a block besides the row: results of its warps.
 constexpr size_t kOtherBytes = 1 << 10;
 
 const KernelFamily<2> family(

@@ -1,4 +1,4 @@
-// Looks the driver's functions up by name, so that no header of CUDA's is needed to build.
+// Resolves the driver's functions by name, so that the build needs no CUDA header.
 
 #include "driver.h"
 
@@ -10,7 +10,7 @@ namespace brimful::kernels {
 
 namespace {
 
-// In words by which libtorch's own reports of it are known.
+// Worded like libtorch's own reports, which are recognised as out of memory.
 void driver_failed(const char* function, int error) {
   const std::string what = function;
   if (error == kDriverOutOfMemory) {
@@ -45,7 +45,7 @@ void enter_context(int device) {
   if (context != nullptr) return;
   int handle = 0;
   driver().device(&handle, device);
-  // Never given back: libtorch holds the same one until the process ends.
+  // Never released: libtorch holds the same context until the process ends.
   driver().retain_context(&context, handle);
   driver().set_context(context);
 }

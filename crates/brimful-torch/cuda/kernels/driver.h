@@ -1,4 +1,4 @@
-// NVIDIA's driver, opened at run time: the few functions that load a kernel and launch it.
+// NVIDIA's driver, opened at run time: functions that load and launch kernels and edit graphs.
 #pragma once
 
 #include "card.h"
@@ -9,17 +9,17 @@
 
 namespace brimful::kernels {
 
-// A graph's node that sets memory, as the driver describes it.
+// Memset node of a graph, as the driver describes it.
 struct MemsetNode {
   uintptr_t into;
   size_t pitch;
   unsigned value;
   unsigned element_bytes;
-  size_t width;  // elements
+  size_t width;  // in elements
   size_t height;
 };
 
-// A graph's node that launches a kernel, likewise.
+// Kernel node of a graph, as the driver describes it.
 struct KernelNodeParameters {
   void* function;
   unsigned grid_x, grid_y, grid_z;
@@ -29,13 +29,13 @@ struct KernelNodeParameters {
   void** extra;
 };
 
-// The driver's number of the answer that there is no memory.
+// Out-of-memory status of the driver.
 constexpr int kDriverOutOfMemory = 2;
 
-// The driver's number of the type of node that sets memory.
+// Node type of a memset in the driver.
 constexpr int kMemsetNode = 2;
 
-// Opened at first use. A KernelError where there is none.
+// Opens the driver at first use. Throws a KernelError if there is none.
 const Library& driver_library();
 
 struct Driver {
@@ -44,7 +44,7 @@ struct Driver {
     explicit Function(const char* name) : LibraryFunction<Signature>(driver_library(), name) {}
   };
 
-  // One that tests may let fail.
+  // Function that tests may make fail.
   template <class Signature>
   struct Launch : Function<Signature> {
     using Function<Signature>::Function;
@@ -55,7 +55,7 @@ struct Driver {
     }
   };
 
-  // Which throw a c10::OutOfMemoryError where the device's memory is what is missing, else a KernelError.
+  // Each throws a c10::OutOfMemoryError if the device is out of memory, else a KernelError.
   Function<int(int error, const char** name)> error_name{"cuGetErrorName"};
   Function<int(int* device, int ordinal)> device{"cuDeviceGet"};
   Function<int(int* value, int attribute, int device)> device_attribute{"cuDeviceGetAttribute"};
@@ -91,11 +91,10 @@ struct Driver {
   Function<int(void* node)> destroy_node{"cuGraphDestroyNode"};
 };
 
-// A KernelError where there is no driver, or one that lacks a function.
+// Throws a KernelError if there is no driver, or if it lacks a function.
 const Driver& driver();
 
-// Makes the device's context this thread's, where it has none: libtorch's own threads may not have
-// asked for one yet.
+// Makes the device's context current on this thread if it has none: libtorch's own threads may not have one yet.
 void enter_context(int device);
 
 }  // namespace brimful::kernels

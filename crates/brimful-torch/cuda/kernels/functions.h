@@ -1,5 +1,5 @@
-// What this folder can do for the bridge. Its functions throw: a KernelError where libtorch's own operations are to
-// run instead.
+// Functions of this folder for the bridge. They throw a KernelError if libtorch's own operations are to run
+// instead.
 #pragma once
 
 #include "../../kernels/activation_arguments.h"
@@ -20,27 +20,27 @@
 
 namespace brimful::kernels {
 
-// On the current stream of the current device, which the pointers are of.
+// Run on the current stream of the current device; all pointers are device pointers.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
 void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
-// How many rows of partial sums a backward writes.
+// Returns the number of rows of partial sums that a backward writes.
 int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind);
 void norm_backward(const NormBackwardArguments& arguments, NumberKind kind);
-// Of numbers of this kind to f32, of so many tensors.
+// Adds numbers of this dtype to f32 sums, for this many tensors.
 void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensors);
-// How many rows of partial sums are written.
+// Returns the number of rows of partial sums written.
 int64_t column_partial_rows(int64_t rows, int64_t columns, NumberKind kind);
 void column_partials(const ColumnPartialsArguments& arguments, NumberKind kind);
 void column_sums(const ColumnSumsArguments& arguments);
-// Of so many tables, no two of which are added to the same sum.
+// Adds this many tables to their sums, at most one table per sum.
 void add_column_sums(const AddColumnSumsArguments& arguments, int tables);
 
-// `total` is a number for each pair, whatever a thread reads at once.
+// `total` counts pairs of numbers, however many a thread reads at once.
 void rotary(const RotaryArguments& arguments, NumberKind kind);
 
-// As kernels/activation.cu and src/activation.rs number them.
+// Numbered as in kernels/activation.cu and src/activation.rs.
 enum Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
-// A backward writes as many rows of partial sums as `column_partial_rows` says of its outputs.
+// A backward writes as many rows of partial sums as `column_partial_rows` returns for its outputs.
 void activation(
     const ActivationArguments& arguments, NumberKind kind, Activation function, bool backward);
 

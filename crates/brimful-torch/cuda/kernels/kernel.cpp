@@ -17,13 +17,13 @@ namespace brimful::kernels {
 
 namespace {
 
-// The driver's number of a kernel's attribute, and how much it gives without being asked.
+// Number of the driver's attribute for shared memory, and the default limit.
 constexpr int kMaxSharedBytes = 8;
 constexpr unsigned kSharedBytesUnasked = 48 << 10;
-// The driver's number of the capture mode in which a module may be loaded.
+// Capture mode of the driver in which a module may be loaded.
 constexpr int kRelaxed = 2;
 
-// Lets this thread do, while it captures, what is no part of the captured work.
+// Allows this thread, while it captures, calls that are not part of the captured work.
 class Relaxed {
  public:
   Relaxed() { driver().exchange_capture_mode.ask(&mode_); }
@@ -38,11 +38,11 @@ class Relaxed {
 // Held while a module is loaded.
 std::mutex loading;
 
-// Loads that are to fail, and how.
+// Module loads that are to fail, and their error.
 struct Doomed {
   int after = 0, count = 0, error = 0;
 
-  // What the next one is to answer.
+  // Returns the next load's error, or 0.
   int next() {
     if (count == 0 || after-- > 0) return 0;
     --count;
@@ -60,7 +60,7 @@ bool is_capturing() {
   return status != c10::cuda::CaptureStatus::None;
 }
 
-// Where memory is missing, libtorch gives back what it holds in reserve, as it does for tensors: not while it captures.
+// Loads a module. If memory runs out, libtorch's cache is emptied first, as for tensors; not during a capture.
 void* load_module(const Cubin& cubin) {
   const Relaxed relaxed;
   void* module = nullptr;
@@ -70,7 +70,7 @@ void* load_module(const Cubin& cubin) {
       c10::cuda::CUDACachingAllocator::emptyCache();
       answer = ask_for_module(&module, cubin);
     } catch (const c10::Error&) {
-      // Another thread captures: then nothing is given back.
+      // Another thread is capturing, so the cache was not emptied.
     }
   }
   driver().load_module.check(answer);
@@ -97,7 +97,7 @@ void ask_for_shared_bytes(void* function, unsigned& asked, unsigned bytes) {
 
 }  // namespace
 
-// A kernel on one device, or why it is not there.
+// Kernel loaded on one device, or the reason why it is not available.
 struct Kernel::Loaded {
   void* function = nullptr;
   std::string failure;
@@ -125,13 +125,13 @@ Kernel::Loaded Kernel::load(int device) const {
     void* module = module_of(source_, defines_, device);
     driver().function(&loaded.function, module, function_.c_str());
   } catch (const KernelError& error) {
-    // It would fail again, after another second of compiling.
+    // Kept, because another attempt would fail again after another second of compiling.
     loaded.failure = error.what();
   }
   return loaded;
 }
 
-// With `devices_->turn` held. Nothing is remembered where memory ran out.
+// Requires `devices_->turn`. Out of memory is not cached.
 Kernel::Loaded& Kernel::loaded(int device) const {
   auto place = devices_->loaded.find(device);
   if (place == devices_->loaded.end()) place = devices_->loaded.emplace(device, load(device)).first;

@@ -1,8 +1,8 @@
-// A kernel of our own: compiled for the device at hand at first use, launched on the current stream.
+// Custom kernel: compiled at first use for the device in use, launched on the current stream.
 //
-// A source includes what its arguments look like from a header that the C++ side includes too, so that
-// both see one struct. All throw a KernelError, upon which libtorch's own operations are to run, or that memory ran
-// out, which is no reason for that: it may come free.
+// A source includes its argument struct from a header that the C++ side includes too. All functions throw a
+// KernelError, after which libtorch's own operations are to run, or an out-of-memory error, after which they are
+// not: memory may become free.
 #pragma once
 
 #include "card.h"
@@ -14,8 +14,8 @@
 
 namespace brimful::kernels {
 
-// How a kernel is launched. The blocks of a cooperative launch all run at the same time, so that they
-// may wait for each other.
+// Launch configuration. All blocks of a cooperative launch run at the same time, so that they may wait for each
+// other.
 struct Shape {
   unsigned grid_x, grid_y, block;
   unsigned shared_bytes;
@@ -24,17 +24,17 @@ struct Shape {
 
 class Kernel {
  public:
-  // Nothing is compiled yet. Kernels of one source and the same defines share a module.
+  // Compiles nothing yet. Kernels of one source with the same defines share a module.
   Kernel(Source source, std::string function, std::vector<std::string> defines);
   ~Kernel();
 
-  // On the current stream of the current device, in a capture too.
+  // Launches on the current stream of the current device, also in a capture.
   template <class Arguments>
   void launch(const Shape& shape, const Arguments& arguments) const {
     launch_raw(shape, const_cast<Arguments*>(&arguments));
   }
 
-  // As a node of the driver's graph on the current device, after these nodes.
+  // Adds a node to the driver's graph on the current device, after these nodes.
   template <class Arguments>
   void* add_node(
       void* graph, const std::vector<void*>& before, const Shape& shape,
@@ -42,7 +42,8 @@ class Kernel {
     return add_node_raw(graph, before, shape, const_cast<Arguments*>(&arguments));
   }
 
-  // How many blocks of this shape one multiprocessor of the current device runs at the same time.
+  // Returns the number of blocks of this shape that one multiprocessor of the current device runs at the same
+  // time.
   int blocks_at_a_time(unsigned block, unsigned shared_bytes) const;
 
  private:
@@ -61,7 +62,7 @@ class Kernel {
   std::unique_ptr<Devices> devices_;
 };
 
-// Has the driver give this answer to so many loads of kernels, after so many others. For tests.
+// Makes `count` kernel loads fail with this error after `after` others. For tests.
 void fail_loads(int after, int count, int error);
 
 }  // namespace brimful::kernels

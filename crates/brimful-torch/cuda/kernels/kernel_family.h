@@ -1,5 +1,5 @@
-// The kernels of one source, by the numbers that they are compiled with: a launch finds its own without
-// writing a word.
+// Kernels of one source, indexed by their compile-time numbers, so that a launch finds its kernel without
+// building a string.
 #pragma once
 
 #include "compiler.h"
@@ -15,7 +15,7 @@
 
 namespace brimful::kernels {
 
-// A word that a source is compiled with; what its numbers are called there, if they are.
+// Define of a source; `names` maps its numbers to words, if given.
 struct Define {
   const char* name;
   const char* const* names = nullptr;
@@ -28,7 +28,7 @@ class KernelFamily {
 
   KernelFamily(Source source, std::array<Define, N> defines) : source_(source), defines_(defines) {}
 
-  // Functions with the same numbers are one module.
+  // Returns a kernel; functions with the same numbers share a module.
   const Kernel& of(const char* function, const Numbers& numbers) const {
     const std::lock_guard<std::mutex> alone(turn_);
     const std::pair key(numbers, std::string_view(function));
@@ -37,7 +37,7 @@ class KernelFamily {
     return all_.try_emplace(key, source_, function, words(numbers)).first->second;
   }
 
-  // What is compiled for it, for those who want it early.
+  // Returns the source and defines, for compiling ahead.
   Compiling compiling(const Numbers& numbers) const { return {source_, words(numbers)}; }
 
  private:

@@ -1,4 +1,4 @@
-// A library that is opened at run time, and the functions in it.
+// Library opened at run time, and its functions.
 #pragma once
 
 #include "source.h"
@@ -12,18 +12,18 @@ namespace brimful::kernels {
 struct Library {
   void* handle;
   const char* name;
-  // Throws what this answer of a function means: that memory ran out, or a KernelError.
+  // Throws for this status of a function: out of memory, or a KernelError.
   void (*fail)(const char* function, int error);
 };
 
 template <class Signature>
 class LibraryFunction;
 
-// Such a function, whose answer is 0 or an error.
+// Library function that returns 0 or an error.
 template <class... Arguments>
 class LibraryFunction<int(Arguments...)> {
  public:
-  // A KernelError where the library has no such function.
+  // Throws a KernelError if the library has no such function.
   LibraryFunction(const Library& library, const char* name)
       : function_(reinterpret_cast<int (*)(Arguments...)>(dlsym(library.handle, name))),
         fail_(library.fail),
@@ -31,10 +31,10 @@ class LibraryFunction<int(Arguments...)> {
     if (function_ == nullptr) throw KernelError(std::string(library.name) + " has no " + name);
   }
 
-  // What it answers.
+  // Calls it and returns its status.
   int ask(Arguments... arguments) const { return function_(arguments...); }
 
-  // Throws where that is an error.
+  // Calls it and throws if it fails.
   void operator()(Arguments... arguments) const { check(ask(arguments...)); }
 
   void check(int error) const {

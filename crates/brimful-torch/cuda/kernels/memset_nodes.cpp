@@ -1,4 +1,4 @@
-// Takes the nodes that set memory out of a captured graph, and puts kernels/fill.cu in their place.
+// Replaces the memset nodes of a captured graph by kernels/fill.cu.
 
 #include "memset_nodes.h"
 
@@ -24,7 +24,7 @@ const Kernel kernel(fill_source, "fill", {});
 
 using Nodes = std::vector<void*>;
 
-// A list of which the driver first says how long it is.
+// Reads a list; the driver first returns its length.
 Nodes listed(const Driver::Function<int(void*, void**, size_t*)>& list, void* of) {
   size_t count = 0;
   list(of, nullptr, &count);
@@ -38,7 +38,7 @@ uint32_t pattern_of(const MemsetNode& set) {
   return set.element_bytes == 2 ? (set.value & 0xffff) * 0x00010001u : set.value;
 }
 
-// Only what is one piece, as nearly all is.
+// Only contiguous memory, which is nearly all.
 bool is_fillable(const MemsetNode& set) {
   return set.height == 1 && set.into % 16 == 0 && set.width > 0;
 }
@@ -62,7 +62,7 @@ void replace(void* graph, void* node, int device) {
   if (!after.empty()) {
     const auto& add_edges = driver().add_edges;
     const int failed = add_edges.ask(graph, same.data(), after.data(), after.size());
-    // Without them it might fill what others have written since.
+    // Without its edges the fill might overwrite later results.
     if (failed != 0) driver().destroy_node.ask(filling);
     add_edges.check(failed);
   }

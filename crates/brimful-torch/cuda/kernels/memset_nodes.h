@@ -1,11 +1,10 @@
-// What sets memory in a captured graph, done by kernels.
+// Kernels in place of memset nodes in captured graphs.
 #pragma once
 
 namespace brimful::kernels {
 
-// Puts a kernel in the place of each node of the driver's graph that sets memory on this device, where
-// that can be done: a kernel begins half a microsecond after another, but four and more after a node that
-// sets memory.
+// Replaces each memset node of the driver's graph on this device by a kernel where possible: a kernel starts half
+// a microsecond after another kernel, but four or more after a memset node.
 void replace_memsets(void* graph, int device);
 
 }  // namespace brimful::kernels

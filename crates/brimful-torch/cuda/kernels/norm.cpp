@@ -1,4 +1,4 @@
-// Launches kernels/norm.cu: how many threads a row gets, and how many rows a block.
+// Launches kernels/norm.cu: chooses threads per row and rows per block.
 
 #include "functions.h"
 
@@ -18,11 +18,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-// A warp's thread keeps at most so many words of a row, a block's so many: registers end there.
+// Most words of a row that a thread keeps in registers, if a warp or a block shares the row.
 constexpr int64_t kHeldByWarp = 3;
 constexpr int64_t kHeldByBlock = 8;
 
-// How a row of this width is spread over threads.
+// Distribution of a row of this width over threads.
 struct Spread {
   int per_word, team, held;
 
@@ -53,7 +53,7 @@ int64_t backward_blocks(int64_t rows, const Spread& spread) {
   return std::max<int64_t>(std::min(processors * NORM_BACKWARD_BLOCKS(spread.held), needed), 1);
 }
 
-// What transformers use beside a norm of this kind.
+// Compiles ahead the other kernels that transformers with this norm use.
 void expect_transformer(Compiling norm, NumberKind kind, bool rms) {
   const auto function = rms ? Activation::kSwiGlu : Activation::kGeluTanh;
   compile_ahead(

@@ -1,4 +1,4 @@
-// Whether files are this user's and root's alone: code is loaded from no others.
+// Ownership checks of files: code is loaded only from files that no one but this user and root may write to.
 #pragma once
 
 #include <sys/stat.h>
@@ -12,17 +12,17 @@ inline bool is_of_ours(const struct stat& seen) {
   return seen.st_uid == 0 || seen.st_uid == geteuid();
 }
 
-// Who else may write to it: bits of its mode, and one for another owner.
+// Returns who else may write to it: bits of its mode, and one more for another owner.
 inline unsigned others_of(const struct stat& seen) {
   constexpr unsigned kOwner = 1u << 31;
   return (seen.st_mode & (S_IWGRP | S_IWOTH)) | (is_of_ours(seen) ? 0 : kOwner);
 }
 
-// Nobody else may write to it.
+// Returns whether only this user or root may write to it.
 inline bool is_ours_alone(const struct stat& seen) { return others_of(seen) == 0; }
 
-// Who else may write to it, or put another in its place. In a folder such as /tmp others may add files, and leave
-// ours alone.
+// Returns who else may write to the path or replace it. In a sticky folder such as /tmp others may add files but
+// not replace ours.
 inline unsigned others_of(std::filesystem::path path) {
   for (unsigned others = 0;; path = path.parent_path()) {
     struct stat seen{};

@@ -1,4 +1,4 @@
-// Asks cuBLAS for a product whose factors are on the device: libtorch's own take them from the host alone, which
+// Calls cuBLAS for a product whose scale factors are on the device: libtorch takes them only from the host, which
 // would have to wait for them.
 
 #include "product.h"
@@ -15,7 +15,7 @@ BRIMFUL_READ_AGAIN("at::cuda::getCurrentCUDABlasHandle, whose handle has the cur
 
 struct cublasContext;
 
-// Declared here, because no header of CUDA's is needed to build. Weak, because all else works without them.
+// Declared here, because the build has no CUDA header. Weak, because everything else works without them.
 extern "C" {
 __attribute__((weak)) int cublasSetPointerMode_v2(cublasContext* handle, int mode);
 __attribute__((weak)) int cublasGemmEx(
@@ -32,7 +32,7 @@ namespace brimful::kernels {
 
 namespace {
 
-// As cublas_api.h and library_types.h number them.
+// Numbered as in cublas_api.h and library_types.h.
 constexpr int kPointersToHost = 0, kPointersToDevice = 1;
 constexpr int kAsItIs = 0, kTransposed = 1;
 constexpr int kFloat = 0, kHalf = 2, kBFloat16 = 14;
@@ -48,7 +48,8 @@ void check(int status) {
   if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
 }
 
-// While factors are read from the device. The handle is libtorch's, whose own products have them on the host.
+// Scope in which factors are read from the device. The handle is libtorch's, whose own products have them on the
+// host.
 class FactorsOnDevice {
  public:
   explicit FactorsOnDevice(cublasContext* handle) : handle_(handle) {
@@ -71,7 +72,7 @@ int as_int(int64_t number) {
 
 }  // namespace
 
-// Column by column, as cuBLAS reads, a matrix is its transpose: outᵀ = bᵀ · a.
+// cuBLAS is column-major, so it sees the transpose: outᵀ = bᵀ · a.
 void add_scaled_product(const ScaledProduct& product, NumberKind kind) {
   if (cublasGemmEx == nullptr || cublasSetPointerMode_v2 == nullptr) {
     throw KernelError("there is no cuBLAS");

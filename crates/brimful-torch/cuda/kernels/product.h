@@ -1,4 +1,4 @@
-// A product of halves by cuBLAS, times a number that is on the device.
+// Half-precision product by cuBLAS, scaled by a number on the device.
 #pragma once
 
 #include "number_kind.h"
@@ -7,13 +7,13 @@
 
 namespace brimful::kernels {
 
-// out [rows × columns] += factor · aᵀ · b, where rows of `a` and `b` begin so many elements apart.
+// out [rows × columns] += factor · aᵀ · b; rows of `a` and `b` are `a_step` and `b_step` elements apart.
 struct ScaledProduct {
   const void* a;  // inner × rows
   const void* b;  // inner × columns
   float* out;     // dense
-  const float* factor;  // on the device, as all others
-  const float* one;     // what it says, for cuBLAS to read
+  const float* factor;  // on the device, as all pointers
+  const float* one;     // the number 1, for cuBLAS to read
   int64_t rows;
   int64_t columns;
   int64_t inner;
@@ -21,7 +21,7 @@ struct ScaledProduct {
   int64_t b_step;
 };
 
-// On the current stream of the current device. Throws a KernelError where it cannot be had.
+// Runs on the current stream of the current device. Throws a KernelError if cuBLAS cannot do it.
 void add_scaled_product(const ScaledProduct& product, NumberKind kind);
 
 }  // namespace brimful::kernels

@@ -1,4 +1,4 @@
-// Launches kernels/rotary.cu: a thread for each word of a head's first half.
+// Launches kernels/rotary.cu: one thread per word of a head's first half.
 
 #include "functions.h"
 

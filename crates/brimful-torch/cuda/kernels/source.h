@@ -1,4 +1,4 @@
-// The text of a kernel family, with everything that it includes.
+// Text of a kernel family, with its includes inlined.
 #pragma once
 
 #include <stdexcept>
@@ -10,7 +10,7 @@ struct Source {
   const char* text;
 };
 
-// A kernel that cannot be had or launched: libtorch's own operations run instead.
+// Error of a kernel that is not available or cannot be launched: libtorch's own operations run instead.
 class KernelError final : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };

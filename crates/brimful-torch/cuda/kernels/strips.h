@@ -1,4 +1,4 @@
-// How kernels that go down strips of columns are launched: with rows enough to fill the card.
+// Launch configuration of kernels that go down strips of columns, with enough rows to fill the GPU.
 #pragma once
 
 #include "card.h"
@@ -16,7 +16,7 @@ struct Strips {
   static constexpr int64_t kWarps = 8;
   static constexpr int64_t kWordsAStrip = 32;
   static constexpr int64_t kBlocksAProcessor = 8;
-  // A warp takes at least so many rows, so that partial sums are few.
+  // Least rows per warp, so that there are few partial sums.
   static constexpr int64_t kRowsAWarp = 4;
   static constexpr int64_t kMostRowBlocks = 65535;
 
@@ -26,7 +26,7 @@ struct Strips {
     count = (columns / per_word + kWordsAStrip - 1) / kWordsAStrip;
   }
 
-  // Each of which writes a row of partial sums.
+  // Returns the number of row blocks, each of which writes a row of partial sums.
   int64_t row_blocks(int64_t rows) const {
     const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
     const auto wanted = processors * kBlocksAProcessor / std::max<int64_t>(count, 1);

@@ -1,4 +1,4 @@
-//! Random numbers: a device's state, taken and put back; a generator for one thread alone.
+//! Random number generators: saved and restored state, and a thread-local generator.
 
 mod own_generator;
 
@@ -10,11 +10,11 @@ use crate::{ffi, owned, raw};
 
 pub use own_generator::OwnGenerator;
 
-/// Where a device's default generator stands.
+/// State of a device's default generator.
 #[derive(Debug, PartialEq)]
 pub struct GeneratorState(Tensor);
 
-/// Takes the state of the device's default generator.
+/// Returns the state of the device's default generator.
 ///
 /// # Errors
 /// When the device does not exist.
@@ -24,17 +24,17 @@ pub fn generator_state(device: Device) -> Result<GeneratorState, TorchError> {
     unsafe { ffi::brimful_generator_state(index) }.map(|state| GeneratorState(owned(state)))
 }
 
-/// Puts the device's default generator back to where it stood.
+/// Restores the state of the device's default generator.
 ///
 /// # Errors
-/// When the device does not exist, or the state is of another kind of device.
+/// When the device does not exist, or the state belongs to another kind of device.
 pub fn set_generator_state(device: Device, state: &GeneratorState) -> Result<(), TorchError> {
     let index = number(device)?;
     // SAFETY: the state is a valid tensor.
     unsafe { ffi::brimful_set_generator_state(index, raw(&state.0)) }
 }
 
-/// Seeds the default generator of this device alone; `tch::manual_seed` seeds those of all.
+/// Seeds the default generator of this device only; `tch::manual_seed` seeds those of all devices.
 ///
 /// # Errors
 /// When the device does not exist.

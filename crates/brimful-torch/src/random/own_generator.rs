@@ -1,14 +1,14 @@
-//! A generator for one thread alone.
+//! Thread-local generator of CPU random numbers.
 
 use std::marker::PhantomData;
 
 use crate::ffi::{self, RawGenerator};
 
-/// While it lives, this thread's CPU tensors draw from a generator of their own.
+/// Guard that makes this thread's CPU tensors draw from a generator of their own.
 ///
-/// libtorch has one CPU generator for all threads, so what a thread draws from it depends on what
-/// the others do. From an own generator it depends on the seed alone. Tensors on other devices, and
-/// calls that name a generator, draw as before. An operation that draws nothing costs nothing more.
+/// libtorch has one CPU generator for all threads, so a thread's numbers depend on the other threads. With its
+/// own generator they depend on the seed alone. Tensors on other devices, and calls that name a generator, draw
+/// as before. Operations that draw nothing cost nothing extra.
 #[derive(Debug)]
 #[must_use = "the thread draws from the common generator again when the guard is dropped"]
 pub struct OwnGenerator {
@@ -17,20 +17,20 @@ pub struct OwnGenerator {
 }
 
 impl OwnGenerator {
-    /// A new generator with the seed 0. Dropped, the one around it draws again.
+    /// Creates a generator with seed 0. Dropping it restores the enclosing one.
     ///
     /// # Panics
-    /// When there is no memory for the generator's 3 KiB.
+    /// When memory for the generator's 3 KiB runs out.
     pub fn enter() -> Self {
         // SAFETY: on success `own` is a live generator of this thread, until it leaves in `drop`.
         let own = unsafe { ffi::brimful_own_generator_enter() }.expect("a generator takes 3 KiB");
         Self { own, _this_thread: PhantomData }
     }
 
-    /// Starts again, with the numbers that `tch::manual_seed` gives for this seed.
+    /// Restarts the generator with the sequence that `tch::manual_seed` gives for this seed.
     ///
-    /// The work is done at the next draw: a seed that nothing is drawn from costs nothing.
-    /// libtorch's CPU generator looks at the seed's lower 32 bits alone.
+    /// The work is done at the next draw: a seed without draws costs nothing. libtorch's CPU generator uses only
+    /// the seed's lower 32 bits.
     pub fn seed(&self, seed: u64) {
         // SAFETY: the generator lives as long as `self`.
         unsafe { ffi::brimful_own_generator_seed(self.own, seed) }
@@ -39,7 +39,7 @@ impl OwnGenerator {
 
 impl Drop for OwnGenerator {
     fn drop(&mut self) {
-        // SAFETY: it was entered on this thread, which the guard cannot have left, and leaves once.
+        // SAFETY: it was entered on this thread, which the guard cannot leave, and is left once.
         unsafe { ffi::brimful_own_generator_leave(self.own) }
     }
 }

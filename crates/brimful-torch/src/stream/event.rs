@@ -1,4 +1,4 @@
-//! Marks in a stream, to wait for or to measure time between.
+//! Events, which mark a point in a stream's work.
 
 use std::ptr;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::device::number;
 use crate::error::TorchError;
 use crate::ffi::{self, RawEvent};
 
-/// A mark in a stream, to wait for or to measure time between.
+/// Event: marks a point in a stream's work, to wait for or to measure time between.
 #[derive(Debug)]
 pub struct Event {
     device: Device,
@@ -19,11 +19,11 @@ pub struct Event {
 
 // SAFETY: an event may be used from any thread, one at a time.
 unsafe impl Send for Event {}
-// SAFETY: what takes `&self` reads the event alone, which libtorch and the driver allow from any thread.
+// SAFETY: methods on `&self` only read the event, which libtorch and the driver allow from any thread.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event for streams of this device, not yet recorded.
+    /// Creates an event for streams of this device, not yet recorded.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -36,7 +36,7 @@ impl Event {
         Ok(Self { device, handle })
     }
 
-    /// A mark at the end of the stream's work so far.
+    /// Creates an event recorded after the stream's work so far.
     ///
     /// # Errors
     /// When the device has failed.
@@ -46,10 +46,10 @@ impl Event {
         Ok(event)
     }
 
-    /// Marks the end of the stream's work so far.
+    /// Records the event after the stream's work so far.
     ///
     /// # Errors
-    /// When the stream is of another device, or the device has failed.
+    /// When the stream belongs to another device, or the device has failed.
     pub fn record(&mut self, stream: Stream) -> Result<(), TorchError> {
         if stream.device != self.device {
             let (event, stream) = (self.device, stream.device);
@@ -63,7 +63,7 @@ impl Event {
         })
     }
 
-    /// Whether the mark is reached, or was never made.
+    /// Returns whether the work before the event is done, or the event was never recorded.
     ///
     /// # Errors
     /// When the device has failed.
@@ -75,7 +75,7 @@ impl Event {
         unsafe { ffi::brimful_event_query(self.handle) }
     }
 
-    /// Waits, on the host, until the mark is reached.
+    /// Blocks the host until the work before the event is done.
     ///
     /// # Errors
     /// When the device has failed.
@@ -87,15 +87,15 @@ impl Event {
         unsafe { ffi::brimful_event_synchronize(self.handle) }
     }
 
-    /// The time from this mark to a later one; both must have been reached.
+    /// Returns the time from this event to a later one; both must have completed.
     ///
     /// # Errors
-    /// When one of them was not recorded or not reached, or they are of a CPU, which has no queue.
+    /// When one of them was not recorded or has not completed, or they belong to a CPU, which has no queue.
     pub fn elapsed(&self, later: &Event) -> Result<Duration, TorchError> {
         if self.handle.is_null() || later.handle.is_null() {
             return Err(TorchError::other("a CPU's events carry no time"));
         }
-        // SAFETY: both events live.
+        // SAFETY: both events are alive.
         let milliseconds = unsafe { ffi::brimful_event_elapsed(self.handle, later.handle) }?;
         Ok(Duration::from_secs_f64(milliseconds.max(0.0) / 1e3))
     }
@@ -104,7 +104,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if !self.handle.is_null() {
-            // SAFETY: the event is ours and dropped once.
+            // SAFETY: the event is owned and dropped once.
             unsafe { ffi::brimful_event_drop(self.handle) }
         }
     }

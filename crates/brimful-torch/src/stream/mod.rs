@@ -1,5 +1,5 @@
-//! Queues of work on an accelerator, and events that order them. On a CPU all of it is empty:
-//! work is done when its call returns.
+//! Streams (queues of work on an accelerator) and events that order them. On a CPU all of this does nothing: work
+//! is done when its call returns.
 
 mod event;
 
@@ -16,7 +16,7 @@ thread_local! {
     static FOUND: Replaced<Stream> = const { Replaced::new() };
 }
 
-/// A queue of work on a device: in order within itself, at the same time as other streams.
+/// Queue of work on a device, in order within itself and concurrent with other streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     device: Device,
@@ -24,7 +24,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Another stream than the default one, from libtorch's pool.
+    /// Returns a stream from libtorch's pool, never the default one.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -32,8 +32,8 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_from_pool)
     }
 
-    /// A stream from another pool, which no [`Stream::new`] ever gives again: for a capture, into
-    /// which no other thread must put its work.
+    /// Returns a stream from another pool, distinct from those of [`Stream::new`]: for a capture, which no other
+    /// thread's work may enter.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -41,7 +41,7 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_urgent)
     }
 
-    /// The stream on which this thread computes weights' gradients while a backward is captured.
+    /// Returns the stream on which this thread computes weight gradients while a backward is captured.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -49,7 +49,7 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_beside)
     }
 
-    /// The stream that this thread's work on the device goes to.
+    /// Returns this thread's current stream on the device.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -57,7 +57,7 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_current)
     }
 
-    /// The stream that every thread's work on the device goes to unless it has entered another.
+    /// Returns the device's default stream, which every thread uses unless it has entered another.
     ///
     /// # Errors
     /// When the device does not exist.
@@ -74,12 +74,12 @@ impl Stream {
         Ok(Self { device, id })
     }
 
-    /// The device that the stream belongs to.
+    /// Returns the device that the stream belongs to.
     pub fn device(self) -> Device {
         self.device
     }
 
-    /// Sends this thread's work on the device to this stream until the guard is dropped.
+    /// Makes this stream the thread's current one until the guard is dropped.
     ///
     /// # Errors
     /// When the device has failed.
@@ -93,7 +93,7 @@ impl Stream {
         on_accelerator(self.device, |index| unsafe { ffi::brimful_stream_enter(index, self.id) })
     }
 
-    /// Waits until the stream has done all its work.
+    /// Blocks the host until the stream has done all its work.
     ///
     /// # Errors
     /// When the device has failed.
@@ -104,7 +104,7 @@ impl Stream {
         })
     }
 
-    /// Lets this stream wait for the event; the host goes on.
+    /// Makes this stream wait for the event; the host does not wait.
     ///
     /// # Errors
     /// When the device has failed.
@@ -115,10 +115,10 @@ impl Stream {
         })
     }
 
-    /// Keeps the tensor's memory from being reused before this stream's work so far is done.
+    /// Prevents reuse of the tensor's memory before this stream's work so far is done (`record_stream`).
     ///
     /// # Errors
-    /// When the tensor is of another device.
+    /// When the tensor is on another device.
     pub fn keep(self, tensor: &Tensor) -> Result<(), TorchError> {
         on_accelerator(self.device, |index| {
             // SAFETY: the tensor is valid; the id came from libtorch.
@@ -127,7 +127,7 @@ impl Stream {
     }
 }
 
-/// Nothing on a CPU.
+/// Calls `f` with the device's number; does nothing on a CPU.
 fn on_accelerator<T: Default>(
     device: Device,
     f: impl FnOnce(i32) -> Result<T, TorchError>,
@@ -135,8 +135,8 @@ fn on_accelerator<T: Default>(
     if device == Device::Cpu { Ok(T::default()) } else { f(number(device)?) }
 }
 
-/// Keeps a stream current on this thread; dropped, the one before is current again. Guards may be
-/// dropped in any order: the innermost that is left holds.
+/// Keeps a stream current on this thread; dropping it restores the previous one. Guards may be dropped in any
+/// order: the innermost that is left stays in effect.
 #[derive(Debug)]
 #[must_use = "the stream is left when the guard is dropped"]
 pub struct StreamGuard(GuardNumber);
@@ -145,7 +145,7 @@ impl Drop for StreamGuard {
     fn drop(&mut self) {
         let same_device = |a: &Stream, b: &Stream| a.device == b.device;
         if let Some(last) = Replaced::leave(&FOUND, self.0, same_device) {
-            // Fails only where the device has failed, which the next call on it reports.
+            // Fails only if the device has failed, which the next call on it reports.
             let _ = last.exchange();
         }
     }

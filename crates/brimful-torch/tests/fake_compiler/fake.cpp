@@ -1,5 +1,5 @@
-// A compiler with NVRTC's functions that makes the same few bytes of everything. The first compilation of a program
-// with FAKE_FULL in its environment runs out of memory.
+// Fake compiler with NVRTC's functions that turns every source into the same few bytes. The first compilation of
+// a program with FAKE_FULL in its environment runs out of memory.
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>

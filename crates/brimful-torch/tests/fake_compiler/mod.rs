@@ -1,5 +1,5 @@
-//! Tests that are programs of their own, with a compiler that makes the same few bytes of every kernel: so they run
-//! where there is no NVRTC.
+//! Tests in a separate process, with a fake compiler that turns every kernel into the same few bytes, so that
+//! they run without NVRTC.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use std::{env, fs, process};
 use brimful_torch::TorchError;
 use brimful_torch::kernels::{CompiledKernel, compile};
 
-/// Set in such a program.
+/// Variable set in such a process.
 const ALONE: &str = "BRIMFUL_TEST_ALONE";
 
-/// How long the fake's kernels are.
+/// Length of the fake's kernels.
 const BYTES: usize = 27;
 
 pub fn is_alone() -> bool {
     env::var_os(ALONE).is_some()
 }
 
-/// Folders of this program's own, which others may not write to.
+/// Creates folders for this process that no other user may write to.
 pub fn folder(name: &str) -> PathBuf {
     let all = env::temp_dir().join(format!("brimful-alone-{}", process::id()));
     let folder = all.join(name);
@@ -35,7 +35,7 @@ pub fn set_mode(path: &Path, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("a new mode");
 }
 
-/// The fake, as a library.
+/// Returns the fake compiler, as a library.
 pub fn library() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
@@ -54,7 +54,8 @@ pub fn library() -> &'static Path {
     })
 }
 
-/// This test as a program of its own, with a cache of its own; where the program finds the fake is left to be said.
+/// Returns a command that runs this test in a separate process with its own cache; the caller sets how it finds
+/// the fake.
 pub fn alone(test: &str) -> Command {
     let mut command = Command::new(env::current_exe().expect("this program"));
     command.args(["--exact", test, "--nocapture"]).env(ALONE, "1");
@@ -62,7 +63,7 @@ pub fn alone(test: &str) -> Command {
     command
 }
 
-/// The same, with the fake where the loader finds it first.
+/// Returns [`alone`]'s command, with the fake first in the loader's path.
 pub fn with_fake(test: &str) -> Command {
     let mut folders = vec![library().parent().expect("a folder").to_owned()];
     folders.extend(env::split_paths(&env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
@@ -79,12 +80,12 @@ pub fn assert_passes(command: &mut Command) {
     assert!(out.contains("1 passed"), "{out}");
 }
 
-/// Compiles for an architecture, each of which is a kernel of its own.
+/// Compiles for an architecture; each architecture is a separate kernel.
 pub fn compiled(architecture: i32) -> Result<CompiledKernel, TorchError> {
     compile("fill.cu", &[], architecture)
 }
 
-/// Whether it is the fake that compiles, not a true one that was loaded before.
+/// Returns whether the fake compiled the kernel, not a real compiler that was loaded before.
 pub fn is_fake(kernel: &CompiledKernel) -> bool {
     kernel.bytes == BYTES
 }

@@ -1,4 +1,4 @@
-//! The device that the tests run on: the CPU, or the GPU that `BRIMFUL_TEST_DEVICE` asks for.
+//! Device of the tests: the CPU, or the GPU named by `BRIMFUL_TEST_DEVICE`.
 
 use brimful_torch::cuda;
 use tch::Device;

@@ -1,4 +1,4 @@
-//! An exact BatchNorm makes of every cut what the plain model makes of the whole mini-batch.
+//! An exact BatchNorm gives the plain model's result on the whole mini-batch, for every micro-batch size.
 
 use brimful::memory::Arena;
 use brimful::nn::{
@@ -24,7 +24,7 @@ pub const EXACT: BatchNormConfig = BatchNormConfig {
     affine: true,
 };
 
-/// The same for the plain model, in which one that is deferred is an ordinary one.
+/// Configuration of the plain model, in which a deferred BatchNorm is an ordinary one.
 pub const DEFERRED: BatchNormConfig =
     BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
 
@@ -33,7 +33,7 @@ pub fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
     make(p, 4, config)
 }
 
-/// A matrix over the channels.
+/// Multiplies the channels by a matrix.
 pub fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
     move |p| {
         let weight = p.randn("weight", &[from, 4], 0.0, 1.0);
@@ -41,7 +41,7 @@ pub fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
     }
 }
 
-/// Three BatchNorms of an input with so many dimensions behind the channels, one of them in a shortcut.
+/// Three BatchNorms of an input with this many dimensions after the channels, one of them in a shortcut.
 pub fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
     Layers::new()
         .add("first", mix(3))
@@ -55,7 +55,7 @@ pub fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
         .add_fn("square", |x| x.square() + x)
 }
 
-/// Four BatchNorms of images, one after the other.
+/// Four consecutive BatchNorms of images.
 pub fn four_norms() -> Layers {
     (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
         layers
@@ -69,7 +69,7 @@ pub fn input(samples: i64, dimensions: usize) -> Tensor {
     numbers_there(&shape, 7) * 2.0 + 0.5
 }
 
-/// A term that is a mean, and one whose denominator is known at the end alone.
+/// Sum of a mean and of a term whose denominator is known only at the end.
 pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
     let weights = x.flatten(1, -1).select(1, 0).abs() + 0.1;
     let each = out.sin().flatten(1, -1).sum_dim_intlist(1, false, Kind::Double);
@@ -77,28 +77,28 @@ pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
     Loss::ratio((each * &weights).sum(Kind::Double), weights.sum(Kind::Double)) + Loss::mean(mean)
 }
 
-/// The loss and gradients of the plain model on the whole mini-batch.
+/// Runs the plain model on the whole mini-batch; returns the loss.
 pub fn full_batch_backward(plain: &Plain, x: &Tensor) -> f64 {
     let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(x.size()[0] as usize));
     let step = whole.backward(x, |x| loss(&plain.model.forward_t(&x, true), &x));
     step.expect("the whole mini-batch").loss
 }
 
-/// The plain model's gradients: all that is trained has one.
+/// Returns the plain model's gradients, and checks that every trained variable has one.
 pub fn gradients_of(plain: &Plain) -> Named {
     let trained = plain.values().iter().filter(|(_, value)| value.requires_grad()).count();
     assert_eq!(plain.gradients().len(), trained);
     plain.gradients()
 }
 
-/// Both models, with the same variables.
+/// Returns both models, with the same variables.
 pub fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline, Plain) {
     let plain = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..config };
     let plain = Plain::of(&layers(dimensions, plain), &pipe);
     (pipe, plain)
 }
 
-/// One step of both, compared.
+/// Runs one step of both and compares.
 pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
     let expected = full_batch_backward(plain, x);
     let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
@@ -106,7 +106,7 @@ pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, w
     assert_left(pipe, plain, part, what);
 }
 
-/// What steps of both have left, compared.
+/// Compares the results of steps of both.
 fn assert_left(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
     assert_gradients(pipe, plain, part, &format!("{what}: gradients"));
     let variables = pipe.variables().expect("variables");
@@ -171,7 +171,7 @@ fn three_steps_of_sgd_stay_together() {
 fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
     let _turn = alone();
     let constant = input(6, 2) * 0.0 + 3.0;
-    // Without a variance each of the three layers multiplies rounding errors by 1 / √ε.
+    // Without variance, each of the three layers multiplies rounding errors by 1 / √ε.
     let config = BatchNormConfig { eps: 0.1, ..EXACT };
     for (dimensions, x) in [(0, input(1, 0)), (2, input(1, 2)), (2, constant)] {
         let pipe = builder(layers(dimensions, config), 1).micro_batches(Size::Fixed(2));
@@ -180,13 +180,13 @@ fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
     }
 }
 
-/// What enters has the large mean itself: a product before it would round in f32 by as much.
+/// The input itself has the large mean: a product before it would round in f32 by as much.
 pub fn layers_of_inputs(config: BatchNormConfig) -> Layers {
     let norm = move |p: &Path| batch_norm2d(p, 3, config);
     Layers::new()
         .add_fn("input", |x| x * 1.0)
         .add_norm("norm", norm)
-        // Without it the next BatchNorm would take the bias back: its gradient were rounding alone.
+        // Without it the next BatchNorm would remove the bias: its gradient would be pure rounding.
         .add_fn("tanh", |x| x.tanh())
         .add_layers("rest", layers(2, config))
 }
@@ -206,7 +206,7 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
         let is_first = |(name, _): &(String, Tensor)| name.starts_with("norm.running");
         let running = |all: Named| all.into_iter().filter(is_first).collect::<Named>();
         let ours = running(pipe.variables().expect("variables"));
-        // Each micro-batch's mean is an f32, which around 10,000 is off by up to 0.0005.
+        // Each micro-batch's mean is an f32, which near 10,000 is off by up to 0.0005.
         assert_within(&ours, &running(plain.values()), 1e-4, &format!("around {mean}"));
     }
 }
@@ -298,7 +298,7 @@ fn other_policies_run_in_the_same_list_without_a_cut() {
     }
 }
 
-/// A device of its own account, with stages that live on the host.
+/// Device with its own arena and offloaded stages.
 fn streamed(layers: Layers, arena: &Arena) -> Builder {
     let device = DeviceSpec::cpu().threads(1).arena(arena.clone());
     Pipeline::builder(layers).devices([device]).homes(Homes::Host).kind(Kind::Double)
@@ -308,13 +308,13 @@ fn streamed(layers: Layers, arena: &Arena) -> Builder {
 fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
     let _turn = alone();
     let x = numbers(&[3, 3], 7);
-    // A list as short as can be: every allocation is a step.
+    // A minimal list of layers: every allocation is tested.
     let layers = |config| {
         let layers = Layers::new().add("first", mix(3));
         layers.add_norm("norm", move |p| norm(p, 0, config)).add("last", mix(4))
     };
     let plain_loss = |out: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-    // Within the limit everything waits on the host.
+    // Within the limit all held activations are on the host.
     for (homes, limit) in
         [(Homes::Device, None), (Homes::Device, Some(1 << 20)), (Homes::Host, None)]
     {

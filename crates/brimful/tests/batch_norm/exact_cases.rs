@@ -1,5 +1,5 @@
-//! What else a plain BatchNorm has, an exact one has too: averages of all batches, gradients of what
-//! enters the model, half precision.
+//! Further features of a plain BatchNorm that an exact one shares: averages of all batches, input gradients, half
+//! precision.
 
 use brimful::nn::BatchNormConfig;
 use brimful::{Layers, MicroBatcher, Size};
@@ -42,8 +42,8 @@ fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
     assert_within(&found, &expected, 1e-10, "averages");
 }
 
-/// The samples of a mini-batch as variables, found by their numbers: their gradients are those of what
-/// enters the model.
+/// The mini-batch's samples as variables, indexed by their numbers: their gradients are the model's input
+/// gradients.
 fn layers_of_samples(config: BatchNormConfig) -> Layers {
     let samples = |p: &Path| {
         let samples = p.randn("samples", &[11, 3, 3, 3], 0.5, 2.0);
@@ -75,7 +75,7 @@ fn gradients_of_what_enters_are_the_full_batchs() {
     }
 }
 
-/// How far all gradients are from others, as a part of their length.
+/// Returns the distance between all gradients, relative to their norm.
 fn distance(ours: &Named, theirs: &Named) -> f64 {
     let all = |named: &Named| {
         let flat = named.iter().map(|(_, value)| value.to_kind(Kind::Double).flatten(0, -1));
@@ -89,7 +89,7 @@ fn distance(ours: &Named, theirs: &Named) -> f64 {
 fn bf16_loses_no_more_than_in_the_plain_layer() {
     let _turn = alone();
     tch::manual_seed(5);
-    // Around 10,000 neighbouring numbers are 64 apart: a deviation of 1 makes channels constant.
+    // Near 10,000 neighbouring bf16 numbers are 64 apart: a deviation of 1 makes channels constant.
     for (mean, spread) in [(0.0, 1.0), (1e4, 64.0), (1e4, 1.0)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::BFloat16);
         let mut pipe = pipe.micro_batches(Size::Fixed(4)).build().expect("a pipeline");

@@ -1,4 +1,4 @@
-//! What waits where micro-batches meet stays on the device while it fits there, then waits on the host.
+//! Activations held at a barrier stay on the device while they fit there; the rest is on the host.
 
 use brimful::memory::Arena;
 use brimful::schedule::{MoveKind, MoveSpan, Recompute};
@@ -10,7 +10,7 @@ use crate::support::{Named, alone, assert_within, copies, numbers};
 
 const SIZE: usize = 4;
 
-/// A device and a host of accounts of their own, and a pipeline that computes on the one.
+/// Device and host arenas, and a pipeline that computes on the device.
 struct Site {
     device: Arena,
     host: Arena,
@@ -31,15 +31,15 @@ impl Site {
         Self { pipe: pipe.build().expect("a pipeline"), device, host }
     }
 
-    /// One whose device has so many bytes.
+    /// Limits the device to this many bytes.
     fn limited(recompute: Recompute, bytes: u64) -> Self {
         let site = Self::new(recompute);
         site.device.set_limit(Some(bytes)).expect("a limit");
         site
     }
 
-    /// Three steps of so many micro-batches, in each of which something is made of what was learnt in the one
-    /// before; gives the most that the device and the host had in the last.
+    /// Runs three steps of this many micro-batches; each uses what the previous one measured. Returns the peaks
+    /// of device and host in the last.
     fn steps(&mut self, micro_batches: i64) -> (u64, u64) {
         for _ in 0..3 {
             self.device.reset_peak();
@@ -79,7 +79,7 @@ fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
         let mut limited = Site::limited(recompute, limit);
         let (most, on_host) = limited.steps(64);
         assert!(most <= limit && on_host > 0, "{recompute}: {most} bytes here, {on_host} there");
-        // It is used: half of what there is beside the model and its work, at least.
+        // The device is used: at least half of the bytes beside the model and its work.
         assert!(2 * most > limit, "{recompute}: {most} bytes of {limit}");
         assert_within(&limited.results(), &free.results(), 1e-12, &format!("{recompute}"));
     }
@@ -98,13 +98,12 @@ fn within_a_limit_each_input_goes_to_the_host_once_and_nothing_else_does() {
         limited.steps(COUNT as i64);
         copies.push(limited.host.allocations() - before);
     }
-    // Three steps that have learnt: what enters the stages, but neither what goes on nor gradients.
+    // Three steps after the measurement: stage inputs are offloaded, but neither outputs nor gradients.
     assert!(copies[1] > 0 && copies[1] <= 3 * COUNT * MEETINGS, "{copies:?} copies");
     assert!(copies[0] > copies[1], "{copies:?}: the first step sends all");
 }
 
-/// Blocks of two BatchNorms and a shortcut, which is handed on by the layers between or goes straight to the
-/// second.
+/// Blocks of two BatchNorms and a shortcut, which goes through the layers between or directly to the second.
 fn blocks(straight: bool) -> Layers {
     let block = |_| {
         let layers = Layers::new().stash("entry").add("one", mix(4));
@@ -154,7 +153,7 @@ fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
     let (few, _) = Site::new(Recompute::Never).steps(4);
     let mut limited = Site::limited(Recompute::Never, few + few / 4);
     limited.pipe.time_moves(true);
-    // The first step sends gradients too, the second what enters stages alone.
+    // The first step also offloads gradients, the second only stage inputs.
     for sends_gradients in [true, false] {
         let before = limited.host.allocations();
         let timeline = limited.step(COUNT).timeline.expect("a pipeline's");
@@ -188,7 +187,7 @@ fn what_fits_stays_on_the_device() {
     let (most, on_host) = site.steps(16);
     assert_eq!(on_host, 0, "{most} bytes on the device");
     assert_within(&site.results(), &free.results(), 1e-12, "the same");
-    // Nothing was computed again, so as much is kept as without a limit.
+    // No activations were recomputed, so as much is kept as without a limit.
     assert!(most >= all, "{most} bytes with much room, {all} with no limit");
 }
 
@@ -204,7 +203,7 @@ fn larger_micro_batches_are_learnt_of_anew() {
     assert!(most <= 2 * few && on_host > 0, "{most} bytes here, {on_host} there");
 }
 
-/// As where an allocator cannot join what is free.
+/// Simulates an allocator that cannot join its free blocks.
 #[test]
 fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing() {
     let _turn = alone();
@@ -225,11 +224,11 @@ fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing
         let sent_after = sent(&mut site, 1);
         assert!(sent_after > usual, "{nth}: {sent_after} copies to the host, usually {usual}");
         assert_within(&site.results(), &free.results(), 1e-12, &format!("allocation {nth}"));
-        // From then on more is left free.
+        // From then on more memory is left free.
         let (later, _) = site.steps(16);
         assert!(later < used, "{nth}: {later} bytes afterwards, {used} before");
     }
-    // Before anything waits there is no less to be done with.
+    // Without held activations there is no memory to release.
     let mut site = Site::limited(Recompute::Never, 2 * few);
     site.device.fail_nth_allocation(50);
     let error = site.try_step(16).expect_err("the first step leaves nothing here");

@@ -72,7 +72,7 @@ def main():
     with zipfile.ZipFile(Path(__file__).with_name("perceptron.pt"), "w") as archive:
 
         def put(name, contents):
-            # A date of its own would make every file another one.
+            # A fixed date, so that equal contents give equal files.
             archive.writestr(zipfile.ZipInfo(f"perceptron/{name}"), contents)
 
         put("data.pkl", pickled())

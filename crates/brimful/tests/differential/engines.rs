@@ -1,4 +1,4 @@
-//! Every engine behind one face: built from what was drawn, called by the script's operations.
+//! Uniform interface to every engine: builds them from a drawn case, and runs the script's operations.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -52,10 +52,10 @@ pub fn cut() -> impl Strategy<Value = Cut> {
     ]
 }
 
-/// Its place in [`Schedule::all`].
+/// Index in [`Schedule::all`].
 const BREADTH_FIRST: usize = 3;
 
-/// Where the stages' weights live.
+/// Placement of the stages' weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Living {
     OnDevices,
@@ -72,16 +72,16 @@ pub enum Engine {
     },
     Pipeline {
         devices: usize,
-        /// Its place in [`Schedule::all`].
+        /// Index in [`Schedule::all`].
         schedule: usize,
         stages_per_device: usize,
-        /// Its place in [`Recompute::ALL`].
+        /// Index in [`Recompute::ALL`].
         recompute: usize,
         living: Living,
         replicas: usize,
-        /// Whether updates follow the backward, where all stages are offloaded.
+        /// True for optimizer in the backward, if all stages are offloaded.
         follows: bool,
-        /// Actions of one's own: the schedule's with this recompute, in an order drawn by a seed.
+        /// Custom list of actions: the schedule's with this recompute, in an order drawn by a seed.
         own_list: Option<(usize, u8)>,
     },
 }
@@ -92,10 +92,10 @@ pub fn engine() -> impl Strategy<Value = Engine> {
         2 => Just(Living::OnHost),
         1 => Just(Living::Mixed),
     ];
-    // Graphs that are kept are what lists of one's own can get wrong.
+    // Custom lists may go wrong with graphs that are kept.
     let kept = prop_oneof![2 => Just(0usize), 1 => 0usize..3];
     let own_list = prop_oneof![1 => Just(None), 1 => (kept, any::<u8>()).prop_map(Some)];
-    // Breadth first, which offloaded stages mostly run in, more often than others.
+    // Breadth first, which most offloaded stages run in, more often than others.
     let schedule = prop_oneof![3 => 0usize..10, 1 => Just(BREADTH_FIRST)];
     let replicas = prop_oneof![3 => Just(1), 1 => Just(2)];
     let follows = prop::bool::weighted(0.2);
@@ -121,9 +121,9 @@ pub fn engine() -> impl Strategy<Value = Engine> {
     ]
 }
 
-/// What a call came to.
+/// Result of a call.
 pub struct Told {
-    /// NaN where none is told.
+    /// NaN if there is none.
     pub loss: f64,
     pub outputs: Tensor,
     pub sizes: Vec<usize>,
@@ -144,18 +144,18 @@ impl Told {
     }
 }
 
-/// A loss of a micro-batch's outputs.
+/// Loss of a micro-batch's outputs.
 pub type LossFn = Arc<dyn Fn(&Tensor, &Target) -> Loss + Send + Sync>;
 
-/// A loss of all outputs.
+/// Loss of all outputs.
 pub type WholeFn = Arc<dyn Fn(&Tensor) -> Tensor + Send + Sync>;
 
 pub trait Subject {
-    /// Replicas that a mini-batch is dealt out to, over all ranks.
+    /// Returns the number of replicas over which a mini-batch is spread, over all ranks.
     fn parts(&self) -> usize;
-    /// Whether a step has a seed of its own.
+    /// Returns whether a step has its own seed.
     fn is_seeded(&self) -> bool;
-    /// Whether layers, and not parts, have seeds.
+    /// Returns whether layers, rather than parts, have seeds.
     fn draws_by_layer(&self) -> bool;
     fn arenas(&self) -> &[Arena];
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told>;
@@ -174,15 +174,15 @@ pub trait Subject {
     fn gradients(&self) -> Named;
     fn save(&self, folder: &Path) -> Result<()>;
     fn load(&mut self, folder: &Path) -> Result<()>;
-    /// Whether a backward updates parameters, and leaves no gradients.
+    /// Returns whether a backward updates parameters and leaves no gradients.
     fn follows(&self) -> bool {
         false
     }
-    /// The head that is a leaf of the loss.
+    /// Returns the head that is a leaf of the loss.
     fn head(&self) -> Option<Tensor> {
         None
     }
-    /// Whether it gives leaves of a whole-batch loss their gradients.
+    /// Returns whether leaves of a whole-batch loss get gradients.
     fn sums_other_leaves(&self) -> bool;
 }
 
@@ -192,9 +192,9 @@ pub struct Setup<'a> {
     pub kind: Kind,
     pub rate: f64,
     pub world: &'a World,
-    /// Whether gradients that are not finite are refused too.
+    /// True to refuse non-finite gradients too.
     pub strict: bool,
-    /// Whether a head's cross-entropy is a further term of the loss.
+    /// True to add a head's cross-entropy as a further term of the loss.
     pub head: bool,
 }
 
@@ -205,7 +205,7 @@ impl Setup<'_> {
 }
 
 impl Engine {
-    /// The same in each of several ranks: pipelines are spread over them, or are replicas of each other.
+    /// Returns the engine for several ranks: pipelines are spread over them, or are replicas of each other.
     pub fn over_ranks(&self, layers: usize, ranks: usize) -> Self {
         match self {
             Self::Pipeline { replicas, .. } if layers >= ranks || *replicas > 1 => self.clone(),
@@ -213,7 +213,7 @@ impl Engine {
         }
     }
 
-    /// Whether every stage runs its micro-batches one after the other, in the plain loop's order.
+    /// Returns whether every stage runs its micro-batches one after the other, in the plain loop's order.
     pub fn runs_in_order(&self) -> bool {
         match self {
             Self::Pipeline { recompute, living, own_list, .. } => {
@@ -439,7 +439,7 @@ struct Replicated {
 impl Replicated {
     fn build(count: usize, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
         let arenas: Vec<Arena> = (0..count).map(arena).collect();
-        // An accelerator is given once: the others are CPUs.
+        // An accelerator is used once: the other devices are CPUs.
         let devices = (0..count).map(|number| match number {
             0 => device(0, &arenas),
             _ => DeviceSpec::cpu().threads(1).arena(arenas[number].clone()),
@@ -569,9 +569,9 @@ struct Piped {
     optimizer: PipelineOptimizer,
     arenas: Vec<Arena>,
     parts: usize,
-    /// The rows of a mini-batch that this rank brings: those of its replica.
+    /// World whose ranks' replicas determine the rows of a mini-batch that this rank provides.
     world: World,
-    /// Whether ranks are replicas, each with samples of its own.
+    /// True if ranks are replicas, each with its own samples.
     deals: bool,
     follows: bool,
 }
@@ -632,7 +632,7 @@ impl Piped {
 }
 
 impl Engine {
-    /// The schedule, with as many devices as there are layers for.
+    /// Returns the schedule, with at most as many devices as there are layers for.
     fn fitting(&self, setup: &Setup<'_>) -> (Schedule, usize) {
         let Self::Pipeline { devices, schedule, stages_per_device, replicas, .. } = *self else {
             unreachable!("a pipeline")
@@ -649,7 +649,7 @@ impl Engine {
     }
 }
 
-/// The same actions in another order that respects what each needs, drawn by a seed; 0 leaves them as they are.
+/// Reorders the actions by a seed, respecting their dependencies; 0 leaves them unchanged.
 fn reordered(actions: Actions, seed: u8) -> Actions {
     if seed == 0 {
         return actions;

@@ -1,16 +1,15 @@
-//! Draws a model, an engine and a script, runs the script on the engine and on the plain model on the whole
-//! batch, and compares losses, outputs, gradients, parameters, running statistics and random state after
-//! every operation.
+//! Draws a model, an engine and a script, runs the script on the engine and on the plain model with the whole
+//! batch, and compares losses, outputs, gradients, parameters, running statistics and random state after every
+//! operation.
 //!
 //! | variable | meaning |
 //! | --- | --- |
-//! | `BRIMFUL_FUZZ_CASES` | how many cases (300) |
-//! | `BRIMFUL_FUZZ_SEED` | the first case's seed (0) |
+//! | `BRIMFUL_FUZZ_CASES` | number of cases (300) |
+//! | `BRIMFUL_FUZZ_SEED` | seed of the first case (0) |
 //! | `BRIMFUL_TEST_DEVICE` | the device, such as `cuda:0` |
 //! | `BRIMFUL_TEST_REPLAY` | with CUDA graphs |
 //!
-//! A case that fails is made as small as it gets, and printed as its seed and as code, which
-//! [`regressions`] keeps.
+//! A failing case is shrunk and printed as its seed and as code, which [`regressions`] keeps.
 
 mod engines;
 mod model;
@@ -31,10 +30,10 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use script::{Case, Counts};
 
-/// How often a failing case is tried in a smaller form.
+/// Most simpler forms of a failing case to run.
 const SHRINKS: usize = 400;
 
-/// The case of a seed, with its simpler forms.
+/// Returns the case of a seed, with its simpler forms.
 fn tree(seed: u64) -> impl ValueTree<Value = Case> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -50,7 +49,7 @@ fn number(name: &str, default: u64) -> u64 {
     }
 }
 
-/// What a case fails with.
+/// Returns the failure of a case, if any.
 fn failure(case: &Case, world: &World, counts: &mut Counts) -> Option<String> {
     let case = case.clone().settled(world);
     let run = panic::catch_unwind(AssertUnwindSafe(|| script::run(&case, world, counts)));
@@ -60,7 +59,7 @@ fn failure(case: &Case, world: &World, counts: &mut Counts) -> Option<String> {
     Some(text.unwrap_or_else(|| "a panic without words".into()))
 }
 
-/// A step on the way to a simpler form of a case.
+/// Step on the way to a simpler form of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     Simplify,
@@ -76,8 +75,8 @@ impl Turn {
     }
 }
 
-/// The smallest form of a seed's case that still fails, and what it fails with: `fails` is asked about a form by
-/// the way to it.
+/// Returns the smallest form of a seed's case that still fails, and its failure. `fails` receives a form and the
+/// way to it.
 fn shrunk(
     seed: u64,
     first: String,
@@ -103,7 +102,7 @@ fn shrunk(
     (case, message)
 }
 
-/// The case as the code that makes it.
+/// Prints the case as the code that creates it.
 fn code(case: &Case) -> String {
     format!("{case:?}").replace('[', "vec![")
 }
@@ -119,7 +118,7 @@ fn check_seed(seed: u64, world: &World, counts: &mut Counts) -> Result<(), Strin
     }
 }
 
-/// Keeps expected panics off the screen.
+/// Suppresses the messages of expected panics.
 fn quietly<T>(f: impl FnOnce() -> T) -> T {
     let before = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));

@@ -1,4 +1,4 @@
-//! Models from a grammar of graph shapes: what leaves are used for, how often, and through which views.
+//! Random models from a grammar of graph shapes: uses of leaves, their number, and the views between.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -12,64 +12,64 @@ use proptest::prelude::*;
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-/// What flows between layers has the shape samples × TIME × WIDTH.
+/// Tensors between layers have the shape samples × TIME × WIDTH.
 pub const TIME: i64 = 2;
 pub const WIDTH: i64 = 3;
 pub const CLASSES: i64 = 5;
 
-/// A layer from one tensor to one.
+/// Layer with one input and one output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
-    /// A product with a weight.
+    /// Product with a weight.
     Linear,
-    /// The library's own, with a bias.
+    /// The library's projection, with a bias.
     Projected,
-    /// The library's own norms.
+    /// The library's norms.
     LayerNorm,
     RmsNorm,
-    /// Two tables that are added by broadcast: one gradient in two views.
+    /// Two tables added by broadcast: one gradient in two views.
     Tables,
-    /// Two flat leaves, each seen as a table.
+    /// Two flat leaves, each viewed as a table.
     Views,
-    /// The sum of two leaves.
+    /// Sum of two leaves.
     LeafSum,
-    /// Two leaves that are joined: parts of one gradient.
+    /// Two concatenated leaves: parts of one gradient.
     Joined,
     /// Both rows of one leaf, each added.
     Selected,
-    /// A weight that is used twice.
+    /// Weight that is used twice.
     Twice,
-    /// A leaf that is expanded.
+    /// Leaf that is expanded.
     Expanded,
-    /// A leaf without dimensions.
+    /// 0-dim leaf.
     Scalar,
     /// Rows in the middle of a leaf.
     Sliced,
     /// Every other row of a leaf.
     Strided,
-    /// Rows of a leaf, one of them twice.
+    /// Indexed rows of a leaf, one of them twice.
     Indexed,
-    /// A product along the other dimension, whose output is not contiguous.
+    /// Product along the other dimension, whose output is not contiguous.
     Transposed,
-    /// A result that is changed in place after its use.
+    /// Result that is changed in place after its use.
     InPlace,
-    /// A branch without a gradient, and a leaf that is used without one.
+    /// Branch without a gradient, and a leaf that is used without one.
     Detached,
-    /// A leaf that nothing uses, and one without elements.
+    /// Leaf that nothing uses, and one without elements.
     Unused,
-    /// What has no elements on the way.
+    /// Intermediate tensor without elements.
     ZeroWidth,
-    /// No leaf, and the gradient as it comes.
+    /// No leaf, and the gradient unchanged.
     Identity,
     /// No leaf, and a view of the gradient.
     Folded,
     Dropout,
-    /// The weight of the first `Linear`, transposed; a layer of its own where there is none before.
+    /// The weight of the first `Linear`, transposed; a layer of its own if there is none before.
     Tied,
     Norm(Policy),
 }
 
-/// What a BatchNorm is.
+/// Kind of a BatchNorm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     Deferred,
@@ -80,19 +80,19 @@ pub enum Policy {
     Foreign,
 }
 
-/// A part of a model.
+/// Part of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Block {
     One(Shape),
-    /// What enters is added to what leaves.
+    /// Adds its input to its output.
     Skip(Vec<Block>),
-    /// Two tensors flow on, of which the second is used or not.
+    /// Two outputs, of which the second is used or not.
     Fork {
         uses_both: bool,
     },
 }
 
-/// One layer of the list.
+/// Layer of the list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
     One(Shape),
@@ -102,13 +102,13 @@ pub enum Entry {
     Join { uses_both: bool },
 }
 
-/// How samples enter.
+/// Form of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Input {
     Numbers,
-    /// Places in a table, which is the first layer.
+    /// Indices into a table, which is the first layer.
     Places,
-    /// The same where the table's gradient is sparse, which is refused.
+    /// Indices into a table whose gradient is sparse, which is refused.
     SparsePlaces,
 }
 
@@ -174,7 +174,7 @@ pub fn model() -> impl Strategy<Value = Model> {
 }
 
 impl Model {
-    /// The layers in order.
+    /// Returns the layers in order.
     pub fn entries(&self) -> Vec<Entry> {
         fn flatten(blocks: &[Block], all: &mut Vec<Entry>, skips: &mut usize) {
             for block in blocks {
@@ -213,18 +213,18 @@ impl Model {
         self.has(|shape| shape == Shape::Dropout)
     }
 
-    /// Whether results depend on how a mini-batch is cut.
+    /// Returns whether results depend on the micro-batch size.
     pub fn shows_cut(&self) -> bool {
         self.draws() || self.has(|shape| matches!(shape, Shape::Norm(_)))
     }
 
-    /// Whether running statistics move at every micro-batch.
+    /// Returns whether running statistics change at every micro-batch.
     pub fn moves_at_once(&self) -> bool {
         let at_once = [Policy::PerMicroBatch, Policy::Foreign].map(Shape::Norm);
         self.has(|shape| at_once.contains(&shape))
     }
 
-    /// The layers as engines get them.
+    /// Returns the layers for engines.
     pub fn layers(&self) -> Layers {
         let mut layers = Layers::new();
         if self.input != Input::Numbers {
@@ -272,7 +272,7 @@ impl Model {
     }
 }
 
-/// The layer whose weight a tied one uses.
+/// Returns the layer whose weight a tied one uses.
 pub fn owner(entries: &[Entry], at: usize) -> Option<usize> {
     entries[..at].iter().position(|entry| *entry == Entry::One(Shape::Linear))
 }
@@ -280,7 +280,7 @@ pub fn owner(entries: &[Entry], at: usize) -> Option<usize> {
 /// Calls of layers until one panics; below 0, none does.
 static FUSE: AtomicI64 = AtomicI64::new(-1);
 
-/// Lets the layer call of this number, from 0, panic.
+/// Makes the layer call with this number, from 0, panic.
 pub fn set_fuse(calls: i64) {
     FUSE.store(calls, Ordering::SeqCst);
 }
@@ -345,7 +345,7 @@ fn config(policy: Policy) -> BatchNormConfig {
     BatchNormConfig { policy, ..Default::default() }
 }
 
-/// Names and sizes of a layer's leaves, in the order in which [`forward`] takes them.
+/// Returns names and sizes of a layer's leaves, in the order that [`forward`] takes them.
 pub fn leaves(shape: Shape) -> Vec<(&'static str, Vec<i64>)> {
     let table = vec![TIME, WIDTH];
     let flat = vec![TIME * WIDTH];
@@ -372,7 +372,7 @@ pub fn leaves(shape: Shape) -> Vec<(&'static str, Vec<i64>)> {
     }
 }
 
-/// The layer on its leaves; those of the library, by libtorch's own operations.
+/// Runs the layer on its leaves; those of the library by libtorch's own operations.
 pub fn forward(shape: Shape, leaves: &[Tensor], x: &Tensor, train: bool) -> Tensor {
     let size = x.size();
     match shape {
@@ -409,7 +409,7 @@ pub fn forward(shape: Shape, leaves: &[Tensor], x: &Tensor, train: bool) -> Tens
         Shape::ZeroWidth => Tensor::cat(&[x.narrow(2, 0, 0), x.shallow_clone()], 2),
         Shape::Identity => x + 0.25,
         Shape::Folded => x.reshape([size[0], TIME * WIDTH]).reshape(&size[..]),
-        // Masks are drawn in the order of memory.
+        // Masks are drawn in memory order.
         Shape::Dropout => x.contiguous().dropout(0.3, train),
         Shape::Norm(_) | Shape::Tied => unreachable!("built apart"),
     }
@@ -427,7 +427,7 @@ pub fn join(x: &[Tensor], uses_both: bool) -> Tensor {
     if uses_both { &x[0] + &x[1] } else { x[0].shallow_clone() }
 }
 
-/// First values by name: of leaves, and of running statistics.
+/// Returns initial values by name: of leaves, and of running statistics.
 pub fn first_value(name: &str, size: &[i64]) -> Tensor {
     let seed: i64 = name.bytes().map(i64::from).sum();
     let value = crate::support::numbers(size, seed) * 0.7;
@@ -435,7 +435,7 @@ pub fn first_value(name: &str, size: &[i64]) -> Tensor {
     if positive { value.square() + 0.5 } else { value }
 }
 
-/// A mini-batch: what enters, what should leave, what each sample weighs, and its number.
+/// Mini-batch: inputs, targets, and each sample's weight and number.
 #[derive(Debug)]
 pub struct Samples {
     pub x: Tensor,
@@ -471,12 +471,12 @@ impl Samples {
     }
 }
 
-/// What a term is over.
+/// Denominator of a term.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Over {
     Samples,
     Weights,
-    /// The same, where the division is the library's.
+    /// Weights, with the division left to the library.
     Ratio,
     Nothing,
 }
@@ -489,7 +489,7 @@ pub fn terms() -> impl Strategy<Value = Terms> {
     prop::collection::vec((over, 1u8..8), 1..4)
 }
 
-/// The sum of the term of this number over the samples, and what it is to be divided by, for each way to count.
+/// Returns the sum of the term with this number over the samples, and its divisor, for each kind of denominator.
 pub fn term(number: usize, over: Over, out: &Tensor, target: &Target) -> (Tensor, Tensor) {
     let (y, weight, _) = target;
     let kind = out.kind();
@@ -502,13 +502,13 @@ pub fn term(number: usize, over: Over, out: &Tensor, target: &Target) -> (Tensor
     }
 }
 
-/// Targets of a head's classes, for each place of each sample.
+/// Returns target classes for a head, for each position of each sample.
 pub fn classes(target: &Target) -> Tensor {
     let time = Tensor::arange(TIME, (Kind::Int64, target.2.device()));
     (target.2.unsqueeze(1) * 7 + time).remainder(CLASSES)
 }
 
-/// A loss that needs all rows at once.
+/// Loss that needs all rows at once.
 pub fn whole_loss(out: &Tensor, temperature: Option<&Tensor>) -> Tensor {
     let rows = out.flatten(1, -1);
     let likeness = rows.matmul(&rows.tr());
@@ -522,12 +522,12 @@ pub fn whole_loss(out: &Tensor, temperature: Option<&Tensor>) -> Tensor {
 /// Variables by name.
 pub type Values = BTreeMap<String, Tensor>;
 
-/// Whether a variable is a running statistic.
+/// Returns whether a variable is a running statistic.
 pub fn is_statistic(name: &str) -> bool {
     name.contains("running_") || name.ends_with("num_batches_tracked")
 }
 
-/// Where the leaves of an entry are found by name.
+/// Returns the variable names of an entry's leaves.
 pub fn names(entries: &[Entry], at: usize) -> Vec<String> {
     let Entry::One(shape) = entries[at] else {
         return if entries[at] == Entry::Fork { vec![format!("l{at}.leaf")] } else { vec![] };

@@ -1,5 +1,5 @@
-//! The plain model: the whole mini-batch at once in f64, by libtorch's own operations and one backward, with
-//! an optimizer of a few lines.
+//! Plain model: the whole mini-batch at once in f64, by libtorch's own operations and one backward, with a
+//! minimal optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::model::{
 pub const MOMENTUM: f64 = 0.9;
 const EPSILON: f64 = 1e-5;
 
-/// Where a micro-batch's random numbers come from.
+/// Source of a micro-batch's random numbers.
 #[derive(Debug, Clone, Copy)]
 pub enum Draw {
     /// The default generator, as in a plain loop.
@@ -26,7 +26,8 @@ pub enum Draw {
     Layers(Draws),
 }
 
-/// Samples that an engine has run together; the first part's move statistics at once.
+/// Samples that an engine has run together. Only those of part 0 change statistics that update at every
+/// micro-batch.
 #[derive(Debug, Clone)]
 pub struct Piece {
     pub rows: Range<usize>,
@@ -34,27 +35,27 @@ pub struct Piece {
     pub part: usize,
 }
 
-/// What flows through the layers for one piece.
+/// Intermediate values of one piece.
 struct Flow {
     values: Vec<Tensor>,
     skips: BTreeMap<usize, Tensor>,
 }
 
-/// A mini-batch that was run and is not counted yet.
+/// Mini-batch that was run but not committed.
 pub struct Run {
     leaves: Values,
-    /// Each term's sum, and what it is divided by.
+    /// Sum and divisor of each term.
     sums: Vec<(Tensor, f64)>,
     pub outputs: Tensor,
     seen: Seen,
 }
 
-/// What each norm has seen: its inputs, with the part that they were of.
+/// Inputs of each norm, with their part.
 type Seen = BTreeMap<usize, Vec<(usize, Tensor)>>;
 
 pub struct Plain {
     model: Model,
-    /// Whether a head's cross-entropy is a further term.
+    /// True to add a head's cross-entropy as a further term.
     head: bool,
     entries: Vec<Entry>,
     device: Device,
@@ -112,7 +113,7 @@ impl Plain {
         self.values = sizes.into_iter().map(value).collect();
     }
 
-    /// Names of what can be trained.
+    /// Returns the names of trainable variables.
     pub fn trainable(&self) -> Vec<String> {
         self.values.keys().filter(|name| !is_statistic(name)).cloned().collect()
     }
@@ -125,7 +126,7 @@ impl Plain {
         self.values.iter().map(leaf).collect()
     }
 
-    /// Outputs of all pieces, in order.
+    /// Returns the outputs of all pieces, in order.
     fn outputs(
         &self,
         leaves: &Values,
@@ -240,7 +241,7 @@ impl Plain {
         }
     }
 
-    /// Runs a mini-batch in training, without counting it.
+    /// Runs a mini-batch in training, without committing it.
     pub fn run_batch(&self, samples: &Samples, pieces: &[Piece], terms: &Terms) -> Run {
         let leaves = self.fresh_leaves();
         let mut seen = Seen::new();
@@ -273,7 +274,7 @@ impl Plain {
         sums
     }
 
-    /// Counts these mini-batches as one step; gives its loss.
+    /// Commits these mini-batches as one step; returns its loss.
     pub fn commit(&mut self, runs: Vec<Run>, terms: &Terms) -> f64 {
         let divisor = |number: usize| {
             let all: f64 = runs.iter().map(|run| run.sums[number].1).sum();
@@ -300,7 +301,7 @@ impl Plain {
         loss
     }
 
-    /// A step on a loss of all outputs; gives loss, outputs, and the gradient of the temperature.
+    /// Runs a step on a loss of all outputs; returns loss, outputs, and the gradient of the temperature.
     pub fn whole(
         &mut self,
         samples: &Samples,
@@ -316,7 +317,7 @@ impl Plain {
         (loss.double_value(&[]), outputs.detach())
     }
 
-    /// The loss and outputs without training.
+    /// Returns the loss and outputs without training.
     pub fn evaluate(&self, samples: &Samples, terms: &Terms) -> (f64, Tensor) {
         let piece = Piece { rows: 0..samples.len(), draw: Draw::Loop, part: 0 };
         let leaves = self.fresh_leaves();
@@ -374,7 +375,7 @@ impl Plain {
         }
     }
 
-    /// A step of SGD with momentum.
+    /// Runs a step of SGD with momentum.
     pub fn update(&mut self) {
         let names: Vec<String> = self.gradients.keys().cloned().collect();
         for name in names.into_iter().filter(|name| !self.frozen.contains(name)) {
@@ -389,7 +390,7 @@ impl Plain {
         }
     }
 
-    /// Scales all gradients, those of frozen leaves too; gives the norm, or none where there is no gradient.
+    /// Scales all gradients, including those of frozen leaves; returns the norm, or none without gradients.
     pub fn clip(&mut self, max: f64) -> Option<f64> {
         let square = |gradient: &Tensor| gradient.square().sum(Kind::Double).double_value(&[]);
         let squares: Vec<f64> = self.gradients.values().map(square).collect();
@@ -402,12 +403,12 @@ impl Plain {
     }
 }
 
-/// What a term is multiplied with; a head's counts once.
+/// Returns the factor of a term; a head's is 1.
 fn factor(terms: &Terms, number: usize) -> f64 {
     terms.get(number).map_or(1.0, |(_, quarters)| f64::from(*quarters) * 0.25)
 }
 
-/// Mean and variance of each channel.
+/// Returns mean and variance of each channel.
 fn moments(x: &Tensor) -> [Tensor; 2] {
     let dims = [0i64, 2];
     let mean = x.mean_dim(dims.as_slice(), true, Kind::Double);

@@ -1,5 +1,5 @@
-//! The same over several ranks, each a process of its own: they draw the same cases, and each compares what it
-//! has with the plain model on the mini-batch of all.
+//! Differential tests over several ranks in separate processes: they draw the same cases, and each compares its
+//! results with the plain model on the whole mini-batch.
 
 use std::process;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::script::Counts;
 use crate::support::ranks::{Launcher, as_rank_or, text, told};
 use crate::{Turn, code, failure, number, quietly, shrunk, tree};
 
-/// A rank that waits for longer than this waits for ever.
+/// A rank that waits longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Starting ranks takes a second.
 const SHRINKS: usize = 60;
 const SENTENCE: &str = "differential: seed ";
 
-/// The cases that ranks are told to run: so many from a seed on, or one in a simpler form.
+/// Runs the cases given to the ranks: a range of seeds, or one case in a simpler form.
 #[allow(clippy::print_stderr, reason = "what a rank fails with is read from there")]
 fn run_as_rank(world: &World) {
     world.set_longest_wait(PATIENCE).expect("a world");
@@ -35,7 +35,7 @@ fn run_as_rank(world: &World) {
         let failed = quietly(|| failure(&tree.current(), world, &mut counts));
         if let Some(message) = failed {
             eprintln!("{SENTENCE}{seed} rank {}: {message}", world.rank());
-            // Not by a panic: the others wait for this rank, and mpirun ends them.
+            // Not by a panic: the other ranks wait for this one, and mpirun ends them.
             process::exit(1);
         }
     }
@@ -44,7 +44,7 @@ fn run_as_rank(world: &World) {
     }
 }
 
-/// What ranks that were told this fail with.
+/// Returns the output of ranks started with this word, or their failure.
 fn outcome(launcher: &Launcher, ranks: usize, count: u64, word: &str) -> Result<String, String> {
     let limit = Duration::from_secs(60 + count);
     let output = launcher.start(ranks, &[], word).wait(limit);

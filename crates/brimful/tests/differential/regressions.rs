@@ -11,7 +11,7 @@ use crate::script::Number::*;
 use crate::script::Op::*;
 use crate::script::{Call, Case};
 
-/// A list of one's own without recompute on three offloaded stages: graphs looked at weights that had left.
+/// Custom list without recompute on three offloaded stages: graphs referred to weights that had been evicted.
 fn offloaded_own_list() -> Case {
     Case {
         model: Model { input: Numbers, blocks: vec![One(Linear), One(Linear)] },
@@ -34,8 +34,8 @@ fn offloaded_own_list() -> Case {
     }
 }
 
-/// An exact BatchNorm of an offloaded stage: between its forward and its recompute, what it kept of its weights was
-/// another stage's.
+/// Exact BatchNorm of an offloaded stage: between its forward and its recompute, another stage had overwritten
+/// its saved weights.
 fn offloaded_exact_norm() -> Case {
     let exact = One(Norm(crate::model::Policy::Exact));
     Case {

@@ -1,4 +1,4 @@
-//! What is done to an engine and to the plain model, one operation after the other, and how they are compared.
+//! Script of operations on an engine and on the plain model, and their comparison.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,7 +23,7 @@ use crate::support::{Named, assert_near, copies, numbers, test_device};
 
 const RATE: f64 = 0.05;
 
-/// Numbers of the parameters.
+/// Dtype of the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Number {
     F64,
@@ -40,7 +40,8 @@ impl Number {
         }
     }
 
-    /// What results may differ by, relative to the largest of a tensor, and what counts as small.
+    /// Returns the tolerance of results, relative to the largest value of a tensor, and the threshold of small
+    /// values.
     fn bounds(self) -> (f64, f64) {
         match self {
             Self::F64 => (1e-10, 1e-2),
@@ -59,7 +60,7 @@ pub enum Op {
         samples: usize,
     },
     Commit,
-    /// A loss on all outputs, with a leaf of its own or without.
+    /// Loss on all outputs, with or without a leaf of its own.
     Whole {
         samples: usize,
         leaf: bool,
@@ -76,23 +77,23 @@ pub enum Op {
     Rate(u8),
     Freeze(u8),
     Unfreeze(u8),
-    /// Another value, by hand.
+    /// Sets another value by hand.
     Value(u8),
-    /// Half the gradient, by hand.
+    /// Scales a gradient by 0.5, by hand.
     Gradient(u8),
-    /// Saves, spoils everything, and loads.
+    /// Saves, overwrites everything, and loads.
     SaveAndLoad,
     Resize(Cut),
 }
 
-/// What goes wrong in a call.
+/// Fault injected into a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The loss of the micro-batch with this sample.
+    /// NaN loss of the micro-batch with this sample.
     Nan(u8),
-    /// The layer call of this number, from 0.
+    /// Panic in the layer call with this number, from 0.
     Panic(u8),
-    /// The allocation of this number, from 1, in one of the memories.
+    /// Failure of the allocation with this number, from 1, in one of the memories.
     Allocation { memory: u8, number: u16 },
 }
 
@@ -100,7 +101,7 @@ pub enum Fault {
 pub struct Call {
     pub op: Op,
     pub fault: Option<Fault>,
-    /// On which rank it goes wrong.
+    /// Rank with the fault.
     pub rank: u8,
 }
 
@@ -110,9 +111,9 @@ pub struct Case {
     pub engine: Engine,
     pub cut: Cut,
     pub number: Number,
-    /// Whether gradients that are not finite are refused too.
+    /// True to refuse non-finite gradients too.
     pub strict: bool,
-    /// Whether a head's cross-entropy is a further term, where the loss may have leaves.
+    /// True to add a head's cross-entropy as a further term, if the loss may have leaves.
     pub head: bool,
     pub terms: Terms,
     pub script: Vec<Call>,
@@ -171,7 +172,7 @@ pub fn case() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    /// The same where exact BatchNorms are those that the engine can have.
+    /// Adapts the case to its engine, for example by replacing exact BatchNorms that the engine cannot have.
     pub fn settled(mut self, world: &World) -> Self {
         let meets =
             matches!(self.engine, Engine::Pipeline { replicas: 1, .. }) && world.size() == 1;
@@ -183,7 +184,7 @@ impl Case {
             replace_shapes(&mut self.model.blocks, &deferred);
         }
         if self.number != Number::F64 {
-            // Over a few values that are nearly alike, a norm magnifies rounding without bounds.
+            // Over a few nearly equal values, a norm magnifies rounding without bounds.
             let by_values =
                 [Policy::Deferred, Policy::PerMicroBatch, Policy::Exact, Policy::Foreign];
             let steady = |shape: Shape| match shape {
@@ -195,27 +196,27 @@ impl Case {
         }
         self.head &= self.engine == Engine::Micro;
         if test_device() != Device::Cpu && self.model.draws() {
-            // A mask depends on the dtype there, and on which device draws it.
+            // On a GPU a mask depends on the dtype, and on the device that draws it.
             self.number = Number::F64;
             if matches!(self.engine, Engine::Replicas { .. }) {
                 self.engine = Engine::Replicas { count: 1 };
             }
         }
-        // A list of one's own is for one number of micro-batches.
+        // A custom list is for one number of micro-batches.
         let has_list = matches!(self.engine, Engine::Pipeline { own_list: Some(_), .. });
         if let (true, Cut::Fixed(count) | Cut::Count(count)) = (has_list, self.cut) {
             self.cut = Cut::Count(count.max(2));
         }
         if world.size() > 1 {
             self.engine = self.engine.over_ranks(self.model.layers().len(), world.size());
-            // What a rank does not know of the others' cut cannot be foretold.
+            // A rank does not know how the others cut, so the result cannot be predicted.
             let fixed = |cut: Cut| if cut.is_automatic() { Cut::Fixed(2) } else { cut };
             self.cut = fixed(self.cut);
             for call in &mut self.script {
                 if let Op::Resize(cut) = &mut call.op {
                     *cut = fixed(*cut);
                 }
-                // Until the commit, a mini-batch is each rank's own matter, and so is what it fails with.
+                // Until the commit, each rank handles its mini-batches and their failures alone.
                 if matches!(call.op, Op::Accumulate { .. } | Op::Backward { .. } | Op::Map { .. })
                     && self.engine == Engine::Micro
                 {
@@ -227,7 +228,7 @@ impl Case {
     }
 }
 
-/// Puts other layers in the places of layers.
+/// Replaces layers by others.
 fn replace_shapes(blocks: &mut [Block], other: &impl Fn(Shape) -> Shape) {
     for block in blocks {
         match block {
@@ -238,14 +239,14 @@ fn replace_shapes(blocks: &mut [Block], other: &impl Fn(Shape) -> Shape) {
     }
 }
 
-/// The parts of a mini-batch, the last of them empty where there are too few samples.
+/// Returns the parts of a mini-batch, the last ones empty if there are too few samples.
 pub fn dealt(samples: usize, parts: usize) -> Vec<Range<usize>> {
     let mut all = split::by_count(samples, parts).expect("samples");
     all.resize(parts, samples..samples);
     all
 }
 
-/// How often what happened, by name.
+/// Counts of events, by name.
 #[derive(Debug, Default)]
 pub struct Counts {
     pub done: BTreeMap<String, usize>,
@@ -259,7 +260,7 @@ impl Counts {
     }
 }
 
-/// Where the default generators stand.
+/// States of the default generators.
 struct Generators(Vec<(Device, GeneratorState)>);
 
 impl Generators {
@@ -276,7 +277,7 @@ impl Generators {
         }
     }
 
-    /// What is drawn next, which stays to be drawn.
+    /// Returns the next random numbers without consuming them.
     fn peek() -> Tensor {
         let now = Self::now();
         let drawn = Tensor::rand([4], (Kind::Double, Device::Cpu));
@@ -291,16 +292,16 @@ struct Duel<'a> {
     cut: Cut,
     subject: Box<dyn Subject>,
     plain: Plain,
-    /// Mini-batches that wait for their commit.
+    /// Uncommitted mini-batches.
     window: Vec<Run>,
-    /// Where the generators stood before the first of them.
+    /// States of the generators before the first of them.
     before_window: Option<Generators>,
     rank: usize,
     ranks: usize,
     batches: i64,
 }
 
-/// Runs a case; a difference is a panic.
+/// Runs a case; panics at a difference.
 pub fn run(case: &Case, world: &World, counts: &mut Counts) {
     tch::manual_seed(7);
     let setup = Setup {
@@ -336,13 +337,13 @@ pub fn run(case: &Case, world: &World, counts: &mut Counts) {
     }
 }
 
-/// The first words of an error, without its numbers.
+/// Returns the first words of an error, without its numbers.
 fn brief(error: &Error) -> String {
     let text: String = error.to_string().chars().filter(|c| !c.is_ascii_digit()).collect();
     text.chars().take(70).collect()
 }
 
-/// How a call ended.
+/// Outcome of a call.
 enum Ended<T> {
     Well(T),
     Refused(Error),
@@ -364,13 +365,13 @@ impl Duel<'_> {
         tch::manual_seed(11);
     }
 
-    /// Takes the engine's own numbers over, where they are coarser than the plain model's.
+    /// Adopts the engine's values if they are less precise than the plain model's.
     fn resync(&mut self) {
         let sees_all = self.ranks == 1 || self.subject.parts() > 1;
         if self.case.number == Number::F64 || !sees_all || !self.window.is_empty() {
             return;
         }
-        // Those of offloaded stages are on the host.
+        // Values of offloaded stages are on the host.
         let wide = |(name, value): (String, Tensor)| {
             (name, value.detach().to_device(test_device()).to_kind(Kind::Double).copy())
         };
@@ -397,7 +398,7 @@ impl Duel<'_> {
         Samples::new(&self.case.model, samples, self.batches * 100, self.case.number.kind())
     }
 
-    /// Runs one operation with its fault; says whether the two can still be compared.
+    /// Runs one operation with its fault; returns whether the two can still be compared.
     fn call(&mut self, number: usize, call: &Call, counts: &mut Counts) -> bool {
         let op = self.fitting(&call.op);
         let fault = call.fault.filter(|_| self.ranks == 1 || !matches!(op, Op::Accumulate { .. }));
@@ -440,11 +441,11 @@ impl Duel<'_> {
         true
     }
 
-    /// A step that cannot be taken now, as one that can.
+    /// Replaces an operation that is not possible now by one that is.
     fn fitting(&self, op: &Op) -> Op {
         let open = !self.window.is_empty();
         let apart = self.ranks > 1 && self.case.engine == Engine::Micro;
-        // Each rank draws for itself until the commit.
+        // Each rank draws its own numbers until the commit.
         let unknown_draws = apart && self.case.model.draws();
         let unknown_cut = self.cut.is_automatic() && self.case.model.shows_cut() || unknown_draws;
         let follows = self.subject.follows();
@@ -458,7 +459,7 @@ impl Duel<'_> {
             Op::Whole { .. } | Op::Freeze(_) | Op::Unfreeze(_) | Op::Resize(_) if open => {
                 Op::Commit
             }
-            // Statistics that move at once have moved before the commit.
+            // Statistics that change at every micro-batch have changed before the commit.
             Op::Evaluate { .. } | Op::Map { .. } if open && self.case.model.moves_at_once() => {
                 Op::Commit
             }
@@ -538,7 +539,7 @@ impl Duel<'_> {
         }
     }
 
-    /// Operations that run no model.
+    /// Runs an operation that does not run the model.
     fn run_change(&mut self, op: &Op, what: &str) -> Ended<()> {
         let pick = |which: u8, names: &[String]| names[usize::from(which) % names.len()].clone();
         let names = self.plain.trainable();
@@ -711,21 +712,21 @@ impl Duel<'_> {
         self.then(done, |_, ()| ())
     }
 
-    /// The seed that a step of the engine has drawn, drawn once more.
+    /// Returns whether the step draws random numbers.
     fn drawn(&self, _what: &str) -> bool {
         self.case.model.draws() || self.subject.is_seeded()
     }
 
-    /// What is drawn next is what a plain loop, or a step that has drawn its seed, would draw next.
+    /// Checks that the next random numbers are those after a plain loop, or after a step that has drawn its seed.
     fn same_draws(&self, what: &str, after: &Tensor, _drawn: bool) {
-        // Of engines with seeds the plain model has seeded the default generator itself.
+        // For engines with seeds, the plain model has seeded the default generator itself.
         if !self.subject.is_seeded() && test_device() == Device::Cpu {
             assert_eq!(*after, Generators::peek(), "{what}: random numbers");
         }
     }
 
-    /// How the engine has cut a mini-batch, and what it drew from. The default generator stands where the
-    /// engine found it.
+    /// Returns how the engine has cut a mini-batch, and its random numbers. The default generator is in the state
+    /// in which the engine found it.
     fn pieces(&self, samples: usize, told: Option<&Told>, what: &str) -> Vec<Piece> {
         let seed = self.subject.is_seeded().then(|| {
             let before = Generators::now();
@@ -772,7 +773,7 @@ impl Duel<'_> {
                 });
                 all.copied().collect()
             }
-            // The cut does not show.
+            // The micro-batch size does not affect the results.
             (_, None) => vec![rows.len()],
         };
         let mut start = rows.start;
@@ -783,7 +784,7 @@ impl Duel<'_> {
         lengths.into_iter().map(range).collect()
     }
 
-    /// Everything that a call may change.
+    /// Returns everything that a call may change.
     fn state(&self) -> Named {
         let mut all = copies(&self.subject.variables());
         let gradients = copies(&self.subject.gradients()).into_iter();
@@ -791,7 +792,7 @@ impl Duel<'_> {
         all
     }
 
-    /// A call that failed has changed nothing; a commit forgets its window.
+    /// Checks that a failed call has changed nothing; a commit drops its window.
     fn unchanged(&mut self, what: &str, before: &Named, drawn: &Tensor, op: &Op, error: &str) {
         let what = format!("{what}, which failed ({error})");
         if *op == Op::Commit {
@@ -809,7 +810,7 @@ impl Duel<'_> {
         assert_eq!(names(before), names(&after), "{what}");
         for ((name, before), (_, after)) in before.iter().zip(&after) {
             let window = is_statistic(name) && *op == Op::Commit;
-            // Statistics that move at once moved with the window's first mini-batch.
+            // Statistics that change at every micro-batch changed with the window's first mini-batch.
             assert!(window || before.equal(after), "{what}: {name} has changed");
         }
         if *op == Op::Commit {
@@ -817,7 +818,7 @@ impl Duel<'_> {
         }
     }
 
-    /// Values and gradients are the plain model's.
+    /// Checks that values and gradients are the plain model's.
     fn compare(&mut self, what: &str) {
         let open = !self.window.is_empty();
         let at_once =
@@ -879,7 +880,7 @@ fn lengths(ranges: Result<Vec<Range<usize>>, split::SplitError>) -> Vec<usize> {
     ranges.expect("a cut").iter().map(ExactSizeIterator::len).collect()
 }
 
-/// The terms as a micro-batch tells them.
+/// Returns the terms of a micro-batch's loss.
 fn loss_of(terms: &Terms, out: &Tensor, target: &Target) -> Loss {
     let one = |(number, (over, factor)): (usize, &(Over, u8))| {
         let (sum, count) = crate::model::term(number, *over, out, target);
@@ -899,7 +900,7 @@ fn head_loss(out: &Tensor, head: &Tensor, target: &Target) -> Loss {
     linear_cross_entropy(out, head, None, &classes, Default::default()).expect("a loss")
 }
 
-/// How a call ends.
+/// Runs a call and returns its outcome.
 fn ended<T>(call: impl FnOnce() -> brimful::Result<T>) -> Ended<T> {
     match panic::catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => Ended::Well(value),

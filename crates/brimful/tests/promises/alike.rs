@@ -1,5 +1,4 @@
-//! Behaviours that once were one kind's alone: automatic sizes, their warnings, reserved and remembered
-//! memory are the same everywhere.
+//! Behaviour that all kinds of engines share: automatic sizes, their warnings, reserved and remembered memory.
 
 use std::sync::Arc;
 
@@ -15,7 +14,7 @@ use crate::kinds::{Drawing, Engine, LossFn, Make, Setup};
 use crate::plain::{MEAN, NORMED, engine, engine_of, samples, state};
 use crate::support::{assert_same, logged};
 
-/// With parameters that weigh something: about 100 KB, and twice as much for Adam's state.
+/// Layers with about 100 KB of parameters, and twice that for Adam's state.
 fn heavy(_: BatchNormPolicy) -> Layers {
     Layers::new()
         .add("in", |p| nn::linear(p, 4, 80, Default::default()))
@@ -26,9 +25,9 @@ fn heavy(_: BatchNormPolicy) -> Layers {
         .add("out", |p| nn::linear(p, 80, 3, Default::default()))
 }
 
-/// What Adam keeps for the heavier half of these layers: two numbers of eight bytes a parameter.
+/// Adam's state of the heavier part of these layers: two numbers of eight bytes per parameter.
 const STATE: u64 = 80 * 80 * 16;
-/// Room for the gradients, Adam's state and some samples, but not for all.
+/// Enough for the gradients, Adam's state and some samples, but not for all.
 const LIMIT: u64 = 700 << 10;
 const MANY: i64 = 1000;
 
@@ -38,7 +37,7 @@ fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn
     make(&Setup { limit: Some(limit), reserve, ..setup })
 }
 
-/// The size that a step has come to.
+/// Returns the final size of a step.
 fn size(step: &Step) -> usize {
     step.decisions.last().expect("a size").size
 }
@@ -54,13 +53,13 @@ pub fn memory_is_kept_for_an_optimizer(make: Make, world: &World) {
     let about = engine.about();
     let (name, state) = (about.name, if about.is_at_home { 0 } else { STATE });
     assert!(with + state <= without, "{name}: {with} bytes to plan with, {without} without Adam");
-    // One device finds its size in one step; others may still look for it.
+    // One device finds its size in one step; others may still be searching.
     if about.drawing == Drawing::AsPlainLoop {
         assert!(smaller < larger, "{name}: {smaller} and {larger} samples");
     }
 }
 
-/// A failed step has made no optimizer's state either.
+/// A failed step does not create the optimizer's state either.
 pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
     let batch = samples(MANY, 10);
     let gives_up: LossFn = Arc::new(|_, _| Err("no more".to_owned()));
@@ -94,7 +93,7 @@ pub fn sizes_are_remembered(make: Make, world: &World) {
     let mut engine = start(LIMIT);
     let name = engine.about().name;
     let run = |engine: &mut dyn Engine| engine.backward(&batch, &MEAN.loss()).expect("a step");
-    // Until it looks no further: a pipeline tries ever larger sizes for some steps.
+    // Until the search ends: a pipeline tries larger sizes for some steps.
     let found = (0..10).map(|_| size(&run(&mut *engine))).last();
     drop(engine);
     let step = run(&mut *start(LIMIT));
@@ -106,7 +105,7 @@ pub fn sizes_are_remembered(make: Make, world: &World) {
     assert!(!why.contains(&Why::Remembered), "{name}, in another memory: {why:?}");
 }
 
-/// What gradients need is no sample's need. Where not even they fit, all is as before.
+/// The memory of gradients does not count per sample. If not even the gradients fit, nothing changes.
 pub fn what_cannot_fit_is_refused(make: Make, world: &World) {
     let mut engine = heavy_engine(make, world, LIMIT, false);
     let name = engine.about().name;
@@ -128,7 +127,7 @@ pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
         let _held = Tensor::empty([out.size()[0] << 20], (Kind::Uint8, Device::Cpu));
         Ok((MEAN.micro)(out, target))
     });
-    // Of a small mini-batch, small parts are tried first, however much fits.
+    // A small mini-batch is first tried in small parts, however much fits.
     for (count, limit, expected) in [(64, 5 << 20, 1), (64, 200 << 20, 0), (4, 200 << 20, 0)] {
         let setup = Setup::new(NORMED.layers, Size::Largest, world);
         let mut engine = engine_of(make, &Setup { limit: Some(limit), ..setup }, NORMED);
@@ -157,15 +156,15 @@ pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
             engine.backward(&samples(20, 10), &hiding).expect("it goes on");
         }
     });
-    // Of a pipeline over ranks, the rank that has the last stage sees it.
+    // In a pipeline over ranks, only the rank with the last stage sees it.
     let sees = engine.about().arenas.iter().any(|arena| Arena::refusals(arena) > 0);
     let warned = log.matches("let it pass out-of-memory on").count();
     assert_eq!(warned, usize::from(sees), "{}: {log}", engine.about().name);
     assert!(sees || world.size() > 1, "{}", engine.about().name);
 }
 
-/// Of the first rank's first micro-batch, in windows too, in which ranks have other numbers of
-/// mini-batches.
+/// The term of the first rank's first micro-batch counts, also in windows in which ranks have different numbers
+/// of mini-batches.
 pub fn what_counts_once_counts_once(make: Make, world: &World) {
     let once: LossFn = Arc::new(|out, _| {
         let one = out.sum(Kind::Double) * 0.0 + 1.0;

@@ -1,5 +1,5 @@
-//! Atomic: a call in which anything fails leaves values, gradients, statistics and random state as they
-//! were, to the last bit, and the next one is the undisturbed one.
+//! Atomic: a call with any failure leaves values, gradients, statistics and random state unchanged to the last
+//! bit, and the next call is unaffected.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::plain::{DROPPED, OF_ALL, SEED, SEVERAL, engine, reset, samples, state
 use crate::support::{Named, assert_same};
 
 const SIZE: Size = Size::Fixed(3);
-/// Of ranks, which take longer, only one in so many allocations fails.
+/// Stride between failing allocations over ranks, where each run takes longer.
 const STRIDE_OVER_RANKS: u64 = 19;
 
 fn first() -> Samples {
@@ -24,32 +24,32 @@ fn second() -> Samples {
     samples(7, 20)
 }
 
-/// An engine as every call finds it.
+/// Returns an engine in the state that every call starts from.
 fn started(make: Make, world: &World) -> Box<dyn Engine> {
     let mut engine = engine(make, DROPPED, SIZE, world);
     restart(&mut *engine);
     engine
 }
 
-/// The first values, and the gradients and statistics of an earlier step.
+/// Restores the initial values, and the gradients and statistics of an earlier step.
 fn restart(engine: &mut dyn Engine) {
     reset(engine, DROPPED);
     engine.backward(&second(), &SEVERAL.loss()).expect("an earlier step");
     tch::manual_seed(SEED);
 }
 
-/// A call that may fail at any time.
+/// Call that may fail at any time.
 struct Call {
     name: &'static str,
-    /// What comes before it once.
+    /// Preparation that runs once.
     before: fn(&mut dyn Engine) -> Result<()>,
-    /// What comes before every try, and is lost with it.
+    /// Preparation of every attempt, which is lost with it.
     each: fn(&mut dyn Engine) -> Result<()>,
     run: fn(&mut dyn Engine) -> Result<()>,
-    /// What comes after the first success.
+    /// Work after the first success.
     after: fn(&mut dyn Engine) -> Result<()>,
     applies: fn(&dyn Engine) -> bool,
-    /// Every so manieth allocation fails.
+    /// Stride between failing allocations.
     stride: u64,
 }
 
@@ -83,7 +83,7 @@ const CALLS: [Call; 5] = [
         before: |engine| engine.accumulate(&first(), &SEVERAL.loss()),
         run: |engine| engine.accumulate(&second(), &SEVERAL.loss()),
         after: |engine| engine.commit().map(drop),
-        // A rank that fails by itself is one device that fails.
+        // A rank that fails on its own is one device that fails.
         applies: |engine| !engine.about().accumulates_apart,
         stride: 3,
         ..BACKWARD
@@ -114,7 +114,7 @@ pub fn holds_for_memory(make: Make, world: &World) {
     }
 }
 
-/// What the call leaves when nothing goes wrong.
+/// Returns the state after the undisturbed call.
 fn undisturbed(make: Make, world: &World, call: &Call) -> Named {
     let mut engine = started(make, world);
     for part in [call.before, call.each, call.run, call.after] {
@@ -153,13 +153,13 @@ fn every_allocation(
         failures += 1;
     }
     let what = format!("{}, {}, after {failures} failures", engine.about().name, call.name);
-    // Not every memory has something to do in a commit.
+    // Some memories have nothing to do in a commit.
     assert!(failures > 0 || call.name == "commit", "{what}");
     (call.after)(&mut *engine).expect(&what);
     assert_same(&what, expected, &state(&*engine));
 }
 
-/// What a closure does wrong with the micro-batch that has this sample.
+/// Fault of a closure, in the micro-batch with a given sample.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Error,
@@ -197,7 +197,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
             assert_same(&what, &expected, &state(&*engine));
         }
     }
-    // One that fails in a window is as if it had not been given.
+    // A mini-batch that fails within a window has no effect.
     let expected = undisturbed(make, world, &CALLS[3]);
     for fault in [Fault::Error, Fault::Panic] {
         let what = format!("{}, {fault:?} in a window", engine.about().name);
@@ -221,7 +221,7 @@ pub fn holds_for_closures(make: Make, world: &World) {
     }
 }
 
-/// What a call that must fail says, be it by an error or by a panic.
+/// Returns the message of a call that must fail, by an error or by a panic.
 fn ended(call: impl FnOnce() -> Result<()>) -> String {
     match panic::catch_unwind(AssertUnwindSafe(call)) {
         Ok(ended) => ended.expect_err("it fails").to_string(),

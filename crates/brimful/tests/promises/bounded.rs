@@ -1,4 +1,4 @@
-//! Bounded: at a given micro-batch size, a longer mini-batch needs no more memory.
+//! Bounded: at a fixed micro-batch size, a longer mini-batch needs no more memory.
 
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Layers, Size, World};
@@ -7,16 +7,16 @@ use tch::nn;
 use crate::kinds::{Make, Setup};
 use crate::plain::{MEAN, samples};
 
-/// Wide enough for what a micro-batch keeps to be most of what is in use.
+/// Wide enough that a micro-batch's activations dominate the memory.
 const WIDTH: i64 = 128;
-/// Micro-batches of a short mini-batch: more than a pipeline of two stages keeps at one moment.
+/// Micro-batches of a short mini-batch: more than a pipeline of two stages holds at a time.
 const FEW: i64 = 8;
 const SIZE: i64 = 8;
-/// Of each memory, beside the model: more than a kind needs that does not keep the whole mini-batch.
+/// Limit of each memory, beside the model: sufficient for engines that do not keep the whole mini-batch.
 const LIMIT: u64 = 900 << 10;
-/// Of that, what deferred statistics have their rows in, 65,536 numbers of f64: exact ones have none.
+/// Part of it for the rows of deferred statistics, 65,536 numbers of f64; exact BatchNorms have none.
 const ROWS: u64 = 512 << 10;
-/// A gradient more or less may be under way between stages. Without a bound it would be 8.
+/// Allows one gradient more or less in flight between stages. Without a bound the ratio would be 8.
 const MOST: f64 = 1.3;
 
 fn wide(policy: BatchNormPolicy) -> Layers {
@@ -36,7 +36,7 @@ pub fn holds(make: Make, world: &World) {
         if engine.about().is_exact {
             engine = within(LIMIT - ROWS);
         }
-        // What is dealt out to several leaves each of them so many.
+        // Each part of a mini-batch has this many micro-batches.
         let batch = samples(micro_batches * SIZE * engine.about().dealt(100).len() as i64, 10);
         engine.backward(&batch, &MEAN.loss()).expect("a first step, which makes the gradients");
         let step = engine.backward(&batch, &MEAN.loss()).expect("a step");

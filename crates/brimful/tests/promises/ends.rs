@@ -1,4 +1,4 @@
-//! No hang: what fails in one part ends the call, and threads end with their engine.
+//! No hang: a failure in one part ends the call, and threads end with their engine.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Every kind of engine, as the promises see it. A new kind implements [`Engine`], and gets a line in
-//! [`HERE`] or [`OVER_RANKS`].
+//! All kinds of engines behind one interface. A new kind implements [`Engine`] and is added to [`HERE`] or
+//! [`OVER_RANKS`].
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -19,19 +19,19 @@ use tch::{Device, Kind, Tensor};
 
 use crate::support::{Named, clear, copies, gradients, set_values, variables};
 
-/// What a sample should come to, its tokens, and its number in the mini-batch.
+/// Targets of samples, their tokens, and their numbers in the mini-batch.
 pub type Target = (Tensor, Tensor, Tensor);
 
 /// Inputs and targets.
 pub type Samples = (Tensor, Target);
 
-/// A loss of a micro-batch's outputs.
+/// Loss of a micro-batch's outputs.
 pub type LossFn = Arc<dyn Fn(&Tensor, &Target) -> std::result::Result<Loss, String> + Send + Sync>;
 
-/// A loss of all outputs.
+/// Loss of all outputs.
 pub type WholeLoss = fn(&Tensor) -> Tensor;
 
-/// What a step on all outputs says.
+/// Report of a step on all outputs.
 pub struct WholeStep {
     pub loss: f64,
     pub terms: Vec<f64>,
@@ -46,26 +46,26 @@ impl WholeStep {
     }
 }
 
-/// Makes an engine as it is asked for.
+/// Constructor of an engine.
 pub type Make = fn(&Setup) -> Box<dyn Engine>;
 
-/// The kinds that need one process.
+/// Kinds that need one process.
 pub const HERE: &[Make] =
     &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline, exact];
 
-/// The kinds that are spread over ranks.
+/// Kinds that can be spread over ranks.
 pub const OVER_RANKS: &[Make] = &[one_device, pipeline, split_pipeline];
 
-/// Layers with BatchNorms of this policy.
+/// Constructor of layers with BatchNorms of this policy.
 pub type MakeLayers = fn(BatchNormPolicy) -> Layers;
 
-/// What an engine is made of.
+/// Settings of an engine.
 pub struct Setup {
     pub layers: MakeLayers,
     pub size: Size,
-    /// Bytes of each memory beside what the model takes.
+    /// Bytes of each memory beside the model.
     pub limit: Option<u64>,
-    /// Whose state memory is kept for.
+    /// Optimizer whose state memory is reserved for.
     pub reserve: Option<Method>,
     pub remember: Option<PathBuf>,
     pub world: World,
@@ -77,48 +77,48 @@ impl Setup {
         Self { layers, size, limit: None, reserve: None, remember: None, world }
     }
 
-    /// The layers as every kind but one takes them.
+    /// Returns the layers for every kind but the exact one.
     fn usual_layers(&self) -> Layers {
         (self.layers)(BatchNormPolicy::Deferred)
     }
 }
 
-/// Where the random numbers of a step come from, so that a plain model can draw the same.
+/// Source of a step's random numbers, so that a plain model can draw the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drawing {
     /// The default generator.
     AsPlainLoop,
-    /// A seed for each part and micro-batch of it.
+    /// A seed for each part and micro-batch.
     ByPart,
     /// A seed for each micro-batch of all parts and each layer.
     ByLayer,
 }
 
-/// What the promises go by.
+/// Properties of an engine that the tests depend on.
 pub struct About {
     pub name: &'static str,
-    /// This process's memories.
+    /// Memories of this process.
     pub arenas: Vec<Arena>,
-    /// How many threads it has.
+    /// Number of its threads.
     pub threads: usize,
-    /// How many parts a mini-batch is dealt out in, over all ranks.
+    /// Number of parts of a mini-batch, over all ranks.
     parts: usize,
-    /// Which of the parts are this process's.
+    /// Parts of this process.
     pub own: Range<usize>,
     pub size: Size,
     pub drawing: Drawing,
-    /// Whether a mini-batch of a window is each rank's own matter until the commit.
+    /// True if each rank handles a window's mini-batches alone until the commit.
     pub accumulates_apart: bool,
-    /// Whether an optimizer's state is on the host, and takes nothing of the memories.
+    /// True if an optimizer's state is on the host, and takes no memory of the engine's.
     pub is_at_home: bool,
-    /// Whether the whole mini-batch normalises, whatever its cut.
+    /// True if the statistics of the whole mini-batch normalise, whatever the micro-batch size.
     pub is_exact: bool,
-    /// Whether it can have a loss of all outputs.
+    /// True if it supports a loss of all outputs.
     pub has_whole: bool,
 }
 
 impl About {
-    /// Of an engine in one process, with a thread for each memory.
+    /// Describes an engine in one process, with a thread for each memory.
     fn new(
         name: &'static str,
         memories: usize,
@@ -142,7 +142,7 @@ impl About {
         }
     }
 
-    /// The parts of a mini-batch, the last of them empty where there are too few samples.
+    /// Returns the parts of a mini-batch, the last ones empty if there are too few samples.
     pub fn dealt(&self, samples: usize) -> Vec<Range<usize>> {
         let mut all = split::by_count(samples, self.parts).expect("samples");
         all.resize(self.parts, samples..samples);
@@ -153,7 +153,7 @@ impl About {
         self.arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()))
     }
 
-    /// The model itself is there already.
+    /// Limits each memory; the model itself is allocated already.
     fn limit(&self, setup: &Setup) {
         for arena in &self.arenas {
             arena.set_limit(setup.limit.map(|bytes| arena.current() + bytes)).expect("a limit");
@@ -161,25 +161,25 @@ impl About {
     }
 }
 
-/// An engine with its model. Mini-batches are given whole; who has a part of them takes it.
+/// Engine with its model. Mini-batches are passed whole; each rank takes its part.
 pub trait Engine {
     fn about(&self) -> &About;
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step>;
     fn backward_whole(&mut self, batch: &Samples, loss: WholeLoss) -> Result<WholeStep>;
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<()>;
     fn commit(&mut self) -> Result<Step>;
-    /// The loss, and the outputs of this process's parts.
+    /// Returns the loss, and the outputs of this process's parts.
     fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step<Tensor>>;
 
-    /// All variables by name; over ranks, those that this rank can see.
+    /// Returns all variables by name; over ranks, those visible to this rank.
     fn variables(&self) -> Named;
-    /// Those of the gradients that are there.
+    /// Returns the gradients that exist.
     fn gradients(&self) -> Named;
     fn set_variables(&mut self, values: &Named);
     fn zero_grad(&mut self);
 }
 
-/// These rows of a mini-batch.
+/// Returns these rows of a mini-batch.
 pub fn rows((x, (y, tokens, number)): &Samples, range: &Range<usize>) -> Samples {
     let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
     (rows(x), (rows(y), rows(tokens), rows(number)))
@@ -299,14 +299,14 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     let build =
         move |root: &tch::nn::Path| layers(BatchNormPolicy::Deferred).build(root).expect("built");
     let replicas = Replicas::new(about.devices(), setup.size, build).expect("replicas");
-    // What is measured would cut mini-batches otherwise each time.
+    // Measured speeds would vary the parts from run to run.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
     let mut replicas = match setup.reserve {
         Some(reserve) => replicas.reserve(reserve),
         None => replicas,
     };
-    // The second takes over the first one's numbers, and their kind, before it runs.
+    // The second replica copies the first one's values, and their dtype, before it runs.
     let x = Tensor::zeros([2, 4], (Kind::Double, Device::Cpu));
     let _outputs =
         replicas.map(&x, |model, x: Tensor| model.forward_t(&x, false)).expect("outputs");
@@ -371,7 +371,7 @@ impl Engine for Replicated {
     }
 }
 
-/// A pipeline of two stages, in one process or with one of them in each rank; or two such pipelines.
+/// Pipeline of two stages, in one process or with a stage in each rank; or two such pipelines.
 struct Piped {
     pipe: Pipeline,
     about: About,
@@ -388,13 +388,13 @@ pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, Pipeline::builder(setup.usual_layers()), about)
 }
 
-/// With backwards in two halves.
+/// Pipeline with split backwards.
 pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
     let builder = Pipeline::builder(setup.usual_layers()).schedule(Schedule::ZeroBubbleH1);
     piped(setup, builder, about_piped("a split pipeline", 2 / setup.world.size(), setup))
 }
 
-/// One device, and every stage at home on the host.
+/// One device, with all stages offloaded.
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
     let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).homes(Homes::Host);
@@ -402,7 +402,7 @@ pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, builder, about)
 }
 
-/// One device, on which all micro-batches meet at every BatchNorm.
+/// One device, with a barrier across micro-batches at every BatchNorm.
 pub fn exact(setup: &Setup) -> Box<dyn Engine> {
     let name = "a pipeline with exact BatchNorms";
     let about = About { is_exact: true, ..about_piped(name, 1, setup) };

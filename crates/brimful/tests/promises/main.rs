@@ -1,5 +1,5 @@
-//! What this library promises, for every kind of engine: one suite, which a new kind runs through by
-//! implementing [`kinds::Engine`] and a line in [`kinds::HERE`] or [`kinds::OVER_RANKS`].
+//! Guarantees of the library for every kind of engine, as one suite. A new kind joins by implementing
+//! [`kinds::Engine`] and a line in [`kinds::HERE`] or [`kinds::OVER_RANKS`].
 
 mod alike;
 mod atomic;
@@ -15,13 +15,13 @@ mod transparent;
 use brimful::World;
 use kinds::{HERE, Make};
 
-/// Checks a promise for all kinds that need one process.
+/// Checks a guarantee for all kinds that need one process.
 fn here(holds: fn(Make, &World)) {
     let _turn = support::alone();
     HERE.iter().for_each(|make| holds(*make, &World::alone()));
 }
 
-/// The same for those that are spread over ranks.
+/// Checks a guarantee for the kinds that can be spread over ranks.
 #[cfg(feature = "mpi")]
 fn over_ranks(holds: fn(Make, &World)) {
     support::ranks::in_ranks(2, |world| {
@@ -29,7 +29,7 @@ fn over_ranks(holds: fn(Make, &World)) {
     });
 }
 
-/// A test of each for one process, and one over ranks.
+/// Generates a test for one process, and one over ranks.
 macro_rules! promises {
     ($($name:ident: $holds:path,)*) => {
         mod in_one_process {

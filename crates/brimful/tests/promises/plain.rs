@@ -1,5 +1,4 @@
-//! What engines are compared with: small models, samples, losses, and the plain model on all of a
-//! mini-batch.
+//! References for engines: small models, samples, losses, and the plain model on the whole mini-batch.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -16,10 +15,10 @@ use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Ta
 use crate::support::pipeline_cases::linear;
 use crate::support::{Named, clear, copies, gradients, numbers, variables};
 
-/// What the generator is given before every step that is compared.
+/// Seed of the generator before every compared step.
 pub const SEED: i64 = 5;
 
-/// A model, and whether the cut into micro-batches shows in its results.
+/// Model, and whether the micro-batch size affects its results.
 #[derive(Clone, Copy)]
 pub struct Net {
     pub name: &'static str,
@@ -27,7 +26,7 @@ pub struct Net {
     pub shows_cut: bool,
 }
 
-/// Samples do not know of each other.
+/// Samples do not influence each other.
 pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
 /// With BatchNorm.
 pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
@@ -39,11 +38,11 @@ fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
 }
 
 thread_local! {
-    /// The pieces of a mini-batch that is run whole, and what each draws; none elsewhere.
+    /// Pieces of a mini-batch that runs whole, and the random numbers of each; otherwise empty.
     static PIECES: RefCell<Vec<(i64, Draws)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Dropout, the layer at this position. Each piece of a whole mini-batch draws what it would by itself.
+/// Dropout, the layer at this position. Each piece of a whole mini-batch draws its own numbers.
 fn drop_at(position: usize) -> impl Fn(&Tensor, bool) -> Tensor + Send + Sync {
     move |x, train| {
         let pieces = PIECES.with_borrow(Vec::clone);
@@ -93,7 +92,7 @@ pub fn samples(count: i64, seed: i64) -> Samples {
     (numbers(&[count, 4], seed), (numbers(&[count, 3], seed + 1), tokens, number))
 }
 
-/// A loss, as terms of the full batch and as a sum over micro-batches.
+/// Loss, as terms of the full batch and as a sum over micro-batches.
 pub struct Case {
     pub name: &'static str,
     pub full: fn(&Tensor, &Target) -> Vec<Tensor>,
@@ -120,7 +119,7 @@ fn squares(out: &Tensor) -> Tensor {
     out.square().sum(Kind::Double)
 }
 
-/// A term that counts once: what the first micro-batch says of its first sample, the full batch says too.
+/// Term that counts once: that of the first micro-batch's first sample equals the full batch's.
 fn of_first(out: &Tensor) -> Tensor {
     out.select(0, 0).sin().sum(Kind::Double)
 }
@@ -176,7 +175,7 @@ pub const CASES: [Case; 4] = [
 pub const OF_ALL: WholeLoss =
     |out| out.matmul(&out.tr()).logsumexp([1_i64], false).sum(Kind::Double);
 
-/// The plain model, with the values that every engine is given.
+/// Plain model, with the values that every engine gets.
 pub struct Plain {
     pub store: VarStore,
     pub model: Model,
@@ -201,7 +200,7 @@ impl Plain {
         }
     }
 
-    /// As at first.
+    /// Restores the initial state.
     pub fn reset(&self) {
         self.set_first_values();
         clear(&self.store);
@@ -215,10 +214,10 @@ impl Plain {
         gradients(&self.store)
     }
 
-    /// The terms and gradients of these mini-batches as one, cut as the engine cuts each of them.
+    /// Returns the terms and gradients of these mini-batches as one, each cut as the engine cuts it.
     ///
-    /// To the batcher it is one micro-batch: nothing of how sums are kept is shared with what it is
-    /// compared with. It is there for the statistics, which are to move once.
+    /// To the batcher it is one micro-batch, so no code for sums is shared with the compared engine. The batcher
+    /// is used only so that statistics change once.
     pub fn backward(
         &self,
         engine: &dyn Engine,
@@ -238,7 +237,7 @@ impl Plain {
         step.expect("a plain step").terms
     }
 
-    /// The outputs of one mini-batch, piece by piece where the cut shows.
+    /// Returns the outputs of one mini-batch, piece by piece if the micro-batch size affects them.
     fn outputs(&self, engine: &dyn Engine, x: &Tensor, seed: Option<u64>) -> Vec<Tensor> {
         if !self.net.shows_cut {
             return vec![self.model.forward_t(x, true)];
@@ -272,7 +271,7 @@ impl Plain {
         all
     }
 
-    /// The output of a whole mini-batch, in which the cut shows in what is drawn alone.
+    /// Returns the output of a whole mini-batch, in which the micro-batch size affects only the random numbers.
     fn whole_output(&self, engine: &dyn Engine, x: &Tensor, seed: Option<u64>) -> Tensor {
         let pieces = cut(engine, x.size()[0] as usize).concat().into_iter().enumerate();
         let drawn = |(number, piece): (usize, Range<usize>)| {
@@ -285,7 +284,7 @@ impl Plain {
     }
 }
 
-/// Mini-batches as one.
+/// Joins mini-batches into one.
 pub fn joined(window: &[&Samples]) -> Samples {
     let all = |f: fn(&Samples) -> &Tensor| {
         Tensor::cat(&window.iter().map(|batch| f(batch)).collect::<Vec<_>>(), 0)
@@ -293,7 +292,7 @@ pub fn joined(window: &[&Samples]) -> Samples {
     (all(|(x, _)| x), (all(|(_, y)| &y.0), all(|(_, y)| &y.1), all(|(_, y)| &y.2)))
 }
 
-/// The micro-batches of each part of a mini-batch.
+/// Returns the micro-batches of each part of a mini-batch.
 fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
         let ranges = match (part.len(), engine.about().size) {
@@ -308,13 +307,13 @@ fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     engine.about().dealt(samples).into_iter().map(pieces).collect()
 }
 
-/// Samples of each micro-batch of this process.
+/// Returns the samples of each micro-batch of this process.
 pub fn own_sizes(engine: &dyn Engine, samples: usize) -> Vec<usize> {
     let own = cut(engine, samples)[engine.about().own.clone()].concat();
     own.iter().map(ExactSizeIterator::len).collect()
 }
 
-/// An engine with the plain model's first values.
+/// Makes an engine with the plain model's initial values.
 pub fn engine(make: Make, net: Net, size: Size, world: &World) -> Box<dyn Engine> {
     engine_of(make, &Setup::new(net.layers, size, world), net)
 }
@@ -325,14 +324,14 @@ pub fn engine_of(make: Make, setup: &Setup, net: Net) -> Box<dyn Engine> {
     engine
 }
 
-/// The plain model's first values, no gradient, and the generator as it is before every step.
+/// Restores the plain model's initial values, no gradients, and the generator's state before every step.
 pub fn reset(engine: &mut dyn Engine, net: Net) {
     engine.set_variables(&Plain::new(net).values());
     engine.zero_grad();
     tch::manual_seed(SEED);
 }
 
-/// Everything that a step may change: values, gradients, and what the generator draws next.
+/// Returns everything that a step may change: values, gradients, and the generator's next numbers.
 pub fn state(engine: &dyn Engine) -> Named {
     let mut all = copies(&engine.variables());
     for (name, gradient) in engine.gradients() {

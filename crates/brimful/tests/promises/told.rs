@@ -1,4 +1,4 @@
-//! Said: a step's report tells sizes, shares, peaks, times and decisions that go together.
+//! Reported: a step's report has consistent sizes, shares, peaks, times and decisions.
 
 use brimful::{Size, Step, World};
 
@@ -22,7 +22,7 @@ pub fn holds(make: Make, world: &World) {
     }
 }
 
-/// An automatic size says what was decided, and how often it was too large.
+/// Checks the reported decisions of an automatic size, and its failures.
 fn automatic(engine: &mut dyn Engine, world: &World, size: Size) {
     let batch = samples(SAMPLES as i64, 10);
     for fails in [false, true, false] {

@@ -1,5 +1,5 @@
-//! Transparent: a step leaves the loss, terms, gradients and running statistics of the plain model on
-//! the whole mini-batch, whatever its length and its cut.
+//! Transparent: a step gives the loss, terms, gradients and running statistics of the plain model on the whole
+//! mini-batch, whatever its length and micro-batch size.
 
 use brimful::{Error, Size, StepError, World};
 use tch::Tensor;
@@ -98,7 +98,7 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     }
 }
 
-/// Several mini-batches of their own lengths are one step.
+/// Checks that several mini-batches of different lengths form one step.
 fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
     let batches = [samples(7, 40), samples(2, 50), samples(5, 60)];
     let batches: Vec<_> = batches.iter().collect();
@@ -125,14 +125,14 @@ fn assert_terms(terms: &[f64], loss: f64, expected: &[f64], what: &str) {
     assert!((terms.iter().sum::<f64>() - loss).abs() <= TOLERANCE * loss.abs().max(1.0), "{what}");
 }
 
-/// Gradients and all values, of which steps move the statistics alone.
+/// Compares gradients and all values, of which steps change only the statistics.
 fn assert_alike(engine: &dyn Engine, plain: &Plain, what: &str) {
     let values = engine.variables();
     assert_close(&engine.gradients(), &those_of(plain.gradients(), &values), what);
     assert_close(&values, &those_of(plain.values(), &values), what);
 }
 
-/// What a rank sees; the first one of a pipeline sees all.
+/// Returns the tensors that a rank sees; the first rank of a pipeline sees all.
 fn those_of(all: Named, seen: &Named) -> Named {
     all.into_iter().filter(|(name, _)| seen.iter().any(|(other, _)| other == name)).collect()
 }

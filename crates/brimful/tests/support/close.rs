@@ -1,46 +1,46 @@
-//! When tensors are the same, and when they are close enough.
+//! Equality of tensors, and approximate equality.
 
 use tch::{Device, Kind, Tensor};
 
-/// What doubles may differ by after sums in another order, relative to the largest of them.
+/// Tolerance of doubles after sums in another order, relative to the largest of them.
 pub const TOLERANCE: f64 = 1e-10;
 
-/// What is smaller than this counts as if it were as large: gradients that should be 0 are rounding.
+/// Values smaller than this count as this large: gradients that should be 0 are rounding.
 const SMALL: f64 = 1e-3;
 
-/// The same names, and values that differ by at most [`TOLERANCE`] of their size.
+/// Checks for equal names, and for values that differ by at most [`TOLERANCE`] of their size.
 #[track_caller]
 pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) {
     assert_within(a, b, TOLERANCE, what);
 }
 
-/// Values that differ by at most [`TOLERANCE`] of their size.
+/// Checks for values that differ by at most [`TOLERANCE`] of their size.
 #[track_caller]
 pub fn assert_all_close(a: &Tensor, b: &Tensor, what: &str) {
     assert_all_within(a, b, TOLERANCE, what);
 }
 
-/// Values that differ by at most this part of their size.
+/// Checks for values that differ by at most this part of their size.
 #[track_caller]
 pub fn assert_all_within(a: &Tensor, b: &Tensor, part: f64, what: &str) {
     let named = |tensor: &Tensor| [(String::new(), tensor.shallow_clone())];
     assert_within(&named(a), &named(b), part, what);
 }
 
-/// The same names, and values that differ by at most this part of their size.
+/// Checks for equal names, and for values that differ by at most this part of their size.
 #[track_caller]
 pub fn assert_within(a: &[(String, Tensor)], b: &[(String, Tensor)], part: f64, what: &str) {
     assert_near(what, a, b, part, SMALL);
 }
 
-/// The same, where what is smaller than a hundredth counts as if it were as large.
+/// Checks as [`assert_within`], with values below a hundredth counted as that large.
 #[track_caller]
 pub fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
     assert_near(what, found, expected, part, 1e-2);
 }
 
-/// The same names, and values that differ by at most this part of their size, where what is smaller than
-/// `small` counts as if it were as large; says of which number that is not so.
+/// Checks for equal names, and for values that differ by at most this part of their size, with values below
+/// `small` counted as that large; reports the worst element.
 #[track_caller]
 pub fn assert_near(
     what: &str,
@@ -61,7 +61,7 @@ pub fn assert_near(
         let off = (&found - &expected).abs() / scale;
         let at = off.argmax(0, false).int64_value(&[]);
         let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
-        // Not the other way round: a NaN is close to nothing.
+        // Not negated: a NaN must fail.
         assert!(
             off <= part,
             "{what}: element {at} of {name} is {found:e}, not {expected:e}: off by {off:e}"
@@ -69,7 +69,7 @@ pub fn assert_near(
     }
 }
 
-/// The same names, and the same values to the last bit.
+/// Checks for equal names, and for equal values to the last bit.
 #[track_caller]
 pub fn assert_same(what: &str, before: &[(String, Tensor)], after: &[(String, Tensor)]) {
     assert_eq!(names(before), names(after), "{what}");

@@ -1,5 +1,5 @@
-//! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
-//! loss and gradients.
+//! References for tests of several devices and ranks: a small model, its samples, the full batch's loss and
+//! gradients.
 
 use brimful::{DeviceSpec, Loss, Replicas, Size};
 use tch::nn::{self, ModuleT};
@@ -11,17 +11,17 @@ pub const CLASSES: i64 = 4;
 
 pub type Batch = (Tensor, Tensor, Tensor);
 
-/// Inputs, classes, and a weight for each sample, in f64 on the device that is tested.
+/// Returns inputs, classes, and a weight for each sample, in f64 on the tested device.
 pub fn batch(samples: i64) -> Batch {
     there(&batch_of(samples, Kind::Double))
 }
 
-/// The same of this kind, in host memory.
+/// Returns a batch of this dtype, in host memory.
 pub fn batch_of(samples: i64, kind: Kind) -> Batch {
     batch_from(samples, kind, 0)
 }
 
-/// Others for each seed.
+/// Returns a different batch for each seed.
 pub fn batch_from(samples: i64, kind: Kind, seed: i64) -> Batch {
     let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
     let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
@@ -29,13 +29,13 @@ pub fn batch_from(samples: i64, kind: Kind, seed: i64) -> Batch {
     (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
-/// A batch on the device that is tested.
+/// Copies a batch to the tested device.
 pub fn there((x, y, tokens): &Batch) -> Batch {
     let there = |t: &Tensor| t.to_device(test_device());
     (there(x), there(y), there(tokens))
 }
 
-/// A network, and a parameter of it that a penalty is for.
+/// Network, and one of its parameters for a penalty.
 #[derive(Debug)]
 pub struct Classifier {
     pub layers: nn::SequentialT,
@@ -43,12 +43,12 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// Nothing before its two linear layers.
+    /// Makes a network of two linear layers only.
     pub fn new(root: &nn::Path) -> Self {
         Self::after(nn::seq_t(), root)
     }
 
-    /// Two linear layers after these, and a parameter that is never used.
+    /// Makes a network of these layers and two linear ones, and a parameter that is never used.
     pub fn after(first: nn::SequentialT, root: &nn::Path) -> Self {
         let layers = first
             .add(nn::linear(root / "one", 6, 8, Default::default()))
@@ -58,13 +58,13 @@ impl Classifier {
         Self { layers, scale: root.ones("scale", &[CLASSES]) }
     }
 
-    /// Without what depends on the cut.
+    /// Returns the logits without anything that depends on the micro-batch size.
     pub fn logits(&self, x: &Tensor) -> Tensor {
         self.layers.forward_t(x, false) * &self.scale
     }
 }
 
-/// The plain model, in f64 on the device that is tested.
+/// Makes the plain model, in f64 on the tested device.
 pub fn plain(net: impl FnOnce(&nn::Path) -> Classifier) -> (nn::VarStore, Classifier) {
     tch::manual_seed(1);
     let mut store = nn::VarStore::new(test_device());
@@ -73,14 +73,14 @@ pub fn plain(net: impl FnOnce(&nn::Path) -> Classifier) -> (nn::VarStore, Classi
     (store, net)
 }
 
-/// The device that is tested, and CPUs beside it: no accelerator can be named twice.
+/// Returns the tested device, and CPUs beside it: an accelerator may be named only once.
 pub fn devices(replicas: usize) -> Vec<DeviceSpec> {
     let mut devices = vec![DeviceSpec::cpu().threads(1); replicas];
     devices[0] = DeviceSpec::from(test_device()).threads(1);
     devices
 }
 
-/// The plain model with nothing before its linear layers, in replicas.
+/// Makes replicas of the plain model with two linear layers only.
 pub fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let mut replicas = Replicas::new(devices(replicas), size, Classifier::new).expect("replicas");
@@ -100,7 +100,7 @@ pub fn penalty(net: &Classifier) -> Tensor {
     net.scale.square().sum(None) * 0.01
 }
 
-/// A loss of the full batch, and the same as a sum over micro-batches.
+/// Loss of the full batch, and as a sum over micro-batches.
 pub struct Case {
     pub name: &'static str,
     pub full: fn(&Classifier, &Batch) -> Tensor,

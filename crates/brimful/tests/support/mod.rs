@@ -1,4 +1,4 @@
-//! What several tests need: turns, numbers, closeness, names, state, the log, threads, ranks, and the cases
+//! Shared test support: serialisation, numbers, closeness, names, state, the log, threads, ranks, and the cases
 //! that engines are compared on.
 
 #![allow(dead_code, unused_imports, unused_macros, reason = "each test file uses its part")]
@@ -29,7 +29,7 @@ pub use close::{
 pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{Watchdog, assert_threads, threads};
 
-/// A test of each name, which runs what stands behind it.
+/// Generates a test for each name, which runs the expression after it.
 macro_rules! tests {
     ($($name:ident => $run:expr,)*) => {
         $(#[test]
@@ -40,14 +40,13 @@ macro_rules! tests {
 }
 pub(crate) use tests;
 
-/// One test of a process at a time: the default generator is one for all threads, and so is a device's
-/// memory.
+/// Runs one test of a process at a time: all threads share the default generator and a device's memory.
 pub fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The device that the tests run on: the CPU, or the one that `BRIMFUL_TEST_DEVICE` asks for.
+/// Returns the device of the tests: the CPU, or the one named by `BRIMFUL_TEST_DEVICE`.
 pub fn test_device() -> Device {
     match std::env::var("BRIMFUL_TEST_DEVICE") {
         Ok(name) => device::find(&name).expect("the device asked for"),
@@ -55,13 +54,13 @@ pub fn test_device() -> Device {
     }
 }
 
-/// A micro-batcher as the tests are to have it: `BRIMFUL_TEST_REPLAY=1` asks for replay.
+/// Makes a micro-batcher; `BRIMFUL_TEST_REPLAY=1` turns CUDA graphs on.
 pub fn micro_batcher(store: &VarStore, size: Size) -> MicroBatcher {
     MicroBatcher::new(store, size).replay(std::env::var_os("BRIMFUL_TEST_REPLAY").is_some())
 }
 
-/// Runs `f` with one launch of a kernel of ours failing, each in its turn, and at last with none; it is told which.
-/// Without a GPU there are no launches.
+/// Runs `f` with each launch of a custom kernel failing in turn, and finally with none; `f` receives a
+/// description. Without a GPU there are no launches.
 pub fn with_each_launch_failing(mut f: impl FnMut(&str)) {
     if !test_device().is_cuda() {
         return;
@@ -75,27 +74,26 @@ pub fn with_each_launch_failing(mut f: impl FnMut(&str)) {
     }
 }
 
-/// Numbers between -1 and 1 that look random, but are the same on every thread and device; in host
-/// memory.
+/// Returns pseudo-random numbers between -1 and 1, the same on every thread and device; in host memory.
 pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
     let count = shape.iter().product::<i64>();
     let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
     (index.square() * 12.9898).sin().view(shape)
 }
 
-/// The same on the device that is tested.
+/// Returns [`numbers`] on the tested device.
 pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
     numbers(shape, seed).to_device(test_device())
 }
 
-/// A call that must fail, with these words.
+/// Checks that a call fails with these words.
 #[track_caller]
 pub fn assert_fails<T, E: Display>(result: Result<T, E>, words: &[&str]) {
     let error = result.err().expect("it fails").to_string();
     assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
 }
 
-/// What `f` logs on this thread, as text.
+/// Returns the text that `f` logs on this thread.
 pub fn logged(f: impl FnOnce()) -> String {
     #[derive(Clone, Default)]
     struct Lines(Arc<Mutex<Vec<u8>>>);

@@ -1,4 +1,4 @@
-//! Variables by their names: listed, copied, given values, and left without gradients.
+//! Variables by name: lists, copies, assigned values, and cleared gradients.
 
 use brimful::optim::Optimizer;
 use brimful::pipeline::PipelineOptimizer;
@@ -11,25 +11,25 @@ use super::numbers;
 /// Tensors with their names, in order.
 pub type Named = Vec<(String, Tensor)>;
 
-/// All variables of a store.
+/// Returns all variables of a store.
 pub fn variables(store: &VarStore) -> Named {
     let mut all: Named = store.variables().into_iter().collect();
     all.sort_by(|(a, _), (b, _)| a.cmp(b));
     all
 }
 
-/// The gradients that are there.
+/// Returns the gradients that exist.
 pub fn gradients(store: &VarStore) -> Named {
     let all = variables(store).into_iter().map(|(name, variable)| (name, variable.grad()));
     all.filter(|(_, gradient)| gradient.defined()).collect()
 }
 
-/// What later steps do not change.
+/// Returns copies that later steps do not change.
 pub fn copies(named: &[(String, Tensor)]) -> Named {
     named.iter().map(|(name, value)| (name.clone(), value.detach().copy())).collect()
 }
 
-/// Gives all variables of a store these values.
+/// Sets all variables of a store to these values.
 pub fn set_values(store: &VarStore, values: &[(String, Tensor)]) {
     let mut variables = store.variables();
     assert_eq!(variables.len(), values.len(), "the same variables");
@@ -40,7 +40,7 @@ pub fn set_values(store: &VarStore, values: &[(String, Tensor)]) {
     });
 }
 
-/// Gives what is trained of a store numbers that are the same each time.
+/// Sets the trained variables of a store to fixed values.
 pub fn fill(store: &VarStore) {
     for (name, mut variable) in store.variables() {
         if variable.requires_grad() {
@@ -49,16 +49,16 @@ pub fn fill(store: &VarStore) {
     }
 }
 
-/// Leaves a store without gradients.
+/// Removes all gradients of a store.
 pub fn clear(store: &VarStore) {
     for (_, mut variable) in store.variables() {
         set_gradient(&mut variable, None).expect("cleared");
     }
 }
 
-/// An optimizer of one model, or of a pipeline's stages.
+/// Optimizer of one model, or of a pipeline's stages.
 pub trait Update {
-    /// A step, after which there are no gradients.
+    /// Runs a step and clears the gradients.
     fn update(&mut self);
 }
 

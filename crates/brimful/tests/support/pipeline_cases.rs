@@ -1,5 +1,5 @@
-//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model, which pipelines of
-//! them are compared with.
+//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model that pipelines are
+//! compared with.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use super::{
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-/// A model, data for it, and whether the cut into micro-batches shows in its results.
+/// Model, its data, and whether the micro-batch size affects its results.
 pub struct Case {
     pub name: &'static str,
     pub layers: fn() -> Layers,
@@ -90,7 +90,7 @@ pub fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send 
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
-/// Without a bias: before a BatchNorm its gradient is rounding alone, which Adam would blow up.
+/// No bias: before a BatchNorm its gradient is pure rounding, which Adam would amplify.
 fn conv(from: i64, to: i64) -> impl Fn(&Path) -> nn::Conv2D + Send + Sync {
     let config = nn::ConvConfig { padding: 1, bias: false, ..Default::default() };
     move |p| nn::conv2d(p, from, to, 3, config)
@@ -120,7 +120,7 @@ fn cnn() -> Layers {
         .add("fc", linear(4 * 36, 3))
 }
 
-/// One level: what goes down is popped on the way up, where both levels call it `skip`.
+/// One level: the downward value is popped on the way up; both levels call it `skip`.
 fn level(channels: i64, size: i64, inner: Layers) -> Layers {
     Layers::new()
         .add("in", conv(channels, channels))
@@ -198,20 +198,20 @@ fn cross_entropy(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, tch::Reduction::Mean, -100, 0.0))
 }
 
-/// A mean over the tokens but those of number 0, and a term on the outputs beside it.
+/// Mean over all tokens but number 0, and a term on the outputs.
 fn token_loss(out: Tensor, y: &Tensor) -> Loss {
     let rows = out.view([-1, VOCABULARY]);
     let sum = rows.cross_entropy_loss::<Tensor>(&y.view([-1]), None, tch::Reduction::Sum, 0, 0.0);
     Loss::ratio(sum, y.ne(0).sum(Kind::Double)) + Loss::mean(out.square().mean(Kind::Double)) * 0.1
 }
 
-/// A pipeline in f64 on the device that is tested, of one thread for each worker.
+/// Builds a pipeline in f64 on the tested device, with one thread for each worker.
 pub fn builder(layers: Layers, devices: usize) -> Builder {
     let device = |_| DeviceSpec::from(test_device()).threads(1);
     Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
 }
 
-/// The model's outputs for a batch that is cut by a size of its own.
+/// Returns the model's outputs for a batch cut with its own size.
 pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimful::Result<Tensor> {
     let before = pipe.size();
     pipe.set_size(size);
@@ -220,7 +220,7 @@ pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimf
     outputs
 }
 
-/// How a mini-batch is shared out and cut.
+/// Distribution of a mini-batch over replicas and micro-batches.
 #[derive(Clone, Copy)]
 pub struct Cut {
     pub samples: usize,
@@ -229,7 +229,7 @@ pub struct Cut {
     pub micro_batches: usize,
 }
 
-/// Samples that the plain model runs together, and the numbers that it draws for them.
+/// Samples that the plain model runs together, and their random numbers.
 #[derive(Debug, Clone)]
 pub struct Piece {
     pub rows: Range<usize>,
@@ -237,26 +237,26 @@ pub struct Piece {
 }
 
 impl Cut {
-    /// Samples of each replica: near-equal parts, and none where there are too few.
+    /// Returns the samples of each replica: near-equal parts, and none if there are too few.
     fn shares(self) -> Vec<usize> {
         let more = |replica| self.samples + self.replicas - 1 - replica;
         (0..self.replicas).map(|replica| more(replica) / self.replicas).collect()
     }
 }
 
-/// The seed that a step would draw.
+/// Returns the seed that a step would draw.
 pub fn drawn_seed() -> u64 {
     Tensor::randint(i64::MAX, [1], (Kind::Int64, Device::Cpu)).int64_value(&[0]).unsigned_abs()
 }
 
 impl Case {
-    /// The mini-batch of a number, the same each time; so is the seed of a step that comes next.
+    /// Returns the mini-batch with this number, the same each time, and fixes the seed of the next step.
     pub fn data(&self, samples: usize, number: i64) -> (Tensor, Tensor) {
         tch::manual_seed(100 + number);
         ((self.input)(samples as i64), (self.target)(samples as i64))
     }
 
-    /// The loss as a closure that gives the outputs too.
+    /// Returns the loss as a closure that also returns the outputs.
     pub fn loss_and_outputs(&self) -> impl Fn(Tensor, &Tensor) -> (Loss, Tensor) + Send + use<> {
         let loss = self.loss;
         move |out, y| {
@@ -265,7 +265,7 @@ impl Case {
         }
     }
 
-    /// A mini-batch as replicas run it: one piece where the cut does not show.
+    /// Returns a mini-batch as replicas run it: one piece if the micro-batch size does not affect the results.
     pub fn pieces(&self, cut: Cut, seed: Option<u64>) -> Vec<Piece> {
         let Cut { samples, replicas, micro_batches } = cut;
         let seed = seed.expect("a pipeline's step has a seed");
@@ -282,7 +282,7 @@ impl Case {
     }
 }
 
-/// The plain model with a pipeline's values, trained by its own optimizer.
+/// Plain model with a pipeline's values, trained by its own optimizer.
 pub struct Plain {
     pub store: VarStore,
     pub model: Model,
@@ -307,7 +307,8 @@ impl Plain {
         Self { store, model, optimizer }
     }
 
-    /// The loss and gradients over these micro-batches, with the numbers of the step of this seed.
+    /// Returns the loss, and computes gradients over these micro-batches, with the random numbers of a step with
+    /// this seed.
     pub fn backward(
         &self,
         case: &Case,
@@ -321,10 +322,9 @@ impl Plain {
         self.backward_pieces(case, x, y, &case.pieces(cut, seed.or(Some(0))))
     }
 
-    /// The loss and gradients of a mini-batch whose pieces are run apart and are counted as one.
+    /// Returns the loss, and computes gradients of a mini-batch whose pieces run separately and count as one.
     ///
-    /// To the batcher it is one micro-batch: nothing of how sums are kept is shared with what it is
-    /// compared with.
+    /// To the batcher it is one micro-batch, so no code for sums is shared with the compared pipeline.
     pub fn backward_pieces(&self, case: &Case, x: &Tensor, y: &Tensor, pieces: &[Piece]) -> f64 {
         let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
         let batch = (x.shallow_clone(), y.shallow_clone());
@@ -332,7 +332,7 @@ impl Plain {
         step.expect("a plain step").loss
     }
 
-    /// The outputs of a mini-batch whose pieces are run apart.
+    /// Returns the outputs of a mini-batch whose pieces run separately.
     fn outputs(&self, x: &Tensor, pieces: &[Piece]) -> Tensor {
         let run = |Piece { rows, draws }: &Piece| {
             let x = x.narrow(0, rows.start as i64, rows.len() as i64);
@@ -349,25 +349,25 @@ impl Plain {
         gradients(&self.store)
     }
 
-    /// What it answers in an evaluation.
+    /// Returns its outputs in an evaluation.
     pub fn answer(&self, x: &Tensor) -> Tensor {
         tch::no_grad(|| self.model.forward_t(&x.to_device(test_device()), false))
     }
 }
 
-/// A loss that needs all rows at once.
+/// Loss that needs all rows at once.
 pub fn of_all(out: &Tensor) -> Tensor {
     let rows = out.flatten(1, -1);
     rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
 }
 
-/// Builds a pipeline whose first values are those of the same seed each time.
+/// Builds a pipeline with the same initial values each time.
 pub fn built(builder: Builder, what: &str) -> Pipeline {
     tch::manual_seed(7);
     builder.build().unwrap_or_else(|error| panic!("{what}: {error}"))
 }
 
-/// A step of the plain model, and what it left.
+/// Step of the plain model, and its results.
 struct PlainStep {
     seed: u64,
     loss: f64,
@@ -375,7 +375,7 @@ struct PlainStep {
     values: Named,
 }
 
-/// Three steps of Adam of the plain model, and an evaluation: what all pipelines of one cut come to.
+/// Three steps of Adam of the plain model, and an evaluation: the reference for all pipelines with one cut.
 pub struct PlainRun<'a> {
     case: &'a Case,
     cut: Cut,
@@ -385,7 +385,7 @@ pub struct PlainRun<'a> {
 }
 
 impl<'a> PlainRun<'a> {
-    /// Of each of these samples and micro-batches of so many replicas.
+    /// Runs the reference for each pair of samples and micro-batches, over this many replicas.
     pub fn of_cuts(case: &'a Case, replicas: usize, cuts: &[(usize, usize)]) -> Vec<Self> {
         let cut = |&(samples, micro_batches)| Cut { samples, replicas, micro_batches };
         cuts.iter().map(|sizes| Self::new(case, cut(sizes))).collect()
@@ -408,7 +408,7 @@ impl<'a> PlainRun<'a> {
         Self { case, cut, first, steps, answer }
     }
 
-    /// The same of a pipeline, compared at every turn.
+    /// Runs a pipeline through the same steps and compares at each.
     pub fn compare(&self, pipe: &mut Pipeline, what: &str) {
         let Self { case, cut, .. } = self;
         let what = format!("{what}, {}/{}", cut.samples, cut.micro_batches);
@@ -440,7 +440,7 @@ impl<'a> PlainRun<'a> {
     }
 }
 
-/// A loss on all outputs, of a pipeline in one step and in two calls, and of the plain model.
+/// Compares a loss on all outputs, of a pipeline in one step and in two calls, with the plain model.
 pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
     let builder = builder.replicas(cut.replicas).micro_batches(cut.micro_batches);
     let mut pipe = built(builder, what);
@@ -470,7 +470,7 @@ pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
 }
 
-/// One step of a user's own making: moves those that have a gradient by it.
+/// Runs a user-defined optimizer's step on all variables that have a gradient.
 pub fn descend(values: Named) {
     tch::no_grad(|| {
         for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {

@@ -1,7 +1,7 @@
 //! Runs a test's body in several processes, by the real `mpirun`.
 //!
-//! The test program starts itself again under `mpirun`, as that one test; in there, the body runs as
-//! a rank. A test that hangs is ended, and says so.
+//! The test program starts itself again under `mpirun`, for that one test; there, the body runs as a rank. A
+//! hanging test is ended with a message.
 
 use std::env;
 use std::io::Read;
@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use brimful::World;
 use tempfile::TempDir;
 
-/// Set for ranks, to the test's name.
+/// Variable of ranks with the test's name.
 const RANK_OF: &str = "BRIMFUL_TEST_RANK_OF";
-/// Set for ranks, to what the test tells them.
+/// Variable of ranks with the test's message.
 const TOLD: &str = "BRIMFUL_TEST_TOLD";
 /// Options of `mpirun` for sockets, over which a large message needs its sender to the end.
 pub const SOCKETS: [&str; 6] = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"];
-/// No test takes so long.
+/// Longest time of a test.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Runs `body` in so many ranks, which must all succeed.
+/// Runs `body` in this many ranks, which must all succeed.
 pub fn in_ranks(ranks: usize, body: impl FnOnce(World)) {
     as_rank_or(body, |launcher| {
         let output = launcher.start(ranks, &[], "").wait(LIMIT);
@@ -29,12 +29,12 @@ pub fn in_ranks(ranks: usize, body: impl FnOnce(World)) {
     });
 }
 
-/// Runs `body` as a rank; the test itself starts ranks as it needs them, by `watch`.
+/// Runs `body` as a rank; in the test itself runs `watch`, which starts ranks as needed.
 pub fn as_rank_or(body: impl FnOnce(World), watch: impl FnOnce(&Launcher)) {
     as_process_or(|| body(World::start().expect("a world")), watch);
 }
 
-/// Runs `body` in a process that `mpirun` has started, and that joins no world by itself.
+/// Runs `body` in a process that `mpirun` has started and that joins no world by itself.
 pub fn as_process_or(body: impl FnOnce(), watch: impl FnOnce(&Launcher)) {
     let name = test_name();
     if env::var(RANK_OF).as_deref() == Ok(&name) {
@@ -43,17 +43,17 @@ pub fn as_process_or(body: impl FnOnce(), watch: impl FnOnce(&Launcher)) {
     watch(&Launcher { name });
 }
 
-/// What the test has told its ranks when it started them.
+/// Returns the message of the test to its ranks.
 pub fn told() -> String {
     env::var(TOLD).unwrap_or_default()
 }
 
-/// All that was printed.
+/// Returns everything that was printed.
 pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// libtest names its threads after the tests.
+/// Returns the test's name: libtest names its threads after the tests.
 fn test_name() -> String {
     thread::current().name().expect("a test's thread has its name").to_owned()
 }
@@ -63,15 +63,15 @@ pub struct Launcher {
     name: String,
 }
 
-/// Ranks that are running.
+/// Running ranks.
 pub struct Launched {
     pub mpirun: Child,
-    /// What `mpirun` keeps files in: others make and remove theirs at the same time.
+    /// Folder for `mpirun`'s files: concurrent runs create and remove theirs.
     _folder: TempDir,
 }
 
 impl Launcher {
-    /// Starts so many ranks, with options for `mpirun` and a word for the ranks.
+    /// Starts this many ranks, with options for `mpirun` and a message for the ranks.
     pub fn start(&self, ranks: usize, options: &[&str], word: &str) -> Launched {
         let program = env::current_exe().expect("the test's own program");
         let folder = tempfile::tempdir().expect("a folder");
@@ -95,7 +95,7 @@ impl Launcher {
 }
 
 impl Launched {
-    /// What they print and end with; the test fails if that takes too long.
+    /// Returns the ranks' output and exit status; the test fails if that takes too long.
     pub fn wait(mut self, limit: Duration) -> Output {
         let (stdout, stderr) = (self.mpirun.stdout.take(), self.mpirun.stderr.take());
         let stdout = thread::spawn(move || read(stdout));
@@ -111,7 +111,7 @@ impl Launched {
             sleep(Duration::from_millis(20));
         };
         if status.is_none() {
-            // It passes the signal on to all ranks.
+            // `mpirun` passes the signal on to all ranks.
             let pid = self.mpirun.id().to_string();
             let _ = Command::new("kill").args(["-TERM", &pid]).status();
             let _ = self.mpirun.wait();

@@ -1,16 +1,16 @@
-//! The threads that engines have started, and one that sees to it that a call ends.
+//! Threads of engines, and a watchdog that ends a hanging call.
 
 use std::io::{Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a thread that was joined may still be listed.
+/// Longest time that a joined thread may still be listed.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// No call that is watched takes a tenth of it.
+/// At least ten times as long as any watched call.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// How many threads of this process belong to engines.
+/// Returns the number of this process's threads that belong to engines.
 pub fn threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
     let names =
@@ -18,7 +18,7 @@ pub fn threads() -> usize {
     names.filter(|name| name.starts_with("brimful ")).count()
 }
 
-/// Waits until there are so many.
+/// Waits until there are this many threads.
 #[track_caller]
 pub fn assert_threads(expected: usize) {
     let deadline = Instant::now() + PATIENCE;
@@ -28,7 +28,7 @@ pub fn assert_threads(expected: usize) {
     }
 }
 
-/// Ends the process, with a word why, unless it is dropped in time.
+/// Ends the process with a message unless it is dropped in time.
 pub struct Watchdog(Option<(Sender<()>, thread::JoinHandle<()>)>);
 
 impl Watchdog {
@@ -36,7 +36,7 @@ impl Watchdog {
         let (dropped, waiting) = channel::<()>();
         let thread = thread::spawn(move || {
             if waiting.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-                // Not by `eprintln`, whose words tests keep until they have ended.
+                // Not by `eprintln`, whose output tests capture until they end.
                 let _said = writeln!(stderr(), "{what}: nobody came to an end within {LIMIT:?}");
                 std::process::abort();
             }

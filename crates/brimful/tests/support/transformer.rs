@@ -1,9 +1,9 @@
-//! A block of a transformer, as tests of what models hold have it.
+//! Transformer block for tests of memory.
 
 use tch::Tensor;
 use tch::nn;
 
-/// Causal, with so many heads.
+/// Builds a causal block with this many heads.
 pub fn block(p: &nn::Path, width: i64, heads: i64) -> nn::Func<'static> {
     let norm = |name| nn::layer_norm(p / name, vec![width], Default::default());
     let linear = |name, to| nn::linear(p / name, width, to * width, Default::default());
