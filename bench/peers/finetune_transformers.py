@@ -1,6 +1,6 @@
 """A folder's Llama, fine-tuned by transformers: with PEFT's LoRA, or whole with FSDP2's CPU offload.
 
-    finetune_transformers.py --like OURS.jsonl [--repeats 5] [--only checkpointing]
+    finetune_transformers.py --like OURS.jsonl [--repeats 5] [--only checkpointing] [--flags compile]
 
 Runs the works of `brimful-bench finetune`: the same folder, tokens, micro-batches, and AdamW, which is part of every
 step. Each contestant has the whole GPU, even if ours had a limit: its peak shows what it took.
@@ -33,6 +33,8 @@ def contestants(work, flags):
     if work.get("lora"):
         yield f"transformers + PEFT, checkpointing{limit}", {"recompute": True}
         yield f"transformers + PEFT{limit}", {"recompute": False}
+        if "compile" in flags:
+            yield f"transformers + PEFT, compiled{limit}", {"recompute": False, "compile": True}
     else:
         yield f"transformers, FSDP2, CPU offload{limit}", {"recompute": True}
 
@@ -49,7 +51,10 @@ def measure(work, settings, repeats):
     contest.synchronize(work["device"])
     loaded = {"seconds_load": time.perf_counter() - start}
     recompute(network, settings["recompute"])
-    return {**trained(work, adapted(network, work["lora"]), repeats), **loaded}
+    network = adapted(network, work["lora"])
+    if settings.get("compile"):
+        network.compile()
+    return {**trained(work, network, repeats), **loaded}
 
 
 def adapted(network, lora):
