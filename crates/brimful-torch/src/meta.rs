@@ -17,6 +17,11 @@ pub fn enter() -> MetaGuard {
     MetaGuard(Replaced::note(&FOUND, last))
 }
 
+/// Whether this thread's new tensors have no memory.
+pub fn is_entered() -> bool {
+    Replaced::is_noted(&FOUND)
+}
+
 /// Keeps new tensors without memory; dropped, the state before holds again. Guards may be dropped in any order: they
 /// have memory again when none is left.
 #[derive(Debug)]

@@ -28,6 +28,11 @@ impl<T: Copy> Replaced<T> {
         })
     }
 
+    /// Whether a guard is alive.
+    pub(crate) fn is_noted(list: &'static LocalKey<Self>) -> bool {
+        list.with(|this| !this.0.borrow().is_empty())
+    }
+
     /// Forgets a guard, and gives what is to be put back: nothing where a later one of the same
     /// thing is still there, which will put it back instead.
     pub(crate) fn leave(

@@ -7,12 +7,14 @@ use tch::nn::Path;
 
 use super::Layers;
 use super::description::Description;
+use crate::nn::in_kind;
 
 impl Layers {
     /// Builds the same layers with floating-point variables of this dtype.
     ///
-    /// First values are drawn in f32 and rounded, a layer at a time: beside the model there is never more than
-    /// one layer of it in f32, which a `VarStore::set_kind` after the build would hold whole.
+    /// First values are drawn in f32 and rounded: a [`spread_weight`](crate::nn::spread_weight), as a
+    /// [`Projection`](crate::nn::Projection) has it, 4,194,304 of them at a time, any other variable when its layer is
+    /// built. So the model is never whole in f32, as it is before a `VarStore::set_kind`.
     ///
     /// ```
     /// use brimful::Layers;
@@ -29,7 +31,10 @@ impl Layers {
         let converted = |layer: Description| {
             let build = layer.build;
             let build = Arc::new(move |own: &Path, other: &Path| {
-                let module = build(own, other);
+                let module = {
+                    let _in_its_dtype = in_kind(kind);
+                    build(own, other)
+                };
                 [own, other].into_iter().for_each(|path| convert(&mut path.clone(), kind));
                 module
             });
