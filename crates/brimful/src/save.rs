@@ -83,6 +83,32 @@ pub fn write(
     write_beside(path, tensors, metadata)?.replace()
 }
 
+/// As [`write()`], with what `make` makes of each tensor when its turn comes: all of them together need no memory. It
+/// keeps their shapes and dtypes.
+///
+/// ```
+/// use brimful::save;
+/// use tch::Tensor;
+///
+/// let path = std::env::temp_dir().join("brimful-doc-made.safetensors");
+/// let tensors = [("weight".to_owned(), Tensor::from_slice(&[1.0, 2.0]))];
+/// save::write_made(&path, &tensors, &Default::default(), |_, tensor| Ok(tensor.f_mul(tensor)?))?;
+/// assert_eq!(save::read(&path)?.0[0].1, Tensor::from_slice(&[1.0, 4.0]));
+/// # std::fs::remove_file(&path).expect("removed");
+/// # Ok::<(), brimful::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`write()`], those of `make`, and when it gives a tensor of another shape or dtype.
+pub fn write_made(
+    path: impl AsRef<Path>,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+    make: impl FnMut(&str, &Tensor) -> Result<Tensor>,
+) -> Result<()> {
+    made_beside(path.as_ref(), tensors, metadata, make)?.replace()
+}
+
 /// Writes the tensors to a new file beside its place, which [`WrittenFile::replace`] puts there: the tensors may
 /// change before that, as on a thread that waits for the disk while a training goes on.
 ///
@@ -93,13 +119,28 @@ pub fn write_beside(
     tensors: &[(String, Tensor)],
     metadata: &Metadata,
 ) -> Result<WrittenFile> {
-    let path = path.as_ref();
+    made_beside(path.as_ref(), tensors, metadata, |_, tensor| Ok(tensor.shallow_clone()))
+}
+
+fn made_beside(
+    path: &Path,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+    mut make: impl FnMut(&str, &Tensor) -> Result<Tensor>,
+) -> Result<WrittenFile> {
     let (order, header) = lay_out(tensors, metadata).map_err(|reason| unwritable(path, reason))?;
     let beside = WrittenFile::new(path)?;
     let mut out = BufWriter::new(&beside.file);
     let mut write = |bytes: &[u8]| out.write_all(bytes).map_err(|reason| beside.refused(&reason));
     write(&header)?;
-    order.into_iter().try_for_each(|tensor| in_pieces(tensor, &mut write))?;
+    for (name, tensor) in order {
+        let made = make(name, tensor)?;
+        if made.size() != tensor.size() || made.kind() != tensor.kind() {
+            let reason = format!("what was made of '{name}' has another shape or dtype");
+            return Err(unwritable(path, reason));
+        }
+        in_pieces(&made, &mut write)?;
+    }
     out.flush().map_err(|reason| beside.refused(&reason))?;
     drop(out);
     Ok(beside)
@@ -126,7 +167,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)>
 fn lay_out<'a>(
     tensors: &'a [(String, Tensor)],
     metadata: &Metadata,
-) -> Result<(Vec<&'a Tensor>, Vec<u8>), String> {
+) -> Result<(Vec<(&'a str, &'a Tensor)>, Vec<u8>), String> {
     let mut order = Vec::new();
     for (name, tensor) in tensors {
         order.push((dtype_of(name, tensor)?, name.as_str(), tensor));
@@ -145,7 +186,7 @@ fn lay_out<'a>(
         }
         start = end;
     }
-    Ok((order.into_iter().map(|(_, _, tensor)| tensor).collect(), encode(header)))
+    Ok((order.into_iter().map(|(_, name, tensor)| (name, tensor)).collect(), encode(header)))
 }
 
 /// The header as it stands in the file: its length, its text, and blanks to the next aligned place.
