@@ -32,6 +32,10 @@ pub struct Step<O = ()> {
     pub peaks: Vec<Option<Bytes>>,
     /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
     pub replayed: usize,
+    /// BatchNorm layers of this process that are not this library's, such as tch's own: they move their running
+    /// statistics at every micro-batch. Use [`nn::batch_norm2d`](crate::nn::batch_norm2d) (or 1d, 3d), which moves them
+    /// once a step, as the whole mini-batch would. Known from the first training step with several micro-batches on.
+    pub unmanaged_norms: usize,
     /// The seed of its random numbers, or of its first mini-batch's; none where it draws as a plain
     /// loop does, as a `MicroBatcher` without other ranks.
     ///
@@ -67,6 +71,7 @@ pub(crate) struct Figures {
     pub(crate) times: Vec<Option<Duration>>,
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) replayed: usize,
+    pub(crate) unmanaged_norms: usize,
     pub(crate) timeline: Option<Timeline>,
 }
 

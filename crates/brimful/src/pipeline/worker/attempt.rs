@@ -27,6 +27,8 @@ pub(crate) struct WorkerDone {
     pub(crate) needed: Option<Bytes>,
     /// Whether layers of this library normalised micro-batches, each by itself.
     pub(crate) normalised: bool,
+    /// BatchNorm layers of others in its stages.
+    pub(crate) unmanaged_norms: usize,
 }
 
 /// Whether a worker tells of its part as soon as it was run, and whether other replicas need that.
@@ -299,6 +301,7 @@ impl Worker {
             outputs,
             needed,
             normalised: self.tried.as_ref().is_some_and(Tried::normalises),
+            unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
 }
