@@ -1,6 +1,7 @@
 //! What several commands are told in the same words: model, data, number type; and what follows
 //! from them.
 
+mod evaluation_place;
 mod loss_model;
 mod memory;
 mod model;
@@ -16,6 +17,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::data::IGNORED;
+pub(crate) use evaluation_place::EvaluationPlace;
 pub use loss_model::LossModel;
 pub use memory::{accounts, room, within};
 pub(crate) use model::{DROPOUT, IMAGE_MODELS, SEQUENCE, TEXT_MODELS};
