@@ -26,9 +26,9 @@ test: libtorch ## run all tests
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: export BRIMFUL_FUZZ_CASES := $(or $(N),2000)
 fuzz: export BRIMFUL_FUZZ_SEED := $(or $(SEED),0)
-fuzz: libtorch ## draw N cases (default 2000): compare every engine with the plain model; change configs of folders
+fuzz: libtorch ## draw N cases (default 2000): compare every engine with the plain model; change configs of folders (N / 10)
 	cargo test -q -p brimful $(MPI) --test differential -- --nocapture --test-threads 1
-	cargo test -q -p brimful-cli --test mutations -- --nocapture
+	BRIMFUL_FUZZ_CASES=$$((BRIMFUL_FUZZ_CASES / 10 + 1)) cargo test -q -p brimful-cli --test mutations -- --nocapture
 
 # Incremental compilation makes the first build a sixth slower, so it is off until there is something to reuse.
 check: export CARGO_INCREMENTAL ?= $(if $(wildcard target),1,0)

@@ -261,10 +261,7 @@ impl FineTune {
         let saved = match (lora, merge) {
             (None, _) => pretrained.save(folder, variables),
             (Some(lora), false) => pretrained.save_adapter(folder, lora, variables),
-            (Some(lora), true) => {
-                let merged = lora.merged(variables, pretrained.config().weight_order())?;
-                pretrained.save(folder, &merged)
-            }
+            (Some(lora), true) => pretrained.save_merged(folder, lora, variables),
         };
         saved.map_err(|error| unwritten(folder, error))
     }

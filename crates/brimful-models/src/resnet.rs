@@ -185,7 +185,7 @@ impl ResidualShape {
         let out = self.convolutions[last - 1].to;
         inner.pop_norm(format!("bn{last}"), shortcut, move |p| {
             let norm = batch_norm2d(p, out, exact);
-            move |x, shortcut, train| vec![norm.forward_add_relu(&x[0], &shortcut[0], train)]
+            move |x, shortcut, train| norm.forward_add_relu(x, shortcut, train)
         })
     }
 }

@@ -1,6 +1,7 @@
 //! The models: published sizes, shapes, initial losses, and learning.
 
 use brimful::layers::Model;
+use brimful::memory::Arena;
 use brimful::nn::linear_cross_entropy;
 use brimful::{Layers, Loss, MicroBatcher, Size};
 use brimful_models::{
@@ -269,4 +270,18 @@ fn a_body_and_the_loss_of_its_head_are_the_whole_gpt() {
         let (expected, found) = (variable.grad(), second.variables()[&name].grad());
         assert!(found.allclose(&expected, 1e-4, 1e-6, false), "{name}");
     }
+}
+
+#[test]
+fn a_model_in_half_precision_takes_16_mib_more_than_itself_to_be_built() {
+    const PIECE: u64 = 16 << 20;
+    let shape = Gpt { layers: 2, width: 1024, heads: 8, vocabulary: 12_288, ..tiny_gpt() };
+    let layers = gpt(&shape).kind(Kind::BFloat16);
+    let weights = layers.parameter_count().expect("a number") * 2;
+    let arena = Arena::new("half");
+    let _inside = arena.enter();
+    let (_vs, _model) = built(&layers);
+    assert_eq!(arena.current(), weights);
+    // Biases and norms of a block are in f32 until it is built.
+    assert!(arena.peak() <= weights + PIECE + (128 << 10), "{} for {weights}", arena.peak());
 }

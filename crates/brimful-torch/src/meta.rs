@@ -17,6 +17,11 @@ pub fn enter() -> MetaGuard {
     MetaGuard(Replaced::note(&FOUND, last))
 }
 
+/// Returns whether new tensors of this thread have no memory.
+pub fn is_entered() -> bool {
+    Replaced::is_noted(&FOUND)
+}
+
 /// Keeps new tensors without memory. Dropping it restores the previous state. Guards may be dropped in any order:
 /// tensors have memory again when none is left.
 #[derive(Debug)]

@@ -28,6 +28,11 @@ impl<T: Copy> Replaced<T> {
         })
     }
 
+    /// Returns whether a guard is alive.
+    pub(crate) fn is_noted(list: &'static LocalKey<Self>) -> bool {
+        list.with(|this| !this.0.borrow().is_empty())
+    }
+
     /// Removes a guard and returns the value to restore: none if a later guard of the same setting still lives
     /// and will restore it instead.
     pub(crate) fn leave(

@@ -83,6 +83,32 @@ pub fn write(
     write_beside(path, tensors, metadata)?.replace()
 }
 
+/// Writes tensors as [`write()`] does, each made by `make` when its turn comes, so that they never exist all at
+/// once. `make` keeps shapes and dtypes.
+///
+/// ```
+/// use brimful::save;
+/// use tch::Tensor;
+///
+/// let path = std::env::temp_dir().join("brimful-doc-made.safetensors");
+/// let tensors = [("weight".to_owned(), Tensor::from_slice(&[1.0, 2.0]))];
+/// save::write_made(&path, &tensors, &Default::default(), |_, tensor| Ok(tensor.f_mul(tensor)?))?;
+/// assert_eq!(save::read(&path)?.0[0].1, Tensor::from_slice(&[1.0, 4.0]));
+/// # std::fs::remove_file(&path).expect("removed");
+/// # Ok::<(), brimful::Error>(())
+/// ```
+///
+/// # Errors
+/// As for [`write()`]; those of `make`; and if it returns a tensor of another shape or dtype.
+pub fn write_made(
+    path: impl AsRef<Path>,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+    make: impl FnMut(&str, &Tensor) -> Result<Tensor>,
+) -> Result<()> {
+    made_beside(path.as_ref(), tensors, metadata, make)?.replace()
+}
+
 /// Writes the tensors to a new file beside the target, which [`WrittenFile::replace`] renames: the tensors
 /// may change before that, as on a thread that waits for the disk while training continues.
 ///
@@ -93,13 +119,28 @@ pub fn write_beside(
     tensors: &[(String, Tensor)],
     metadata: &Metadata,
 ) -> Result<WrittenFile> {
-    let path = path.as_ref();
+    made_beside(path.as_ref(), tensors, metadata, |_, tensor| Ok(tensor.shallow_clone()))
+}
+
+fn made_beside(
+    path: &Path,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+    mut make: impl FnMut(&str, &Tensor) -> Result<Tensor>,
+) -> Result<WrittenFile> {
     let (order, header) = lay_out(tensors, metadata).map_err(|reason| unwritable(path, reason))?;
     let beside = WrittenFile::new(path)?;
     let mut out = BufWriter::new(&beside.file);
     let mut write = |bytes: &[u8]| out.write_all(bytes).map_err(|reason| beside.refused(&reason));
     write(&header)?;
-    order.into_iter().try_for_each(|tensor| in_pieces(tensor, &mut write))?;
+    for (name, tensor) in order {
+        let made = make(name, tensor)?;
+        if made.size() != tensor.size() || made.kind() != tensor.kind() {
+            let reason = format!("what was made of '{name}' has another shape or dtype");
+            return Err(unwritable(path, reason));
+        }
+        in_pieces(&made, &mut write)?;
+    }
     out.flush().map_err(|reason| beside.refused(&reason))?;
     drop(out);
     Ok(beside)
@@ -120,31 +161,33 @@ pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)>
     Ok((tensors, opened.metadata()))
 }
 
+type Named = (String, Tensor);
+
 /// Returns the order in which the tensors are written, and the header that describes it. Larger dtypes come
 /// first, which keeps every tensor aligned.
 fn lay_out<'a>(
-    tensors: &'a [(String, Tensor)],
+    tensors: &'a [Named],
     metadata: &Metadata,
-) -> Result<(Vec<&'a Tensor>, Vec<u8>), String> {
+) -> Result<(Vec<&'a Named>, Vec<u8>), String> {
     let mut order = Vec::new();
-    for (name, tensor) in tensors {
-        order.push((dtype_of(name, tensor)?, name.as_str(), tensor));
+    for named in tensors {
+        order.push((dtype_of(&named.0, &named.1)?, named));
     }
-    order.sort_by(|(a, name_a, _), (b, name_b, _)| b.cmp(a).then(name_a.cmp(name_b)));
+    order.sort_by(|(a, (name_a, _)), (b, (name_b, _))| b.cmp(a).then(name_a.cmp(name_b)));
 
     let mut header = serde_json::Map::new();
     header.insert(METADATA.into(), serde_json::json!(metadata));
     let mut start = 0;
-    for &(dtype, name, tensor) in &order {
+    for (dtype, (name, tensor)) in &order {
         let shape = tensor.size().into_iter().map(|size| size.unsigned_abs() as usize).collect();
         let end = start + tensor.numel() * dtype.bitsize() / 8;
-        let info = TensorInfo { dtype, shape, data_offsets: (start, end) };
-        if header.insert(name.into(), serde_json::json!(info)).is_some() {
+        let info = TensorInfo { dtype: *dtype, shape, data_offsets: (start, end) };
+        if header.insert(name.clone(), serde_json::json!(info)).is_some() {
             return Err(format!("'{name}' names two tensors: give each its own name"));
         }
         start = end;
     }
-    Ok((order.into_iter().map(|(_, _, tensor)| tensor).collect(), encode(header)))
+    Ok((order.into_iter().map(|(_, named)| named).collect(), encode(header)))
 }
 
 /// Encodes the header as in the file: its length, its text, and padding to the next aligned offset.

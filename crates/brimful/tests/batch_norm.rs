@@ -135,20 +135,23 @@ fn the_other_policies_do_what_they_say() {
 fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
     let _turn = alone();
     let x = batch(&[12, 3]);
-    let warned = |size: usize| {
+    let told = |size: usize| {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::batch_norm1d(store.root(), 3, Default::default());
         store.set_kind(Kind::Double);
+        let mut reported = Vec::new();
         let log = logged(|| {
             let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
             for _ in 0..3 {
                 let loss = |x: Tensor| Loss::mean(layer.forward_t(&x, true).mean(Kind::Double));
-                micro.backward(&x, loss).expect("a step");
+                reported.push(micro.backward(&x, loss).expect("a step").unmanaged_norms);
             }
         });
-        log.matches("WARN").count()
+        (log.matches("WARN").count(), reported)
     };
-    assert_eq!((warned(4), warned(12)), (1, 0));
+    // Once in the log, and in every step's report.
+    assert_eq!(told(4), (1, vec![1; 3]));
+    assert_eq!(told(12), (0, vec![0; 3]));
 }
 
 /// An evaluation of such a layer says nothing about training.

@@ -863,7 +863,8 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
             assert!(failed.is_err());
             let after = running(pipe.variables().expect("variables"));
             assert_close(&after, &before, "a step that failed");
-            pipe.backward(&x, &x, mse).expect("a step");
+            let step = pipe.backward(&x, &x, mse).expect("a step");
+            assert_eq!(step.unmanaged_norms, 1);
             for part in x.to_device(test_device()).chunk(3, 0) {
                 let _out = plain.model.forward_t(&part, true);
             }

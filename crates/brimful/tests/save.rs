@@ -428,3 +428,28 @@ fn a_file_that_was_written_beside_its_place_gets_there_later_or_never() {
     assert_eq!(save::read(&path).expect("read").0, one(2.0));
     assert_eq!(files(&folder), 1);
 }
+
+#[test]
+fn what_is_made_as_it_is_written_is_there_one_after_the_other() {
+    const EACH: u64 = 1 << 20;
+    let folder = folder();
+    let path = folder.path().join("made.safetensors");
+    let arena = Arena::new("made");
+    let _inside = arena.enter();
+    let tensors: Vec<_> = (0..8)
+        .map(|number| {
+            let ones = Tensor::ones([EACH as i64 / 4], (Kind::Float, Device::Cpu));
+            (format!("weight{number}"), ones * f64::from(number))
+        })
+        .collect();
+    arena.reset_peak();
+    let twice = |_: &str, tensor: &Tensor| Ok(tensor.f_add(tensor)?);
+    save::write_made(&path, &tensors, &Metadata::new(), twice).expect("written");
+    assert!(arena.peak() <= 9 * EACH, "{}", arena.peak());
+    for ((_, read), (_, given)) in save::read(&path).expect("read").0.iter().zip(&tensors) {
+        assert_eq!(*read, given * 2.0);
+    }
+    let other = |_: &str, tensor: &Tensor| Ok(tensor.narrow(0, 0, 1));
+    let error = save::write_made(&path, &tensors, &Metadata::new(), other).expect_err("too short");
+    assert!(error.to_string().contains("'weight0' has another shape or dtype"), "{error}");
+}

@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use brimful::memory::Memory;
-use brimful::{Bytes, Layers, MicroBatcher, Size, split};
+use brimful::{Layers, MicroBatcher, split};
 use clap::Args;
 use serde::Serialize;
 use tch::Kind;
@@ -21,7 +20,7 @@ use crate::output;
 use crate::progress::Progress;
 use crate::saved_weights::{PIXELS, SavedWeights};
 use crate::setting::{
-    self, LossModel, MODELS, ModelName, ModelSource, NumberType, counted, typed, within, words,
+    EvaluationPlace, LossModel, MODELS, ModelName, ModelSource, NumberType, counted, typed, words,
 };
 
 /// Samples held in memory at once when they are streamed.
@@ -58,14 +57,8 @@ pub struct EvaluateOptions {
     /// All samples, not only those that brimful train tests on
     #[arg(long)]
     all: bool,
-    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
-    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    #[arg(value_parser = words::micro_batch)]
-    micro_batch: Size,
-    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
-    memory_limit: Option<Bytes>,
-    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
-    device: Option<String>,
+    #[command(flatten)]
+    place: EvaluationPlace,
     #[arg(long, value_enum, help = format!("{} [default: as the weights are stored]", words::DTYPE))]
     dtype: Option<NumberType>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
@@ -170,17 +163,17 @@ impl Evaluated {
 
     fn evaluate(self, options: &EvaluateOptions) -> Result<Evaluation> {
         let Self { mut dataset, layers, weights } = self;
-        let device = setting::device(options.device.as_deref())?;
+        let device = options.place.device()?;
         let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(weights.stored_kind()));
         dtype.prepare(device)?;
-        let memory = within(Memory::of(device)?, options.memory_limit)?;
+        let memory = options.place.memory(device)?;
         let _inside = memory.enter();
         let store = VarStore::new(device);
         let kind = dtype.kind();
         let model = LossModel::build(&layers.kind(kind), &store.root());
         let model = model.context("the model was not built")?;
         weights.put_into(store.variables().into_iter().collect())?;
-        let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
+        let mut micro = MicroBatcher::new(&store, options.place.micro_batch).memory(memory.clone());
         let judge = |(x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
         let Dataset { train, test, sample, .. } = &mut dataset;
         let mut sums = Sums::default();

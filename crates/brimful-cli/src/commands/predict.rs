@@ -4,8 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use brimful::memory::Memory;
-use brimful::{Bytes, MicroBatcher, Size, split};
+use brimful::{MicroBatcher, split};
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
@@ -17,7 +16,7 @@ use crate::files::{self, FlagFile};
 use crate::output;
 use crate::progress::Progress;
 use crate::saved_weights::{PIXELS, SavedWeights};
-use crate::setting::{self, IMAGE_MODELS, ModelName, NumberType, typed, within, words};
+use crate::setting::{self, EvaluationPlace, IMAGE_MODELS, ModelName, NumberType, typed, words};
 
 /// Samples held in memory at once when they are streamed.
 const AT_ONCE: usize = 256;
@@ -51,14 +50,8 @@ pub struct PredictOptions {
     /// Height and width of the images: of files [default: as the model was trained, else 224]
     #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
-    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
-    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    #[arg(value_parser = words::micro_batch)]
-    micro_batch: Size,
-    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
-    memory_limit: Option<Bytes>,
-    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
-    device: Option<String>,
+    #[command(flatten)]
+    place: EvaluationPlace,
     #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
     dtype: NumberType,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
@@ -147,15 +140,15 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let mut asked = Asked::open(options, &weights, name)?;
     let layers = name.layers(&asked.sample, 0.0);
     let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
-    let device = setting::device(options.device.as_deref())?;
+    let device = options.place.device()?;
     options.dtype.prepare(device)?;
-    let memory = within(Memory::of(device)?, options.memory_limit)?;
+    let memory = options.place.memory(device)?;
     let _inside = memory.enter();
     let store = VarStore::new(device);
     let kind = options.dtype.kind();
     let model = layers.kind(kind).build(&store.root())?;
     weights.put_into(store.variables().into_iter().collect(), name)?;
-    let mut micro = MicroBatcher::new(&store, options.micro_batch).memory(memory.clone());
+    let mut micro = MicroBatcher::new(&store, options.place.micro_batch).memory(memory.clone());
     let samples = asked.samples.len();
     let at_once = asked.samples.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);

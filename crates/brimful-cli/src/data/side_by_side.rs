@@ -2,7 +2,7 @@
 
 use std::panic::resume_unwind;
 use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, Builder};
 
 use brimful_torch::threads::limit_threads;
 
@@ -11,8 +11,18 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Returns the results of the jobs, in order. A thread that finishes a job takes the next one.
+/// Runs the jobs on the calling thread and on helper threads, and returns the results in the jobs' order. A helper
+/// that the system does not start leaves its jobs to the others.
 pub(super) fn each<J: Send, R: Send>(
+    jobs: Vec<J>,
+    threads: usize,
+    work: impl Fn(J) -> R + Sync,
+) -> Vec<R> {
+    each_helped_by(Builder::new, jobs, threads, work)
+}
+
+fn each_helped_by<J: Send, R: Send>(
+    helper: impl Fn() -> Builder,
     jobs: Vec<J>,
     threads: usize,
     work: impl Fn(J) -> R + Sync,
@@ -30,9 +40,13 @@ pub(super) fn each<J: Send, R: Send>(
         done
     };
     let mut done: Vec<(usize, R)> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
-        let ended = workers.into_iter().map(|worker| worker.join());
-        ended.flat_map(|done| done.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        let helper = |_| helper().spawn_scoped(scope, worker).ok();
+        let helpers: Vec<_> = (1..threads).map_while(helper).collect();
+        let mut done = worker();
+        for helper in helpers {
+            done.extend(helper.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        }
+        done
     });
     done.sort_unstable_by_key(|(place, _)| *place);
     done.into_iter().map(|(_, result)| result).collect()
@@ -49,5 +63,13 @@ mod tests {
             assert!(squares.into_iter().eq((0..20).map(|number| number * number)), "{threads}");
         }
         assert!(each(Vec::<u64>::new(), 4, |number| number).is_empty());
+    }
+
+    #[test]
+    fn jobs_are_done_where_no_helper_can_be_started() {
+        // No machine has such a stack.
+        let helper = || Builder::new().stack_size(1 << 60);
+        let squares = each_helped_by(helper, vec![1, 2, 3], 3, |number: u64| number * number);
+        assert_eq!(squares, [1, 4, 9]);
     }
 }

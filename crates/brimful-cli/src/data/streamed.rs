@@ -2,11 +2,13 @@
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
+use std::io;
 use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::thread::{Builder, JoinHandle};
 
 use anyhow::{Result, anyhow};
+use brimful::Error;
 use brimful_torch::threads::limit_threads;
 
 use super::Examples;
@@ -36,15 +38,20 @@ pub(crate) struct StreamedSamples {
     asked: VecDeque<SampleRequest>,
     requests: Option<Sender<SampleRequest>>,
     brought: Receiver<Result<Examples>>,
-    thread: Option<JoinHandle<()>>,
+    /// None once it has been waited for; an error where the system has started none.
+    thread: Option<io::Result<JoinHandle<()>>>,
 }
 
 impl StreamedSamples {
-    pub(super) fn new(mut source: impl SampleSource) -> Self {
+    pub(super) fn new(source: impl SampleSource) -> Self {
+        Self::start(Builder::new(), source)
+    }
+
+    fn start(thread: Builder, mut source: impl SampleSource) -> Self {
         let (len, mean_over) = (source.len(), source.mean_over());
         let (requests, received) = channel::<SampleRequest>();
         let (answers, brought) = channel();
-        let thread = thread::spawn(move || {
+        let thread = thread.spawn(move || {
             // The other cores belong to the training, or to the source's own threads.
             let _alone = limit_threads(1);
             for request in received {
@@ -78,9 +85,16 @@ impl StreamedSamples {
 
     fn take(&mut self) -> Result<Examples> {
         self.asked.pop_front();
-        self.brought.recv().unwrap_or_else(|_| match self.thread.take().map(JoinHandle::join) {
-            Some(Err(panic)) => resume_unwind(panic),
-            _ => Err(anyhow!("the thread that brings samples has ended")),
+        self.brought.recv().unwrap_or_else(|_| match self.thread.take() {
+            Some(Ok(thread)) => {
+                thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+                Err(anyhow!("the thread that brings samples has ended"))
+            }
+            Some(Err(cause)) => {
+                let (what, cause) = ("the reading of samples".to_owned(), cause.to_string());
+                Err(Error::NoThread { what, cause }.into())
+            }
+            None => Err(anyhow!("there is no thread that brings samples")),
         })
     }
 }
@@ -89,7 +103,7 @@ impl Drop for StreamedSamples {
     fn drop(&mut self) {
         self.requests = None;
         // Waits for the thread. Its last samples and any panic over them no longer matter.
-        let _ = self.thread.take().map(JoinHandle::join);
+        let _ = self.thread.take().and_then(Result::ok).map(JoinHandle::join);
     }
 }
 
@@ -139,5 +153,14 @@ mod tests {
         let broken = streamed.bring(&SampleRequest::plain([7])).expect_err("broken").to_string();
         assert_eq!(broken, "sample 7 is broken");
         assert_eq!(numbers(&mut streamed, &[8]), [8]);
+    }
+
+    #[test]
+    fn a_source_without_a_thread_says_so() {
+        // No machine has such a stack.
+        let mut streamed = StreamedSamples::start(Builder::new().stack_size(1 << 60), Counting);
+        streamed.prepare(SampleRequest::plain([1]));
+        let error = streamed.bring(&SampleRequest::plain([1])).expect_err("no thread").to_string();
+        assert!(error.starts_with("no thread could be started for the reading of"), "{error}");
     }
 }

@@ -1,5 +1,6 @@
 //! Settings that several commands share (model, data, dtype), and what follows from them.
 
+mod evaluation_place;
 mod loss_model;
 mod memory;
 mod model;
@@ -15,6 +16,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::data::IGNORED;
+pub(crate) use evaluation_place::EvaluationPlace;
 pub use loss_model::LossModel;
 pub use memory::{accounts, room, within};
 pub(crate) use model::{DROPOUT, IMAGE_MODELS, SEQUENCE, TEXT_MODELS};

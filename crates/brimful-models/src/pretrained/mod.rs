@@ -159,11 +159,38 @@ impl Pretrained {
         folder: impl AsRef<Path>,
         variables: &[(String, Tensor)],
     ) -> Result<(), PretrainedError> {
-        let folder = folder.as_ref();
+        self.save_made(folder.as_ref(), variables, |_, variable| Ok(variable.shallow_clone()))
+    }
+
+    /// As [`Pretrained::save`], for variables with LoRA: what it adds is merged into the weights, one after the other as
+    /// they are written.
+    ///
+    /// # Errors
+    /// As [`Pretrained::save`], and when memory runs out.
+    pub fn save_merged(
+        &self,
+        folder: impl AsRef<Path>,
+        lora: &Lora,
+        variables: &[(String, Tensor)],
+    ) -> Result<(), PretrainedError> {
+        let order = self.config.weight_order();
+        let own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
+        let own: Vec<_> = own.map(|(name, own)| (name.clone(), own.shallow_clone())).collect();
+        self.save_made(folder.as_ref(), &own, |name, weight| {
+            lora.merged_weight(name, weight, variables, order)
+        })
+    }
+
+    fn save_made(
+        &self,
+        folder: &Path,
+        variables: &[(String, Tensor)],
+        make: impl FnMut(&str, &Tensor) -> brimful::Result<Tensor>,
+    ) -> Result<(), PretrainedError> {
         check_model_place(folder)?;
         save::replace_folder(folder, |new| {
             let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
-            save::write(new.join(WEIGHTS), variables, &metadata)?;
+            save::write_made(new.join(WEIGHTS), variables, &metadata, make)?;
             json::write(&new.join(CONFIG), &self.told_of(variables))?;
             self.copy_tokenizer(new)
         })

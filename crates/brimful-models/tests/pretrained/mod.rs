@@ -620,8 +620,7 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
         }
         let to = scratch(&format!("lora-{name}"));
         pretrained.save_adapter(to.join("adapter"), &lora, &variables).expect("saved");
-        let merged = lora.merged(&variables, pretrained.config().weight_order()).expect("merged");
-        pretrained.save(to.join("merged"), &merged).expect("saved");
+        pretrained.save_merged(to.join("merged"), &lora, &variables).expect("saved");
 
         let adapter =
             AdapterFolder::open(to.join("adapter"), pretrained.config()).expect("an adapter");

@@ -144,8 +144,7 @@ fn assert_saved_anew(pretrained: &Pretrained, adapter: &AdapterFolder, from: &Pa
     adapter.load(&named(&store)).expect("loaded");
     let again = from.join("again");
     pretrained.save_adapter(&again, adapter.lora(), &named(&store)).expect("saved");
-    let merged = adapter.lora().merged(&named(&store), pretrained.config().weight_order());
-    pretrained.save(from.join("merged"), &merged.expect("merged")).expect("saved");
+    pretrained.save_merged(from.join("merged"), adapter.lora(), &named(&store)).expect("saved");
     let again = AdapterFolder::open(again, pretrained.config()).expect("an adapter");
     let tokens = &reference_in(from)["tokens"];
     let expected = answer(&model, tokens);

@@ -7,12 +7,14 @@ use tch::nn::Path;
 
 use super::Layers;
 use super::description::Description;
+use crate::nn::in_kind;
 
 impl Layers {
     /// Builds these layers with floating-point variables of this dtype.
     ///
-    /// Initial values are drawn in f32 and rounded, one layer at a time. So only one layer at a time exists in
-    /// f32, whereas a `VarStore::set_kind` after the build needs the whole model in f32.
+    /// Initial values are drawn in f32 and rounded: those of a [`spread_weight`](crate::nn::spread_weight), such as a
+    /// [`Projection`](crate::nn::Projection)'s, 4,194,304 at a time, those of any other variable when its layer is
+    /// built. So the whole model never exists in f32, as it does before a `VarStore::set_kind`.
     ///
     /// ```
     /// use brimful::Layers;
@@ -29,7 +31,10 @@ impl Layers {
         let converted = |layer: Description| {
             let build = layer.build;
             let build = Arc::new(move |own: &Path, other: &Path| {
-                let module = build(own, other);
+                let module = {
+                    let _in_its_dtype = in_kind(kind);
+                    build(own, other)
+                };
                 [own, other].into_iter().for_each(|path| convert(&mut path.clone(), kind));
                 module
             });

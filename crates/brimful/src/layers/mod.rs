@@ -144,16 +144,28 @@ impl Layers {
     {
         self.add_norm_many(name, move |own| {
             let module = build(own);
-            move |x: &[Tensor], train: bool| {
-                let Some((first, others)) = x.split_first() else { return Vec::new() };
-                let others = others.iter().map(Tensor::shallow_clone);
-                std::iter::once(module.forward_t(first, train)).chain(others).collect()
-            }
+            move |x: &[Tensor], train: bool| with_first(x, |first| module.forward_t(first, train))
         })
     }
 
     /// Appends a normalisation over several tensors, of which it normalises the first: it can also add a
     /// shortcut to it.
+    ///
+    /// ```
+    /// # use brimful::Layers;
+    /// # use brimful::nn::{BatchNormConfig, batch_norm1d};
+    /// # use tch::nn::ModuleT;
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// let layers = Layers::new()
+    ///     .add_many("pair", |_| |x, _| vec![x[0].shallow_clone(), x[0].shallow_clone()])
+    ///     .add_norm_many("norm", |p| {
+    ///         let norm = batch_norm1d(p, 4, BatchNormConfig::default());
+    ///         move |x, train| vec![norm.forward_add_relu(&x[0], &x[1], train)]
+    ///     });
+    /// # let model = layers.build(&nn::VarStore::new(Device::Cpu).root())?;
+    /// # model.forward_t(&Tensor::ones([2, 4], (Kind::Float, Device::Cpu)), true);
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
     #[must_use]
     pub fn add_norm_many<M, F>(self, name: impl Into<String>, build: F) -> Self
     where
@@ -170,24 +182,31 @@ impl Layers {
     /// ```
     /// # use brimful::Layers;
     /// # use brimful::nn::{BatchNormConfig, batch_norm1d};
-    /// # use tch::{Tensor, nn};
+    /// # use tch::nn::ModuleT;
+    /// # use tch::{Device, Kind, Tensor, nn};
     /// let layers = Layers::new()
     ///     .stash("entry")
     ///     .add("hidden", |p| nn::linear(p, 4, 4, Default::default()))
     ///     .pop_norm("norm", "entry", |p| {
     ///         let norm = batch_norm1d(p, 4, BatchNormConfig::default());
-    ///         move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+    ///         move |x, entry, train| norm.forward_add_relu(x, entry, train)
     ///     });
-    /// # layers.check()?;
+    /// # let model = layers.build(&nn::VarStore::new(Device::Cpu).root())?;
+    /// # model.forward_t(&Tensor::ones([2, 4], (Kind::Float, Device::Cpu)), true);
     /// # Ok::<(), brimful::Error>(())
     /// ```
     #[must_use]
     pub fn pop_norm<M, F>(self, name: impl Into<String>, skip: impl Into<String>, build: F) -> Self
     where
-        M: Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send + 'static,
+        M: Fn(&Tensor, &Tensor, bool) -> Tensor + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        let built = self.push(name, move |own, _| Module::Pop(Box::new(build(own))));
+        let built = self.push(name, move |own, _| {
+            let function = build(own);
+            Module::Pop(Box::new(move |x, skip, train| {
+                with_first(x, |first| function(first, model::one(skip), train))
+            }))
+        });
         built.popping(skip).with_last(|last| last.normalises = true)
     }
 
@@ -371,6 +390,13 @@ impl Layers {
         }
         self
     }
+}
+
+/// Replaces the first tensor by what `function` makes of it; the others stay as they are.
+fn with_first(x: &[Tensor], function: impl FnOnce(&Tensor) -> Tensor) -> Vec<Tensor> {
+    let Some((first, others)) = x.split_first() else { return Vec::new() };
+    let others = others.iter().map(Tensor::shallow_clone);
+    std::iter::once(function(first)).chain(others).collect()
 }
 
 impl fmt::Debug for Layers {

@@ -251,7 +251,7 @@ fn a_normalisation_may_pop_and_is_a_layer_like_others() {
     let block = Layers::new().stash("entry").add("fc", linear(4, 4)).pop_norm("norm", "entry", {
         move |p| {
             let norm = batch_norm1d(p, 4, exact);
-            move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+            move |x, entry, train| norm.forward_add_relu(x, entry, train)
         }
     });
     let layers = Layers::new().add_layers("block", block);

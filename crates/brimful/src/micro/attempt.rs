@@ -73,6 +73,7 @@ impl MicroBatcher {
             peak: usage.map(|usage| self.replay.room.take_peak(usage.peak)),
             replayed: std::mem::take(&mut self.replay.replayed),
             captured: self.replay.new,
+            unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
 

@@ -87,36 +87,33 @@ impl Lora {
         Some((rank, alpha / rank as f64))
     }
 
-    /// Merges the adapters into the weights: returns the variables of an equal model without LoRA. Leaves the
-    /// model as it is.
+    /// Merges the adapter of the weight `name` among these variables: returns the weight of an equal model without
+    /// LoRA. Leaves the model as it is.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn merged(
+    pub fn merged_weight(
         &self,
+        name: &str,
+        weight: &Tensor,
         variables: &[(String, Tensor)],
         order: WeightOrder,
-    ) -> Result<Vec<(String, Tensor)>> {
-        let find = |name: String| variables.iter().find(|(other, _)| *other == name);
-        let mut merged = Vec::new();
-        for (name, weight) in variables.iter().filter(|(name, _)| !Self::is_adapter(name)) {
-            let layer = name.strip_suffix(WEIGHT).and_then(|layer| layer.strip_suffix('.'));
-            let part = |part| find(format!("{}.{part}.{WEIGHT}", layer?));
-            let scale = layer.and_then(|layer| self.beside(layer)).map(|(_, scale)| scale);
-            let weight = match (part(DOWN), part(UP), scale) {
-                (Some((_, down)), Some((_, up)), Some(scale)) => {
-                    let added = up.f_detach()?.f_mm(&down.f_detach()?)? * scale;
-                    let added = match order {
-                        WeightOrder::OutputsFirst => added,
-                        WeightOrder::InputsFirst => added.f_tr()?,
-                    };
-                    weight.f_detach()?.f_add(&added)?
-                }
-                _ => weight.shallow_clone(),
-            };
-            merged.push((name.clone(), weight));
-        }
-        Ok(merged)
+    ) -> Result<Tensor> {
+        let layer = name.strip_suffix(WEIGHT).and_then(|layer| layer.strip_suffix('.'));
+        let part = |part| {
+            let name = format!("{}.{part}.{WEIGHT}", layer?);
+            variables.iter().find(|(other, _)| *other == name)
+        };
+        let scale = layer.and_then(|layer| self.beside(layer)).map(|(_, scale)| scale);
+        let (Some((_, down)), Some((_, up)), Some(scale)) = (part(DOWN), part(UP), scale) else {
+            return Ok(weight.shallow_clone());
+        };
+        let added = up.f_detach()?.f_mm(&down.f_detach()?)? * scale;
+        let added = match order {
+            WeightOrder::OutputsFirst => added,
+            WeightOrder::InputsFirst => added.f_tr()?,
+        };
+        Ok(weight.f_detach()?.f_add(&added)?)
     }
 }
 

@@ -28,6 +28,7 @@ mod activation;
 mod batch_norm;
 mod embedding;
 mod exact;
+mod first_values;
 pub mod kernels;
 mod linear_cross_entropy;
 mod lora;
@@ -42,6 +43,8 @@ pub use batch_norm::{
 };
 pub use embedding::embedding;
 pub(crate) use exact::{ExactNorm, Met, NormSettled, built_in};
+pub(crate) use first_values::in_kind;
+pub use first_values::spread_weight;
 pub use linear_cross_entropy::{
     LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,
 };
@@ -49,5 +52,5 @@ pub use lora::{Lora, LoraOverride};
 pub use norm::{
     LayerNorm, NormError, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };
-pub use projection::{Projection, ProjectionConfig, WeightOrder, spread_weight};
+pub use projection::{Projection, ProjectionConfig, WeightOrder};
 pub use rotary::Rotary;

@@ -4,6 +4,7 @@ use brimful_torch::projection::{Outputs, projection, projections};
 use tch::Tensor;
 use tch::nn::{Module, Path};
 
+use super::first_values::spread_weight;
 use super::lora::LowRank;
 
 /// Order of the dimensions of a projection's weight.
@@ -127,12 +128,4 @@ impl Module for Projection {
     fn forward(&self, x: &Tensor) -> Tensor {
         self.project(x, self.bias.as_ref())
     }
-}
-
-/// Creates a variable `weight` of normally distributed numbers, drawn in place: tch's own initialiser takes
-/// twice as much memory besides.
-pub fn spread_weight(path: &Path, shape: &[i64], spread: f64) -> Tensor {
-    let weight = path.zeros("weight", shape);
-    let _itself = tch::no_grad(|| weight.shallow_clone().normal_(0.0, spread));
-    weight
 }

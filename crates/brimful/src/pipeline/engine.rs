@@ -37,6 +37,8 @@ pub(crate) struct PipelineTried {
     /// Bytes that each memory must have.
     needs: Vec<Option<Bytes>>,
     normalised: bool,
+    /// BatchNorm layers in this process that are not this library's.
+    unmanaged_norms: usize,
     /// Reports of the workers, if they made them at once.
     reports: Option<Vec<PartReport>>,
     /// Loss on all outputs, which no worker counted.
@@ -189,6 +191,7 @@ impl Attempted<Pipeline> for PipelineTried {
         all.shares.iter_mut().zip(self.shares).for_each(|(all, later)| *all += later);
         all.needs.iter_mut().zip(self.needs).for_each(|(all, later)| *all = (*all).max(later));
         all.normalised |= self.normalised;
+        all.unmanaged_norms = all.unmanaged_norms.max(self.unmanaged_norms);
         Ok(all)
     }
 
@@ -224,6 +227,7 @@ impl Attempted<Pipeline> for PipelineTried {
             times: Vec::new(),
             peaks: whole.peaks.clone(),
             replayed: 0,
+            unmanaged_norms: self.unmanaged_norms,
             timeline: Some(timeline),
         })
     }
@@ -489,6 +493,9 @@ impl Pipeline {
 }
 
 fn tried(plan: &TryPlan, done: Vec<WorkerDone>) -> PipelineTried {
+    // A replica's workers follow on each other, and each replica has the same layers.
+    let workers = (done.len() / plan.portions.len().max(1)).max(1);
+    let norms = |replica: &[WorkerDone]| replica.iter().map(|done| done.unmanaged_norms).sum();
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
     PipelineTried {
         actions: Arc::clone(&plan.actions[0]),
@@ -497,6 +504,7 @@ fn tried(plan: &TryPlan, done: Vec<WorkerDone>) -> PipelineTried {
         unit: plan.unit,
         needs: done.iter().map(|done| done.needed).collect(),
         normalised: done.iter().any(|done| done.normalised),
+        unmanaged_norms: done.chunks(workers).map(norms).max().unwrap_or(0),
         reports: done.into_iter().map(|done| done.report).collect(),
         loss: None,
         waits: false,

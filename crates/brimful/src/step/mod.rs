@@ -467,7 +467,7 @@ pub(crate) fn finish<E: Engine, O>(
     start: Instant,
 ) -> Result<Step<O>> {
     let (tried, whole) = settle(engine, tried, exchange, start)?;
-    let Figures { shares, sizes, times, peaks, replayed, timeline } =
+    let Figures { shares, sizes, times, peaks, replayed, unmanaged_norms, timeline } =
         tried.figures(engine, &whole)?;
     Ok(Step {
         loss: whole.totals.loss,
@@ -480,6 +480,7 @@ pub(crate) fn finish<E: Engine, O>(
         times,
         peaks,
         replayed,
+        unmanaged_norms,
         seed: None,
         timeline,
         decisions: Vec::new(),

@@ -31,6 +31,8 @@ pub(crate) struct PartFigures {
     pub(crate) replayed: usize,
     /// True if any was captured as a CUDA graph.
     pub(crate) captured: bool,
+    /// BatchNorm layers of others.
+    pub(crate) unmanaged_norms: usize,
 }
 
 impl PartFigures {
@@ -42,6 +44,7 @@ impl PartFigures {
             peak: self.peak.max(later.peak),
             replayed: self.replayed + later.replayed,
             captured: self.captured || later.captured,
+            unmanaged_norms: self.unmanaged_norms.max(later.unmanaged_norms),
         }
     }
 }
@@ -126,6 +129,12 @@ impl<E: PartsEngine> Attempted<E> for Parts {
             times: figures().map(|part| part.map(|part| part.time)).collect(),
             peaks,
             replayed: figures().flatten().map(|part| part.replayed).sum(),
+            // Replicas have the same layers.
+            unmanaged_norms: figures()
+                .flatten()
+                .map(|part| part.unmanaged_norms)
+                .max()
+                .unwrap_or(0),
             timeline: None,
         })
     }

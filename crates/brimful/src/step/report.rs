@@ -32,6 +32,11 @@ pub struct Step<O = ()> {
     pub peaks: Vec<Option<Bytes>>,
     /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
     pub replayed: usize,
+    /// Number of BatchNorm layers in this process that are not this library's, such as tch's own: their running
+    /// statistics move at every micro-batch. Use [`nn::batch_norm2d`](crate::nn::batch_norm2d) (or 1d, 3d), whose
+    /// statistics move once a step, as with the whole mini-batch. Known from the first training step with several
+    /// micro-batches on.
+    pub unmanaged_norms: usize,
     /// Seed of the step's random numbers, or of its first mini-batch's; `None` where it draws as a plain loop
     /// does, such as a `MicroBatcher` without other ranks.
     ///
@@ -67,6 +72,7 @@ pub(crate) struct Figures {
     pub(crate) times: Vec<Option<Duration>>,
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) replayed: usize,
+    pub(crate) unmanaged_norms: usize,
     pub(crate) timeline: Option<Timeline>,
 }
 

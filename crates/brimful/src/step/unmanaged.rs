@@ -20,6 +20,8 @@ pub(crate) struct UnmanagedStatistics {
     reported: Option<HashSet<usize>>,
     /// True if they were compared after several micro-batches: that waits for the device, and so happens once.
     looked: bool,
+    /// Layers whose statistics micro-batches have moved then.
+    moving_layers: usize,
 }
 
 impl UnmanagedStatistics {
@@ -41,17 +43,25 @@ impl UnmanagedStatistics {
         let foreign = || saved.iter().filter(|(running, _)| !reported.knows(running));
         if micro_batches > 1 && !self.looked {
             self.looked = true;
-            warn(foreign().filter(|(running, before)| running != before).count(), micro_batches);
+            let moved = foreign().filter(|(running, before)| running != before).count();
+            // Each has a mean and a variance.
+            self.moving_layers = moved.div_ceil(2);
+            warn(self.moving_layers, micro_batches);
         }
         let ours = saved.iter().filter(|(running, _)| reported.knows(running));
         self.reported.get_or_insert_default().extend(ours.map(|(running, _)| place(running)));
     }
+
+    /// How many layers move their statistics at every micro-batch, as far as training steps have shown.
+    pub(crate) fn moving_layers(&self) -> usize {
+        self.moving_layers
+    }
 }
 
-fn warn(moved: usize, micro_batches: usize) {
-    if moved > 0 {
+fn warn(layers: usize, micro_batches: usize) {
+    if layers > 0 {
         tracing::warn!(
-            layers = moved.div_ceil(2),
+            layers,
             micro_batches,
             "BatchNorm of tch moves its running statistics at every micro-batch: use \
              brimful::nn::batch_norm2d (or 1d, 3d), which moves them once a step, as the whole \

@@ -111,7 +111,7 @@ fn blocks(straight: bool) -> Layers {
         if straight {
             return layers.pop_norm("sum", "entry", |p| {
                 let norm = norm(p, 2, EXACT);
-                move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+                move |x, entry, train| norm.forward_add_relu(x, entry, train)
             });
         }
         let both =

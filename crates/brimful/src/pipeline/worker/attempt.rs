@@ -27,6 +27,8 @@ pub(crate) struct WorkerDone {
     pub(crate) needed: Option<Bytes>,
     /// Whether layers of this library normalised each micro-batch by itself.
     pub(crate) normalised: bool,
+    /// BatchNorm layers of others in its stages.
+    pub(crate) unmanaged_norms: usize,
 }
 
 /// Whether a worker reports its part as soon as it has run, and whether other replicas need the report.
@@ -302,6 +304,7 @@ impl Worker {
             outputs,
             needed,
             normalised: self.tried.as_ref().is_some_and(Tried::normalises),
+            unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
 }

@@ -1,0 +1,34 @@
+//! Flags of the commands that run a model on samples without training it.
+
+use anyhow::Result;
+use brimful::memory::Memory;
+use brimful::{Bytes, Size};
+use clap::Args;
+use tch::Device;
+
+use super::{device, within, words};
+
+/// Where a model is evaluated, in which memory and in which pieces.
+#[derive(Debug, Args)]
+pub(crate) struct EvaluationPlace {
+    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    #[arg(value_parser = words::micro_batch)]
+    pub(crate) micro_batch: Size,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+}
+
+impl EvaluationPlace {
+    /// Returns the device that is meant.
+    pub(crate) fn device(&self) -> Result<Device> {
+        device(self.device.as_deref())
+    }
+
+    /// Returns the memory of this device within the limit.
+    pub(crate) fn memory(&self, device: Device) -> Result<Memory> {
+        within(Memory::of(device)?, self.memory_limit)
+    }
+}
