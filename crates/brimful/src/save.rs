@@ -53,6 +53,9 @@ const LARGEST_HEADER: u64 = 100_000_000;
 /// As many bytes of a tensor are copied at a time.
 const PIECE: usize = 16 << 20;
 
+/// A tensor to be written, after its name.
+type NamedTensor<'a> = (&'a str, &'a Tensor);
+
 /// What libtorch and safetensors call the same kind of number.
 pub(crate) const KINDS: [(Kind, Dtype); 13] = [
     (Kind::Double, Dtype::F64),
@@ -167,7 +170,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)>
 fn lay_out<'a>(
     tensors: &'a [(String, Tensor)],
     metadata: &Metadata,
-) -> Result<(Vec<(&'a str, &'a Tensor)>, Vec<u8>), String> {
+) -> Result<(Vec<NamedTensor<'a>>, Vec<u8>), String> {
     let mut order = Vec::new();
     for (name, tensor) in tensors {
         order.push((dtype_of(name, tensor)?, name.as_str(), tensor));
