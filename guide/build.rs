@@ -1,7 +1,7 @@
 //! Makes a doc test of every Rust snippet in the guide and in the README.
 //!
-//! What a snippet needs and does not show stands in a comment above it, and holds for the snippets
-//! after it too, until the next such comment of the page:
+//! Setup that a snippet does not show is in a comment above it, and also holds for the snippets
+//! after it, until the next such comment of the page:
 //!
 //! ```text
 //! <!-- setup

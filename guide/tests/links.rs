@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
-/// What is in a page: where it leads, and the anchors of its headings.
+/// Links of a page, and anchors of its headings.
 #[derive(Default)]
 struct Page {
     links: Vec<String>,
