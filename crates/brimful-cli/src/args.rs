@@ -143,13 +143,16 @@ mod tests {
 
     #[test]
     fn commands_in_the_guide_and_the_readme_can_be_given() {
-        let guide = include_str!("../../../guide/src/program.md");
-        let readme = include_str!("../../../README.md");
+        let pages = [
+            include_str!("../../../guide/src/program.md"),
+            include_str!("../../../guide/src/program-train.md"),
+            include_str!("../../../README.md"),
+        ];
         let line = |line: &'static str| {
             let starts = ["brimful ", "cargo run -p brimful-cli -- "];
             starts.into_iter().find_map(|start| line.strip_prefix(start))
         };
-        let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();
+        let given: Vec<_> = pages.into_iter().flat_map(str::lines).filter_map(line).collect();
         assert!(given.len() > 10, "{given:?}");
         for line in given {
             // Any existing folder stands for a model's folder, which the commands before it would have made.
