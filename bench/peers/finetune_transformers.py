@@ -79,10 +79,10 @@ def sharded(work):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     recompute(network, True)
     numbers = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    home = CPUOffloadPolicy(pin_memory=offload.is_cuda(work["device"]))
+    offload_policy = CPUOffloadPolicy(pin_memory=offload.is_cuda(work["device"]))
     for block in network.model.layers:
-        fully_shard(block, mp_policy=numbers, offload_policy=home)
-    fully_shard(network, mp_policy=numbers, offload_policy=home)
+        fully_shard(block, mp_policy=numbers, offload_policy=offload_policy)
+    fully_shard(network, mp_policy=numbers, offload_policy=offload_policy)
     network.to_empty(device="cpu")
     # Its tables are computed, not loaded, and were lost when the meta tensors were replaced.
     network.model.rotary_emb = LlamaRotaryEmbedding(config).to(work["device"])

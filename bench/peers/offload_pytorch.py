@@ -75,10 +75,10 @@ class Sharded:
     def __init__(self, work):
         self.network = blank(work, recompute=True)
         numbers = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        home = CPUOffloadPolicy(pin_memory=is_cuda(work["device"]))
+        offload_policy = CPUOffloadPolicy(pin_memory=is_cuda(work["device"]))
         for block in self.network.blocks:
-            fully_shard(block, mp_policy=numbers, offload_policy=home)
-        fully_shard(self.network, mp_policy=numbers, offload_policy=home)
+            fully_shard(block, mp_policy=numbers, offload_policy=offload_policy)
+        fully_shard(self.network, mp_policy=numbers, offload_policy=offload_policy)
         self.network.to_empty(device="cpu")
         fill(self.network, work["device"])
 

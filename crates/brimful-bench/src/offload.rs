@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use brimful::optim::AdamW;
-use brimful::pipeline::Homes;
+use brimful::pipeline::Offload;
 use brimful::schedule::{Awaited, BusUse, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline};
-use brimful_cli::home_plan::{HomeQuestion, StageHomes};
+use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
 use clap::{Args, ValueEnum};
@@ -29,8 +29,8 @@ const VOCABULARY: i64 = 50_304;
 #[command(after_help = "\
 Examples:
   brimful-bench offload --device cuda:0
-  brimful-bench offload --device cuda:0 --counts 16 --homes auto --memory-limit 12GB
-  brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --homes host --memory-limit 14GB
+  brimful-bench offload --device cuda:0 --counts 16 --offload auto --memory-limit 12GB
+  brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --offload host --memory-limit 14GB
   brimful-bench offload --layers 4 --width 64 --heads 4 --sequence 32")]
 pub(crate) struct OffloadOptions {
     /// Transformer blocks
@@ -58,7 +58,7 @@ pub(crate) struct OffloadOptions {
         value_delimiter = ',',
         default_value = "device,host,host-following"
     )]
-    homes: Vec<HomeArgument>,
+    offload: Vec<OffloadArgument>,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
     repeats: usize,
@@ -72,7 +72,7 @@ pub(crate) struct OffloadOptions {
 
 /// Placement of a contestant's stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum HomeArgument {
+pub(crate) enum OffloadArgument {
     Device,
     Host,
     /// At home, where updates follow the backward
@@ -83,14 +83,14 @@ pub(crate) enum HomeArgument {
     AutoFollowing,
 }
 
-impl HomeArgument {
+impl OffloadArgument {
     pub(crate) fn contestant(self) -> &'static str {
         match self {
             Self::Device => "brimful, on the card",
-            Self::Host => "brimful, at home",
-            Self::HostFollowing => "brimful, at home, updates follow",
-            Self::Auto => "brimful, homes planned",
-            Self::AutoFollowing => "brimful, homes planned, updates follow",
+            Self::Host => "brimful, offloaded",
+            Self::HostFollowing => "brimful, offloaded, updates follow",
+            Self::Auto => "brimful, offload planned",
+            Self::AutoFollowing => "brimful, offload planned, updates follow",
         }
     }
 
@@ -105,11 +105,11 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let facts = json!({ "optimizer": "adamw", "recompute": "always", "dtype": "bf16" });
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(
-        options.homes.len() * options.counts.len() * steady::steps(options.repeats),
+        options.offload.len() * options.counts.len() * steady::steps(options.repeats),
     );
-    for &home in &options.homes {
-        progress.row(home.contestant());
-        let mut contestant = Contestant::new(options, device, home)?;
+    for &offload in &options.offload {
+        progress.row(offload.contestant());
+        let mut contestant = Contestant::new(options, device, offload)?;
         for &count in &options.counts {
             journal.enter(&contestant.measure(count, &progress)?)?;
         }
@@ -140,21 +140,21 @@ impl OffloadOptions {
     }
 
     /// Returns the placement of stages; automatic ones are planned for the most micro-batches.
-    fn stage_homes(&self, device: Device, home: HomeArgument) -> Result<StageHomes> {
-        match home {
-            HomeArgument::Device => Ok(StageHomes::Device),
-            HomeArgument::Host | HomeArgument::HostFollowing => Ok(StageHomes::Host),
-            HomeArgument::Auto | HomeArgument::AutoFollowing => {
+    fn stage_locations(&self, device: Device, offload: OffloadArgument) -> Result<OffloadPlan> {
+        match offload {
+            OffloadArgument::Device => Ok(OffloadPlan::Device),
+            OffloadArgument::Host | OffloadArgument::HostFollowing => Ok(OffloadPlan::Host),
+            OffloadArgument::Auto | OffloadArgument::AutoFollowing => {
                 let Some(room) = setting::room(device, self.memory_limit)? else {
-                    return Ok(StageHomes::Device);
+                    return Ok(OffloadPlan::Device);
                 };
                 let most = self.counts.iter().copied().max().unwrap_or(1);
-                let question = HomeQuestion {
+                let question = OffloadQuestion {
                     device,
                     loss,
                     trained: 1.0,
                     kept_beside: 0,
-                    looks_ahead: !home.follows(),
+                    looks_ahead: !offload.follows(),
                     rooms: vec![room],
                     kind: Kind::BFloat16,
                     method: AdamW::new(LEARNING_RATE).into(),
@@ -166,7 +166,7 @@ impl OffloadOptions {
                 let tokens = [self.sequences, self.tokens];
                 let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
                 // The targets are tokens too.
-                StageHomes::plan(&self.layers(), (&micro_batch, &micro_batch), question)
+                OffloadPlan::plan(&self.layers(), (&micro_batch, &micro_batch), question)
             }
         }
     }
@@ -183,7 +183,7 @@ fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
 
 struct Contestant<'a> {
     options: &'a OffloadOptions,
-    home: HomeArgument,
+    offload: OffloadArgument,
     training: StagedTraining,
     parameters: u64,
     /// Reason of a planned placement.
@@ -191,10 +191,10 @@ struct Contestant<'a> {
 }
 
 impl<'a> Contestant<'a> {
-    fn new(options: &'a OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
+    fn new(options: &'a OffloadOptions, device: Device, offload: OffloadArgument) -> Result<Self> {
         let layers = options.layers();
         let parameters = layers.parameter_count()?;
-        let homes = options.stage_homes(device, home)?;
+        let planned = options.stage_locations(device, offload)?;
         let (balance, mut why) = (options.balance(), None);
         let schedule = breadth_first(&balance);
         let builder = Pipeline::builder(layers)
@@ -203,35 +203,35 @@ impl<'a> Contestant<'a> {
             .schedule(schedule)
             .recompute(Recompute::Always)
             .kind(Kind::BFloat16);
-        let builder = match homes {
-            StageHomes::Device => builder.homes(Homes::Device),
-            StageHomes::Host => builder.homes(Homes::Host),
-            StageHomes::Planned { row, why: reason } => {
+        let builder = match planned {
+            OffloadPlan::Device => builder.offload(Offload::Device),
+            OffloadPlan::Host => builder.offload(Offload::Host),
+            OffloadPlan::Planned { row, why: reason } => {
                 why = Some(reason);
                 builder.plan(&row)
             }
         };
-        let training = StagedTraining::new(builder, home.follows(), loss)?;
-        Ok(Self { options, home, training, parameters, why })
+        let training = StagedTraining::new(builder, offload.follows(), loss)?;
+        Ok(Self { options, offload, training, parameters, why })
     }
 
     fn measure(&mut self, count: usize, progress: &TurnProgress) -> Result<OffloadRow> {
-        let Self { options, home, training, parameters, why } = self;
+        let Self { options, offload, training, parameters, why } = self;
         training.pipeline.set_size(count);
         let samples = options.sequences * count as i64;
         let place = (Kind::Int64, training.pipeline.output_device());
         let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);
         let batch = (tokens(), tokens());
-        let following = (home.contestant(), progress);
+        let following = (offload.contestant(), progress);
         let steady = SteadySteps::measure(training, &batch, options.repeats, following)?;
         Ok(OffloadRow {
-            contestant: home.contestant(),
+            contestant: offload.contestant(),
             bus: profile(training, &batch)?,
             parameters: *parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
             heads: options.heads,
             stages: training.pipeline.balance().sizes().len(),
-            stages_at_home: training.pipeline.stages_at_home()?,
+            offloaded_stages: training.pipeline.offloaded_stages()?,
             plan: why.clone(),
             micro_batches: count,
             sequences: options.sequences,
@@ -294,7 +294,7 @@ struct OffloadRow {
     shape: String,
     heads: i64,
     stages: usize,
-    stages_at_home: usize,
+    offloaded_stages: usize,
     /// Planned placement and its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     plan: Option<String>,

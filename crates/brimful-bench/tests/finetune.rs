@@ -16,18 +16,18 @@ const FINETUNE: &str =
     "finetune --device cpu --sequence 8 --batch-size 4 --micro-batch 2 --repeats 1";
 
 #[test]
-fn losses_are_the_same_on_the_device_and_at_home() {
+fn losses_are_equal_on_the_device_and_offloaded() {
     for lora in ["", " --lora 2"] {
         let folder = "../brimful-models/tests/pretrained/llama_grouped";
-        let (rows, _) = rows(&format!("{FINETUNE} --model {folder} --homes device,host{lora}"));
-        assert_eq!(contestants(&rows), ["brimful, on the card", "brimful, at home"]);
+        let (rows, _) = rows(&format!("{FINETUNE} --model {folder} --offload device,host{lora}"));
+        assert_eq!(contestants(&rows), ["brimful, on the card", "brimful, offloaded"]);
         for row in &rows {
             assert!(row["tokens_per_s"].as_f64() > Some(0.0), "{row}");
             assert!(row["seconds_load"].as_f64() > Some(0.0), "{row}");
         }
         for loss in ["first_loss", "last_loss"] {
-            let [on, home] = [0, 1].map(|at| rows[at][loss].as_f64().expect("a loss"));
-            assert!((on - home).abs() < BF16_LOSS, "{loss}: {on} and {home}");
+            let [on, on_host] = [0, 1].map(|at| rows[at][loss].as_f64().expect("a loss"));
+            assert!((on - on_host).abs() < BF16_LOSS, "{loss}: {on} and {on_host}");
         }
     }
 }

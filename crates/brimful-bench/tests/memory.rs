@@ -27,19 +27,22 @@ fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
 }
 
 #[test]
-fn stages_at_home_hold_a_larger_model_in_the_memory_of_one_device() {
+fn offloaded_stages_hold_a_larger_model_in_the_memory_of_one_device() {
     let (rows, _) = rows(
         "memory --filters 8 --memory-limit 3MiB --host-memory 4MiB --family unet --channels 2 --stages 1 \
          --batch-size 1",
     );
-    let [_, pipeline, home] = &rows[..] else { panic!("{rows:?}") };
-    assert_eq!([&pipeline["experiment"], &home["experiment"]], ["pipeline-1", "home-1"]);
+    let [_, pipeline, on_host] = &rows[..] else { panic!("{rows:?}") };
+    assert_eq!([&pipeline["experiment"], &on_host["experiment"]], ["pipeline-1", "offload-1"]);
     let bytes = |row: &serde_json::Value, key: &str| row[key].as_u64().expect("a number");
-    assert!(bytes(home, "parameters") > bytes(pipeline, "parameters"), "{home}");
-    assert!(bytes(home, "stages_at_home") > 0 && bytes(pipeline, "stages_at_home") == 0, "{home}");
-    assert!(bytes(home, "peak_bytes") <= 3 << 20, "{home}");
-    assert!(bytes(home, "host_bytes") <= 4 << 20, "{home}");
-    assert!(["device", "host"].iter().any(|bound| home["bound"] == *bound), "{home}");
+    assert!(bytes(on_host, "parameters") > bytes(pipeline, "parameters"), "{on_host}");
+    assert!(
+        bytes(on_host, "offloaded_stages") > 0 && bytes(pipeline, "offloaded_stages") == 0,
+        "{on_host}"
+    );
+    assert!(bytes(on_host, "peak_bytes") <= 3 << 20, "{on_host}");
+    assert!(bytes(on_host, "host_bytes") <= 4 << 20, "{on_host}");
+    assert!(["device", "host"].iter().any(|bound| on_host["bound"] == *bound), "{on_host}");
 }
 
 #[test]

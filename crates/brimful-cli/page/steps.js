@@ -9,7 +9,7 @@ const KINDS = [
   { letter: "I", name: "input gradient", color: "--input-gradient" },
   { letter: "W", name: "weight gradient", color: "--weight-gradient" },
   { letter: "f", name: "weights to the device", color: "--fetch" },
-  { letter: "h", name: "gradients home", color: "--gradients-home" },
+  { letter: "h", name: "offload gradients", color: "--offload-gradients" },
   { letter: "o", name: "boundary out", color: "--boundary-out" },
   { letter: "i", name: "boundary in", color: "--boundary-in" },
   { letter: "u", name: "boundary's gradient out", color: "--boundary-gradient-out" },
@@ -17,7 +17,7 @@ const KINDS = [
   { letter: "w", name: "waits for weights", awaited: "weights", color: "--await-weights" },
   { letter: "b", name: "waits for boundaries", awaited: "boundaries", color: "--await-boundary" },
   { letter: "g", name: "waits for gradients' room", awaited: "gradients' room", color: "--await-room" },
-  { letter: "p", name: "waits for the optimizer at home", awaited: "the optimizer at home", color: "--await-update" },
+  { letter: "p", name: "waits for the optimizer on the host", awaited: "the optimizer on the host", color: "--await-update" },
 ];
 /** By the letters' codes. */
 const KIND_OF_LETTER = new Uint8Array(128);

@@ -24,8 +24,6 @@ pub mod fine_tune;
 mod folder_template;
 mod folder_tokenizer;
 mod generation_config;
-#[doc(hidden)]
-pub mod home_plan;
 mod idle_threads;
 mod interrupt;
 mod jinja_template;
@@ -34,6 +32,8 @@ mod log_files;
 mod measured;
 mod named;
 mod nearest;
+#[doc(hidden)]
+pub mod offload_plan;
 #[doc(hidden)]
 pub mod output;
 mod page;

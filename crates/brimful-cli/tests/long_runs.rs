@@ -180,7 +180,7 @@ const LONG: &str = "--batch-size 32 --max-steps 200 --clip-norm 1 --warmup 20 \
 
 /// On the device, and offloaded, where the optimizer updates weights during the next step.
 const ON_THE_DEVICE: &str = "--micro-batch 8";
-const AT_HOME: &str = "--offload all --micro-batches 4";
+const OFFLOADED: &str = "--offload all --micro-batches 4";
 
 struct LongRun {
     folder: PathBuf,
@@ -218,8 +218,8 @@ fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
 }
 
 #[test]
-fn so_does_one_whose_optimizer_was_at_work_at_home() {
-    check_killed("home", AT_HOME);
+fn so_does_one_whose_optimizer_was_offloaded() {
+    check_killed("offload", OFFLOADED);
 }
 
 fn check_killed(name: &str, place: &'static str) {

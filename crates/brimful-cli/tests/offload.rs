@@ -12,7 +12,7 @@ use serde_json::Value;
 const LIMIT: &str = "2600kB";
 
 /// The mlp has six layers, three of them with parameters.
-const AT_HOME: &str = "--offload all --micro-batches 4";
+const OFFLOADED: &str = "--offload all --micro-batches 4";
 /// Arguments of most runs.
 const TRAIN: &str = "train --device cpu --epochs 1 --micro-batches 4";
 
@@ -21,27 +21,28 @@ fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_roo
     let train = "train --device cpu --epochs 3 --json --clip-norm 1 --micro-batches 4";
     let with_room = lines(&format!("{train} --stages 1"));
     run(&format!("{train} --memory-limit {LIMIT} --offload none")).failure();
-    let at_home = lines(&format!("{train} --memory-limit {LIMIT} --offload all"));
-    assert_eq!(at_home.len(), 3);
-    for (home, device) in at_home.iter().zip(&with_room) {
+    let on_host = lines(&format!("{train} --memory-limit {LIMIT} --offload all"));
+    assert_eq!(on_host.len(), 3);
+    for (on_host, device) in on_host.iter().zip(&with_room) {
         for key in ["loss", "test_loss", "test_accuracy"] {
-            let [home, device] = [home, device].map(|line| line[key].as_f64().expect("a number"));
-            assert!((home - device).abs() < 1e-4, "{key}: {home} and {device}");
+            let [on_host, device] =
+                [on_host, device].map(|line| line[key].as_f64().expect("a number"));
+            assert!((on_host - device).abs() < 1e-4, "{key}: {on_host} and {device}");
         }
-        assert!(home["peak_bytes"].as_u64() <= Some(2_600_000), "{home}");
+        assert!(on_host["peak_bytes"].as_u64() <= Some(2_600_000), "{on_host}");
     }
 }
 
 #[test]
-fn a_run_goes_on_at_home_and_back_on_the_device() {
+fn a_run_goes_on_offloaded_and_back_on_the_device() {
     let folder = folder("offload-resume");
     let train = |line: &str| train_in(&folder, &format!("--dtype f64 --ema 0.9 {line}")).success();
-    let at_home = format!("{AT_HOME} --memory-limit 5200kB");
-    train(&format!("--epochs 1 --save one {at_home}"));
-    train(&format!("--epochs 2 --resume one --save home {at_home}"));
+    let on_host = format!("{OFFLOADED} --memory-limit 5200kB");
+    train(&format!("--epochs 1 --save one {on_host}"));
+    train(&format!("--epochs 2 --resume one --save offload {on_host}"));
     let back = "--offload none --memory-limit 64MB";
     train(&format!("--epochs 2 --resume one --save device {back}"));
-    assert_alike(folder.join("device"), folder.join("home"));
+    assert_alike(folder.join("device"), folder.join("offload"));
     train(&format!("--epochs 3 --resume home --save back {back}"));
 }
 
@@ -51,31 +52,31 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let within = |limit| run(&format!("{TRAIN} --offload auto --memory-limit {limit}")).success();
     let stages = "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, ";
     let why = like(
-        "breadth-first-3, [12] of 3 stages at home on the host \\(.*\\), [1-3] computed again: all on the device \
+        "breadth-first-3, [12] of 3 stages offloaded to the host \\(.*\\), [1-3] computed again: all on the device \
          would take .* of its 2.48 MiB",
     );
     within(LIMIT).stdout(predicate::str::contains(stages).and(why));
-    within("32MB").stdout(predicate::str::contains("at home").not());
+    within("32MB").stdout(predicate::str::contains("on the host").not());
 }
 
 #[test]
 fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
     let said = |more: &str| run(&format!("{TRAIN} {more}")).success();
-    let at_home = || predicate::str::contains("stages at home on the host");
-    said(&format!("--memory-limit {LIMIT}")).stdout(at_home());
-    said("--memory-limit 2300kB --stages 2").stdout(at_home());
+    let on_host = || predicate::str::contains("stages offloaded to the host");
+    said(&format!("--memory-limit {LIMIT}")).stdout(on_host());
+    said("--memory-limit 2300kB --stages 2").stdout(on_host());
     // With enough memory or without a limit, nothing is measured or offloaded.
     for more in ["--memory-limit 32MB", "--stages 2", ""] {
-        said(more).stdout(at_home().not()).stderr(predicate::str::contains("measured").not());
+        said(more).stdout(on_host().not()).stderr(predicate::str::contains("measured").not());
     }
 }
 
 #[test]
-fn where_homes_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
+fn where_offload_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
     for more in ["--stages 2 --schedule gpipe", "--replicas 2"] {
         let within = |limit: &str| run(&format!("{TRAIN} --memory-limit {limit} {more}"));
         within("1500kB").code(3);
-        within("8MB").success().stdout(predicate::str::contains("at home").not());
+        within("8MB").success().stdout(predicate::str::contains("on the host").not());
     }
 }
 
@@ -92,13 +93,13 @@ fn what_fits_nowhere_is_told_in_the_words_for_a_device() {
 }
 
 #[test]
-fn what_is_partly_at_home_learns_what_it_learns_elsewhere() {
+fn what_is_partly_offloaded_learns_what_it_learns_elsewhere() {
     let train = "train --device cpu --epochs 2 --json --micro-batches 4";
     let with_room = lines(&format!("{train} --stages 1"));
     let partly = lines(&format!("{train} --offload auto --memory-limit {LIMIT}"));
     for (partly, device) in partly.iter().zip(&with_room) {
-        let [home, device] = [partly, device].map(|line| line["loss"].as_f64().expect("a loss"));
-        assert!((home - device).abs() < 1e-4, "{home} and {device}");
+        let [on_host, device] = [partly, device].map(|line| line["loss"].as_f64().expect("a loss"));
+        assert!((on_host - device).abs() < 1e-4, "{on_host} and {device}");
         assert!(partly["peak_bytes"].as_u64() <= Some(2_600_000), "{partly}");
     }
 }
@@ -134,7 +135,7 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     assert!(events.iter().any(track), "{events:?}");
     // Each device's stage is fetched once for the forward and once for the backward, except the two still there when
     // the backward starts.
-    assert!(named("fetch 0") == 2 && named("gradients home 0") == 1, "{events:?}");
+    assert!(named("fetch 0") == 2 && named("offload gradients 0") == 1, "{events:?}");
     assert!(named("waits for weights") > 0, "{events:?}");
     let settings = read(&record)["settings"].to_string();
     assert!(settings.contains("breadth-first-"), "{settings}");
@@ -145,7 +146,8 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
 #[test]
 fn a_report_of_a_run_has_a_lane_each_way_of_the_bus() {
     let page = folder("offload-report").join("report.html");
-    run(&format!("train --device cpu --epochs 1 {AT_HOME} --report {}", page.display())).success();
+    run(&format!("train --device cpu --epochs 1 {OFFLOADED} --report {}", page.display()))
+        .success();
     let page = fs::read_to_string(&page).expect("a page");
     let start = page.find(r#"{"format""#).expect("the data");
     let data = page[start..].lines().next().expect("one line").trim_end_matches("</script>");

@@ -54,16 +54,16 @@ fn what_does_not_fit_on_the_card_lives_on_the_host() {
                 --micro-batches 8 --memory-limit 300MiB";
     // Without host memory nothing fits.
     refusal(card);
-    let hosted = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
-    let shown = answer(&hosted);
+    let offloaded = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
+    let shown = answer(&offloaded);
     assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
-    let best = &rows(&hosted)[0];
+    let best = &rows(&offloaded)[0];
     assert_eq!(best["fits"], true);
     assert!(best["host_bytes"].as_u64() > Some(0), "{best}");
     let stages = best["stages"].as_array().unwrap();
     assert_eq!(stages.len(), best["balance"].as_array().unwrap().len());
-    let homes: Vec<_> = stages.iter().map(|stage| stage["weights"].as_str().unwrap()).collect();
-    assert!(homes.contains(&"host") && homes.contains(&"device"), "{homes:?}");
+    let locations: Vec<_> = stages.iter().map(|stage| stage["weights"].as_str().unwrap()).collect();
+    assert!(locations.contains(&"host") && locations.contains(&"device"), "{locations:?}");
     for stage in stages {
         assert!(stage["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{stage}");
         assert!(stage["recompute"].is_string() && stage["boundaries"].is_string(), "{stage}");

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-use brimful::pipeline::Homes;
+use brimful::pipeline::Offload;
 use brimful::schedule::Schedule;
 use brimful::{Pipeline, memory};
 use brimful_models::pretrained::Pretrained;
@@ -21,8 +21,8 @@ const TINY: (usize, usize) = (1, 64);
 
 #[test]
 fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
-    if let [Ok(folder), Ok(home)] = LOADS.map(env::var) {
-        return load_and_tell(Path::new(&folder), &home);
+    if let [Ok(folder), Ok(location)] = LOADS.map(env::var) {
+        return load_and_tell(Path::new(&folder), &location);
     }
     let [large, tiny] = [LARGE, TINY].map(described);
     for folder in [&large, &tiny] {
@@ -30,11 +30,11 @@ fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
     }
     let weights = fs::metadata(large.join("model.safetensors")).expect("a file").len();
     assert!(weights > 190_000_000, "{weights} bytes");
-    for home in ["device", "host"] {
+    for location in ["device", "host"] {
         // Libtorch's own memory is part of both peaks.
-        let more = peak_of(&large, home).saturating_sub(peak_of(&tiny, home));
+        let more = peak_of(&large, location).saturating_sub(peak_of(&tiny, location));
         let ratio = more as f64 / weights as f64;
-        assert!((0.9..1.2).contains(&ratio), "{home}: {more} bytes for {weights}: {ratio:.2}");
+        assert!((0.9..1.2).contains(&ratio), "{location}: {more} bytes for {weights}: {ratio:.2}");
     }
     for folder in [large, tiny] {
         fs::remove_dir_all(folder).expect("removed");
@@ -63,10 +63,10 @@ fn fill(folder: &Path) {
 }
 
 /// Returns the peak memory of a process that loads the folder.
-fn peak_of(folder: &Path, home: &str) -> u64 {
+fn peak_of(folder: &Path, location: &str) -> u64 {
     let output = Command::new(env::current_exe().expect("the test's own program"))
         .args(["--exact", NAME, "--nocapture", "--test-threads", "1"])
-        .envs(LOADS.into_iter().zip([folder.to_str().expect("a path"), home]))
+        .envs(LOADS.into_iter().zip([folder.to_str().expect("a path"), location]))
         .env("OMP_NUM_THREADS", "1")
         .output()
         .expect("a process");
@@ -77,12 +77,12 @@ fn peak_of(folder: &Path, home: &str) -> u64 {
 }
 
 /// Loads a folder, and prints the peak memory of this process.
-fn load_and_tell(folder: &Path, home: &str) {
+fn load_and_tell(folder: &Path, location: &str) {
     // The program does so too.
     memory::keep_freed_blocks();
     let pretrained = Pretrained::open(folder).expect("a folder");
     let layers = pretrained.config().layers();
-    if home == "device" {
+    if location == "device" {
         let store = VarStore::new(Device::Cpu);
         let _model = layers.build(&store.root()).expect("a model");
         let variables: Vec<_> = store.variables().into_iter().collect();
@@ -94,7 +94,7 @@ fn load_and_tell(folder: &Path, home: &str) {
         .devices([Device::Cpu])
         .balance(vec![1; stages_per_device])
         .schedule(Schedule::BreadthFirst { stages_per_device })
-        .homes(Homes::Host)
+        .offload(Offload::Host)
         .build()
         .expect("a pipeline");
     pretrained.load(&pipe.variables().expect("variables")).expect("loaded");

@@ -12,7 +12,7 @@
 //! | inspect, simulate or write a schedule | [`schedule`] |
 //! | cut layers into stages | [`balance`] |
 //! | choose balance, schedule and micro-batches | [`mod@plan`] |
-//! | choose which stages to offload, and what each keeps or recomputes | [`plan::homes`] |
+//! | choose which stages to offload, and what each keeps or recomputes | [`plan::offload`] |
 //!
 //! A module uses those above it in this table, and none below.
 

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use brimful_plan::schedule::{Home, Moves, Recompute, Schedule, StageHome, render};
+use brimful_plan::schedule::{Location, Moves, Recompute, Schedule, StageLocation, render};
 
 fn show(schedule: Schedule, recompute: Recompute) -> String {
     render::grid(&schedule.actions(4, 8, recompute).unwrap()).to_string()
@@ -33,12 +33,12 @@ grids! {
 fn a_bus_has_a_row_each_way_under_its_device() {
     let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
     let actions = schedule.actions(1, 3, Recompute::Always).unwrap();
-    let mut homes = [StageHome::HOST; 3];
-    homes[0].boundaries = Home::Host;
-    let moves = Moves::new(&actions, &homes, 2).unwrap();
+    let mut locations = [StageLocation::HOST; 3];
+    locations[0].boundaries = Location::Host;
+    let moves = Moves::new(&actions, &locations, 2).unwrap();
     insta::assert_snapshot!(render::grid_with_moves(&actions, &moves).unwrap());
     let two = schedule.actions(2, 2, Recompute::Never).unwrap();
-    let moves = Moves::new(&two, &[StageHome::HOST; 6], 1).unwrap();
+    let moves = Moves::new(&two, &[StageLocation::HOST; 6], 1).unwrap();
     insta::assert_snapshot!(render::grid_with_moves(&two, &moves).unwrap());
 }
 

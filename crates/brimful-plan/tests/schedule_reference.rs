@@ -4,7 +4,7 @@
 
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{
-    Costs, Moves, Recompute, Schedule, Simulation, Span, StageCost, StageHome, simulate,
+    Costs, Moves, Recompute, Schedule, Simulation, Span, StageCost, StageLocation, simulate,
     simulate_moves,
 };
 
@@ -166,8 +166,8 @@ fn sums_come_while_boundaries_go() {
     };
     let peaks = |cost: StageCost| {
         let costs = Costs { input_bytes: 10, ..Costs::equal(stages, cost) };
-        let homes = vec![StageHome::DEVICE; stages];
-        let moves = Moves::new(&actions, &homes, 1).unwrap();
+        let locations = vec![StageLocation::DEVICE; stages];
+        let moves = Moves::new(&actions, &locations, 1).unwrap();
         let steps = [simulate(&actions, &costs), simulate_moves(&actions, &moves, &costs)];
         steps.map(|step| step.unwrap().devices()[0].peak_bytes)
     };

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use brimful::micro::Layout;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm2d};
 use brimful::optim::{AdamW, Optimizer};
-use brimful::pipeline::Homes;
+use brimful::pipeline::Offload;
 use brimful::save::{self, Metadata};
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
 use support::{Update, assert_within, fill, micro_batcher, numbers, test_device, variables};
@@ -197,10 +197,10 @@ fn convolved() -> (Kind, f64) {
     if test_device().is_cuda() { (Kind::Float, 1e-3) } else { (Kind::Double, 1e-9) }
 }
 
-fn pipeline(layout: Layout, homes: Homes) -> (Pipeline, Arc<AtomicUsize>) {
+fn pipeline(layout: Layout, offload: Offload) -> (Pipeline, Arc<AtomicUsize>) {
     let seen = Arc::new(AtomicUsize::new(0));
     let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
-    let builder = builder.kind(convolved().0).homes(homes).micro_batches(Size::Fixed(4));
+    let builder = builder.kind(convolved().0).offload(offload).micro_batches(Size::Fixed(4));
     let mut pipe = builder.layout(layout).build().expect("a pipeline");
     // Not by a seed, which concurrent tests would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {
@@ -239,11 +239,11 @@ fn assert_near(expected: &[f64], losses: &[f64], what: &str) {
 
 #[test]
 fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() {
-    let (mut plain, seen) = pipeline(Layout::AsIs, Homes::default());
+    let (mut plain, seen) = pipeline(Layout::AsIs, Offload::default());
     let expected = trained(&mut plain);
     assert_eq!(seen.load(Ordering::Relaxed), 0);
     for layout in [Layout::ChannelsLast, Layout::Measured] {
-        let (mut pipe, seen) = pipeline(layout, Homes::default());
+        let (mut pipe, seen) = pipeline(layout, Offload::default());
         assert_near(&expected, &trained(&mut pipe), &format!("{layout:?}"));
         // Four micro-batches per step; a measured format has two steps in each format, and one before each.
         let seen = seen.load(Ordering::Relaxed);
@@ -258,8 +258,8 @@ fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() 
 
 #[test]
 fn stages_that_live_on_the_host_stay_as_they_are() {
-    let (mut plain, _) = pipeline(Layout::AsIs, Homes::Host);
-    let (mut pipe, seen) = pipeline(Layout::ChannelsLast, Homes::Host);
-    assert_near(&trained(&mut plain), &trained(&mut pipe), "at home");
+    let (mut plain, _) = pipeline(Layout::AsIs, Offload::Host);
+    let (mut pipe, seen) = pipeline(Layout::ChannelsLast, Offload::Host);
+    assert_near(&trained(&mut plain), &trained(&mut pipe), "on the host");
     assert_eq!(seen.load(Ordering::Relaxed), 0);
 }

@@ -11,7 +11,7 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Method, Optimizer, Sgd};
-use brimful::pipeline::{BalanceBy, Builder, Cause, Homes, PipelineError, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, Cause, Offload, PipelineError, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
@@ -32,9 +32,9 @@ use tch::{Device, Kind, Tensor};
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
 /// Four offloaded stages.
-fn at_home(layers: Layers) -> Builder {
+fn on_host(layers: Layers) -> Builder {
     let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
-    builder(layers, 1).schedule(schedule).homes(Homes::Host)
+    builder(layers, 1).schedule(schedule).offload(Offload::Host)
 }
 
 fn mse(out: Tensor, y: &Tensor) -> Loss {
@@ -270,7 +270,7 @@ fn layers_can_tell_a_recompute() {
 fn frozen_layers_get_no_gradient_and_stay() {
     let _turn = alone();
     let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
-    let others = [at_home(mlp()), builder(mlp(), 4).replicas(2)];
+    let others = [on_host(mlp()), builder(mlp(), 4).replicas(2)];
     for builder in on_devices.into_iter().chain(others) {
         let mut pipe = built(builder.micro_batches(2), "frozen");
         let plain = Plain::of(&mlp(), &pipe);
@@ -696,7 +696,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
             error(
                 base()
                     .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
-                    .homes(Homes::Host),
+                    .offload(Offload::Host),
             ),
             "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has room \
              for 2 stages that live on the host at a time",
@@ -769,7 +769,7 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
 #[test]
 fn gradients_add_up_until_they_are_cleared() {
     let _turn = alone();
-    for builder in [builder((GPT.layers)(), 3), at_home((GPT.layers)())] {
+    for builder in [builder((GPT.layers)(), 3), on_host((GPT.layers)())] {
         let mut pipe = built(builder.micro_batches(2), "GPT");
         let plain = Plain::of(&(GPT.layers)(), &pipe);
         for _ in 0..2 {

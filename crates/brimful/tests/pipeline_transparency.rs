@@ -3,8 +3,8 @@
 
 mod support;
 
-use brimful::pipeline::Homes;
-use brimful::schedule::{Home, Recompute, Schedule};
+use brimful::pipeline::Offload;
+use brimful::schedule::{Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss};
 use support::pipeline_cases::{
     CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
@@ -35,25 +35,25 @@ fn every_schedule(case: &Case) {
 }
 
 /// Offloads some or all stages, in every order that has a worker for them.
-fn at_home(case: &Case) {
+fn on_host(case: &Case) {
     let _turn = alone();
     let references = PlainRun::of_cuts(case, 1, &[(13, 4), (8, 1), (8, 4)]);
-    let of = |devices: usize, stages_per_device: usize, homes: Homes| {
-        (devices, Schedule::BreadthFirst { stages_per_device }, homes)
+    let of = |devices: usize, stages_per_device: usize, offload: Offload| {
+        (devices, Schedule::BreadthFirst { stages_per_device }, offload)
     };
-    let every_other = [Home::Host, Home::Device, Home::Host].into();
-    let mut cases = vec![of(1, 1, Homes::Host), of(1, 3, Homes::Host), of(1, 8, Homes::Host)];
-    cases.extend([of(1, 3, every_other), of(2, 2, Homes::Host)]);
-    cases.push((2, Schedule::OneFOneB, Homes::Host));
-    cases.push((2, Schedule::OneFOneB, [Home::Device, Home::Host].into()));
-    cases.push((2, Schedule::ZeroBubbleH1, Homes::Host));
-    cases.push((1, Schedule::ZeroBubbleV, Homes::Host));
-    for (devices, schedule, homes) in cases {
+    let every_other = [Location::Host, Location::Device, Location::Host].into();
+    let mut cases = vec![of(1, 1, Offload::Host), of(1, 3, Offload::Host), of(1, 8, Offload::Host)];
+    cases.extend([of(1, 3, every_other), of(2, 2, Offload::Host)]);
+    cases.push((2, Schedule::OneFOneB, Offload::Host));
+    cases.push((2, Schedule::OneFOneB, [Location::Device, Location::Host].into()));
+    cases.push((2, Schedule::ZeroBubbleH1, Offload::Host));
+    cases.push((1, Schedule::ZeroBubbleV, Offload::Host));
+    for (devices, schedule, locations) in cases {
         for recompute in Recompute::ALL {
             let what =
-                format!("{}, {devices} devices, {schedule}, {homes:?}, {recompute}", case.name);
+                format!("{}, {devices} devices, {schedule}, {locations:?}, {recompute}", case.name);
             let builder = builder((case.layers)(), devices).schedule(schedule);
-            let mut pipe = built(builder.homes(homes.clone()).recompute(recompute), &what);
+            let mut pipe = built(builder.offload(locations.clone()).recompute(recompute), &what);
             references.iter().for_each(|reference| reference.compare(&mut pipe, &what));
         }
     }
@@ -150,10 +150,10 @@ tests! {
     u_net_with_skips_across_stages => every_schedule(&U_NET),
     gpt_with_a_shared_table_and_dropout => every_schedule(&GPT),
     lstm_whose_weights_are_used_at_every_step_of_a_sequence => every_schedule(&LSTM),
-    mlp_at_home => at_home(&MLP),
-    cnn_at_home_with_deferred_batch_norm => at_home(&CNN),
-    u_net_at_home_with_skips_across_stages => at_home(&U_NET),
-    gpt_at_home_with_a_shared_table_and_dropout => at_home(&GPT),
+    mlp_offloaded => on_host(&MLP),
+    cnn_at_home_with_deferred_batch_norm => on_host(&CNN),
+    u_net_at_home_with_skips_across_stages => on_host(&U_NET),
+    gpt_at_home_with_a_shared_table_and_dropout => on_host(&GPT),
     mlp_in_two_pipelines => two_pipelines(&MLP),
     cnn_with_deferred_batch_norm_in_two_pipelines => two_pipelines(&CNN),
     u_net_with_skips_in_two_pipelines => two_pipelines(&U_NET),

@@ -6,7 +6,7 @@ mod support;
 use brimful::StepError;
 use brimful::batch::BatchError;
 use brimful::optim::Adam;
-use brimful::pipeline::Homes;
+use brimful::pipeline::Offload;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
 use support::pipeline_cases::{
@@ -90,15 +90,15 @@ fn several_mini_batches_are_one_step() {
     let _turn = alone();
     let breadth_first = Schedule::BreadthFirst { stages_per_device: 3 };
     for case in &CASES {
-        for (devices, schedule, recompute, homes) in [
-            (1, Schedule::GPipe, Recompute::Never, Homes::Device),
-            (3, Schedule::OneFOneB, Recompute::Never, Homes::Device),
-            (2, Schedule::GPipe, Recompute::Always, Homes::Device),
-            (2, INTERLEAVED, Recompute::ExceptLast, Homes::Device),
-            (1, breadth_first, Recompute::ExceptLast, Homes::Host),
+        for (devices, schedule, recompute, locations) in [
+            (1, Schedule::GPipe, Recompute::Never, Offload::Device),
+            (3, Schedule::OneFOneB, Recompute::Never, Offload::Device),
+            (2, Schedule::GPipe, Recompute::Always, Offload::Device),
+            (2, INTERLEAVED, Recompute::ExceptLast, Offload::Device),
+            (1, breadth_first, Recompute::ExceptLast, Offload::Host),
         ] {
             let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);
-            let builder = builder((case.layers)(), devices).schedule(schedule).homes(homes);
+            let builder = builder((case.layers)(), devices).schedule(schedule).offload(locations);
             let pipe = built(builder.recompute(recompute).micro_batches(MICRO_BATCHES), &what);
             compare(case, pipe, 1, &WINDOW, &what);
         }

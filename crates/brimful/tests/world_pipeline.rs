@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, Homes, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
@@ -248,13 +248,13 @@ fn bits(named: &[(String, Tensor)]) -> Vec<(String, String, Vec<u64>)> {
 #[test]
 fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
     in_ranks(3, |world| {
-        for (kind, homes) in [
-            (Kind::Float, Homes::Device),
-            (Kind::BFloat16, Homes::Device),
-            (Kind::BFloat16, Homes::Host),
+        for (kind, locations) in [
+            (Kind::Float, Offload::Device),
+            (Kind::BFloat16, Offload::Device),
+            (Kind::BFloat16, Offload::Host),
         ] {
-            let what = format!("{kind:?}, {homes:?}");
-            let builder = builder(&MLP, &world, 1).kind(kind).homes(homes).replicas(3);
+            let what = format!("{kind:?}, {locations:?}");
+            let builder = builder(&MLP, &world, 1).kind(kind).offload(locations).replicas(3);
             let mut pipe = built(builder.micro_batches(2), &what);
             let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
             let loss = |out: Tensor, _: &()| Loss::ratio(out.square().sum(Kind::Float), 7.0);
@@ -593,7 +593,11 @@ fn every_rank_looks_for_room_on_its_own_host() {
         let needed = 16 * layers().parameter_count().expect("a model") / 2;
         let build = |room: u64| {
             let host = Arena::limited("host", room).expect("a limit");
-            pipeline_cases::builder(layers(), 1).world(&world).homes(Homes::Host).host(host).build()
+            pipeline_cases::builder(layers(), 1)
+                .world(&world)
+                .offload(Offload::Host)
+                .host(host)
+                .build()
         };
         // Memory is taken in whole pages.
         let room = needed + needed / 2;

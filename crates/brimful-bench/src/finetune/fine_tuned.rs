@@ -3,14 +3,14 @@
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::optim::{AdamW, Optimizer};
-use brimful::pipeline::{Builder, Homes};
+use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, Step, balance, guard};
 use brimful_cli::setting::{self, LossModel};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::offload::HomeArgument;
+use crate::offload::OffloadArgument;
 use crate::staged::StagedTraining;
 use crate::steady::{LEARNING_RATE, SteadyTraining};
 use crate::work::Samples;
@@ -27,19 +27,19 @@ pub(super) trait FineTuned: SteadyTraining {
 pub(super) fn fine_tuned(
     layers: Layers,
     device: Device,
-    home: HomeArgument,
+    offload: OffloadArgument,
     micro_batch: usize,
 ) -> Result<Box<dyn FineTuned>> {
-    Ok(match home {
-        HomeArgument::Device => Box::new(WholeTuned::new(&layers, device, micro_batch)?),
-        HomeArgument::Host | HomeArgument::HostFollowing => {
-            let builder = at_home(layers, device, micro_batch)?;
-            Box::new(StagedTraining::new(builder, home.follows(), setting::loss)?)
+    Ok(match offload {
+        OffloadArgument::Device => Box::new(WholeTuned::new(&layers, device, micro_batch)?),
+        OffloadArgument::Host | OffloadArgument::HostFollowing => {
+            let builder = on_host(layers, device, micro_batch)?;
+            Box::new(StagedTraining::new(builder, offload.follows(), setting::loss)?)
         }
-        HomeArgument::Auto | HomeArgument::AutoFollowing => {
+        OffloadArgument::Auto | OffloadArgument::AutoFollowing => {
             bail!(
-                "--homes {} is not measured here: give device, host or host-following",
-                home.contestant()
+                "--offload {} is not measured here: give device, host or host-following",
+                offload.contestant()
             )
         }
     })
@@ -97,7 +97,7 @@ impl FineTuned for WholeTuned {
 }
 
 /// Describes the finest stages, which come to the device in turn and recompute their activations in the backward.
-fn at_home(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder> {
+fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder> {
     let balance = balance::finest(&setting::parameters_used(&layers)?, layers.len())?;
     let stages_per_device = balance.sizes().len();
     Ok(Pipeline::builder(layers)
@@ -106,7 +106,7 @@ fn at_home(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder
         .schedule(Schedule::BreadthFirst { stages_per_device })
         .recompute(Recompute::Always)
         .kind(Kind::BFloat16)
-        .homes(Homes::Host)
+        .offload(Offload::Host)
         .micro_batches(Size::Fixed(micro_batch)))
 }
 

@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::host_memory;
 use crate::journal::{Journal, Output};
-use crate::offload::HomeArgument;
+use crate::offload::OffloadArgument;
 use crate::steady::{self, SteadySteps};
 use crate::turns::TurnProgress;
 use fine_tuned::{FineTuned, fine_tuned};
@@ -29,7 +29,7 @@ use fine_tuned::{FineTuned, fine_tuned};
 #[command(after_help = "\
 Examples:
   brimful-bench finetune --model llama --lora 16 --device cuda:0
-  brimful-bench finetune --model llama --homes host --memory-limit 16GB --device cuda:0
+  brimful-bench finetune --model llama --offload host --memory-limit 16GB --device cuda:0
   brimful-bench finetune --model examples/tiny-llama --from-scratch --sequence 16 --batch-size 4 --micro-batch 2")]
 pub(crate) struct FinetuneOptions {
     /// The model: a folder of Hugging Face's
@@ -41,7 +41,7 @@ pub(crate) struct FinetuneOptions {
     lora: Option<LoraFlag>,
     /// Where stages live, each a contestant
     #[arg(long, value_name = "WHERE,..", value_delimiter = ',', default_value = "device")]
-    homes: Vec<HomeArgument>,
+    offload: Vec<OffloadArgument>,
     /// Tokens in a sequence of a text
     #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
@@ -79,10 +79,10 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
     let work = FinetuneWork { options, folder, device };
     let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
     let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.homes.len() * steady::steps(options.repeats));
-    for &home in &options.homes {
-        progress.row(home.contestant());
-        journal.enter(&work.measure(home, &progress)?)?;
+    let progress = TurnProgress::new(options.offload.len() * steady::steps(options.repeats));
+    for &offload in &options.offload {
+        progress.row(offload.contestant());
+        journal.enter(&work.measure(offload, &progress)?)?;
     }
     progress.done();
     journal.end()
@@ -105,14 +105,18 @@ struct FinetuneWork<'a> {
 }
 
 impl<'a> FinetuneWork<'a> {
-    fn measure(&self, home: HomeArgument, progress: &TurnProgress) -> Result<FinetuneRow<'a>> {
+    fn measure(
+        &self,
+        offload: OffloadArgument,
+        progress: &TurnProgress,
+    ) -> Result<FinetuneRow<'a>> {
         let options = self.options;
-        let (mut tuned, load) = self.loaded(home)?;
-        let following = (home.contestant(), progress);
+        let (mut tuned, load) = self.loaded(offload)?;
+        let following = (offload.contestant(), progress);
         let steady = SteadySteps::measure(&mut *tuned, &self.batch(), options.repeats, following)?;
         let tokens = options.batch_size as i64 * options.tokens;
         Ok(FinetuneRow {
-            contestant: home.contestant(),
+            contestant: offload.contestant(),
             model: &options.model,
             parameters: self.folder.config().layers().parameter_count()?,
             lora: options.lora.as_ref().map(LoraFlag::to_string),
@@ -141,7 +145,7 @@ impl<'a> FinetuneWork<'a> {
     }
 
     /// Loads the model with the folder's weights, and reports the cost.
-    fn loaded(&self, home: HomeArgument) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
+    fn loaded(&self, offload: OffloadArgument) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
         let Self { options, folder, device } = self;
         let (layers, device) = (self.layers(), *device);
         // Host memory of the device's libraries must not count as the weights'.
@@ -153,7 +157,7 @@ impl<'a> FinetuneWork<'a> {
         let start = Instant::now();
         // All contestants start with the same adapters.
         tch::manual_seed(0);
-        let tuned = fine_tuned(layers, device, home, options.micro_batch)?;
+        let tuned = fine_tuned(layers, device, offload, options.micro_batch)?;
         let seconds_build = start.elapsed().as_secs_f64();
         let start = Instant::now();
         folder.load(&tuned.variables()?)?;

@@ -65,7 +65,7 @@ impl Family {
         match experiment.way {
             Way::Naive => Some(1.0),
             Way::Pipeline => Some(pipelines[place] as f64 / f64::from(naive)),
-            Way::Home => None,
+            Way::Offload => None,
         }
     }
 }

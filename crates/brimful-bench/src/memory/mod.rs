@@ -3,7 +3,7 @@
 //! Measures a few layers, lets the planner find the largest model whose step fits, and confirms it with two steps
 //! and their optimizer in arenas (or on GPUs) of that size. If they run out of memory, it takes the next smaller
 //! model. `naive-1` is one stage that keeps the activations of the whole mini-batch; `pipeline-k` has k stages
-//! and a micro-batch for each sample; `home-1` offloads stages of one device to the host as far as they do not
+//! and a micro-batch for each sample; `offload-1` offloads stages of one device to the host as far as they do not
 //! fit.
 
 mod family;
@@ -86,7 +86,7 @@ enum Way {
     /// One stage per device.
     Pipeline,
     /// Stages offloaded to the host as far as they do not fit.
-    Home,
+    Offload,
 }
 
 impl fmt::Display for Experiment {
@@ -94,7 +94,7 @@ impl fmt::Display for Experiment {
         let way = match self.way {
             Way::Naive => "naive",
             Way::Pipeline => "pipeline",
-            Way::Home => "home",
+            Way::Offload => "offload",
         };
         write!(f, "{way}-{}", self.devices)
     }
@@ -164,8 +164,8 @@ impl MemoryOptions {
 
     fn experiments(&self, host: Bytes) -> impl Iterator<Item = Experiment> {
         let pipelines = self.stages.iter().map(|&devices| (devices, Way::Pipeline));
-        let home = (host > Bytes(0)).then_some((1, Way::Home));
-        let all = [(1, Way::Naive)].into_iter().chain(pipelines).chain(home);
+        let offload = (host > Bytes(0)).then_some((1, Way::Offload));
+        let all = [(1, Way::Naive)].into_iter().chain(pipelines).chain(offload);
         all.map(|(devices, way)| Experiment { devices, way })
     }
 

@@ -21,7 +21,7 @@ pub(super) struct LargestRow {
     micro_batches: usize,
     #[serde(flatten)]
     staging: Staging,
-    stages_at_home: usize,
+    offloaded_stages: usize,
     balance: Vec<usize>,
     parameters: u64,
     /// Parameters over those of the first row.
@@ -54,7 +54,7 @@ impl LargestRow {
         let FoundModel { work, row, .. } = found;
         let sum = |bytes: &[Bytes]| bytes.iter().map(|bytes| bytes.0).sum::<u64>();
         let (resident, peak) = (sum(&outcome.resident), sum(&outcome.peaks));
-        let is_home = experiment.way == Way::Home;
+        let is_offloaded = experiment.way == Way::Offload;
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let run = Workload { micro_batch: work.batch / micro_batches, ..work.clone() };
         Ok(Self {
@@ -62,7 +62,7 @@ impl LargestRow {
             experiment: experiment.to_string(),
             micro_batches,
             staging: Staging::new(row.balance.sizes().len(), schedule, recompute),
-            stages_at_home: row.at_host(),
+            offloaded_stages: row.at_host(),
             balance: row.balance.sizes().to_vec(),
             parameters,
             ratio,
@@ -75,7 +75,7 @@ impl LargestRow {
             peaks: outcome.peaks,
             limit_bytes: search.room.limit,
             host_bytes: Bytes(row.host_bytes),
-            bound: is_home.then(|| search.bound(found)).transpose()?,
+            bound: is_offloaded.then(|| search.bound(found)).transpose()?,
         })
     }
 }

@@ -52,7 +52,7 @@ impl LargestSearch {
 
     /// Returns whether host or device memory prevents a larger model with offloaded stages.
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
-        let experiment = Experiment { devices: 1, way: Way::Home };
+        let experiment = Experiment { devices: 1, way: Way::Offload };
         let unbounded = Room { host: Bytes(u64::MAX), ..self.room };
         let fits = self.plan(experiment, unbounded, found.size + 1)?.is_some();
         Ok(if fits { "host" } else { "device" })
@@ -102,9 +102,9 @@ impl LargestSearch {
                 (request.micro_batches, request.recompute) = (vec![1], Some(Recompute::Never));
             }
             Way::Pipeline => {}
-            Way::Home => {
+            Way::Offload => {
                 request.host_memory = Some(room.host.0);
-                (request.bus, request.home_update) = (self.host.bus, self.host.update / 4.0);
+                (request.bus, request.host_update) = (self.host.bus, self.host.update / 4.0);
             }
         }
         let row = plan(&request)?.best().cloned();

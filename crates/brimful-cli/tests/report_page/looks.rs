@@ -54,9 +54,9 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
 #[test]
 fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     let Some(mut browser) = Browser::start("bus") else { return };
-    let hosted = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-state 2 \
+    let offloaded = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-state 2 \
                   --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --bus 200MB";
-    let page = plan("bus.html", hosted);
+    let page = plan("bus.html", offloaded);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {
         browser.open(&page, look);
@@ -88,10 +88,10 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
 
 /// The measured step of an offloaded run shows its transfers as a plan's page does.
 #[test]
-fn a_run_at_home_shows_its_bus_as_a_plan_does() {
-    let Some(mut browser) = Browser::start("home") else { return };
-    let at_home = "--epochs 1 --offload all --micro-batches 4 --batch-size 400";
-    let page = trained("home.html", at_home);
+fn an_offloaded_run_shows_its_bus_as_a_plan_does() {
+    let Some(mut browser) = Browser::start("offload") else { return };
+    let on_host = "--epochs 1 --offload all --micro-batches 4 --batch-size 400";
+    let page = trained("offload.html", on_host);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
         browser.open(&page, look);

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use brimful::layers::Model;
 use brimful::nn::Lora;
 use brimful::optim::{Optimizer, Sgd};
-use brimful::pipeline::{Builder, Homes};
+use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, device, save};
 use brimful_models::KeyValueCache;
@@ -180,7 +180,7 @@ fn streamed(layers: Layers) -> Builder {
         .devices([test_device()])
         .balance(vec![1; stages_per_device])
         .schedule(Schedule::BreadthFirst { stages_per_device })
-        .homes(Homes::Host)
+        .offload(Offload::Host)
 }
 
 #[test]

@@ -19,16 +19,16 @@
 
 mod choice;
 mod error;
-pub mod homes;
 mod kept;
 mod knapsack;
+pub mod offload;
 mod planned_stage;
 mod request;
 mod row;
 mod search;
 mod stage_costs;
 mod step;
-mod with_homes;
+mod with_offload;
 
 use serde::Serialize;
 
@@ -85,7 +85,7 @@ pub fn plan_watched(
     }
     // Only then: choosing what to offload needs many simulations, and a model that fits needs none.
     if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {
-        plan.rows.extend(with_homes::rows(request, memory)?);
+        plan.rows.extend(with_offload::rows(request, memory)?);
     }
     rank(&mut plan.rows);
     match plan.refused.first() {

@@ -2,15 +2,15 @@
 
 use serde::Serialize;
 
-use crate::schedule::{Home, Recompute, StageHome};
+use crate::schedule::{Location, Recompute, StageLocation};
 
 /// Plan of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PlannedStage {
     /// Place of its weights, their gradients and the optimizer's state.
-    pub weights: Home,
+    pub weights: Location,
     /// Place of its inputs between its forward and its backward.
-    pub boundaries: Home,
+    pub boundaries: Location,
     /// Activations that are recomputed; the others are kept.
     pub recompute: Recompute,
 }
@@ -19,12 +19,12 @@ impl PlannedStage {
     /// Returns a stage with everything on its device.
     #[must_use]
     pub const fn resident(recompute: Recompute) -> Self {
-        Self { weights: Home::Device, boundaries: Home::Device, recompute }
+        Self { weights: Location::Device, boundaries: Location::Device, recompute }
     }
 
     /// Returns the places of the stage's data, as of a trained stage.
     #[must_use]
-    pub const fn home(self) -> StageHome {
-        StageHome { weights: self.weights, boundaries: self.boundaries, trained: true }
+    pub const fn location(self) -> StageLocation {
+        StageLocation { weights: self.weights, boundaries: self.boundaries, trained: true }
     }
 }

@@ -1,7 +1,9 @@
 //! Request to the planner: a model, devices, and the choices.
 
 use crate::balance::Profile;
-use crate::schedule::{BusCost, Costs, Home, LinkCost, Recompute, Schedule, StageHome, is_time};
+use crate::schedule::{
+    BusCost, Costs, LinkCost, Location, Recompute, Schedule, StageLocation, is_time,
+};
 
 use super::{PlanChoice, PlanError};
 
@@ -56,7 +58,7 @@ pub struct Request<'a> {
     /// Bytes of host memory for stages that do not fit on the devices; `None` disables offloading.
     pub host_memory: Option<u64>,
     /// Time of the optimizer's update on the host, for each byte of parameters.
-    pub home_update: f64,
+    pub host_update: f64,
     /// Optimizer that computes updates on the host early; `None` if updates wait for their step.
     pub look_ahead: Option<LookAhead>,
     /// Schedules to choose from.
@@ -82,7 +84,7 @@ impl<'a> Request<'a> {
             sums_apart: true,
             optimizer_bytes: 0.0,
             host_memory: None,
-            home_update: 0.0,
+            host_update: 0.0,
             look_ahead: None,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
@@ -102,15 +104,20 @@ impl<'a> Request<'a> {
 
     /// Returns the bytes of the second copy for early updates of offloaded stages, beside `host_bytes` of
     /// offloaded data; 0 if they do not fit, or updates are not computed early.
-    pub(super) fn ahead_bytes(&self, costs: &Costs, homes: &[StageHome], host_bytes: u64) -> u64 {
+    pub(super) fn ahead_bytes(
+        &self,
+        costs: &Costs,
+        locations: &[StageLocation],
+        host_bytes: u64,
+    ) -> u64 {
         let (Some(ahead), Some(memory)) = (self.look_ahead, self.host_memory) else { return 0 };
         // Optimizers of several devices wait for each other's gradients.
         if self.devices.len() > 1 {
             return 0;
         }
-        let behind_first = costs.stages.iter().zip(homes).skip(1);
-        let at_home = behind_first.filter(|(_, home)| home.weights == Home::Host);
-        let weights: f64 = at_home.map(|(cost, _)| cost.home_bytes as f64).sum();
+        let behind_first = costs.stages.iter().zip(locations).skip(1);
+        let on_host = behind_first.filter(|(_, location)| location.weights == Location::Host);
+        let weights: f64 = on_host.map(|(cost, _)| cost.offloaded_bytes as f64).sum();
         let bytes = (weights * ahead.bytes) as u64;
         let taken = host_bytes.saturating_add(ahead.spared).saturating_add(bytes);
         if taken <= memory { bytes } else { 0 }
@@ -132,7 +139,7 @@ impl<'a> Request<'a> {
             ("gradients take", self.gradient_bytes, "bytes"),
             ("the optimizer takes", self.optimizer_bytes, "bytes"),
             ("the optimizer takes", ahead, "bytes"),
-            ("the update on the host takes", self.home_update, ""),
+            ("the update on the host takes", self.host_update, ""),
         ];
         if let Some((what, value, unit)) = numbers.into_iter().find(|number| !is_time(number.1)) {
             return Err(PlanError::BadNumber { what, value, unit });

@@ -5,7 +5,9 @@ use std::cmp::Ordering;
 use serde::Serialize;
 
 use crate::balance::Balance;
-use crate::schedule::{DeviceId, DeviceUse, Home, Recompute, ScheduleRecipe, Simulation, StageId};
+use crate::schedule::{
+    DeviceId, DeviceUse, Location, Recompute, ScheduleRecipe, Simulation, StageId,
+};
 
 use super::{Misfit, PlanChoice, PlanDevice, PlannedStage};
 
@@ -76,7 +78,7 @@ impl PlanRow {
     /// Returns the number of offloaded stages.
     #[must_use]
     pub fn at_host(&self) -> usize {
-        self.stages.iter().filter(|stage| stage.weights == Home::Host).count()
+        self.stages.iter().filter(|stage| stage.weights == Location::Host).count()
     }
 
     /// Returns the recomputation of a stage.

@@ -31,7 +31,7 @@ impl<'a> StepCosts<'a> {
     }
 
     /// Returns the costs for offloaded stages, whose sums are always added after the backward.
-    pub(super) fn with_homes(self) -> Self {
+    pub(super) fn with_offload(self) -> Self {
         Self { sums_apart: true, ..self }
     }
 
@@ -113,7 +113,7 @@ impl<'a> StepCosts<'a> {
             input_gradient,
             weight_gradient,
             recompute: time(layer.forward),
-            home_update: own as f64 * self.request.home_update,
+            host_update: own as f64 * self.request.host_update,
             parameter_bytes: own,
             gradient_bytes: summed,
             cast_bytes: if is_cast { own } else { 0 },
@@ -125,7 +125,7 @@ impl<'a> StepCosts<'a> {
             backward_peak: bytes(layer.backward_peak),
             split_bytes: layer.split_bytes.map(bytes),
             output_bytes: bytes(layer.output_bytes),
-            home_bytes: own,
+            offloaded_bytes: own,
             fetched_bytes: used,
             sent_bytes: summed,
         }
@@ -143,7 +143,7 @@ impl<'a> StepCosts<'a> {
             input_gradient: a.input_gradient + b.input_gradient,
             weight_gradient: a.weight_gradient + b.weight_gradient,
             recompute: a.recompute + b.recompute,
-            home_update: a.home_update + b.home_update,
+            host_update: a.host_update + b.host_update,
             parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
             gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
             optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
@@ -155,7 +155,7 @@ impl<'a> StepCosts<'a> {
             backward_peak: peak_of_both(a.backward_peak, kept, b.backward_peak),
             split_bytes: is_known.then(|| between(&a).saturating_add(between(&b))),
             output_bytes: b.output_bytes,
-            home_bytes: a.home_bytes.saturating_add(b.home_bytes),
+            offloaded_bytes: a.offloaded_bytes.saturating_add(b.offloaded_bytes),
             fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
             sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
         }

@@ -37,10 +37,10 @@ impl PlannedStep {
         // A row of another request may have another model's balance, which would index past the layers.
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
         let costs = StepCosts::new(request, micro_batches);
-        let costs = if row.at_host() > 0 { costs.with_homes() } else { costs };
+        let costs = if row.at_host() > 0 { costs.with_offload() } else { costs };
         let costs = costs.stages(&row.balance, actions.placement());
-        let homes: Vec<_> = row.stages.iter().map(|stage| stage.home()).collect();
-        let moves = Moves::new(&actions, &homes, row.slots).map_err(CostError::from)?;
+        let locations: Vec<_> = row.stages.iter().map(|stage| stage.location()).collect();
+        let moves = Moves::new(&actions, &locations, row.slots).map_err(CostError::from)?;
         let simulation = match (moves.is_empty(), row.ahead_bytes) {
             (true, _) => simulate(&actions, &costs)?,
             (false, 0) => simulate_moves(&actions, &moves, &costs)?,

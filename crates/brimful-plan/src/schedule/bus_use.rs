@@ -40,7 +40,7 @@ impl Awaited {
     pub const fn of(kind: MoveKind) -> Self {
         match kind {
             MoveKind::Fetch | MoveKind::Release => Self::Weights,
-            MoveKind::GradientsHome => Self::GradientsRoom,
+            MoveKind::OffloadGradients => Self::GradientsRoom,
             MoveKind::BoundaryOut
             | MoveKind::BoundaryIn
             | MoveKind::GradientOut
@@ -55,7 +55,7 @@ impl Awaited {
             Self::Weights => "weights",
             Self::Boundaries => "boundaries",
             Self::GradientsRoom => "gradients' room",
-            Self::Update => "the optimizer at home",
+            Self::Update => "the optimizer on the host",
         }
     }
 

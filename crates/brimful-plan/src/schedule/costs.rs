@@ -19,7 +19,8 @@ pub struct StageCost {
     pub recompute: f64,
     /// Time of the optimizer's update if the stage is offloaded; once a step, overlapped with the next
     /// step's forward, one stage after the other.
-    pub home_update: f64,
+    #[serde(alias = "home_update")]
+    pub host_update: f64,
     /// Bytes of the parameters, in use all the time.
     pub parameter_bytes: u64,
     /// Bytes of the summed gradients: from the stage's first backward until the step's end, or until they
@@ -48,7 +49,8 @@ pub struct StageCost {
     pub output_bytes: u64,
     /// Bytes of the weights in host memory if the stage is offloaded: trained weights, and the copy that is
     /// transferred.
-    pub home_bytes: u64,
+    #[serde(alias = "home_bytes")]
+    pub offloaded_bytes: u64,
     /// Bytes of the weights that are fetched into a device buffer if the stage is offloaded.
     pub fetched_bytes: u64,
     /// Bytes of the summed gradients that are sent to the host.
@@ -185,7 +187,7 @@ impl Costs {
         }
         for (j, cost) in self.stages.iter().enumerate() {
             let actions = ActionKind::ALL.map(|kind| (kind.name(), cost.time(kind)));
-            let mut times = actions.into_iter().chain([("update", cost.home_update)]);
+            let mut times = actions.into_iter().chain([("update", cost.host_update)]);
             if let Some((what, value)) = times.find(|(_, value)| !is_time(*value)) {
                 return Err(CostError::BadTime { stage: StageId::at(j), what, value });
             }

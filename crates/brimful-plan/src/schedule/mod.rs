@@ -46,7 +46,7 @@ pub(crate) use costs::is_time;
 pub use costs::{BusCost, Costs, LinkCost, StageCost};
 pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
 pub use moves::{
-    Home, Move, MoveError, MoveKind, MoveRule, Moves, StageHome, simulate_moves,
+    Location, Move, MoveError, MoveKind, MoveRule, Moves, StageLocation, simulate_moves,
     simulate_moves_ahead,
 };
 pub use named::Schedule;

@@ -1,6 +1,6 @@
 //! Shared code of the tests of moves: the breadth-first order, and every place of a stage.
 
-use brimful_plan::schedule::{Actions, Home, Recompute, Schedule, StageHome};
+use brimful_plan::schedule::{Actions, Location, Recompute, Schedule, StageLocation};
 use proptest::prelude::*;
 
 pub fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) -> Actions {
@@ -8,9 +8,9 @@ pub fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) 
     schedule.actions(1, micro_batches, recompute).unwrap()
 }
 
-pub fn home() -> impl Strategy<Value = StageHome> {
-    let place = || prop::sample::select(vec![Home::Device, Home::Host]);
-    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageHome {
+pub fn location() -> impl Strategy<Value = StageLocation> {
+    let place = || prop::sample::select(vec![Location::Device, Location::Host]);
+    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageLocation {
         weights,
         boundaries,
         trained,

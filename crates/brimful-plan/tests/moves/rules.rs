@@ -1,9 +1,9 @@
 //! Tests of the moves between devices and host memory, and of their starts.
 
-use super::moving::{breadth_first, home};
+use super::moving::{breadth_first, location};
 use brimful_plan::schedule::{
-    Action, ActionKind, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves,
-    Recompute, Schedule, StageHome, StageId,
+    Action, ActionKind, Actions, DeviceId, Location, Move, MoveError, MoveKind, MoveRule, Moves,
+    Recompute, Schedule, StageId, StageLocation,
 };
 use proptest::prelude::*;
 
@@ -20,15 +20,15 @@ fn told(list: &[Action], moves: &[Move]) -> String {
 
 #[test]
 fn slots_are_for_the_stages_that_are_needed_next() {
-    let (host, device) = (StageHome::HOST, StageHome::DEVICE);
-    let cases: [(&str, &[StageHome], usize); 3] = [
+    let (host, device) = (StageLocation::HOST, StageLocation::DEVICE);
+    let cases: [(&str, &[StageLocation], usize); 3] = [
         ("two_slots_fetch_the_next_stage_while_one_computes", &[host; 4], 2),
         ("one_slot_works_without_overlap", &[host; 3], 1),
         ("a_resident_stage_leaves_the_slots_to_others", &[host, device, host, host], 2),
     ];
-    for (name, homes, slots) in cases {
-        let actions = breadth_first(homes.len(), 2, Recompute::Never);
-        let moves = Moves::new(&actions, homes, slots).unwrap();
+    for (name, locations, slots) in cases {
+        let actions = breadth_first(locations.len(), 2, Recompute::Never);
+        let moves = Moves::new(&actions, locations, slots).unwrap();
         insta::assert_snapshot!(name, told(&actions.lists()[0], moves.of(0)));
     }
 }
@@ -36,12 +36,12 @@ fn slots_are_for_the_stages_that_are_needed_next() {
 #[test]
 fn boundaries_leave_and_come_back_one_ahead() {
     let actions = breadth_first(2, 3, Recompute::Always);
-    let homes = [StageHome { boundaries: Home::Host, ..StageHome::DEVICE }; 2];
-    let moves = Moves::new(&actions, &homes, 2).unwrap();
+    let locations = [StageLocation { boundaries: Location::Host, ..StageLocation::DEVICE }; 2];
+    let moves = Moves::new(&actions, &locations, 2).unwrap();
     insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
     // If activations are kept, they hold the input: it comes once, and the model's own is never sent.
     let kept = breadth_first(2, 3, Recompute::Never);
-    let moves = Moves::new(&kept, &homes, 2).unwrap();
+    let moves = Moves::new(&kept, &locations, 2).unwrap();
     let crossed = |kind| -> Vec<_> { of_kind(moves.of(0), kind).map(|one| one.stage.0).collect() };
     for kind in
         [MoveKind::BoundaryOut, MoveKind::BoundaryIn, MoveKind::GradientOut, MoveKind::GradientIn]
@@ -53,29 +53,30 @@ fn boundaries_leave_and_come_back_one_ahead() {
 #[test]
 fn weights_cross_once_for_the_forwards_alone() {
     let actions = breadth_first(5, 3, Recompute::Always);
-    let moves = Moves::of_lists(&forwards(&actions), &[StageHome::HOST; 5], 2).unwrap();
+    let moves = Moves::of_lists(&forwards(&actions), &[StageLocation::HOST; 5], 2).unwrap();
     let fetched: Vec<_> = of_kind(moves.of(0), MoveKind::Fetch).map(|one| one.stage.0).collect();
     assert_eq!(fetched, [0, 1, 2, 3, 4]);
-    assert_eq!(of_kind(moves.of(0), MoveKind::GradientsHome).count(), 0);
+    assert_eq!(of_kind(moves.of(0), MoveKind::OffloadGradients).count(), 0);
 }
 
 #[test]
 fn everything_on_the_device_moves_nothing() {
     let actions = breadth_first(3, 2, Recompute::Always);
-    assert!(Moves::new(&actions, &[StageHome::DEVICE; 3], 0).unwrap().is_empty());
+    assert!(Moves::new(&actions, &[StageLocation::DEVICE; 3], 0).unwrap().is_empty());
 }
 
 #[test]
 fn what_cannot_be_made_is_said() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let refused =
-        |homes: &[StageHome], slots| Moves::new(&actions, homes, slots).unwrap_err().to_string();
+    let refused = |locations: &[StageLocation], slots| {
+        Moves::new(&actions, locations, slots).unwrap_err().to_string()
+    };
     assert_eq!(
-        refused(&[StageHome::HOST; 2], 2),
-        "homes of 2 stages were given, but the schedule has 3: give one for each"
+        refused(&[StageLocation::HOST; 2], 2),
+        "locations of 2 stages were given, but the schedule has 3: give one for each"
     );
     assert_eq!(
-        refused(&[StageHome::HOST; 3], 0),
+        refused(&[StageLocation::HOST; 3], 0),
         "stage 0 lives on the host, but the devices have no slot to fetch it into: give at least one"
     );
 }
@@ -84,12 +85,12 @@ fn what_cannot_be_made_is_said() {
 #[test]
 fn broken_rules_are_named() {
     let actions = breadth_first(3, 2, Recompute::Always);
-    let homes = [StageHome { boundaries: Home::Host, ..StageHome::HOST }; 3];
-    let good = Moves::new(&actions, &homes, 2).unwrap().of(0).to_vec();
+    let locations = [StageLocation { boundaries: Location::Host, ..StageLocation::HOST }; 3];
+    let good = Moves::new(&actions, &locations, 2).unwrap().of(0).to_vec();
     let change = |change: &dyn Fn(&mut Vec<Move>)| {
         let mut moves = good.clone();
         change(&mut moves);
-        let error = Moves::given(actions.lists(), &homes, 2, vec![moves]).unwrap_err();
+        let error = Moves::given(actions.lists(), &locations, 2, vec![moves]).unwrap_err();
         match error {
             MoveError::Broken { device: DeviceId(0), rule } => rule,
             other => panic!("{other}"),
@@ -99,7 +100,7 @@ fn broken_rules_are_named() {
     let remove = |kind| change(&|moves| moves.retain(|one| *one != good[first(kind)]));
     assert!(matches!(remove(MoveKind::Fetch), MoveRule::NotFetched(action) if action.stage.0 == 0));
     assert!(matches!(remove(MoveKind::Release), MoveRule::SlotsFull { slots: 2, .. }));
-    assert!(matches!(remove(MoveKind::GradientsHome), MoveRule::GradientsKept(StageId(2))));
+    assert!(matches!(remove(MoveKind::OffloadGradients), MoveRule::GradientsKept(StageId(2))));
     for kind in [MoveKind::BoundaryOut, MoveKind::GradientOut] {
         assert!(matches!(remove(kind), MoveRule::NothingToMove(_)), "{kind:?}");
     }
@@ -109,12 +110,12 @@ fn broken_rules_are_named() {
     let twice = |kind| change(&|moves| moves.insert(first(kind), good[first(kind)]));
     assert!(matches!(twice(MoveKind::Fetch), MoveRule::FetchedTwice(_)));
     assert!(matches!(twice(MoveKind::Release), MoveRule::NothingToRelease(_)));
-    assert!(matches!(twice(MoveKind::GradientsHome), MoveRule::NoGradients(_)));
+    assert!(matches!(twice(MoveKind::OffloadGradients), MoveRule::NoGradients(_)));
     assert!(matches!(change(&|moves| moves.reverse()), MoveRule::OutOfOrder(_)));
     let cut = good.len() - 1;
     assert!(matches!(change(&|moves| moves.truncate(cut)), MoveRule::NeverReleased(StageId(0))));
     let early = change(&|moves| {
-        let mut gradients = moves.remove(first(MoveKind::GradientsHome));
+        let mut gradients = moves.remove(first(MoveKind::OffloadGradients));
         gradients.before -= 1;
         let at = moves.iter().position(|one| one.before > gradients.before).unwrap();
         moves.insert(at, gradients);
@@ -141,24 +142,24 @@ proptest! {
 
     /// `new` validates its result, so an `Ok` is valid.
     #[test]
-    fn valid_for_every_schedule_home_and_number_of_slots(
+    fn valid_for_every_schedule_location_and_number_of_slots(
         schedule in schedule(), p in 1usize..=5, m in 1usize..=9, slots in 1usize..=4,
         recompute in prop::sample::select(Recompute::ALL.to_vec()),
-        homes in prop::collection::vec(home(), 20),
+        locations in prop::collection::vec(location(), 20),
     ) {
         let actions = schedule.actions(p, m, recompute).unwrap();
-        let homes = &homes[..actions.stages()];
-        let moves = Moves::new(&actions, homes, slots).unwrap();
-        let evaluation = Moves::of_lists(&forwards(&actions), homes, slots).unwrap();
+        let locations = &locations[..actions.stages()];
+        let moves = Moves::new(&actions, locations, slots).unwrap();
+        let evaluation = Moves::of_lists(&forwards(&actions), locations, slots).unwrap();
         let fetches = |moves: &Moves| moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::Fetch).count();
-        let at_host = homes.iter().filter(|home| home.weights == Home::Host).count();
+        let at_host = locations.iter().filter(|location| location.weights == Location::Host).count();
         prop_assert!(fetches(&moves) >= at_host && fetches(&evaluation) >= at_host);
-        let trained = homes.iter().filter(|home| home.weights == Home::Host && home.trained).count();
-        let sent = moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::GradientsHome);
+        let trained = locations.iter().filter(|location| location.weights == Location::Host && location.trained).count();
+        let sent = moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::OffloadGradients);
         prop_assert_eq!(sent.count(), trained);
         if let Schedule::BreadthFirst { stages_per_device: v } = schedule {
             // Once forward and once back, except for those that are in slots in between.
-            let all = Moves::new(&actions, &vec![StageHome::HOST; p * v], slots).unwrap();
+            let all = Moves::new(&actions, &vec![StageLocation::HOST; p * v], slots).unwrap();
             prop_assert_eq!(fetches(&all), p * (2 * v - v.min(slots)));
         }
     }
@@ -169,7 +170,7 @@ proptest! {
         schedule in schedule(), p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
     ) {
         let actions = schedule.actions(p, m, Recompute::Never).unwrap();
-        let moves = Moves::new(&actions, &vec![StageHome::HOST; actions.stages()], slots).unwrap();
+        let moves = Moves::new(&actions, &vec![StageLocation::HOST; actions.stages()], slots).unwrap();
         for (d, list) in actions.lists().iter().enumerate() {
             let mut inside = 0;
             for (at, _) in list.iter().enumerate() {
@@ -191,12 +192,12 @@ proptest! {
     #[test]
     fn damage_never_panics(
         schedule in schedule(), p in 1usize..=3, m in 1usize..=4, slots in 1usize..=3,
-        homes in prop::collection::vec(home(), 12), at in any::<prop::sample::Index>(),
+        locations in prop::collection::vec(location(), 12), at in any::<prop::sample::Index>(),
         to in any::<prop::sample::Index>(), how in 0u8..5,
     ) {
         let actions = schedule.actions(p, m, Recompute::Always).unwrap();
-        let homes = &homes[..actions.stages()];
-        let mut moves = Moves::new(&actions, homes, slots).unwrap().lists().to_vec();
+        let locations = &locations[..actions.stages()];
+        let mut moves = Moves::new(&actions, locations, slots).unwrap().lists().to_vec();
         let device = at.index(moves.len());
         if moves[device].is_empty() {
             return Ok(());
@@ -210,7 +211,7 @@ proptest! {
             3 => moves[device][from].before += to + 1,
             _ => moves[device][from].stage.0 += to as u32 + 1,
         }
-        let result = Moves::given(actions.lists(), homes, slots, moves);
+        let result = Moves::given(actions.lists(), locations, slots, moves);
         // Removing moves of a boundary is valid only if both of its moves are gone.
         prop_assert!(how > 1 || result.is_err());
     }
@@ -219,9 +220,9 @@ proptest! {
 #[test]
 fn a_list_of_ones_own_fetches_again_and_again() {
     let mine: Actions = "0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1".parse().unwrap();
-    let moves = Moves::new(&mine, &[StageHome::HOST; 2], 1).unwrap();
+    let moves = Moves::new(&mine, &[StageLocation::HOST; 2], 1).unwrap();
     assert_eq!(of_kind(moves.of(0), MoveKind::Fetch).count(), 5);
     let gradients: Vec<_> =
-        of_kind(moves.of(0), MoveKind::GradientsHome).map(|one| one.before).collect();
+        of_kind(moves.of(0), MoveKind::OffloadGradients).map(|one| one.before).collect();
     assert_eq!(gradients, [7, 8]);
 }

@@ -1,10 +1,10 @@
 //! Tests of simulated steps with offloaded weights.
 
-use super::moving::{breadth_first, home};
+use super::moving::{breadth_first, location};
 use brimful_plan::schedule::{
-    Awaited, BusCost, BusUse, Costs, Home, Move, MoveKind, MoveSpan, Moves, Recompute, Schedule,
-    Simulation, Span, StageCost, StageHome, WaitSpan, render, simulate, simulate_moves,
-    simulate_moves_ahead,
+    Awaited, BusCost, BusUse, Costs, Location, Move, MoveKind, MoveSpan, Moves, Recompute,
+    Schedule, Simulation, Span, StageCost, StageLocation, WaitSpan, render, simulate,
+    simulate_moves, simulate_moves_ahead,
 };
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ fn costs(stages: usize, bandwidth: f64) -> Costs {
 
 fn run(stages: usize, m: usize, slots: usize, bandwidth: f64) -> Simulation {
     let actions = breadth_first(stages, m, Recompute::Never);
-    let moves = Moves::new(&actions, &vec![StageHome::HOST; stages], slots).unwrap();
+    let moves = Moves::new(&actions, &vec![StageLocation::HOST; stages], slots).unwrap();
     simulate_moves(&actions, &moves, &costs(stages, bandwidth)).unwrap()
 }
 
@@ -41,7 +41,7 @@ fn fetches_hide_behind_compute_where_there_is_enough_of_it() {
 #[test]
 fn both_directions_slow_each_other_down() {
     let actions = breadth_first(2, 1, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageHome::HOST; 2], 1).unwrap();
+    let moves = Moves::new(&actions, &[StageLocation::HOST; 2], 1).unwrap();
     let bus = BusCost { inward: 10.0, outward: 10.0, both: 5.0 };
     let step = simulate_moves(&actions, &moves, &Costs { bus, ..costs(2, 1.0) }).unwrap();
     let told: Vec<_> = step.buses()[0]
@@ -58,8 +58,8 @@ fn both_directions_slow_each_other_down() {
             ("fetch 1", 2.0, 3.0),
             // Stage 1's gradients leave while stage 0's weights arrive.
             ("fetch 0", 6.0, 8.0),
-            ("gradients home 1", 6.0, 8.0),
-            ("gradients home 0", 10.0, 11.0),
+            ("offload gradients 1", 6.0, 8.0),
+            ("offload gradients 0", 10.0, 11.0),
         ]
     );
     assert_eq!(step.makespan(), 11.0);
@@ -80,20 +80,20 @@ fn slots_take_the_place_of_resident_weights() {
 
 #[test]
 fn boundaries_on_the_host_free_the_device() {
-    let peak_of = |boundaries: Home, stages: usize, m: usize| {
+    let peak_of = |boundaries: Location, stages: usize, m: usize| {
         let actions = breadth_first(stages, m, Recompute::Always);
-        let homes = vec![StageHome { boundaries, ..StageHome::HOST }; stages];
-        let moves = Moves::new(&actions, &homes, 2).unwrap();
+        let locations = vec![StageLocation { boundaries, ..StageLocation::HOST }; stages];
+        let moves = Moves::new(&actions, &locations, 2).unwrap();
         let mut costs = costs(stages, f64::INFINITY);
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = 1_000);
         simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
     };
     let peak = |boundaries, stages| peak_of(boundaries, stages, 4);
     // Two slots, gradients, and the boundaries: all of them, or those of the stages that compute.
-    assert!(peak(Home::Device, 8) > 7 * 4 * 1_000);
-    assert_eq!(peak(Home::Host, 8), peak(Home::Host, 16));
-    assert_eq!(peak_of(Home::Host, 8, 4), peak_of(Home::Host, 8, 16));
-    assert!(peak(Home::Host, 8) < 10_000);
+    assert!(peak(Location::Device, 8) > 7 * 4 * 1_000);
+    assert_eq!(peak(Location::Host, 8), peak(Location::Host, 16));
+    assert_eq!(peak_of(Location::Host, 8, 4), peak_of(Location::Host, 8, 16));
+    assert!(peak(Location::Host, 8) < 10_000);
 }
 
 /// Shifted in time, a measured step with its moves equals the simulated one.
@@ -122,9 +122,9 @@ fn a_measured_step_keeps_its_moves() {
 #[test]
 fn a_fetch_waits_for_its_stages_update() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
     let mut costs = costs(3, 10.0);
-    costs.stages.iter_mut().for_each(|stage| stage.home_update = 5.0);
+    costs.stages.iter_mut().for_each(|stage| stage.host_update = 5.0);
     let step = simulate_moves(&actions, &moves, &costs).unwrap();
     let starts: Vec<_> = (step.buses()[0].moves.iter())
         .filter(|span| span.moved.kind == MoveKind::Fetch)
@@ -143,7 +143,7 @@ fn a_fetch_waits_for_its_stages_update() {
     ];
     assert_eq!(waits, expected);
     // Frozen stages are not updated.
-    let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
+    let frozen = [StageLocation { trained: false, ..StageLocation::HOST }; 3];
     let moves = Moves::new(&actions, &frozen, 2).unwrap();
     assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().buses()[0].moves[0].start, 0.0);
 }
@@ -152,10 +152,10 @@ fn a_fetch_waits_for_its_stages_update() {
 #[test]
 fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
-    let fetches = |home_update: f64| {
+    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
+    let fetches = |host_update: f64| {
         let mut costs = costs(3, 10.0);
-        costs.stages.iter_mut().for_each(|stage| stage.home_update = home_update);
+        costs.stages.iter_mut().for_each(|stage| stage.host_update = host_update);
         let step = simulate_moves_ahead(&actions, &moves, &costs).unwrap();
         let fetches =
             step.buses()[0].moves.iter().filter(|span| span.moved.kind == MoveKind::Fetch);
@@ -170,9 +170,9 @@ fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
 fn moves_of_another_schedule_are_refused() {
     let actions = breadth_first(3, 2, Recompute::Never);
     let other = breadth_first(3, 4, Recompute::Never);
-    let moves = Moves::new(&other, &[StageHome::HOST; 3], 2).unwrap();
+    let moves = Moves::new(&other, &[StageLocation::HOST; 3], 2).unwrap();
     assert!(simulate_moves(&actions, &moves, &costs(3, 1.0)).is_err());
-    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
     let refused = simulate_moves(&actions, &moves, &costs(3, 0.0)).unwrap_err().to_string();
     assert_eq!(
         refused,
@@ -199,7 +199,7 @@ proptest! {
         let actions = Schedule::all(v)[which].actions(p, m, Recompute::ExceptLast).unwrap();
         let mut costs = costs(actions.stages(), 1.0);
         costs.link.latency = f64::from(latency);
-        let moves = Moves::new(&actions, &vec![StageHome::DEVICE; actions.stages()], 2).unwrap();
+        let moves = Moves::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 2).unwrap();
         let clocked = simulate_moves(&actions, &moves, &costs).unwrap();
         let plain = simulate(&actions, &costs).unwrap();
         let times = |step: &Simulation| -> Vec<_> {
@@ -215,12 +215,12 @@ proptest! {
     #[test]
     fn every_step_comes_to_its_end(
         which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
-        homes in prop::collection::vec(home(), 12), bandwidth in 1u32..40, bytes in 0u64..50,
+        locations in prop::collection::vec(location(), 12), bandwidth in 1u32..40, bytes in 0u64..50,
         recompute in prop::sample::select(Recompute::ALL.to_vec()),
     ) {
         let actions = Schedule::all(v)[which].actions(p, m, recompute).unwrap();
-        let homes = &homes[..actions.stages()];
-        let moves = Moves::new(&actions, homes, slots).unwrap();
+        let locations = &locations[..actions.stages()];
+        let moves = Moves::new(&actions, locations, slots).unwrap();
         let mut costs = costs(actions.stages(), f64::from(bandwidth));
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = bytes);
         let step = simulate_moves(&actions, &moves, &costs).unwrap();

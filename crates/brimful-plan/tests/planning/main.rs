@@ -3,6 +3,6 @@
 #![allow(clippy::unwrap_used)]
 
 mod balance;
-mod homes;
 mod kept_stages;
+mod offload;
 mod plan;

@@ -2,7 +2,7 @@
 
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::plan::{LookAhead, Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
-use brimful_plan::schedule::{ActionKind, BusCost, Home, Recompute, Schedule};
+use brimful_plan::schedule::{ActionKind, BusCost, Location, Recompute, Schedule};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -242,7 +242,7 @@ fn updates_are_looked_ahead_of_where_the_host_has_room_for_it() {
         (request.optimizer_bytes, request.host_memory) = (2.0, Some(1 << 30));
         (request.micro_batches, request.look_ahead) = (vec![8], look_ahead);
         // Longer than the forward of a stage, and shorter than its backward.
-        request.home_update = 12.0 / (4 * MIB) as f64;
+        request.host_update = 12.0 / (4 * MIB) as f64;
         let best = plan(&request).unwrap().best().unwrap().clone();
         let step = PlannedStep::new(&request, &best).unwrap();
         assert_eq!(step.simulation.makespan(), best.makespan);
@@ -251,7 +251,7 @@ fn updates_are_looked_ahead_of_where_the_host_has_room_for_it() {
     let late = found(None);
     let ahead = found(Some(LookAhead { bytes: 3.0, spared: 0 }));
     assert_eq!((late.ahead_bytes, late.host_bytes), (0, ahead.host_bytes));
-    let behind_first = ahead.stages[1..].iter().filter(|stage| stage.weights == Home::Host);
+    let behind_first = ahead.stages[1..].iter().filter(|stage| stage.weights == Location::Host);
     assert_eq!(ahead.ahead_bytes, behind_first.count() as u64 * 3 * 4 * MIB);
     assert!(ahead.makespan < late.makespan, "{} and {}", ahead.makespan, late.makespan);
     assert_eq!(found(Some(LookAhead { bytes: 3.0, spared: 1 << 30 })), late, "no room");
@@ -268,8 +268,9 @@ fn sums_are_apart_where_stages_live_on_the_host() {
         let rows = plan(&request).unwrap().rows;
         let step = |row| PlannedStep::new(&request, row).unwrap().simulation.devices()[0];
         assert!(rows.iter().all(|row| step(row).peak_bytes == row.peak_bytes[0]));
-        let (hosted, resident): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.at_host() > 0);
-        (hosted[0].peak_bytes[0], resident[0].peak_bytes[0])
+        let (offloaded, resident): (Vec<_>, Vec<_>) =
+            rows.iter().partition(|row| row.at_host() > 0);
+        (offloaded[0].peak_bytes[0], resident[0].peak_bytes[0])
     });
     assert_eq!(apart.0, at_once.0);
     assert_eq!(apart.1 - at_once.1, 7 * 4 * MIB, "one layer's gradients at a time");

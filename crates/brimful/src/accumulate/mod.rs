@@ -113,8 +113,8 @@ impl Accumulator {
     }
 
     /// Adds sums of the same step that were offloaded to the host with their parameters.
-    pub(crate) fn add_home(&mut self, groups: Vec<Sum>) -> Result<()> {
-        self.sums.at_home = true;
+    pub(crate) fn add_offloaded(&mut self, groups: Vec<Sum>) -> Result<()> {
+        self.sums.on_host = true;
         self.add_sums(groups)
     }
 

@@ -19,7 +19,7 @@ pub(crate) struct Sums {
     pub(super) lent: bool,
     /// True if sums on the host belong to offloaded parameters: they stay in f32, as the offloaded optimizer
     /// takes them.
-    pub(super) at_home: bool,
+    pub(super) on_host: bool,
     /// Buckets of a single group that are in flight to other ranks.
     pub(super) buckets: Option<Buckets>,
 }
@@ -33,8 +33,8 @@ pub(crate) struct Addends {
 
 impl Sums {
     /// Creates empty sums for a rank that has run no backward in a step, with offloaded parameters or not.
-    pub(crate) fn none(at_home: bool) -> Self {
-        Self { at_home, ..Self::default() }
+    pub(crate) fn none(on_host: bool) -> Self {
+        Self { on_host, ..Self::default() }
     }
 
     /// Merges the sums of several replicas of one model: returns those of the first replica that has any, and
@@ -42,9 +42,9 @@ impl Sums {
     pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {
         let mut whole = Self::default();
         let mut addends: Vec<Vec<Option<Addends>>> = Vec::new();
-        for Self { groups, lent, at_home, .. } in replicas {
+        for Self { groups, lent, on_host, .. } in replicas {
             whole.lent |= lent;
-            whole.at_home |= at_home;
+            whole.on_host |= on_host;
             addends.resize_with(groups.len().max(addends.len()), Vec::new);
             for (columns, sum) in addends.iter_mut().zip(groups) {
                 columns.resize_with(sum.len().max(columns.len()), || None);
@@ -79,7 +79,7 @@ impl Sums {
 
     /// Adds a later part of the same step, group by group; `places` are the indices of its sums.
     pub(crate) fn extend(&mut self, later: Self, places: &[usize]) -> Result<()> {
-        self.at_home |= later.at_home;
+        self.on_host |= later.on_host;
         self.groups.resize_with(later.groups.len().max(self.groups.len()), Vec::new);
         for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
             let count = places.iter().map(|place| place + 1).max().unwrap_or(0);
@@ -108,9 +108,9 @@ impl Sums {
 
     /// Combines the sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
-        let (lent, at_home) = (self.lent, self.at_home);
+        let (lent, on_host) = (self.lent, self.on_host);
         let total = self.total(parameters.len(), factors)?;
-        Ok(Finished(cast(total, parameters, lent, at_home)?))
+        Ok(Finished(cast(total, parameters, lent, on_host)?))
     }
 
     /// Combines the sums over all ranks; `present` says for each parameter whether any rank has a gradient.
@@ -132,7 +132,7 @@ impl Sums {
         // divides its own before, because groups are added up in the buckets.
         let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
-        let at_home = self.at_home;
+        let on_host = self.on_host;
         buckets.fill(&self.total(parameters.len(), first)?)?;
         let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
             let here = || match parameter.device() {
@@ -144,7 +144,7 @@ impl Sums {
         let sums = buckets.summed()?.into_iter().zip(parameters).zip(present);
         let total = sums.map(here).collect::<Result<Sum, _>>()?;
         scale(&total, last)?;
-        Ok(Finished(cast(total, parameters, false, at_home)?))
+        Ok(Finished(cast(total, parameters, false, on_host)?))
     }
 
     /// Returns whether each parameter has a sum.
@@ -241,10 +241,10 @@ fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
 
 /// Casts each sum to its parameter's dtype. Sums of that dtype stay as they are, or are copied if they are
 /// borrowed.
-fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Result<Sum> {
+fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, on_host: bool) -> Result<Sum> {
     let stays = |sum: &Tensor, parameter: &Tensor| {
-        let home = at_home && sum.device() == Device::Cpu;
-        home || !lent && sum.kind() == parameter.kind()
+        let stays = on_host && sum.device() == Device::Cpu;
+        stays || !lent && sum.kind() == parameter.kind()
     };
     let pairs = sum.iter_mut().zip(parameters);
     let moving = pairs.map(|(sum, parameter)| sum.take_if(|sum| !stays(sum, parameter))).collect();
@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sum_of_a_later_replica_is_told_from_those_at_home_and_those_stay() {
+    fn a_sum_of_a_later_replica_is_told_from_those_on_the_host_and_those_stay() {
         let number = |value: f64| Some(Tensor::from_slice(&[value]));
         let replica = |sum: Sum| Sums { groups: vec![sum], ..Sums::default() };
         let parts = vec![replica(vec![number(1.0), None]), replica(vec![number(2.0), number(3.0)])];
@@ -279,6 +279,6 @@ mod tests {
             sums.groups.iter().flatten().flatten().map(Tensor::data_ptr).collect::<Vec<_>>()
         };
         let before = places(&whole);
-        assert_eq!(places(&whole.on(Device::Cpu).expect("at home")), before);
+        assert_eq!(places(&whole.on(Device::Cpu).expect("on the host")), before);
     }
 }

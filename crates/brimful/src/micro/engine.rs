@@ -68,7 +68,7 @@ impl Engine for MicroBatcher {
 }
 
 impl PartsEngine for MicroBatcher {
-    fn home(&self) -> Option<Memory> {
+    fn main_memory(&self) -> Option<Memory> {
         self.memory.clone()
     }
 }

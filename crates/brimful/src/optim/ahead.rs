@@ -237,7 +237,7 @@ impl Parameter {
     /// missing. The strides come from the state because the parameter itself may be on its way to a device
     /// buffer. Without master and moments an update is one addition, which is not worth computing early.
     fn lacks_second(&self) -> Option<(&ParameterState, &Tensor)> {
-        let part = self.home.as_ref().map_or(FIRST_PART, |home| home.part);
+        let part = self.offload.as_ref().map_or(FIRST_PART, |offload| offload.part);
         if part == FIRST_PART || self.second.is_some() {
             return None;
         }
@@ -293,7 +293,7 @@ impl Optimizer {
             let Some((state, layout)) = parameter.lacks_second() else { continue };
             let Some(left) = room.checked_sub(second_bytes(state, layout)) else { continue };
             let second = {
-                let _charged = parameter.enter_home();
+                let _charged = parameter.enter_host_arena();
                 SecondState::like(state, layout)?
             };
             second.touch(&go_on)?;
@@ -306,7 +306,7 @@ impl Optimizer {
     /// and those that a step needs.
     fn room_ahead(&self) -> Result<u64> {
         let made: u64 = self.parameters.iter().map(Parameter::second_bytes).sum();
-        let arena = self.parameters.iter().find_map(|p| p.home.as_ref()?.arena.as_ref());
+        let arena = self.parameters.iter().find_map(|p| p.offload.as_ref()?.arena.as_ref());
         if let Some((arena, limit)) = arena.and_then(|arena| Some((arena, arena.limit()?))) {
             return Ok(limit.saturating_sub(arena.peak() + made));
         }
@@ -335,7 +335,7 @@ impl Optimizer {
 mod tests {
     use super::*;
     use crate::memory::Arena;
-    use crate::optim::{AdamW, ParameterHome, Sgd};
+    use crate::optim::{AdamW, OffloadedParameter, Sgd};
     use brimful_torch::autograd::set_gradient;
     use tch::Device;
 
@@ -349,7 +349,7 @@ mod tests {
         };
         let named = (0..2).map(|at| (at.to_string(), number(at))).collect();
         let mut optimizer = Optimizer::for_named(named, method).expect("an optimizer");
-        optimizer.set_homes(|_| Some(ParameterHome { part: 1, arena: None }));
+        optimizer.set_offloaded(|_| Some(OffloadedParameter { part: 1, arena: None }));
         give(&mut optimizer, 1.0);
         optimizer.step().expect("a first step");
         optimizer
@@ -469,12 +469,12 @@ mod tests {
     }
 
     #[test]
-    fn a_home_without_room_has_no_second_state() {
+    fn a_host_without_room_has_no_second_state() {
         for (limit, expected) in [(1 << 20, true), (700, false)] {
             let arena = Arena::limited("host", limit).expect("a limit");
             let mut optimizer = optimizer(AdamW::new(0.1).into(), Kind::Double);
-            let home = ParameterHome { part: 1, arena: Some(arena.clone()) };
-            optimizer.set_homes(|_| Some(home.clone()));
+            let offload = OffloadedParameter { part: 1, arena: Some(arena.clone()) };
+            optimizer.set_offloaded(|_| Some(offload.clone()));
             give(&mut optimizer, 1.0);
             look_ahead(&mut optimizer);
             assert_eq!((optimizer.has_ahead(), arena.current() > 0), (expected, expected));

@@ -86,7 +86,7 @@ struct Parameter {
     tensor: Tensor,
     group: usize,
     /// Its offloading; `None` if it stays on its device.
-    home: Option<ParameterHome>,
+    offload: Option<OffloadedParameter>,
     /// `None` until its first step.
     state: Option<ParameterState>,
     /// Next state, computed before the step, or the memory for it.
@@ -95,18 +95,18 @@ struct Parameter {
 
 impl Parameter {
     fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, tensor, group: 0, home: None, state: None, second: None }
+        Self { name, tensor, group: 0, offload: None, state: None, second: None }
     }
 
     /// Charges allocations to the host's arena while the guard lives, if the parameter is offloaded.
-    fn enter_home(&self) -> Option<ArenaGuard> {
-        self.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter)
+    fn enter_host_arena(&self) -> Option<ArenaGuard> {
+        self.offload.as_ref().and_then(|offload| offload.arena.as_ref()).map(Arena::enter)
     }
 }
 
 /// Offloading of a parameter.
 #[derive(Debug, Clone)]
-pub(crate) struct ParameterHome {
+pub(crate) struct OffloadedParameter {
     /// Part that it is updated in; parts are updated in order.
     pub(crate) part: usize,
     /// Arena that its state is charged to.
@@ -150,8 +150,10 @@ impl Optimizer {
     }
 
     /// Sets which parameters are offloaded, by their names.
-    pub(crate) fn set_homes(&mut self, home: impl Fn(&str) -> Option<ParameterHome>) {
-        self.parameters.iter_mut().for_each(|parameter| parameter.home = home(&parameter.name));
+    pub(crate) fn set_offloaded(&mut self, offload: impl Fn(&str) -> Option<OffloadedParameter>) {
+        self.parameters
+            .iter_mut()
+            .for_each(|parameter| parameter.offload = offload(&parameter.name));
     }
 
     /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.

@@ -167,7 +167,7 @@ fn read_state(
     left: &mut BTreeMap<&str, &Tensor>,
 ) -> Result<Option<ParameterState>> {
     let Parameter { name, tensor, .. } = parameter;
-    let _charged = parameter.enter_home();
+    let _charged = parameter.enter_host_arena();
     let mut state = ParameterState::new(tensor, method, None)?;
     let slots: Vec<_> = state.tensors(method).map(|(slot, _)| slot).collect();
     if !slots.iter().any(|slot| left.contains_key(format!("{name}.{slot}").as_str())) {

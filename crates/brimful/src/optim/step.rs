@@ -63,14 +63,14 @@ impl OptimizerPlan {
     /// Splits the step into the part for parameters on devices, and the part for offloaded ones, if there
     /// are any.
     pub(crate) fn split(self) -> (Self, Option<Self>) {
-        let (home, here): (Vec<_>, Vec<_>) =
+        let (offload, here): (Vec<_>, Vec<_>) =
             self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
         let scratch = || self.scratch.iter().map(Tensor::shallow_clone).collect();
         let rates = || self.rates.iter().map(Tensor::shallow_clone).collect();
         let here = Self { buckets: here, scratch: scratch(), rates: rates() };
-        let home = Self { buckets: home, scratch: scratch(), rates: rates() };
-        let none = home.buckets.is_empty();
-        (here, (!none).then_some(home))
+        let offload = Self { buckets: offload, scratch: scratch(), rates: rates() };
+        let none = offload.buckets.is_empty();
+        (here, (!none).then_some(offload))
     }
 
     /// Whether part of it was computed before.
@@ -155,7 +155,7 @@ impl Optimizer {
             let item = Item { index, work, gradient, state, stale, write_back: true, ahead: true };
             return Ok(Some(item));
         }
-        let _charged = parameter.enter_home();
+        let _charged = parameter.enter_host_arena();
         let old = parameter.state.as_ref();
         let (state, stale) = match old {
             Some(old) if old.suits(tensor, method) => (None, old.is_stale(tensor)),
@@ -174,7 +174,7 @@ impl Optimizer {
 
     fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
         Key {
-            part: parameter.home.as_ref().map(|home| home.part),
+            part: parameter.offload.as_ref().map(|offload| offload.part),
             group: parameter.group,
             device: item.work.device(),
             kind: item.work.kind(),

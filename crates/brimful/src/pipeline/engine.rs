@@ -7,7 +7,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::portion::{Portion, portions};
-use super::{Pipeline, check_graphs_at_home, ranks};
+use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
@@ -279,7 +279,7 @@ impl Pipeline {
                 true => {
                     let recompute = |stage| self.recompute_of(stage, Recompute::Always);
                     let listed = listed.in_two_phases(recompute)?;
-                    check_graphs_at_home(&listed, &self.homes, self.slots)?;
+                    check_offloaded_graphs(&listed, &self.locations, self.slots)?;
                     Arc::new(listed)
                 }
                 false => listed,

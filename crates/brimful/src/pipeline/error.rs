@@ -165,8 +165,10 @@ pub enum PipelineError {
         stages: usize,
     },
     /// Offload settings for another number of stages than the pipeline's.
-    #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
-    WrongHomes {
+    #[error(
+        "locations of {given} stages were given, but the pipeline has {stages}: give one for each"
+    )]
+    WrongLocations {
         /// Number of settings given.
         given: usize,
         /// Number of stages.

@@ -41,7 +41,7 @@ mod build;
 mod calls;
 mod engine;
 mod error;
-mod home;
+mod offload;
 mod portion;
 mod ranks;
 mod run;
@@ -54,19 +54,21 @@ use std::time::Duration;
 
 use tch::Device;
 
-pub use build::{BalanceBy, Builder, Homes};
+pub use build::{BalanceBy, Builder, Offload};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
-pub use home::HostSpeed;
+pub use offload::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::layout::{Arrangement, InOrder};
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
+use crate::schedule::{
+    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
+};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
-use build::{StageLayout, check_graphs_at_home, recompute_at_least};
+use build::{StageLayout, check_offloaded_graphs, recompute_at_least};
 use calls::OpenForward;
 use engine::PipelineTried;
 use ranks::Ranks;
@@ -93,7 +95,7 @@ pub struct Pipeline {
     /// Whether micro-batches meet at barriers before exact BatchNorms.
     meet: bool,
     /// Device or host for each stage, and the number of device buffers for offloaded stages.
-    homes: Vec<StageHome>,
+    locations: Vec<StageLocation>,
     slots: usize,
     /// Lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
@@ -127,9 +129,9 @@ impl Pipeline {
     ///
     /// # Errors
     /// When a worker has ended.
-    pub fn stages_at_home(&self) -> Result<usize> {
+    pub fn offloaded_stages(&self) -> Result<usize> {
         let of_worker = |worker: &mut worker::Worker| {
-            Ok(worker.site.homes.as_ref().map_or(0, home::HostedStages::count))
+            Ok(worker.site.offloaded.as_ref().map_or(0, offload::OffloadedStages::count))
         };
         Ok(self.workers().all(of_worker)?.into_iter().sum())
     }
@@ -183,7 +185,7 @@ impl Pipeline {
                 self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
             }
         };
-        check_graphs_at_home(&made, &self.homes, self.slots)?;
+        check_offloaded_graphs(&made, &self.locations, self.slots)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)
@@ -194,8 +196,8 @@ impl Pipeline {
     /// memory, unless the activation cache has enough free bytes at run time.
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
         let asked = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
-        let home = self.homes.get(stage.index()).map(|home| home.weights);
-        let is_run_again = home == Some(Home::Host) || self.meet_within_a_limit();
+        let location = self.locations.get(stage.index()).map(|location| location.weights);
+        let is_run_again = location == Some(Location::Host) || self.meet_within_a_limit();
         recompute_at_least(asked, is_run_again, least)
     }
 

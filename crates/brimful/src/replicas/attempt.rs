@@ -68,7 +68,7 @@ impl<M: 'static> Replicas<M> {
         // fitted.
         let joined = oom::catch(|| {
             reduce(&self.workers, addends)?;
-            whole.sums = self.home(sums)?;
+            whole.sums = self.on_main_device(sums)?;
             parts.try_for_each(|part| whole.extend(part))?;
             samples.restored(samples.join(outputs)?)
         });
@@ -76,9 +76,9 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Moves the sums to the first replica's device, on its own thread.
-    fn home(&self, sums: Sums) -> Result<Sums> {
-        let home = self.device();
-        if sums.are_on(home) { Ok(sums) } else { self.workers.one(0, move |_| sums.on(home)) }
+    fn on_main_device(&self, sums: Sums) -> Result<Sums> {
+        let main = self.device();
+        if sums.are_on(main) { Ok(sums) } else { self.workers.one(0, move |_| sums.on(main)) }
     }
 }
 

@@ -82,7 +82,7 @@ impl<M: 'static> Engine for Replicas<M> {
 }
 
 impl<M: 'static> PartsEngine for Replicas<M> {
-    fn home(&self) -> Option<Memory> {
+    fn main_memory(&self) -> Option<Memory> {
         self.devices[0].memory()
     }
 }

@@ -170,9 +170,9 @@ impl<M: 'static> Replicas<M> {
 /// Makes all replicas copy the first one's variables, in this store, from now on.
 fn follow_first<M: 'static>(workers: &Workers<Replica<M>>, store: &VarStore) -> Result<()> {
     let first = (0..workers.len()).map(|_| names(&store.variables_).into_list()).collect();
-    let home = store.device();
+    let main_device = store.device();
     let follow = move |replica: &mut Replica<M>, first| {
-        replica.follow(home, first);
+        replica.follow(main_device, first);
         Ok(())
     };
     workers.each_or_error(first, follow).map(drop)

@@ -23,7 +23,7 @@ pub(super) struct Replica<M> {
     /// Pairs with the first replica's variables; empty on the first replica.
     mirror: Mirror,
     /// Device of the first replica.
-    pub(super) home: Device,
+    pub(super) main_device: Device,
 }
 
 /// A replica's part of a mini-batch, with its size and role.
@@ -67,12 +67,19 @@ impl<M> Replica<M> {
         if let Some(memory) = device.memory() {
             micro = micro.memory(memory);
         }
-        Ok(Self { number, model, micro, store, mirror: Mirror::default(), home: device.device })
+        Ok(Self {
+            number,
+            model,
+            micro,
+            store,
+            mirror: Mirror::default(),
+            main_device: device.device,
+        })
     }
 
     /// Makes this replica copy these variables of the first one from now on.
-    pub(super) fn follow(&mut self, home: Device, first: Vec<(String, Tensor)>) {
-        self.home = home;
+    pub(super) fn follow(&mut self, main_device: Device, first: Vec<(String, Tensor)>) {
+        self.main_device = main_device;
         if self.number > 0 {
             self.mirror = Mirror::new(names(&self.store.variables_).into_list(), first);
         }
@@ -127,7 +134,7 @@ impl<M> Replica<M> {
                 let twin = |own: &Tensor| twins.get(&own.data_ptr()).map(Tensor::shallow_clone);
                 statistics.hand_to(twin)?;
             }
-            feed::moved(outputs, self.home)
+            feed::moved(outputs, self.main_device)
         })?;
         // After the loss was read from the device: before, this would time the launches.
         let figures = self.micro.figures_of(&tried, start);

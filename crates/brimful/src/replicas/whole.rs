@@ -86,13 +86,13 @@ impl<M: 'static> Replicas<M> {
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
-            let Replica { model, micro, home, .. } = replica;
+            let Replica { model, micro, main_device, .. } = replica;
             let (tried, outputs) = micro.in_order(|micro| {
                 let f = &mut |part| forward(model, part);
                 micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
             })?;
             tried.undo.run()?;
-            feed::moved(&outputs, *home)
+            feed::moved(&outputs, *main_device)
         };
         let outputs = self.run(parts, run)?.into_iter().flatten();
         let outputs = outputs.collect::<Result<Vec<O>, _>>()?;

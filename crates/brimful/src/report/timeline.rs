@@ -264,7 +264,7 @@ fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>
 mod tests {
     use super::*;
     use crate::schedule::{
-        BusCost, Costs, Home, Moves, Recompute, Schedule, StageCost, StageHome, simulate,
+        BusCost, Costs, Location, Moves, Recompute, Schedule, StageCost, StageLocation, simulate,
         simulate_moves,
     };
 
@@ -302,11 +302,11 @@ mod tests {
     }
 
     /// Simulates a step with offloaded weights and boundaries.
-    fn at_home() -> (TimelineRecord, Simulation) {
+    fn on_host() -> (TimelineRecord, Simulation) {
         let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
         let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");
-        let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
-        let moves = Moves::new(&actions, &[home; 4], 2).expect("moves");
+        let location = StageLocation { boundaries: Location::Host, ..StageLocation::HOST };
+        let moves = Moves::new(&actions, &[location; 4], 2).expect("moves");
         let stage = StageCost {
             fetched_bytes: 10,
             sent_bytes: 20,
@@ -320,7 +320,7 @@ mod tests {
 
     #[test]
     fn what_crosses_the_bus_is_told_each_way_with_its_times() {
-        let (timeline, step) = at_home();
+        let (timeline, step) = on_host();
         assert_eq!(timeline.check(), Ok(()));
         for (lane, is_inward) in
             [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
@@ -348,7 +348,7 @@ mod tests {
 
     #[test]
     fn what_was_waited_for_is_told_and_broken_columns_are_found() {
-        let (timeline, step) = at_home();
+        let (timeline, step) = on_host();
         let awaited = &timeline.lanes[0].awaited;
         let letters = step.buses()[0].waits.iter().map(|wait| wait.awaited.letter());
         assert_eq!(awaited.kinds, letters.collect::<String>());

@@ -52,24 +52,24 @@ impl PartFigures {
 /// An engine on one device or on replicas, each of which has the whole model.
 pub(crate) trait PartsEngine: Engine<Tried = Parts> {
     /// Memory in which sums are prepared and committed: the first replica's.
-    fn home(&self) -> Option<Memory>;
+    fn main_memory(&self) -> Option<Memory>;
 }
 
 /// Enters the first replica's memory, to which this work is charged: the calling thread may belong to no
 /// replica.
-fn enter_home(engine: &impl PartsEngine) -> Option<ArenaGuard> {
-    engine.home().and_then(|home| home.enter())
+fn enter_host_arena(engine: &impl PartsEngine) -> Option<ArenaGuard> {
+    engine.main_memory().and_then(|main_memory| main_memory.enter())
 }
 
 impl<E: PartsEngine> Attempted<E> for Parts {
     fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
-        let _inside = enter_home(engine);
+        let _inside = enter_host_arena(engine);
         let policy = engine.state().non_finite;
         Ok(vec![self.tried.tell(policy, exchange.team.replicas > 1)?])
     }
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
-        let _inside = enter_home(engine);
+        let _inside = enter_host_arena(engine);
         self.tried.prepare(whole, 0, exchange.summing().as_ref())?;
         self.tried.check_finite(engine.state().non_finite)
     }
@@ -83,7 +83,7 @@ impl<E: PartsEngine> Attempted<E> for Parts {
     }
 
     fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()> {
-        let _inside = enter_home(engine);
+        let _inside = enter_host_arena(engine);
         self.tried.make_lasting(earlier.map(|earlier| &earlier.tried))
     }
 
@@ -119,9 +119,9 @@ impl<E: PartsEngine> Attempted<E> for Parts {
     fn figures(&self, engine: &mut E, _whole: &Whole) -> Result<Figures> {
         let figures = || self.figures.iter();
         let mut peaks = self.peaks();
-        if let (Some(home), Some(Some(peak))) = (engine.home(), peaks.first_mut()) {
+        if let (Some(main_memory), Some(Some(peak))) = (engine.main_memory(), peaks.first_mut()) {
             // A commit may need more than its attempts.
-            *peak = (*peak).max(self.tried.peak).max(home.usage()?.peak);
+            *peak = (*peak).max(self.tried.peak).max(main_memory.usage()?.peak);
         }
         Ok(Figures {
             shares: figures().map(|part| part.map_or(0, |part| part.samples)).collect(),

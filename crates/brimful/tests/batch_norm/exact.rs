@@ -5,7 +5,7 @@ use brimful::nn::{
     BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
 };
 use brimful::optim::{Optimizer, Sgd};
-use brimful::pipeline::{Builder, Homes};
+use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Recompute;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size};
 use tch::nn::{self, ModuleT, Path, VarStore};
@@ -137,12 +137,12 @@ fn every_cut_is_the_full_batch() {
 fn whatever_is_recomputed_and_wherever_stages_live() {
     let _turn = alone();
     for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
-        for homes in [Homes::Device, Homes::Host] {
+        for locations in [Offload::Device, Offload::Host] {
             for affine in [true, false] {
-                let what = format!("{recompute}, {homes:?}, affine: {affine}");
+                let what = format!("{recompute}, {locations:?}, affine: {affine}");
                 let config = BatchNormConfig { affine, momentum: Some(0.3), ..EXACT };
                 let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(3));
-                let pipe = pipe.recompute(recompute).homes(homes.clone()).build();
+                let pipe = pipe.recompute(recompute).offload(locations.clone()).build();
                 let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
                 assert_exact(&mut pipe, &plain, &input(11, 2), 1e-10, &what);
             }
@@ -301,7 +301,7 @@ fn other_policies_run_in_the_same_list_without_a_cut() {
 /// Device with its own arena and offloaded stages.
 fn streamed(layers: Layers, arena: &Arena) -> Builder {
     let device = DeviceSpec::cpu().threads(1).arena(arena.clone());
-    Pipeline::builder(layers).devices([device]).homes(Homes::Host).kind(Kind::Double)
+    Pipeline::builder(layers).devices([device]).offload(Offload::Host).kind(Kind::Double)
 }
 
 #[test]
@@ -315,12 +315,12 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
     };
     let plain_loss = |out: &Tensor| Loss::mean(out.square().mean(Kind::Double));
     // Within the limit all held activations are on the host.
-    for (homes, limit) in
-        [(Homes::Device, None), (Homes::Device, Some(1 << 20)), (Homes::Host, None)]
+    for (locations, limit) in
+        [(Offload::Device, None), (Offload::Device, Some(1 << 20)), (Offload::Host, None)]
     {
         let arena = Arena::new("device");
         arena.set_limit(limit).expect("a limit");
-        let pipe = streamed(layers(EXACT), &arena).homes(homes.clone());
+        let pipe = streamed(layers(EXACT), &arena).offload(locations.clone());
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
         let before = copies(&pipe.variables().expect("variables"));
@@ -330,7 +330,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         };
         let step =
             |pipe: &mut Pipeline| pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
-        let what = format!("{homes:?}, {limit:?}");
+        let what = format!("{locations:?}, {limit:?}");
         let failures = fail_every_allocation(&what, &arena, &mut pipe, left, step);
         assert!(failures > 100, "{failures} allocations were tried");
         let plain = Plain::on((Kind::Double, Device::Cpu), &layers(DEFERRED), before);
@@ -342,7 +342,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
 }
 
 #[test]
-fn with_stages_at_home_on_the_host_memory_does_not_grow_with_the_mini_batch() {
+fn with_offloaded_stages_on_the_host_memory_does_not_grow_with_the_mini_batch() {
     let _turn = alone();
     let peak = |samples: i64| {
         let arena = Arena::new("device");

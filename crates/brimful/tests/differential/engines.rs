@@ -6,9 +6,9 @@ use std::sync::Arc;
 use brimful::layers::Model as BuiltModel;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Optimizer, Sgd};
-use brimful::pipeline::{Homes, PipelineOptimizer};
+use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
-use brimful::schedule::{Actions, Home, Recompute, Schedule};
+use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
     DeviceSpec, Loss, MicroBatcher, NonFinite, Pipeline, Replicas, Result, Size, Step, World,
 };
@@ -588,12 +588,13 @@ impl Piped {
         let layers = setup.model.layers();
         let deals = ranks > 1 && *replicas > 1;
         let stages = schedule.stages_per_device() * devices * if deals { 1 } else { ranks };
-        let homes = match living {
-            Living::OnDevices => Homes::Device,
-            Living::OnHost => Homes::Host,
+        let locations = match living {
+            Living::OnDevices => Offload::Device,
+            Living::OnHost => Offload::Host,
             Living::Mixed => {
-                let home = |stage| if stage % 2 == 0 { Home::Host } else { Home::Device };
-                Homes::Each((0..stages).map(home).collect())
+                let location =
+                    |stage| if stage % 2 == 0 { Location::Host } else { Location::Device };
+                Offload::Each((0..stages).map(location).collect())
             }
         };
         let builder = Pipeline::builder(layers)
@@ -603,7 +604,7 @@ impl Piped {
             .replicas(if deals { ranks } else { *replicas })
             .micro_batches(setup.cut.size())
             .kind(setup.kind)
-            .homes(homes)
+            .offload(locations)
             .non_finite(setup.non_finite())
             .world(setup.world);
         let mut pipe = builder.build()?;

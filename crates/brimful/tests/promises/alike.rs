@@ -51,7 +51,7 @@ pub fn memory_is_kept_for_an_optimizer(make: Make, world: &World) {
     };
     let ((engine, smaller, with), (_, larger, without)) = (first(true), first(false));
     let about = engine.about();
-    let (name, state) = (about.name, if about.is_at_home { 0 } else { STATE });
+    let (name, state) = (about.name, if about.is_offloaded { 0 } else { STATE });
     assert!(with + state <= without, "{name}: {with} bytes to plan with, {without} without Adam");
     // One device finds its size in one step; others may still be searching.
     if about.drawing == Drawing::AsPlainLoop {
@@ -64,7 +64,7 @@ pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
     let batch = samples(MANY, 10);
     let gives_up: LossFn = Arc::new(|_, _| Err("no more".to_owned()));
     let mut engine = heavy_engine(make, world, LIMIT, true);
-    let (name, at_home) = (engine.about().name, engine.about().is_at_home);
+    let (name, on_host) = (engine.about().name, engine.about().is_offloaded);
     let failed = engine.backward(&batch, &gives_up).expect_err("the closure's").to_string();
     assert!(failed.contains("no more"), "{name}: {failed}");
     if engine.about().has_whole {
@@ -78,7 +78,7 @@ pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
         step.decisions.last().expect("a size").available.0
     };
     let (reserved, free) = (available(), available());
-    let state = if at_home { 0 } else { STATE };
+    let state = if on_host { 0 } else { STATE };
     assert!(reserved + state <= free, "{name}: {reserved} bytes were free, then {free}");
 }
 

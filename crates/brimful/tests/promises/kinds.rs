@@ -9,7 +9,7 @@ use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::BatchNormPolicy;
 use brimful::optim::Method;
-use brimful::pipeline::{Builder, Homes};
+use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
@@ -110,7 +110,7 @@ pub struct About {
     /// True if each rank handles a window's mini-batches alone until the commit.
     pub accumulates_apart: bool,
     /// True if an optimizer's state is on the host, and takes no memory of the engine's.
-    pub is_at_home: bool,
+    pub is_offloaded: bool,
     /// True if the statistics of the whole mini-batch normalise, whatever the micro-batch size.
     pub is_exact: bool,
     /// True if it supports a loss of all outputs.
@@ -136,7 +136,7 @@ impl About {
             size,
             drawing,
             accumulates_apart: false,
-            is_at_home: false,
+            is_offloaded: false,
             is_exact: false,
             has_whole: true,
         }
@@ -397,8 +397,8 @@ pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
 /// One device, with all stages offloaded.
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
-    let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).homes(Homes::Host);
-    let about = About { is_at_home: true, ..about_piped("a streamed pipeline", 1, setup) };
+    let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).offload(Offload::Host);
+    let about = About { is_offloaded: true, ..about_piped("a streamed pipeline", 1, setup) };
     piped(setup, builder, about)
 }
 

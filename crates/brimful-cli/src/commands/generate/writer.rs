@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use brimful::layers::Model;
-use brimful::pipeline::Homes;
+use brimful::pipeline::Offload;
 use brimful::schedule::Schedule;
 use brimful::{Layers, Pipeline};
 use brimful_models::pretrained::{AdapterFolder, Pretrained};
@@ -172,7 +172,7 @@ impl TextRunner {
             .devices([device])
             .balance(vec![1; stages_per_device])
             .schedule(Schedule::BreadthFirst { stages_per_device })
-            .homes(Homes::Host)
+            .offload(Offload::Host)
             .kind(kind)
             .build()
             .context("the model was not built")?;

@@ -10,7 +10,7 @@ use brimful::plan::{
     Misfit, Plan, PlanChoice, PlanRow, PlannedStep, Request, misfits, plan_watched,
 };
 use brimful::schedule::{
-    Actions, Costs, Moves, Recompute, Schedule, ScheduleRecipe, StageCost, StageHome, simulate,
+    Actions, Costs, Moves, Recompute, Schedule, ScheduleRecipe, StageCost, StageLocation, simulate,
 };
 use serde::Serialize;
 
@@ -240,7 +240,7 @@ fn simulated(
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    let moves = Moves::new(&actions, &vec![StageHome::DEVICE; actions.stages()], 0)?;
+    let moves = Moves::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 0)?;
     Ok(PlanAnswer { line, step: PlannedStep { actions, costs, moves, simulation } })
 }
 

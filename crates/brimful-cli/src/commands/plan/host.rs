@@ -23,7 +23,7 @@ impl MeasuredModel {
         if is_measured {
             let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
             let update = speed.update / KIND.elt_size_in_bytes() as f64;
-            (request.bus, request.home_update) = (speed.bus, update);
+            (request.bus, request.host_update) = (speed.bus, update);
             request.look_ahead = self.method().ahead_needs(KIND)?;
         }
         match self.given_bus()? {

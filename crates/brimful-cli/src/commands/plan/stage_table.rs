@@ -3,7 +3,7 @@
 use brimful::Bytes;
 use brimful::balance::Profile;
 use brimful::plan::{PlanRow, PlannedStage};
-use brimful::schedule::{Home, Recompute};
+use brimful::schedule::{Location, Recompute};
 use serde::Serialize;
 
 use super::answers::PlanLine;
@@ -30,16 +30,16 @@ impl StageLine {
 
     fn weights(&self) -> &'static str {
         match self.planned.weights {
-            Home::Device => "device",
-            Home::Host => "host",
+            Location::Device => "device",
+            Location::Host => "host",
         }
     }
 
     fn activations(&self) -> &'static str {
         match (self.planned.recompute, self.planned.boundaries) {
             (Recompute::Never, _) => "kept",
-            (_, Home::Device) => "computed again, from inputs on the device",
-            (_, Home::Host) => "computed again, from inputs on the host",
+            (_, Location::Device) => "computed again, from inputs on the device",
+            (_, Location::Host) => "computed again, from inputs on the host",
         }
     }
 }
@@ -57,18 +57,18 @@ pub(super) fn recomputed(line: &PlanLine) -> String {
 }
 
 /// Describes the offloaded stages: how many there are, and their bytes on the host.
-pub(super) fn at_home(PlanLine { stages, host_bytes, .. }: &PlanLine) -> String {
-    let at_home = stages.iter().filter(|stage| stage.planned.weights == Home::Host).count();
-    match at_home {
+pub(super) fn on_host(PlanLine { stages, host_bytes, .. }: &PlanLine) -> String {
+    let on_host = stages.iter().filter(|stage| stage.planned.weights == Location::Host).count();
+    match on_host {
         0 => "-".to_owned(),
-        at_home => format!("{at_home} of {}, {}", stages.len(), Bytes(*host_bytes)),
+        on_host => format!("{on_host} of {}, {}", stages.len(), Bytes(*host_bytes)),
     }
 }
 
 /// Returns whether any stage is offloaded or differs from its neighbour.
 fn differ(stages: &[StageLine]) -> bool {
-    let lives_away = |stage: &StageLine| stage.planned.weights == Home::Host;
-    stages.iter().any(lives_away)
+    let is_offloaded = |stage: &StageLine| stage.planned.weights == Location::Host;
+    stages.iter().any(is_offloaded)
         || stages.windows(2).any(|pair| pair[0].planned != pair[1].planned)
 }
 

@@ -3,7 +3,7 @@
 use brimful::Bytes;
 
 use super::answers::{PlanAnswer, PlanLine};
-use super::stage_table::{at_home, recomputed};
+use super::stage_table::{on_host, recomputed};
 
 /// A column: whether it is shown, its heading, and its cell for a plan.
 type Column<'a> = (bool, &'static str, &'a dyn Fn(&PlanAnswer) -> String);
@@ -22,7 +22,7 @@ pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
         (true, "bubble", &|answer| format!("{:.1} %", 100.0 * answer.line.bubble)),
         (has_bytes, "peak", &|answer| peak(&answer.line).to_string()),
         (!has_bytes, "holds", &|answer| format!("{} A", number(answer.held()))),
-        (any(|line| line.host_bytes > 0), "on the host", &|answer| at_home(&answer.line)),
+        (any(|line| line.host_bytes > 0), "on the host", &|answer| on_host(&answer.line)),
         (any(is_balanced), "balance", &|answer| balance(&answer.line)),
         (any(|line| !line.fits), "fits", &|answer| fits(&answer.line)),
     ];

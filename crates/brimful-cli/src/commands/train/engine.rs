@@ -16,8 +16,8 @@ use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
 use crate::data::Rows;
 use crate::exit::ensure_use;
-use crate::home_plan::StageHomes;
 use crate::named::{Comparison, Named};
+use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, NormStatistics};
 
@@ -92,13 +92,13 @@ pub(super) fn build(
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
-    let homes = StageHomes::settle(&layers, each, world, options, over, &mut inputs)?;
+    let offload = OffloadPlan::settle(&layers, each, world, options, over, &mut inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
-    let is_cut = is_exact || stages.stages.is_some() || !matches!(homes, StageHomes::Device);
+    let is_cut = is_exact || stages.stages.is_some() || !matches!(offload, OffloadPlan::Device);
     Ok(match whole.filter(|_| !is_cut) {
         Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
-        None => Box::new(Pipelined::new(layers, world, options, over, homes, inputs)?),
+        None => Box::new(Pipelined::new(layers, world, options, over, offload, inputs)?),
     })
 }
 

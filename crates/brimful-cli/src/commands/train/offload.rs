@@ -3,7 +3,7 @@
 use anyhow::Result;
 use brimful::balance;
 use brimful::nn::Lora;
-use brimful::pipeline::{BalanceBy, Builder, Homes};
+use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, Layers, Pipeline, Size, World, gradient_factor};
 use clap::ValueEnum;
@@ -11,14 +11,14 @@ use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use crate::exit::{ensure_use, ran_out};
-use crate::home_plan::{HomeQuestion, StageHomes};
+use crate::offload_plan::{OffloadPlan, OffloadQuestion};
 use crate::setting::{
     MeanOver, NormStatistics, loss, parameters_used, room, shown_as_given, typed,
 };
 
 /// Where weights, gradients and the optimizer's state live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Offload {
+pub(crate) enum OffloadArgument {
     /// On the device as far as they fit there, else on the host; layers are measured for it
     Auto,
     /// On the device
@@ -27,7 +27,7 @@ pub(crate) enum Offload {
     All,
 }
 
-shown_as_given!(Offload);
+shown_as_given!(OffloadArgument);
 
 /// Inputs to measure layers with.
 #[derive(Debug)]
@@ -43,17 +43,19 @@ pub(super) struct MeasuredInputs {
 impl TrainOptions {
     /// Returns the place of the model's weights, and whether the options name it. Naming stages or a memory limit
     /// suggests that the model may not fit: offloading is then planned stage by stage, if it can be.
-    pub(super) fn offload(&self, world: &World) -> (Offload, bool) {
+    pub(super) fn offload(&self, world: &World) -> (OffloadArgument, bool) {
         let may_not_fit = self.stages.stages.is_some() || self.memory_limit.is_some();
         match self.stages.offload {
             Some(said) => (said, true),
-            None if may_not_fit && !is_all_or_nothing(world, self) => (Offload::Auto, false),
-            None => (Offload::None, false),
+            None if may_not_fit && !is_all_or_nothing(world, self) => {
+                (OffloadArgument::Auto, false)
+            }
+            None => (OffloadArgument::None, false),
         }
     }
 }
 
-impl StageHomes {
+impl OffloadPlan {
     /// Resolves the options for a model on `devices` devices of each rank.
     pub(super) fn settle(
         layers: &Layers,
@@ -64,9 +66,9 @@ impl StageHomes {
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         let is_said = match options.offload(world) {
-            (Offload::None, _) => return Ok(Self::Device),
-            (Offload::All, _) => return Ok(Self::Host),
-            (Offload::Auto, is_said) => is_said,
+            (OffloadArgument::None, _) => return Ok(Self::Device),
+            (OffloadArgument::All, _) => return Ok(Self::Host),
+            (OffloadArgument::Auto, is_said) => is_said,
         };
         let device = options.devices(world, 1)?[0];
         let Some(room) = room(device, options.memory_limit)? else {
@@ -82,7 +84,7 @@ impl StageHomes {
         }
         let inputs = inputs()?;
         let question = question(device, vec![room; devices], options, over, &inputs, layers)?;
-        let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
+        let planned = OffloadPlan::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
             // The plan is optional here: if none fits, the run stays on the device and fails with the device's error.
             Ok(Self::Host) if !is_said => Ok(Self::Device),
@@ -99,12 +101,12 @@ impl StageHomes {
         options: &TrainOptions,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Builder> {
-        let ((balance, schedule), homes) = match self {
-            Self::Device => (resident(&layers, devices, options, &inputs()?)?, Homes::Device),
-            Self::Host => (at_home(&layers, devices, options.stages.schedule)?, Homes::Host),
+        let ((balance, schedule), offload) = match self {
+            Self::Device => (resident(&layers, devices, options, &inputs()?)?, Offload::Device),
+            Self::Host => (on_host(&layers, devices, options.stages.schedule)?, Offload::Host),
             Self::Planned { row, .. } => return Ok(Pipeline::builder(layers).plan(&row)),
         };
-        Ok(Pipeline::builder(layers).balance(balance).schedule(schedule).homes(homes))
+        Ok(Pipeline::builder(layers).balance(balance).schedule(schedule).offload(offload))
     }
 }
 
@@ -116,11 +118,11 @@ fn question(
     over: MeanOver,
     inputs: &MeasuredInputs,
     layers: &Layers,
-) -> Result<HomeQuestion> {
+) -> Result<OffloadQuestion> {
     let recipe = &options.recipe;
     let changes_gradients = recipe.clip_norm.is_some() || recipe.accumulate > 1;
     let is_divided_later = over != MeanOver::Samples;
-    Ok(HomeQuestion {
+    Ok(OffloadQuestion {
         device,
         looks_ahead: rooms.len() == 1
             && !options.stages.follow_backward
@@ -216,7 +218,7 @@ fn resident(
 
 /// Cuts as finely as possible, unless the schedule gives the number of stages: a device buffer is as large as the
 /// largest stage.
-fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<StageCut> {
+fn on_host(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<StageCut> {
     let counts = parameters_used(layers)?;
     let finest = balance::finest(&counts, counts.len())?.sizes().len();
     let stages_per_device = match schedule {

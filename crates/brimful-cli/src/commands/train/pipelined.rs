@@ -15,8 +15,8 @@ use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
 use super::offload::MeasuredInputs;
 use super::records;
 use crate::data::Rows;
-use crate::home_plan::StageHomes;
 use crate::named::Named;
+use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, accounts, mean_loss, right};
 
@@ -39,7 +39,7 @@ pub(super) struct Pipelined {
 #[derive(Debug)]
 struct StagePlaces {
     /// Offloading of its stages, in words.
-    home: String,
+    offload_text: String,
     /// Devices of this rank.
     devices: Vec<Device>,
     ranks: usize,
@@ -54,7 +54,7 @@ impl Pipelined {
         world: &World,
         options: &TrainOptions,
         over: MeanOver,
-        homes: StageHomes,
+        offload: OffloadPlan,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype().kind(), options.size(), &options.stages);
@@ -62,8 +62,8 @@ impl Pipelined {
         let each = options.ranks.devices_of_pipeline(world, stages);
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
-        let home = homes.to_string();
-        let builder = homes
+        let offload_text = offload.to_string();
+        let builder = offload
             .builder(layers, each, options, inputs)?
             .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
@@ -86,7 +86,7 @@ impl Pipelined {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        let place = StagePlaces { home, devices, ranks: world.size(), replicas };
+        let place = StagePlaces { offload_text, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
@@ -180,15 +180,17 @@ impl TrainingEngine for Pipelined {
     }
 
     fn uses_host(&self) -> bool {
-        !self.place.home.is_empty()
+        !self.place.offload_text.is_empty()
     }
 
     fn place(&self) -> String {
-        let StagePlaces { home, devices, ranks, replicas } = &self.place;
+        let StagePlaces { offload_text, devices, ranks, replicas } = &self.place;
         let (schedule, names) = (self.pipeline.schedule(), names(devices));
         let sizes = self.pipeline.balance().sizes();
-        let stages =
-            format!("in {} stages of {sizes:?} layers on {names}, {schedule}{home}", sizes.len());
+        let stages = format!(
+            "in {} stages of {sizes:?} layers on {names}, {schedule}{offload_text}",
+            sizes.len()
+        );
         match ranks {
             1 if *replicas == 1 => stages,
             1 => format!("{stages}; {replicas} replicas"),

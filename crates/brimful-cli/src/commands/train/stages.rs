@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
-use super::offload::Offload;
+use super::offload::OffloadArgument;
 use crate::exit::{ensure_unsaid, ensure_use};
 use crate::setting::{self, words};
 
@@ -20,7 +20,7 @@ pub(crate) struct Stages {
     /// a layer, of which two are on the device at a time [default: auto with --stages or --memory-limit, but
     /// with --schedule, --replicas, exact BatchNorms or over ranks none, as without these two]
     #[arg(long, value_enum, value_name = "WHAT")]
-    pub(crate) offload: Option<Offload>,
+    pub(crate) offload: Option<OffloadArgument>,
     /// Let the updates of a model on the host follow its backward, stage by stage, instead of coming after
     /// it: faster, but a step that fails then has changed some weights, and only a saved run goes on
     #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
@@ -39,7 +39,7 @@ pub(crate) struct Stages {
 impl Stages {
     /// Refuses impossible combinations, and stage options without stages.
     pub(super) fn check(&self) -> Result<()> {
-        let is_cut = self.stages.is_some() || self.offload == Some(Offload::All);
+        let is_cut = self.stages.is_some() || self.offload == Some(OffloadArgument::All);
         if !is_cut {
             let flags = [
                 ("schedule", self.schedule.is_some()),
@@ -55,9 +55,10 @@ impl Stages {
             schedule.stages_per_device() > 0,
             "--schedule {schedule}: give it at least 1 stage"
         );
-        let splits_at_home = self.offload == Some(Offload::All) && schedule.splits_backward();
+        let splits_offloaded =
+            self.offload == Some(OffloadArgument::All) && schedule.splits_backward();
         ensure_use!(
-            !splits_at_home || schedule.stages_per_device() <= 2,
+            !splits_offloaded || schedule.stages_per_device() <= 2,
             "--schedule {schedule} splits backwards, for which 2 stages of a model on the host are \
                  the most: choose breadth-first, or leave --offload all out"
         );

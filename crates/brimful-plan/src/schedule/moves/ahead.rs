@@ -19,7 +19,7 @@ pub fn simulate_moves_ahead(
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
     let mut left = costs.clone();
-    left.stages.iter_mut().skip(FIRST + 1).for_each(|stage| stage.home_update = 0.0);
+    left.stages.iter_mut().skip(FIRST + 1).for_each(|stage| stage.host_update = 0.0);
     let step = simulate_moves(actions, moves, &left)?;
     let late = late_updates(&step, costs);
     if late.is_empty() {
@@ -27,22 +27,22 @@ pub fn simulate_moves_ahead(
     }
     // Updates delay the forward; late updates are determined by the times from the end, which stay the
     // same.
-    late.into_iter().for_each(|j| left.stages[j].home_update = costs.stages[j].home_update);
+    late.into_iter().for_each(|j| left.stages[j].host_update = costs.stages[j].host_update);
     simulate_moves(actions, moves, &left)
 }
 
 /// Returns the stages after the first whose updates are not ready at the end of the step, in order.
 fn late_updates(step: &Simulation, costs: &Costs) -> Vec<usize> {
     let looks_ahead = |span: &&MoveSpan| {
-        span.moved.kind == MoveKind::GradientsHome && span.moved.stage.index() != FIRST
+        span.moved.kind == MoveKind::OffloadGradients && span.moved.stage.index() != FIRST
     };
     let moved = step.buses().iter().flat_map(|bus| &bus.moves);
-    let mut home: Vec<_> = moved.filter(looks_ahead).collect();
-    home.sort_by(|a, b| a.end.total_cmp(&b.end));
+    let mut on_host: Vec<_> = moved.filter(looks_ahead).collect();
+    on_host.sort_by(|a, b| a.end.total_cmp(&b.end));
     let mut done = 0.0;
-    let late = home.into_iter().filter_map(|span| {
+    let late = on_host.into_iter().filter_map(|span| {
         let j = span.moved.stage.index();
-        done = f64::max(done, span.end) + costs.stages[j].home_update;
+        done = f64::max(done, span.end) + costs.stages[j].host_update;
         (done > step.makespan()).then_some(j)
     });
     late.collect()

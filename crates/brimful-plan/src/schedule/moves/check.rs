@@ -6,21 +6,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
 use super::error::{MoveError, MoveRule};
 use super::make::{waiting, waits_on_host};
-use super::{Home, Move, MoveKind, Moved, StageHome};
+use super::{Location, Move, MoveKind, Moved, StageLocation};
 
 /// Checks that there is a place for each stage, and a device buffer if one is needed.
 pub(super) fn numbers(
     lists: &[Vec<Action>],
-    homes: &[StageHome],
+    locations: &[StageLocation],
     slots: usize,
 ) -> Result<(), MoveError> {
     let last = lists.iter().flatten().map(|action| action.stage.index()).max();
     let needed = last.map_or(0, |last| last + 1);
     // The lists may be a part of the schedule, so there may be places of stages without actions.
-    if homes.len() < needed {
-        return Err(MoveError::WrongStages { given: homes.len(), needed });
+    if locations.len() < needed {
+        return Err(MoveError::WrongStages { given: locations.len(), needed });
     }
-    let at_host = homes.iter().position(|home| home.weights == Home::Host);
+    let at_host = locations.iter().position(|location| location.weights == Location::Host);
     match at_host.filter(|_| slots == 0) {
         Some(j) => Err(MoveError::NoSlot { stage: StageId::at(j) }),
         None => Ok(()),
@@ -31,12 +31,16 @@ pub(super) fn numbers(
 pub(super) fn list(
     list: &[Action],
     moves: &[Move],
-    homes: &[StageHome],
+    locations: &[StageLocation],
     slots: usize,
 ) -> Result<(), MoveRule> {
     in_order(moves, list.len())?;
-    let mut device =
-        MovingState { homes, slots, waiting: waiting(list, homes), ..MovingState::default() };
+    let mut device = MovingState {
+        locations,
+        slots,
+        waiting: waiting(list, locations),
+        ..MovingState::default()
+    };
     device.stages.extend(list.iter().map(|action| action.stage));
     let mut next = moves.iter().peekable();
     for (at, &action) in list.iter().enumerate() {
@@ -63,7 +67,7 @@ fn in_order(moves: &[Move], end: usize) -> Result<(), MoveRule> {
 /// State of a device while its list is played.
 #[derive(Default)]
 struct MovingState<'a> {
-    homes: &'a [StageHome],
+    locations: &'a [StageLocation],
     slots: usize,
     /// Stages of this device.
     stages: BTreeSet<StageId>,
@@ -97,11 +101,11 @@ impl MovingState<'_> {
             MoveKind::Fetch => self.fetch(one),
             MoveKind::Release if self.in_slots.remove(&one.stage) => Ok(()),
             MoveKind::Release => Err(MoveRule::NothingToRelease(one)),
-            MoveKind::GradientsHome if self.summed.remove(&one.stage) => {
+            MoveKind::OffloadGradients if self.summed.remove(&one.stage) => {
                 self.sent.insert(one.stage, one);
                 Ok(())
             }
-            MoveKind::GradientsHome => Err(MoveRule::NoGradients(one)),
+            MoveKind::OffloadGradients => Err(MoveRule::NoGradients(one)),
             MoveKind::BoundaryOut | MoveKind::GradientOut => self.send(one),
             MoveKind::BoundaryIn => {
                 let is_made_here = one.stage.before().is_none_or(|before| self.has(before));
@@ -117,14 +121,16 @@ impl MovingState<'_> {
 
     /// Whether the move belongs to this device: a boundary concerns its stage and the one before.
     fn may_move(&self, one: Move) -> bool {
-        let Some(home) = self.homes.get(one.stage.index()) else { return false };
+        let Some(location) = self.locations.get(one.stage.index()) else { return false };
         let is_here = self.has(one.stage);
         match one.kind {
-            MoveKind::Fetch | MoveKind::Release => is_here && home.weights == Home::Host,
-            MoveKind::GradientsHome => is_here && home.weights == Home::Host && home.trained,
+            MoveKind::Fetch | MoveKind::Release => is_here && location.weights == Location::Host,
+            MoveKind::OffloadGradients => {
+                is_here && location.weights == Location::Host && location.trained
+            }
             _ => {
                 let is_before = one.stage.before().is_some_and(|before| self.has(before));
-                home.boundaries == Home::Host && (is_here || is_before)
+                location.boundaries == Location::Host && (is_here || is_before)
             }
         }
     }
@@ -142,15 +148,15 @@ impl MovingState<'_> {
 
     fn run(&mut self, action: Action) -> Result<(), MoveRule> {
         let stage = action.stage;
-        let home = self.homes[stage.index()];
-        if home.weights == Home::Host && !self.in_slots.contains(&stage) {
+        let location = self.locations[stage.index()];
+        if location.weights == Location::Host && !self.in_slots.contains(&stage) {
             return Err(MoveRule::NotFetched(action));
         }
         if self.lacks(action) {
             return Err(MoveRule::BoundaryAway(action));
         }
         self.pass(action);
-        if action.kind.releases() && home.weights == Home::Host && home.trained {
+        if action.kind.releases() && location.weights == Location::Host && location.trained {
             if let Some(&gradients) = self.sent.get(&stage) {
                 return Err(MoveRule::GradientsTooEarly { gradients, action });
             }
@@ -167,12 +173,12 @@ impl MovingState<'_> {
         let input = Moved::Boundary(stage, micro_batch);
         match action.kind {
             ActionKind::Forward => {
-                let came_by_bus = stage > StageId(0) && waits_on_host(self.homes, stage);
+                let came_by_bus = stage > StageId(0) && waits_on_host(self.locations, stage);
                 came_by_bus && is_away(input)
             }
             ActionKind::Recompute => self.waiting.contains(&(stage, micro_batch)) && is_away(input),
             kind if kind.passes_gradient() => {
-                waits_on_host(self.homes, next) && is_away(Moved::Gradient(next, micro_batch))
+                waits_on_host(self.locations, next) && is_away(Moved::Gradient(next, micro_batch))
             }
             _ => false,
         }
@@ -183,7 +189,8 @@ impl MovingState<'_> {
         let Action { kind, stage, micro_batch } = action;
         let next = StageId(stage.0 + 1);
         let is_first = stage == StageId(0);
-        let (enters, leaves) = (waits_on_host(self.homes, stage), waits_on_host(self.homes, next));
+        let (enters, leaves) =
+            (waits_on_host(self.locations, stage), waits_on_host(self.locations, next));
         let made = Passage::Made(action);
         if kind == ActionKind::Forward {
             if self.waiting.contains(&(stage, micro_batch)) {

@@ -10,7 +10,9 @@ use super::Move;
 #[non_exhaustive]
 pub enum MoveError {
     /// Places for another number of stages.
-    #[error("homes of {given} stages were given, but the schedule has {needed}: give one for each")]
+    #[error(
+        "locations of {given} stages were given, but the schedule has {needed}: give one for each"
+    )]
     WrongStages {
         /// Number of places given.
         given: usize,
@@ -87,7 +89,7 @@ pub enum MoveRule {
     #[error("{0} has nothing to send: the stage has run no backward, or they are gone already")]
     NoGradients(Move),
     /// The optimizer on the host needs all gradients.
-    #[error("the gradients of stage {0} never go home: send them after its last backward")]
+    #[error("the gradients of stage {0} never go to the host: send them after its last backward")]
     GradientsKept(StageId),
     /// A boundary or its gradient is sent once, after it is made.
     #[error("{0} has nothing to move: it is not made yet, is not where it starts, or is used up")]

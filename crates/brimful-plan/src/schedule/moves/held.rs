@@ -13,12 +13,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::memory::{HeldAs, StageBefore, clamp};
 use super::super::{Action, ActionKind, Actions, Costs, DeviceId, MicroBatchId, StageId};
-use super::{Home, Moves, StageHome};
+use super::{Location, Moves, StageLocation};
 
 /// Bytes on one device, and their peak.
 pub(super) struct HeldBytes {
     costs: Costs,
-    homes: Vec<StageHome>,
+    locations: Vec<StageLocation>,
     /// Memory modes of the micro-batches of the device's stages.
     held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
     /// Stages whose sums of gradients are, or were, on the device.
@@ -39,7 +39,7 @@ impl HeldBytes {
         let of_pair = |action: &Action| {
             let held = actions.held_of(*action);
             // An offloaded boundary comes back as a separate copy.
-            let stays = moves.homes()[action.stage.index()].boundaries == Home::Device;
+            let stays = moves.locations()[action.stage.index()].boundaries == Location::Device;
             let before = if stays { held.before } else { StageBefore::Elsewhere };
             ((action.stage, action.micro_batch), HeldAs { before, ..held })
         };
@@ -47,7 +47,7 @@ impl HeldBytes {
         let bytes = lasting_bytes(actions, moves, costs, device);
         Self {
             costs: costs.clone(),
-            homes: moves.homes().to_vec(),
+            locations: moves.locations().to_vec(),
             held_as,
             summed: BTreeSet::new(),
             leaving: None,
@@ -91,7 +91,7 @@ impl HeldBytes {
         if action.kind.passes_gradient() {
             takes += self.input_gradient(action) + self.loss_gradient(action);
         }
-        let is_trained = self.homes[action.stage.index()].trained;
+        let is_trained = self.locations[action.stage.index()].trained;
         if action.kind.releases() && is_trained && self.summed.insert(action.stage) {
             takes += u128::from(cost.gradient_bytes);
         }
@@ -117,8 +117,10 @@ impl HeldBytes {
 
     /// Ends the step: casts the sums of stages on the device to gradients.
     pub(super) fn finish(&mut self, time: f64) {
-        let here =
-            self.summed.iter().filter(|stage| self.homes[stage.index()].weights == Home::Device);
+        let here = self
+            .summed
+            .iter()
+            .filter(|stage| self.locations[stage.index()].weights == Location::Device);
         let casts = here.map(|stage| u128::from(self.costs.stages[stage.index()].cast_bytes)).sum();
         let left = self.leaving.take();
         let left = left.map_or(0, |stage| self.costs.stages[stage.index()].gradient_bytes);
@@ -173,14 +175,15 @@ impl HeldBytes {
 
 /// Returns the bytes of stages on the device, and of the device buffers for offloaded ones.
 fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> u128 {
-    let stages = actions.placement().iter().zip(moves.homes()).zip(&costs.stages);
-    let here = stages.filter(|((at, _), _)| **at == device).map(|((_, home), cost)| (home, cost));
+    let stages = actions.placement().iter().zip(moves.locations()).zip(&costs.stages);
+    let here =
+        stages.filter(|((at, _), _)| **at == device).map(|((_, location), cost)| (location, cost));
     let mut resident = 0;
     let mut fetched = Vec::new();
-    for (home, cost) in here {
-        match home.weights {
-            Home::Device => resident += cost.lasting_bytes(),
-            Home::Host => fetched.push(u128::from(cost.fetched_bytes)),
+    for (location, cost) in here {
+        match location.weights {
+            Location::Device => resident += cost.lasting_bytes(),
+            Location::Host => fetched.push(u128::from(cost.fetched_bytes)),
         }
     }
     let slots = moves.slots().min(fetched.len());

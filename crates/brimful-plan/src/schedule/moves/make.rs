@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
-use super::{Home, Move, MoveKind, Moved, StageHome};
+use super::{Location, Move, MoveKind, Moved, StageLocation};
 
 /// Returns the moves of a list, in the order in which they start.
-pub(super) fn moves(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
-    let mut moves = weights(list, homes, slots);
-    moves.extend(gradients(list, homes));
-    moves.extend(boundaries(list, homes));
+pub(super) fn moves(list: &[Action], locations: &[StageLocation], slots: usize) -> Vec<Move> {
+    let mut moves = weights(list, locations, slots);
+    moves.extend(gradients(list, locations));
+    moves.extend(boundaries(list, locations));
     // Stable: fetches that start together keep the order in which they are needed.
     moves.sort_by_key(|one| (one.before, one.kind as u8));
     moves
@@ -25,8 +25,8 @@ struct Visit {
 /// Makes fetches and releases: after each visit the device buffers belong to the stages that are needed
 /// next, as many as there are buffers. Stages already in a buffer stay. So a released stage is always
 /// needed later than those fetched, which no other choice can better.
-fn weights(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
-    let visits = visits(list, homes);
+fn weights(list: &[Action], locations: &[StageLocation], slots: usize) -> Vec<Move> {
+    let visits = visits(list, locations);
     let mut moves = Vec::new();
     let mut present: Vec<StageId> = Vec::new();
     for next in 0..=visits.len() {
@@ -43,10 +43,10 @@ fn weights(list: &[Action], homes: &[StageHome], slots: usize) -> Vec<Move> {
     moves
 }
 
-fn visits(list: &[Action], homes: &[StageHome]) -> Vec<Visit> {
+fn visits(list: &[Action], locations: &[StageLocation]) -> Vec<Visit> {
     let mut visits: Vec<Visit> = Vec::new();
     for (at, action) in list.iter().enumerate() {
-        if homes[action.stage.index()].weights == Home::Device {
+        if locations[action.stage.index()].weights == Location::Device {
             continue;
         }
         match visits.last_mut().filter(|visit| visit.stage == action.stage) {
@@ -72,16 +72,16 @@ fn needed_next(visits: &[Visit], slots: usize) -> Vec<StageId> {
 }
 
 /// Makes the gradient moves of each trained offloaded stage, after its last backward.
-fn gradients(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
+fn gradients(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
     let mut last = BTreeMap::new();
     for (at, action) in list.iter().enumerate() {
-        let home = homes[action.stage.index()];
-        if action.kind.releases() && home.weights == Home::Host && home.trained {
+        let location = locations[action.stage.index()];
+        if action.kind.releases() && location.weights == Location::Host && location.trained {
             last.insert(action.stage, at);
         }
     }
     let leave = |(stage, at)| Move {
-        kind: MoveKind::GradientsHome,
+        kind: MoveKind::OffloadGradients,
         stage,
         micro_batch: None,
         before: at + 1,
@@ -91,7 +91,10 @@ fn gradients(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
 
 /// Returns the micro-batches of stages with offloaded boundaries whose input is freed between forward and
 /// recompute, unless it would have to come back at once. If activations are kept, they hold the input.
-pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId, MicroBatchId)> {
+pub(super) fn waiting(
+    list: &[Action],
+    locations: &[StageLocation],
+) -> BTreeSet<(StageId, MicroBatchId)> {
     let mut forwards = BTreeMap::new();
     let mut waiting = BTreeSet::new();
     for (at, action) in list.iter().enumerate() {
@@ -100,7 +103,7 @@ pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId
             forwards.insert(pair, at);
         }
         let is_recompute =
-            action.kind == ActionKind::Recompute && waits_on_host(homes, action.stage);
+            action.kind == ActionKind::Recompute && waits_on_host(locations, action.stage);
         if is_recompute && forwards.get(&pair).is_some_and(|forward| forward + 2 < at) {
             waiting.insert(pair);
         }
@@ -109,19 +112,19 @@ pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId
 }
 
 /// Whether the stage's input is offloaded; false for the stage after the last.
-pub(super) fn waits_on_host(homes: &[StageHome], stage: StageId) -> bool {
-    homes.get(stage.index()).is_some_and(|home| home.boundaries == Home::Host)
+pub(super) fn waits_on_host(locations: &[StageLocation], stage: StageId) -> bool {
+    locations.get(stage.index()).is_some_and(|location| location.boundaries == Location::Host)
 }
 
 /// Makes the moves of boundaries and gradients that are offloaded. They are sent as soon as they are made,
 /// and come back while the action before the one that needs them runs: at most two of a kind are on the
 /// device. Data from another device are waited for when they are needed, as everywhere.
-fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
+fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
     let mut crossing = Crossing { moves: Vec::new(), left: BTreeMap::new() };
-    let waiting = waiting(list, homes);
+    let waiting = waiting(list, locations);
     for (at, action) in list.iter().enumerate() {
         let (stage, next) = (action.stage, StageId(action.stage.0 + 1));
-        let (here, after) = (waits_on_host(homes, stage), waits_on_host(homes, next));
+        let (here, after) = (waits_on_host(locations, stage), waits_on_host(locations, next));
         let is_first = stage == StageId(0);
         let waits = waiting.contains(&(stage, action.micro_batch));
         let micro_batch = Some(action.micro_batch);

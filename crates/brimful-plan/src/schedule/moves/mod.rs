@@ -34,7 +34,7 @@ pub use play::simulate_moves;
 /// Memory that data stay in between their uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Home {
+pub enum Location {
     /// Device memory: the data are always there.
     #[default]
     Device,
@@ -44,21 +44,21 @@ pub enum Home {
 
 /// Memory that a stage's data stay in, and whether it is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct StageHome {
+pub struct StageLocation {
     /// Place of the weights, their gradients and the optimizer's state.
-    pub weights: Home,
+    pub weights: Location,
     /// Place of the stage's input, until the forward and between forward and recompute, and of its gradient.
-    pub boundaries: Home,
+    pub boundaries: Location,
     /// Whether any parameter is trained: a frozen stage has no gradients to send to the host.
     pub trained: bool,
 }
 
-impl StageHome {
+impl StageLocation {
     /// Trained stage with everything on its device.
     pub const DEVICE: Self =
-        Self { weights: Home::Device, boundaries: Home::Device, trained: true };
+        Self { weights: Location::Device, boundaries: Location::Device, trained: true };
     /// Trained stage with offloaded weights; its boundaries stay on the device.
-    pub const HOST: Self = Self { weights: Home::Host, ..Self::DEVICE };
+    pub const HOST: Self = Self { weights: Location::Host, ..Self::DEVICE };
 }
 
 /// Kind and direction of a move.
@@ -66,7 +66,8 @@ impl StageHome {
 #[serde(rename_all = "kebab-case")]
 pub enum MoveKind {
     /// Sends a stage's summed gradients to the host; then their device memory is free.
-    GradientsHome,
+    #[serde(alias = "gradients-home")]
+    OffloadGradients,
     /// Frees a stage's device buffer. Copies nothing and takes no time: the host has the weights.
     Release,
     /// Sends a stage's input to the host: after the forward of the stage before, or, for the model's own
@@ -86,7 +87,7 @@ impl MoveKind {
     /// All kinds, in the order of moves that start together: those that free memory come before those that
     /// take it.
     pub const ALL: [Self; 7] = [
-        Self::GradientsHome,
+        Self::OffloadGradients,
         Self::Release,
         Self::BoundaryOut,
         Self::GradientOut,
@@ -99,7 +100,7 @@ impl MoveKind {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::GradientsHome => "gradients home",
+            Self::OffloadGradients => "offload gradients",
             Self::Release => "release",
             Self::BoundaryOut => "boundary out",
             Self::GradientOut => "gradient out",
@@ -113,7 +114,7 @@ impl MoveKind {
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
-            Self::GradientsHome => 'h',
+            Self::OffloadGradients => 'h',
             Self::Release => 'r',
             Self::BoundaryOut => 'o',
             Self::GradientOut => 'u',
@@ -132,7 +133,7 @@ impl MoveKind {
     /// Whether it copies to the host; false for a release.
     #[must_use]
     pub const fn is_outward(self) -> bool {
-        matches!(self, Self::GradientsHome | Self::BoundaryOut | Self::GradientOut)
+        matches!(self, Self::OffloadGradients | Self::BoundaryOut | Self::GradientOut)
     }
 }
 
@@ -182,11 +183,11 @@ impl Moved {
 ///
 /// ```
 /// # use brimful_plan as brimful;
-/// use brimful::schedule::{MoveKind, Moves, Recompute, Schedule, StageHome};
+/// use brimful::schedule::{MoveKind, Moves, Recompute, Schedule, StageLocation};
 ///
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;
-/// let moves = Moves::new(&actions, &[StageHome::HOST; 8], 2)?;
+/// let moves = Moves::new(&actions, &[StageLocation::HOST; 8], 2)?;
 /// // Once forward and once back, except for the two that are in slots in between.
 /// let fetches = moves.of(0).iter().filter(|one| one.kind == MoveKind::Fetch);
 /// assert_eq!(fetches.count(), 8 + 6);
@@ -195,18 +196,22 @@ impl Moved {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Moves {
     lists: Vec<Vec<Move>>,
-    homes: Vec<StageHome>,
+    locations: Vec<StageLocation>,
     slots: usize,
 }
 
 impl Moves {
-    /// Makes the moves of a training step. `homes` has one element for each stage; every device has `slots`
+    /// Makes the moves of a training step. `locations` has one element for each stage; every device has `slots`
     /// device buffers: with one, nothing overlaps; more than two help if fetches are uneven.
     ///
     /// # Errors
-    /// If `homes` does not match the schedule's stages, or there is no slot.
-    pub fn new(actions: &Actions, homes: &[StageHome], slots: usize) -> Result<Self, MoveError> {
-        Self::of_lists(actions.lists(), homes, slots)
+    /// If `locations` does not match the schedule's stages, or there is no slot.
+    pub fn new(
+        actions: &Actions,
+        locations: &[StageLocation],
+        slots: usize,
+    ) -> Result<Self, MoveError> {
+        Self::of_lists(actions.lists(), locations, slots)
     }
 
     /// Makes the moves of lists that are a part of a schedule's: for instance the forwards of an
@@ -216,12 +221,12 @@ impl Moves {
     /// As for [`new`](Self::new).
     pub fn of_lists(
         lists: &[Vec<Action>],
-        homes: &[StageHome],
+        locations: &[StageLocation],
         slots: usize,
     ) -> Result<Self, MoveError> {
-        check::numbers(lists, homes, slots)?;
-        let moves = lists.iter().map(|list| make::moves(list, homes, slots)).collect();
-        Self::given(lists, homes, slots, moves)
+        check::numbers(lists, locations, slots)?;
+        let moves = lists.iter().map(|list| make::moves(list, locations, slots)).collect();
+        Self::given(lists, locations, slots, moves)
     }
 
     /// Takes custom moves, a list for each device in the order in which they start, and checks that:
@@ -238,19 +243,19 @@ impl Moves {
     /// With the broken rule.
     pub fn given(
         lists: &[Vec<Action>],
-        homes: &[StageHome],
+        locations: &[StageLocation],
         slots: usize,
         moves: Vec<Vec<Move>>,
     ) -> Result<Self, MoveError> {
-        check::numbers(lists, homes, slots)?;
+        check::numbers(lists, locations, slots)?;
         if moves.len() != lists.len() {
             return Err(MoveError::WrongDevices { given: moves.len(), needed: lists.len() });
         }
         for (d, (list, moves)) in lists.iter().zip(&moves).enumerate() {
-            check::list(list, moves, homes, slots)
+            check::list(list, moves, locations, slots)
                 .map_err(|rule| MoveError::Broken { device: DeviceId::at(d), rule })?;
         }
-        Ok(Self { lists: moves, homes: homes.to_vec(), slots })
+        Ok(Self { lists: moves, locations: locations.to_vec(), slots })
     }
 
     /// Returns the moves of a device, in the order in which they start; empty if there is no such device.
@@ -267,8 +272,8 @@ impl Moves {
 
     /// Returns the places of each stage.
     #[must_use]
-    pub fn homes(&self) -> &[StageHome] {
-        &self.homes
+    pub fn locations(&self) -> &[StageLocation] {
+        &self.locations
     }
 
     /// Returns the number of device buffers for offloaded stages.

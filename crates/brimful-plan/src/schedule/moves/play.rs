@@ -16,7 +16,7 @@ use super::super::{
 use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
 use super::make::{waiting, waits_on_host};
-use super::{Home, MicroBatchId, Move, MoveKind, Moved, Moves};
+use super::{Location, MicroBatchId, Move, MoveKind, Moved, Moves};
 
 /// Simulates one step with offloaded weights or boundaries, and the transfers of each device.
 ///
@@ -31,7 +31,7 @@ pub fn simulate_moves(
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
     // Moves of other lists could stop this one before its end.
-    Moves::given(actions.lists(), moves.homes(), moves.slots(), moves.lists().to_vec())?;
+    Moves::given(actions.lists(), moves.locations(), moves.slots(), moves.lists().to_vec())?;
     let devices = Player::new(actions, moves, costs).run()?;
     let last_end = |device: &DevicePlay| {
         let action = device.spans.last().map_or(0.0, |span| span.end);
@@ -110,7 +110,11 @@ impl<'a> Player<'a> {
             updated: updated(moves, costs),
             arriving: Vec::new(),
             on_host: BTreeSet::new(),
-            waiting: actions.lists().iter().flat_map(|list| waiting(list, moves.homes())).collect(),
+            waiting: actions
+                .lists()
+                .iter()
+                .flat_map(|list| waiting(list, moves.locations()))
+                .collect(),
         }
     }
 
@@ -176,7 +180,7 @@ impl<'a> Player<'a> {
                 play.away.remove(&Moved::of(moved));
             } else {
                 // Sums are freed when the next ones are sent.
-                if moved.kind != MoveKind::GradientsHome {
+                if moved.kind != MoveKind::OffloadGradients {
                     play.held.give(self.now, bytes);
                 }
                 self.on_host.insert(Moved::of(moved));
@@ -197,7 +201,7 @@ impl<'a> Player<'a> {
                 play.away.insert(Moved::of(one));
             }
             match one.kind {
-                MoveKind::GradientsHome => play.held.set_out(self.now, one.stage),
+                MoveKind::OffloadGradients => play.held.set_out(self.now, one.stage),
                 // Its memory is allocated from now on, even while other moves occupy the link.
                 MoveKind::BoundaryIn | MoveKind::GradientIn => {
                     play.held.take(self.now, self.costs.moved_bytes(one));
@@ -249,7 +253,7 @@ impl<'a> Player<'a> {
         }
         let gradient = action.kind.passes_gradient();
         let boundary = if gradient { StageId(action.stage.0 + 1) } else { action.stage };
-        if waits_on_host(self.moves.homes(), boundary) {
+        if waits_on_host(self.moves.locations(), boundary) {
             // Moves bring it: until then it is away.
             return true;
         }
@@ -287,7 +291,7 @@ impl<'a> Player<'a> {
         // A boundary's gradient has the size of the boundary.
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
-        if waits_on_host(self.moves.homes(), boundary) {
+        if waits_on_host(self.moves.locations(), boundary) {
             // It stays here until its move has taken it to the host.
             self.devices[from.index()].held.take(self.now, bytes);
             return;
@@ -310,10 +314,10 @@ impl<'a> Player<'a> {
 /// forward.
 fn updated(moves: &Moves, costs: &Costs) -> Vec<f64> {
     let mut time = 0.0;
-    let stages = moves.homes().iter().zip(&costs.stages);
-    let end = stages.map(|(home, cost)| {
-        let at_home = home.weights == Home::Host && home.trained;
-        time += if at_home { cost.home_update } else { 0.0 };
+    let stages = moves.locations().iter().zip(&costs.stages);
+    let end = stages.map(|(location, cost)| {
+        let on_host = location.weights == Location::Host && location.trained;
+        time += if on_host { cost.host_update } else { 0.0 };
         time
     });
     end.collect()
@@ -354,12 +358,12 @@ impl DevicePlay {
 /// gradients that will be offloaded.
 fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
     let mut away = BTreeSet::new();
-    for (j, home) in moves.homes().iter().enumerate() {
+    for (j, location) in moves.locations().iter().enumerate() {
         let stage = StageId::at(j);
-        if home.weights == Home::Host {
+        if location.weights == Location::Host {
             away.insert(Moved::Weights(stage));
         }
-        if home.boundaries == Home::Host && j > 0 {
+        if location.boundaries == Location::Host && j > 0 {
             for i in (0..actions.micro_batches()).map(MicroBatchId::at) {
                 away.extend([Moved::Boundary(stage, i), Moved::Gradient(stage, i)]);
             }
@@ -374,7 +378,7 @@ impl Costs {
         let stage = &self.stages[one.stage.index()];
         match one.kind {
             MoveKind::Fetch => stage.fetched_bytes,
-            MoveKind::GradientsHome => stage.sent_bytes,
+            MoveKind::OffloadGradients => stage.sent_bytes,
             MoveKind::BoundaryOut
             | MoveKind::BoundaryIn
             | MoveKind::GradientOut

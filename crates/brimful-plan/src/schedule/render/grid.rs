@@ -193,7 +193,7 @@ fn color(kind: ActionKind) -> &'static str {
 fn move_color(kind: MoveKind) -> &'static str {
     match kind {
         MoveKind::Fetch | MoveKind::Release => "94",
-        MoveKind::GradientsHome => "92",
+        MoveKind::OffloadGradients => "92",
         MoveKind::BoundaryOut | MoveKind::BoundaryIn => "90",
         MoveKind::GradientOut | MoveKind::GradientIn => "93",
     }

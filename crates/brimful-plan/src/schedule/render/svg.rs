@@ -252,7 +252,7 @@ fn color(kind: ActionKind, turn: usize) -> String {
 fn move_color(kind: MoveKind) -> &'static str {
     match kind {
         MoveKind::Fetch | MoveKind::Release => "#7c9fd6",
-        MoveKind::GradientsHome => "#7fbf9d",
+        MoveKind::OffloadGradients => "#7fbf9d",
         MoveKind::BoundaryOut => "#b9a37e",
         MoveKind::BoundaryIn => "#d3c19c",
         MoveKind::GradientOut => "#c98f8f",

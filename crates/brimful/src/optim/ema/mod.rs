@@ -56,7 +56,7 @@ struct Average {
     variable: Tensor,
     value: Tensor,
     /// Arena of the host, where the variable is offloaded.
-    home: Option<Arena>,
+    offload: Option<Arena>,
 }
 
 impl Ema {
@@ -74,21 +74,21 @@ impl Ema {
     /// # Errors
     /// When two have the same name, the decay is not in 0..1, or memory runs out.
     pub fn for_named(named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
-        Self::with_homes(named, decay, |_| None)
+        Self::with_offload(named, decay, |_| None)
     }
 
-    /// Begins averages of these variables, each charged to the arena that `home` returns for its name.
-    pub(crate) fn with_homes(
+    /// Begins averages of these variables, each charged to the arena that `offload` returns for its name.
+    pub(crate) fn with_offload(
         mut named: Vec<(String, Tensor)>,
         decay: f64,
-        home: impl Fn(&str) -> Option<Arena>,
+        offload: impl Fn(&str) -> Option<Arena>,
     ) -> Result<Self> {
         check_decay(decay)?;
         check_named(&named)?;
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
         let average = |(name, variable): (String, Tensor)| {
-            let home = home(&name);
-            Average::of(name, variable, home)
+            let offload = offload(&name);
+            Average::of(name, variable, offload)
         };
         let averages = tch::no_grad(|| named.into_iter().map(average).collect::<Result<_>>())?;
         Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
@@ -127,7 +127,7 @@ impl Ema {
         let _no_grad = tch::no_grad_guard();
         let variables = weights(&self.averages)?;
         let own = variables.iter().zip(&self.averages).map(|(variable, average)| {
-            let _charged = average.enter_home();
+            let _charged = average.enter_host_arena();
             Ok(variable.f_empty_like()?)
         });
         let own = own.collect::<Result<Vec<Tensor>>>()?;
@@ -150,17 +150,17 @@ impl Ema {
 }
 
 impl Average {
-    fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
-        let _charged = home.as_ref().map(Arena::enter);
+    fn of(name: String, variable: Tensor, offload: Option<Arena>) -> Result<Self> {
+        let _charged = offload.as_ref().map(Arena::enter);
         let kind = summed_in(variable.kind());
         // A copy in any case, with the same strides.
         let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
-        Ok(Self { name, variable, value, home })
+        Ok(Self { name, variable, value, offload })
     }
 
     /// Charges allocations to the host's arena while the guard lives, if the average is offloaded.
-    fn enter_home(&self) -> Option<ArenaGuard> {
-        self.home.as_ref().map(Arena::enter)
+    fn enter_host_arena(&self) -> Option<ArenaGuard> {
+        self.offload.as_ref().map(Arena::enter)
     }
 
     /// Whether it is averaged, not copied.

@@ -101,7 +101,7 @@ impl Ema {
             if saved.size() != value.size() {
                 return Err(mismatch(name, shape(saved), shape(value)));
             }
-            let _charged = average.enter_home();
+            let _charged = average.enter_host_arena();
             let mut copy = value.f_empty_like()?;
             copy.f_copy_(saved)?;
             found.push(copy);

@@ -8,21 +8,25 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
-use super::homes::{Homes, bring_together, check_graphs_at_home, recompute_at_least, stage_homes};
 use super::layout::StageLayout;
+use super::offload::{
+    Offload, bring_together, check_offloaded_graphs, recompute_at_least, stage_locations,
+};
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
 use crate::layout::{Arrangement, Layout, has_channels};
 use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::SLOTS;
+use crate::pipeline::offload::SLOTS;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
+use crate::schedule::{
+    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
+};
 use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
 use crate::{Layers, Result, World};
@@ -42,9 +46,9 @@ pub struct Builder {
     /// Recomputation of each stage, if a plan sets it.
     recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
-    homes: Homes,
+    offload: Offload,
     /// Device or host for each stage's boundaries, if a plan sets it.
-    boundaries: Vec<Home>,
+    boundaries: Vec<Location>,
     slots: usize,
     pub(super) host: Option<Arena>,
     non_finite: NonFinite,
@@ -67,7 +71,7 @@ impl Builder {
             recompute: Recompute::Never,
             recompute_each: Vec::new(),
             kind: Kind::Float,
-            homes: Homes::default(),
+            offload: Offload::default(),
             boundaries: Vec::new(),
             slots: SLOTS,
             host: None,
@@ -148,7 +152,7 @@ impl Builder {
         let recompute_each = row.stages.iter().map(|stage| stage.recompute).collect();
         let boundaries = row.stages.iter().map(|stage| stage.boundaries).collect();
         let of_stages =
-            Self { recompute_each, homes: row.into(), boundaries, slots: row.slots, ..self };
+            Self { recompute_each, offload: row.into(), boundaries, slots: row.slots, ..self };
         let size = Size::Count(micro_batches);
         Self { balance, schedule, recipe, size, recompute, ..of_stages }
     }
@@ -161,9 +165,9 @@ impl Builder {
     /// Sets which stages are offloaded: their weights, gradients and optimizer state are in host memory. By
     /// default, every stage stays on its device.
     ///
-    /// An offloaded stage computes on its device: see [`Homes`].
-    pub fn homes(self, homes: impl Into<Homes>) -> Self {
-        Self { homes: homes.into(), boundaries: Vec::new(), slots: SLOTS, ..self }
+    /// An offloaded stage computes on its device: see [`Offload`].
+    pub fn offload(self, offload: impl Into<Offload>) -> Self {
+        Self { offload: offload.into(), boundaries: Vec::new(), slots: SLOTS, ..self }
     }
 
     /// Sets the arena that offloaded stages are charged to, if the device is a CPU.
@@ -203,11 +207,11 @@ impl Builder {
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
-        let homes = self.settle_homes(&balance, &one)?;
-        let has_room = self.check_host(balance.sizes(), &homes, one.placement(), &ranks);
+        let locations = self.resolve_locations(&balance, &one)?;
+        let has_room = self.check_host(balance.sizes(), &locations, one.placement(), &ranks);
         // Reported in the next handshake, where the other ranks wait.
-        let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &homes));
-        let build = self.stage_build(&homes);
+        let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &locations));
+        let build = self.stage_build(&locations);
         let mut state = self.first_state(team);
         // Unchanged unless a dtype was set: a layer may have its own.
         let layers = match self.kind {
@@ -233,7 +237,7 @@ impl Builder {
             recompute: self.recompute,
             meet,
             recompute_each: self.recompute_each,
-            homes,
+            locations,
             slots: self.slots,
             actions: HashMap::new(),
             open: None,
@@ -245,12 +249,12 @@ impl Builder {
     }
 
     /// Returns the settings by which every worker builds its stages.
-    fn stage_build(&self, homes: &[StageHome]) -> StageBuild {
+    fn stage_build(&self, locations: &[StageLocation]) -> StageBuild {
         StageBuild {
             keeps_activations: self.recompute == Recompute::Never,
             kind: self.kind,
             non_finite: self.non_finite,
-            homes: homes.to_vec(),
+            locations: locations.to_vec(),
             slots: self.slots,
             host: self.host.clone(),
         }
@@ -278,10 +282,14 @@ impl Builder {
     }
 
     /// Returns device or host for each stage.
-    fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
-        let mut homes = self.homes.of(balance.sizes().len())?;
-        bring_together(&mut homes, &self.layers, balance, actions.placement())?;
-        Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
+    fn resolve_locations(
+        &self,
+        balance: &Balance,
+        actions: &Actions,
+    ) -> Result<Vec<StageLocation>> {
+        let mut locations = self.offload.of(balance.sizes().len())?;
+        bring_together(&mut locations, &self.layers, balance, actions.placement())?;
+        Ok(stage_locations(&locations, &self.boundaries, actions.placement()))
     }
 
     /// Checks a list of as many micro-batches as steps will have for graphs of offloaded stages that
@@ -291,14 +299,14 @@ impl Builder {
         schedule: Schedule,
         recipe: Option<&ScheduleRecipe>,
         one: &Actions,
-        homes: &[StageHome],
+        locations: &[StageLocation],
     ) -> Result<()> {
-        if homes.iter().all(|home| home.weights == Home::Device) {
+        if locations.iter().all(|location| location.weights == Location::Device) {
             return Ok(());
         }
         let recompute = |stage: StageId| {
             let each = self.recompute_each.get(stage.index()).copied();
-            let is_run_again = homes[stage.index()].weights == Home::Host;
+            let is_run_again = locations[stage.index()].weights == Location::Host;
             let asked = each.unwrap_or(self.recompute);
             recompute_at_least(asked, is_run_again, Recompute::ExceptLast)
         };
@@ -308,7 +316,7 @@ impl Builder {
             None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
         };
         // A number of micro-batches that no schedule takes matters only once a mini-batch has it.
-        listed.map_or(Ok(()), |listed| check_graphs_at_home(&listed, homes, self.slots))
+        listed.map_or(Ok(()), |listed| check_offloaded_graphs(&listed, locations, self.slots))
     }
 
     /// Returns this rank's devices, and the settings that must be equal on all ranks.
@@ -318,11 +326,11 @@ impl Builder {
         if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
-        let Self { schedule, recompute, recompute_each, kind, homes, size, replicas, .. } = self;
+        let Self { schedule, recompute, recompute_each, kind, offload, size, replicas, .. } = self;
         let Self { slots, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, at home {homes:?} with room for {slots} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with room for {slots} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
@@ -413,8 +421,9 @@ fn used(devices: Vec<DeviceSpec>, replicas: usize, workers: usize) -> Vec<Device
 fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64>> {
     let Some(method) = method else { return Ok(Vec::new()) };
     workers.all(move |worker| {
-        let is_here =
-            |name: &str| worker.site.homes.as_ref().and_then(|homes| homes.home_of(name)).is_none();
+        let is_here = |name: &str| {
+            worker.site.offloaded.as_ref().and_then(|stages| stages.offload_of(name)).is_none()
+        };
         let owned = worker.variables.owned();
         let trained = |variable: &&Variable| variable.trainable && variable.tensor.requires_grad();
         let owned = owned.filter(|variable| trained(variable) && is_here(&variable.name));
@@ -427,7 +436,7 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
 fn arrangement(workers: &Workers<Worker>, layout: Layout, ranks: usize) -> Result<Arrangement> {
     let convolves = workers.all(|worker| {
         let mut all = worker.variables.all();
-        Ok(worker.site.homes.is_none() && all.any(|variable| has_channels(&variable.tensor)))
+        Ok(worker.site.offloaded.is_none() && all.any(|variable| has_channels(&variable.tensor)))
     })?;
     let is_chosen = layout != Layout::Measured || ranks == 1;
     match is_chosen && convolves.contains(&true) {

@@ -3,12 +3,12 @@
 mod balance;
 mod builder;
 mod exact;
-mod homes;
 mod layout;
+mod offload;
 mod roster;
 
 pub use balance::BalanceBy;
 pub use builder::Builder;
-pub use homes::Homes;
-pub(crate) use homes::{check_graphs_at_home, recompute_at_least};
 pub(crate) use layout::{Export, StageLayout, StagePlan};
+pub use offload::Offload;
+pub(crate) use offload::{check_offloaded_graphs, recompute_at_least};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::pipeline::Pipeline;
-use crate::pipeline::build::check_graphs_at_home;
+use crate::pipeline::build::check_offloaded_graphs;
 use crate::pipeline::error::PipelineError;
 use crate::schedule::Actions;
 
@@ -35,7 +35,7 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        check_graphs_at_home(&actions, &self.homes, self.slots)?;
+        check_offloaded_graphs(&actions, &self.locations, self.slots)?;
         // Lists are found by their number of micro-batches: with another size, this one would not run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
@@ -83,7 +83,7 @@ mod tests {
             let layers = Layers::new().add("a", linear).add("b", linear).add("c", linear);
             let schedule = crate::schedule::Schedule::BreadthFirst { stages_per_device: 3 };
             let builder = Pipeline::builder(layers).schedule(schedule);
-            let builder = builder.homes(crate::pipeline::Homes::Host).micro_batches(2);
+            let builder = builder.offload(crate::pipeline::Offload::Host).micro_batches(2);
             let mut pipe = builder.build().expect("a pipeline");
             // Bypasses the check of `set_actions`.
             pipe.actions.insert(2, Arc::new(list.parse().expect("a valid list")));

@@ -172,7 +172,7 @@ impl WorkerRun {
             return Ok(());
         }
         let largest = self.accumulator().largest()?;
-        let earlier = self.largest[i].take().filter(|_| site.homes.is_some());
+        let earlier = self.largest[i].take().filter(|_| site.offloaded.is_some());
         // Gradients that went to the host are not checked again, so the earlier maximum stays.
         self.largest[i] = match (earlier, largest) {
             (Some(earlier), Some(largest)) => Some(earlier.f_maximum(&largest)?),

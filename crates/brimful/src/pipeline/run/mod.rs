@@ -45,7 +45,7 @@ use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
-use crate::pipeline::home::HostedStages;
+use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
 use crate::schedule::{Action, ActionKind, MicroBatchId, Move, MoveKind, StageId};
@@ -240,38 +240,38 @@ impl WorkerRun {
 
     /// Starts to transfer a stage's weights, or its gradients.
     fn move_weights(&mut self, site: &mut Site, at: usize, one: Move) -> Result<()> {
-        let Some(homes) = &mut site.homes else { return Ok(()) };
+        let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
-            MoveKind::Fetch => homes.fetch(at, one, &mut self.moving),
+            MoveKind::Fetch => offloaded.fetch(at, one, &mut self.moving),
             MoveKind::Release => {
-                homes.release(at)?;
+                offloaded.release(at)?;
                 self.moving.release(one)
             }
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
                 if groups.iter().any(|group| *group != TermGroup::Done) {
-                    if homes.is_following() {
+                    if offloaded.is_following() {
                         return Err(PipelineError::FollowsUnknown.into());
                     }
-                    homes.end_ahead();
+                    offloaded.end_ahead();
                 }
-                if homes.is_following() {
-                    refuse_non_finite(&self.tally, &self.largest, homes, site.non_finite)?;
+                if offloaded.is_following() {
+                    refuse_non_finite(&self.tally, &self.largest, offloaded, site.non_finite)?;
                 }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
-                homes.send_gradients(at, accumulator, one, &mut self.moving)
+                offloaded.send_gradients(at, accumulator, one, &mut self.moving)
             }
         }
     }
 
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
-        if let Some(homes) = &mut site.homes {
+        if let Some(offloaded) = &mut site.offloaded {
             let Action { stage, .. } = action;
             let late =
                 Move { kind: MoveKind::Fetch, stage, micro_batch: None, before: self.next - 1 };
-            homes.enter(at, late, &mut self.moving)?;
+            offloaded.enter(at, late, &mut self.moving)?;
         }
         site.look_for_room(&mut self.moving)?;
         match action.kind {
@@ -437,11 +437,11 @@ fn row_of_none<T>(micro_batches: usize) -> Vec<Option<T>> {
 fn refuse_non_finite(
     tally: &Tally,
     largest: &[Option<Tensor>],
-    homes: &HostedStages,
+    offloaded: &OffloadedStages,
     policy: NonFinite,
 ) -> Result<()> {
     // Every read waits for the device.
-    if !homes.has_handed() && policy != NonFinite::Allow {
+    if !offloaded.has_handed() && policy != NonFinite::Allow {
         tally.read(policy)?;
     }
     let mut of_gradients = Tally::default();

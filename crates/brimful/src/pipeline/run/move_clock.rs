@@ -126,7 +126,7 @@ mod tests {
         let queued = vec![
             span(MoveKind::Fetch, 0, 0.0, 4.0),
             span(MoveKind::BoundaryIn, 1, 1.0, 2.0),
-            span(MoveKind::GradientsHome, 2, 1.0, 3.0),
+            span(MoveKind::OffloadGradients, 2, 1.0, 3.0),
             span(MoveKind::Release, 3, 1.5, 1.5),
         ];
         let told = one_at_a_time(queued);

@@ -31,9 +31,9 @@ impl Pipeline {
                 worker.settle()?;
                 let owned = worker.variables.owned();
                 let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-                let homes = worker.site.homes.as_ref();
-                let home = |name: &str| homes?.home_of(name)?.arena;
-                worker.ema = Some(Ema::with_homes(named, decay, home)?);
+                let offloaded = worker.site.offloaded.as_ref();
+                let arena = |name: &str| offloaded?.offload_of(name)?.arena;
+                worker.ema = Some(Ema::with_offload(named, decay, arena)?);
                 Ok(())
             })
         })?;

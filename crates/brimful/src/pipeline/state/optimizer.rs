@@ -7,7 +7,7 @@ use super::saved;
 use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::{HandsOver, HostedStages};
+use crate::pipeline::offload::{HandsOver, OffloadedStages};
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::workers::SharedWorkers;
@@ -38,9 +38,9 @@ impl Pipeline {
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             worker.settle()?;
             let mut optimizer = Optimizer::for_named(named, method)?;
-            if let Some(homes) = &mut worker.site.homes {
-                optimizer.set_homes(|name| homes.home_of(name));
-                homes.hands_over = hands_over;
+            if let Some(offloaded) = &mut worker.site.offloaded {
+                optimizer.set_offloaded(|name| offloaded.offload_of(name));
+                offloaded.hands_over = hands_over;
             }
             worker.optimizer = Some(optimizer);
             Ok(())
@@ -151,8 +151,8 @@ impl PipelineOptimizer {
                 // Updates in the backward replace speculative ones: frees the memory of those.
                 optimizer(worker)?.drop_ahead();
             }
-            if let Some(homes) = &mut worker.site.homes {
-                homes.hands_over = hands_over;
+            if let Some(offloaded) = &mut worker.site.offloaded {
+                offloaded.hands_over = hands_over;
             }
             Ok(())
         });
@@ -178,8 +178,8 @@ impl PipelineOptimizer {
         let workers = self.workers.turn()?;
         let norms = workers.all(move |worker| {
             optim::check_max_norm(max_norm)?;
-            let homes = worker.site.homes.as_ref();
-            if let stages @ 1.. = homes.map_or(0, HostedStages::without_gradients) {
+            let offloaded = worker.site.offloaded.as_ref();
+            if let stages @ 1.. = offloaded.map_or(0, OffloadedStages::without_gradients) {
                 return Err(PipelineError::FollowsClipped { stages }.into());
             }
             let gradients = gradients(optimizer(worker)?);
@@ -215,8 +215,8 @@ impl PipelineOptimizer {
         optim::check_rate(rate)?;
         self.workers.turn()?.all(move |worker| {
             // An optimizer at work takes the rate afterwards, without a wait here.
-            let homes = worker.site.homes.as_mut();
-            match homes.is_some_and(|homes| homes.give_rate(rate)) {
+            let offloaded = worker.site.offloaded.as_mut();
+            match offloaded.is_some_and(|offloaded| offloaded.give_rate(rate)) {
                 true => Ok(()),
                 false => optimizer(worker)?.set_learning_rate(rate),
             }

@@ -7,7 +7,7 @@ use crate::accumulate::{Accumulator, Sums};
 use crate::bytes::Bytes;
 use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::{HandsOver, HostedStages};
+use crate::pipeline::offload::{HandsOver, OffloadedStages};
 use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::schedule::{ActionKind, Awaited};
@@ -97,7 +97,7 @@ impl Worker {
         self.undo()?;
         // Workers with micro-batches wait for each stage's update when they fetch it.
         self.settle()?;
-        let nothing = (Sums::none(self.site.homes.is_some()), Tally::default(), Vec::new());
+        let nothing = (Sums::none(self.site.offloaded.is_some()), Tally::default(), Vec::new());
         // Trained parameters are compared with those of the other pipelines, which train none in an
         // evaluation.
         let parameters = if trains { self.parameters() } else { Vec::new() };
@@ -138,10 +138,10 @@ impl Worker {
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
         self.forget_ahead()?;
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
-        match &mut self.site.homes {
-            Some(homes) => {
+        match &mut self.site.offloaded {
+            Some(offloaded) => {
                 accumulator.keep_apart();
-                homes.begin(accumulator.parameters());
+                offloaded.begin(accumulator.parameters());
             }
             // Not with offloaded stages: a gradient outside its part is found only at the step's end, after
             // the stage's gradients have left.
@@ -155,9 +155,9 @@ impl Worker {
 
     /// Lets the host optimizer get this run's gradients during the backward, if it is set to.
     fn begin_handing(&mut self, run: &mut WorkerRun) -> Result<()> {
-        let Some(homes) = &mut self.site.homes else { return Ok(()) };
+        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
         let is_alone = run.job.mode.is_last() && self.window.is_none();
-        match homes.hands_over {
+        match offloaded.hands_over {
             HandsOver::Following if !is_alone => Err(PipelineError::FollowsParts.into()),
             HandsOver::Following => self.begin_following(run),
             HandsOver::Ahead | HandsOver::AtTheStep => {
@@ -165,8 +165,8 @@ impl Worker {
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
                 if is_alone
                     && !adds
-                    && homes.wants_ahead()
-                    && let Err(cause) = homes.begin_handing(&mut self.optimizer)
+                    && offloaded.wants_ahead()
+                    && let Err(cause) = offloaded.begin_handing(&mut self.optimizer)
                 {
                     tracing::debug!(%cause, "updates are not computed ahead");
                 }
@@ -178,8 +178,10 @@ impl Worker {
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
         self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
-        match &mut self.site.homes {
-            Some(homes) if self.optimizer.is_some() => homes.begin_handing(&mut self.optimizer),
+        match &mut self.site.offloaded {
+            Some(offloaded) if self.optimizer.is_some() => {
+                offloaded.begin_handing(&mut self.optimizer)
+            }
             _ => Ok(()),
         }
     }
@@ -191,7 +193,7 @@ impl Worker {
         let list = &run.job.actions.lists()[self.number];
         let stage = |at: usize| self.site.stages[at].id;
         let end = |at| list.iter().rposition(|a| a.stage == stage(at) && a.kind.releases());
-        let mut ties = self.site.homes.iter().flat_map(HostedStages::ties);
+        let mut ties = self.site.offloaded.iter().flat_map(OffloadedStages::ties);
         ties.find(|&(owner, user)| end(owner) < end(user)).map_or(Ok(()), |(owner, user)| {
             let (owner, user) = (stage(owner), stage(user));
             Err(PipelineError::FollowsTooEarly { owner, user }.into())
@@ -199,7 +201,7 @@ impl Worker {
     }
 
     fn stop_looking_ahead(&mut self) -> Result<()> {
-        match self.site.homes.as_ref().is_some_and(HostedStages::is_looking_ahead) {
+        match self.site.offloaded.as_ref().is_some_and(OffloadedStages::is_looking_ahead) {
             true => self.settle(),
             false => Ok(()),
         }
@@ -210,8 +212,8 @@ impl Worker {
     fn forget_ahead(&mut self) -> Result<()> {
         self.stop_looking_ahead()?;
         let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
-        if let Some(homes) = self.site.homes.as_mut().filter(|_| had) {
-            homes.pause_ahead();
+        if let Some(offloaded) = self.site.offloaded.as_mut().filter(|_| had) {
+            offloaded.pause_ahead();
         }
         Ok(())
     }
@@ -240,11 +242,11 @@ impl Worker {
     ) -> Result<WorkerRun, WorkerFailure> {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
-        let home = self.site.send_all_home(&mut run, result.is_ok());
-        self.updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
+        let location = self.site.offload_all(&mut run, result.is_ok());
+        self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result?;
-        home?;
+        location?;
         Ok(run)
     }
 

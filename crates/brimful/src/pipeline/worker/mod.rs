@@ -21,13 +21,13 @@ use crate::layout::{lay_out_convolutions, with_channels_last};
 use crate::memory::{Arena, Memory};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
-use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
+use crate::pipeline::offload::{HostMemory, OffloadedStage, OffloadedStages};
 use crate::pipeline::run::{
     Boundary, HeldInput, HostLead, Leaving, MoveClock, RestingPlace, Stage, StageOutlet,
     StageParcel, WaitingRoom, WorkerRun, run_again,
 };
 use crate::random::{Draws, Generator};
-use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
+use crate::schedule::{Action, BusUse, Location, Move, Moves, Span, StageId, StageLocation};
 use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
@@ -53,7 +53,7 @@ pub(crate) struct StageBuild {
     pub(crate) kind: tch::Kind,
     /// Device or host for each stage's weights and boundaries; `host` is the arena that those on the host
     /// are charged to.
-    pub(crate) homes: Vec<StageHome>,
+    pub(crate) locations: Vec<StageLocation>,
     pub(crate) host: Option<Arena>,
     /// Whether to keep activations on a device with enough free bytes.
     pub(crate) keeps_activations: bool,
@@ -84,13 +84,13 @@ pub(crate) struct Site {
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
     /// Offloaded stages of this worker; none if all stay on the device.
-    pub(crate) homes: Option<HostedStages>,
+    pub(crate) offloaded: Option<OffloadedStages>,
     /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
     /// stages are offloaded, when all activations wait on the host.
     pub(crate) waiting: Option<WaitingRoom>,
     /// Device or host for each stage's weights and boundaries; and host staging for activations, none if
     /// none can wait on the host.
-    stage_homes: Vec<StageHome>,
+    stage_locations: Vec<StageLocation>,
     resting_place: Option<RestingPlace>,
     /// Transfers to host staging in flight. A cell, because the methods that send them change nothing else
     /// here.
@@ -136,12 +136,12 @@ impl Blueprint {
         &self,
         store: &VarStore,
         generator: &Generator,
-    ) -> Result<(Vec<Stage>, Option<HostedStages>)> {
+    ) -> Result<(Vec<Stage>, Option<OffloadedStages>)> {
         let Self { layout, number, turn, seed, .. } = self;
         let first = Draws::new(*seed, 0);
         let mut stages = Vec::new();
-        let mut hosted: Vec<Option<HostedStage>> = Vec::new();
-        let memory = HomeMemory { arena: self.build.host.clone(), device: self.device.device };
+        let mut offloaded: Vec<Option<OffloadedStage>> = Vec::new();
+        let memory = HostMemory { arena: self.build.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
             let _turn = turn.as_ref().map(taken);
@@ -151,12 +151,12 @@ impl Blueprint {
                     generator.seed(first.seed(position))
                 });
             stages.push(Stage::new(id, built?, plan));
-            hosted.push(match self.build.homes[id.index()].weights {
-                Home::Host => Some(self.bring_home(plan, store, &hosted, &memory)?),
-                Home::Device => None,
+            offloaded.push(match self.build.locations[id.index()].weights {
+                Location::Host => Some(self.copy_to_host(plan, store, &offloaded, &memory)?),
+                Location::Device => None,
             });
         }
-        Ok((stages, HostedStages::new(hosted, memory, self.build.slots)?))
+        Ok((stages, OffloadedStages::new(offloaded, memory, self.build.slots)?))
     }
 
     /// Builds the stages in this store, and all that they need to run.
@@ -164,8 +164,8 @@ impl Blueprint {
         let device = self.device.device;
         // Before the layers, which on a CPU would otherwise draw from the generator that all threads share.
         let generator = Generator::new(device);
-        let (stages, homes) = self.stages(store, &generator)?;
-        let waiting = self.waiting_room(&stages, homes.as_ref());
+        let (stages, offloaded) = self.stages(store, &generator)?;
+        let waiting = self.waiting_room(&stages, offloaded.as_ref());
         Ok(Site {
             device,
             stages,
@@ -179,12 +179,12 @@ impl Blueprint {
             trains: true,
             non_finite: self.build.non_finite,
             unmanaged: Vec::new(),
-            resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
+            resting_place: self.resting_place(offloaded.as_ref(), waiting.is_some())?,
             leaving: RefCell::default(),
             lead: HostLead::new(device),
             waiting,
-            homes,
-            stage_homes: self.build.homes.clone(),
+            offloaded,
+            stage_locations: self.build.locations.clone(),
             channels_last: false,
             told_of_whole: HashSet::new(),
         })
@@ -193,35 +193,39 @@ impl Blueprint {
     /// Makes host staging for boundaries; none if none can wait on the host.
     fn resting_place(
         &self,
-        homes: Option<&HostedStages>,
+        offloaded: Option<&OffloadedStages>,
         may_be_full: bool,
     ) -> Result<Option<RestingPlace>> {
-        let StageBuild { homes: stages, host, .. } = &self.build;
-        if !may_be_full && stages.iter().all(|home| home.boundaries == Home::Device) {
+        let StageBuild { locations: stages, host, .. } = &self.build;
+        if !may_be_full && stages.iter().all(|location| location.boundaries == Location::Device) {
             return Ok(None);
         }
         // All copies to the host share one stream.
-        let shared = homes.map(|homes| homes.outward.clone());
+        let shared = offloaded.map(|offloaded| offloaded.outward.clone());
         let own = || RestingPlace::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)
     }
 
     /// Makes the activation cache, if micro-batches meet at a barrier on a device whose memory is counted.
-    fn waiting_room(&self, stages: &[Stage], homes: Option<&HostedStages>) -> Option<WaitingRoom> {
-        let meet = homes.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
+    fn waiting_room(
+        &self,
+        stages: &[Stage],
+        offloaded: Option<&OffloadedStages>,
+    ) -> Option<WaitingRoom> {
+        let meet = offloaded.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
         let memory = self.device.memory().filter(|_| meet)?;
         Some(WaitingRoom::new(memory, self.build.keeps_activations))
     }
 
     /// Offloads the stage's parameters, frozen ones too. Running statistics stay on the device: they are
     /// small, and every micro-batch updates them.
-    fn bring_home(
+    fn copy_to_host(
         &self,
         plan: &StagePlan,
         store: &VarStore,
-        earlier: &[Option<HostedStage>],
-        memory: &HomeMemory,
-    ) -> Result<HostedStage> {
+        earlier: &[Option<OffloadedStage>],
+        memory: &HostMemory,
+    ) -> Result<OffloadedStage> {
         let places: HashSet<_> = store.trainable_variables().iter().map(Tensor::data_ptr).collect();
         let mut own: Vec<_> = (store.variables().into_iter())
             .filter(|(name, tensor)| {
@@ -232,12 +236,12 @@ impl Blueprint {
         own.sort_by(|(a, _), (b, _)| a.cmp(b));
         let mut shared = Vec::new();
         own.retain(|(name, _)| {
-            let home = earlier.iter().flatten().find_map(|stage| stage.share(name));
-            let is_new = home.is_none();
-            shared.extend(home);
+            let on_host = earlier.iter().flatten().find_map(|stage| stage.share(name));
+            let is_new = on_host.is_none();
+            shared.extend(on_host);
             is_new
         });
-        HostedStage::take_in(own, shared, self.build.kind, memory)
+        OffloadedStage::take_in(own, shared, self.build.kind, memory)
     }
 }
 
@@ -278,7 +282,7 @@ impl Site {
     /// Returns the number of the fetch that a graph of the stage made now refers to; none if the stage
     /// stays on the device.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
-        self.homes.as_ref().and_then(|homes| homes.generation(at))
+        self.offloaded.as_ref().and_then(|offloaded| offloaded.generation(at))
     }
 
     /// Returns a stage's place among this worker's.
@@ -291,29 +295,30 @@ impl Site {
         if !self.has_moves() {
             return Ok(Vec::new());
         }
-        let home = |(j, home): (usize, &StageHome)| {
+        let location = |(j, location): (usize, &StageLocation)| {
             let at = self.place_of(StageId::at(j));
-            let hosted = at.and_then(|at| self.homes.as_ref()?.is_trained(at));
-            match hosted {
-                Some(trained) => StageHome { trained, ..*home },
-                None => StageHome { weights: Home::Device, ..*home },
+            let offloaded = at.and_then(|at| self.offloaded.as_ref()?.is_trained(at));
+            match offloaded {
+                Some(trained) => StageLocation { trained, ..*location },
+                None => StageLocation { weights: Location::Device, ..*location },
             }
         };
-        let homes: Vec<_> = self.stage_homes.iter().enumerate().map(home).collect();
-        let slots = self.homes.as_ref().map_or(0, HostedStages::slots);
-        Ok(Moves::of_lists(&[list.to_vec()], &homes, slots)?.of(0).to_vec())
+        let locations: Vec<_> = self.stage_locations.iter().enumerate().map(location).collect();
+        let slots = self.offloaded.as_ref().map_or(0, OffloadedStages::slots);
+        Ok(Moves::of_lists(&[list.to_vec()], &locations, slots)?.of(0).to_vec())
     }
 
     /// Returns whether weights or boundaries cross the host link by plan.
     fn has_moves(&self) -> bool {
-        self.homes.is_some() || self.stage_homes.iter().any(|home| home.boundaries == Home::Host)
+        self.offloaded.is_some()
+            || self.stage_locations.iter().any(|location| location.boundaries == Location::Host)
     }
 
     /// Returns host staging if the stage's input waits there, as planned or because the device is full.
     fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
-        let home = self.stage_homes.get(stage.index())?;
+        let location = self.stage_locations.get(stage.index())?;
         let is_full = self.waiting.as_ref().is_some_and(WaitingRoom::is_full);
-        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || is_full)
+        self.resting_place.as_ref().filter(|_| location.boundaries == Location::Host || is_full)
     }
 
     /// Returns whether the device has free bytes for stages' inputs until their backward.
@@ -398,15 +403,15 @@ impl Site {
     }
 
     /// Moves all offloaded parameters to the host, and adds up their gradients if the step succeeded.
-    pub(crate) fn send_all_home(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
-        let Some(homes) = &mut self.homes else { return Ok(()) };
-        homes.send_all_home()?;
+    pub(crate) fn offload_all(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
+        let Some(offloaded) = &mut self.offloaded else { return Ok(()) };
+        offloaded.offload_all()?;
         if went_well {
-            homes.give_gradients(|_| true);
+            offloaded.give_gradients(|_| true);
         }
         match run.accumulator.as_mut().filter(|_| went_well) {
-            Some(accumulator) => homes.finish(accumulator),
-            None => homes.forget(&mut run.moving),
+            Some(accumulator) => offloaded.finish(accumulator),
+            None => offloaded.forget(&mut run.moving),
         }
     }
 
@@ -449,7 +454,7 @@ impl Worker {
     fn lay_out(&mut self, channels_last: bool) -> Result<()> {
         // Not within an accumulation window, whose sums have the parameters' first memory format; nor for
         // offloaded stages, whose host buffers have theirs.
-        let stays = self.window.is_some() || self.site.homes.is_some();
+        let stays = self.window.is_some() || self.site.offloaded.is_some();
         if stays || self.site.channels_last == channels_last {
             return Ok(());
         }
@@ -463,8 +468,8 @@ impl Worker {
     /// # Errors
     /// Returns that update's error, once.
     pub(crate) fn settle(&mut self) -> Result<()> {
-        let Some(homes) = &mut self.site.homes else { return Ok(()) };
-        let Some((optimizer, result)) = homes.settle() else { return Ok(()) };
+        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
+        let Some((optimizer, result)) = offloaded.settle() else { return Ok(()) };
         self.optimizer = Some(optimizer);
         result
     }
@@ -473,17 +478,17 @@ impl Worker {
     /// for offloaded ones.
     pub(crate) fn update(&mut self, plan: OptimizerPlan) -> Result<()> {
         let takes_over = plan.takes_over();
-        let (here, home) = plan.split();
+        let (here, on_host) = plan.split();
         let optimizer = self.optimizer.as_mut().expect("it has prepared this");
-        if let Some(homes) = self.site.homes.as_mut()
+        if let Some(offloaded) = self.site.offloaded.as_mut()
             && optimizer.has_ahead()
             && !takes_over
         {
-            homes.pause_ahead();
+            offloaded.pause_ahead();
         }
         optimizer.commit(here)?;
-        match (&mut self.site.homes, home) {
-            (Some(homes), Some(home)) => homes.update(&mut self.optimizer, home),
+        match (&mut self.site.offloaded, on_host) {
+            (Some(offloaded), Some(on_host)) => offloaded.update(&mut self.optimizer, on_host),
             _ => Ok(()),
         }
     }

@@ -3,7 +3,7 @@
 use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Kind, Tensor};
 
-use super::HostedStage;
+use super::OffloadedStage;
 use crate::Result;
 use crate::pipeline::run::MoveClock;
 use crate::schedule::{Awaited, Move};
@@ -60,7 +60,7 @@ impl Slots {
     pub(super) fn fetch(
         &mut self,
         at: usize,
-        stage: &HostedStage,
+        stage: &OffloadedStage,
         one: Move,
         clock: &mut MoveClock,
     ) -> Result<()> {
@@ -101,7 +101,7 @@ impl Slots {
     pub(super) fn enter(
         &mut self,
         at: usize,
-        stage: &HostedStage,
+        stage: &OffloadedStage,
         clock: &mut MoveClock,
     ) -> Result<()> {
         let slot = self.slots.iter_mut().find(|slot| slot.holds == Some(at));
@@ -116,7 +116,7 @@ impl Slots {
     }
 
     /// Points the stage's parameters to the host, and frees its buffer once its work is done.
-    pub(super) fn release(&mut self, at: usize, stage: &HostedStage) -> Result<()> {
+    pub(super) fn release(&mut self, at: usize, stage: &OffloadedStage) -> Result<()> {
         let Some(slot) = self.slots.iter_mut().find(|slot| slot.holds == Some(at)) else {
             return Ok(());
         };
@@ -134,7 +134,7 @@ impl Slots {
     }
 
     /// Releases every buffer.
-    pub(super) fn leave_all(&mut self, stages: &[Option<HostedStage>]) -> Result<()> {
+    pub(super) fn leave_all(&mut self, stages: &[Option<OffloadedStage>]) -> Result<()> {
         let held: Vec<usize> = self.slots.iter().filter_map(|slot| slot.holds).collect();
         held.into_iter().try_for_each(|at| match &stages[at] {
             Some(stage) => self.release(at, stage),

@@ -12,14 +12,14 @@
 //! stage is on the device it is the device buffer's, and a step uses it like any other parameter. Between
 //! steps, and after one that failed, every offloaded parameter is on the host.
 
-mod hosted;
 mod slots;
 mod speed;
+mod stage;
 mod update;
 
-pub(crate) use hosted::{HomeMemory, HostedStage};
 pub use speed::HostSpeed;
-use update::{HomeTask, NotStarted, StageGradients, Update};
+pub(crate) use stage::{HostMemory, OffloadedStage};
+use update::{NotStarted, StageGradients, Update, UpdateTask};
 
 use std::thread;
 
@@ -30,7 +30,7 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
-use crate::optim::{FIRST_PART, Optimizer, OptimizerPlan, ParameterHome};
+use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
 use crate::pipeline::run::{MoveClock, RestingPlace};
 use crate::schedule::{Awaited, Move};
 use slots::Slots;
@@ -40,10 +40,10 @@ pub(crate) const SLOTS: usize = 2;
 
 /// Offloaded stages of a worker.
 #[derive(Debug)]
-pub(crate) struct HostedStages {
-    memory: HomeMemory,
+pub(crate) struct OffloadedStages {
+    memory: HostMemory,
     /// By place among the worker's stages; none for stages that stay on the device.
-    stages: Vec<Option<HostedStage>>,
+    stages: Vec<Option<OffloadedStage>>,
     slots: Slots,
     /// Stages whose last update must finish before their weights are fetched.
     late: Vec<(usize, Move)>,
@@ -55,7 +55,7 @@ pub(crate) struct HostedStages {
     leaving: Option<(Vec<Sum>, Event)>,
     /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
     /// group of terms.
-    home: Vec<Vec<Sum>>,
+    on_host: Vec<Vec<Sum>>,
     /// When the optimizer gets gradients, and those of the step under way that it gets before its step.
     pub(crate) hands_over: HandsOver,
     handing: Option<Handing>,
@@ -89,11 +89,11 @@ struct Handing {
     given: usize,
 }
 
-impl HostedStages {
+impl OffloadedStages {
     /// Makes the device buffers; returns none if every stage stays on the device.
     pub(crate) fn new(
-        stages: Vec<Option<HostedStage>>,
-        memory: HomeMemory,
+        stages: Vec<Option<OffloadedStage>>,
+        memory: HostMemory,
         slots: usize,
     ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
@@ -106,7 +106,7 @@ impl HostedStages {
             late: Vec::new(),
             places: Vec::new(),
             leaving: None,
-            home: Vec::new(),
+            on_host: Vec::new(),
             hands_over: HandsOver::AtTheStep,
             handing: None,
             pause: 0,
@@ -119,15 +119,15 @@ impl HostedStages {
     /// Returns whether the stage at this place has trained parameters; none for a stage that stays on the
     /// device.
     pub(crate) fn is_trained(&self, at: usize) -> Option<bool> {
-        self.stages[at].as_ref().map(HostedStage::is_trained)
+        self.stages[at].as_ref().map(OffloadedStage::is_trained)
     }
 
     /// Returns the places (owner, user) of stages that share a trained parameter.
     pub(crate) fn ties(&self) -> impl Iterator<Item = (usize, usize)> {
-        let hosted =
+        let offloaded =
             || self.stages.iter().enumerate().filter_map(|(at, s)| Some((at, s.as_ref()?)));
-        let owner = move |name: &str| Some(hosted().find(|(_, stage)| stage.owns(name))?.0);
-        hosted().flat_map(move |(user, stage)| {
+        let owner = move |name: &str| Some(offloaded().find(|(_, stage)| stage.owns(name))?.0);
+        offloaded().flat_map(move |(user, stage)| {
             stage.trained_guests().filter_map(owner).map(move |owner| (owner, user))
         })
     }
@@ -145,7 +145,7 @@ impl HostedStages {
     /// Begins a step that sums the gradients of these parameters, all of which are on the host.
     pub(crate) fn begin(&mut self, parameters: &[Tensor]) {
         self.places = parameters.iter().map(|p| p.data_ptr() as usize).collect();
-        self.home.clear();
+        self.on_host.clear();
     }
 
     /// Starts to fetch a stage's weights into a device buffer, at once or when its last update is done; the
@@ -255,7 +255,7 @@ impl HostedStages {
     /// Sets the optimizer's learning rate, already checked, when its update is done; returns false if no
     /// update is under way.
     pub(crate) fn give_rate(&mut self, rate: f64) -> bool {
-        self.update.as_mut().is_some_and(|update| update.give(HomeTask::Rate(rate)))
+        self.update.as_mut().is_some_and(|update| update.give(UpdateTask::Rate(rate)))
     }
 
     /// Gives the optimizer the gradients of these stages, whose parameters are on the host.
@@ -266,8 +266,8 @@ impl HostedStages {
             if of(at) {
                 handing.given += 1;
                 update.give(match follows {
-                    true => HomeTask::Follow(gradients),
-                    false => HomeTask::LookAhead(gradients),
+                    true => UpdateTask::Follow(gradients),
+                    false => UpdateTask::LookAhead(gradients),
                 });
             } else {
                 handing.waiting.push((at, gradients));
@@ -318,20 +318,21 @@ impl HostedStages {
         let sums = accumulator.take(&wanted);
         let computed = Event::after(Stream::current(self.memory.device)?)?;
         self.outward.outward.wait(&computed)?;
-        let home = {
+        let on_host = {
             let _outward = self.outward.outward.enter()?;
-            let mut bring = |sum| stage.bring_home(sum, &self.places, &self.memory);
-            let bytes = |home: &Vec<Sum>| home.iter().flatten().flatten().map(tensor_bytes).sum();
+            let mut bring = |sum| stage.copy_to_host(sum, &self.places, &self.memory);
+            let bytes =
+                |on_host: &Vec<Sum>| on_host.iter().flatten().flatten().map(tensor_bytes).sum();
             clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
         let handing = self.handing.as_mut();
         if let Some(handing) = handing.filter(|_| follows || at != FIRST_PART) {
-            let own = stage.named(&home, &self.places, &mut handing.shared);
+            let own = stage.named(&on_host, &self.places, &mut handing.shared);
             let arrived = Event::after(self.outward.outward)?;
             handing.waiting.push((at, StageGradients { of: own, arrived }));
         }
         if !follows {
-            self.home.push(home);
+            self.on_host.push(on_host);
         }
         self.leaving = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
@@ -344,14 +345,14 @@ impl HostedStages {
         }
         // The first stages' first: a tied parameter's gradients are then added up at its owner, and other
         // stages' gradients stay the tensors that speculative updates were computed from.
-        self.home.drain(..).rev().try_for_each(|home| accumulator.add_home(home))
+        self.on_host.drain(..).rev().try_for_each(|on_host| accumulator.add_offloaded(on_host))
     }
 
     /// Returns the stage and arena of an offloaded variable, for the optimizer.
-    pub(crate) fn home_of(&self, name: &str) -> Option<ParameterHome> {
+    pub(crate) fn offload_of(&self, name: &str) -> Option<OffloadedParameter> {
         let mut stages = self.stages.iter().enumerate();
         let part = stages.find_map(|(at, stage)| stage.as_ref()?.owns(name).then_some(at))?;
-        Some(ParameterHome { part, arena: self.memory.arena.clone() })
+        Some(OffloadedParameter { part, arena: self.memory.arena.clone() })
     }
 
     /// Starts the update of offloaded stages that the optimizer has prepared, on a thread of its own.
@@ -395,14 +396,14 @@ impl HostedStages {
     }
 
     /// Moves every parameter to the host, whatever was under way.
-    pub(crate) fn send_all_home(&mut self) -> Result<()> {
+    pub(crate) fn offload_all(&mut self) -> Result<()> {
         self.late.clear();
         self.slots.leave_all(&self.stages)
     }
 
     /// Drops the gradients that a failed step left.
     pub(crate) fn forget(&mut self, clock: &mut MoveClock) -> Result<()> {
-        self.home.clear();
+        self.on_host.clear();
         self.forget_left(clock)
     }
 

@@ -63,7 +63,7 @@ impl StageGradients {
 
 /// Task of the host optimizer.
 #[derive(Debug)]
-pub(crate) enum HomeTask {
+pub(crate) enum UpdateTask {
     /// Sets the learning rate, already checked.
     Rate(f64),
     /// Updates a stage by its gradients.
@@ -87,7 +87,7 @@ pub(crate) struct Update {
     /// Number of leading stages known to be updated.
     known: usize,
     /// None once no further task will come.
-    tasks: Option<Sender<HomeTask>>,
+    tasks: Option<Sender<UpdateTask>>,
     /// Whether the optimizer got gradients for speculative updates.
     pub(crate) looks_ahead: bool,
     /// Whether a thread waits for the optimizer, which then stops computing speculatively.
@@ -134,8 +134,8 @@ impl Update {
     }
 
     /// Gives the optimizer a further task; returns whether it will do it.
-    pub(crate) fn give(&mut self, task: HomeTask) -> bool {
-        self.looks_ahead |= matches!(task, HomeTask::LookAhead(_));
+    pub(crate) fn give(&mut self, task: UpdateTask) -> bool {
+        self.looks_ahead |= matches!(task, UpdateTask::LookAhead(_));
         // The thread receives until its channel is dropped.
         self.tasks.as_ref().is_some_and(|tasks| tasks.send(task).is_ok())
     }
@@ -194,7 +194,7 @@ fn work(
     optimizer: &mut Optimizer,
     plan: Option<OptimizerPlan>,
     (hands_over, tell): (HandsOver, Sender<usize>),
-    given: Receiver<HomeTask>,
+    given: Receiver<UpdateTask>,
     wanted: &AtomicBool,
 ) -> Result<()> {
     // The receiver may be gone, which is no reason to stop.
@@ -232,7 +232,7 @@ fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
 /// step needs late.
 fn work_off(
     optimizer: &mut Optimizer,
-    tasks: Receiver<HomeTask>,
+    tasks: Receiver<UpdateTask>,
     wanted: &AtomicBool,
     mut result: Result<()>,
 ) -> Result<()> {
@@ -244,14 +244,14 @@ fn work_off(
             false => tasks.try_recv().ok(),
         };
         match task {
-            Some(HomeTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
-            Some(HomeTask::Follow(gradients)) => {
+            Some(UpdateTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
+            Some(UpdateTask::Follow(gradients)) => {
                 updated += 1;
                 // A caller must not take this for a failed step that can be retried.
                 let told = |error| PipelineError::partly_updated(updated, &error).into();
                 result = result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(told));
             }
-            Some(HomeTask::LookAhead(gradients)) => ahead.push(gradients),
+            Some(UpdateTask::LookAhead(gradients)) => ahead.push(gradients),
             None => match StageGradients::take_newest(&mut ahead) {
                 // The step computes whatever was not computed speculatively.
                 Some(gradients) if result.is_ok() => {

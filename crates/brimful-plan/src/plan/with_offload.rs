@@ -3,7 +3,7 @@
 use crate::balance::{self, Balance, LayerCost};
 use crate::schedule::{DeviceId, Recompute, Schedule, simulate_moves_ahead};
 
-use super::homes::{HomeChoice, HomeError, HomeRequest, choose};
+use super::offload::{OffloadChoice, OffloadError, OffloadRequest, choose};
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
@@ -41,22 +41,24 @@ fn row(
     let PlanChoice { schedule, micro_batches, recompute } = choice;
     let devices = request.devices.len();
     let actions = schedule.actions(devices, micro_batches, recompute)?;
-    let costs = StepCosts::new(request, micro_batches).with_homes();
+    let costs = StepCosts::new(request, micro_batches).with_offload();
     let costs = costs.stages(balance, actions.placement());
-    let question = HomeRequest {
+    let question = OffloadRequest {
         memory: request.devices.iter().map(|device| device.memory).collect(),
         host_memory: Some(host_memory),
         ties: ties(request, balance, actions.placement()),
-        ..HomeRequest::new(&costs, schedule, devices, micro_batches)
+        ..OffloadRequest::new(&costs, schedule, devices, micro_batches)
     };
     let chosen = match choose(&question) {
         Ok(chosen) => chosen,
-        Err(HomeError::DeviceTooSmall { .. } | HomeError::HostTooSmall { .. }) => return Ok(None),
-        Err(HomeError::Schedule(error)) => return Err(error.into()),
-        Err(HomeError::Cost(error)) => return Err(error.into()),
+        Err(OffloadError::DeviceTooSmall { .. } | OffloadError::HostTooSmall { .. }) => {
+            return Ok(None);
+        }
+        Err(OffloadError::Schedule(error)) => return Err(error.into()),
+        Err(OffloadError::Cost(error)) => return Err(error.into()),
     };
-    let HomeChoice { actions, moves, host_bytes, .. } = &chosen;
-    let ahead_bytes = request.ahead_bytes(&costs, moves.homes(), *host_bytes);
+    let OffloadChoice { actions, moves, host_bytes, .. } = &chosen;
+    let ahead_bytes = request.ahead_bytes(&costs, moves.locations(), *host_bytes);
     // Chosen without early updates: stages that fit stay on the device either way.
     let ahead =
         (ahead_bytes > 0).then(|| simulate_moves_ahead(actions, moves, &costs)).transpose()?;
@@ -76,11 +78,11 @@ fn ties(request: &Request<'_>, balance: &Balance, placement: &[DeviceId]) -> Vec
     pairs.filter(|(user, owner)| placement[*user] == placement[*owner]).collect()
 }
 
-fn stages(chosen: &HomeChoice) -> Vec<PlannedStage> {
-    let homes = chosen.moves.homes().iter().zip(&chosen.recompute);
-    let stage = homes.map(|(home, recompute)| PlannedStage {
-        weights: home.weights,
-        boundaries: home.boundaries,
+fn stages(chosen: &OffloadChoice) -> Vec<PlannedStage> {
+    let locations = chosen.moves.locations().iter().zip(&chosen.recompute);
+    let stage = locations.map(|(location, recompute)| PlannedStage {
+        weights: location.weights,
+        boundaries: location.boundaries,
         recompute: *recompute,
     });
     stage.collect()

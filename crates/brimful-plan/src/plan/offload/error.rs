@@ -8,14 +8,14 @@ use crate::schedule::{CostError, DeviceId, ScheduleError, StageId};
 /// Error for stages that do not fit, or of a request.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
-pub enum HomeError {
+pub enum OffloadError {
     /// Too little device memory even with one device buffer, everything recomputed and all boundaries
     /// offloaded.
     #[error(
         "device {device} needs {} and has {}, with {} everything recomputed and boundaries on the host: \
          stage {stage} is its largest; cut it finer, or use smaller micro-batches",
         Bytes(*.needed), Bytes(*.memory),
-        if *.fetched { "one slot for weights at home," } else { "the weights on the device," }
+        if *.fetched { "one slot for offloaded weights," } else { "the weights on the device," }
     )]
     DeviceTooSmall {
         /// Number of the device.

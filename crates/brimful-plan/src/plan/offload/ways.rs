@@ -1,11 +1,11 @@
 //! Ways to run one stage, with the bytes and the time of each.
 
-use crate::schedule::{Actions, Costs, Home, StageCost, StageHome, StageId};
+use crate::schedule::{Actions, Costs, Location, StageCost, StageId, StageLocation};
 
 /// Way to run a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StageWay {
-    pub(super) weights: Home,
+    pub(super) weights: Location,
     pub(super) kept: Kept,
 }
 
@@ -25,23 +25,23 @@ impl StageWay {
     /// refers to the device memory of the weights, which other stages reuse after an offloaded stage has
     /// left.
     pub(super) const ALL: [Self; 5] = [
-        Self { weights: Home::Device, kept: Kept::Activations },
-        Self { weights: Home::Device, kept: Kept::Input },
-        Self { weights: Home::Device, kept: Kept::Nothing },
-        Self { weights: Home::Host, kept: Kept::Input },
-        Self { weights: Home::Host, kept: Kept::Nothing },
+        Self { weights: Location::Device, kept: Kept::Activations },
+        Self { weights: Location::Device, kept: Kept::Input },
+        Self { weights: Location::Device, kept: Kept::Nothing },
+        Self { weights: Location::Host, kept: Kept::Input },
+        Self { weights: Location::Host, kept: Kept::Nothing },
     ];
 
     /// Returns the index of this way with its weights offloaded, in which no activations can be kept.
     pub(super) fn at_host(self) -> usize {
         let kept = if self.kept == Kept::Nothing { Kept::Nothing } else { Kept::Input };
-        let way = Self { weights: Home::Host, kept };
+        let way = Self { weights: Location::Host, kept };
         Self::ALL.iter().position(|other| *other == way).unwrap_or(Self::ALL.len() - 1)
     }
 
-    pub(super) fn home(self) -> StageHome {
-        let boundaries = if self.kept == Kept::Nothing { Home::Host } else { Home::Device };
-        StageHome { weights: self.weights, boundaries, trained: true }
+    pub(super) fn location(self) -> StageLocation {
+        let boundaries = if self.kept == Kept::Nothing { Location::Host } else { Location::Device };
+        StageLocation { weights: self.weights, boundaries, trained: true }
     }
 }
 
@@ -81,16 +81,16 @@ impl StageStep<'_> {
             Kept::Input => (boundaries, 0),
             Kept::Nothing => (0, boundaries),
         };
-        let (resident, at_home) = match way.weights {
-            Home::Device => (resident_bytes(cost), 0),
-            Home::Host => (0, home_bytes(cost)),
+        let (resident, on_host) = match way.weights {
+            Location::Device => (resident_bytes(cost), 0),
+            Location::Host => (0, offloaded_bytes(cost)),
         };
         let bus = self.bus_times(way, cost, input as f64);
         // A boundary is copied out once and in twice, its gradient once each.
         let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 5.0 * bus.boundaries);
         WayCost {
             device_bytes: kept.saturating_add(resident),
-            host_bytes: at_home.saturating_add(put_away),
+            host_bytes: on_host.saturating_add(put_away),
             seconds: self.seconds(way, cost, bus) + disturbance,
             disturbance,
         }
@@ -99,7 +99,7 @@ impl StageStep<'_> {
     fn bus_times(&self, way: StageWay, cost: &StageCost, input: f64) -> BusTimes {
         let m = self.actions.micro_batches() as f64;
         let bus = self.costs.bus;
-        let at_host = way.weights == Home::Host;
+        let at_host = way.weights == Location::Host;
         let only_if = |is_so: bool, time: f64| if is_so { time } else { 0.0 };
         let fetches = self.fetches as f64 / 2.0;
         BusTimes {
@@ -114,7 +114,7 @@ impl StageStep<'_> {
     fn seconds(&self, way: StageWay, cost: &StageCost, bus: BusTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
-        let update = if way.weights == Home::Host { cost.home_update } else { 0.0 };
+        let update = if way.weights == Location::Host { cost.host_update } else { 0.0 };
         let forward = (m * cost.forward).max(bus.fetch).max(bus.boundaries).max(update);
         let inward = bus.fetch + 2.0 * bus.boundaries;
         let outward = bus.sent + bus.boundaries;
@@ -124,8 +124,8 @@ impl StageStep<'_> {
 }
 
 /// Returns the bytes of the weights, their gradients as they arrive, and the optimizer's state.
-fn home_bytes(cost: &StageCost) -> u64 {
-    cost.home_bytes.saturating_add(cost.optimizer_bytes).saturating_add(cost.sent_bytes)
+fn offloaded_bytes(cost: &StageCost) -> u64 {
+    cost.offloaded_bytes.saturating_add(cost.optimizer_bytes).saturating_add(cost.sent_bytes)
 }
 
 fn resident_bytes(cost: &StageCost) -> u64 {

@@ -26,7 +26,7 @@ const HALVINGS: u32 = 3;
 
 /// Place of the stages' weights.
 #[derive(Debug)]
-pub enum StageHomes {
+pub enum OffloadPlan {
     /// On their devices.
     Device,
     /// Fully offloaded to the host.
@@ -37,7 +37,7 @@ pub enum StageHomes {
 
 /// Parameters of a plan, besides the layers.
 #[derive(Debug, Clone)]
-pub struct HomeQuestion {
+pub struct OffloadQuestion {
     pub device: Device,
     /// Memory of each device that the model may use.
     pub rooms: Vec<Bytes>,
@@ -62,27 +62,27 @@ pub struct HomeQuestion {
     pub recompute: Recompute,
 }
 
-impl StageHomes {
+impl OffloadPlan {
     /// Measures the layers with the inputs and targets of a micro-batch, and plans. Stages that fit stay on their
     /// device.
     pub fn plan(
         layers: &Layers,
         (inputs, targets): (&Tensor, &Tensor),
-        question: HomeQuestion,
+        question: OffloadQuestion,
     ) -> Result<Self> {
         let inputs = typed(inputs, question.kind);
         let profile = measured_with_loss(layers, (&inputs, targets), &question)?;
         let micro_batches = question.batch_size.div_ceil(batch::len(&inputs)?.max(1));
-        HomePlan { question, profile, micro_batches }.settle()
+        OffloadPlanner { question, profile, micro_batches }.settle()
     }
 }
 
-impl fmt::Display for StageHomes {
+impl fmt::Display for OffloadPlan {
     /// Follows the description of the model's devices.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device => Ok(()),
-            Self::Host => f.write_str(", at home on the host"),
+            Self::Host => f.write_str(", offloaded to the host"),
             Self::Planned { why, .. } => write!(f, ", {why}"),
         }
     }
@@ -92,7 +92,7 @@ impl fmt::Display for StageHomes {
 fn measured_with_loss(
     layers: &Layers,
     (inputs, targets): (&Tensor, &Tensor),
-    question: &HomeQuestion,
+    question: &OffloadQuestion,
 ) -> Result<Profile> {
     let (loss, targets) = (question.loss, Mutex::new(targets.to_device(question.device)));
     let layers = layers.clone().add_fn(LOSS, move |outputs| {
@@ -109,26 +109,26 @@ fn measured_with_loss(
 }
 
 /// A plan in the making: the question and the measurements that answer it.
-struct HomePlan {
-    question: HomeQuestion,
+struct OffloadPlanner {
+    question: OffloadQuestion,
     profile: Profile,
     /// Micro-batches in a mini-batch.
     micro_batches: usize,
 }
 
-impl HomePlan {
-    fn settle(&self) -> Result<StageHomes> {
-        let HomeQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
+impl OffloadPlanner {
+    fn settle(&self) -> Result<OffloadPlan> {
+        let OffloadQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
         let mut request = self.request();
         // An automatic size goes down to one sample.
         request.micro_batches = vec![if adapts { batch_size } else { self.micro_batches }];
         let resident = plan(&request)?.rows.swap_remove(0);
         if resident.fits {
-            return Ok(StageHomes::Device);
+            return Ok(OffloadPlan::Device);
         }
         let speed = HostSpeed::measure(device, method)?;
         request.bus = speed.bus;
-        request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
+        request.host_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
         if self.question.looks_ahead {
             request.look_ahead = method.ahead_needs(kind)?;
@@ -138,15 +138,15 @@ impl HomePlan {
             request.micro_batches = vec![micro_batches.min(batch_size)];
             if let Some(row) = plan(&request)?.best() {
                 let why = self.why(resident.largest_peak(), row);
-                return Ok(StageHomes::Planned { row: Box::new(row.clone()), why });
+                return Ok(OffloadPlan::Planned { row: Box::new(row.clone()), why });
             }
         }
         // Takes the least memory. If even that does not fit, the step reports what is missing.
-        Ok(StageHomes::Host)
+        Ok(OffloadPlan::Host)
     }
 
     fn request(&self) -> Request<'_> {
-        let HomeQuestion { device, kind, method, schedule, recompute, .. } = self.question;
+        let OffloadQuestion { device, kind, method, schedule, recompute, .. } = self.question;
         let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
         let limited = |room| PlanDevice { memory: Some(spared(room)), ..PlanDevice::default() };
         let devices = self.question.rooms.iter().map(limited).collect();
@@ -168,7 +168,7 @@ impl HomePlan {
         let again = row.stages.iter().filter(|stage| stage.recompute != Recompute::Never).count();
         let room = self.question.rooms[0];
         format!(
-            "{at_host} of {stages} stages at home on the host ({}), {again} computed again: all on the \
+            "{at_host} of {stages} stages offloaded to the host ({}), {again} computed again: all on the \
              device would take {} of its {room}",
             Bytes(row.host_bytes + row.ahead_bytes),
             Bytes(needed),

@@ -8,11 +8,11 @@ use brimful::balance;
 use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::pipeline::{Builder, Homes, PipelineError, PipelineOptimizer};
+use brimful::pipeline::{Builder, Offload, PipelineError, PipelineOptimizer};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
 use brimful::schedule::{
-    Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
-    Schedule, StageHome, StageId,
+    Action, ActionKind, Awaited, BusUse, Location, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
+    Schedule, StageId, StageLocation,
 };
 use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
@@ -23,9 +23,9 @@ use tch::{Device, Kind, Tensor, nn};
 
 const STAGES: usize = 4;
 
-fn homes(layers: Layers, homes: Homes) -> Builder {
+fn offloaded(layers: Layers, offload: Offload) -> Builder {
     let schedule = Schedule::BreadthFirst { stages_per_device: STAGES };
-    builder(layers, 1).schedule(schedule).homes(homes).micro_batches(3)
+    builder(layers, 1).schedule(schedule).offload(offload).micro_batches(3)
 }
 
 /// On a CPU, uses one arena for the device and one for the host.
@@ -41,9 +41,9 @@ fn between_arenas(builder: Builder) -> Builder {
 
 /// Builds the model on its device and offloaded, with the same initial values.
 fn both(layers: fn() -> Layers) -> [Pipeline; 2] {
-    [Homes::Device, Homes::Host].map(|home| {
+    [Offload::Device, Offload::Host].map(|location| {
         tch::manual_seed(3);
-        homes(layers(), home).build().expect("a pipeline")
+        offloaded(layers(), location).build().expect("a pipeline")
     })
 }
 
@@ -72,16 +72,16 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
                 }
                 (norms, pipe.variables().expect("variables"))
             });
-            let [(norms, device), (at_home, host)] = trained;
-            let far = norms.iter().zip(&at_home).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(far < 1e-10, "{norms:?} and {at_home:?}");
+            let [(norms, device), (on_host, host)] = trained;
+            let far = norms.iter().zip(&on_host).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(far < 1e-10, "{norms:?} and {on_host:?}");
             assert_close(&host, &device, layers.name);
         }
     }
 }
 
 #[test]
-fn what_was_saved_at_home_is_a_model_like_others() {
+fn what_was_saved_offloaded_is_a_model_like_others() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.safetensors");
@@ -101,12 +101,13 @@ fn what_was_saved_at_home_is_a_model_like_others() {
 }
 
 #[test]
-fn half_precision_has_f32_gradients_at_home() {
+fn half_precision_has_f32_gradients_on_the_host() {
     let _turn = alone();
     let (x, y) = batch();
-    let [device, host] = [Homes::Device, Homes::Host].map(|home| {
+    let [device, host] = [Offload::Device, Offload::Host].map(|location| {
         tch::manual_seed(3);
-        let mut pipe = homes(mlp(), home).kind(Kind::BFloat16).build().expect("a pipeline of bf16");
+        let mut pipe =
+            offloaded(mlp(), location).kind(Kind::BFloat16).build().expect("a pipeline of bf16");
         let mut optimizer = pipe.optimizer(AdamW::new(0.1)).expect("an optimizer");
         pipe.backward(&x.to_kind(Kind::BFloat16), &y, MLP.loss).expect("a step");
         let gradients = pipe.gradients().expect("gradients");
@@ -141,7 +142,7 @@ fn a_gradient_that_is_not_finite_is_found_in_whatever_stage() {
             true => layers.add(number.to_string(), odd),
             false => layers.add(number.to_string(), even),
         });
-        let mut pipe = homes(layers, Homes::Host)
+        let mut pipe = offloaded(layers, Offload::Host)
             .non_finite(NonFinite::RefuseGradients)
             .build()
             .expect("a pipeline");
@@ -163,7 +164,7 @@ fn deep(blocks: usize) -> Layers {
 fn peak(blocks: usize, micro_batches: usize) -> u64 {
     let device = Arena::new("device");
     let schedule = Schedule::BreadthFirst { stages_per_device: blocks };
-    let builder = Pipeline::builder(deep(blocks)).schedule(schedule).homes(Homes::Host);
+    let builder = Pipeline::builder(deep(blocks)).schedule(schedule).offload(Offload::Host);
     train_deep(builder.micro_batches(micro_batches), &device, micro_batches);
     device.peak()
 }
@@ -211,15 +212,15 @@ fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
 #[test]
 fn stages_that_share_a_parameter_live_in_one_place() {
     let _turn = alone();
-    let at_home = |layers: Layers, each: [Home; STAGES]| {
-        let pipe = homes(layers, each.into()).build().expect("a pipeline");
-        pipe.stages_at_home().expect("a number")
+    let on_host = |layers: Layers, each: [Location; STAGES]| {
+        let pipe = offloaded(layers, each.into()).build().expect("a pipeline");
+        pipe.offloaded_stages().expect("a number")
     };
-    let [device, host] = [Home::Device, Home::Host];
-    assert_eq!(at_home((GPT.layers)(), [host, device, device, device]), 2, "with the head");
-    assert_eq!(at_home((GPT.layers)(), [device, device, device, host]), 2, "with the table");
-    assert_eq!(at_home((GPT.layers)(), [device, host, device, device]), 1, "nothing is shared");
-    assert_eq!(at_home(mlp(), [host, device, device, device]), 1, "nothing is shared");
+    let [device, host] = [Location::Device, Location::Host];
+    assert_eq!(on_host((GPT.layers)(), [host, device, device, device]), 2, "with the head");
+    assert_eq!(on_host((GPT.layers)(), [device, device, device, host]), 2, "with the table");
+    assert_eq!(on_host((GPT.layers)(), [device, host, device, device]), 1, "nothing is shared");
+    assert_eq!(on_host(mlp(), [host, device, device, device]), 1, "nothing is shared");
 }
 
 #[test]
@@ -234,14 +235,14 @@ fn neither_more_stages_nor_more_samples_need_more_of_the_device() {
 }
 
 #[test]
-fn a_host_without_room_says_so_and_a_wrong_number_of_homes_too() {
+fn a_host_without_room_says_so_and_a_wrong_number_of_locations_too() {
     let _turn = alone();
     if test_device() != tch::Device::Cpu {
         return;
     }
     let refusal = |bytes: u64, method: Option<Method>| {
         let small = Arena::limited("host", bytes).expect("a limit");
-        let builder = homes(mlp(), Homes::Host).host(small.clone());
+        let builder = offloaded(mlp(), Offload::Host).host(small.clone());
         let builder = method.into_iter().fold(builder, Builder::reserve);
         let error = builder.build().map(drop).expect_err("no room");
         assert_eq!(small.peak(), 0, "nothing was allocated before: {error}");
@@ -258,10 +259,13 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_homes_too() {
     // Two replicas each have weights and gradients.
     let device = || DeviceSpec::cpu().threads(1);
     let small = Arena::limited("host", 31 * numbers).expect("a limit");
-    let two = homes(mlp(), Homes::Host).devices([device(), device()]).replicas(2).host(small);
+    let two = offloaded(mlp(), Offload::Host).devices([device(), device()]).replicas(2).host(small);
     let said = format!("8 stages that live on the host need {}", Bytes(32 * numbers));
     assert_fails(two.build().map(drop), &[&said]);
-    assert_fails(homes(mlp(), vec![].into()).build().map(drop), &["homes of 0 stages were given"]);
+    assert_fails(
+        offloaded(mlp(), vec![].into()).build().map(drop),
+        &["locations of 0 stages were given"],
+    );
 }
 
 #[test]
@@ -271,7 +275,7 @@ fn updates_that_follow_the_backward_come_to_the_same() {
     for case in [MLP, GPT] {
         let trained = [false, true].map(|follow| {
             tch::manual_seed(3);
-            let mut pipe = homes((case.layers)(), Homes::Host).build().expect("a pipeline");
+            let mut pipe = offloaded((case.layers)(), Offload::Host).build().expect("a pipeline");
             let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
             optimizer.follow_backward(follow).expect("on one device");
             for seed in 0..3 {
@@ -305,10 +309,10 @@ const TIED: Case = Case {
 };
 
 /// Offloads both stages, with this list of actions.
-fn tied_at_home(list: &str) -> (Pipeline, PipelineOptimizer) {
+fn tied_offloaded(list: &str) -> (Pipeline, PipelineOptimizer) {
     tch::manual_seed(3);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
-    let builder = builder(tied(), 1).schedule(schedule).homes(Homes::Host);
+    let builder = builder(tied(), 1).schedule(schedule).offload(Offload::Host);
     let mut pipe = between_arenas(builder).build().expect("a pipeline");
     pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
     let optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
@@ -320,7 +324,7 @@ fn tied_at_home(list: &str) -> (Pipeline, PipelineOptimizer) {
 fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
     let _turn = alone();
     let (x, y) = ((TIED.input)(7), (TIED.target)(7));
-    let (mut pipe, mut optimizer) = tied_at_home("0F0,0F1,1F0,1F1,1I0,1I1,1W1,0B0,0B1,1W0");
+    let (mut pipe, mut optimizer) = tied_offloaded("0F0,0F1,1F0,1F1,1I0,1I1,1W1,0B0,0B1,1W0");
     let plain = Plain::of(&tied(), &pipe);
     optimizer.follow_backward(true).expect("on one device");
     let refused = pipe.backward(&x, &y, TIED.loss).map(drop).expect_err("too early").to_string();
@@ -333,7 +337,7 @@ fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the same list");
     optimizer.step().expect("an update");
 
-    let (mut in_time, mut follower) = tied_at_home("0F0,0F1,1F0,1F1,1I0,1I1,1W1,1W0,0B0,0B1");
+    let (mut in_time, mut follower) = tied_offloaded("0F0,0F1,1F0,1F1,1I0,1I1,1W1,1W0,0B0,0B1");
     follower.follow_backward(true).expect("on one device");
     in_time.backward(&x, &y, TIED.loss).expect("a step");
     let values = in_time.variables().expect("variables");
@@ -422,7 +426,7 @@ fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {
     const BLOCKS: usize = 4;
     let host = Arena::new("host");
     let device = DeviceSpec::from(Arena::new("device")).threads(1);
-    let builder = homes(deep(BLOCKS), Homes::Host).kind(Kind::Double);
+    let builder = offloaded(deep(BLOCKS), Offload::Host).kind(Kind::Double);
     let mut pipe = builder.devices([device]).host(host.clone()).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let x = numbers(&[7, 64], 1);
@@ -453,7 +457,7 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
         x.shallow_clone()
     };
     let layers = Layers::new().add_fn("fails", fails).add_layers("rest", mlp());
-    let mut pipe = homes(layers, Homes::Host).build().expect("a pipeline");
+    let mut pipe = offloaded(layers, Offload::Host).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
     optimizer.follow_backward(true).expect("on one device");
     assert_fails(pipe.accumulate(&x, &y, MLP.loss).map(drop), &["one mini-batch"]);
@@ -488,10 +492,10 @@ fn partly_updated(error: &Error) -> bool {
 #[test]
 fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
     let _turn = alone();
-    let mixed = || vec![Home::Host, Home::Host, Home::Host, Home::Device].into();
-    for places in [|| Homes::Host, mixed] {
+    let mixed = || vec![Location::Host, Location::Host, Location::Host, Location::Device].into();
+    for places in [|| Offload::Host, mixed] {
         for row in [0, 3, 6] {
-            let (mut pipe, mut optimizer, before) = following(homes(mlp(), places()));
+            let (mut pipe, mut optimizer, before) = following(offloaded(mlp(), places()));
             let (x, y) = batch();
             let _ = x.get(row).fill_(f64::NAN);
             let refused = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no loss");
@@ -512,7 +516,7 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
             true => layers.add(number.to_string(), odd),
             false => layers.add(number.to_string(), even),
         });
-        let builder = homes(layers, Homes::Host).non_finite(NonFinite::RefuseGradients);
+        let builder = offloaded(layers, Offload::Host).non_finite(NonFinite::RefuseGradients);
         let (mut pipe, _optimizer, before) = following(builder);
         let x = numbers(&[7, 4], 1);
         let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
@@ -541,14 +545,14 @@ fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
         return;
     }
     let (x, y) = batch();
-    let (mut undisturbed, mut optimizer, _) = following(homes(mlp(), Homes::Host));
+    let (mut undisturbed, mut optimizer, _) = following(offloaded(mlp(), Offload::Host));
     undisturbed.backward(&x, &y, MLP.loss).expect("a step");
     optimizer.wait().expect("updated");
     let expected = undisturbed.variables().expect("variables");
     for size in [Size::Count(3), Size::Largest] {
         let device = Arena::limited("device", 1 << 20).expect("a limit");
         let spec = DeviceSpec::from(device.clone()).threads(1);
-        let builder = homes(mlp(), Homes::Host).devices([spec]).micro_batches(size);
+        let builder = offloaded(mlp(), Offload::Host).devices([spec]).micro_batches(size);
         let (mut pipe, mut optimizer, before) = following(builder.host(Arena::new("host")));
         let (mut told, mut refused) = (0, 0);
         for n in 1.. {
@@ -586,7 +590,7 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
     }
     let (x, y) = batch();
     let host = Arena::new("host");
-    let builder = between_arenas(homes(mlp(), Homes::Host)).host(host.clone());
+    let builder = between_arenas(offloaded(mlp(), Offload::Host)).host(host.clone());
     let (mut pipe, _sgd, before) = following(builder);
     let mut told = 0;
     for n in 1.. {
@@ -627,8 +631,8 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
 #[test]
 fn what_was_updated_already_cannot_be_clipped() {
     let _turn = alone();
-    let mixed = vec![Home::Host, Home::Host, Home::Host, Home::Device];
-    let (mut pipe, mut optimizer, _) = following(homes(mlp(), mixed.into()));
+    let mixed = vec![Location::Host, Location::Host, Location::Host, Location::Device];
+    let (mut pipe, mut optimizer, _) = following(offloaded(mlp(), mixed.into()));
     let (x, y) = batch();
     pipe.backward(&x, &y, MLP.loss).expect("a step");
     let refused = optimizer.clip_gradient_norm(0.1);
@@ -640,17 +644,17 @@ fn what_was_updated_already_cannot_be_clipped() {
 }
 
 /// Three offloaded linear layers and two device buffers.
-fn three_at_home() -> Builder {
+fn three_offloaded() -> Builder {
     let layers = (0..3).fold(Layers::new(), |layers, at| layers.add(at.to_string(), even));
     let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
-    builder(layers, 1).schedule(schedule).homes(Homes::Host)
+    builder(layers, 1).schedule(schedule).offload(Offload::Host)
 }
 
 #[test]
 fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     let _turn = alone();
     tch::manual_seed(3);
-    let mut pipe = three_at_home().build().expect("a pipeline");
+    let mut pipe = three_offloaded().build().expect("a pipeline");
     let list = "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1";
     let refused = pipe.set_actions(list.parse().expect("a valid list"));
     assert_fails(refused, &["2B0", "room for 2", "2R0"]);
@@ -662,7 +666,7 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     let x = numbers(&[4, 4], 1);
     let mean = |out: Tensor| Loss::mean(out.square().mean(Kind::Double));
     pipe.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
-    let mut plain = three_at_home().homes(Homes::Device).build().expect("a pipeline");
+    let mut plain = three_offloaded().offload(Offload::Device).build().expect("a pipeline");
     plain.set_variables(pipe.variables().expect("variables")).expect("the same values");
     plain.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
     let gradients = plain.gradients().expect("gradients");
@@ -671,15 +675,15 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
 
 /// Lists are checked when they are made, for their number of micro-batches.
 #[test]
-fn every_schedule_at_home_is_right_or_refused() {
+fn every_schedule_offloaded_is_right_or_refused() {
     let _turn = alone();
     let (x, y) = batch();
     for schedule in Schedule::all(3) {
         for micro_batches in [1, 3, 6] {
             let what = format!("{schedule}, {micro_batches}");
-            let [host, device] = [Homes::Host, Homes::Device].map(|home| {
+            let [host, device] = [Offload::Host, Offload::Device].map(|location| {
                 tch::manual_seed(3);
-                let builder = builder(mlp(), 2).schedule(schedule).homes(home);
+                let builder = builder(mlp(), 2).schedule(schedule).offload(location);
                 let mut pipe = builder.micro_batches(micro_batches).build()?;
                 // Fewer micro-batches than the pipeline was built for.
                 pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
@@ -696,7 +700,7 @@ fn every_schedule_at_home_is_right_or_refused() {
 
 /// Returns the timelines of three steps with an optimizer and timed transfers.
 fn timed(case: &Case) -> [Timeline; 3] {
-    let builder = homes((case.layers)(), Homes::Host);
+    let builder = offloaded((case.layers)(), Offload::Host);
     let mut pipe = between_arenas(builder).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let (x, y) = ((case.input)(7), (case.target)(7));
@@ -710,8 +714,8 @@ fn timed(case: &Case) -> [Timeline; 3] {
 
 /// Returns the schedule's transfers. The mini-batch itself never leaves a CPU's memory.
 fn planned(timeline: &Timeline) -> Vec<Move> {
-    let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
-    let moves = Moves::new(&timeline.actions, &[home; STAGES], 2).expect("moves");
+    let location = StageLocation { boundaries: Location::Host, ..StageLocation::HOST };
+    let moves = Moves::new(&timeline.actions, &[location; STAGES], 2).expect("moves");
     let stays = |one: &Move| {
         test_device() == Device::Cpu && one.stage == StageId(0) && one.micro_batch.is_some()
     };
@@ -744,9 +748,10 @@ fn every_move_of_a_step_is_timed_once_and_in_its_order() {
             assert!(way.iter().all(|span| span.start <= span.end && span.bytes > 0), "{way:?}");
             assert!(way.windows(2).all(|pair| pair[0].end <= pair[1].start), "{way:?}");
         }
-        let home = bus(&timeline).moves.iter().filter(|s| s.moved.kind == MoveKind::GradientsHome);
+        let location =
+            bus(&timeline).moves.iter().filter(|s| s.moved.kind == MoveKind::OffloadGradients);
         let numbers = mlp().parameter_count().expect("a model");
-        assert_eq!(home.map(|span| span.bytes).sum::<u64>(), 8 * numbers);
+        assert_eq!(location.map(|span| span.bytes).sum::<u64>(), 8 * numbers);
     }
     // Later steps may find a late update; on a CPU the first step starts its transfers in the listed order.
     if test_device() == Device::Cpu {
@@ -806,7 +811,7 @@ fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
                 MoveKind::GradientIn => {
                     end(bus, before, (MoveKind::GradientOut, stage, micro_batch))
                 }
-                MoveKind::GradientsHome => {
+                MoveKind::OffloadGradients => {
                     let of_stage = spans.iter().filter(|span| span.action.stage == stage);
                     of_stage.map(|span| span.end).fold(0.0, f64::max)
                 }

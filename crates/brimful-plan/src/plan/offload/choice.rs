@@ -1,10 +1,10 @@
 //! Result of the search: where each stage is placed, its recomputation, and the simulated step.
 
-use crate::schedule::{Actions, Home, Moves, Recompute, Simulation};
+use crate::schedule::{Actions, Location, Moves, Recompute, Simulation};
 
 /// Choice for every stage that fits.
 #[derive(Debug, Clone)]
-pub struct HomeChoice {
+pub struct OffloadChoice {
     /// Recomputation of each stage.
     pub recompute: Vec<Recompute>,
     /// Actions of the step.
@@ -18,11 +18,11 @@ pub struct HomeChoice {
     pub host_bytes: u64,
 }
 
-impl HomeChoice {
+impl OffloadChoice {
     /// Returns the number of offloaded stages.
     #[must_use]
     pub fn at_host(&self) -> usize {
-        self.moves.homes().iter().filter(|home| home.weights == Home::Host).count()
+        self.moves.locations().iter().filter(|location| location.weights == Location::Host).count()
     }
 
     /// Returns the peak bytes on each device.

@@ -15,11 +15,11 @@ const ALIGNMENT: usize = 256;
 
 /// Offloaded variable.
 #[derive(Debug)]
-pub(crate) struct HostedVariable {
+pub(crate) struct OffloadedVariable {
     name: String,
-    /// Tensor that layers, optimizers and files use; on the host its storage is `at_home`.
+    /// Tensor that layers, optimizers and files use; on the host its storage is `on_host`.
     tensor: Tensor,
-    at_home: Tensor,
+    on_host: Tensor,
     /// Offset of its bytes in its stage's device buffer.
     in_slot: usize,
 }
@@ -33,10 +33,10 @@ fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
 
 /// Offloaded stage, with its host buffers.
 #[derive(Debug)]
-pub(crate) struct HostedStage {
+pub(crate) struct OffloadedStage {
     /// The stage's own variables first, in the order of their offsets; then those that it shares with an
     /// earlier stage.
-    variables: Vec<HostedVariable>,
+    variables: Vec<OffloadedVariable>,
     /// Host buffer of the stage's own variables, which are copied in one piece.
     weights: Slab,
     own: usize,
@@ -47,14 +47,14 @@ pub(crate) struct HostedStage {
     gradients: Vec<Slab>,
 }
 
-impl HostedStage {
+impl OffloadedStage {
     /// Moves these variables from their device to the host, with this dtype; `shared` ones are already
     /// there.
     pub(crate) fn take_in(
         own: Vec<(String, Tensor)>,
-        shared: Vec<HostedVariable>,
+        shared: Vec<OffloadedVariable>,
         kind: Kind,
-        memory: &HomeMemory,
+        memory: &HostMemory,
     ) -> Result<Self> {
         let mut end = 0;
         let mut laid_out = Vec::new();
@@ -66,30 +66,30 @@ impl HostedStage {
         let own = end;
         let mut variables = Vec::new();
         for (name, in_slot, kind, mut tensor) in laid_out {
-            let at_home = view(weights.bytes(), in_slot, &tensor.size(), kind)?;
+            let on_host = view(weights.bytes(), in_slot, &tensor.size(), kind)?;
             tch::no_grad(|| -> Result<()> {
-                at_home.shallow_clone().f_copy_(&tensor)?;
-                Ok(tensor.f_set_data(&at_home)?)
+                on_host.shallow_clone().f_copy_(&tensor)?;
+                Ok(tensor.f_set_data(&on_host)?)
             })?;
-            variables.push(HostedVariable { name, tensor, at_home, in_slot });
+            variables.push(OffloadedVariable { name, tensor, on_host, in_slot });
         }
         // If the device is the CPU, freed memory of the stage's construction would otherwise stay between
         // the host buffers.
         host::give_freed_back();
         for guest in shared {
             let in_slot = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
-            variables.push(HostedVariable { in_slot, ..guest });
+            variables.push(OffloadedVariable { in_slot, ..guest });
         }
         Ok(Self { variables, weights, own, slot_bytes: end, gradients: Vec::new() })
     }
 
     /// Returns the variable of this name, for another stage that shares it.
-    pub(crate) fn share(&self, name: &str) -> Option<HostedVariable> {
+    pub(crate) fn share(&self, name: &str) -> Option<OffloadedVariable> {
         let variable = self.variables.iter().find(|variable| variable.name == name)?;
-        Some(HostedVariable {
+        Some(OffloadedVariable {
             name: name.to_owned(),
             tensor: variable.tensor.shallow_clone(),
-            at_home: variable.at_home.shallow_clone(),
+            on_host: variable.on_host.shallow_clone(),
             ..*variable
         })
     }
@@ -105,7 +105,7 @@ impl HostedStage {
 
     /// Returns whether the stage has the parameter at this host address.
     pub(crate) fn has(&self, place: usize) -> bool {
-        self.variables.iter().any(|variable| variable.at_home.data_ptr() as usize == place)
+        self.variables.iter().any(|variable| variable.on_host.data_ptr() as usize == place)
     }
 
     /// Queues copies of all weights into the device buffer, on this thread's stream.
@@ -114,18 +114,18 @@ impl HostedStage {
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
         transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
         for guest in self.guests() {
-            transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
+            transfer::copy(&guest.in_slot(slot)?, &guest.on_host)?;
         }
         Ok(())
     }
 
     /// Bytes of these copies.
     pub(crate) fn fetched_bytes(&self) -> u64 {
-        self.own as u64 + self.guests().map(|guest| tensor_bytes(&guest.at_home)).sum::<u64>()
+        self.own as u64 + self.guests().map(|guest| tensor_bytes(&guest.on_host)).sum::<u64>()
     }
 
     /// Returns the variables that an earlier stage owns.
-    fn guests(&self) -> impl Iterator<Item = &HostedVariable> {
+    fn guests(&self) -> impl Iterator<Item = &OffloadedVariable> {
         self.variables.iter().filter(|variable| variable.in_slot >= self.own)
     }
 
@@ -148,7 +148,7 @@ impl HostedStage {
             for variable in &self.variables {
                 // A shared variable may already be in another stage's device buffer.
                 if variable.tensor.data_ptr() == variable.in_slot(slot)?.data_ptr() {
-                    variable.tensor.shallow_clone().f_set_data(&variable.at_home)?;
+                    variable.tensor.shallow_clone().f_set_data(&variable.on_host)?;
                 }
             }
             Ok(())
@@ -157,11 +157,11 @@ impl HostedStage {
 
     /// Queues copies of these gradients, by parameter, to host memory, on this thread's stream. `place_of`
     /// holds the parameters' host addresses.
-    pub(crate) fn bring_home(
+    pub(crate) fn copy_to_host(
         &mut self,
         sums: &Sum,
         place_of: &[usize],
-        memory: &HomeMemory,
+        memory: &HostMemory,
     ) -> Result<Sum> {
         let needed = sums.iter().zip(place_of).filter(|(_, place)| self.has(**place));
         let needed = needed.filter_map(|(sum, _)| sum.as_ref());
@@ -171,7 +171,7 @@ impl HostedStage {
         }
         let at = self.free_gradients(needed, memory)?;
         let slab = self.gradients[at].bytes();
-        let mut home = Vec::with_capacity(sums.len());
+        let mut on_host = Vec::with_capacity(sums.len());
         let mut end = 0;
         for (sum, place) in sums.iter().zip(place_of) {
             let room = match sum {
@@ -183,9 +183,9 @@ impl HostedStage {
                 }
                 _ => None,
             };
-            home.push(room);
+            on_host.push(room);
         }
-        Ok(home)
+        Ok(on_host)
     }
 
     /// Returns the gradients on the host under the names of the stage's own variables, together with those
@@ -193,14 +193,14 @@ impl HostedStage {
     /// `shared`.
     pub(crate) fn named(
         &self,
-        home: &[Sum],
+        on_host: &[Sum],
         places: &[usize],
         shared: &mut Vec<(String, Tensor)>,
     ) -> Vec<(String, Vec<Tensor>)> {
         let named =
-            home.iter().flat_map(|sum| sum.iter().zip(places)).filter_map(|(sum, place)| {
+            on_host.iter().flat_map(|sum| sum.iter().zip(places)).filter_map(|(sum, place)| {
                 let variable =
-                    self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
+                    self.variables.iter().find(|v| v.on_host.data_ptr() as usize == *place);
                 Some((variable?.name.clone(), sum.as_ref()?.shallow_clone()))
             });
         let (mut all, of_guests): (Vec<_>, Vec<_>) = named.partition(|(name, _)| self.owns(name));
@@ -218,7 +218,7 @@ impl HostedStage {
 
     /// Returns the index of a free gradient buffer of at least so many bytes: those of an earlier step may
     /// be in use.
-    fn free_gradients(&mut self, bytes: usize, memory: &HomeMemory) -> Result<usize> {
+    fn free_gradients(&mut self, bytes: usize, memory: &HostMemory) -> Result<usize> {
         for (at, slab) in self.gradients.iter().enumerate() {
             if slab.bytes().numel() >= bytes && slab.is_free() {
                 return Ok(at);
@@ -229,21 +229,21 @@ impl HostedStage {
     }
 }
 
-impl HostedVariable {
+impl OffloadedVariable {
     fn in_slot(&self, slot: &Tensor) -> Result<Tensor> {
-        view(slot, self.in_slot, &self.at_home.size(), self.at_home.kind())
+        view(slot, self.in_slot, &self.on_host.size(), self.on_host.kind())
     }
 }
 
 /// Host memory of offloaded stages.
 #[derive(Debug)]
-pub(crate) struct HomeMemory {
+pub(crate) struct HostMemory {
     /// Arena that it is charged to; none if the device's own arena does not count host memory.
     pub(crate) arena: Option<Arena>,
     pub(crate) device: Device,
 }
 
-impl HomeMemory {
+impl HostMemory {
     /// Allocates a host buffer, pinned for an accelerator if the system allows it.
     fn slab(&self, bytes: usize) -> Result<Slab> {
         let _charged = self.arena.as_ref().map(Arena::enter);

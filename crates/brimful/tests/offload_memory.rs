@@ -8,7 +8,7 @@ use brimful::balance::{self, LayerCost, Profile};
 use brimful::memory::Arena;
 use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
-use brimful::schedule::{BusCost, Home, Recompute, Schedule};
+use brimful::schedule::{BusCost, Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline, gradient_factor, sums_apart};
 use support::{Update, alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
@@ -231,8 +231,9 @@ fn as_many_stages_stay_as_real_steps_have_room_for() {
     // Least memory of real steps with one device buffer, by the number of resident stages.
     let mut least = vec![u64::MAX; s + 1];
     for number in 0..1 << s {
-        for boundaries in [Home::Device, Home::Host] {
-            let weights = |j: usize| if number >> j & 1 == 1 { Home::Device } else { Home::Host };
+        for boundaries in [Location::Device, Location::Host] {
+            let weights =
+                |j: usize| if number >> j & 1 == 1 { Location::Device } else { Location::Host };
             let stage =
                 |j| PlannedStage { weights: weights(j), boundaries, recompute: Recompute::Always };
             let stages: Vec<_> = (0..s).map(stage).collect();

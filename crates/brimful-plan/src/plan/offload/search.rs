@@ -1,13 +1,13 @@
 //! Searches for the best ways of all stages: knapsacks, each simulated, then single changes.
 
 use crate::schedule::{
-    Actions, CostError, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId,
-    simulate_moves,
+    Actions, CostError, DeviceId, Location, Move, MoveKind, Moves, Recompute, StageId,
+    StageLocation, simulate_moves,
 };
 
 use super::super::knapsack::{self, Offer};
 use super::ways::{Kept, StageStep, StageWay, WayCost};
-use super::{HomeChoice, HomeError, HomeRequest};
+use super::{OffloadChoice, OffloadError, OffloadRequest};
 
 /// Number of corrections of the knapsack's capacity, each by the whole excess or rest of the simulation: a
 /// few are enough.
@@ -36,30 +36,30 @@ type Ways = Vec<usize>;
 #[derive(Clone)]
 struct Tried {
     ways: Ways,
-    choice: HomeChoice,
+    choice: OffloadChoice,
 }
 
 pub(super) struct Search<'a> {
-    request: &'a HomeRequest<'a>,
+    request: &'a OffloadRequest<'a>,
     placement: Vec<DeviceId>,
     /// Allowed ways of each stage with their separate costs; the leanest last.
     offers: Vec<Vec<WayOffer>>,
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(request: &'a HomeRequest<'a>) -> Result<Self, HomeError> {
+    pub(super) fn new(request: &'a OffloadRequest<'a>) -> Result<Self, OffloadError> {
         let devices = request.memory.len();
         let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
         request.costs.check(actions.stages())?;
-        let all_at_host = vec![StageHome::HOST; actions.stages()];
+        let all_at_host = vec![StageLocation::HOST; actions.stages()];
         let moves = Moves::new(&actions, &all_at_host, SLOTS[0]).map_err(CostError::from)?;
         let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
         Ok(Self { request, placement: actions.placement().to_vec(), offers })
     }
 
-    pub(super) fn best(&self) -> Result<HomeChoice, HomeError> {
+    pub(super) fn best(&self) -> Result<OffloadChoice, OffloadError> {
         // A model that fits loses nothing: no estimate decides about it.
-        if self.request.home != Some(Home::Host) {
+        if self.request.location != Some(Location::Host) {
             let all = self.simulated(vec![0; self.offers.len()], 0)?;
             if self.over(&all.choice).is_none() {
                 return Ok(all.choice);
@@ -74,7 +74,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn with_slots(&self, slots: usize) -> Result<Tried, HomeError> {
+    fn with_slots(&self, slots: usize) -> Result<Tried, OffloadError> {
         let last = |offers: &Vec<WayOffer>| offers.last().map_or(0, |(number, _)| *number);
         let leanest = self.offers.iter().map(last).collect();
         let leanest = self.simulated(leanest, slots)?;
@@ -85,7 +85,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the best ways that fit, with as many buffers as the leanest ways, which fit on the devices.
-    fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, HomeError> {
+    fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, OffloadError> {
         let mut least_over = None;
         for price in HOST_PRICES {
             let best = self.knapsacks(leanest, price)?;
@@ -95,12 +95,12 @@ impl<'a> Search<'a> {
             }
         }
         // The last price exceeds everything else: with it, as little as possible is offloaded.
-        Err(least_over.unwrap_or(HomeError::HostTooSmall { needed: 0, memory: 0 }))
+        Err(least_over.unwrap_or(OffloadError::HostTooSmall { needed: 0, memory: 0 }))
     }
 
     /// Returns the best result of several knapsacks that fits on the devices. The first capacity is what
     /// the leanest ways leave; then it is corrected by the excess or the rest.
-    fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, HomeError> {
+    fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, OffloadError> {
         let mut rooms = self.rooms(leanest);
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
@@ -119,7 +119,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the better result of changes from the knapsack's ways and from the leanest.
-    fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, HomeError> {
+    fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, OffloadError> {
         let [found, leanest] = starts.map(|start| self.changed(start));
         let (found, leanest) = (found?, leanest?);
         let fits = self.over(&leanest.choice).is_none();
@@ -129,7 +129,7 @@ impl<'a> Search<'a> {
 
     /// Changes single stages, then pairs of them, the most promising first, while the simulated step gets
     /// shorter.
-    fn changed(&self, mut best: Tried) -> Result<Tried, HomeError> {
+    fn changed(&self, mut best: Tried) -> Result<Tried, OffloadError> {
         let mut left = CHANGES;
         while let Some(better) = self.better(&best, &mut left)? {
             best = better;
@@ -138,7 +138,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the first change that fits and makes the simulated step shorter.
-    fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, HomeError> {
+    fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, OffloadError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
             let tried = self.simulated(ways, best.choice.moves.slots())?;
@@ -215,7 +215,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the bytes that each device has left, negative if it exceeds its memory; 0 without a limit.
-    fn left(&self, choice: &HomeChoice) -> Vec<i64> {
+    fn left(&self, choice: &OffloadChoice) -> Vec<i64> {
         let left = |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
         self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
     }
@@ -236,7 +236,7 @@ impl<'a> Search<'a> {
 
     /// Offloads both of two stages that share parameters if one is offloaded.
     fn together(&self, mut ways: Ways) -> Ways {
-        let is_at_host = |way: usize| StageWay::ALL[way].weights == Home::Host;
+        let is_at_host = |way: usize| StageWay::ALL[way].weights == Location::Host;
         for &(one, other) in &self.request.ties {
             if is_at_host(ways[one]) || is_at_host(ways[other]) {
                 [one, other].iter().for_each(|j| ways[*j] = StageWay::ALL[ways[*j]].at_host());
@@ -245,9 +245,9 @@ impl<'a> Search<'a> {
         ways
     }
 
-    fn simulated(&self, ways: Ways, slots: usize) -> Result<Tried, HomeError> {
+    fn simulated(&self, ways: Ways, slots: usize) -> Result<Tried, OffloadError> {
         let ways = self.together(ways);
-        let HomeRequest { costs, schedule, micro_batches, .. } = *self.request;
+        let OffloadRequest { costs, schedule, micro_batches, .. } = *self.request;
         let devices = self.request.memory.len();
         let mode = |way: StageWay| match way.kept {
             Kept::Activations => Recompute::Never,
@@ -255,32 +255,39 @@ impl<'a> Search<'a> {
         };
         let chosen = |j: usize| StageWay::ALL[ways[j]];
         let recompute: Vec<_> = (0..ways.len()).map(|j| mode(chosen(j))).collect();
-        let homes: Vec<_> = (0..ways.len()).map(|j| chosen(j).home()).collect();
+        let locations: Vec<_> = (0..ways.len()).map(|j| chosen(j).location()).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
-        let moves = Moves::new(&actions, &homes, slots).map_err(CostError::from)?;
+        let moves = Moves::new(&actions, &locations, slots).map_err(CostError::from)?;
         let simulation = simulate_moves(&actions, &moves, costs)?;
         let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
         let host_bytes = host.fold(0, u64::saturating_add);
-        let choice = HomeChoice { recompute, actions, moves, simulation, host_bytes };
+        let choice = OffloadChoice { recompute, actions, moves, simulation, host_bytes };
         Ok(Tried { ways, choice })
     }
 
-    fn over(&self, choice: &HomeChoice) -> Option<HomeError> {
+    fn over(&self, choice: &OffloadChoice) -> Option<OffloadError> {
         let memory = self.request.host_memory.filter(|memory| choice.host_bytes > *memory);
-        let host =
-            || memory.map(|memory| HomeError::HostTooSmall { needed: choice.host_bytes, memory });
+        let host = || {
+            memory.map(|memory| OffloadError::HostTooSmall { needed: choice.host_bytes, memory })
+        };
         self.device_over(choice).or_else(host)
     }
 
-    fn device_over(&self, choice: &HomeChoice) -> Option<HomeError> {
+    fn device_over(&self, choice: &OffloadChoice) -> Option<OffloadError> {
         let mut limits = self.request.memory.iter().zip(choice.peak_bytes()).enumerate();
         let (d, needed, memory) = limits.find_map(|(d, (memory, peak))| {
             memory.filter(|memory| peak > *memory).map(|memory| (d, peak, memory))
         })?;
-        let fetched = self.request.home != Some(Home::Device);
+        let fetched = self.request.location != Some(Location::Device);
         let stage = self.largest(d, fetched);
-        Some(HomeError::DeviceTooSmall { device: DeviceId::at(d), stage, needed, memory, fetched })
+        Some(OffloadError::DeviceTooSmall {
+            device: DeviceId::at(d),
+            stage,
+            needed,
+            memory,
+            fetched,
+        })
     }
 
     /// Returns the stage that takes most of a device while it computes.
@@ -294,7 +301,12 @@ impl<'a> Search<'a> {
     }
 }
 
-fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize) -> Vec<WayOffer> {
+fn offers(
+    request: &OffloadRequest<'_>,
+    actions: &Actions,
+    moves: &Moves,
+    j: usize,
+) -> Vec<WayOffer> {
     let is_fetch = |one: &&Move| one.kind == MoveKind::Fetch && one.stage.index() == j;
     let step = StageStep {
         costs: request.costs,
@@ -303,7 +315,8 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
         fetches: moves.lists().iter().flatten().filter(is_fetch).count(),
     };
     let ways = StageWay::ALL.into_iter().enumerate();
-    let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
+    let allowed =
+        ways.filter(|(_, way)| request.location.is_none_or(|location| location == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
 }
 

@@ -14,7 +14,9 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
 use crate::plan::PlanRow;
 use crate::ranks::summed_in;
-use crate::schedule::{ActionKind, Actions, DeviceId, Home, MoveKind, Moves, Recompute, StageHome};
+use crate::schedule::{
+    ActionKind, Actions, DeviceId, Location, MoveKind, Moves, Recompute, StageLocation,
+};
 use crate::{Layers, Result};
 
 /// Memory of the stages' weights, gradients and optimizer state between their uses.
@@ -26,25 +28,25 @@ use crate::{Layers, Result};
 /// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Homes {
+pub enum Offload {
     /// Keeps every stage on its device.
     #[default]
     Device,
     /// Offloads every stage to the host.
     Host,
     /// Sets each stage, in order.
-    Each(Vec<Home>),
+    Each(Vec<Location>),
 }
 
-impl Homes {
+impl Offload {
     /// Returns the setting of each of so many stages.
-    pub(crate) fn of(&self, stages: usize) -> Result<Vec<Home>> {
+    pub(crate) fn of(&self, stages: usize) -> Result<Vec<Location>> {
         match self {
-            Self::Device => Ok(vec![Home::Device; stages]),
-            Self::Host => Ok(vec![Home::Host; stages]),
-            Self::Each(homes) if homes.len() == stages => Ok(homes.clone()),
-            Self::Each(homes) => {
-                Err(PipelineError::WrongHomes { given: homes.len(), stages }.into())
+            Self::Device => Ok(vec![Location::Device; stages]),
+            Self::Host => Ok(vec![Location::Host; stages]),
+            Self::Each(locations) if locations.len() == stages => Ok(locations.clone()),
+            Self::Each(locations) => {
+                Err(PipelineError::WrongLocations { given: locations.len(), stages }.into())
             }
         }
     }
@@ -53,7 +55,7 @@ impl Homes {
 /// Offloads all stages of one device that share parameters if one of them is offloaded, because a shared
 /// parameter is one tensor.
 pub(super) fn bring_together(
-    homes: &mut [Home],
+    locations: &mut [Location],
     layers: &Layers,
     balance: &Balance,
     placement: &[DeviceId],
@@ -67,8 +69,8 @@ pub(super) fn bring_together(
     let owners = shared.iter().copied();
     let users = shared.iter().map(|&(user, owner)| (owner, user));
     for (one, other) in owners.chain(users) {
-        if homes[one] == Home::Host {
-            homes[other] = Home::Host;
+        if locations[one] == Location::Host {
+            locations[other] = Location::Host;
         }
     }
     Ok(())
@@ -77,18 +79,18 @@ pub(super) fn bring_together(
 /// Checks that no graph outlives its weights: a graph refers to its stage's weights in the device buffer
 /// that held them. An offloaded stage's weights must not leave the buffer to others before its last
 /// backward.
-pub(crate) fn check_graphs_at_home(
+pub(crate) fn check_offloaded_graphs(
     actions: &Actions,
-    homes: &[StageHome],
+    locations: &[StageLocation],
     slots: usize,
 ) -> Result<()> {
-    if homes.iter().all(|home| home.weights == Home::Device) {
+    if locations.iter().all(|location| location.weights == Location::Device) {
         return Ok(());
     }
-    let moves = Moves::new(actions, homes, slots)?;
+    let moves = Moves::new(actions, locations, slots)?;
     for (device, list) in actions.lists().iter().enumerate() {
         let mut leaving = moves.of(device).iter().filter(|one| one.kind == MoveKind::Release);
-        let mut left: Vec<usize> = vec![0; homes.len()];
+        let mut left: Vec<usize> = vec![0; locations.len()];
         let mut made = HashMap::new();
         let mut next = leaving.next();
         for (at, &action) in list.iter().enumerate() {
@@ -123,19 +125,19 @@ pub(crate) fn recompute_at_least(
     }
 }
 
-impl From<Vec<Home>> for Homes {
-    fn from(homes: Vec<Home>) -> Self {
-        Self::Each(homes)
+impl From<Vec<Location>> for Offload {
+    fn from(locations: Vec<Location>) -> Self {
+        Self::Each(locations)
     }
 }
 
-impl<const N: usize> From<[Home; N]> for Homes {
-    fn from(homes: [Home; N]) -> Self {
-        Self::Each(homes.into())
+impl<const N: usize> From<[Location; N]> for Offload {
+    fn from(locations: [Location; N]) -> Self {
+        Self::Each(locations.into())
     }
 }
 
-impl From<&PlanRow> for Homes {
+impl From<&PlanRow> for Offload {
     fn from(row: &PlanRow) -> Self {
         Self::Each(row.stages.iter().map(|stage| stage.weights).collect())
     }
@@ -143,21 +145,23 @@ impl From<&PlanRow> for Homes {
 
 /// Returns device or host for all that belongs to each stage. Without `boundaries`, those that an
 /// offloading device sends or receives wait on the host: such a device has no capacity for all of them.
-pub(super) fn stage_homes(
-    weights: &[Home],
-    boundaries: &[Home],
+pub(super) fn stage_locations(
+    weights: &[Location],
+    boundaries: &[Location],
     placement: &[DeviceId],
-) -> Vec<StageHome> {
+) -> Vec<StageLocation> {
     let of_devices = weights.iter().zip(placement);
-    let crowded: BTreeSet<_> =
-        of_devices.filter(|(home, _)| **home == Home::Host).map(|(_, device)| *device).collect();
-    let home = |j: usize| {
+    let crowded: BTreeSet<_> = of_devices
+        .filter(|(location, _)| **location == Location::Host)
+        .map(|(_, device)| *device)
+        .collect();
+    let location = |j: usize| {
         let is_crowded = placement[j.saturating_sub(1)..=j].iter().any(|at| crowded.contains(at));
-        let usual = if is_crowded { Home::Host } else { Home::Device };
+        let usual = if is_crowded { Location::Host } else { Location::Device };
         let boundaries = boundaries.get(j).copied().unwrap_or(usual);
-        StageHome { weights: weights[j], boundaries, trained: true }
+        StageLocation { weights: weights[j], boundaries, trained: true }
     };
-    (0..weights.len()).map(home).collect()
+    (0..weights.len()).map(location).collect()
 }
 
 impl Builder {
@@ -166,20 +170,20 @@ impl Builder {
     pub(super) fn check_host(
         &self,
         sizes: &[usize],
-        homes: &[StageHome],
+        locations: &[StageLocation],
         placement: &[DeviceId],
         ranks: &Ranks,
     ) -> Result<()> {
-        if homes.iter().all(|home| home.weights == Home::Device) {
+        if locations.iter().all(|location| location.weights == Location::Device) {
             return Ok(());
         }
         let here = ranks.here();
-        let is_here = |(home, device): (&StageHome, &DeviceId)| {
-            home.weights == Home::Host && here.contains(&device.index())
+        let is_here = |(location, device): (&StageLocation, &DeviceId)| {
+            location.weights == Location::Host && here.contains(&device.index())
         };
-        let own: Vec<bool> = homes.iter().zip(placement).map(is_here).collect();
+        let own: Vec<bool> = locations.iter().zip(placement).map(is_here).collect();
         let limited = self.host.as_ref().is_some_and(|arena| arena.limit().is_some());
-        let needed = self.bytes_at_home(sizes, &own, ranks.replicas_here);
+        let needed = self.host_bytes_of(sizes, &own, ranks.replicas_here);
         let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
         let needs = needed.map(|needed| (needed, stages, limited));
         let needs = ranks.world().settle("the host's memory", needs, Duration::ZERO)?;
@@ -199,7 +203,7 @@ impl Builder {
 
     /// Bytes on the host of these stages, in so many replicas: weights, gradients, and the first replica's
     /// optimizer state, if the optimizer is known.
-    fn bytes_at_home(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
+    fn host_bytes_of(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;
         let mut counts = counts.iter();
         let mut numbers = 0;

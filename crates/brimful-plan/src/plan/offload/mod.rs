@@ -3,21 +3,21 @@
 //!
 //! ```
 //! # use brimful_plan as brimful;
-//! use brimful::plan::homes::{HomeRequest, choose};
+//! use brimful::plan::offload::{OffloadRequest, choose};
 //! use brimful::schedule::{BusCost, Costs, Schedule, StageCost};
 //!
 //! let stage = StageCost {
-//!     parameter_bytes: 400, gradient_bytes: 400, optimizer_bytes: 800, home_bytes: 600,
+//!     parameter_bytes: 400, gradient_bytes: 400, optimizer_bytes: 800, offloaded_bytes: 600,
 //!     fetched_bytes: 200, sent_bytes: 400, activation_bytes: 100, output_bytes: 10,
 //!     ..StageCost::new(1.0, 1.0, 1.0)
 //! };
 //! let costs = Costs { bus: BusCost::equal(100.0), ..Costs::equal(12, stage) };
 //! let schedule = Schedule::BreadthFirst { stages_per_device: 12 };
-//! let request = HomeRequest { memory: vec![Some(6_000)], ..HomeRequest::new(&costs, schedule, 1, 8) };
+//! let request = OffloadRequest { memory: vec![Some(6_000)], ..OffloadRequest::new(&costs, schedule, 1, 8) };
 //! let choice = choose(&request)?;
 //! assert!(choice.peak_bytes()[0] <= 6_000);
 //! println!("{} of 12 stages live on the host: {} s", choice.at_host(), choice.simulation.makespan());
-//! # Ok::<(), brimful::plan::homes::HomeError>(())
+//! # Ok::<(), brimful::plan::offload::OffloadError>(())
 //! ```
 //!
 //! The search first estimates the cost of each stage in each of its ways, separately. A knapsack for each
@@ -31,14 +31,14 @@ mod error;
 mod search;
 mod ways;
 
-use crate::schedule::{Costs, Home, Schedule};
+use crate::schedule::{Costs, Location, Schedule};
 
-pub use choice::HomeChoice;
-pub use error::HomeError;
+pub use choice::OffloadChoice;
+pub use error::OffloadError;
 
 /// Request: a pipeline whose stages are cut, its devices, and the host. All its stages are trained.
 #[derive(Debug, Clone)]
-pub struct HomeRequest<'a> {
+pub struct OffloadRequest<'a> {
     /// Costs of each stage and of the host link.
     pub costs: &'a Costs,
     /// Order of the actions.
@@ -52,10 +52,10 @@ pub struct HomeRequest<'a> {
     /// Pairs of stages on one device that share parameters, which have a single place.
     pub ties: Vec<(usize, usize)>,
     /// Place of all stages' weights; `None` chooses it, with as many stages on their devices as fit.
-    pub home: Option<Home>,
+    pub location: Option<Location>,
 }
 
-impl<'a> HomeRequest<'a> {
+impl<'a> OffloadRequest<'a> {
     /// Returns a request without limits, in which places are chosen.
     #[must_use]
     pub fn new(costs: &'a Costs, schedule: Schedule, devices: usize, micro_batches: usize) -> Self {
@@ -66,7 +66,7 @@ impl<'a> HomeRequest<'a> {
             memory: vec![None; devices],
             host_memory: None,
             ties: Vec::new(),
-            home: None,
+            location: None,
         }
     }
 }
@@ -76,6 +76,6 @@ impl<'a> HomeRequest<'a> {
 /// # Errors
 /// If nothing fits: with the stage that is too large, or the memory that the host lacks. If costs or
 /// schedule are invalid.
-pub fn choose(request: &HomeRequest<'_>) -> Result<HomeChoice, HomeError> {
+pub fn choose(request: &OffloadRequest<'_>) -> Result<OffloadChoice, OffloadError> {
     search::Search::new(request)?.best()
 }

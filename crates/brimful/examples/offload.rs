@@ -1,11 +1,11 @@
 //! A model that does not fit its device trains all the same, with stages that live on the host.
 //!
-//! `cargo run -p brimful --example at_home`
+//! `cargo run -p brimful --example offload`
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::memory::Arena;
 use brimful::optim::AdamW;
-use brimful::pipeline::{Homes, PipelineOptimizer};
+use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Result, Step};
 use tch::{Device, Kind, Tensor, nn};
@@ -23,18 +23,18 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let x = Tensor::randn([64, WIDTH], (Kind::Float, Device::Cpu));
     let y = x.roll([1], [1]);
 
-    let on_device = train(Homes::Device, Some(LIMIT), &x, &y);
+    let on_device = train(Offload::Device, Some(LIMIT), &x, &y);
     let refusal = on_device.expect_err("it does not fit");
     assert!(refusal.out_of_memory().is_some(), "{refusal}");
     println!("on a device of {}: {refusal}", Bytes(LIMIT));
 
-    let at_home = train(Homes::Host, Some(LIMIT), &x, &y)?;
-    let with_room = train(Homes::Device, None, &x, &y)?;
-    for (home, room) in at_home.iter().zip(&with_room) {
-        println!("loss {:.6} at home, {:.6} on a device with room", home.loss, room.loss);
-        assert!((home.loss - room.loss).abs() < 1e-5 * room.loss);
+    let on_host = train(Offload::Host, Some(LIMIT), &x, &y)?;
+    let with_room = train(Offload::Device, None, &x, &y)?;
+    for (on_host, room) in on_host.iter().zip(&with_room) {
+        println!("loss {:.6} on the host, {:.6} on a device with room", on_host.loss, room.loss);
+        assert!((on_host.loss - room.loss).abs() < 1e-5 * room.loss);
     }
-    let peak = at_home.iter().flat_map(|step| step.peaks.iter().flatten()).max();
+    let peak = on_host.iter().flat_map(|step| step.peaks.iter().flatten()).max();
     println!("the device held {} at most", peak.expect("its account counts"));
     Ok(())
 }
@@ -48,7 +48,7 @@ fn layers() -> Layers {
 }
 
 /// A few steps, with a stage for each linear layer.
-fn train(homes: Homes, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result<Vec<Step>> {
+fn train(offload: Offload, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result<Vec<Step>> {
     tch::manual_seed(1);
     let device = Arena::new("device");
     device.set_limit(limit)?;
@@ -56,7 +56,7 @@ fn train(homes: Homes, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result<Vec
         .devices([DeviceSpec::cpu().arena(device)]) // or Device::Cuda(0)
         .schedule(Schedule::BreadthFirst { stages_per_device: BLOCKS })
         .balance([2; BLOCKS])
-        .homes(homes)
+        .offload(offload)
         .micro_batches(8)
         .build()?;
     let mut optimizer = pipe.optimizer(AdamW::new(1e-3))?;
@@ -71,7 +71,7 @@ fn step(
 ) -> Result<Step> {
     let step =
         pipe.backward(x, y, |out: Tensor, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)))?;
-    optimizer.step()?; // at home it returns at once: the update runs behind the next step
+    optimizer.step()?; // on the host it returns at once: the update runs behind the next step
     optimizer.zero_grad()?;
     Ok(step)
 }
