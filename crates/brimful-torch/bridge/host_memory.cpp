@@ -56,7 +56,7 @@ int32_t brimful_lent_bytes(
 }
 
 // Pins the pages in place. The memory must be unpinned before it is freed.
-int32_t brimful_lock_pages(void* memory, size_t bytes, int32_t device, char** message) noexcept {
+int32_t brimful_pin_pages(void* memory, size_t bytes, int32_t device, char** message) noexcept {
   return guarded(message, [&] {
     const auto on = brimful::device_of(device);
     at::globalContext().lazyInitDevice(on.type());
@@ -70,7 +70,7 @@ int32_t brimful_lock_pages(void* memory, size_t bytes, int32_t device, char** me
   });
 }
 
-int32_t brimful_unlock_pages(void* memory, char** message) noexcept {
+int32_t brimful_unpin_pages(void* memory, char** message) noexcept {
   return guarded(message, [&] {
     check(driver_function<int(void*)>("cuMemHostUnregister")(memory), "cuMemHostUnregister");
   });

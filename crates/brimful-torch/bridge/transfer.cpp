@@ -19,10 +19,10 @@ int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) 
 // Allocates host memory of the tensor's shape and dtype: contiguous, or channels last if the tensor is and
 // `keeps_order` is set.
 int32_t brimful_room_for(
-    const at::Tensor* tensor, bool page_locked, bool keeps_order, at::Tensor** out,
+    const at::Tensor* tensor, bool pinned, bool keeps_order, at::Tensor** out,
     char** message) noexcept {
   return guarded(message, [&] {
-    const auto options = at::device(at::kCPU).dtype(tensor->dtype()).pinned_memory(page_locked);
+    const auto options = at::device(at::kCPU).dtype(tensor->dtype()).pinned_memory(pinned);
     const auto format =
         keeps_order ? tensor->suggest_memory_format() : at::MemoryFormat::Contiguous;
     *out = new at::Tensor(at::empty(tensor->sizes(), options, format));

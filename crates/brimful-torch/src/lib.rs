@@ -25,7 +25,7 @@
 //! | [`projection`] | linear layers and embeddings whose gradients go directly into sums |
 //! | [`random`] | a generator's state, saved and restored; a thread-local generator |
 //! | [`rotary`] | rotary position embedding |
-//! | [`slab`] | pinned host buffers |
+//! | [`host_buffer`] | pinned host buffers |
 //! | [`split_backward`] | a backward in two parts: input gradients (dX), then weight gradients (dW) |
 //! | [`stream`], [`transfer`] | streams, events, asynchronous copies |
 //! | [`touched`] | memory that a piece of work reads and writes |
@@ -46,6 +46,7 @@ pub mod foreach;
 pub mod gradients;
 pub mod graph;
 pub mod host;
+pub mod host_buffer;
 pub mod kernels;
 pub mod layout;
 pub mod leaves;
@@ -62,7 +63,6 @@ pub mod projection;
 pub mod random;
 mod replaced;
 pub mod rotary;
-pub mod slab;
 pub mod split_backward;
 pub mod stream;
 pub mod threads;

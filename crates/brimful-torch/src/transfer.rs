@@ -34,13 +34,13 @@ pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
 /// # Errors
 /// As [`room_for`].
 pub fn room_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
-    let page_locked = tensor.device() != Device::Cpu && cuda::device_count() > 0;
-    room(tensor, page_locked, true)
+    let pinned = tensor.device() != Device::Cpu && cuda::device_count() > 0;
+    room(tensor, pinned, true)
 }
 
-fn room(tensor: &Tensor, page_locked: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
+fn room(tensor: &Tensor, pinned: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
     // SAFETY: the tensor is valid.
-    unsafe { ffi::brimful_room_for(raw(tensor), page_locked, keeps_order) }.map(owned)
+    unsafe { ffi::brimful_room_for(raw(tensor), pinned, keeps_order) }.map(owned)
 }
 
 /// Queues a copy of the data into another tensor on this thread's stream of the device that one of them is on.

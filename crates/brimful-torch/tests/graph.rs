@@ -197,7 +197,7 @@ fn a_capture_that_fails_in_a_shared_pool_leaves_the_pool_to_others() {
         // Pinned memory is allocated as before, also on the failed capture's stream.
         let _inside = aside.enter().expect("entered");
         let host = Tensor::ones([4], (Kind::Float, Device::Cpu));
-        drop(brimful_torch::transfer::pin(&host).expect("page-locked"));
+        drop(brimful_torch::transfer::pin(&host).expect("pinned"));
         let captured = capture_on(aside, &mut pool, || Ok(&x + 2.0));
         let (mut later, two) = captured.unwrap_or_else(|error| panic!("round {round}: {error}"));
         later.replay().expect("replayed");

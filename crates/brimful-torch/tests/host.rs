@@ -3,7 +3,7 @@
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
 use brimful_torch::host;
-use brimful_torch::slab::Slab;
+use brimful_torch::host_buffer::HostBuffer;
 use tch::{Device, Kind, Tensor};
 
 /// Returns the number of pages that the system has given this process so far: the tenth field of its statistics.
@@ -32,13 +32,13 @@ fn freed_blocks_are_used_again() {
 }
 
 #[test]
-fn a_slab_is_free_when_no_view_of_it_is_left() {
-    let slab = Slab::new(5000).expect("memory");
-    assert_eq!(slab.bytes().numel(), 8192, "whole pages");
-    assert_eq!(slab.bytes().data_ptr() as usize % 4096, 0);
-    assert!(slab.is_free());
-    let view = slab.bytes().narrow(0, 256, 80).view_dtype(Kind::Double).view([2, 5]);
-    assert!(!slab.is_free());
+fn a_host_buffer_is_free_when_no_view_of_it_is_left() {
+    let host_buffer = HostBuffer::new(5000).expect("memory");
+    assert_eq!(host_buffer.bytes().numel(), 8192, "whole pages");
+    assert_eq!(host_buffer.bytes().data_ptr() as usize % 4096, 0);
+    assert!(host_buffer.is_free());
+    let view = host_buffer.bytes().narrow(0, 256, 80).view_dtype(Kind::Double).view([2, 5]);
+    assert!(!host_buffer.is_free());
     drop(view);
-    assert!(slab.is_free() && !slab.is_locked());
+    assert!(host_buffer.is_free() && !host_buffer.is_pinned());
 }

@@ -30,7 +30,7 @@ pub(crate) struct Copies {
     /// One stream for each device that was copied from or to.
     streams: Arc<Mutex<Vec<Stream>>>,
     /// True if pinned memory of the caller was read.
-    reads_page_locked: Arc<AtomicBool>,
+    reads_pinned: Arc<AtomicBool>,
     /// Borrowers of tensors that are on this device already, which are lent, not copied.
     pub(crate) borrowers: Borrowers,
 }
@@ -55,7 +55,7 @@ impl Copies {
         Self {
             device,
             streams: Arc::default(),
-            reads_page_locked: Arc::default(),
+            reads_pinned: Arc::default(),
             borrowers: Borrowers::default(),
         }
     }
@@ -77,7 +77,7 @@ impl Copies {
         }
         let source = transfer::pin(tensor)?;
         if source.device() == Device::Cpu && source.data_ptr() == tensor.data_ptr() {
-            self.reads_page_locked.store(true, Ordering::Relaxed);
+            self.reads_pinned.store(true, Ordering::Relaxed);
         }
         let copy = transfer::send(&source, self.device)?;
         // The source's memory must not be reused before the copy is done.
@@ -119,7 +119,7 @@ impl Copies {
         for source in accelerators(tensors.map(Tensor::device)) {
             Stream::current(source)?.wait(&landed)?;
         }
-        if self.reads_page_locked.swap(false, Ordering::Relaxed) {
+        if self.reads_pinned.swap(false, Ordering::Relaxed) {
             landed.synchronize()?;
         }
         Ok(())

@@ -801,7 +801,7 @@ fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
                 assert!(end(bus, at, one) <= span.start + slack, "{}: {one:?}", span.action);
             }
         }
-        let mut in_slots: i32 = 0;
+        let mut in_buffers: i32 = 0;
         for span in &bus.moves {
             let Move { kind, stage, micro_batch, before } = span.moved;
             let came_from = match kind {
@@ -818,8 +818,8 @@ fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
                 _ => 0.0,
             };
             assert!(came_from <= span.start + slack, "{}", span.moved);
-            in_slots += i32::from(kind == MoveKind::Fetch) - i32::from(kind == MoveKind::Release);
-            assert!((0..=2).contains(&in_slots), "{}", span.moved);
+            in_buffers += i32::from(kind == MoveKind::Fetch) - i32::from(kind == MoveKind::Release);
+            assert!((0..=2).contains(&in_buffers), "{}", span.moved);
         }
     }
 }

@@ -237,7 +237,7 @@ fn as_many_stages_stay_as_real_steps_have_room_for() {
             let stage =
                 |j| PlannedStage { weights: weights(j), boundaries, recompute: Recompute::Always };
             let stages: Vec<_> = (0..s).map(stage).collect();
-            let row = PlanRow { stages, slots: 1, ..planned.clone() };
+            let row = PlanRow { stages, device_buffers: 1, ..planned.clone() };
             let stay = s - row.at_host();
             least[stay] = least[stay].min(case.peak(&row, kind, m));
         }

@@ -80,7 +80,7 @@ pub(crate) fn run(options: &MicroOptions) -> Result<()> {
         "cudnn_benchmark": cuda,
         "optimizer": "none",
         "batch_norm": "deferred; the loop's per micro-batch",
-        "host_batch": if cuda { "page-locked" } else { "pageable" },
+        "host_batch": if cuda { "pinned" } else { "pageable" },
     });
     let mut journal = Journal::begin("micro", device, &options.output, facts)?;
     let repeats = options.repeats as usize;

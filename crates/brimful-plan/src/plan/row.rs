@@ -32,7 +32,7 @@ pub struct PlanRow {
     /// Place and recomputation of each stage.
     pub stages: Vec<PlannedStage>,
     /// Number of device buffers for offloaded stages on each device.
-    pub slots: usize,
+    pub device_buffers: usize,
     /// Bytes of offloaded data in host memory.
     pub host_bytes: u64,
     /// Further bytes of host memory for early updates; 0 if the optimizer does not compute them.
@@ -55,7 +55,7 @@ impl PlanRow {
         let stages = balance.sizes().len();
         Self {
             stages: vec![PlannedStage::resident(choice.recompute); stages],
-            slots: 0,
+            device_buffers: 0,
             host_bytes: 0,
             ahead_bytes: 0,
             choice,

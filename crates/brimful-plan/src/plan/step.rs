@@ -40,7 +40,8 @@ impl PlannedStep {
         let costs = if row.at_host() > 0 { costs.with_offload() } else { costs };
         let costs = costs.stages(&row.balance, actions.placement());
         let locations: Vec<_> = row.stages.iter().map(|stage| stage.location()).collect();
-        let moves = Moves::new(&actions, &locations, row.slots).map_err(CostError::from)?;
+        let moves =
+            Moves::new(&actions, &locations, row.device_buffers).map_err(CostError::from)?;
         let simulation = match (moves.is_empty(), row.ahead_bytes) {
             (true, _) => simulate(&actions, &costs)?,
             (false, 0) => simulate_moves(&actions, &moves, &costs)?,

@@ -64,8 +64,8 @@ fn row(
         (ahead_bytes > 0).then(|| simulate_moves_ahead(actions, moves, &costs)).transpose()?;
     let step = ahead.as_ref().unwrap_or(&chosen.simulation);
     let row = PlanRow::new(choice, balance.clone(), step, &request.devices);
-    let (slots, host_bytes) = (moves.slots(), *host_bytes);
-    Ok(Some(PlanRow { stages: stages(&chosen), slots, host_bytes, ahead_bytes, ..row }))
+    let (device_buffers, host_bytes) = (moves.device_buffers(), *host_bytes);
+    Ok(Some(PlanRow { stages: stages(&chosen), device_buffers, host_bytes, ahead_bytes, ..row }))
 }
 
 /// Returns the pairs of stages that share parameters on one device; on different ones each has its own

@@ -19,16 +19,16 @@ fn told(list: &[Action], moves: &[Move]) -> String {
 }
 
 #[test]
-fn slots_are_for_the_stages_that_are_needed_next() {
+fn device_buffers_are_for_the_stages_that_are_needed_next() {
     let (host, device) = (StageLocation::HOST, StageLocation::DEVICE);
     let cases: [(&str, &[StageLocation], usize); 3] = [
         ("two_slots_fetch_the_next_stage_while_one_computes", &[host; 4], 2),
         ("one_slot_works_without_overlap", &[host; 3], 1),
         ("a_resident_stage_leaves_the_slots_to_others", &[host, device, host, host], 2),
     ];
-    for (name, locations, slots) in cases {
+    for (name, locations, device_buffers) in cases {
         let actions = breadth_first(locations.len(), 2, Recompute::Never);
-        let moves = Moves::new(&actions, locations, slots).unwrap();
+        let moves = Moves::new(&actions, locations, device_buffers).unwrap();
         insta::assert_snapshot!(name, told(&actions.lists()[0], moves.of(0)));
     }
 }
@@ -68,8 +68,8 @@ fn everything_on_the_device_moves_nothing() {
 #[test]
 fn what_cannot_be_made_is_said() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let refused = |locations: &[StageLocation], slots| {
-        Moves::new(&actions, locations, slots).unwrap_err().to_string()
+    let refused = |locations: &[StageLocation], device_buffers| {
+        Moves::new(&actions, locations, device_buffers).unwrap_err().to_string()
     };
     assert_eq!(
         refused(&[StageLocation::HOST; 2], 2),
@@ -77,7 +77,7 @@ fn what_cannot_be_made_is_said() {
     );
     assert_eq!(
         refused(&[StageLocation::HOST; 3], 0),
-        "stage 0 lives on the host, but the devices have no slot to fetch it into: give at least one"
+        "stage 0 lives on the host, but the devices have no buffer to fetch it into: give at least one"
     );
 }
 
@@ -99,7 +99,10 @@ fn broken_rules_are_named() {
     let first = |kind| good.iter().position(|one| one.kind == kind).unwrap();
     let remove = |kind| change(&|moves| moves.retain(|one| *one != good[first(kind)]));
     assert!(matches!(remove(MoveKind::Fetch), MoveRule::NotFetched(action) if action.stage.0 == 0));
-    assert!(matches!(remove(MoveKind::Release), MoveRule::SlotsFull { slots: 2, .. }));
+    assert!(matches!(
+        remove(MoveKind::Release),
+        MoveRule::DeviceBuffersFull { device_buffers: 2, .. }
+    ));
     assert!(matches!(remove(MoveKind::OffloadGradients), MoveRule::GradientsKept(StageId(2))));
     for kind in [MoveKind::BoundaryOut, MoveKind::GradientOut] {
         assert!(matches!(remove(kind), MoveRule::NothingToMove(_)), "{kind:?}");
@@ -142,15 +145,15 @@ proptest! {
 
     /// `new` validates its result, so an `Ok` is valid.
     #[test]
-    fn valid_for_every_schedule_location_and_number_of_slots(
-        schedule in schedule(), p in 1usize..=5, m in 1usize..=9, slots in 1usize..=4,
+    fn valid_for_every_schedule_location_and_number_of_device_buffers(
+        schedule in schedule(), p in 1usize..=5, m in 1usize..=9, device_buffers in 1usize..=4,
         recompute in prop::sample::select(Recompute::ALL.to_vec()),
         locations in prop::collection::vec(location(), 20),
     ) {
         let actions = schedule.actions(p, m, recompute).unwrap();
         let locations = &locations[..actions.stages()];
-        let moves = Moves::new(&actions, locations, slots).unwrap();
-        let evaluation = Moves::of_lists(&forwards(&actions), locations, slots).unwrap();
+        let moves = Moves::new(&actions, locations, device_buffers).unwrap();
+        let evaluation = Moves::of_lists(&forwards(&actions), locations, device_buffers).unwrap();
         let fetches = |moves: &Moves| moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::Fetch).count();
         let at_host = locations.iter().filter(|location| location.weights == Location::Host).count();
         prop_assert!(fetches(&moves) >= at_host && fetches(&evaluation) >= at_host);
@@ -158,19 +161,19 @@ proptest! {
         let sent = moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::OffloadGradients);
         prop_assert_eq!(sent.count(), trained);
         if let Schedule::BreadthFirst { stages_per_device: v } = schedule {
-            // Once forward and once back, except for those that are in slots in between.
-            let all = Moves::new(&actions, &vec![StageLocation::HOST; p * v], slots).unwrap();
-            prop_assert_eq!(fetches(&all), p * (2 * v - v.min(slots)));
+            // Once forward and once back, except for those that are in device buffers in between.
+            let all = Moves::new(&actions, &vec![StageLocation::HOST; p * v], device_buffers).unwrap();
+            prop_assert_eq!(fetches(&all), p * (2 * v - v.min(device_buffers)));
         }
     }
 
-    /// A fetch starts as soon as a slot is free: no slot stays free while a stage is needed.
+    /// A fetch starts as soon as a device buffer is free: no device buffer stays free while a stage is needed.
     #[test]
-    fn no_slot_waits_while_a_stage_is_needed(
-        schedule in schedule(), p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
+    fn no_device_buffer_waits_while_a_stage_is_needed(
+        schedule in schedule(), p in 1usize..=3, m in 1usize..=5, device_buffers in 1usize..=3,
     ) {
         let actions = schedule.actions(p, m, Recompute::Never).unwrap();
-        let moves = Moves::new(&actions, &vec![StageLocation::HOST; actions.stages()], slots).unwrap();
+        let moves = Moves::new(&actions, &vec![StageLocation::HOST; actions.stages()], device_buffers).unwrap();
         for (d, list) in actions.lists().iter().enumerate() {
             let mut inside = 0;
             for (at, _) in list.iter().enumerate() {
@@ -183,7 +186,7 @@ proptest! {
                 let mut ahead: Vec<_> = list[at..].iter().map(|action| action.stage).collect();
                 ahead.sort();
                 ahead.dedup();
-                prop_assert_eq!(inside, slots.min(ahead.len()).max(inside.min(slots)));
+                prop_assert_eq!(inside, device_buffers.min(ahead.len()).max(inside.min(device_buffers)));
             }
         }
     }
@@ -191,13 +194,13 @@ proptest! {
     /// Any change to valid moves is refused or leaves them valid; nothing panics.
     #[test]
     fn damage_never_panics(
-        schedule in schedule(), p in 1usize..=3, m in 1usize..=4, slots in 1usize..=3,
+        schedule in schedule(), p in 1usize..=3, m in 1usize..=4, device_buffers in 1usize..=3,
         locations in prop::collection::vec(location(), 12), at in any::<prop::sample::Index>(),
         to in any::<prop::sample::Index>(), how in 0u8..5,
     ) {
         let actions = schedule.actions(p, m, Recompute::Always).unwrap();
         let locations = &locations[..actions.stages()];
-        let mut moves = Moves::new(&actions, locations, slots).unwrap().lists().to_vec();
+        let mut moves = Moves::new(&actions, locations, device_buffers).unwrap().lists().to_vec();
         let device = at.index(moves.len());
         if moves[device].is_empty() {
             return Ok(());
@@ -211,7 +214,7 @@ proptest! {
             3 => moves[device][from].before += to + 1,
             _ => moves[device][from].stage.0 += to as u32 + 1,
         }
-        let result = Moves::given(actions.lists(), locations, slots, moves);
+        let result = Moves::given(actions.lists(), locations, device_buffers, moves);
         // Removing moves of a boundary is valid only if both of its moves are gone.
         prop_assert!(how > 1 || result.is_err());
     }

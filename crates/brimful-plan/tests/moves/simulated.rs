@@ -21,9 +21,9 @@ fn costs(stages: usize, bandwidth: f64) -> Costs {
     Costs { bus: BusCost::equal(bandwidth), ..Costs::equal(stages, stage) }
 }
 
-fn run(stages: usize, m: usize, slots: usize, bandwidth: f64) -> Simulation {
+fn run(stages: usize, m: usize, device_buffers: usize, bandwidth: f64) -> Simulation {
     let actions = breadth_first(stages, m, Recompute::Never);
-    let moves = Moves::new(&actions, &vec![StageLocation::HOST; stages], slots).unwrap();
+    let moves = Moves::new(&actions, &vec![StageLocation::HOST; stages], device_buffers).unwrap();
     simulate_moves(&actions, &moves, &costs(stages, bandwidth)).unwrap()
 }
 
@@ -34,7 +34,7 @@ fn fetches_hide_behind_compute_where_there_is_enough_of_it() {
     assert_eq!(run(4, 10, 2, 1.0).makespan(), 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
     // Half as many micro-batches: in the forward the link is the bottleneck, in the backward it is not.
     assert_eq!(run(4, 5, 2, 1.0).makespan(), 10.0 * 3.0 + 10.0 + 5.0 + 4.0 * 10.0 + 10.0);
-    // One slot: compute waits for each of the 4 + 3 fetches.
+    // One device buffer: compute waits for each of the 4 + 3 fetches.
     assert_eq!(run(4, 10, 1, 1.0).makespan(), 7.0 * 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
 }
 
@@ -66,13 +66,13 @@ fn both_directions_slow_each_other_down() {
 }
 
 #[test]
-fn slots_take_the_place_of_resident_weights() {
+fn device_buffers_take_the_place_of_resident_weights() {
     let resident = |stages: usize| {
         let actions = breadth_first(stages, 2, Recompute::Never);
         simulate(&actions, &costs(stages, 1.0)).unwrap().devices()[0].peak_bytes
     };
     assert_eq!(resident(8), 8 * 1_120);
-    // Two slots, the gradients of one stage, and those of the one before, however fast they reach the host.
+    // Two device buffers, the gradients of one stage, and those of the one before, however fast they reach the host.
     assert_eq!(run(8, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
     assert_eq!(run(16, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
     assert_eq!(run(8, 10, 1, f64::INFINITY).devices()[0].peak_bytes, 10 + 2 * 20);
@@ -89,7 +89,7 @@ fn boundaries_on_the_host_free_the_device() {
         simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
     };
     let peak = |boundaries, stages| peak_of(boundaries, stages, 4);
-    // Two slots, gradients, and the boundaries: all of them, or those of the stages that compute.
+    // Two device buffers, gradients, and the boundaries: all of them, or those of the stages that compute.
     assert!(peak(Location::Device, 8) > 7 * 4 * 1_000);
     assert_eq!(peak(Location::Host, 8), peak(Location::Host, 16));
     assert_eq!(peak_of(Location::Host, 8, 4), peak_of(Location::Host, 8, 16));
@@ -214,13 +214,13 @@ proptest! {
     /// Every action and every move happens, and no data are used before they arrive.
     #[test]
     fn every_step_comes_to_its_end(
-        which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
+        which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, device_buffers in 1usize..=3,
         locations in prop::collection::vec(location(), 12), bandwidth in 1u32..40, bytes in 0u64..50,
         recompute in prop::sample::select(Recompute::ALL.to_vec()),
     ) {
         let actions = Schedule::all(v)[which].actions(p, m, recompute).unwrap();
         let locations = &locations[..actions.stages()];
-        let moves = Moves::new(&actions, locations, slots).unwrap();
+        let moves = Moves::new(&actions, locations, device_buffers).unwrap();
         let mut costs = costs(actions.stages(), f64::from(bandwidth));
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = bytes);
         let step = simulate_moves(&actions, &moves, &costs).unwrap();

@@ -73,11 +73,11 @@ fn more_memory_never_makes_a_longer_step_and_what_fits_stays_on_the_device() {
 }
 
 #[test]
-fn one_slot_is_taken_where_two_are_too_many() {
+fn one_device_buffer_is_taken_where_two_are_too_many() {
     let costs = gpt();
     let mut fitting = (0..100).filter_map(|tenth| within(&costs, tenth * GB / 10).ok());
-    assert_eq!(fitting.next().unwrap().moves.slots(), 1);
-    assert!(fitting.any(|choice| choice.moves.slots() == 2));
+    assert_eq!(fitting.next().unwrap().moves.device_buffers(), 1);
+    assert!(fitting.any(|choice| choice.moves.device_buffers() == 2));
 }
 
 #[test]
@@ -86,7 +86,7 @@ fn nothing_that_fits_is_said_with_numbers() {
     costs.stages[7].fetched_bytes *= 4;
     assert_eq!(
         within(&costs, GB / 10).unwrap_err().to_string(),
-        "device 0 needs 1.10 GiB and has 95.4 MiB, with one slot for offloaded weights, everything recomputed \
+        "device 0 needs 1.10 GiB and has 95.4 MiB, with one device buffer for offloaded weights, everything recomputed \
          and boundaries on the host: stage 7 is its largest; cut it finer, or use smaller micro-batches"
     );
     let request = OffloadRequest {
@@ -156,8 +156,8 @@ fn brute_force(costs: &Costs, m: usize, memory: u64, locations: &[Location]) -> 
             trained: true,
         };
         let locations: Vec<_> = (0..s).map(location).collect();
-        for slots in 1..=2 {
-            let moves = Moves::new(&actions, &locations, slots).unwrap();
+        for device_buffers in 1..=2 {
+            let moves = Moves::new(&actions, &locations, device_buffers).unwrap();
             let step = simulate_moves(&actions, &moves, costs).unwrap();
             if step.devices()[0].peak_bytes <= memory {
                 best = Some(best.map_or(step.makespan(), |best| best.min(step.makespan())));

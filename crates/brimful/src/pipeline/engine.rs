@@ -279,7 +279,7 @@ impl Pipeline {
                 true => {
                     let recompute = |stage| self.recompute_of(stage, Recompute::Always);
                     let listed = listed.in_two_phases(recompute)?;
-                    check_offloaded_graphs(&listed, &self.locations, self.slots)?;
+                    check_offloaded_graphs(&listed, &self.locations, self.device_buffers)?;
                     Arc::new(listed)
                 }
                 false => listed,

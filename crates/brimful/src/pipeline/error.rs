@@ -58,8 +58,8 @@ pub enum PipelineError {
     /// Backward of an offloaded stage through a graph that was made before its weights left.
     #[error(
         "{action} goes back through a graph that looks at stage {}'s weights on device {device}, but that has room for \
-         {slots} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
-         breadth-first, or let at most {slots} stages of a device live on the host",
+         {device_buffers} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
+         breadth-first, or let at most {device_buffers} stages of a device live on the host",
         action.stage,
         remade(*action)
     )]
@@ -69,7 +69,7 @@ pub enum PipelineError {
         /// The device, counted from 0.
         device: usize,
         /// Number of device buffers for offloaded stages.
-        slots: usize,
+        device_buffers: usize,
     },
     /// Backward of an offloaded stage whose weights have left, noticed when it is about to run.
     #[error(

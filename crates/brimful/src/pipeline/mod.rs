@@ -96,7 +96,7 @@ pub struct Pipeline {
     meet: bool,
     /// Device or host for each stage, and the number of device buffers for offloaded stages.
     locations: Vec<StageLocation>,
-    slots: usize,
+    device_buffers: usize,
     /// Lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
     /// Forward that waits for its backward.
@@ -185,7 +185,7 @@ impl Pipeline {
                 self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
             }
         };
-        check_offloaded_graphs(&made, &self.locations, self.slots)?;
+        check_offloaded_graphs(&made, &self.locations, self.device_buffers)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)

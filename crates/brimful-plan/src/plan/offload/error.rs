@@ -15,7 +15,7 @@ pub enum OffloadError {
         "device {device} needs {} and has {}, with {} everything recomputed and boundaries on the host: \
          stage {stage} is its largest; cut it finer, or use smaller micro-batches",
         Bytes(*.needed), Bytes(*.memory),
-        if *.fetched { "one slot for offloaded weights," } else { "the weights on the device," }
+        if *.fetched { "one device buffer for offloaded weights," } else { "the weights on the device," }
     )]
     DeviceTooSmall {
         /// Number of the device.

@@ -20,7 +20,7 @@ const CHANGES: usize = 150;
 const ROUNDING: f64 = 1.0 - 1e-9;
 
 /// Numbers of device buffers to compare: two hide the fetches, one needs less memory.
-const SLOTS: [usize; 2] = [2, 1];
+const DEVICE_BUFFERS: [usize; 2] = [2, 1];
 
 /// Prices of a byte in host memory, as parts of the step's time for all of them, for a host that is too
 /// small for the shortest step: from little to more than anything else.
@@ -52,7 +52,8 @@ impl<'a> Search<'a> {
         let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
         request.costs.check(actions.stages())?;
         let all_at_host = vec![StageLocation::HOST; actions.stages()];
-        let moves = Moves::new(&actions, &all_at_host, SLOTS[0]).map_err(CostError::from)?;
+        let moves =
+            Moves::new(&actions, &all_at_host, DEVICE_BUFFERS[0]).map_err(CostError::from)?;
         let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
         Ok(Self { request, placement: actions.placement().to_vec(), offers })
     }
@@ -65,7 +66,8 @@ impl<'a> Search<'a> {
                 return Ok(all.choice);
             }
         }
-        let [two, one] = SLOTS.map(|slots| self.with_slots(slots));
+        let [two, one] =
+            DEVICE_BUFFERS.map(|device_buffers| self.with_device_buffers(device_buffers));
         match (two, one) {
             // If memory is scarce, the second buffer's bytes can be worth more elsewhere.
             (Ok(two), Ok(one)) if self.rank(&one, 0.0) < self.rank(&two, 0.0) => Ok(one.choice),
@@ -74,10 +76,10 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn with_slots(&self, slots: usize) -> Result<Tried, OffloadError> {
+    fn with_device_buffers(&self, device_buffers: usize) -> Result<Tried, OffloadError> {
         let last = |offers: &Vec<WayOffer>| offers.last().map_or(0, |(number, _)| *number);
         let leanest = self.offers.iter().map(last).collect();
-        let leanest = self.simulated(leanest, slots)?;
+        let leanest = self.simulated(leanest, device_buffers)?;
         match self.device_over(&leanest.choice) {
             Some(error) => Err(error),
             None => self.beyond_leanest(&leanest),
@@ -105,7 +107,7 @@ impl<'a> Search<'a> {
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
             let Some(ways) = self.picked(&rooms, price) else { break };
-            let tried = self.simulated(ways, leanest.choice.moves.slots())?;
+            let tried = self.simulated(ways, leanest.choice.moves.device_buffers())?;
             for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
                 *room = room.saturating_add_signed(used);
             }
@@ -141,7 +143,7 @@ impl<'a> Search<'a> {
     fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, OffloadError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
-            let tried = self.simulated(ways, best.choice.moves.slots())?;
+            let tried = self.simulated(ways, best.choice.moves.device_buffers())?;
             let is_shorter = self.rank(&tried, 0.0) < self.rank(best, 0.0) * ROUNDING;
             if is_shorter && self.over(&tried.choice).is_none() {
                 return Ok(Some(tried));
@@ -245,7 +247,7 @@ impl<'a> Search<'a> {
         ways
     }
 
-    fn simulated(&self, ways: Ways, slots: usize) -> Result<Tried, OffloadError> {
+    fn simulated(&self, ways: Ways, device_buffers: usize) -> Result<Tried, OffloadError> {
         let ways = self.together(ways);
         let OffloadRequest { costs, schedule, micro_batches, .. } = *self.request;
         let devices = self.request.memory.len();
@@ -258,7 +260,7 @@ impl<'a> Search<'a> {
         let locations: Vec<_> = (0..ways.len()).map(|j| chosen(j).location()).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
-        let moves = Moves::new(&actions, &locations, slots).map_err(CostError::from)?;
+        let moves = Moves::new(&actions, &locations, device_buffers).map_err(CostError::from)?;
         let simulation = simulate_moves(&actions, &moves, costs)?;
         let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
         let host_bytes = host.fold(0, u64::saturating_add);

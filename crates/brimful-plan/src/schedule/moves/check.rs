@@ -12,7 +12,7 @@ use super::{Location, Move, MoveKind, Moved, StageLocation};
 pub(super) fn numbers(
     lists: &[Vec<Action>],
     locations: &[StageLocation],
-    slots: usize,
+    device_buffers: usize,
 ) -> Result<(), MoveError> {
     let last = lists.iter().flatten().map(|action| action.stage.index()).max();
     let needed = last.map_or(0, |last| last + 1);
@@ -21,8 +21,8 @@ pub(super) fn numbers(
         return Err(MoveError::WrongStages { given: locations.len(), needed });
     }
     let at_host = locations.iter().position(|location| location.weights == Location::Host);
-    match at_host.filter(|_| slots == 0) {
-        Some(j) => Err(MoveError::NoSlot { stage: StageId::at(j) }),
+    match at_host.filter(|_| device_buffers == 0) {
+        Some(j) => Err(MoveError::NoDeviceBuffer { stage: StageId::at(j) }),
         None => Ok(()),
     }
 }
@@ -32,12 +32,12 @@ pub(super) fn list(
     list: &[Action],
     moves: &[Move],
     locations: &[StageLocation],
-    slots: usize,
+    device_buffers: usize,
 ) -> Result<(), MoveRule> {
     in_order(moves, list.len())?;
     let mut device = MovingState {
         locations,
-        slots,
+        device_buffers,
         waiting: waiting(list, locations),
         ..MovingState::default()
     };
@@ -68,10 +68,10 @@ fn in_order(moves: &[Move], end: usize) -> Result<(), MoveRule> {
 #[derive(Default)]
 struct MovingState<'a> {
     locations: &'a [StageLocation],
-    slots: usize,
+    device_buffers: usize,
     /// Stages of this device.
     stages: BTreeSet<StageId>,
-    in_slots: BTreeSet<StageId>,
+    in_buffers: BTreeSet<StageId>,
     /// Stages with gradients to send to the host, and those already sent.
     summed: BTreeSet<StageId>,
     sent: BTreeMap<StageId, Move>,
@@ -99,7 +99,7 @@ impl MovingState<'_> {
         }
         match one.kind {
             MoveKind::Fetch => self.fetch(one),
-            MoveKind::Release if self.in_slots.remove(&one.stage) => Ok(()),
+            MoveKind::Release if self.in_buffers.remove(&one.stage) => Ok(()),
             MoveKind::Release => Err(MoveRule::NothingToRelease(one)),
             MoveKind::OffloadGradients if self.summed.remove(&one.stage) => {
                 self.sent.insert(one.stage, one);
@@ -136,20 +136,20 @@ impl MovingState<'_> {
     }
 
     fn fetch(&mut self, fetch: Move) -> Result<(), MoveRule> {
-        if self.in_slots.contains(&fetch.stage) {
+        if self.in_buffers.contains(&fetch.stage) {
             return Err(MoveRule::FetchedTwice(fetch));
         }
-        if self.in_slots.len() == self.slots {
-            return Err(MoveRule::SlotsFull { fetch, slots: self.slots });
+        if self.in_buffers.len() == self.device_buffers {
+            return Err(MoveRule::DeviceBuffersFull { fetch, device_buffers: self.device_buffers });
         }
-        self.in_slots.insert(fetch.stage);
+        self.in_buffers.insert(fetch.stage);
         Ok(())
     }
 
     fn run(&mut self, action: Action) -> Result<(), MoveRule> {
         let stage = action.stage;
         let location = self.locations[stage.index()];
-        if location.weights == Location::Host && !self.in_slots.contains(&stage) {
+        if location.weights == Location::Host && !self.in_buffers.contains(&stage) {
             return Err(MoveRule::NotFetched(action));
         }
         if self.lacks(action) {
@@ -221,7 +221,7 @@ impl MovingState<'_> {
                 return Err(MoveRule::BoundaryKept(*action));
             }
         }
-        if let Some(&stage) = self.in_slots.first() {
+        if let Some(&stage) = self.in_buffers.first() {
             return Err(MoveRule::NeverReleased(stage));
         }
         self.summed.first().map_or(Ok(()), |&stage| Err(MoveRule::GradientsKept(stage)))

@@ -31,9 +31,9 @@ pub enum MoveError {
     },
     /// No device buffer to fetch weights into.
     #[error(
-        "stage {stage} lives on the host, but the devices have no slot to fetch it into: give at least one"
+        "stage {stage} lives on the host, but the devices have no buffer to fetch it into: give at least one"
     )]
-    NoSlot {
+    NoDeviceBuffer {
         /// First stage that is offloaded.
         stage: StageId,
     },
@@ -64,12 +64,14 @@ pub enum MoveRule {
     #[error("{0} fetches what is there already: leave it out")]
     FetchedTwice(Move),
     /// Stages in device buffers are at most as many as the buffers.
-    #[error("{fetch} needs a slot, but all {slots} are taken: release a stage before")]
-    SlotsFull {
+    #[error(
+        "{fetch} needs a device buffer, but all {device_buffers} are taken: release a stage before"
+    )]
+    DeviceBuffersFull {
         /// Fetch without a buffer.
         fetch: Move,
         /// Number of buffers.
-        slots: usize,
+        device_buffers: usize,
     },
     /// Only a fetched stage can be released.
     #[error("{0} releases what is not there: leave it out")]

@@ -1,7 +1,7 @@
 //! Memory of a device while actions and moves are played.
 //!
 //! ```text
-//! slots         as large as the largest offloaded stage, all the time
+//! buffers       as large as the largest offloaded stage, all the time
 //! sums          of an offloaded stage, from its first backward until the next stage's sums are sent
 //! boundary      from its creation or arrival until the backward, except while it is offloaded
 //! its gradient  from its creation or arrival until the backward that takes it, except while it is offloaded
@@ -186,6 +186,6 @@ fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: Device
             Location::Host => fetched.push(u128::from(cost.fetched_bytes)),
         }
     }
-    let slots = moves.slots().min(fetched.len());
-    resident + slots as u128 * fetched.into_iter().max().unwrap_or(0)
+    let device_buffers = moves.device_buffers().min(fetched.len());
+    resident + device_buffers as u128 * fetched.into_iter().max().unwrap_or(0)
 }

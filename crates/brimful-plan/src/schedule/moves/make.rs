@@ -6,8 +6,12 @@ use super::super::{Action, ActionKind, MicroBatchId, StageId};
 use super::{Location, Move, MoveKind, Moved, StageLocation};
 
 /// Returns the moves of a list, in the order in which they start.
-pub(super) fn moves(list: &[Action], locations: &[StageLocation], slots: usize) -> Vec<Move> {
-    let mut moves = weights(list, locations, slots);
+pub(super) fn moves(
+    list: &[Action],
+    locations: &[StageLocation],
+    device_buffers: usize,
+) -> Vec<Move> {
+    let mut moves = weights(list, locations, device_buffers);
     moves.extend(gradients(list, locations));
     moves.extend(boundaries(list, locations));
     // Stable: fetches that start together keep the order in which they are needed.
@@ -25,13 +29,13 @@ struct Visit {
 /// Makes fetches and releases: after each visit the device buffers belong to the stages that are needed
 /// next, as many as there are buffers. Stages already in a buffer stay. So a released stage is always
 /// needed later than those fetched, which no other choice can better.
-fn weights(list: &[Action], locations: &[StageLocation], slots: usize) -> Vec<Move> {
+fn weights(list: &[Action], locations: &[StageLocation], device_buffers: usize) -> Vec<Move> {
     let visits = visits(list, locations);
     let mut moves = Vec::new();
     let mut present: Vec<StageId> = Vec::new();
     for next in 0..=visits.len() {
         let before = next.checked_sub(1).map_or(0, |last| visits[last].end);
-        let wanted = needed_next(&visits[next..], slots);
+        let wanted = needed_next(&visits[next..], device_buffers);
         let weights =
             |kind| move |&stage: &StageId| Move { kind, stage, micro_batch: None, before };
         let leave = present.iter().filter(|stage| !wanted.contains(stage));
@@ -57,11 +61,11 @@ fn visits(list: &[Action], locations: &[StageLocation]) -> Vec<Visit> {
     visits
 }
 
-/// Returns the stages of the next visits, each once, at most `slots` of them.
-fn needed_next(visits: &[Visit], slots: usize) -> Vec<StageId> {
+/// Returns the stages of the next visits, each once, at most `device_buffers` of them.
+fn needed_next(visits: &[Visit], device_buffers: usize) -> Vec<StageId> {
     let mut stages = Vec::new();
     for visit in visits {
-        if stages.len() == slots {
+        if stages.len() == device_buffers {
             break;
         }
         if !stages.contains(&visit.stage) {

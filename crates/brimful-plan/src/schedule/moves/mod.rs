@@ -1,14 +1,14 @@
 //! Moves between a device and host memory during a step: offloaded weights, their gradients, and
 //! boundaries.
 //!
-//! A device has a few *slots* (device buffers), each as large as its largest offloaded stage. A stage's
-//! weights are fetched into a slot as soon as one is free, and stay until other weights are needed sooner.
-//! So with two slots, one stage computes while the next one's weights are in flight:
+//! A device has a few *device buffers*, each as large as its largest offloaded stage. A stage's
+//! weights are fetched into a device buffer as soon as one is free, and stay until other weights are needed sooner.
+//! So with two device buffers, one stage computes while the next one's weights are in flight:
 //!
 //! ```text
 //! actions   0F0 0F1 1F0 1F1 2F0 2F1 2B1 2B0 1B1 1B0 0B1 0B0
-//! slot 1    0────── 2────────────────────── 0──────────────
-//! slot 2    1──────────────────────────────────────
+//! buffer 1  0────── 2────────────────────── 0──────────────
+//! buffer 2  1──────────────────────────────────────
 //! ```
 //!
 //! Moves are data, like actions: the list that is executed is the one that is validated, simulated and
@@ -188,7 +188,7 @@ impl Moved {
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;
 /// let moves = Moves::new(&actions, &[StageLocation::HOST; 8], 2)?;
-/// // Once forward and once back, except for the two that are in slots in between.
+/// // Once forward and once back, except for the two that are in device buffers in between.
 /// let fetches = moves.of(0).iter().filter(|one| one.kind == MoveKind::Fetch);
 /// assert_eq!(fetches.count(), 8 + 6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -197,21 +197,21 @@ impl Moved {
 pub struct Moves {
     lists: Vec<Vec<Move>>,
     locations: Vec<StageLocation>,
-    slots: usize,
+    device_buffers: usize,
 }
 
 impl Moves {
-    /// Makes the moves of a training step. `locations` has one element for each stage; every device has `slots`
+    /// Makes the moves of a training step. `locations` has one element for each stage; every device has `device_buffers`
     /// device buffers: with one, nothing overlaps; more than two help if fetches are uneven.
     ///
     /// # Errors
-    /// If `locations` does not match the schedule's stages, or there is no slot.
+    /// If `locations` does not match the schedule's stages, or there is no device buffer.
     pub fn new(
         actions: &Actions,
         locations: &[StageLocation],
-        slots: usize,
+        device_buffers: usize,
     ) -> Result<Self, MoveError> {
-        Self::of_lists(actions.lists(), locations, slots)
+        Self::of_lists(actions.lists(), locations, device_buffers)
     }
 
     /// Makes the moves of lists that are a part of a schedule's: for instance the forwards of an
@@ -222,18 +222,18 @@ impl Moves {
     pub fn of_lists(
         lists: &[Vec<Action>],
         locations: &[StageLocation],
-        slots: usize,
+        device_buffers: usize,
     ) -> Result<Self, MoveError> {
-        check::numbers(lists, locations, slots)?;
-        let moves = lists.iter().map(|list| make::moves(list, locations, slots)).collect();
-        Self::given(lists, locations, slots, moves)
+        check::numbers(lists, locations, device_buffers)?;
+        let moves = lists.iter().map(|list| make::moves(list, locations, device_buffers)).collect();
+        Self::given(lists, locations, device_buffers, moves)
     }
 
     /// Takes custom moves, a list for each device in the order in which they start, and checks that:
     ///
     /// 1. an offloaded stage is used only between its fetch and its release, and every fetched stage is
     ///    released;
-    /// 2. there are never more stages in slots than slots;
+    /// 2. there are never more stages in device buffers than device buffers;
     /// 3. gradients are sent to the host once, after their stage's last backward, if an offloaded stage is
     ///    trained;
     /// 4. an offloaded boundary is sent after the forward that makes it, and its gradient after the
@@ -244,18 +244,18 @@ impl Moves {
     pub fn given(
         lists: &[Vec<Action>],
         locations: &[StageLocation],
-        slots: usize,
+        device_buffers: usize,
         moves: Vec<Vec<Move>>,
     ) -> Result<Self, MoveError> {
-        check::numbers(lists, locations, slots)?;
+        check::numbers(lists, locations, device_buffers)?;
         if moves.len() != lists.len() {
             return Err(MoveError::WrongDevices { given: moves.len(), needed: lists.len() });
         }
         for (d, (list, moves)) in lists.iter().zip(&moves).enumerate() {
-            check::list(list, moves, locations, slots)
+            check::list(list, moves, locations, device_buffers)
                 .map_err(|rule| MoveError::Broken { device: DeviceId::at(d), rule })?;
         }
-        Ok(Self { lists: moves, locations: locations.to_vec(), slots })
+        Ok(Self { lists: moves, locations: locations.to_vec(), device_buffers })
     }
 
     /// Returns the moves of a device, in the order in which they start; empty if there is no such device.
@@ -278,8 +278,8 @@ impl Moves {
 
     /// Returns the number of device buffers for offloaded stages.
     #[must_use]
-    pub fn slots(&self) -> usize {
-        self.slots
+    pub fn device_buffers(&self) -> usize {
+        self.device_buffers
     }
 
     /// Whether there are no moves.

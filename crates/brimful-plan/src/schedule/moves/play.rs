@@ -31,7 +31,12 @@ pub fn simulate_moves(
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
     // Moves of other lists could stop this one before its end.
-    Moves::given(actions.lists(), moves.locations(), moves.slots(), moves.lists().to_vec())?;
+    Moves::given(
+        actions.lists(),
+        moves.locations(),
+        moves.device_buffers(),
+        moves.lists().to_vec(),
+    )?;
     let devices = Player::new(actions, moves, costs).run()?;
     let last_end = |device: &DevicePlay| {
         let action = device.spans.last().map_or(0.0, |span| span.end);

@@ -18,7 +18,7 @@ use crate::layout::{Arrangement, Layout, has_channels};
 use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::offload::SLOTS;
+use crate::pipeline::offload::DEVICE_BUFFERS;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
@@ -49,7 +49,7 @@ pub struct Builder {
     offload: Offload,
     /// Device or host for each stage's boundaries, if a plan sets it.
     boundaries: Vec<Location>,
-    slots: usize,
+    device_buffers: usize,
     pub(super) host: Option<Arena>,
     non_finite: NonFinite,
     pub(super) world: World,
@@ -73,7 +73,7 @@ impl Builder {
             kind: Kind::Float,
             offload: Offload::default(),
             boundaries: Vec::new(),
-            slots: SLOTS,
+            device_buffers: DEVICE_BUFFERS,
             host: None,
             non_finite: NonFinite::default(),
             world: World::alone(),
@@ -151,8 +151,13 @@ impl Builder {
         let (balance, recipe) = ((&row.balance).into(), row.recipe.clone());
         let recompute_each = row.stages.iter().map(|stage| stage.recompute).collect();
         let boundaries = row.stages.iter().map(|stage| stage.boundaries).collect();
-        let of_stages =
-            Self { recompute_each, offload: row.into(), boundaries, slots: row.slots, ..self };
+        let of_stages = Self {
+            recompute_each,
+            offload: row.into(),
+            boundaries,
+            device_buffers: row.device_buffers,
+            ..self
+        };
         let size = Size::Count(micro_batches);
         Self { balance, schedule, recipe, size, recompute, ..of_stages }
     }
@@ -167,7 +172,12 @@ impl Builder {
     ///
     /// An offloaded stage computes on its device: see [`Offload`].
     pub fn offload(self, offload: impl Into<Offload>) -> Self {
-        Self { offload: offload.into(), boundaries: Vec::new(), slots: SLOTS, ..self }
+        Self {
+            offload: offload.into(),
+            boundaries: Vec::new(),
+            device_buffers: DEVICE_BUFFERS,
+            ..self
+        }
     }
 
     /// Sets the arena that offloaded stages are charged to, if the device is a CPU.
@@ -238,7 +248,7 @@ impl Builder {
             meet,
             recompute_each: self.recompute_each,
             locations,
-            slots: self.slots,
+            device_buffers: self.device_buffers,
             actions: HashMap::new(),
             open: None,
             forwards: 0,
@@ -255,7 +265,7 @@ impl Builder {
             kind: self.kind,
             non_finite: self.non_finite,
             locations: locations.to_vec(),
-            slots: self.slots,
+            device_buffers: self.device_buffers,
             host: self.host.clone(),
         }
     }
@@ -316,7 +326,9 @@ impl Builder {
             None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
         };
         // A number of micro-batches that no schedule takes matters only once a mini-batch has it.
-        listed.map_or(Ok(()), |listed| check_offloaded_graphs(&listed, locations, self.slots))
+        listed.map_or(Ok(()), |listed| {
+            check_offloaded_graphs(&listed, locations, self.device_buffers)
+        })
     }
 
     /// Returns this rank's devices, and the settings that must be equal on all ranks.
@@ -327,10 +339,10 @@ impl Builder {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let Self { schedule, recompute, recompute_each, kind, offload, size, replicas, .. } = self;
-        let Self { slots, boundaries, .. } = self;
+        let Self { device_buffers, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with room for {slots} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with room for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))

@@ -82,12 +82,12 @@ pub(super) fn bring_together(
 pub(crate) fn check_offloaded_graphs(
     actions: &Actions,
     locations: &[StageLocation],
-    slots: usize,
+    device_buffers: usize,
 ) -> Result<()> {
     if locations.iter().all(|location| location.weights == Location::Device) {
         return Ok(());
     }
-    let moves = Moves::new(actions, locations, slots)?;
+    let moves = Moves::new(actions, locations, device_buffers)?;
     for (device, list) in actions.lists().iter().enumerate() {
         let mut leaving = moves.of(device).iter().filter(|one| one.kind == MoveKind::Release);
         let mut left: Vec<usize> = vec![0; locations.len()];
@@ -102,7 +102,8 @@ pub(crate) fn check_offloaded_graphs(
             match action.kind {
                 ActionKind::Forward | ActionKind::Recompute => drop(made.insert(graph, now)),
                 _ if made.get(&graph) != Some(&now) => {
-                    let error = PipelineError::GraphOutlivesWeights { action, device, slots };
+                    let error =
+                        PipelineError::GraphOutlivesWeights { action, device, device_buffers };
                     return Err(error.into());
                 }
                 _ => {}

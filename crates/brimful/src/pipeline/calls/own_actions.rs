@@ -35,7 +35,7 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        check_offloaded_graphs(&actions, &self.locations, self.slots)?;
+        check_offloaded_graphs(&actions, &self.locations, self.device_buffers)?;
         // Lists are found by their number of micro-batches: with another size, this one would not run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));

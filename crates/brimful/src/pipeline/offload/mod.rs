@@ -12,7 +12,7 @@
 //! stage is on the device it is the device buffer's, and a step uses it like any other parameter. Between
 //! steps, and after one that failed, every offloaded parameter is on the host.
 
-mod slots;
+mod device_buffers;
 mod speed;
 mod stage;
 mod update;
@@ -33,10 +33,10 @@ use crate::batch::tensor_bytes;
 use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
 use crate::pipeline::run::{MoveClock, RestingPlace};
 use crate::schedule::{Awaited, Move};
-use slots::Slots;
+use device_buffers::DeviceBuffers;
 
 /// Default number of device buffers: one stage computes while the next one's weights arrive.
-pub(crate) const SLOTS: usize = 2;
+pub(crate) const DEVICE_BUFFERS: usize = 2;
 
 /// Offloaded stages of a worker.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub(crate) struct OffloadedStages {
     memory: HostMemory,
     /// By place among the worker's stages; none for stages that stay on the device.
     stages: Vec<Option<OffloadedStage>>,
-    slots: Slots,
+    device_buffers: DeviceBuffers,
     /// Stages whose last update must finish before their weights are fetched.
     late: Vec<(usize, Move)>,
     /// Device-to-host staging for gradients and boundaries.
@@ -94,14 +94,14 @@ impl OffloadedStages {
     pub(crate) fn new(
         stages: Vec<Option<OffloadedStage>>,
         memory: HostMemory,
-        slots: usize,
+        device_buffers: usize,
     ) -> Result<Option<Self>> {
-        let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
+        let Some(largest) = stages.iter().flatten().map(|stage| stage.buffer_bytes).max() else {
             return Ok(None);
         };
-        let slots = slots.min(stages.iter().flatten().count());
+        let device_buffers = device_buffers.min(stages.iter().flatten().count());
         Ok(Some(Self {
-            slots: Slots::new(memory.device, slots, largest)?,
+            device_buffers: DeviceBuffers::new(memory.device, device_buffers, largest)?,
             outward: RestingPlace::new(memory.device, memory.arena.clone())?,
             late: Vec::new(),
             places: Vec::new(),
@@ -138,8 +138,8 @@ impl OffloadedStages {
     }
 
     /// Number of device buffers.
-    pub(crate) fn slots(&self) -> usize {
-        self.slots.count
+    pub(crate) fn device_buffers(&self) -> usize {
+        self.device_buffers.count
     }
 
     /// Begins a step that sums the gradients of these parameters, all of which are on the host.
@@ -183,36 +183,36 @@ impl OffloadedStages {
 
     fn bring(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         let stage = self.stages[at].as_ref();
-        stage.map_or(Ok(()), |stage| self.slots.fetch(at, stage, one, clock))
+        stage.map_or(Ok(()), |stage| self.device_buffers.fetch(at, stage, one, clock))
     }
 
     /// Points a stage's parameters to its device buffer, and makes this thread's work wait for the weights.
     /// Fetches them first, as this transfer, if no buffer holds them.
     pub(crate) fn enter(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         self.fetch_late(clock)?;
-        if self.stages[at].is_none() || self.slots.is_current(at) {
+        if self.stages[at].is_none() || self.device_buffers.is_current(at) {
             return Ok(());
         }
         // Either the fetch is late, or the list of transfers was interrupted: a loss on all outputs sends
         // every stage to the host between forward and backward. In both cases a buffer is free, because
         // fewer stages are on the device than the list assumes, and the list never needs more buffers than
         // there are.
-        if !self.slots.has(at) {
+        if !self.device_buffers.has(at) {
             self.fetch_now(at, one, clock)?;
         }
         let Some(stage) = &self.stages[at] else { return Ok(()) };
-        self.slots.enter(at, stage, clock)
+        self.device_buffers.enter(at, stage, clock)
     }
 
     /// Returns the number of the fetch that brought a stage's weights to the device; none if the stage is
     /// not in a device buffer.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
-        self.slots.generation(at)
+        self.device_buffers.generation(at)
     }
 
     /// Frees a stage's device buffer.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
-        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))?;
+        self.stages[at].as_ref().map_or(Ok(()), |stage| self.device_buffers.release(at, stage))?;
         self.give_gradients(|stage| stage == at);
         Ok(())
     }
@@ -398,7 +398,7 @@ impl OffloadedStages {
     /// Moves every parameter to the host, whatever was under way.
     pub(crate) fn offload_all(&mut self) -> Result<()> {
         self.late.clear();
-        self.slots.leave_all(&self.stages)
+        self.device_buffers.leave_all(&self.stages)
     }
 
     /// Drops the gradients that a failed step left.

@@ -1,7 +1,7 @@
 //! Offloaded stage: the places of its variables in host memory, in a device buffer, and among gradients.
 
 use brimful_torch::host;
-use brimful_torch::slab::Slab;
+use brimful_torch::host_buffer::HostBuffer;
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
@@ -21,7 +21,7 @@ pub(crate) struct OffloadedVariable {
     tensor: Tensor,
     on_host: Tensor,
     /// Offset of its bytes in its stage's device buffer.
-    in_slot: usize,
+    offset: usize,
 }
 
 /// Appends so many numbers to a buffer that ends at this byte, and returns their offset.
@@ -38,13 +38,13 @@ pub(crate) struct OffloadedStage {
     /// earlier stage.
     variables: Vec<OffloadedVariable>,
     /// Host buffer of the stage's own variables, which are copied in one piece.
-    weights: Slab,
+    weights: HostBuffer,
     own: usize,
     /// Bytes of a device buffer that this stage needs.
-    pub(crate) slot_bytes: usize,
+    pub(crate) buffer_bytes: usize,
     /// Host buffers of gradients: one a group of loss terms, more while the gradients of an earlier step
     /// are in use. Frozen parameters take no space.
-    gradients: Vec<Slab>,
+    gradients: Vec<HostBuffer>,
 }
 
 impl OffloadedStage {
@@ -62,25 +62,25 @@ impl OffloadedStage {
             let kind = if tensor.is_floating_point() { kind } else { tensor.kind() };
             laid_out.push((name, after(&mut end, tensor.numel(), kind), kind, tensor));
         }
-        let weights = memory.slab(end)?;
+        let weights = memory.host_buffer(end)?;
         let own = end;
         let mut variables = Vec::new();
-        for (name, in_slot, kind, mut tensor) in laid_out {
-            let on_host = view(weights.bytes(), in_slot, &tensor.size(), kind)?;
+        for (name, offset, kind, mut tensor) in laid_out {
+            let on_host = view(weights.bytes(), offset, &tensor.size(), kind)?;
             tch::no_grad(|| -> Result<()> {
                 on_host.shallow_clone().f_copy_(&tensor)?;
                 Ok(tensor.f_set_data(&on_host)?)
             })?;
-            variables.push(OffloadedVariable { name, tensor, on_host, in_slot });
+            variables.push(OffloadedVariable { name, tensor, on_host, offset });
         }
         // If the device is the CPU, freed memory of the stage's construction would otherwise stay between
         // the host buffers.
         host::give_freed_back();
         for guest in shared {
-            let in_slot = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
-            variables.push(OffloadedVariable { in_slot, ..guest });
+            let offset = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
+            variables.push(OffloadedVariable { offset, ..guest });
         }
-        Ok(Self { variables, weights, own, slot_bytes: end, gradients: Vec::new() })
+        Ok(Self { variables, weights, own, buffer_bytes: end, gradients: Vec::new() })
     }
 
     /// Returns the variable of this name, for another stage that shares it.
@@ -96,7 +96,7 @@ impl OffloadedStage {
 
     /// Returns whether the variable is one of the stage's own.
     pub(crate) fn owns(&self, name: &str) -> bool {
-        self.variables.iter().any(|variable| variable.name == name && variable.in_slot < self.own)
+        self.variables.iter().any(|variable| variable.name == name && variable.offset < self.own)
     }
 
     pub(crate) fn is_trained(&self) -> bool {
@@ -109,12 +109,12 @@ impl OffloadedStage {
     }
 
     /// Queues copies of all weights into the device buffer, on this thread's stream.
-    pub(crate) fn copy_to(&self, slot: &Tensor) -> Result<()> {
+    pub(crate) fn copy_to(&self, buffer: &Tensor) -> Result<()> {
         let own = self.own as i64;
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
-        transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
+        transfer::copy(&buffer.f_narrow(0, 0, own)?, &here)?;
         for guest in self.guests() {
-            transfer::copy(&guest.in_slot(slot)?, &guest.on_host)?;
+            transfer::copy(&guest.in_buffer(buffer)?, &guest.on_host)?;
         }
         Ok(())
     }
@@ -126,7 +126,7 @@ impl OffloadedStage {
 
     /// Returns the variables that an earlier stage owns.
     fn guests(&self) -> impl Iterator<Item = &OffloadedVariable> {
-        self.variables.iter().filter(|variable| variable.in_slot >= self.own)
+        self.variables.iter().filter(|variable| variable.offset >= self.own)
     }
 
     /// Returns the names of the trained variables that an earlier stage owns.
@@ -135,19 +135,19 @@ impl OffloadedStage {
     }
 
     /// Points the variables to the device buffer.
-    pub(crate) fn point_to(&self, slot: &Tensor) -> Result<()> {
+    pub(crate) fn point_to(&self, buffer: &Tensor) -> Result<()> {
         tch::no_grad(|| {
             let mut all = self.variables.iter();
-            all.try_for_each(|v| Ok(v.tensor.shallow_clone().f_set_data(&v.in_slot(slot)?)?))
+            all.try_for_each(|v| Ok(v.tensor.shallow_clone().f_set_data(&v.in_buffer(buffer)?)?))
         })
     }
 
     /// Points the variables that are in this device buffer back to the host.
-    pub(crate) fn leave(&self, slot: &Tensor) -> Result<()> {
+    pub(crate) fn leave(&self, buffer: &Tensor) -> Result<()> {
         tch::no_grad(|| {
             for variable in &self.variables {
                 // A shared variable may already be in another stage's device buffer.
-                if variable.tensor.data_ptr() == variable.in_slot(slot)?.data_ptr() {
+                if variable.tensor.data_ptr() == variable.in_buffer(buffer)?.data_ptr() {
                     variable.tensor.shallow_clone().f_set_data(&variable.on_host)?;
                 }
             }
@@ -170,14 +170,14 @@ impl OffloadedStage {
             return Ok(sums.iter().map(|_| None).collect());
         }
         let at = self.free_gradients(needed, memory)?;
-        let slab = self.gradients[at].bytes();
+        let buffer = self.gradients[at].bytes();
         let mut on_host = Vec::with_capacity(sums.len());
         let mut end = 0;
         for (sum, place) in sums.iter().zip(place_of) {
             let room = match sum {
                 Some(sum) if self.has(*place) => {
                     let start = after(&mut end, sum.numel(), sum.kind());
-                    let room = view(slab, start, &sum.size(), sum.kind())?;
+                    let room = view(buffer, start, &sum.size(), sum.kind())?;
                     transfer::copy(&room, sum)?;
                     Some(room)
                 }
@@ -219,19 +219,19 @@ impl OffloadedStage {
     /// Returns the index of a free gradient buffer of at least so many bytes: those of an earlier step may
     /// be in use.
     fn free_gradients(&mut self, bytes: usize, memory: &HostMemory) -> Result<usize> {
-        for (at, slab) in self.gradients.iter().enumerate() {
-            if slab.bytes().numel() >= bytes && slab.is_free() {
+        for (at, buffer) in self.gradients.iter().enumerate() {
+            if buffer.bytes().numel() >= bytes && buffer.is_free() {
                 return Ok(at);
             }
         }
-        self.gradients.push(memory.slab(bytes)?);
+        self.gradients.push(memory.host_buffer(bytes)?);
         Ok(self.gradients.len() - 1)
     }
 }
 
 impl OffloadedVariable {
-    fn in_slot(&self, slot: &Tensor) -> Result<Tensor> {
-        view(slot, self.in_slot, &self.on_host.size(), self.on_host.kind())
+    fn in_buffer(&self, buffer: &Tensor) -> Result<Tensor> {
+        view(buffer, self.offset, &self.on_host.size(), self.on_host.kind())
     }
 }
 
@@ -245,11 +245,11 @@ pub(crate) struct HostMemory {
 
 impl HostMemory {
     /// Allocates a host buffer, pinned for an accelerator if the system allows it.
-    fn slab(&self, bytes: usize) -> Result<Slab> {
+    fn host_buffer(&self, bytes: usize) -> Result<HostBuffer> {
         let _charged = self.arena.as_ref().map(Arena::enter);
-        let mut slab = Slab::new(bytes)?;
+        let mut buffer = HostBuffer::new(bytes)?;
         if self.device != Device::Cpu
-            && let Err(refusal) = slab.lock(self.device)
+            && let Err(refusal) = buffer.pin(self.device)
         {
             // Works unpinned too; a warning, because copies then take about nine times as long.
             tracing::warn!(
@@ -258,7 +258,7 @@ impl HostMemory {
                  (raise the limit of locked memory: ulimit -l): {refusal}"
             );
         }
-        Ok(slab)
+        Ok(buffer)
     }
 }
 

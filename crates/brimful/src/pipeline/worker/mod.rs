@@ -58,7 +58,7 @@ pub(crate) struct StageBuild {
     /// Whether to keep activations on a device with enough free bytes.
     pub(crate) keeps_activations: bool,
     /// Number of the device's buffers for offloaded stages.
-    pub(crate) slots: usize,
+    pub(crate) device_buffers: usize,
     pub(crate) non_finite: NonFinite,
 }
 
@@ -156,7 +156,7 @@ impl Blueprint {
                 Location::Device => None,
             });
         }
-        Ok((stages, OffloadedStages::new(offloaded, memory, self.build.slots)?))
+        Ok((stages, OffloadedStages::new(offloaded, memory, self.build.device_buffers)?))
     }
 
     /// Builds the stages in this store, and all that they need to run.
@@ -304,8 +304,8 @@ impl Site {
             }
         };
         let locations: Vec<_> = self.stage_locations.iter().enumerate().map(location).collect();
-        let slots = self.offloaded.as_ref().map_or(0, OffloadedStages::slots);
-        Ok(Moves::of_lists(&[list.to_vec()], &locations, slots)?.of(0).to_vec())
+        let device_buffers = self.offloaded.as_ref().map_or(0, OffloadedStages::device_buffers);
+        Ok(Moves::of_lists(&[list.to_vec()], &locations, device_buffers)?.of(0).to_vec())
     }
 
     /// Returns whether weights or boundaries cross the host link by plan.

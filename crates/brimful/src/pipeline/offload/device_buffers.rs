@@ -10,12 +10,12 @@ use crate::schedule::{Awaited, Move};
 
 /// Device buffers of a worker.
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub(crate) struct DeviceBuffers {
     device: Device,
     pub(super) count: usize,
     bytes: usize,
     /// Allocated at the first fetch.
-    slots: Vec<Slot>,
+    buffers: Vec<DeviceBuffer>,
     inward: Stream,
     /// Stage whose parameters point to its device buffer.
     current: Option<usize>,
@@ -24,7 +24,7 @@ pub(crate) struct Slots {
 }
 
 #[derive(Debug)]
-struct Slot {
+struct DeviceBuffer {
     bytes: Tensor,
     /// Place of the stage that is in the buffer, or on its way there.
     holds: Option<usize>,
@@ -36,10 +36,10 @@ struct Slot {
     left: Option<Event>,
 }
 
-impl Slots {
+impl DeviceBuffers {
     pub(super) fn new(device: Device, count: usize, bytes: usize) -> Result<Self> {
         let inward = Stream::new(device)?;
-        Ok(Self { device, count, bytes, slots: Vec::new(), inward, current: None, fetched: 0 })
+        Ok(Self { device, count, bytes, buffers: Vec::new(), inward, current: None, fetched: 0 })
     }
 
     pub(super) fn is_current(&self, at: usize) -> bool {
@@ -47,13 +47,13 @@ impl Slots {
     }
 
     pub(super) fn has(&self, at: usize) -> bool {
-        self.slots.iter().any(|slot| slot.holds == Some(at))
+        self.buffers.iter().any(|buffer| buffer.holds == Some(at))
     }
 
     /// Returns the number of the fetch that brought the stage's weights, if they are on the device.
     pub(super) fn generation(&self, at: usize) -> Option<u64> {
-        let slot = self.slots.iter().find(|slot| slot.holds == Some(at));
-        slot.map(|slot| slot.generation)
+        let buffer = self.buffers.iter().find(|buffer| buffer.holds == Some(at));
+        buffer.map(|buffer| buffer.generation)
     }
 
     /// Queues the copy of a stage's weights into a free buffer.
@@ -65,30 +65,35 @@ impl Slots {
         clock: &mut MoveClock,
     ) -> Result<()> {
         self.make()?;
-        let slot = self.slots.iter_mut().find(|slot| slot.holds.is_none());
-        let slot = slot.expect("moves fetch into slots that were released");
+        let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds.is_none());
+        let buffer = buffer.expect("moves fetch into buffers that were released");
         let inward = self.inward;
-        if let Some(left) = slot.left.take() {
+        if let Some(left) = buffer.left.take() {
             inward.wait(&left)?;
         }
         let _inward = inward.enter()?;
-        clock.moving(one, || stage.copy_to(&slot.bytes), |()| stage.fetched_bytes())?;
-        slot.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
-        slot.holds = Some(at);
+        clock.moving(one, || stage.copy_to(&buffer.bytes), |()| stage.fetched_bytes())?;
+        buffer.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
+        buffer.holds = Some(at);
         self.fetched += 1;
-        slot.generation = self.fetched;
+        buffer.generation = self.fetched;
         Ok(())
     }
 
     /// Allocates all buffers at once: a step whose buffers do not fit fails before it begins.
     fn make(&mut self) -> Result<()> {
-        if self.slots.is_empty() {
+        if self.buffers.is_empty() {
             let bytes = |_| Tensor::f_empty([self.bytes as i64], (Kind::Uint8, self.device));
             let made: Vec<Tensor> =
                 (0..self.count).map(bytes).collect::<std::result::Result<_, _>>()?;
-            let slot =
-                |bytes| Slot { bytes, holds: None, generation: 0, arrived: None, left: None };
-            self.slots = made.into_iter().map(slot).collect();
+            let buffer = |bytes| DeviceBuffer {
+                bytes,
+                holds: None,
+                generation: 0,
+                arrived: None,
+                left: None,
+            };
+            self.buffers = made.into_iter().map(buffer).collect();
             // The buffers come from the compute stream, which may have used their memory.
             let ready = Event::after(Stream::current(self.device)?)?;
             self.inward.wait(&ready)?;
@@ -104,38 +109,38 @@ impl Slots {
         stage: &OffloadedStage,
         clock: &mut MoveClock,
     ) -> Result<()> {
-        let slot = self.slots.iter_mut().find(|slot| slot.holds == Some(at));
-        let slot = slot.expect("a stage is fetched before it is entered");
-        if let Some(arrived) = slot.arrived.take() {
+        let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at));
+        let buffer = buffer.expect("a stage is fetched before it is entered");
+        if let Some(arrived) = buffer.arrived.take() {
             let device = self.device;
             clock.waiting(Awaited::Weights, || Ok(Stream::current(device)?.wait(&arrived)?))?;
         }
-        stage.point_to(&slot.bytes)?;
+        stage.point_to(&buffer.bytes)?;
         self.current = Some(at);
         Ok(())
     }
 
     /// Points the stage's parameters to the host, and frees its buffer once its work is done.
     pub(super) fn release(&mut self, at: usize, stage: &OffloadedStage) -> Result<()> {
-        let Some(slot) = self.slots.iter_mut().find(|slot| slot.holds == Some(at)) else {
+        let Some(buffer) = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at)) else {
             return Ok(());
         };
-        stage.leave(&slot.bytes)?;
-        if let Some(arrived) = slot.arrived.take() {
+        stage.leave(&buffer.bytes)?;
+        if let Some(arrived) = buffer.arrived.take() {
             // Fetched but unused: the next stage's work must come after this copy.
             Stream::current(self.device)?.wait(&arrived)?;
         }
         if self.device != Device::Cpu {
-            slot.left = Some(Event::after(Stream::current(self.device)?)?);
+            buffer.left = Some(Event::after(Stream::current(self.device)?)?);
         }
-        slot.holds = None;
+        buffer.holds = None;
         self.current = self.current.filter(|current| *current != at);
         Ok(())
     }
 
     /// Releases every buffer.
     pub(super) fn leave_all(&mut self, stages: &[Option<OffloadedStage>]) -> Result<()> {
-        let held: Vec<usize> = self.slots.iter().filter_map(|slot| slot.holds).collect();
+        let held: Vec<usize> = self.buffers.iter().filter_map(|buffer| buffer.holds).collect();
         held.into_iter().try_for_each(|at| match &stages[at] {
             Some(stage) => self.release(at, stage),
             None => Ok(()),

@@ -18,16 +18,16 @@ const PAGE: usize = 4096;
 ///
 /// libtorch's own pinned memory comes in powers of two; this buffer is as large as requested.
 #[derive(Debug)]
-pub struct Slab {
+pub struct HostBuffer {
     bytes: Tensor,
     /// Start of the pinned pages, if pinned.
-    locked: Option<*mut c_void>,
+    pinned: Option<*mut c_void>,
 }
 
 // SAFETY: the pointer is only ever passed back to the driver, which any thread may do; tch's tensor is `Send`.
-unsafe impl Send for Slab {}
+unsafe impl Send for HostBuffer {}
 
-impl Slab {
+impl HostBuffer {
     /// Allocates this many bytes of pageable memory, charged to the thread's current arena.
     ///
     /// # Errors
@@ -38,29 +38,29 @@ impl Slab {
         // SAFETY: takes plain numbers.
         let bytes = owned(unsafe { ffi::brimful_host_bytes(room, PAGE) }?);
         prefer_large_pages(&bytes);
-        Ok(Self { bytes, locked: None })
+        Ok(Self { bytes, pinned: None })
     }
 
     /// Pins the pages, so that CUDA devices copy to and from them asynchronously.
     ///
     /// # Errors
     /// When the system or the driver refuses; the buffer then stays pageable, with slower copies.
-    pub fn lock(&mut self, device: Device) -> Result<(), TorchError> {
-        if self.locked.is_some() || self.bytes.numel() == 0 {
+    pub fn pin(&mut self, device: Device) -> Result<(), TorchError> {
+        if self.pinned.is_some() || self.bytes.numel() == 0 {
             return Ok(());
         }
         let index = number(device)?;
         let start = self.bytes.data_ptr();
         let length = self.bytes.numel();
         // SAFETY: the pages are all within the tensor's memory, which is unpinned before it is freed.
-        unsafe { ffi::brimful_lock_pages(start, length, index) }?;
-        self.locked = Some(start);
+        unsafe { ffi::brimful_pin_pages(start, length, index) }?;
+        self.pinned = Some(start);
         Ok(())
     }
 
     /// Returns whether the pages are pinned.
-    pub fn is_locked(&self) -> bool {
-        self.locked.is_some()
+    pub fn is_pinned(&self) -> bool {
+        self.pinned.is_some()
     }
 
     /// Returns the bytes, in whole pages: at least as many as requested.
@@ -75,13 +75,13 @@ impl Slab {
     }
 }
 
-impl Drop for Slab {
+impl Drop for HostBuffer {
     fn drop(&mut self) {
-        if let Some(start) = self.locked {
+        if let Some(start) = self.pinned {
             // Fails only if the driver has shut down, which releases every pin. Views that are left keep the
             // memory, which is pageable from now on.
             // SAFETY: these pages were pinned, and are unpinned once.
-            let _ = unsafe { ffi::brimful_unlock_pages(start) };
+            let _ = unsafe { ffi::brimful_unpin_pages(start) };
         }
     }
 }
