@@ -29,7 +29,7 @@ HEAD_WIDTH = 128
 
 def contestants(work, flags):
     limit = ", no limit" if work.get("memory_limit") else ""
-    yield f"PyTorch, on the card{limit}", {"way": "card"}
+    yield f"PyTorch, on the GPU{limit}", {"way": "gpu"}
     yield f"PyTorch FSDP2, CPU offload{limit}", {"way": "fsdp2"}
     yield f"PyTorch save_on_cpu{limit}", {"way": "save_on_cpu"}
 

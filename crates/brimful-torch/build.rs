@@ -43,7 +43,7 @@ const CUDA_TENSORS: [&str; 4] =
     ["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp", "cuda/kernels/batch_norm.cpp"];
 const CUDA_LOADING: [&str; 5] = [
     "cuda/kernels/cache.cpp",
-    "cuda/kernels/card.cpp",
+    "cuda/kernels/gpu.cpp",
     "cuda/kernels/compiler.cpp",
     "cuda/kernels/driver.cpp",
     "cuda/kernels/kernel.cpp",

@@ -86,7 +86,7 @@ pub(crate) enum OffloadArgument {
 impl OffloadArgument {
     pub(crate) fn contestant(self) -> &'static str {
         match self {
-            Self::Device => "brimful, on the card",
+            Self::Device => "brimful, on the GPU",
             Self::Host => "brimful, offloaded",
             Self::HostFollowing => "brimful, offloaded, updates follow",
             Self::Auto => "brimful, offload planned",

@@ -20,7 +20,7 @@ fn losses_are_equal_on_the_device_and_offloaded() {
     for lora in ["", " --lora 2"] {
         let folder = "../brimful-models/tests/pretrained/llama_grouped";
         let (rows, _) = rows(&format!("{FINETUNE} --model {folder} --offload device,host{lora}"));
-        assert_eq!(contestants(&rows), ["brimful, on the card", "brimful, offloaded"]);
+        assert_eq!(contestants(&rows), ["brimful, on the GPU", "brimful, offloaded"]);
         for row in &rows {
             assert!(row["tokens_per_s"].as_f64() > Some(0.0), "{row}");
             assert!(row["seconds_load"].as_f64() > Some(0.0), "{row}");

@@ -49,12 +49,12 @@ fn plans_a_profile() {
 
 /// Weights with Adam's state exceed the GPU's memory: text and JSON say what each stage keeps.
 #[test]
-fn what_does_not_fit_on_the_card_lives_on_the_host() {
-    let card = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
+fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
+    let gpu = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
                 --micro-batches 8 --memory-limit 300MiB";
     // Without host memory nothing fits.
-    refusal(card);
-    let offloaded = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
+    refusal(gpu);
+    let offloaded = format!("{gpu} --host-memory 4GiB --bus 2GB,1GB");
     let shown = answer(&offloaded);
     assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
     let best = &rows(&offloaded)[0];
@@ -68,8 +68,8 @@ fn what_does_not_fit_on_the_card_lives_on_the_host() {
         assert!(stage["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{stage}");
         assert!(stage["recompute"].is_string() && stage["boundaries"].is_string(), "{stage}");
     }
-    insta::assert_snapshot!(refusal(&format!("{card} --host-memory 4GiB")), @"brimful: --host-memory needs --bus beside a --profile, which does not tell it");
-    insta::assert_snapshot!(refusal(&format!("{card} --bus 0B")), @"brimful: --bus has a rate above 0 to the device, and one back where that differs");
+    insta::assert_snapshot!(refusal(&format!("{gpu} --host-memory 4GiB")), @"brimful: --host-memory needs --bus beside a --profile, which does not tell it");
+    insta::assert_snapshot!(refusal(&format!("{gpu} --bus 0B")), @"brimful: --bus has a rate above 0 to the device, and one back where that differs");
 }
 
 #[test]

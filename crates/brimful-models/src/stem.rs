@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn on_a_card_halves_come_to_the_same() {
+    fn on_a_gpu_halves_come_to_the_same() {
         if !tch::Cuda::is_available() {
             return;
         }

@@ -433,7 +433,7 @@ fn means_far_from_zero_do_not_cancel() {
 }
 
 #[test]
-fn small_cards_give_the_same() {
+fn small_gpus_give_the_same() {
     if !test_device().is_cuda() {
         return;
     }

@@ -45,7 +45,7 @@ impl Limited {
         if !test_device().is_cuda() {
             return Self(None);
         }
-        let memory = Memory::of(test_device()).expect("a card");
+        let memory = Memory::of(test_device()).expect("a GPU");
         brimful_torch::memory::empty_cache(test_device()).expect("an empty cache");
         let used = memory.usage().expect("figures").current.0;
         memory.set_limit(Some(used + ROOM)).expect("a limit");

@@ -75,7 +75,7 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
         "--sequence {}: the model takes from 1 to {context} tokens",
         options.tokens
     );
-    options.limit_card(device)?;
+    options.limit_gpu(device)?;
     let work = FinetuneWork { options, folder, device };
     let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
     let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
@@ -90,9 +90,9 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
 
 impl FinetuneOptions {
     /// Limits a GPU's memory.
-    fn limit_card(&self, device: Device) -> Result<()> {
+    fn limit_gpu(&self, device: Device) -> Result<()> {
         let Some(limit) = self.memory_limit else { return Ok(()) };
-        ensure!(device != Device::Cpu, "--memory-limit is for a card here: give --device cuda");
+        ensure!(device != Device::Cpu, "--memory-limit is for a GPU here: give --device cuda");
         Ok(Memory::of(device)?.set_limit(Some(limit.0))?)
     }
 }

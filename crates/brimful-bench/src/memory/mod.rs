@@ -37,12 +37,12 @@ Examples:
   brimful-bench memory                               arenas of 80 MiB on the CPU
   brimful-bench memory --memory-limit 256MiB --family unet --channels 16 --stages 1,2
   brimful-bench memory --host-memory 0B              without stages that live on the host
-  brimful-bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
+  brimful-bench memory --device cuda --image 192     on as many GPUs as there are, with all their memory")]
 pub(crate) struct MemoryOptions {
     /// Kinds of models whose largest is looked for
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
     family: Vec<Family>,
-    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB) [default: 80MiB on the CPU, on CUDA what a card
+    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB) [default: 80MiB on the CPU, on CUDA what a GPU
     /// has free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,

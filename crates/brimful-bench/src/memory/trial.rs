@@ -43,13 +43,13 @@ impl Room {
         let limit = match (options.memory_limit, device) {
             (Some(memory), _) => memory,
             (None, Device::Cpu) => ARENA,
-            (None, card) => Memory::of(card)?.usage()?.available.unwrap_or_default(),
+            (None, gpu) => Memory::of(gpu)?.usage()?.available.unwrap_or_default(),
         };
-        let cards = memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let gpus = memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
         let most = options.stages.iter().copied().max().unwrap_or(1);
         ensure!(
-            device == Device::Cpu || most <= cards,
-            "{most} stages need a card each, but there are {cards}: give --stages fewer"
+            device == Device::Cpu || most <= gpus,
+            "{most} stages need a GPU each, but there are {gpus}: give --stages fewer"
         );
         let host = match (options.host_memory, device) {
             (Some(memory), _) => memory,

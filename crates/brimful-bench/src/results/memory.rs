@@ -38,7 +38,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
             mark: row.number("published_ratio"),
         }]
     });
-    panels.iter_mut().for_each(|panel| panel.mark = "published, of other cards");
+    panels.iter_mut().for_each(|panel| panel.mark = "published, of other GPUs");
     panels
 }
 

@@ -24,7 +24,7 @@ const KernelFamily<1> family(add_halves_source, {Define{"KIND", kNumberKinds}});
 void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensors) {
   const auto longest = *std::max_element(arguments.count, arguments.count + tensors);
   const int64_t needed = longest / (kThreads * kNumbersAThread) + 1;
-  const int64_t most = card(c10::cuda::current_device()).multiprocessors * kBlocksAProcessor;
+  const int64_t most = gpu(c10::cuda::current_device()).multiprocessors * kBlocksAProcessor;
   const Shape shape{
       static_cast<unsigned>(std::min(needed, most)), static_cast<unsigned>(tensors), kThreads, 0,
       false};

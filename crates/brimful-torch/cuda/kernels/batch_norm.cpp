@@ -151,10 +151,10 @@ Plan shared_out(const Reading& reading, int blocks) {
 
 // Plans a cooperative launch. `fixed_bytes` is the kernel's own shared memory; `tensors` is the number of tensors
 // it keeps there.
-Plan whole_plan(const Reading& reading, const Card& card, size_t fixed_bytes, int tensors) {
-  Plan plan = shared_out(reading, std::max(1, card.multiprocessors / reading.slices()));
-  plan.cooperative = reading.slices() <= card.multiprocessors;
-  const size_t room = card.shared_bytes_per_block;
+Plan whole_plan(const Reading& reading, const Gpu& gpu, size_t fixed_bytes, int tensors) {
+  Plan plan = shared_out(reading, std::max(1, gpu.multiprocessors / reading.slices()));
+  plan.cooperative = reading.slices() <= gpu.multiprocessors;
+  const size_t room = gpu.shared_bytes_per_block;
   if (room < fixed_bytes) throw KernelError("too little shared memory");
   const size_t slot = tensors * reading.slot_bytes();
   const int steps = (plan.chunk + reading.rows_a_step() - 1) / reading.rows_a_step();
@@ -163,8 +163,8 @@ Plan whole_plan(const Reading& reading, const Card& card, size_t fixed_bytes, in
   return plan;
 }
 
-Plan plain_plan(const Reading& reading, const Card& card, size_t fixed_bytes) {
-  const int most = kPlainBlocks * card.multiprocessors / reading.slices();
+Plan plain_plan(const Reading& reading, const Gpu& gpu, size_t fixed_bytes) {
+  const int most = kPlainBlocks * gpu.multiprocessors / reading.slices();
   Plan plan = shared_out(reading, std::max(1, most));
   plan.shared_bytes = static_cast<unsigned>(fixed_bytes);
   return plan;
@@ -240,7 +240,7 @@ struct Passes {
   // Runs `whole` in one launch if all blocks run at the same time, else the two parts in two launches. With
   // `keeps`, the second part reads the input again.
   void run(const at::Tensor& x, Pass whole, Pass second, bool keeps) {
-    const Card figures = card(x.get_device());
+    const Gpu figures = gpu(x.get_device());
     Plan plan = whole_plan(reading, figures, bytes, tensors);
     if (!keeps) {
       plan.slots = 0;
@@ -261,7 +261,7 @@ struct Passes {
 
   // Runs without sums over the rows.
   void run_fixed(const at::Tensor& x) {
-    const Plan plan = plain_plan(reading, card(x.get_device()), bytes);
+    const Plan plan = plain_plan(reading, gpu(x.get_device()), bytes);
     set_rows(plan);
     launch(kFixed, plan, plan.blocks);
   }

@@ -34,7 +34,7 @@ void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int6
   }
   if (rows == 0) return;
   const auto row = static_cast<size_t>(arguments.classes) * bytes;
-  const bool fits = row + kOtherBytes <= card(c10::cuda::current_device()).shared_bytes_per_block;
+  const bool fits = row + kOtherBytes <= gpu(c10::cuda::current_device()).shared_bytes_per_block;
   const auto shared = fits ? (row + 15) / 16 * 16 : 0;
   const Shape shape{
       static_cast<unsigned>(rows), 1, kThreads, static_cast<unsigned>(shared), false};

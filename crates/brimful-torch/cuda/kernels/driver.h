@@ -1,7 +1,7 @@
 // NVIDIA's driver, opened at run time: functions that load and launch kernels and edit graphs.
 #pragma once
 
-#include "card.h"
+#include "gpu.h"
 #include "library.h"
 
 #include <cstddef>

@@ -10,7 +10,7 @@
 #include "../../kernels/norm_arguments.h"
 #include "../../kernels/rotary_arguments.h"
 #include "batch_norm.h"
-#include "card.h"
+#include "gpu.h"
 #include "kernel.h"
 #include "number_kind.h"
 #include "product.h"

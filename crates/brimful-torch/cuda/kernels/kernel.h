@@ -5,7 +5,7 @@
 // not: memory may become free.
 #pragma once
 
-#include "card.h"
+#include "gpu.h"
 #include "source.h"
 
 #include <memory>

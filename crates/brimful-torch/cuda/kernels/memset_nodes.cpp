@@ -3,7 +3,7 @@
 #include "memset_nodes.h"
 
 #include "../../kernels/fill_arguments.h"
-#include "card.h"
+#include "gpu.h"
 #include "driver.h"
 #include "kernel.h"
 #include "kernel_sources.h"
@@ -45,7 +45,7 @@ bool is_fillable(const MemsetNode& set) {
 
 Shape shape_for(uint64_t bytes, int device) {
   const auto needed = static_cast<int64_t>(bytes / (kThreads * kBytesAThread) + 1);
-  const int64_t most = card(device).multiprocessors * kBlocksAProcessor;
+  const int64_t most = gpu(device).multiprocessors * kBlocksAProcessor;
   return {static_cast<unsigned>(std::min(needed, most)), 1, kThreads, 0, false};
 }
 

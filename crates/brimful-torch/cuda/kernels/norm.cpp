@@ -48,7 +48,7 @@ std::array<int, 4> numbers_of(NumberKind kind, const Spread& spread) {
 }
 
 int64_t backward_blocks(int64_t rows, const Spread& spread) {
-  const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
+  const int64_t processors = gpu(c10::cuda::current_device()).multiprocessors;
   const auto needed = (rows + spread.teams() - 1) / spread.teams();
   return std::max<int64_t>(std::min(processors * NORM_BACKWARD_BLOCKS(spread.held), needed), 1);
 }

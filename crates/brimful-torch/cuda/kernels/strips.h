@@ -1,7 +1,7 @@
 // Launch configuration of kernels that go down strips of columns, with enough rows to fill the GPU.
 #pragma once
 
-#include "card.h"
+#include "gpu.h"
 #include "kernel.h"
 #include "number_kind.h"
 
@@ -28,7 +28,7 @@ struct Strips {
 
   // Returns the number of row blocks, each of which writes a row of partial sums.
   int64_t row_blocks(int64_t rows) const {
-    const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
+    const int64_t processors = gpu(c10::cuda::current_device()).multiprocessors;
     const auto wanted = processors * kBlocksAProcessor / std::max<int64_t>(count, 1);
     const auto most = (rows + kWarps * kRowsAWarp - 1) / (kWarps * kRowsAWarp);
     return std::clamp<int64_t>(std::min(wanted, most), 1, kMostRowBlocks);

@@ -155,7 +155,7 @@ Examples:
       brimful plan --profile model.toml --batch-size 256 --stages 4 --memory-limit 16GiB \
                    --optimizer-state 2
 
-  What stays on a card of 8 GB, and what lives on a host of 64 GB:
+  What stays on a GPU of 8 GB, and what lives on a host of 64 GB:
       brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
                    --optimizer-state 2 --host-memory 64GB --bus 55GB
 

@@ -44,7 +44,7 @@ Examples:
                 --learning-rate-decay cosine --eval-every 200 --save book.safetensors \\
                 --save-every 100 --keep best --log book.csv      a longer run, and its log
   brimful train --model resnet50 --replicas 4 --device cuda
-                                                      on four cards, each with a part of every batch
+                                                      on four GPUs, each with a part of every batch
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
   brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
@@ -82,7 +82,7 @@ pub struct TrainOptions {
     #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
     /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): model, gradients and activations take
-    /// no more; on a card, of all that shares it
+    /// no more; on a GPU, of all that shares it
     #[arg(long, value_name = "BYTES")]
     pub(crate) memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::DEVICES)]

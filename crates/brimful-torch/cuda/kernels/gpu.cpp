@@ -1,6 +1,6 @@
 // Queries the driver for a device's properties, once.
 
-#include "card.h"
+#include "gpu.h"
 
 #include "compiler.h"
 #include "driver.h"
@@ -34,7 +34,7 @@ int attribute(int device, int number) {
   return value;
 }
 
-Card ask(int ordinal) {
+Gpu ask(int ordinal) {
   int device = 0;
   driver().device(&device, ordinal);
   return {
@@ -43,9 +43,9 @@ Card ask(int ordinal) {
       attribute(device, kMinor)};
 }
 
-Card real_card(int device) {
+Gpu real_gpu(int device) {
   static std::mutex turn;
-  static std::map<int, Card> known;
+  static std::map<int, Gpu> known;
   const std::lock_guard<std::mutex> alone(turn);
   const auto found = known.find(device);
   return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
@@ -53,19 +53,19 @@ Card real_card(int device) {
 
 }  // namespace
 
-Card card(int device) {
-  Card card = real_card(device);
+Gpu gpu(int device) {
+  Gpu gpu = real_gpu(device);
   if (const int fewer = pretended_multiprocessors) {
-    card.multiprocessors = std::min(card.multiprocessors, fewer);
+    gpu.multiprocessors = std::min(gpu.multiprocessors, fewer);
   }
   if (const size_t less = pretended_shared_bytes) {
-    card.shared_bytes_per_block = std::min(card.shared_bytes_per_block, less);
+    gpu.shared_bytes_per_block = std::min(gpu.shared_bytes_per_block, less);
   }
-  return card;
+  return gpu;
 }
 
 int architecture(int device) {
-  const auto [multiprocessors, shared_bytes, major, minor] = card(device);
+  const auto [multiprocessors, shared_bytes, major, minor] = gpu(device);
   const int number = 10 * major + minor;
   if (number >= kMinArchitecture) return number;
   throw KernelError(

@@ -7,14 +7,14 @@
 
 namespace brimful::kernels {
 
-struct Card {
+struct Gpu {
   int multiprocessors;
   size_t shared_bytes_per_block;
   int major, minor;
 };
 
 // Returns the properties of the device, or of the smaller one it is treated as. Throws a KernelError.
-Card card(int device);
+Gpu gpu(int device);
 
 // Returns the architecture that the device's kernels are compiled for, such as 90. Throws a KernelError below 80,
 // the oldest whose instructions they use.
