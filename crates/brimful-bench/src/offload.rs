@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Offload;
-use brimful::schedule::{Awaited, BusUse, Recompute, Schedule};
+use brimful::schedule::{Awaited, HostLinkUse, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline};
 use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
 use brimful_cli::setting::{self, accounts, words};
@@ -226,7 +226,7 @@ impl<'a> Contestant<'a> {
         let steady = SteadySteps::measure(training, &batch, options.repeats, following)?;
         Ok(OffloadRow {
             contestant: offload.contestant(),
-            bus: profile(training, &batch)?,
+            host_link: profile(training, &batch)?,
             parameters: *parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
             heads: options.heads,
@@ -246,7 +246,7 @@ impl<'a> Contestant<'a> {
 
 /// Profiles one more step with timed transfers; separate from the measured steps, because timing costs time. An
 /// update precedes it, as every other step.
-fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<BusProfile> {
+fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<HostLinkProfile> {
     training.backward(batch)?;
     training.update()?;
     training.pipeline.time_moves(true);
@@ -254,13 +254,13 @@ fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<BusProfile>
     training.pipeline.time_moves(false);
     training.update()?;
     training.wait()?;
-    let buses = step.timeline.map(|timeline| timeline.buses).unwrap_or_default();
-    Ok(buses.first().map(BusProfile::of).unwrap_or_default())
+    let host_links = step.timeline.map(|timeline| timeline.host_links).unwrap_or_default();
+    Ok(host_links.first().map(HostLinkProfile::of).unwrap_or_default())
 }
 
 /// Transfers over the host link in a step, and how long compute waited for each kind.
 #[derive(Debug, Default, Serialize)]
-struct BusProfile {
+struct HostLinkProfile {
     bytes_in: u64,
     bytes_out: u64,
     seconds_in: f64,
@@ -268,18 +268,18 @@ struct BusProfile {
     waited: BTreeMap<Awaited, f64>,
 }
 
-impl BusProfile {
-    fn of(bus: &BusUse) -> Self {
+impl HostLinkProfile {
+    fn of(host_link: &HostLinkUse) -> Self {
         let mut profile = Self::default();
-        for span in &bus.moves {
-            let (bytes, seconds) = match span.moved.kind.is_inward() {
+        for span in &host_link.transfers {
+            let (bytes, seconds) = match span.transfer.kind.is_inward() {
                 true => (&mut profile.bytes_in, &mut profile.seconds_in),
                 false => (&mut profile.bytes_out, &mut profile.seconds_out),
             };
             *bytes += span.bytes;
             *seconds += span.end - span.start;
         }
-        for wait in &bus.waits {
+        for wait in &host_link.waits {
             *profile.waited.entry(wait.awaited).or_default() += wait.end - wait.start;
         }
         profile
@@ -289,7 +289,7 @@ impl BusProfile {
 #[derive(Debug, Serialize)]
 struct OffloadRow {
     contestant: &'static str,
-    bus: BusProfile,
+    host_link: HostLinkProfile,
     parameters: u64,
     shape: String,
     heads: i64,

@@ -204,8 +204,8 @@ class LanePainter {
     context.textBaseline = "middle";
     for (let d = 0; d < step.rows.length; d += every) {
       const y = d * layout.pitch + (layout.pitch - layout.gap) / 2 + 0.5;
-      const { title, short, isBus } = step.rows[d];
-      context.fillText(layout.isNarrow ? short : title, isBus && !layout.isNarrow ? 12 : 2, Math.max(y, 7));
+      const { title, short, isHostLink } = step.rows[d];
+      context.fillText(layout.isNarrow ? short : title, isHostLink && !layout.isNarrow ? 12 : 2, Math.max(y, 7));
     }
   }
 

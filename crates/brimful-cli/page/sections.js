@@ -86,7 +86,7 @@ function fillIdle({ measured, simulated }, devices) {
     + (measured && simulated ? " Simulated is the same schedule with each kind of action as long as"
       + " it took here on average, and transfers that take no time." : "")
     + steps.map(([word, step]) => saidWaits(word, step)).join("");
-  fillBus(steps.map(([, step]) => step).filter(hasBus)[0]);
+  fillHostLink(steps.map(([, step]) => step).filter(hasHostLink)[0]);
   const head = ["device", "stages",
     ...steps.flatMap(([word]) => [`busy, ${word}`, `idle, ${word}`]), "peak", "limit"];
   const isWide = (column) => column === 1 || head[column].startsWith("busy") || column >= head.length - 2;
@@ -110,30 +110,30 @@ function fillIdle({ measured, simulated }, devices) {
     element("tbody", {}, ...rows));
 }
 
-function hasBus(step) {
-  return step.rows.some((row) => row.isBus);
+function hasHostLink(step) {
+  return step.rows.some((row) => row.isHostLink);
 }
 
-/** How long compute waited for what crosses the bus, the longest first. */
+/** How long compute waited for transfers, the longest first. */
 function saidWaits(word, step) {
-  if (!hasBus(step)) return "";
+  if (!hasHostLink(step)) return "";
   const sums = new Map();
   for (const [name, waited] of step.lanes.flatMap((lane) => waitedFor(lane.waits))) {
     sums.set(name, (sums.get(name) ?? 0) + waited);
   }
   const longest = [...sums].sort(([, a], [, b]) => b - a);
   const said = longest.map(([name, waited]) => `${time(waited, step.unit, 3)} for ${name}`);
-  return ` Compute waited ${said.length > 0 ? said.join(", ") : "for nothing that crosses the bus"}, ${word}.`;
+  return ` Compute waited ${said.length > 0 ? said.join(", ") : "for no transfer"}, ${word}.`;
 }
 
 /** What crossed each way of the devices' buses, and how fast. */
-function fillBus(step) {
-  byId("bus").hidden = !step;
+function fillHostLink(step) {
+  byId("host-link").hidden = !step;
   if (!step) return;
   const rows = step.lanes.flatMap((lane, d) => [["in", lane.inward], ["out", lane.outward]]
     .filter(([, way]) => way).map(([word, way]) => busRow(step, `device ${d}, ${word}`, way)));
-  const head = ["bus", "moves", "crossed", "in use", "of the step", "rate"];
-  byId("bus-table").replaceChildren(
+  const head = ["host link", "transfers", "bytes", "in use", "of the step", "rate"];
+  byId("host-link-table").replaceChildren(
     element("thead", {}, element("tr", {}, ...head.map((word, column) =>
       element("th", { scope: "col", ...ofBusColumn(column) }, word)))),
     element("tbody", {}, ...rows));

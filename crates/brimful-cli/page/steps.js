@@ -1,6 +1,6 @@
 // The columns of a run file as typed arrays: when each action of a device began and ended.
 
-/** The kinds of actions by their letters, in the order of a micro-batch's life; then those of moves, and of what
+/** The kinds of actions by their letters, in the order of a micro-batch's life; then those of transfers, and of what
  * compute waits for. */
 const KINDS = [
   { letter: "F", name: "forward", color: "--forward" },
@@ -24,7 +24,7 @@ const KIND_OF_LETTER = new Uint8Array(128);
 KINDS.forEach(({ letter }, index) => { KIND_OF_LETTER[letter.charCodeAt(0)] = index; });
 
 /** A step of the run file, ready to be drawn: a lane for each device, and a row for each lane and each way
- * of its bus. */
+ * of its host link. */
 function decoded(timeline) {
   const lanes = timeline.lanes.map((lane) => decodedLane(lane, timeline));
   const word = timeline.stages === lanes.length ? "stage" : "device";
@@ -76,7 +76,7 @@ function decodedLane(lane, { resolution, lanes }) {
   return decoded;
 }
 
-/** One way of a device's bus; none where nothing crosses it. */
+/** One way of a device's host link; none without transfers. */
 function decodedWay(way, resolution) {
   if (!way) return null;
   const boundary = (i) => (way.micro_batches[i] === null ? "" : `.${way.micro_batches[i]}`);
@@ -90,7 +90,7 @@ function decodedWay(way, resolution) {
     label: (i) => `${way.stages[i]}${boundary(i)}`,
     turn: () => 0,
     awaited: () => [],
-    isBus: true,
+    isHostLink: true,
   };
 }
 
@@ -132,6 +132,6 @@ function actionAt(lane, time, slack) {
 
 /** `2F0` is stage 2, forward, micro-batch 0. */
 function actionName(lane, i) {
-  if (lane.isBus) return `${lane.title} ${lane.label(i)}`;
+  if (lane.isHostLink) return `${lane.title} ${lane.label(i)}`;
   return `${lane.stage(i)}${KINDS[lane.kinds[i]].letter}${lane.microBatches[i]}`;
 }

@@ -127,7 +127,7 @@ impl OffloadPlanner {
             return Ok(OffloadPlan::Device);
         }
         let speed = HostSpeed::measure(device, method)?;
-        request.bus = speed.bus;
+        request.host_link = speed.host_link;
         request.host_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
         if self.question.looks_ahead {

@@ -131,7 +131,7 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     let events = read(&trace)["traceEvents"].as_array().expect("events").clone();
     assert!(events.iter().any(|event| event["name"] == "0F0"), "{events:?}");
     let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
-    let track = |event: &Value| event["args"]["name"] == "bus to device 1";
+    let track = |event: &Value| event["args"]["name"] == "host link to device 1";
     assert!(events.iter().any(track), "{events:?}");
     // Each device's stage is fetched once for the forward and once for the backward, except the two still there when
     // the backward starts.
@@ -144,7 +144,7 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
 
 /// Transfers are not timed in a run that records nothing; the library tests that.
 #[test]
-fn a_report_of_a_run_has_a_lane_each_way_of_the_bus() {
+fn a_report_of_a_run_has_a_lane_each_way_of_the_host_link() {
     let page = folder("offload-report").join("report.html");
     run(&format!("train --device cpu --epochs 1 {OFFLOADED} --report {}", page.display()))
         .success();

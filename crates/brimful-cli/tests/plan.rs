@@ -54,7 +54,7 @@ fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
                 --micro-batches 8 --memory-limit 300MiB";
     // Without host memory nothing fits.
     refusal(gpu);
-    let offloaded = format!("{gpu} --host-memory 4GiB --bus 2GB,1GB");
+    let offloaded = format!("{gpu} --host-memory 4GiB --host-link 2GB,1GB");
     let shown = answer(&offloaded);
     assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
     let best = &rows(&offloaded)[0];
@@ -68,8 +68,8 @@ fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
         assert!(stage["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{stage}");
         assert!(stage["recompute"].is_string() && stage["boundaries"].is_string(), "{stage}");
     }
-    insta::assert_snapshot!(refusal(&format!("{gpu} --host-memory 4GiB")), @"brimful: --host-memory needs --bus beside a --profile, which does not tell it");
-    insta::assert_snapshot!(refusal(&format!("{gpu} --bus 0B")), @"brimful: --bus has a rate above 0 to the device, and one back where that differs");
+    insta::assert_snapshot!(refusal(&format!("{gpu} --host-memory 4GiB")), @"brimful: --host-memory needs --host-link beside a --profile, which does not tell it");
+    insta::assert_snapshot!(refusal(&format!("{gpu} --host-link 0B")), @"brimful: --host-link has a rate above 0 to the device, and one back where that differs");
 }
 
 #[test]

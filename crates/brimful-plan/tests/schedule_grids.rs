@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use brimful_plan::schedule::{Location, Moves, Recompute, Schedule, StageLocation, render};
+use brimful_plan::schedule::{Location, Recompute, Schedule, StageLocation, Transfers, render};
 
 fn show(schedule: Schedule, recompute: Recompute) -> String {
     render::grid(&schedule.actions(4, 8, recompute).unwrap()).to_string()
@@ -30,16 +30,16 @@ grids! {
 }
 
 #[test]
-fn a_bus_has_a_row_each_way_under_its_device() {
+fn a_host_link_has_a_row_each_way_under_its_device() {
     let schedule = Schedule::BreadthFirst { stages_per_device: 3 };
     let actions = schedule.actions(1, 3, Recompute::Always).unwrap();
     let mut locations = [StageLocation::HOST; 3];
     locations[0].boundaries = Location::Host;
-    let moves = Moves::new(&actions, &locations, 2).unwrap();
-    insta::assert_snapshot!(render::grid_with_moves(&actions, &moves).unwrap());
+    let transfers = Transfers::new(&actions, &locations, 2).unwrap();
+    insta::assert_snapshot!(render::grid_with_transfers(&actions, &transfers).unwrap());
     let two = schedule.actions(2, 2, Recompute::Never).unwrap();
-    let moves = Moves::new(&two, &[StageLocation::HOST; 6], 1).unwrap();
-    insta::assert_snapshot!(render::grid_with_moves(&two, &moves).unwrap());
+    let transfers = Transfers::new(&two, &[StageLocation::HOST; 6], 1).unwrap();
+    insta::assert_snapshot!(render::grid_with_transfers(&two, &transfers).unwrap());
 }
 
 #[test]

@@ -4,8 +4,8 @@
 
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{
-    Costs, Moves, Recompute, Schedule, Simulation, Span, StageCost, StageLocation, simulate,
-    simulate_moves,
+    Costs, Recompute, Schedule, Simulation, Span, StageCost, StageLocation, Transfers, simulate,
+    simulate_transfers,
 };
 
 /// Runs a schedule with times of a device, divided over its stages.
@@ -167,8 +167,8 @@ fn sums_come_while_boundaries_go() {
     let peaks = |cost: StageCost| {
         let costs = Costs { input_bytes: 10, ..Costs::equal(stages, cost) };
         let locations = vec![StageLocation::DEVICE; stages];
-        let moves = Moves::new(&actions, &locations, 1).unwrap();
-        let steps = [simulate(&actions, &costs), simulate_moves(&actions, &moves, &costs)];
+        let transfers = Transfers::new(&actions, &locations, 1).unwrap();
+        let steps = [simulate(&actions, &costs), simulate_transfers(&actions, &transfers, &costs)];
         steps.map(|step| step.unwrap().devices()[0].peak_bytes)
     };
     // All boundaries, and the working bytes of the last stage: the gradients of its output and of its

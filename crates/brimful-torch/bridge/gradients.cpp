@@ -1,4 +1,4 @@
-// Moves the gradients of a backward out of their parameters, into sums.
+// Transfers the gradients of a backward out of their parameters, into sums.
 //
 // Autograd would add each gradient to the present one with a kernel of its own. Added as lists they take a few
 // kernels in all, whose launches dominate small micro-batches; and half-precision gradients can be summed in f32.
@@ -110,7 +110,7 @@ int32_t brimful_own_gradients(
   });
 }
 
-// Moves each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
+// Transfers each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
 // is left without a gradient.
 int32_t brimful_collect_gradients(
     at::Tensor* const* parameters, at::Tensor** sums, size_t count, int64_t piece_bytes,

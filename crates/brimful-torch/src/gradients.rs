@@ -79,7 +79,7 @@ fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
     }
 }
 
-/// Moves each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
+/// Transfers each parameter's gradient into its sum: adds it, or makes it the sum if there is none yet. The parameter
 /// is left without a gradient. Sums of half-precision gradients are f32.
 ///
 /// # Errors

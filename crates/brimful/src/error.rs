@@ -7,7 +7,7 @@ use std::{fmt, iter};
 use brimful_plan::balance::BalanceError;
 use brimful_plan::bytes::BytesError;
 use brimful_plan::plan::PlanError;
-use brimful_plan::schedule::{CostError, MoveError, ScheduleError};
+use brimful_plan::schedule::{CostError, ScheduleError, TransferError};
 use brimful_plan::split::SplitError;
 use tch::TchError;
 use thiserror::Error;
@@ -139,7 +139,7 @@ pub enum Error {
 
     /// Transfers between host and device that cannot be scheduled.
     #[error(transparent)]
-    Moves(#[from] MoveError),
+    Transfers(#[from] TransferError),
 
     /// Costs that cannot be simulated.
     #[error(transparent)]

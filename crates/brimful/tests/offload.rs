@@ -11,8 +11,8 @@ use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::pipeline::{Builder, Offload, PipelineError, PipelineOptimizer};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
 use brimful::schedule::{
-    Action, ActionKind, Awaited, BusUse, Location, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
-    Schedule, StageId, StageLocation,
+    Action, ActionKind, Awaited, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
+    StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
 };
 use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
@@ -713,50 +713,57 @@ fn timed(case: &Case) -> [Timeline; 3] {
 }
 
 /// Returns the schedule's transfers. The mini-batch itself never leaves a CPU's memory.
-fn planned(timeline: &Timeline) -> Vec<Move> {
+fn planned(timeline: &Timeline) -> Vec<Transfer> {
     let location = StageLocation { boundaries: Location::Host, ..StageLocation::HOST };
-    let moves = Moves::new(&timeline.actions, &[location; STAGES], 2).expect("moves");
-    let stays = |one: &Move| {
+    let transfers = Transfers::new(&timeline.actions, &[location; STAGES], 2).expect("moves");
+    let stays = |one: &Transfer| {
         test_device() == Device::Cpu && one.stage == StageId(0) && one.micro_batch.is_some()
     };
-    moves.of(0).iter().copied().filter(|one| !stays(one)).collect()
+    transfers.of(0).iter().copied().filter(|one| !stays(one)).collect()
 }
 
-fn bus(timeline: &Timeline) -> &BusUse {
-    let [bus] = &timeline.buses[..] else { panic!("one device, but {:?}", timeline.buses) };
-    bus
+fn host_link(timeline: &Timeline) -> &HostLinkUse {
+    let [host_link] = &timeline.host_links[..] else {
+        panic!("one device, but {:?}", timeline.host_links)
+    };
+    host_link
 }
 
 /// Sorts transfers in the order of the list, whatever their times.
-fn sorted(moves: impl Iterator<Item = Move>) -> Vec<Move> {
-    let mut moves: Vec<Move> = moves.collect();
-    moves.sort_by_key(|one| (one.before, one.kind, one.stage, one.micro_batch));
-    moves
+fn sorted(transfers: impl Iterator<Item = Transfer>) -> Vec<Transfer> {
+    let mut transfers: Vec<Transfer> = transfers.collect();
+    transfers.sort_by_key(|one| (one.before, one.kind, one.stage, one.micro_batch));
+    transfers
 }
 
 #[test]
-fn every_move_of_a_step_is_timed_once_and_in_its_order() {
+fn every_transfer_of_a_step_is_timed_once_and_in_its_order() {
     let _turn = alone();
     for timeline in timed(&MLP) {
-        let told = || bus(&timeline).moves.iter().map(|span| span.moved);
+        let told = || host_link(&timeline).transfers.iter().map(|span| span.transfer);
         assert_eq!(sorted(told()), sorted(planned(&timeline).into_iter()));
-        let mut ways = [MoveKind::is_inward, MoveKind::is_outward].map(|is_this_way| {
-            bus(&timeline).moves.iter().filter(move |span| is_this_way(span.moved.kind))
+        let mut ways = [TransferKind::is_inward, TransferKind::is_outward].map(|is_this_way| {
+            host_link(&timeline)
+                .transfers
+                .iter()
+                .filter(move |span| is_this_way(span.transfer.kind))
         });
         for way in &mut ways {
-            let way: Vec<&MoveSpan> = way.collect();
+            let way: Vec<&TransferSpan> = way.collect();
             assert!(way.iter().all(|span| span.start <= span.end && span.bytes > 0), "{way:?}");
             assert!(way.windows(2).all(|pair| pair[0].end <= pair[1].start), "{way:?}");
         }
-        let location =
-            bus(&timeline).moves.iter().filter(|s| s.moved.kind == MoveKind::OffloadGradients);
+        let location = host_link(&timeline)
+            .transfers
+            .iter()
+            .filter(|s| s.transfer.kind == TransferKind::OffloadGradients);
         let numbers = mlp().parameter_count().expect("a model");
         assert_eq!(location.map(|span| span.bytes).sum::<u64>(), 8 * numbers);
     }
     // Later steps may find a late update; on a CPU the first step starts its transfers in the listed order.
     if test_device() == Device::Cpu {
         let [first, ..] = timed(&MLP);
-        assert!(bus(&first).moves.is_sorted_by_key(|span| span.moved.before));
+        assert!(host_link(&first).transfers.is_sorted_by_key(|span| span.transfer.before));
     }
 }
 
@@ -764,62 +771,68 @@ fn every_move_of_a_step_is_timed_once_and_in_its_order() {
 fn what_skips_bring_crosses_as_what_it_is_a_part_of() {
     let _turn = alone();
     for timeline in timed(&U_NET) {
-        let name = |one: Move| (one.kind, one.stage, one.micro_batch);
-        let told: BTreeSet<_> = bus(&timeline).moves.iter().map(|span| name(span.moved)).collect();
+        let name = |one: Transfer| (one.kind, one.stage, one.micro_batch);
+        let told: BTreeSet<_> =
+            host_link(&timeline).transfers.iter().map(|span| name(span.transfer)).collect();
         let expected: BTreeSet<_> = planned(&timeline).into_iter().map(name).collect();
         assert_eq!(told, expected);
     }
 }
 
 /// Returns the end of the last such transfer that was started before this action.
-fn end(bus: &BusUse, before: usize, wanted: (MoveKind, StageId, Option<MicroBatchId>)) -> f64 {
-    let is_it = |span: &&MoveSpan| {
-        let Move { kind, stage, micro_batch, .. } = span.moved;
-        (kind, stage, micro_batch) == wanted && span.moved.before <= before
+fn end(
+    host_link: &HostLinkUse,
+    before: usize,
+    wanted: (TransferKind, StageId, Option<MicroBatchId>),
+) -> f64 {
+    let is_it = |span: &&TransferSpan| {
+        let Transfer { kind, stage, micro_batch, .. } = span.transfer;
+        (kind, stage, micro_batch) == wanted && span.transfer.before <= before
     };
-    bus.moves.iter().filter(is_it).map(|span| span.end).fold(0.0, f64::max)
+    host_link.transfers.iter().filter(is_it).map(|span| span.end).fold(0.0, f64::max)
 }
 
 #[test]
-fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
+fn no_transfer_begins_before_what_it_needs_and_no_action_before_its_transfers() {
     let _turn = alone();
     // An accelerator's event times are rounded.
     let slack = if test_device() == Device::Cpu { 0.0 } else { 1e-5 };
     for timeline in timed(&MLP) {
-        let (spans, bus) = (&timeline.spans[0], bus(&timeline));
+        let (spans, host_link) = (&timeline.spans[0], host_link(&timeline));
         for (at, span) in spans.iter().enumerate() {
             let Action { kind, stage, micro_batch } = span.action;
             let i = Some(micro_batch);
-            let mut needed = vec![(MoveKind::Fetch, stage, None)];
+            let mut needed = vec![(TransferKind::Fetch, stage, None)];
             match kind {
                 ActionKind::Forward | ActionKind::Recompute => {
-                    needed.push((MoveKind::BoundaryIn, stage, i));
+                    needed.push((TransferKind::BoundaryIn, stage, i));
                 }
-                _ => needed.push((MoveKind::GradientIn, StageId(stage.0 + 1), i)),
+                _ => needed.push((TransferKind::GradientIn, StageId(stage.0 + 1), i)),
             }
             for one in needed {
-                assert!(end(bus, at, one) <= span.start + slack, "{}: {one:?}", span.action);
+                assert!(end(host_link, at, one) <= span.start + slack, "{}: {one:?}", span.action);
             }
         }
         let mut in_buffers: i32 = 0;
-        for span in &bus.moves {
-            let Move { kind, stage, micro_batch, before } = span.moved;
+        for span in &host_link.transfers {
+            let Transfer { kind, stage, micro_batch, before } = span.transfer;
             let came_from = match kind {
-                MoveKind::BoundaryIn => {
-                    end(bus, before, (MoveKind::BoundaryOut, stage, micro_batch))
+                TransferKind::BoundaryIn => {
+                    end(host_link, before, (TransferKind::BoundaryOut, stage, micro_batch))
                 }
-                MoveKind::GradientIn => {
-                    end(bus, before, (MoveKind::GradientOut, stage, micro_batch))
+                TransferKind::GradientIn => {
+                    end(host_link, before, (TransferKind::GradientOut, stage, micro_batch))
                 }
-                MoveKind::OffloadGradients => {
+                TransferKind::OffloadGradients => {
                     let of_stage = spans.iter().filter(|span| span.action.stage == stage);
                     of_stage.map(|span| span.end).fold(0.0, f64::max)
                 }
                 _ => 0.0,
             };
-            assert!(came_from <= span.start + slack, "{}", span.moved);
-            in_buffers += i32::from(kind == MoveKind::Fetch) - i32::from(kind == MoveKind::Release);
-            assert!((0..=2).contains(&in_buffers), "{}", span.moved);
+            assert!(came_from <= span.start + slack, "{}", span.transfer);
+            in_buffers +=
+                i32::from(kind == TransferKind::Fetch) - i32::from(kind == TransferKind::Release);
+            assert!((0..=2).contains(&in_buffers), "{}", span.transfer);
         }
     }
 }
@@ -828,7 +841,7 @@ fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
 fn compute_waits_between_its_actions_and_says_for_what() {
     let _turn = alone();
     for timeline in timed(&MLP) {
-        let (spans, waits) = (&timeline.spans[0], &bus(&timeline).waits);
+        let (spans, waits) = (&timeline.spans[0], &host_link(&timeline).waits);
         for wait in waits {
             assert!(wait.start < wait.end, "{wait:?}");
             let works = spans.iter().any(|span| span.start < wait.end && wait.start < span.end);
@@ -841,7 +854,7 @@ fn compute_waits_between_its_actions_and_says_for_what() {
             }
         }
         let trace = timeline.trace();
-        assert!(trace.contains("bus to device 0") && trace.contains("fetch 1"), "{trace}");
+        assert!(trace.contains("host link to device 0") && trace.contains("fetch 1"), "{trace}");
         assert!(trace.contains("waits for weights") || test_device() != Device::Cpu, "{trace}");
     }
 }
@@ -851,15 +864,15 @@ fn nothing_is_timed_unless_somebody_asks() {
     let _turn = alone();
     let (x, y) = batch();
     let [mut device, mut host] = both(mlp);
-    let buses = |pipe: &mut Pipeline| {
+    let host_links = |pipe: &mut Pipeline| {
         let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
-        step.timeline.expect("a pipeline's").buses.len()
+        step.timeline.expect("a pipeline's").host_links.len()
     };
-    assert_eq!(buses(&mut host), 0, "nobody asked");
+    assert_eq!(host_links(&mut host), 0, "nobody asked");
     host.time_moves(true);
-    assert_eq!(buses(&mut host), 1);
+    assert_eq!(host_links(&mut host), 1);
     host.time_moves(false);
-    assert_eq!(buses(&mut host), 0, "nobody asks any more");
+    assert_eq!(host_links(&mut host), 0, "nobody asks any more");
     device.time_moves(true);
-    assert_eq!(buses(&mut device), 0, "nothing moves");
+    assert_eq!(host_links(&mut device), 0, "nothing moves");
 }

@@ -8,7 +8,7 @@ use brimful::balance::{self, LayerCost, Profile};
 use brimful::memory::Arena;
 use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
-use brimful::schedule::{BusCost, Location, Recompute, Schedule};
+use brimful::schedule::{HostLinkCost, Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline, gradient_factor, sums_apart};
 use support::{Update, alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
@@ -162,7 +162,7 @@ impl Case {
             schedules: vec![Schedule::OneFOneB],
             recompute: Some(Recompute::Never),
             // So slow that transfers determine the step's time.
-            bus: BusCost::equal(1e6),
+            host_link: HostLinkCost::equal(1e6),
             ..Request::new(profile, vec![PlanDevice::default()], (m * self.samples) as usize)
         }
     }

@@ -104,7 +104,8 @@ impl LargestSearch {
             Way::Pipeline => {}
             Way::Offload => {
                 request.host_memory = Some(room.host.0);
-                (request.bus, request.host_update) = (self.host.bus, self.host.update / 4.0);
+                (request.host_link, request.host_update) =
+                    (self.host.host_link, self.host.update / 4.0);
             }
         }
         let row = plan(&request)?.best().cloned();

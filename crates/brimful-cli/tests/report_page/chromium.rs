@@ -123,7 +123,7 @@ impl Browser {
         self.evaluate(expression).as_str().unwrap_or_default().to_owned()
     }
 
-    /// Moves, presses or releases the mouse, or turns its wheel, at a point of the window.
+    /// Transfers, presses or releases the mouse, or turns its wheel, at a point of the window.
     pub fn mouse(&mut self, kind: &str, (x, y): (f64, f64), more: Value) {
         let mut event = json!({ "type": kind, "x": x, "y": y });
         let more = more.as_object().cloned().unwrap_or_default();

@@ -52,15 +52,15 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
 }
 
 #[test]
-fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
-    let Some(mut browser) = Browser::start("bus") else { return };
+fn a_host_link_has_a_lane_each_way_and_says_what_was_waited_for() {
+    let Some(mut browser) = Browser::start("host-link") else { return };
     let offloaded = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-state 2 \
-                  --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --bus 200MB";
-    let page = plan("bus.html", offloaded);
+                  --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --host-link 200MB";
+    let page = plan("host-link.html", offloaded);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {
         browser.open(&page, look);
-        let cut = "(() => { const t = document.getElementById('bus'); return t.scrollWidth - t.clientWidth; })()";
+        let cut = "(() => { const t = document.getElementById('host-link'); return t.scrollWidth - t.clientWidth; })()";
         assert_eq!(browser.evaluate(cut), 0, "the table of transfers is cut");
         let plain = "document.querySelectorAll('#legend li:not(:has(.swatch))').length";
         assert_eq!(browser.evaluate(plain), 0, "an entry of the legend has no swatch");
@@ -74,7 +74,8 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
         let legend = browser.text("document.getElementById('legend').textContent");
         assert!(legend.contains("weights to the device"), "{legend}");
         assert!(legend.contains("waits for weights"), "{legend}");
-        let ways = browser.evaluate("document.querySelectorAll('#bus-table tbody tr').length");
+        let ways =
+            browser.evaluate("document.querySelectorAll('#host-link-table tbody tr').length");
         assert_eq!(ways, 2);
     }
     // The first fetch ends before the first forward, which waits for it.
@@ -88,7 +89,7 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
 
 /// The measured step of an offloaded run shows its transfers as a plan's page does.
 #[test]
-fn an_offloaded_run_shows_its_bus_as_a_plan_does() {
+fn an_offloaded_run_shows_its_host_link_as_a_plan_does() {
     let Some(mut browser) = Browser::start("offload") else { return };
     let on_host = "--epochs 1 --offload all --micro-batches 4 --batch-size 400";
     let page = trained("offload.html", on_host);
@@ -104,7 +105,7 @@ fn an_offloaded_run_shows_its_bus_as_a_plan_does() {
         for said in [" for weights", " for boundaries", " for gradients' room", "as it ran"] {
             assert!(summary.contains(said), "{said}: {summary}");
         }
-        let table = browser.text("document.getElementById('bus-table').innerText");
+        let table = browser.text("document.getElementById('host-link-table').innerText");
         assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
         assert_eq!(browser.evaluate(SHARED_COLOURS), 0, "two kinds have one colour");
         let settings = browser.text("document.getElementById('settings-list').textContent");

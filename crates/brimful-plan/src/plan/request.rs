@@ -2,7 +2,7 @@
 
 use crate::balance::Profile;
 use crate::schedule::{
-    BusCost, Costs, LinkCost, Location, Recompute, Schedule, StageLocation, is_time,
+    Costs, HostLinkCost, LinkCost, Location, Recompute, Schedule, StageLocation, is_time,
 };
 
 use super::{PlanChoice, PlanError};
@@ -45,7 +45,7 @@ pub struct Request<'a> {
     /// Link between two devices.
     pub link: LinkCost,
     /// Host link (PCIe) between a device and host memory.
-    pub bus: BusCost,
+    pub host_link: HostLinkCost,
     /// Bytes of summed gradients for each byte of parameters: 1, or 2 if sums of half-precision gradients
     /// are in f32.
     pub gradient_bytes: f64,
@@ -79,7 +79,7 @@ impl<'a> Request<'a> {
             devices,
             samples,
             link: LinkCost::default(),
-            bus: BusCost::default(),
+            host_link: HostLinkCost::default(),
             gradient_bytes: 1.0,
             sums_apart: true,
             optimizer_bytes: 0.0,

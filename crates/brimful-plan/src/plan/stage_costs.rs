@@ -67,7 +67,7 @@ impl<'a> StepCosts<'a> {
             stages: stages.map(stage).collect(),
             input_bytes: self.request.profile.input_bytes.saturating_mul(self.most_samples),
             link: self.request.link,
-            bus: self.request.bus,
+            host_link: self.request.host_link,
         }
     }
 

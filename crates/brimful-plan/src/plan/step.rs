@@ -2,7 +2,8 @@
 
 use crate::balance::Balance;
 use crate::schedule::{
-    Actions, CostError, Costs, Moves, Simulation, simulate, simulate_moves, simulate_moves_ahead,
+    Actions, CostError, Costs, Simulation, Transfers, simulate, simulate_transfers,
+    simulate_transfers_ahead,
 };
 
 use super::stage_costs::StepCosts;
@@ -16,7 +17,7 @@ pub struct PlannedStep {
     /// Costs of its stages.
     pub costs: Costs,
     /// Transfers between devices and host.
-    pub moves: Moves,
+    pub transfers: Transfers,
     /// Simulation of the step.
     pub simulation: Simulation,
 }
@@ -40,13 +41,13 @@ impl PlannedStep {
         let costs = if row.at_host() > 0 { costs.with_offload() } else { costs };
         let costs = costs.stages(&row.balance, actions.placement());
         let locations: Vec<_> = row.stages.iter().map(|stage| stage.location()).collect();
-        let moves =
-            Moves::new(&actions, &locations, row.device_buffers).map_err(CostError::from)?;
-        let simulation = match (moves.is_empty(), row.ahead_bytes) {
+        let transfers =
+            Transfers::new(&actions, &locations, row.device_buffers).map_err(CostError::from)?;
+        let simulation = match (transfers.is_empty(), row.ahead_bytes) {
             (true, _) => simulate(&actions, &costs)?,
-            (false, 0) => simulate_moves(&actions, &moves, &costs)?,
-            (false, _) => simulate_moves_ahead(&actions, &moves, &costs)?,
+            (false, 0) => simulate_transfers(&actions, &transfers, &costs)?,
+            (false, _) => simulate_transfers_ahead(&actions, &transfers, &costs)?,
         };
-        Ok(Self { actions, costs, moves, simulation })
+        Ok(Self { actions, costs, transfers, simulation })
     }
 }

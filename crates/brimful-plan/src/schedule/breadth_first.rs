@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A stage runs all its forwards in a row and all its backwards in another, so offloaded weights are
-//! fetched once for each, however many micro-batches there are (see [`Moves`](super::Moves)). The price is
+//! fetched once for each, however many micro-batches there are (see [`Transfers`](super::Transfers)). The price is
 //! that every boundary waits for the whole mini-batch. The backwards run in reverse order: the last
 //! activations are used first.
 //!

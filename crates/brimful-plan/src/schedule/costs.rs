@@ -105,10 +105,10 @@ impl Default for LinkCost {
     }
 }
 
-/// Host link (PCIe) between a device and host memory; each device has its own. It carries one move at a
+/// Host link (PCIe) between a device and host memory; each device has its own. It carries one transfer at a
 /// time in each direction, while the device continues to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct BusCost {
+pub struct HostLinkCost {
     /// Bytes per unit of time to the device, while the other direction is idle; may be infinite.
     pub inward: f64,
     /// Bytes per unit of time to the host, while the other direction is idle; may be infinite.
@@ -117,14 +117,14 @@ pub struct BusCost {
     pub both: f64,
 }
 
-impl Default for BusCost {
+impl Default for HostLinkCost {
     /// Returns a link that takes no time.
     fn default() -> Self {
         Self::equal(f64::INFINITY)
     }
 }
 
-impl BusCost {
+impl HostLinkCost {
     /// Returns a link with the same bandwidth in each direction, whatever the use of the other.
     #[must_use]
     pub const fn equal(bandwidth: f64) -> Self {
@@ -134,7 +134,7 @@ impl BusCost {
     pub(crate) fn check(&self) -> Result<(), CostError> {
         let rates = [("inward", self.inward), ("outward", self.outward), ("both ways", self.both)];
         match rates.into_iter().find(|(_, rate)| rate.is_nan() || *rate <= 0.0) {
-            Some((what, value)) => Err(CostError::BadBus { what, value }),
+            Some((what, value)) => Err(CostError::BadHostLink { what, value }),
             None => Ok(()),
         }
     }
@@ -150,7 +150,8 @@ pub struct Costs {
     /// Link between any two devices.
     pub link: LinkCost,
     /// Host link between a device and host memory.
-    pub bus: BusCost,
+    #[serde(alias = "bus")]
+    pub host_link: HostLinkCost,
 }
 
 impl Costs {
@@ -193,7 +194,7 @@ impl Costs {
             }
         }
         self.link.check()?;
-        self.bus.check()
+        self.host_link.check()
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-use super::{Action, ActionKind, DeviceId, MicroBatchId, MoveError, StageId};
+use super::{Action, ActionKind, DeviceId, MicroBatchId, StageId, TransferError};
 
 /// Schedule that cannot be made, parsed or run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -188,18 +188,18 @@ pub enum CostError {
     },
     /// Host link with an invalid bandwidth.
     #[error(
-        "the {what} bandwidth of the bus is {value}: it must be above 0 (infinite for moves that take \
+        "the {what} bandwidth of the host link is {value}: it must be above 0 (infinite for transfers that take \
          no time)"
     )]
-    BadBus {
+    BadHostLink {
         /// Direction.
         what: &'static str,
         /// Bandwidth as given.
         value: f64,
     },
-    /// Moves that do not belong to the schedule.
+    /// Transfers that do not belong to the schedule.
     #[error(transparent)]
-    Moves(#[from] MoveError),
+    Transfers(#[from] TransferError),
     /// Times whose sum is infinite.
     #[error("the times add up to more than a number can hold: give them in a larger unit")]
     Overflow,

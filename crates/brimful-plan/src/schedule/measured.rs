@@ -2,7 +2,7 @@
 //! into costs, to simulate it again.
 
 use super::memory;
-use super::{ActionKind, Actions, BusUse, Costs, DeviceUse, Simulation, Span, StageCost};
+use super::{ActionKind, Actions, Costs, DeviceUse, HostLinkUse, Simulation, Span, StageCost};
 use crate::bytes::Bytes;
 
 impl Costs {
@@ -38,16 +38,16 @@ impl Simulation {
     /// origin, transfers in the same unit and from the same origin if they were timed, and peak bytes if
     /// they were counted.
     ///
-    /// `timeline`, `buses` and `peaks` have an element for each device; missing peaks count as 0.
+    /// `timeline`, `host_links` and `peaks` have an element for each device; missing peaks count as 0.
     #[must_use]
     pub fn measured(
         actions: &Actions,
         timeline: &[Vec<Span>],
-        buses: &[BusUse],
+        host_links: &[HostLinkUse],
         peaks: &[Option<Bytes>],
     ) -> Self {
         let of_actions = timeline.iter().flatten().map(|span| (span.start, span.end));
-        let times = || of_actions.clone().chain(buses.iter().flat_map(BusUse::times));
+        let times = || of_actions.clone().chain(host_links.iter().flat_map(HostLinkUse::times));
         let start = times().map(|(start, _)| start).fold(f64::INFINITY, f64::min);
         let makespan = times().map(|(_, end)| end - start).fold(0.0, f64::max);
         let shifted =
@@ -63,8 +63,8 @@ impl Simulation {
                 peak_held: memory::most_held(actions, spans),
             }
         };
-        let buses = buses.iter().map(|bus| bus.crossed_since(start)).collect();
+        let host_links = host_links.iter().map(|host_link| host_link.since(start)).collect();
         let devices = timeline.iter().enumerate().map(device).collect();
-        Self { devices, timeline, makespan, buses, levels: Vec::new() }
+        Self { devices, timeline, makespan, host_links, levels: Vec::new() }
     }
 }

@@ -19,13 +19,12 @@ mod action;
 mod actions;
 mod automatic;
 mod breadth_first;
-mod bus_use;
 mod costs;
 mod error;
+mod host_link_use;
 mod interleaved;
 mod measured;
 mod memory;
-mod moves;
 mod named;
 mod one_f_one_b;
 mod one_place;
@@ -35,22 +34,23 @@ pub mod render;
 mod simulate;
 mod text;
 mod timeline;
+mod transfers;
 mod validate;
 mod zero_bubble;
 mod zero_bubble_v;
 
 pub use action::{Action, ActionKind, DeviceId, MicroBatchId, StageId};
 pub use actions::Actions;
-pub use bus_use::{Awaited, BusUse, MoveSpan, WaitSpan};
 pub(crate) use costs::is_time;
-pub use costs::{BusCost, Costs, LinkCost, StageCost};
+pub use costs::{Costs, HostLinkCost, LinkCost, StageCost};
 pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
-pub use moves::{
-    Location, Move, MoveError, MoveKind, MoveRule, Moves, StageLocation, simulate_moves,
-    simulate_moves_ahead,
-};
+pub use host_link_use::{Awaited, HostLinkUse, TransferSpan, WaitSpan};
 pub use named::Schedule;
 pub use recipe::ScheduleRecipe;
 pub use recompute::Recompute;
 pub use simulate::simulate;
 pub use timeline::{DeviceUse, Simulation, Span};
+pub use transfers::{
+    Location, StageLocation, Transfer, TransferError, TransferKind, TransferRule, Transfers,
+    simulate_transfers, simulate_transfers_ahead,
+};

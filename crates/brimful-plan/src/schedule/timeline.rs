@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, BusUse};
+use super::{Action, HostLinkUse};
 
 /// Action and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -36,14 +36,14 @@ pub struct Simulation {
     pub(super) timeline: Vec<Vec<Span>>,
     pub(super) devices: Vec<DeviceUse>,
     pub(super) makespan: f64,
-    /// Use of each device's host link; empty without moves.
-    pub(super) buses: Vec<BusUse>,
+    /// Use of each device's host link; empty without transfers.
+    pub(super) host_links: Vec<HostLinkUse>,
     /// Time and bytes held for each device, if the actions alone do not determine them.
     pub(super) levels: Vec<Vec<(f64, u64)>>,
 }
 
 impl Simulation {
-    /// Returns the time from the first start to the last end, of actions and moves.
+    /// Returns the time from the first start to the last end, of actions and transfers.
     #[must_use]
     pub fn makespan(&self) -> f64 {
         self.makespan
@@ -72,7 +72,7 @@ impl Simulation {
     /// Returns the transfers of each device, by start in each direction, and its waits for them; empty
     /// without offloading.
     #[must_use]
-    pub fn buses(&self) -> &[BusUse] {
-        &self.buses
+    pub fn host_links(&self) -> &[HostLinkUse] {
+        &self.host_links
     }
 }

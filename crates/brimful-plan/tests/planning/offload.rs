@@ -2,8 +2,8 @@
 
 use brimful_plan::plan::offload::{OffloadChoice, OffloadError, OffloadRequest, choose};
 use brimful_plan::schedule::{
-    BusCost, Costs, Location, Moves, Recompute, Schedule, StageCost, StageId, StageLocation,
-    simulate_moves,
+    Costs, HostLinkCost, Location, Recompute, Schedule, StageCost, StageId, StageLocation,
+    Transfers, simulate_transfers,
 };
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -31,8 +31,8 @@ fn block() -> StageCost {
 }
 
 fn gpt() -> Costs {
-    let bus = BusCost { inward: 55e9, outward: 55e9, both: 47e9 };
-    Costs { bus, ..Costs::equal(24, block()) }
+    let host_link = HostLinkCost { inward: 55e9, outward: 55e9, both: 47e9 };
+    Costs { host_link, ..Costs::equal(24, block()) }
 }
 
 fn breadth_first(stages: usize) -> Schedule {
@@ -49,7 +49,7 @@ fn a_model_that_fits_loses_nothing() {
     let costs = gpt();
     let choice = within(&costs, 200 * GB).unwrap();
     assert_eq!(choice.at_host(), 0);
-    assert!(choice.moves.is_empty());
+    assert!(choice.transfers.is_empty());
     assert_eq!(choice.recompute, [Recompute::Never; 24]);
     assert_eq!(choice.host_bytes, 0);
 }
@@ -76,8 +76,8 @@ fn more_memory_never_makes_a_longer_step_and_what_fits_stays_on_the_device() {
 fn one_device_buffer_is_taken_where_two_are_too_many() {
     let costs = gpt();
     let mut fitting = (0..100).filter_map(|tenth| within(&costs, tenth * GB / 10).ok());
-    assert_eq!(fitting.next().unwrap().moves.device_buffers(), 1);
-    assert!(fitting.any(|choice| choice.moves.device_buffers() == 2));
+    assert_eq!(fitting.next().unwrap().transfers.device_buffers(), 1);
+    assert!(fitting.any(|choice| choice.transfers.device_buffers() == 2));
 }
 
 #[test]
@@ -157,8 +157,8 @@ fn brute_force(costs: &Costs, m: usize, memory: u64, locations: &[Location]) -> 
         };
         let locations: Vec<_> = (0..s).map(location).collect();
         for device_buffers in 1..=2 {
-            let moves = Moves::new(&actions, &locations, device_buffers).unwrap();
-            let step = simulate_moves(&actions, &moves, costs).unwrap();
+            let transfers = Transfers::new(&actions, &locations, device_buffers).unwrap();
+            let step = simulate_transfers(&actions, &transfers, costs).unwrap();
             if step.devices()[0].peak_bytes <= memory {
                 best = Some(best.map_or(step.makespan(), |best| best.min(step.makespan())));
             }
@@ -181,8 +181,8 @@ fn small_costs() -> impl Strategy<Value = Costs> {
         ..StageCost::new(f64::from(forward), f64::from(backward), 0.0)
     });
     (prop::collection::vec(stage, 3), 2u32..40).prop_map(|(stages, bandwidth)| {
-        let bus = BusCost::equal(f64::from(bandwidth));
-        Costs { stages, input_bytes: 5, bus, ..Costs::ticks(0) }
+        let host_link = HostLinkCost::equal(f64::from(bandwidth));
+        Costs { stages, input_bytes: 5, host_link, ..Costs::ticks(0) }
     })
 }
 

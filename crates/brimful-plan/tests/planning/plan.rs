@@ -2,7 +2,7 @@
 
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::plan::{LookAhead, Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
-use brimful_plan::schedule::{ActionKind, BusCost, Location, Recompute, Schedule};
+use brimful_plan::schedule::{ActionKind, HostLinkCost, Location, Recompute, Schedule};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -215,7 +215,7 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     let mut request = Request::new(&profile, devices(1, Some(40 * MIB)), 8);
     request.optimizer_bytes = 2.0;
     request.micro_batches = vec![2, 8];
-    request.bus = BusCost::equal(4.0 * MIB as f64);
+    request.host_link = HostLinkCost::equal(4.0 * MIB as f64);
     assert!(plan(&request).unwrap().best().is_none());
     request.host_memory = Some(1 << 30);
     let found = plan(&request).unwrap();
@@ -224,7 +224,7 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     assert!(best.at_host() > 0 && best.host_bytes > 0 && best.peak_bytes[0] <= 40 * MIB);
     let step = PlannedStep::new(&request, best).unwrap();
     assert_eq!(step.simulation.makespan(), best.makespan);
-    assert!(!step.simulation.buses()[0].moves.is_empty());
+    assert!(!step.simulation.host_links()[0].transfers.is_empty());
     // A host that is too small does not help.
     request.host_memory = Some(MIB);
     assert!(plan(&request).unwrap().best().is_none());

@@ -64,7 +64,7 @@ impl Sums {
         (whole, addends.into_iter().flatten().flatten().collect())
     }
 
-    /// Moves the sums to this device, where their parameters are: a parameter that the first replica has not
+    /// Transfers the sums to this device, where their parameters are: a parameter that the first replica has not
     /// reached has its sum on another replica's device.
     pub(crate) fn on(mut self, device: Device) -> Result<Self> {
         for sum in self.groups.iter_mut().flatten().flatten() {

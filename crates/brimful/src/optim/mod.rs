@@ -175,7 +175,7 @@ impl Optimizer {
         }
     }
 
-    /// Moves these parameters into a new group; returns false if there are none.
+    /// Transfers these parameters into a new group; returns false if there are none.
     fn form_group(
         &mut self,
         name: &str,

@@ -216,9 +216,13 @@ impl Attempted<Pipeline> for PipelineTried {
         let timeline = Timeline {
             actions: Arc::clone(&self.actions),
             spans: whole.spans.clone(),
-            buses: match whole.buses.iter().all(|bus| bus.moves.is_empty()) {
+            host_links: match whole
+                .host_links
+                .iter()
+                .all(|host_link| host_link.transfers.is_empty())
+            {
                 true => Vec::new(),
-                false => whole.buses.clone(),
+                false => whole.host_links.clone(),
             },
         };
         Ok(Figures {
@@ -393,7 +397,7 @@ impl Pipeline {
         workers.all(move |worker| worker.tell(others))
     }
 
-    /// Moves the layers' statistics of later replicas of this process to those of the first.
+    /// Transfers the layers' statistics of later replicas of this process to those of the first.
     fn gather_statistics(&self, workers: &Workers<Worker>) -> Result<()> {
         if self.ranks.replicas_here == 1 {
             return Ok(());
@@ -474,7 +478,7 @@ impl Pipeline {
             weights: Arc::clone(weights),
             channels_last: self.arrangement.is_channels_last(),
             start,
-            times_moves: self.times_moves,
+            times_transfers: self.times_transfers,
         };
         Ok(self.ranks.here().map(job).collect())
     }

@@ -75,7 +75,7 @@ impl<M: 'static> Replicas<M> {
         whole.unless_failed(joined.map_err(into_error))
     }
 
-    /// Moves the sums to the first replica's device, on its own thread.
+    /// Transfers the sums to the first replica's device, on its own thread.
     fn on_main_device(&self, sums: Sums) -> Result<Sums> {
         let main = self.device();
         if sums.are_on(main) { Ok(sums) } else { self.workers.one(0, move |_| sums.on(main)) }

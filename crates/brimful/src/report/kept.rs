@@ -76,18 +76,18 @@ impl Kept {
 }
 
 impl Numbered {
-    /// Number of actions and moves, which take as much space.
+    /// Number of actions and transfers, which take as much space.
     fn actions(&self) -> usize {
-        let Timeline { spans, buses, .. } = &self.ran;
-        let moves = buses.iter().map(|bus| bus.moves.len());
-        spans.iter().map(Vec::len).chain(moves).sum()
+        let Timeline { spans, host_links, .. } = &self.ran;
+        let transfers = host_links.iter().map(|host_link| host_link.transfers.len());
+        spans.iter().map(Vec::len).chain(transfers).sum()
     }
 
     /// Returns the measured step beside a simulation of the same schedule.
     fn compared(&self, roles: &[&str]) -> Compared {
-        let Timeline { actions, spans: timeline, buses } = &self.ran;
+        let Timeline { actions, spans: timeline, host_links } = &self.ran;
         let compact = |step: &Simulation| TimelineRecord::new(actions, step, Unit::Seconds);
-        let measured = Simulation::measured(actions, timeline, buses, &self.peaks);
+        let measured = Simulation::measured(actions, timeline, host_links, &self.peaks);
         let simulated = simulate(actions, &Costs::measured(actions, timeline)).ok();
         Compared {
             title: format!("step {}: {}", self.number, roles.join(", ")),
@@ -112,8 +112,8 @@ mod tests {
         let mut kept = Kept::default();
         for (i, seconds) in seconds.iter().enumerate() {
             let timeline = step.timeline().to_vec();
-            let (actions, buses) = (Arc::clone(&actions), Vec::new());
-            let timeline = Some(Timeline { actions, spans: timeline, buses });
+            let (actions, host_links) = (Arc::clone(&actions), Vec::new());
+            let timeline = Some(Timeline { actions, spans: timeline, host_links });
             let time = Duration::from_secs(*seconds);
             kept.look(i + 1, &mut Record { samples: 1, time, timeline, ..Record::default() });
         }

@@ -48,7 +48,7 @@ pub use error::RunError;
 pub use history::Steps;
 pub use record::Record;
 pub use recorder::Recorder;
-pub use timeline::{BusLane, Lane, TimelineRecord, Unit, WaitLane};
+pub use timeline::{HostLinkLane, Lane, TimelineRecord, Unit, WaitLane};
 
 use crate::auto::{Decision, Why};
 use crate::bytes::Bytes;

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::schedule::{
-    ActionKind, Actions, Awaited, BusUse, DeviceUse, MoveKind, MoveSpan, Simulation, Span, WaitSpan,
+    ActionKind, Actions, Awaited, DeviceUse, HostLinkUse, Simulation, Span, TransferKind,
+    TransferSpan, WaitSpan,
 };
 
 /// Timeline of a step, measured or simulated.
@@ -61,26 +62,26 @@ pub struct Lane {
     pub bytes: Vec<u64>,
     /// Transfers from the host.
     #[serde(default, skip_serializing_if = "is_unused")]
-    pub inward: BusLane,
+    pub inward: HostLinkLane,
     /// Transfers to the host.
     #[serde(default, skip_serializing_if = "is_unused")]
-    pub outward: BusLane,
+    pub outward: HostLinkLane,
     /// Waits of compute for transfers.
     #[serde(default, skip_serializing_if = "is_unused")]
     pub awaited: WaitLane,
 }
 
-/// Transfers of a device in one direction, in order: each column has one entry for each move.
+/// Transfers of a device in one direction, in order: each column has one entry for each transfer.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct BusLane {
-    /// [Letters](MoveKind::letter) of the move kinds.
+pub struct HostLinkLane {
+    /// [Letters](TransferKind::letter) of the transfer kinds.
     pub kinds: String,
     /// Stages of weights, gradients and boundaries.
     pub stages: Vec<u32>,
     /// Micro-batches of boundaries.
     pub micro_batches: Vec<Option<u32>>,
-    /// Counts from the end of the previous move, or from the step's start, to the move's start.
+    /// Counts from the end of the previous transfer, or from the step's start, to the transfer's start.
     pub waits: Vec<u64>,
     /// Counts from start to end.
     pub times: Vec<u64>,
@@ -106,8 +107,8 @@ impl TimelineRecord {
     #[must_use]
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
         let resolution = resolution(step.makespan());
-        let unused = BusUse::default();
-        let bus = |d: usize| step.buses().get(d).unwrap_or(&unused);
+        let unused = HostLinkUse::default();
+        let host_link = |d: usize| step.host_links().get(d).unwrap_or(&unused);
         let lanes = step.timeline().iter().zip(step.devices()).enumerate();
         Self {
             unit,
@@ -117,7 +118,7 @@ impl TimelineRecord {
             stages: actions.stages(),
             micro_batches: actions.micro_batches(),
             lanes: lanes
-                .map(|(d, (spans, used))| Lane::new(spans, used, bus(d), resolution))
+                .map(|(d, (spans, used))| Lane::new(spans, used, host_link(d), resolution))
                 .collect(),
         }
     }
@@ -141,7 +142,7 @@ fn resolution(makespan: f64) -> f64 {
 }
 
 impl Lane {
-    fn new(spans: &[Span], used: &DeviceUse, bus: &BusUse, resolution: f64) -> Self {
+    fn new(spans: &[Span], used: &DeviceUse, host_link: &HostLinkUse, resolution: f64) -> Self {
         let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
         let stages: Vec<u32> = spans.iter().map(|span| span.action.stage.0).collect();
         let is_one = stages.windows(2).all(|pair| pair[0] == pair[1]);
@@ -157,9 +158,9 @@ impl Lane {
             waits,
             times,
             bytes: bytes.collect(),
-            inward: BusLane::new(&bus.moves, MoveKind::is_inward, resolution),
-            outward: BusLane::new(&bus.moves, MoveKind::is_outward, resolution),
-            awaited: WaitLane::new(&bus.waits, resolution),
+            inward: HostLinkLane::new(&host_link.transfers, TransferKind::is_inward, resolution),
+            outward: HostLinkLane::new(&host_link.transfers, TransferKind::is_outward, resolution),
+            awaited: WaitLane::new(&host_link.waits, resolution),
         }
     }
 
@@ -188,14 +189,18 @@ impl Lane {
     }
 }
 
-impl BusLane {
-    fn new(moves: &[MoveSpan], is_this_way: fn(MoveKind) -> bool, resolution: f64) -> Self {
-        let here = || moves.iter().filter(|span| is_this_way(span.moved.kind));
+impl HostLinkLane {
+    fn new(
+        transfers: &[TransferSpan],
+        is_this_way: fn(TransferKind) -> bool,
+        resolution: f64,
+    ) -> Self {
+        let here = || transfers.iter().filter(|span| is_this_way(span.transfer.kind));
         let (waits, times) = counts(here().map(|span| (span.start, span.end)), resolution);
         Self {
-            kinds: here().map(|span| span.moved.kind.letter()).collect(),
-            stages: here().map(|span| span.moved.stage.0).collect(),
-            micro_batches: here().map(|span| span.moved.micro_batch.map(|i| i.0)).collect(),
+            kinds: here().map(|span| span.transfer.kind.letter()).collect(),
+            stages: here().map(|span| span.transfer.stage.0).collect(),
+            micro_batches: here().map(|span| span.transfer.micro_batch.map(|i| i.0)).collect(),
             waits,
             times,
             bytes: here().map(|span| span.bytes).collect(),
@@ -203,17 +208,17 @@ impl BusLane {
     }
 
     fn check(&self, of: &TimelineRecord) -> Result<(), String> {
-        let moves = self.kinds.len();
-        check_kinds(&self.kinds, &MoveKind::ALL.map(MoveKind::letter), "the moves")?;
+        let transfers = self.kinds.len();
+        check_kinds(&self.kinds, &TransferKind::ALL.map(TransferKind::letter), "the transfers")?;
         let columns =
             [self.stages.len(), self.micro_batches.len(), self.waits.len(), self.times.len()];
         // Older files have no bytes.
         let bytes = Some(self.bytes.len()).filter(|bytes| *bytes > 0);
-        if let Some(found) = columns.into_iter().chain(bytes).find(|found| *found != moves) {
-            return Err(format!("{moves} moves, but {found} entries in a column"));
+        if let Some(found) = columns.into_iter().chain(bytes).find(|found| *found != transfers) {
+            return Err(format!("{transfers} transfers, but {found} entries in a column"));
         }
         match self.stages.iter().any(|stage| *stage as usize >= of.stages) {
-            true => Err("a stage that the step has not, among the moves".into()),
+            true => Err("a stage that the step has not, among the transfers".into()),
             false => Ok(()),
         }
     }
@@ -264,14 +269,14 @@ fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>
 mod tests {
     use super::*;
     use crate::schedule::{
-        BusCost, Costs, Location, Moves, Recompute, Schedule, StageCost, StageLocation, simulate,
-        simulate_moves,
+        Costs, HostLinkCost, Location, Recompute, Schedule, StageCost, StageLocation, Transfers,
+        simulate, simulate_transfers,
     };
 
     type Damage = fn(&mut Lane);
     const BROKEN: [(&str, Damage); 4] = [
         ("a stage that is not there", |lane| lane.inward.stages[0] = 4),
-        ("a move without its bytes", |lane| lane.outward.bytes.truncate(1)),
+        ("a transfer without its bytes", |lane| lane.outward.bytes.truncate(1)),
         ("a wait for nobody knows what", |lane| lane.awaited.kinds.replace_range(..1, "x")),
         ("a wait without its time", |lane| lane.awaited.times.clear()),
     ];
@@ -306,36 +311,36 @@ mod tests {
         let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
         let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");
         let location = StageLocation { boundaries: Location::Host, ..StageLocation::HOST };
-        let moves = Moves::new(&actions, &[location; 4], 2).expect("moves");
+        let transfers = Transfers::new(&actions, &[location; 4], 2).expect("moves");
         let stage = StageCost {
             fetched_bytes: 10,
             sent_bytes: 20,
             output_bytes: 3,
             ..StageCost::new(1.0, 1.0, 1.0)
         };
-        let costs = Costs { bus: BusCost::equal(7.0), ..Costs::equal(4, stage) };
-        let step = simulate_moves(&actions, &moves, &costs).expect("costs");
+        let costs = Costs { host_link: HostLinkCost::equal(7.0), ..Costs::equal(4, stage) };
+        let step = simulate_transfers(&actions, &transfers, &costs).expect("costs");
         (TimelineRecord::new(&actions, &step, Unit::Own), step)
     }
 
     #[test]
-    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+    fn transfers_is_told_each_way_with_its_times() {
         let (timeline, step) = on_host();
         assert_eq!(timeline.check(), Ok(()));
         for (lane, is_inward) in
             [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
         {
-            let spans = step.buses()[0]
-                .moves
+            let spans = step.host_links()[0]
+                .transfers
                 .iter()
-                .filter(|span| span.moved.kind.is_inward() == is_inward);
+                .filter(|span| span.transfer.kind.is_inward() == is_inward);
             let mut now = 0;
             for (i, span) in spans.enumerate() {
-                assert_eq!(lane.kinds.chars().nth(i), Some(span.moved.kind.letter()));
-                let micro_batch = span.moved.micro_batch.map(|i| i.0);
+                assert_eq!(lane.kinds.chars().nth(i), Some(span.transfer.kind.letter()));
+                let micro_batch = span.transfer.micro_batch.map(|i| i.0);
                 assert_eq!(
                     (lane.stages[i], lane.micro_batches[i], lane.bytes[i]),
-                    (span.moved.stage.0, micro_batch, span.bytes)
+                    (span.transfer.stage.0, micro_batch, span.bytes)
                 );
                 now += lane.waits[i] + lane.times[i];
                 assert!((now as f64 * timeline.resolution - span.end).abs() < timeline.resolution);
@@ -350,11 +355,11 @@ mod tests {
     fn what_was_waited_for_is_told_and_broken_columns_are_found() {
         let (timeline, step) = on_host();
         let awaited = &timeline.lanes[0].awaited;
-        let letters = step.buses()[0].waits.iter().map(|wait| wait.awaited.letter());
+        let letters = step.host_links()[0].waits.iter().map(|wait| wait.awaited.letter());
         assert_eq!(awaited.kinds, letters.collect::<String>());
         assert!("wb".chars().all(|kind| awaited.kinds.contains(kind)), "{awaited:?}");
         let ends = awaited.waits.iter().zip(&awaited.times).map(|(wait, time)| wait + time);
-        let last = step.buses()[0].waits.last().expect("a wait").end;
+        let last = step.host_links()[0].waits.last().expect("a wait").end;
         assert!(
             (ends.sum::<u64>() as f64 * timeline.resolution - last).abs() < timeline.resolution
         );

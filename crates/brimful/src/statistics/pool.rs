@@ -124,7 +124,7 @@ impl Seen {
         self.pooled.extend(later.pooled);
     }
 
-    /// Moves the pooled statistics to another replica's variables, on their device.
+    /// Transfers the pooled statistics to another replica's variables, on their device.
     pub(super) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
         let Running { mean, variance, .. } = &self.running;
         let (Some(mean), Some(variance)) = (twin(mean), twin(variance)) else { return Ok(()) };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::auto::{Decision, SizeLog};
 use crate::bytes::Bytes;
-use crate::schedule::{Actions, BusUse, Span, render};
+use crate::schedule::{Actions, HostLinkUse, Span, render};
 
 /// Report of one step, which is one mini-batch or several up to their commit, or of an evaluation.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ pub struct Timeline {
     pub spans: Vec<Vec<Span>>,
     /// For each device, its transfers over the host link and its waits for them, in seconds since the same
     /// start; empty without transfers, or unless [requested](crate::Pipeline::time_moves).
-    pub buses: Vec<BusUse>,
+    pub host_links: Vec<HostLinkUse>,
 }
 
 /// Figures that an engine adds to a step's report.
@@ -104,6 +104,6 @@ impl Timeline {
     /// Returns the step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
     #[must_use]
     pub fn trace(&self) -> String {
-        render::measured_trace(&self.spans, &self.buses)
+        render::measured_trace(&self.spans, &self.host_links)
     }
 }

@@ -13,7 +13,7 @@ use super::trained::Trained;
 use super::{Attempted, Engine};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
-use crate::schedule::{BusUse, Span};
+use crate::schedule::{HostLinkUse, Span};
 use crate::statistics::ReportedLayer;
 use crate::workers::into_error;
 use crate::world::{Turn, World};
@@ -125,7 +125,7 @@ pub(crate) struct PartReport {
     /// Peak memory; then a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
     pub(crate) spans: Vec<Span>,
-    pub(crate) bus: BusUse,
+    pub(crate) host_link: HostLinkUse,
 }
 
 /// Sum of all parts.
@@ -139,7 +139,7 @@ pub(crate) struct Whole {
     /// One for each part of all ranks, in order.
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) spans: Vec<Vec<Span>>,
-    pub(crate) buses: Vec<BusUse>,
+    pub(crate) host_links: Vec<HostLinkUse>,
 }
 
 /// Gradients and statistics of one part, over all replicas.
@@ -182,7 +182,7 @@ impl Whole {
             part.add(told.present, told.layers);
             whole.peaks.push(told.peak);
             whole.spans.push(told.spans);
-            whole.buses.push(told.bus);
+            whole.host_links.push(told.host_link);
         }
         whole.totals = counted.totals()?;
         Ok(whole)

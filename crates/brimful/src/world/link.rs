@@ -70,7 +70,7 @@ impl Link {
         Ok(f(engine))
     }
 
-    /// Moves messages on until `look` finds something, or the rank that it waits for is gone.
+    /// Transfers messages on until `look` finds something, or the rank that it waits for is gone.
     pub(super) fn wait<T>(
         &self,
         mut look: impl FnMut(&mut Messenger) -> Result<Look<T>>,
@@ -171,7 +171,7 @@ impl Drop for Pump {
     }
 }
 
-/// Moves messages on until the end, then ends MPI in order if no rank is lost.
+/// Transfers messages on until the end, then ends MPI in order if no rank is lost.
 fn pump(link: &Link, ended: &Sender<()>) {
     loop {
         let Ok((over, rest)) = link.with(|engine| {

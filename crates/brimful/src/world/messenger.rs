@@ -90,7 +90,7 @@ impl Messenger {
         }
     }
 
-    /// Moves all messages on. An error breaks the world.
+    /// Transfers all messages on. An error breaks the world.
     pub(super) fn progress(&mut self) {
         if self.broken.is_none()
             && let Err(error) = self.try_progress()

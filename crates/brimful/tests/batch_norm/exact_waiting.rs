@@ -1,7 +1,7 @@
 //! Activations held at a barrier stay on the device while they fit there; the rest is on the host.
 
 use brimful::memory::Arena;
-use brimful::schedule::{MoveKind, MoveSpan, Recompute};
+use brimful::schedule::{Recompute, TransferKind, TransferSpan};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
 use tch::{Kind, Tensor};
 
@@ -147,7 +147,7 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
 }
 
 #[test]
-fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
+fn transfers_for_want_of_room_is_timed_as_what_was_planned_is() {
     let _turn = alone();
     const COUNT: i64 = 16;
     let (few, _) = Site::new(Recompute::Never).steps(4);
@@ -158,22 +158,22 @@ fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
         let before = limited.host.allocations();
         let timeline = limited.step(COUNT).timeline.expect("a pipeline's");
         let sent = limited.host.allocations() - before;
-        let moves = &timeline.buses[0].moves;
-        let out = || moves.iter().filter(|span| span.moved.kind.is_outward());
+        let transfers = &timeline.host_links[0].transfers;
+        let out = || transfers.iter().filter(|span| span.transfer.kind.is_outward());
         assert_eq!(out().count() as u64, sent, "each is one tensor");
-        let gradients = out().filter(|span| span.moved.kind == MoveKind::GradientOut);
+        let gradients = out().filter(|span| span.transfer.kind == TransferKind::GradientOut);
         assert_eq!(gradients.count() > 0, sends_gradients);
-        for back in moves.iter().filter(|span| span.moved.kind.is_inward()) {
+        for back in transfers.iter().filter(|span| span.transfer.kind.is_inward()) {
             let is_it = |kind| match kind {
-                MoveKind::BoundaryOut => back.moved.kind == MoveKind::BoundaryIn,
-                _ => back.moved.kind == MoveKind::GradientIn,
+                TransferKind::BoundaryOut => back.transfer.kind == TransferKind::BoundaryIn,
+                _ => back.transfer.kind == TransferKind::GradientIn,
             };
-            let same = |a: &&MoveSpan| {
-                let (a, b) = (a.moved, back.moved);
+            let same = |a: &&TransferSpan| {
+                let (a, b) = (a.transfer, back.transfer);
                 (a.stage, a.micro_batch) == (b.stage, b.micro_batch) && is_it(a.kind)
             };
             let left = out().find(same).expect("what comes has left");
-            assert!(left.end <= back.start && left.bytes == back.bytes, "{}", back.moved);
+            assert!(left.end <= back.start && left.bytes == back.bytes, "{}", back.transfer);
         }
     }
 }

@@ -10,7 +10,8 @@ use brimful::plan::{
     Misfit, Plan, PlanChoice, PlanRow, PlannedStep, Request, misfits, plan_watched,
 };
 use brimful::schedule::{
-    Actions, Costs, Moves, Recompute, Schedule, ScheduleRecipe, StageCost, StageLocation, simulate,
+    Actions, Costs, Recompute, Schedule, ScheduleRecipe, StageCost, StageLocation, Transfers,
+    simulate,
 };
 use serde::Serialize;
 
@@ -240,8 +241,8 @@ fn simulated(
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    let moves = Moves::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 0)?;
-    Ok(PlanAnswer { line, step: PlannedStep { actions, costs, moves, simulation } })
+    let transfers = Transfers::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 0)?;
+    Ok(PlanAnswer { line, step: PlannedStep { actions, costs, transfers, simulation } })
 }
 
 impl PlanLine {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use brimful::optim::{Adam, Method, Sgd};
 use brimful::pipeline::HostSpeed;
 use brimful::plan::Request;
-use brimful::schedule::BusCost;
+use brimful::schedule::HostLinkCost;
 use brimful::{Bytes, device, memory};
 
 use super::measure::KIND;
@@ -23,28 +23,28 @@ impl MeasuredModel {
         if is_measured {
             let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
             let update = speed.update / KIND.elt_size_in_bytes() as f64;
-            (request.bus, request.host_update) = (speed.bus, update);
+            (request.host_link, request.host_update) = (speed.host_link, update);
             request.look_ahead = self.method().ahead_needs(KIND)?;
         }
-        match self.given_bus()? {
-            Some(bus) => request.bus = bus,
+        match self.given_host_link()? {
+            Some(host_link) => request.host_link = host_link,
             None => ensure_use!(
                 is_measured || request.host_memory.is_none(),
-                "--host-memory needs --bus beside a --profile, which does not tell it"
+                "--host-memory needs --host-link beside a --profile, which does not tell it"
             ),
         }
         Ok(())
     }
 
-    fn given_bus(&self) -> Result<Option<BusCost>> {
+    fn given_host_link(&self) -> Result<Option<HostLinkCost>> {
         ensure_use!(
-            self.bus.len() <= 2 && !self.bus.contains(&Bytes(0)),
-            "--bus has a rate above 0 to the device, and one back where that differs"
+            self.host_link.len() <= 2 && !self.host_link.contains(&Bytes(0)),
+            "--host-link has a rate above 0 to the device, and one back where that differs"
         );
-        let rates: Vec<_> = self.bus.iter().map(|rate| rate.0 as f64).collect();
+        let rates: Vec<_> = self.host_link.iter().map(|rate| rate.0 as f64).collect();
         let Some((&inward, back)) = rates.split_first() else { return Ok(None) };
         let outward = back.first().copied().unwrap_or(inward);
-        Ok(Some(BusCost { inward, outward, both: inward.min(outward) }))
+        Ok(Some(HostLinkCost { inward, outward, both: inward.min(outward) }))
     }
 
     /// Returns an optimizer with about the given amount of state.

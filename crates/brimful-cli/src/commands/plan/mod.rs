@@ -60,15 +60,15 @@ fn left_out(refused: &[String]) -> String {
 }
 
 fn grid(best: &PlanAnswer) -> Result<String> {
-    let PlannedStep { actions, moves, .. } = &best.step;
+    let PlannedStep { actions, transfers, .. } = &best.step;
     let columns = output::columns().unwrap_or(COLUMNS);
     // Checked before rendering: a grid has a cell for each tick of each device, and many devices would fill the
     // memory.
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
     let grid = || {
-        let grid = match moves.is_empty() {
+        let grid = match transfers.is_empty() {
             true => render::grid(actions),
-            false => render::grid_with_moves(actions, moves)?,
+            false => render::grid_with_transfers(actions, transfers)?,
         };
         Ok::<_, anyhow::Error>(grid.width(columns).color(output::colored()).to_string())
     };

@@ -134,7 +134,7 @@ pub(super) struct MeasuredModel {
     /// Bytes a second between the host and a device: to the device, and back where that differs, such as
     /// 55GB or 55GB,50GB [default: measured]
     #[arg(long, value_name = "BYTES[,BYTES]", value_delimiter = ',', requires = "batch_size")]
-    pub(super) bus: Vec<Bytes>,
+    pub(super) host_link: Vec<Bytes>,
 }
 
 const EXAMPLES: &str = "\
@@ -157,7 +157,7 @@ Examples:
 
   What stays on a GPU of 8 GB, and what lives on a host of 64 GB:
       brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
-                   --optimizer-state 2 --host-memory 64GB --bus 55GB
+                   --optimizer-state 2 --host-memory 64GB --host-link 55GB
 
   A schedule of your own:
       brimful plan --schedule-file mine.csv --trace mine.json

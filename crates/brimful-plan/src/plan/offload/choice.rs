@@ -1,6 +1,6 @@
 //! Result of the search: where each stage is placed, its recomputation, and the simulated step.
 
-use crate::schedule::{Actions, Location, Moves, Recompute, Simulation};
+use crate::schedule::{Actions, Location, Recompute, Simulation, Transfers};
 
 /// Choice for every stage that fits.
 #[derive(Debug, Clone)]
@@ -11,7 +11,7 @@ pub struct OffloadChoice {
     pub actions: Actions,
     /// Transfers between devices and host, with the placement of each stage and the number of device
     /// buffers.
-    pub moves: Moves,
+    pub transfers: Transfers,
     /// Simulated step; its makespan is the step's time, without an optimizer.
     pub simulation: Simulation,
     /// Bytes in host memory.
@@ -22,7 +22,11 @@ impl OffloadChoice {
     /// Returns the number of offloaded stages.
     #[must_use]
     pub fn at_host(&self) -> usize {
-        self.moves.locations().iter().filter(|location| location.weights == Location::Host).count()
+        self.transfers
+            .locations()
+            .iter()
+            .filter(|location| location.weights == Location::Host)
+            .count()
     }
 
     /// Returns the peak bytes on each device.

@@ -4,14 +4,14 @@
 //! ```
 //! # use brimful_plan as brimful;
 //! use brimful::plan::offload::{OffloadRequest, choose};
-//! use brimful::schedule::{BusCost, Costs, Schedule, StageCost};
+//! use brimful::schedule::{HostLinkCost, Costs, Schedule, StageCost};
 //!
 //! let stage = StageCost {
 //!     parameter_bytes: 400, gradient_bytes: 400, optimizer_bytes: 800, offloaded_bytes: 600,
 //!     fetched_bytes: 200, sent_bytes: 400, activation_bytes: 100, output_bytes: 10,
 //!     ..StageCost::new(1.0, 1.0, 1.0)
 //! };
-//! let costs = Costs { bus: BusCost::equal(100.0), ..Costs::equal(12, stage) };
+//! let costs = Costs { host link: HostLinkCost::equal(100.0), ..Costs::equal(12, stage) };
 //! let schedule = Schedule::BreadthFirst { stages_per_device: 12 };
 //! let request = OffloadRequest { memory: vec![Some(6_000)], ..OffloadRequest::new(&costs, schedule, 1, 8) };
 //! let choice = choose(&request)?;

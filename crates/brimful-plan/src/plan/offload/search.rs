@@ -1,8 +1,8 @@
 //! Searches for the best ways of all stages: knapsacks, each simulated, then single changes.
 
 use crate::schedule::{
-    Actions, CostError, DeviceId, Location, Move, MoveKind, Moves, Recompute, StageId,
-    StageLocation, simulate_moves,
+    Actions, CostError, DeviceId, Location, Recompute, StageId, StageLocation, Transfer,
+    TransferKind, Transfers, simulate_transfers,
 };
 
 use super::super::knapsack::{self, Offer};
@@ -52,9 +52,10 @@ impl<'a> Search<'a> {
         let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
         request.costs.check(actions.stages())?;
         let all_at_host = vec![StageLocation::HOST; actions.stages()];
-        let moves =
-            Moves::new(&actions, &all_at_host, DEVICE_BUFFERS[0]).map_err(CostError::from)?;
-        let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
+        let transfers =
+            Transfers::new(&actions, &all_at_host, DEVICE_BUFFERS[0]).map_err(CostError::from)?;
+        let offers =
+            (0..actions.stages()).map(|j| offers(request, &actions, &transfers, j)).collect();
         Ok(Self { request, placement: actions.placement().to_vec(), offers })
     }
 
@@ -107,7 +108,7 @@ impl<'a> Search<'a> {
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
             let Some(ways) = self.picked(&rooms, price) else { break };
-            let tried = self.simulated(ways, leanest.choice.moves.device_buffers())?;
+            let tried = self.simulated(ways, leanest.choice.transfers.device_buffers())?;
             for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
                 *room = room.saturating_add_signed(used);
             }
@@ -143,7 +144,7 @@ impl<'a> Search<'a> {
     fn better(&self, best: &Tried, left: &mut usize) -> Result<Option<Tried>, OffloadError> {
         for ways in self.changes(best, *left) {
             *left -= 1;
-            let tried = self.simulated(ways, best.choice.moves.device_buffers())?;
+            let tried = self.simulated(ways, best.choice.transfers.device_buffers())?;
             let is_shorter = self.rank(&tried, 0.0) < self.rank(best, 0.0) * ROUNDING;
             if is_shorter && self.over(&tried.choice).is_none() {
                 return Ok(Some(tried));
@@ -260,11 +261,12 @@ impl<'a> Search<'a> {
         let locations: Vec<_> = (0..ways.len()).map(|j| chosen(j).location()).collect();
         let by_stage = |stage: StageId| recompute[stage.index()];
         let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
-        let moves = Moves::new(&actions, &locations, device_buffers).map_err(CostError::from)?;
-        let simulation = simulate_moves(&actions, &moves, costs)?;
+        let transfers =
+            Transfers::new(&actions, &locations, device_buffers).map_err(CostError::from)?;
+        let simulation = simulate_transfers(&actions, &transfers, costs)?;
         let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
         let host_bytes = host.fold(0, u64::saturating_add);
-        let choice = OffloadChoice { recompute, actions, moves, simulation, host_bytes };
+        let choice = OffloadChoice { recompute, actions, transfers, simulation, host_bytes };
         Ok(Tried { ways, choice })
     }
 
@@ -306,15 +308,15 @@ impl<'a> Search<'a> {
 fn offers(
     request: &OffloadRequest<'_>,
     actions: &Actions,
-    moves: &Moves,
+    transfers: &Transfers,
     j: usize,
 ) -> Vec<WayOffer> {
-    let is_fetch = |one: &&Move| one.kind == MoveKind::Fetch && one.stage.index() == j;
+    let is_fetch = |one: &&Transfer| one.kind == TransferKind::Fetch && one.stage.index() == j;
     let step = StageStep {
         costs: request.costs,
         actions,
         stage: StageId::at(j),
-        fetches: moves.lists().iter().flatten().filter(is_fetch).count(),
+        fetches: transfers.lists().iter().flatten().filter(is_fetch).count(),
     };
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed =

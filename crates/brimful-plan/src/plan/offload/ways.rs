@@ -85,39 +85,40 @@ impl StageStep<'_> {
             Location::Device => (resident_bytes(cost), 0),
             Location::Host => (0, offloaded_bytes(cost)),
         };
-        let bus = self.bus_times(way, cost, input as f64);
+        let host_link = self.host_link_times(way, cost, input as f64);
         // A boundary is copied out once and in twice, its gradient once each.
-        let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 5.0 * bus.boundaries);
+        let disturbance =
+            DISTURBANCE * (2.0 * host_link.fetch + host_link.sent + 5.0 * host_link.boundaries);
         WayCost {
             device_bytes: kept.saturating_add(resident),
             host_bytes: on_host.saturating_add(put_away),
-            seconds: self.seconds(way, cost, bus) + disturbance,
+            seconds: self.seconds(way, cost, host_link) + disturbance,
             disturbance,
         }
     }
 
-    fn bus_times(&self, way: StageWay, cost: &StageCost, input: f64) -> BusTimes {
+    fn host_link_times(&self, way: StageWay, cost: &StageCost, input: f64) -> HostLinkTimes {
         let m = self.actions.micro_batches() as f64;
-        let bus = self.costs.bus;
+        let host_link = self.costs.host_link;
         let at_host = way.weights == Location::Host;
         let only_if = |is_so: bool, time: f64| if is_so { time } else { 0.0 };
         let fetches = self.fetches as f64 / 2.0;
-        BusTimes {
-            fetch: only_if(at_host, fetches * cost.fetched_bytes as f64 / bus.inward),
-            sent: only_if(at_host, cost.sent_bytes as f64 / bus.outward),
-            boundaries: only_if(way.kept == Kept::Nothing, m * input / bus.both),
+        HostLinkTimes {
+            fetch: only_if(at_host, fetches * cost.fetched_bytes as f64 / host_link.inward),
+            sent: only_if(at_host, cost.sent_bytes as f64 / host_link.outward),
+            boundaries: only_if(way.kept == Kept::Nothing, m * input / host_link.both),
         }
     }
 
     /// Compute and transfers overlap, so the longer one counts, separately in forward and backward: breadth
     /// first has one fetch in each.
-    fn seconds(&self, way: StageWay, cost: &StageCost, bus: BusTimes) -> f64 {
+    fn seconds(&self, way: StageWay, cost: &StageCost, host_link: HostLinkTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
         let update = if way.weights == Location::Host { cost.host_update } else { 0.0 };
-        let forward = (m * cost.forward).max(bus.fetch).max(bus.boundaries).max(update);
-        let inward = bus.fetch + 2.0 * bus.boundaries;
-        let outward = bus.sent + bus.boundaries;
+        let forward = (m * cost.forward).max(host_link.fetch).max(host_link.boundaries).max(update);
+        let inward = host_link.fetch + 2.0 * host_link.boundaries;
+        let outward = host_link.sent + host_link.boundaries;
         let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
@@ -135,7 +136,7 @@ fn resident_bytes(cost: &StageCost) -> u64 {
 
 /// Transfer times of a stage in the forward or the backward of a step.
 #[derive(Debug, Clone, Copy)]
-struct BusTimes {
+struct HostLinkTimes {
     fetch: f64,
     sent: f64,
     boundaries: f64,

@@ -12,7 +12,7 @@ enum Change {
     JoinAll,
     /// Swaps the action here with the next.
     Swap(usize),
-    /// Moves the weight gradient from the first position to the second.
+    /// Transfers the weight gradient from the first position to the second.
     Bring(usize, usize),
 }
 
@@ -53,7 +53,7 @@ fn changes(list: &[Action]) -> Vec<Change> {
         match action.kind {
             ActionKind::InputGradient => changes.push(Change::Join(at)),
             ActionKind::WeightGradient => {
-                // A move by one is a swap; bubbles are seldom far away.
+                // A transfer by one is a swap; bubbles are seldom far away.
                 changes.extend(
                     (2..=6).filter_map(|far| Some(Change::Bring(at, at.checked_sub(far)?))),
                 );
@@ -86,9 +86,10 @@ impl Change {
                 (a.stage != b.stage || a.kind != b.kind).then_some(list)
             }
             Self::Bring(from, to) => {
-                let moves = list.get(from)?.kind == ActionKind::WeightGradient && to < list.len();
+                let transfers =
+                    list.get(from)?.kind == ActionKind::WeightGradient && to < list.len();
                 let mut list = list.to_vec();
-                let action = moves.then(|| list.remove(from))?;
+                let action = transfers.then(|| list.remove(from))?;
                 list.insert(to, action);
                 Some(list)
             }

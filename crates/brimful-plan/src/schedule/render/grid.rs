@@ -11,8 +11,8 @@
 use std::fmt;
 
 use super::super::{
-    Action, ActionKind, Actions, BusCost, BusUse, CostError, Costs, Move, MoveKind, MoveSpan,
-    Moves, Simulation, Span, StageCost, simulate, simulate_moves,
+    Action, ActionKind, Actions, CostError, Costs, HostLinkCost, HostLinkUse, Simulation, Span,
+    StageCost, Transfer, TransferKind, TransferSpan, Transfers, simulate, simulate_transfers,
 };
 
 /// Text grid; its options are set first, then it is shown with `Display`.
@@ -44,22 +44,22 @@ pub fn grid(actions: &Actions) -> Grid {
     Grid::new(actions, &simulation)
 }
 
-/// Draws actions and moves, one tick each: under each device a row for moves to it and one for moves to the
+/// Draws actions and transfers, one tick each: under each device a row for transfers to it and one for transfers to the
 /// host, weights and gradients by their stage (`↓2`, `↑2`), boundaries by stage and micro-batch (`↓2.0`).
 ///
 /// # Errors
-/// If the moves do not belong to the actions.
-pub fn grid_with_moves(actions: &Actions, moves: &Moves) -> Result<Grid, CostError> {
+/// If the transfers do not belong to the actions.
+pub fn grid_with_transfers(actions: &Actions, transfers: &Transfers) -> Result<Grid, CostError> {
     let one_byte = StageCost {
         fetched_bytes: 1,
         sent_bytes: 1,
         output_bytes: 1,
         ..StageCost::new(1.0, 1.0, 1.0)
     };
-    // One byte a tick, so that every move takes one tick and begins with one.
-    let bus = BusCost::equal(1.0);
-    let costs = Costs { input_bytes: 1, bus, ..Costs::equal(actions.stages(), one_byte) };
-    Ok(Grid::new(actions, &simulate_moves(actions, moves, &costs)?))
+    // One byte a tick, so that every transfer takes one tick and begins with one.
+    let host_link = HostLinkCost::equal(1.0);
+    let costs = Costs { input_bytes: 1, host_link, ..Costs::equal(actions.stages(), one_byte) };
+    Ok(Grid::new(actions, &simulate_transfers(actions, transfers, &costs)?))
 }
 
 fn device_row(ticks: usize, spans: &[Span], alone: bool) -> Vec<GridCell> {
@@ -70,10 +70,16 @@ fn device_row(ticks: usize, spans: &[Span], alone: bool) -> Vec<GridCell> {
     cells
 }
 
-fn bus_row(ticks: usize, spans: &[MoveSpan], inward: bool) -> Vec<GridCell> {
+fn host_link_row(ticks: usize, spans: &[TransferSpan], inward: bool) -> Vec<GridCell> {
     let mut cells = vec![GridCell::default(); ticks];
-    for span in spans.iter().filter(|span| span.moved.kind.is_inward() == inward) {
-        fill(&mut cells, span.start, span.end, move_color(span.moved.kind), short_name(span.moved));
+    for span in spans.iter().filter(|span| span.transfer.kind.is_inward() == inward) {
+        fill(
+            &mut cells,
+            span.start,
+            span.end,
+            transfer_color(span.transfer.kind),
+            short_name(span.transfer),
+        );
     }
     cells
 }
@@ -88,10 +94,11 @@ fn fill(cells: &mut [GridCell], start: f64, end: f64, color: &'static str, text:
     cells[start].text = text;
 }
 
-fn short_name(moved: Move) -> String {
-    let arrow = if moved.kind.is_inward() { '↓' } else { '↑' };
-    let boundary = moved.micro_batch.map_or(String::new(), |micro_batch| format!(".{micro_batch}"));
-    format!("{arrow}{}{boundary}", moved.stage)
+fn short_name(transfer: Transfer) -> String {
+    let arrow = if transfer.kind.is_inward() { '↓' } else { '↑' };
+    let boundary =
+        transfer.micro_batch.map_or(String::new(), |micro_batch| format!(".{micro_batch}"));
+    format!("{arrow}{}{boundary}", transfer.stage)
 }
 
 /// Returns an action's text; without the stage if each device has only one.
@@ -111,10 +118,13 @@ impl Grid {
         for (d, spans) in simulation.timeline().iter().enumerate() {
             labels.push(format!("{word} {d}"));
             rows.push(device_row(ticks, spans, alone));
-            // Without moves there are no buses, and no rows for them.
-            if let Some(BusUse { moves, .. }) = simulation.buses().get(d) {
+            // Without transfers there are no host links, and no rows for them.
+            if let Some(HostLinkUse { transfers, .. }) = simulation.host_links().get(d) {
                 labels.extend(["  in".to_owned(), "  out".to_owned()]);
-                rows.extend([bus_row(ticks, moves, true), bus_row(ticks, moves, false)]);
+                rows.extend([
+                    host_link_row(ticks, transfers, true),
+                    host_link_row(ticks, transfers, false),
+                ]);
             }
         }
         let widest = rows.iter().flatten().map(|cell| cell.text.chars().count()).max();
@@ -190,12 +200,12 @@ fn color(kind: ActionKind) -> &'static str {
     }
 }
 
-fn move_color(kind: MoveKind) -> &'static str {
+fn transfer_color(kind: TransferKind) -> &'static str {
     match kind {
-        MoveKind::Fetch | MoveKind::Release => "94",
-        MoveKind::OffloadGradients => "92",
-        MoveKind::BoundaryOut | MoveKind::BoundaryIn => "90",
-        MoveKind::GradientOut | MoveKind::GradientIn => "93",
+        TransferKind::Fetch | TransferKind::Release => "94",
+        TransferKind::OffloadGradients => "92",
+        TransferKind::BoundaryOut | TransferKind::BoundaryIn => "90",
+        TransferKind::GradientOut | TransferKind::GradientIn => "93",
     }
 }
 

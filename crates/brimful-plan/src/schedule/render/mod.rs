@@ -4,6 +4,6 @@ mod grid;
 mod svg;
 mod trace;
 
-pub use grid::{Grid, grid, grid_with_moves};
+pub use grid::{Grid, grid, grid_with_transfers};
 pub use svg::{Panel, svg};
 pub use trace::{measured_trace, trace};

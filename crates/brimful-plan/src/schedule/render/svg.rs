@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::super::{ActionKind, Actions, MoveKind, MoveSpan, Simulation, Span};
+use super::super::{ActionKind, Actions, Simulation, Span, TransferKind, TransferSpan};
 use crate::bytes::Bytes;
 
 /// One schedule in the picture.
@@ -24,8 +24,8 @@ const MEMORY: f64 = 150.0;
 const ROW: f64 = 30.0;
 const ROW_GAP: f64 = 5.0;
 /// Height of one direction of a device's host link.
-const BUS_ROW: f64 = 9.0;
-const BUS_GAP: f64 = 2.0;
+const HOST_LINK_ROW: f64 = 9.0;
+const HOST_LINK_GAP: f64 = 2.0;
 const HEADER: f64 = 56.0;
 const TITLE: f64 = 40.0;
 const AXIS: f64 = 46.0;
@@ -53,10 +53,10 @@ impl Panel<'_> {
         TITLE + self.simulation.devices().len() as f64 * self.device_height() + AXIS
     }
 
-    /// Height of a device's row, with those of its host link if there are moves.
+    /// Height of a device's row, with those of its host link if there are transfers.
     fn device_height(&self) -> f64 {
-        let has_bus = !self.simulation.buses().is_empty();
-        ROW + ROW_GAP + if has_bus { 2.0 * (BUS_ROW + BUS_GAP) } else { 0.0 }
+        let has_host_link = !self.simulation.host_links().is_empty();
+        ROW + ROW_GAP + if has_host_link { 2.0 * (HOST_LINK_ROW + HOST_LINK_GAP) } else { 0.0 }
     }
 
     /// Returns the bytes if they are known, else the activations of whole devices.
@@ -88,14 +88,16 @@ fn legend(out: &mut String, panels: &[Panel<'_>]) {
     };
     let kinds = ActionKind::ALL.into_iter().filter(occurs);
     let entries = kinds.map(|kind| (color(kind, 0), kind.name()));
-    let moves = |kind: &MoveKind| {
-        let buses = panels.iter().flat_map(|panel| panel.simulation.buses());
-        buses.flat_map(|bus| &bus.moves).any(|span| span.moved.kind == *kind)
+    let transfers = |kind: &TransferKind| {
+        let host_links = panels.iter().flat_map(|panel| panel.simulation.host_links());
+        host_links
+            .flat_map(|host_link| &host_link.transfers)
+            .any(|span| span.transfer.kind == *kind)
     };
-    let moves = MoveKind::ALL.into_iter().filter(moves);
-    let moves = moves.map(|kind| (move_color(kind).to_owned(), kind.name()));
+    let transfers = TransferKind::ALL.into_iter().filter(transfers);
+    let transfers = transfers.map(|kind| (transfer_color(kind).to_owned(), kind.name()));
     let mut x = MARGIN;
-    for (fill, name) in entries.chain(moves).chain([("url(#bubble)".to_owned(), "bubble")]) {
+    for (fill, name) in entries.chain(transfers).chain([("url(#bubble)".to_owned(), "bubble")]) {
         rect(out, x, 24.0, 16.0, 16.0, &fill);
         text(out, x + 23.0, 36.5, 13.0, "#475569", "start", name);
         x += 48.0 + 7.2 * name.len() as f64;
@@ -131,8 +133,8 @@ impl Picture {
         for (device, spans) in panel.simulation.timeline().iter().enumerate() {
             let y = rows + device as f64 * panel.device_height();
             self.row(out, panel, device, spans, y);
-            if let Some(bus) = panel.simulation.buses().get(device) {
-                self.bus(out, panel, &bus.moves, y + ROW + BUS_GAP);
+            if let Some(host_link) = panel.simulation.host_links().get(device) {
+                self.host_link(out, panel, &host_link.transfers, y + ROW + HOST_LINK_GAP);
             }
         }
         let bottom = rows + panel.simulation.devices().len() as f64 * panel.device_height();
@@ -152,16 +154,17 @@ impl Picture {
         self.memory(out, panel.memory(device), y);
     }
 
-    /// Draws two thin rows: moves to the device, and moves to the host.
-    fn bus(&self, out: &mut String, panel: &Panel<'_>, moves: &[MoveSpan], y: f64) {
+    /// Draws two thin rows: transfers to the device, and transfers to the host.
+    fn host_link(&self, out: &mut String, panel: &Panel<'_>, transfers: &[TransferSpan], y: f64) {
         let end = self.x(panel.simulation.makespan());
         for (way, label) in ["in", "out"].into_iter().enumerate() {
-            let y = y + way as f64 * (BUS_ROW + BUS_GAP);
-            text(out, MARGIN + LEFT - 8.0, y + BUS_ROW - 1.0, 9.0, "#64748b", "end", label);
-            rect(out, self.x(0.0), y, end - self.x(0.0), BUS_ROW, "#f3f5f8");
-            for span in moves.iter().filter(|span| span.moved.kind.is_inward() == (way == 0)) {
+            let y = y + way as f64 * (HOST_LINK_ROW + HOST_LINK_GAP);
+            text(out, MARGIN + LEFT - 8.0, y + HOST_LINK_ROW - 1.0, 9.0, "#64748b", "end", label);
+            rect(out, self.x(0.0), y, end - self.x(0.0), HOST_LINK_ROW, "#f3f5f8");
+            for span in transfers.iter().filter(|span| span.transfer.kind.is_inward() == (way == 0))
+            {
                 let (x, end) = (self.x(span.start), self.x(span.end));
-                rect(out, x, y, end - x, BUS_ROW, move_color(span.moved.kind));
+                rect(out, x, y, end - x, HOST_LINK_ROW, transfer_color(span.transfer.kind));
             }
         }
     }
@@ -249,14 +252,14 @@ fn color(kind: ActionKind, turn: usize) -> String {
     format!("#{:02x}{:02x}{:02x}", part(r), part(g), part(b))
 }
 
-fn move_color(kind: MoveKind) -> &'static str {
+fn transfer_color(kind: TransferKind) -> &'static str {
     match kind {
-        MoveKind::Fetch | MoveKind::Release => "#7c9fd6",
-        MoveKind::OffloadGradients => "#7fbf9d",
-        MoveKind::BoundaryOut => "#b9a37e",
-        MoveKind::BoundaryIn => "#d3c19c",
-        MoveKind::GradientOut => "#c98f8f",
-        MoveKind::GradientIn => "#e0b3b3",
+        TransferKind::Fetch | TransferKind::Release => "#7c9fd6",
+        TransferKind::OffloadGradients => "#7fbf9d",
+        TransferKind::BoundaryOut => "#b9a37e",
+        TransferKind::BoundaryIn => "#d3c19c",
+        TransferKind::GradientOut => "#c98f8f",
+        TransferKind::GradientIn => "#e0b3b3",
     }
 }
 

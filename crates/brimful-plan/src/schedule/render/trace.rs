@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::super::{
-    Actions, BusUse, Costs, MoveKind, MoveSpan, Simulation, Span, WaitSpan, memory,
+    Actions, Costs, HostLinkUse, Simulation, Span, TransferKind, TransferSpan, WaitSpan, memory,
 };
 
 /// Trace file: a list of events.
@@ -37,7 +37,7 @@ struct TraceEvent {
 enum EventArgs {
     Name { name: String },
     Action { stage: u32, micro_batch: u32 },
-    Move { stage: u32, bytes: u64 },
+    Transfer { stage: u32, bytes: u64 },
     Awaited { awaited: &'static str },
     Bytes { bytes: u64 },
     Held { activations: usize },
@@ -52,10 +52,10 @@ impl Default for EventArgs {
 const MICROSECONDS: f64 = 1e6;
 
 /// Returns the trace, with times in seconds: a track for each device with its actions and waits, two for
-/// its host link if there are moves, and one for its memory.
+/// its host link if there are transfers, and one for its memory.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
-    let mut events = tracks(simulation.timeline(), simulation.buses());
+    let mut events = tracks(simulation.timeline(), simulation.host_links());
     for device in 0..simulation.timeline().len() {
         events.extend(memory(device, actions, costs, simulation));
     }
@@ -64,28 +64,29 @@ pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> Strin
 
 /// Returns the trace of executed actions, with the transfers of each device if they were timed.
 #[must_use]
-pub fn measured_trace(timeline: &[Vec<Span>], buses: &[BusUse]) -> String {
-    written(tracks(timeline, buses))
+pub fn measured_trace(timeline: &[Vec<Span>], host_links: &[HostLinkUse]) -> String {
+    written(tracks(timeline, host_links))
 }
 
-fn tracks(timeline: &[Vec<Span>], buses: &[BusUse]) -> Vec<TraceEvent> {
+fn tracks(timeline: &[Vec<Span>], host_links: &[HostLinkUse]) -> Vec<TraceEvent> {
     let mut events = Vec::new();
     for (device, spans) in timeline.iter().enumerate() {
         events.push(track(device, format!("device {device}")));
         events.extend(spans.iter().map(|span| work(device, span)));
     }
     // On the devices' own tracks, between their actions.
-    for (device, bus) in buses.iter().enumerate() {
-        events.extend(bus.waits.iter().map(|span| waiting(device, span)));
+    for (device, host_link) in host_links.iter().enumerate() {
+        events.extend(host_link.waits.iter().map(|span| waiting(device, span)));
     }
-    // Two tracks for each device, after those of all devices: moves to it, and moves to the host.
-    for (device, bus) in buses.iter().enumerate() {
+    // Two tracks for each device, after those of all devices: transfers to it, and transfers to the host.
+    for (device, host_link) in host_links.iter().enumerate() {
         for (way, name) in ["to", "from"].into_iter().enumerate() {
-            let is_this_way = if way == 0 { MoveKind::is_inward } else { MoveKind::is_outward };
-            let tid = buses.len() + 2 * device + way;
-            events.push(track(tid, format!("bus {name} device {device}")));
-            let mine = bus.moves.iter().filter(|span| is_this_way(span.moved.kind));
-            events.extend(mine.map(|span| moving(tid, span)));
+            let is_this_way =
+                if way == 0 { TransferKind::is_inward } else { TransferKind::is_outward };
+            let tid = host_links.len() + 2 * device + way;
+            events.push(track(tid, format!("host link {name} device {device}")));
+            let mine = host_link.transfers.iter().filter(|span| is_this_way(span.transfer.kind));
+            events.extend(mine.map(|span| transfer_event(tid, span)));
         }
     }
     events
@@ -100,11 +101,11 @@ fn waiting(device: usize, span: &WaitSpan) -> TraceEvent {
     }
 }
 
-fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {
+fn transfer_event(tid: usize, span: &TransferSpan) -> TraceEvent {
     TraceEvent {
-        name: span.moved.to_string(),
-        category: Some(span.moved.kind.name()),
-        args: EventArgs::Move { stage: span.moved.stage.0, bytes: span.bytes },
+        name: span.transfer.to_string(),
+        category: Some(span.transfer.kind.name()),
+        args: EventArgs::Transfer { stage: span.transfer.stage.0, bytes: span.bytes },
         ..lasting(tid, span.start, span.end)
     }
 }
@@ -156,7 +157,7 @@ fn memory(
         args,
         ..TraceEvent::default()
     };
-    // Moves are not among the actions, so the simulation has recorded the memory.
+    // Transfers are not among the actions, so the simulation has recorded the memory.
     if let Some(levels) = simulation.levels.get(device) {
         let bytes = |&(time, bytes): &(f64, u64)| level(time, EventArgs::Bytes { bytes });
         return levels.iter().map(bytes).collect();

@@ -252,7 +252,7 @@ impl Builder {
             actions: HashMap::new(),
             open: None,
             forwards: 0,
-            times_moves: false,
+            times_transfers: false,
             state,
             arrangement,
         })

@@ -15,7 +15,7 @@ use crate::pipeline::ranks::Ranks;
 use crate::plan::PlanRow;
 use crate::ranks::summed_in;
 use crate::schedule::{
-    ActionKind, Actions, DeviceId, Location, MoveKind, Moves, Recompute, StageLocation,
+    ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
 };
 use crate::{Layers, Result};
 
@@ -87,9 +87,10 @@ pub(crate) fn check_offloaded_graphs(
     if locations.iter().all(|location| location.weights == Location::Device) {
         return Ok(());
     }
-    let moves = Moves::new(actions, locations, device_buffers)?;
+    let transfers = Transfers::new(actions, locations, device_buffers)?;
     for (device, list) in actions.lists().iter().enumerate() {
-        let mut leaving = moves.of(device).iter().filter(|one| one.kind == MoveKind::Release);
+        let mut leaving =
+            transfers.of(device).iter().filter(|one| one.kind == TransferKind::Release);
         let mut left: Vec<usize> = vec![0; locations.len()];
         let mut made = HashMap::new();
         let mut next = leaving.next();

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::OffloadedStage;
 use crate::Result;
-use crate::pipeline::run::MoveClock;
-use crate::schedule::{Awaited, Move};
+use crate::pipeline::run::TransferClock;
+use crate::schedule::{Awaited, Transfer};
 
 /// Device buffers of a worker.
 #[derive(Debug)]
@@ -61,8 +61,8 @@ impl DeviceBuffers {
         &mut self,
         at: usize,
         stage: &OffloadedStage,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<()> {
         self.make()?;
         let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds.is_none());
@@ -72,7 +72,7 @@ impl DeviceBuffers {
             inward.wait(&left)?;
         }
         let _inward = inward.enter()?;
-        clock.moving(one, || stage.copy_to(&buffer.bytes), |()| stage.fetched_bytes())?;
+        clock.transfer(one, || stage.copy_to(&buffer.bytes), |()| stage.fetched_bytes())?;
         buffer.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
         buffer.holds = Some(at);
         self.fetched += 1;
@@ -107,7 +107,7 @@ impl DeviceBuffers {
         &mut self,
         at: usize,
         stage: &OffloadedStage,
-        clock: &mut MoveClock,
+        clock: &mut TransferClock,
     ) -> Result<()> {
         let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at));
         let buffer = buffer.expect("a stage is fetched before it is entered");

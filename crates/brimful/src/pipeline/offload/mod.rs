@@ -31,8 +31,8 @@ use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
 use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
-use crate::pipeline::run::{MoveClock, RestingPlace};
-use crate::schedule::{Awaited, Move};
+use crate::pipeline::run::{RestingPlace, TransferClock};
+use crate::schedule::{Awaited, Transfer};
 use device_buffers::DeviceBuffers;
 
 /// Default number of device buffers: one stage computes while the next one's weights arrive.
@@ -46,7 +46,7 @@ pub(crate) struct OffloadedStages {
     stages: Vec<Option<OffloadedStage>>,
     device_buffers: DeviceBuffers,
     /// Stages whose last update must finish before their weights are fetched.
-    late: Vec<(usize, Move)>,
+    late: Vec<(usize, Transfer)>,
     /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: RestingPlace,
     /// Host address of each parameter of the step under way.
@@ -150,13 +150,18 @@ impl OffloadedStages {
 
     /// Starts to fetch a stage's weights into a device buffer, at once or when its last update is done; the
     /// stage before it computes meanwhile.
-    pub(crate) fn fetch(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+    pub(crate) fn fetch(
+        &mut self,
+        at: usize,
+        one: Transfer,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
         self.late.push((at, one));
         self.fetch_late(clock)
     }
 
     /// Starts the late fetches of stages whose last update is done.
-    fn fetch_late(&mut self, clock: &mut MoveClock) -> Result<()> {
+    fn fetch_late(&mut self, clock: &mut TransferClock) -> Result<()> {
         let late = std::mem::take(&mut self.late);
         let follows = self.is_following();
         let mut update = self.update.as_mut().filter(|_| !follows);
@@ -168,7 +173,7 @@ impl OffloadedStages {
 
     /// Waits for the stage's last update, and fetches its weights: as the transfer that is late, or as this
     /// one.
-    fn fetch_now(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+    fn fetch_now(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
         let late = self.late.iter().position(|(late, _)| *late == at);
         let one = late.map_or(one, |late| self.late.remove(late).1);
         let follows = self.is_following();
@@ -181,14 +186,19 @@ impl OffloadedStages {
         self.bring(at, one, clock)
     }
 
-    fn bring(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+    fn bring(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
         let stage = self.stages[at].as_ref();
         stage.map_or(Ok(()), |stage| self.device_buffers.fetch(at, stage, one, clock))
     }
 
     /// Points a stage's parameters to its device buffer, and makes this thread's work wait for the weights.
     /// Fetches them first, as this transfer, if no buffer holds them.
-    pub(crate) fn enter(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+    pub(crate) fn enter(
+        &mut self,
+        at: usize,
+        one: Transfer,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
         self.fetch_late(clock)?;
         if self.stages[at].is_none() || self.device_buffers.is_current(at) {
             return Ok(());
@@ -308,8 +318,8 @@ impl OffloadedStages {
         &mut self,
         at: usize,
         accumulator: &mut Accumulator,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<()> {
         self.forget_left(clock)?;
         let follows = self.is_following();
@@ -323,7 +333,7 @@ impl OffloadedStages {
             let mut bring = |sum| stage.copy_to_host(sum, &self.places, &self.memory);
             let bytes =
                 |on_host: &Vec<Sum>| on_host.iter().flatten().flatten().map(tensor_bytes).sum();
-            clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
+            clock.transfer(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
         let handing = self.handing.as_mut();
         if let Some(handing) = handing.filter(|_| follows || at != FIRST_PART) {
@@ -395,20 +405,20 @@ impl OffloadedStages {
         self.update.take().map(Update::finish)
     }
 
-    /// Moves every parameter to the host, whatever was under way.
+    /// Transfers every parameter to the host, whatever was under way.
     pub(crate) fn offload_all(&mut self) -> Result<()> {
         self.late.clear();
         self.device_buffers.leave_all(&self.stages)
     }
 
     /// Drops the gradients that a failed step left.
-    pub(crate) fn forget(&mut self, clock: &mut MoveClock) -> Result<()> {
+    pub(crate) fn forget(&mut self, clock: &mut TransferClock) -> Result<()> {
         self.on_host.clear();
         self.forget_left(clock)
     }
 
     /// Lets work that comes after the gradients' copy reuse their device memory.
-    fn forget_left(&mut self, clock: &mut MoveClock) -> Result<()> {
+    fn forget_left(&mut self, clock: &mut TransferClock) -> Result<()> {
         let device = self.memory.device;
         if let Some((_, arrived)) = self.leaving.take()
             && device != Device::Cpu

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::optim::{Method, Optimizer};
-use crate::schedule::BusCost;
+use crate::schedule::HostLinkCost;
 
 /// Bytes that are copied each way: enough to separate bandwidth from a copy's latency.
 const MOVED: i64 = 32 << 20;
@@ -23,7 +23,7 @@ const RUNS: usize = 3;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HostSpeed {
     /// Bandwidth between the device and host memory, in bytes a second.
-    pub bus: BusCost,
+    pub host_link: HostLinkCost,
     /// Seconds of the optimizer's update on the host for each trained number.
     pub update: f64,
 }
@@ -34,11 +34,11 @@ impl HostSpeed {
     /// # Errors
     /// When the device is not here, or memory runs out on it or on the host.
     pub fn measure(device: Device, method: impl Into<Method>) -> Result<Self> {
-        Ok(Self { bus: bus(device)?, update: update(method.into())? })
+        Ok(Self { host_link: host_link(device)?, update: update(method.into())? })
     }
 }
 
-fn bus(device: Device) -> Result<BusCost> {
+fn host_link(device: Device) -> Result<HostLinkCost> {
     let room = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
     let (arriving, leaving) = (room()?, room()?);
     let (source, target) = (transfer::room_for(&arriving)?, transfer::room_for(&leaving)?);
@@ -54,7 +54,7 @@ fn bus(device: Device) -> Result<BusCost> {
     let both = || inward().and_then(|()| outward());
     let rate =
         |copy: &dyn Fn() -> Result<()>| Ok::<_, crate::Error>(MOVED as f64 / least(device, copy)?);
-    Ok(BusCost { inward: rate(&inward)?, outward: rate(&outward)?, both: rate(&both)? })
+    Ok(HostLinkCost { inward: rate(&inward)?, outward: rate(&outward)?, both: rate(&both)? })
 }
 
 fn update(method: Method) -> Result<f64> {

@@ -48,7 +48,7 @@ pub(crate) struct OffloadedStage {
 }
 
 impl OffloadedStage {
-    /// Moves these variables from their device to the host, with this dtype; `shared` ones are already
+    /// Transfers these variables from their device to the host, with this dtype; `shared` ones are already
     /// there.
     pub(crate) fn take_in(
         own: Vec<(String, Tensor)>,

@@ -10,7 +10,7 @@ use super::wiring::StageOutlet;
 use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::pipeline::worker::Site;
-use crate::schedule::{Action, MicroBatchId, Move, MoveKind, StageId};
+use crate::schedule::{Action, MicroBatchId, StageId, Transfer, TransferKind};
 
 impl WorkerRun {
     /// Receives the stage's input, with its copy on the host if it waited there.
@@ -23,8 +23,8 @@ impl WorkerRun {
         if let Some(arrived) = self.arrived[at][i].take() {
             return Ok(arrived);
         }
-        let entering = self.crossing(MoveKind::BoundaryIn, site.stages[at].id, i);
-        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
+        let entering = self.boundary_transfer(TransferKind::BoundaryIn, site.stages[at].id, i);
+        let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut resting = Vec::new();
         let mut taken = |parcel: StageParcel| {
             if parcel.rests {
@@ -67,10 +67,14 @@ impl WorkerRun {
         i: usize,
         parcels: &[StageParcel],
     ) -> Result<Boundary> {
-        let entering = self.crossing(MoveKind::BoundaryIn, site.stages[at].id, i);
+        let entering = self.boundary_transfer(TransferKind::BoundaryIn, site.stages[at].id, i);
         let mut parts = Vec::new();
         for parcel in parcels {
-            parts.push(site.dock.unpack_values(parcel.share(), entering, &mut self.moving)?);
+            parts.push(site.dock.unpack_values(
+                parcel.share(),
+                entering,
+                &mut self.transfer_clock,
+            )?);
         }
         site.keep_pace()?;
         let values = parts.remove(0);
@@ -78,8 +82,13 @@ impl WorkerRun {
     }
 
     /// Returns the transfer that belongs to the next or current action, as the list of transfers has it.
-    pub(crate) fn crossing(&self, kind: MoveKind, stage: StageId, i: usize) -> Move {
-        Move { kind, stage, micro_batch: Some(MicroBatchId::at(i)), before: self.next }
+    pub(crate) fn boundary_transfer(
+        &self,
+        kind: TransferKind,
+        stage: StageId,
+        i: usize,
+    ) -> Transfer {
+        Transfer { kind, stage, micro_batch: Some(MicroBatchId::at(i)), before: self.next }
     }
 
     /// Sends the output to the next stage, or ends the model with it. Returns what its backward starts
@@ -100,12 +109,15 @@ impl WorkerRun {
         self.count_in(at, &output)?;
         // The action ends here: transfers to the host and waits for a channel are not its work.
         self.timeline.end(action)?;
-        let leaving =
-            self.crossing(MoveKind::BoundaryOut, action.stage, action.micro_batch.index());
-        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
+        let leaving = self.boundary_transfer(
+            TransferKind::BoundaryOut,
+            action.stage,
+            action.micro_batch.index(),
+        );
+        let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
             let parcel = StageParcel::values(leaves(values, &traced)?);
-            site.settle(parcel, outlet, Move { stage: to, ..leaving }, clock)
+            site.settle(parcel, outlet, Transfer { stage: to, ..leaving }, clock)
         };
         let mut parcels = Vec::new();
         let targets = site.stages[at].targets();
@@ -143,8 +155,8 @@ impl WorkerRun {
             return Ok(arrived);
         }
         let next = StageId(site.stages[at].id.0 + 1);
-        let back = self.crossing(MoveKind::GradientIn, next, i);
-        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
+        let back = self.boundary_transfer(TransferKind::GradientIn, next, i);
+        let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut gradients = vec![match &ports.gradients_in {
             Some(inlet) => site.dock.unpack(inlet.take()?, back, clock)?,
             None => std::mem::take(&mut self.output_gradients[i]),
@@ -152,7 +164,7 @@ impl WorkerRun {
         for (ends, targets) in ports.skips_out.iter().zip(site.stages[at].targets()) {
             let mut sum = Vec::new();
             for ((_, inlet), from) in ends.iter().zip(targets) {
-                let back = Move { stage: StageId::at(*from), ..back };
+                let back = Transfer { stage: StageId::at(*from), ..back };
                 sum = backward::add(sum, site.dock.unpack(inlet.take()?, back, clock)?)?;
             }
             gradients.push(sum);
@@ -168,9 +180,12 @@ impl WorkerRun {
         action: Action,
         gradients: Vec<Tensors>,
     ) -> Result<(), Stop> {
-        let leaving =
-            self.crossing(MoveKind::GradientOut, action.stage, action.micro_batch.index());
-        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
+        let leaving = self.boundary_transfer(
+            TransferKind::GradientOut,
+            action.stage,
+            action.micro_batch.index(),
+        );
+        let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let skips = ports.skips_in.iter().map(|(_, outlet)| Some(outlet));
         let outlets = std::iter::once(ports.gradients_out.as_ref()).chain(skips);
         let mut parcels = Vec::new();

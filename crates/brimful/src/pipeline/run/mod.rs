@@ -17,22 +17,22 @@ mod exchange;
 mod intake;
 mod job;
 mod meeting;
-mod move_clock;
 mod recompute;
 mod stage;
 mod timeline;
 mod transfer;
+mod transfer_clock;
 mod waiting;
 mod wiring;
 
 pub(crate) use job::{End, Job, LossFn, Mode};
-pub(crate) use move_clock::MoveClock;
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
+pub(crate) use transfer_clock::TransferClock;
 pub(crate) use waiting::{HostLead, Leaving, StepExtent, WaitingRoom};
 pub(crate) use wiring::{StageOutlet, wire};
 
@@ -48,7 +48,7 @@ use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
-use crate::schedule::{Action, ActionKind, MicroBatchId, Move, MoveKind, StageId};
+use crate::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, TransferKind};
 use crate::step::{NonFinite, Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
@@ -85,7 +85,7 @@ pub(crate) struct WorkerRun {
     pub(crate) job: Job,
     list: Vec<Action>,
     /// Transfers between host and device that remain, in the order in which they start.
-    moves: VecDeque<Move>,
+    transfers: VecDeque<Transfer>,
     /// Index of the next action.
     next: usize,
     /// Micro-batches between forward and backward, by stage and micro-batch.
@@ -112,7 +112,7 @@ pub(crate) struct WorkerRun {
     pub(crate) intake: Intake,
     pub(crate) timeline: ActionClock,
     /// Clock of the transfers between host and device.
-    pub(crate) moving: MoveClock,
+    pub(crate) transfer_clock: TransferClock,
 }
 
 /// Weight-gradient part (dW) of a split backward, and the generation of the weights that its graph refers
@@ -148,9 +148,9 @@ impl WorkerRun {
     pub(crate) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         list.retain(|action| job.mode.runs(action.kind));
-        let moves: VecDeque<Move> = worker.site.moves(&list)?.into();
+        let transfers: VecDeque<Transfer> = worker.site.transfers(&list)?.into();
         let mut returns = HashMap::new();
-        for one in moves.iter().filter(|one| one.kind == MoveKind::BoundaryIn) {
+        for one in transfers.iter().filter(|one| one.kind == TransferKind::BoundaryIn) {
             if let Some(i) = one.micro_batch {
                 *returns.entry((one.stage, i)).or_default() += 1;
             }
@@ -179,10 +179,10 @@ impl WorkerRun {
             intake,
             next: 0,
             accumulator: None,
-            moving: MoveClock::new(device, job.times_moves),
+            transfer_clock: TransferClock::new(device, job.times_transfers),
             timeline,
             list,
-            moves,
+            transfers,
             job,
         })
     }
@@ -197,7 +197,7 @@ impl WorkerRun {
             // A failure before the first layer must not name the previous action's layer.
             site.layer.set(None);
             let done = oom::catch(|| {
-                self.start_moves(site)?;
+                self.start_transfers(site)?;
                 // Before the action runs: a backward searches the list for others after it.
                 self.next += 1;
                 with_graphs(self.job.mode.trains(), || self.perform(site, action))
@@ -208,30 +208,31 @@ impl WorkerRun {
             return Ok(());
         };
         // Transfers that follow the last action: its gradients go to the host.
-        let done = oom::catch(|| self.start_moves(site));
+        let done = oom::catch(|| self.start_transfers(site));
         done.map_err(|caught| failure(site, last, caught))
     }
 
     /// Starts the transfers that come before the next action.
-    fn start_moves(&mut self, site: &mut Site) -> Result<(), Stop> {
-        while let Some(one) = self.moves.front().filter(|one| one.before <= self.next).copied() {
-            self.moves.pop_front();
+    fn start_transfers(&mut self, site: &mut Site) -> Result<(), Stop> {
+        while let Some(one) = self.transfers.front().filter(|one| one.before <= self.next).copied()
+        {
+            self.transfers.pop_front();
             let at = |stage| site.place_of(stage).expect("moves are of the worker's own stages");
             match (one.kind, one.micro_batch) {
                 // The action that computed it has started this transfer.
-                (MoveKind::BoundaryOut | MoveKind::GradientOut, _) => {}
-                (MoveKind::BoundaryIn, Some(i)) => {
+                (TransferKind::BoundaryOut | TransferKind::GradientOut, _) => {}
+                (TransferKind::BoundaryIn, Some(i)) => {
                     let place = at(one.stage);
                     self.returns.entry((one.stage, i)).and_modify(|times| *times -= 1);
                     self.bring_in(site, place, i.index())?;
                 }
-                (MoveKind::GradientIn, Some(i)) => {
+                (TransferKind::GradientIn, Some(i)) => {
                     let (place, i) = (at(StageId(one.stage.0 - 1)), i.index());
                     self.gradients[place][i] = Some(self.receive_gradients(site, place, i)?);
                 }
                 _ => {
                     let place = at(one.stage);
-                    self.move_weights(site, place, one)?;
+                    self.transfer_weights(site, place, one)?;
                 }
             }
         }
@@ -239,13 +240,13 @@ impl WorkerRun {
     }
 
     /// Starts to transfer a stage's weights, or its gradients.
-    fn move_weights(&mut self, site: &mut Site, at: usize, one: Move) -> Result<()> {
+    fn transfer_weights(&mut self, site: &mut Site, at: usize, one: Transfer) -> Result<()> {
         let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
-            MoveKind::Fetch => offloaded.fetch(at, one, &mut self.moving),
-            MoveKind::Release => {
+            TransferKind::Fetch => offloaded.fetch(at, one, &mut self.transfer_clock),
+            TransferKind::Release => {
                 offloaded.release(at)?;
-                self.moving.release(one)
+                self.transfer_clock.release(one)
             }
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
@@ -260,7 +261,7 @@ impl WorkerRun {
                 }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
-                offloaded.send_gradients(at, accumulator, one, &mut self.moving)
+                offloaded.send_gradients(at, accumulator, one, &mut self.transfer_clock)
             }
         }
     }
@@ -269,11 +270,15 @@ impl WorkerRun {
         let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
         if let Some(offloaded) = &mut site.offloaded {
             let Action { stage, .. } = action;
-            let late =
-                Move { kind: MoveKind::Fetch, stage, micro_batch: None, before: self.next - 1 };
-            offloaded.enter(at, late, &mut self.moving)?;
+            let late = Transfer {
+                kind: TransferKind::Fetch,
+                stage,
+                micro_batch: None,
+                before: self.next - 1,
+            };
+            offloaded.enter(at, late, &mut self.transfer_clock)?;
         }
-        site.look_for_room(&mut self.moving)?;
+        site.look_for_room(&mut self.transfer_clock)?;
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
@@ -318,8 +323,9 @@ impl WorkerRun {
             None => match resting {
                 Some(parcels) => HeldInput::Host(parcels),
                 None => {
-                    let leaving = self.crossing(MoveKind::BoundaryOut, action.stage, i);
-                    site.put_aside(input, leaving, &mut self.moving)?
+                    let leaving =
+                        self.boundary_transfer(TransferKind::BoundaryOut, action.stage, i);
+                    site.put_aside(input, leaving, &mut self.transfer_clock)?
                 }
             },
         };

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use tch::Device;
 
-use super::move_clock::MoveClock;
+use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::memory::{Arena, Memory};
 use crate::moment::Moment;
-use crate::schedule::{Action, BusUse, Span};
+use crate::schedule::{Action, HostLinkUse, Span};
 
 /// Times of one worker's actions since the step's start.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl ActionClock {
     }
 
     /// Returns the times of actions and transfers, in seconds. Waits for the device's last action.
-    pub(crate) fn read(self, moves: MoveClock) -> Result<(Vec<Span>, BusUse)> {
+    pub(crate) fn read(self, transfers: TransferClock) -> Result<(Vec<Span>, HostLinkUse)> {
         // All events are on one stream: when the last one is reached, so are the others.
         if let Some((.., last)) = self.spans.last() {
             last.at.wait()?;
@@ -82,6 +82,6 @@ impl ActionClock {
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };
         let spans = self.spans.iter().map(span).collect::<Result<_>>()?;
-        Ok((spans, moves.read(&self.origin)?))
+        Ok((spans, transfers.read(&self.origin)?))
     }
 }

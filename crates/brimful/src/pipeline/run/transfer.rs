@@ -9,12 +9,12 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
-use super::move_clock::MoveClock;
+use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::batch::{copy_of, tensor_bytes};
 use crate::copies::{Arriving, Copies};
 use crate::memory::Arena;
-use crate::schedule::{Awaited, Move};
+use crate::schedule::{Awaited, Transfer};
 /// Tensors of a transfer; gradients have one list for each group of loss terms.
 pub(crate) use crate::world::Tensors;
 
@@ -71,8 +71,8 @@ impl StageParcel {
     pub(crate) fn resting(
         self,
         host: &RestingPlace,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<Self> {
         let Self { tensors, .. } = self;
         if let Some(computed) = mark(host.outward.device())? {
@@ -81,7 +81,7 @@ impl StageParcel {
         let _outward = host.outward.enter()?;
         let copy = || each(tensors, |tensor| host.take(&tensor));
         let bytes = |there: &Tensors| there.iter().flatten().flatten().map(tensor_bytes).sum();
-        let tensors = clock.moving(one, copy, bytes)?;
+        let tensors = clock.transfer(one, copy, bytes)?;
         let there = (host.outward.device() != Device::Cpu).then(|| Event::after(host.outward));
         Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
     }
@@ -132,8 +132,8 @@ impl Copies {
     pub(crate) fn unpack(
         &self,
         parcel: StageParcel,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<Tensors> {
         let StageParcel { tensors, ready, rests } = parcel;
         let ready = ready.as_deref();
@@ -142,7 +142,7 @@ impl Copies {
             return each(tensors, |tensor| self.finish(self.start(&tensor, ready)?));
         }
         let copy = || each(tensors, |tensor| self.start_from_host(&tensor, ready));
-        let arriving = clock.moving_by(
+        let arriving = clock.transfer_by(
             one,
             || self.moment_after(ready),
             copy,
@@ -167,8 +167,8 @@ impl Copies {
     pub(crate) fn unpack_values(
         &self,
         parcel: StageParcel,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<Vec<Tensor>> {
         Ok(self.unpack(parcel, one, clock)?.into_iter().flatten().flatten().collect())
     }

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
-use super::move_clock::MoveClock;
 use super::stage::Boundary;
+use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
@@ -216,7 +216,7 @@ impl WaitingRoom {
 
     /// Measures the free bytes for the next action; waits for transfers in flight if they are too few for
     /// the next stage's inputs.
-    pub(crate) fn look(&mut self, leaving: &mut Leaving, clock: &mut MoveClock) -> Result<()> {
+    pub(crate) fn look(&mut self, leaving: &mut Leaving, clock: &mut TransferClock) -> Result<()> {
         let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
         else {
             return Ok(());

@@ -106,7 +106,7 @@ impl Worker {
         // An attempt without gradients, instead of none, takes part in votes and sums like any other, and
         // divides the summed gradients by the same numbers.
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, unit, Vec::new()));
-        (self.spans, self.bus) = Default::default();
+        (self.spans, self.host_link) = Default::default();
         Ok(self.done(Vec::new(), tells)?)
     }
 
@@ -177,7 +177,7 @@ impl Worker {
 
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
         self.check_following(run)?;
-        run.moving.waiting(Awaited::Update, || self.settle())?;
+        run.transfer_clock.waiting(Awaited::Update, || self.settle())?;
         match &mut self.site.offloaded {
             Some(offloaded) if self.optimizer.is_some() => {
                 offloaded.begin_handing(&mut self.optimizer)
@@ -275,7 +275,16 @@ impl Worker {
 
     /// Returns the attempt that remains of a finished run, still without its undo, and its outputs.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
-        let WorkerRun { accumulator, mut tally, outputs, timeline, moving, largest, job, .. } = run;
+        let WorkerRun {
+            accumulator,
+            mut tally,
+            outputs,
+            timeline,
+            transfer_clock,
+            largest,
+            job,
+            ..
+        } = run;
         // By micro-batch, in whatever order their backwards ran: an error names the number.
         for largest in largest {
             tally.add_largest(largest)?;
@@ -284,7 +293,7 @@ impl Worker {
         // Parameters of these sums: others may be trained by the time of the commit.
         let (parameters, sums) =
             accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
-        (self.spans, self.bus) = timeline.read(moving)?;
+        (self.spans, self.host_link) = timeline.read(transfer_clock)?;
         let unit = job.weights.first().map_or(1.0, |weight| weight.unit);
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();
         let summed = (sums, tally, groups);

@@ -24,7 +24,7 @@ impl Worker {
         }
         report.peak = self.peak;
         report.spans = self.spans.clone();
-        report.bus = self.bus.clone();
+        report.host_link = self.host_link.clone();
         Ok(report)
     }
 

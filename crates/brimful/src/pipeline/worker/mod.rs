@@ -23,11 +23,13 @@ use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::offload::{HostMemory, OffloadedStage, OffloadedStages};
 use crate::pipeline::run::{
-    Boundary, HeldInput, HostLead, Leaving, MoveClock, RestingPlace, Stage, StageOutlet,
-    StageParcel, WaitingRoom, WorkerRun, run_again,
+    Boundary, HeldInput, HostLead, Leaving, RestingPlace, Stage, StageOutlet, StageParcel,
+    TransferClock, WaitingRoom, WorkerRun, run_again,
 };
 use crate::random::{Draws, Generator};
-use crate::schedule::{Action, BusUse, Location, Move, Moves, Span, StageId, StageLocation};
+use crate::schedule::{
+    Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
+};
 use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
@@ -126,7 +128,7 @@ pub(crate) struct Worker {
     pub(crate) spans: Vec<Span>,
     pub(crate) peak: Option<Bytes>,
     /// Timed transfers of the last mini-batch; empty unless the caller asked for them.
-    pub(crate) bus: BusUse,
+    pub(crate) host_link: HostLinkUse,
 }
 
 impl Blueprint {
@@ -291,8 +293,8 @@ impl Site {
     }
 
     /// Returns the transfers of this list of actions.
-    pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
-        if !self.has_moves() {
+    pub(crate) fn transfers(&self, list: &[Action]) -> Result<Vec<Transfer>> {
+        if !self.has_transfers() {
             return Ok(Vec::new());
         }
         let location = |(j, location): (usize, &StageLocation)| {
@@ -305,11 +307,11 @@ impl Site {
         };
         let locations: Vec<_> = self.stage_locations.iter().enumerate().map(location).collect();
         let device_buffers = self.offloaded.as_ref().map_or(0, OffloadedStages::device_buffers);
-        Ok(Moves::of_lists(&[list.to_vec()], &locations, device_buffers)?.of(0).to_vec())
+        Ok(Transfers::of_lists(&[list.to_vec()], &locations, device_buffers)?.of(0).to_vec())
     }
 
     /// Returns whether weights or boundaries cross the host link by plan.
-    fn has_moves(&self) -> bool {
+    fn has_transfers(&self) -> bool {
         self.offloaded.is_some()
             || self.stage_locations.iter().any(|location| location.boundaries == Location::Host)
     }
@@ -326,14 +328,14 @@ impl Site {
         self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
     }
 
-    /// Moves tensors that enter a stage, or come back from it, to host staging if they wait there, as this
+    /// Transfers tensors that enter a stage, or come back from it, to host staging if they wait there, as this
     /// transfer: all micro-batches may pass a stage before the next one takes the first output.
     pub(crate) fn settle(
         &self,
         parcel: StageParcel,
         outlet: &StageOutlet,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<StageParcel> {
         match (outlet, self.resting_place_of(one.stage)) {
             (StageOutlet::Far(_), _) => Ok(parcel),
@@ -348,8 +350,8 @@ impl Site {
     pub(crate) fn put_aside(
         &self,
         input: Boundary,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<HeldInput> {
         let Some(host) = &self.resting_place else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
@@ -365,8 +367,8 @@ impl Site {
         &self,
         parcel: StageParcel,
         host: &RestingPlace,
-        one: Move,
-        clock: &mut MoveClock,
+        one: Transfer,
+        clock: &mut TransferClock,
     ) -> Result<StageParcel> {
         let parcel = parcel.resting(host, one, clock)?;
         if self.waiting.is_some()
@@ -379,11 +381,11 @@ impl Site {
 
     /// Waits while the device is far behind: a host far ahead of the transfers would fill the device.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        if self.has_moves() || !self.keeps_inputs() { self.lead.keep() } else { Ok(()) }
+        if self.has_transfers() || !self.keeps_inputs() { self.lead.keep() } else { Ok(()) }
     }
 
     /// Measures the free bytes that the next action leaves for cached activations.
-    pub(crate) fn look_for_room(&mut self, clock: &mut MoveClock) -> Result<()> {
+    pub(crate) fn look_for_room(&mut self, clock: &mut TransferClock) -> Result<()> {
         let leaving = self.leaving.get_mut();
         self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
     }
@@ -402,7 +404,7 @@ impl Site {
         }
     }
 
-    /// Moves all offloaded parameters to the host, and adds up their gradients if the step succeeded.
+    /// Transfers all offloaded parameters to the host, and adds up their gradients if the step succeeded.
     pub(crate) fn offload_all(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
         let Some(offloaded) = &mut self.offloaded else { return Ok(()) };
         offloaded.offload_all()?;
@@ -411,7 +413,7 @@ impl Site {
         }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => offloaded.finish(accumulator),
-            None => offloaded.forget(&mut run.moving),
+            None => offloaded.forget(&mut run.transfer_clock),
         }
     }
 
@@ -446,7 +448,7 @@ impl Worker {
             updated: 0,
             spans: Vec::new(),
             peak: None,
-            bus: BusUse::default(),
+            host_link: HostLinkUse::default(),
         })
     }
 

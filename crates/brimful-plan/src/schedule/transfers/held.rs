@@ -1,4 +1,4 @@
-//! Memory of a device while actions and moves are played.
+//! Memory of a device while actions and transfers are played.
 //!
 //! ```text
 //! buffers       as large as the largest offloaded stage, all the time
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::memory::{HeldAs, StageBefore, clamp};
 use super::super::{Action, ActionKind, Actions, Costs, DeviceId, MicroBatchId, StageId};
-use super::{Location, Moves, StageLocation};
+use super::{Location, StageLocation, Transfers};
 
 /// Bytes on one device, and their peak.
 pub(super) struct HeldBytes {
@@ -35,19 +35,24 @@ pub(super) struct HeldBytes {
 }
 
 impl HeldBytes {
-    pub(super) fn new(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> Self {
+    pub(super) fn new(
+        actions: &Actions,
+        transfers: &Transfers,
+        costs: &Costs,
+        device: DeviceId,
+    ) -> Self {
         let of_pair = |action: &Action| {
             let held = actions.held_of(*action);
             // An offloaded boundary comes back as a separate copy.
-            let stays = moves.locations()[action.stage.index()].boundaries == Location::Device;
+            let stays = transfers.locations()[action.stage.index()].boundaries == Location::Device;
             let before = if stays { held.before } else { StageBefore::Elsewhere };
             ((action.stage, action.micro_batch), HeldAs { before, ..held })
         };
         let held_as = actions.lists()[device.index()].iter().map(of_pair).collect();
-        let bytes = lasting_bytes(actions, moves, costs, device);
+        let bytes = lasting_bytes(actions, transfers, costs, device);
         Self {
             costs: costs.clone(),
-            locations: moves.locations().to_vec(),
+            locations: transfers.locations().to_vec(),
             held_as,
             summed: BTreeSet::new(),
             leaving: None,
@@ -174,8 +179,13 @@ impl HeldBytes {
 }
 
 /// Returns the bytes of stages on the device, and of the device buffers for offloaded ones.
-fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> u128 {
-    let stages = actions.placement().iter().zip(moves.locations()).zip(&costs.stages);
+fn lasting_bytes(
+    actions: &Actions,
+    transfers: &Transfers,
+    costs: &Costs,
+    device: DeviceId,
+) -> u128 {
+    let stages = actions.placement().iter().zip(transfers.locations()).zip(&costs.stages);
     let here =
         stages.filter(|((at, _), _)| **at == device).map(|((_, location), cost)| (location, cost));
     let mut resident = 0;
@@ -186,6 +196,6 @@ fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: Device
             Location::Host => fetched.push(u128::from(cost.fetched_bytes)),
         }
     }
-    let device_buffers = moves.device_buffers().min(fetched.len());
+    let device_buffers = transfers.device_buffers().min(fetched.len());
     resident + device_buffers as u128 * fetched.into_iter().max().unwrap_or(0)
 }

@@ -1,10 +1,10 @@
 //! Tests of simulated steps with offloaded weights.
 
-use super::moving::{breadth_first, location};
+use super::fixtures::{breadth_first, location};
 use brimful_plan::schedule::{
-    Awaited, BusCost, BusUse, Costs, Location, Move, MoveKind, MoveSpan, Moves, Recompute,
-    Schedule, Simulation, Span, StageCost, StageLocation, WaitSpan, render, simulate,
-    simulate_moves, simulate_moves_ahead,
+    Awaited, Costs, HostLinkCost, HostLinkUse, Location, Recompute, Schedule, Simulation, Span,
+    StageCost, StageLocation, Transfer, TransferKind, TransferSpan, Transfers, WaitSpan, render,
+    simulate, simulate_transfers, simulate_transfers_ahead,
 };
 use proptest::prelude::*;
 
@@ -18,13 +18,14 @@ fn costs(stages: usize, bandwidth: f64) -> Costs {
         optimizer_bytes: 1_000,
         ..StageCost::new(1.0, 1.0, 1.0)
     };
-    Costs { bus: BusCost::equal(bandwidth), ..Costs::equal(stages, stage) }
+    Costs { host_link: HostLinkCost::equal(bandwidth), ..Costs::equal(stages, stage) }
 }
 
 fn run(stages: usize, m: usize, device_buffers: usize, bandwidth: f64) -> Simulation {
     let actions = breadth_first(stages, m, Recompute::Never);
-    let moves = Moves::new(&actions, &vec![StageLocation::HOST; stages], device_buffers).unwrap();
-    simulate_moves(&actions, &moves, &costs(stages, bandwidth)).unwrap()
+    let transfers =
+        Transfers::new(&actions, &vec![StageLocation::HOST; stages], device_buffers).unwrap();
+    simulate_transfers(&actions, &transfers, &costs(stages, bandwidth)).unwrap()
 }
 
 #[test]
@@ -41,13 +42,14 @@ fn fetches_hide_behind_compute_where_there_is_enough_of_it() {
 #[test]
 fn both_directions_slow_each_other_down() {
     let actions = breadth_first(2, 1, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageLocation::HOST; 2], 1).unwrap();
-    let bus = BusCost { inward: 10.0, outward: 10.0, both: 5.0 };
-    let step = simulate_moves(&actions, &moves, &Costs { bus, ..costs(2, 1.0) }).unwrap();
-    let told: Vec<_> = step.buses()[0]
-        .moves
+    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 2], 1).unwrap();
+    let host_link = HostLinkCost { inward: 10.0, outward: 10.0, both: 5.0 };
+    let step =
+        simulate_transfers(&actions, &transfers, &Costs { host_link, ..costs(2, 1.0) }).unwrap();
+    let told: Vec<_> = step.host_links()[0]
+        .transfers
         .iter()
-        .map(|span| (span.moved.to_string(), span.start, span.end))
+        .map(|span| (span.transfer.to_string(), span.start, span.end))
         .collect();
     let told: Vec<_> =
         told.iter().map(|(name, start, end)| (name.as_str(), *start, *end)).collect();
@@ -83,10 +85,10 @@ fn boundaries_on_the_host_free_the_device() {
     let peak_of = |boundaries: Location, stages: usize, m: usize| {
         let actions = breadth_first(stages, m, Recompute::Always);
         let locations = vec![StageLocation { boundaries, ..StageLocation::HOST }; stages];
-        let moves = Moves::new(&actions, &locations, 2).unwrap();
+        let transfers = Transfers::new(&actions, &locations, 2).unwrap();
         let mut costs = costs(stages, f64::INFINITY);
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = 1_000);
-        simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
+        simulate_transfers(&actions, &transfers, &costs).unwrap().devices()[0].peak_bytes
     };
     let peak = |boundaries, stages| peak_of(boundaries, stages, 4);
     // Two device buffers, gradients, and the boundaries: all of them, or those of the stages that compute.
@@ -96,24 +98,27 @@ fn boundaries_on_the_host_free_the_device() {
     assert!(peak(Location::Host, 8) < 10_000);
 }
 
-/// Shifted in time, a measured step with its moves equals the simulated one.
+/// Shifted in time, a measured step with its transfers equals the simulated one.
 #[test]
-fn a_measured_step_keeps_its_moves() {
+fn a_measured_step_keeps_its_transfers() {
     let step = run(3, 4, 2, 5.0);
     let actions = breadth_first(3, 4, Recompute::Never);
     let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
-    let late_move =
-        |span: &MoveSpan| MoveSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let late_transfer = |span: &TransferSpan| TransferSpan {
+        start: span.start + 7.0,
+        end: span.end + 7.0,
+        ..*span
+    };
     let late_wait =
         |span: &WaitSpan| WaitSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
     let timeline = vec![step.timeline()[0].iter().map(late).collect::<Vec<_>>()];
-    let mut moves: Vec<_> = step.buses()[0].moves.iter().map(late_move).collect();
-    let release = Move { kind: MoveKind::Release, ..moves[0].moved };
-    moves.push(MoveSpan { moved: release, start: 8.0, end: 8.0, bytes: 0 });
-    let waits = step.buses()[0].waits.iter().map(late_wait).collect();
-    let buses = [BusUse { moves, waits }];
-    let measured = Simulation::measured(&actions, &timeline, &buses, &[]);
-    assert_eq!(measured.buses(), step.buses(), "a release crosses nothing");
+    let mut transfers: Vec<_> = step.host_links()[0].transfers.iter().map(late_transfer).collect();
+    let release = Transfer { kind: TransferKind::Release, ..transfers[0].transfer };
+    transfers.push(TransferSpan { transfer: release, start: 8.0, end: 8.0, bytes: 0 });
+    let waits = step.host_links()[0].waits.iter().map(late_wait).collect();
+    let host_links = [HostLinkUse { transfers, waits }];
+    let measured = Simulation::measured(&actions, &timeline, &host_links, &[]);
+    assert_eq!(measured.host_links(), step.host_links(), "a release crosses nothing");
     assert_eq!(measured.timeline(), step.timeline());
     assert_eq!(measured.makespan(), step.makespan());
 }
@@ -122,16 +127,17 @@ fn a_measured_step_keeps_its_moves() {
 #[test]
 fn a_fetch_waits_for_its_stages_update() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
+    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
     let mut costs = costs(3, 10.0);
     costs.stages.iter_mut().for_each(|stage| stage.host_update = 5.0);
-    let step = simulate_moves(&actions, &moves, &costs).unwrap();
-    let starts: Vec<_> = (step.buses()[0].moves.iter())
-        .filter(|span| span.moved.kind == MoveKind::Fetch)
+    let step = simulate_transfers(&actions, &transfers, &costs).unwrap();
+    let starts: Vec<_> = (step.host_links()[0].transfers.iter())
+        .filter(|span| span.transfer.kind == TransferKind::Fetch)
         .map(|span| span.start)
         .collect();
     assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
-    let waits: Vec<_> = step.buses()[0].waits.iter().map(|w| (w.awaited, w.start, w.end)).collect();
+    let waits: Vec<_> =
+        step.host_links()[0].waits.iter().map(|w| (w.awaited, w.start, w.end)).collect();
     // The fetch for the backward overlaps with compute.
     let expected = [
         (Awaited::Update, 0.0, 5.0),
@@ -144,21 +150,27 @@ fn a_fetch_waits_for_its_stages_update() {
     assert_eq!(waits, expected);
     // Frozen stages are not updated.
     let frozen = [StageLocation { trained: false, ..StageLocation::HOST }; 3];
-    let moves = Moves::new(&actions, &frozen, 2).unwrap();
-    assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().buses()[0].moves[0].start, 0.0);
+    let transfers = Transfers::new(&actions, &frozen, 2).unwrap();
+    assert_eq!(
+        simulate_transfers(&actions, &transfers, &costs).unwrap().host_links()[0].transfers[0]
+            .start,
+        0.0
+    );
 }
 
 /// Gradients reach the host 8, 4 and 0 ticks before the end, the last stage's first.
 #[test]
 fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
     let actions = breadth_first(3, 2, Recompute::Never);
-    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
+    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
     let fetches = |host_update: f64| {
         let mut costs = costs(3, 10.0);
         costs.stages.iter_mut().for_each(|stage| stage.host_update = host_update);
-        let step = simulate_moves_ahead(&actions, &moves, &costs).unwrap();
-        let fetches =
-            step.buses()[0].moves.iter().filter(|span| span.moved.kind == MoveKind::Fetch);
+        let step = simulate_transfers_ahead(&actions, &transfers, &costs).unwrap();
+        let fetches = step.host_links()[0]
+            .transfers
+            .iter()
+            .filter(|span| span.transfer.kind == TransferKind::Fetch);
         fetches.map(|span| span.start).collect::<Vec<_>>()
     };
     assert_eq!(fetches(2.0), [2.0, 3.0, 5.0, 13.0], "the first stage's alone is left");
@@ -167,16 +179,16 @@ fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
 }
 
 #[test]
-fn moves_of_another_schedule_are_refused() {
+fn transfers_of_another_schedule_are_refused() {
     let actions = breadth_first(3, 2, Recompute::Never);
     let other = breadth_first(3, 4, Recompute::Never);
-    let moves = Moves::new(&other, &[StageLocation::HOST; 3], 2).unwrap();
-    assert!(simulate_moves(&actions, &moves, &costs(3, 1.0)).is_err());
-    let moves = Moves::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
-    let refused = simulate_moves(&actions, &moves, &costs(3, 0.0)).unwrap_err().to_string();
+    let transfers = Transfers::new(&other, &[StageLocation::HOST; 3], 2).unwrap();
+    assert!(simulate_transfers(&actions, &transfers, &costs(3, 1.0)).is_err());
+    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
+    let refused = simulate_transfers(&actions, &transfers, &costs(3, 0.0)).unwrap_err().to_string();
     assert_eq!(
         refused,
-        "the inward bandwidth of the bus is 0: it must be above 0 (infinite for moves that take no time)"
+        "the inward bandwidth of the host link is 0: it must be above 0 (infinite for transfers that take no time)"
     );
 }
 
@@ -191,16 +203,16 @@ fn waits_while_idle(spans: &[Span], waits: &[WaitSpan]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Without moves the simulation has the times given by the dependencies.
+    /// Without transfers the simulation has the times given by the dependencies.
     #[test]
-    fn nothing_moves_as_if_there_were_no_bus(
+    fn nothing_is_transferred_as_if_there_were_no_host_link(
         which in 0usize..7, v in 1usize..=3, p in 1usize..=4, m in 1usize..=6, latency in 0u32..4,
     ) {
         let actions = Schedule::all(v)[which].actions(p, m, Recompute::ExceptLast).unwrap();
         let mut costs = costs(actions.stages(), 1.0);
         costs.link.latency = f64::from(latency);
-        let moves = Moves::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 2).unwrap();
-        let clocked = simulate_moves(&actions, &moves, &costs).unwrap();
+        let transfers = Transfers::new(&actions, &vec![StageLocation::DEVICE; actions.stages()], 2).unwrap();
+        let clocked = simulate_transfers(&actions, &transfers, &costs).unwrap();
         let plain = simulate(&actions, &costs).unwrap();
         let times = |step: &Simulation| -> Vec<_> {
             step.timeline().iter().flatten().map(|span| (span.action, span.start, span.end)).collect()
@@ -211,7 +223,7 @@ proptest! {
         prop_assert_eq!(held(&clocked), held(&plain));
     }
 
-    /// Every action and every move happens, and no data are used before they arrive.
+    /// Every action and every transfer happens, and no data are used before they arrive.
     #[test]
     fn every_step_comes_to_its_end(
         which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, device_buffers in 1usize..=3,
@@ -220,20 +232,20 @@ proptest! {
     ) {
         let actions = Schedule::all(v)[which].actions(p, m, recompute).unwrap();
         let locations = &locations[..actions.stages()];
-        let moves = Moves::new(&actions, locations, device_buffers).unwrap();
+        let transfers = Transfers::new(&actions, locations, device_buffers).unwrap();
         let mut costs = costs(actions.stages(), f64::from(bandwidth));
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = bytes);
-        let step = simulate_moves(&actions, &moves, &costs).unwrap();
+        let step = simulate_transfers(&actions, &transfers, &costs).unwrap();
         for (d, list) in actions.lists().iter().enumerate() {
             prop_assert_eq!(step.timeline()[d].len(), list.len());
-            let copied = moves.of(d).iter().filter(|one| one.kind != MoveKind::Release).count();
-            let BusUse { moves, waits } = &step.buses()[d];
-            prop_assert_eq!(moves.len(), copied);
+            let copied = transfers.of(d).iter().filter(|one| one.kind != TransferKind::Release).count();
+            let HostLinkUse { transfers, waits } = &step.host_links()[d];
+            prop_assert_eq!(transfers.len(), copied);
             for (at, span) in step.timeline()[d].iter().enumerate() {
-                let is_needed = |one: &&MoveSpan| {
-                    one.moved.kind == MoveKind::Fetch && one.moved.stage == span.action.stage && one.moved.before <= at
+                let is_needed = |one: &&TransferSpan| {
+                    one.transfer.kind == TransferKind::Fetch && one.transfer.stage == span.action.stage && one.transfer.before <= at
                 };
-                let fetched = moves.iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
+                let fetched = transfers.iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
                 prop_assert!(fetched <= span.start);
             }
             prop_assert!(waits_while_idle(&step.timeline()[d], waits), "{waits:?}");
@@ -245,9 +257,9 @@ proptest! {
         let events = trace["traceEvents"].as_array().unwrap();
         let spans = events.iter().filter(|event| event["ph"] == "X").count();
         let all = step.timeline().iter().map(Vec::len).sum::<usize>()
-            + step.buses().iter().map(|bus| bus.moves.len() + bus.waits.len()).sum::<usize>();
+            + step.host_links().iter().map(|host_link| host_link.transfers.len() + host_link.waits.len()).sum::<usize>();
         prop_assert_eq!(spans, all);
-        prop_assert!(!render::grid_with_moves(&actions, &moves).unwrap().to_string().is_empty());
+        prop_assert!(!render::grid_with_transfers(&actions, &transfers).unwrap().to_string().is_empty());
         let plain = simulate(&actions, &costs).unwrap();
         prop_assert!(step.makespan() >= plain.makespan() * (1.0 - 1e-9));
     }

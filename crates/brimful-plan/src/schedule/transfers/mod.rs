@@ -1,4 +1,4 @@
-//! Moves between a device and host memory during a step: offloaded weights, their gradients, and
+//! Transfers between a device and host memory during a step: offloaded weights, their gradients, and
 //! boundaries.
 //!
 //! A device has a few *device buffers*, each as large as its largest offloaded stage. A stage's
@@ -11,14 +11,14 @@
 //! buffer 2  1──────────────────────────────────────
 //! ```
 //!
-//! Moves are data, like actions: the list that is executed is the one that is validated, simulated and
+//! Transfers are data, like actions: the list that is executed is the one that is validated, simulated and
 //! drawn.
 
 mod ahead;
-mod bus;
 mod check;
 mod error;
 mod held;
+mod host_link;
 mod make;
 mod play;
 
@@ -27,9 +27,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{Action, Actions, DeviceId, MicroBatchId, StageId};
-pub use ahead::simulate_moves_ahead;
-pub use error::{MoveError, MoveRule};
-pub use play::simulate_moves;
+pub use ahead::simulate_transfers_ahead;
+pub use error::{TransferError, TransferRule};
+pub use play::simulate_transfers;
 
 /// Memory that data stay in between their uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -61,10 +61,10 @@ impl StageLocation {
     pub const HOST: Self = Self { weights: Location::Host, ..Self::DEVICE };
 }
 
-/// Kind and direction of a move.
+/// Kind and direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum MoveKind {
+pub enum TransferKind {
     /// Sends a stage's summed gradients to the host; then their device memory is free.
     #[serde(alias = "gradients-home")]
     OffloadGradients,
@@ -83,8 +83,8 @@ pub enum MoveKind {
     GradientIn,
 }
 
-impl MoveKind {
-    /// All kinds, in the order of moves that start together: those that free memory come before those that
+impl TransferKind {
+    /// All kinds, in the order of transfers that start together: those that free memory come before those that
     /// take it.
     pub const ALL: [Self; 7] = [
         Self::OffloadGradients,
@@ -137,22 +137,22 @@ impl MoveKind {
     }
 }
 
-/// Move of a device's list. It *starts* right before action number `before` is run, without blocking.
+/// Transfer of a device's list. It *starts* right before action number `before` is run, without blocking.
 /// Stream fences make it wait for its own dependencies (the actions before it, and the release that freed
 /// its memory), and make the actions that need it wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Move {
-    /// Kind of the move.
-    pub kind: MoveKind,
+pub struct Transfer {
+    /// Kind of the transfer.
+    pub kind: TransferKind,
     /// Stage; a boundary belongs to the stage that it enters.
     pub stage: StageId,
     /// Micro-batch of a boundary or its gradient.
     pub micro_batch: Option<MicroBatchId>,
-    /// Index of the action in its device's list; the list's length for moves after the last action.
+    /// Index of the action in its device's list; the list's length for transfers after the last action.
     pub before: usize,
 }
 
-impl fmt::Display for Move {
+impl fmt::Display for Transfer {
     /// Writes `fetch 2` or `boundary out 2.5`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.kind.name(), self.stage)?;
@@ -160,48 +160,50 @@ impl fmt::Display for Move {
     }
 }
 
-/// Data that a move copies.
+/// Data that a transfer copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Moved {
+enum Payload {
     Weights(StageId),
     Boundary(StageId, MicroBatchId),
     Gradient(StageId, MicroBatchId),
 }
 
-impl Moved {
-    fn of(one: Move) -> Self {
+impl Payload {
+    fn of(one: Transfer) -> Self {
         match (one.kind, one.micro_batch) {
-            (MoveKind::GradientOut | MoveKind::GradientIn, Some(i)) => Self::Gradient(one.stage, i),
+            (TransferKind::GradientOut | TransferKind::GradientIn, Some(i)) => {
+                Self::Gradient(one.stage, i)
+            }
             (_, Some(i)) => Self::Boundary(one.stage, i),
             (_, None) => Self::Weights(one.stage),
         }
     }
 }
 
-/// Validated moves of every device, in the order in which they start. They are validated on creation, so
+/// Validated transfers of every device, in the order in which they start. They are validated on creation, so
 /// they can always be run with their actions.
 ///
 /// ```
 /// # use brimful_plan as brimful;
-/// use brimful::schedule::{MoveKind, Moves, Recompute, Schedule, StageLocation};
+/// use brimful::schedule::{TransferKind, Transfers, Recompute, Schedule, StageLocation};
 ///
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;
-/// let moves = Moves::new(&actions, &[StageLocation::HOST; 8], 2)?;
+/// let transfers = Transfers::new(&actions, &[StageLocation::HOST; 8], 2)?;
 /// // Once forward and once back, except for the two that are in device buffers in between.
-/// let fetches = moves.of(0).iter().filter(|one| one.kind == MoveKind::Fetch);
+/// let fetches = transfers.of(0).iter().filter(|one| one.kind == TransferKind::Fetch);
 /// assert_eq!(fetches.count(), 8 + 6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Moves {
-    lists: Vec<Vec<Move>>,
+pub struct Transfers {
+    lists: Vec<Vec<Transfer>>,
     locations: Vec<StageLocation>,
     device_buffers: usize,
 }
 
-impl Moves {
-    /// Makes the moves of a training step. `locations` has one element for each stage; every device has `device_buffers`
+impl Transfers {
+    /// Makes the transfers of a training step. `locations` has one element for each stage; every device has `device_buffers`
     /// device buffers: with one, nothing overlaps; more than two help if fetches are uneven.
     ///
     /// # Errors
@@ -210,11 +212,11 @@ impl Moves {
         actions: &Actions,
         locations: &[StageLocation],
         device_buffers: usize,
-    ) -> Result<Self, MoveError> {
+    ) -> Result<Self, TransferError> {
         Self::of_lists(actions.lists(), locations, device_buffers)
     }
 
-    /// Makes the moves of lists that are a part of a schedule's: for instance the forwards of an
+    /// Makes the transfers of lists that are a part of a schedule's: for instance the forwards of an
     /// evaluation, which fetch weights once.
     ///
     /// # Errors
@@ -223,13 +225,14 @@ impl Moves {
         lists: &[Vec<Action>],
         locations: &[StageLocation],
         device_buffers: usize,
-    ) -> Result<Self, MoveError> {
+    ) -> Result<Self, TransferError> {
         check::numbers(lists, locations, device_buffers)?;
-        let moves = lists.iter().map(|list| make::moves(list, locations, device_buffers)).collect();
-        Self::given(lists, locations, device_buffers, moves)
+        let transfers =
+            lists.iter().map(|list| make::transfers(list, locations, device_buffers)).collect();
+        Self::given(lists, locations, device_buffers, transfers)
     }
 
-    /// Takes custom moves, a list for each device in the order in which they start, and checks that:
+    /// Takes custom transfers, a list for each device in the order in which they start, and checks that:
     ///
     /// 1. an offloaded stage is used only between its fetch and its release, and every fetched stage is
     ///    released;
@@ -245,28 +248,31 @@ impl Moves {
         lists: &[Vec<Action>],
         locations: &[StageLocation],
         device_buffers: usize,
-        moves: Vec<Vec<Move>>,
-    ) -> Result<Self, MoveError> {
+        transfers: Vec<Vec<Transfer>>,
+    ) -> Result<Self, TransferError> {
         check::numbers(lists, locations, device_buffers)?;
-        if moves.len() != lists.len() {
-            return Err(MoveError::WrongDevices { given: moves.len(), needed: lists.len() });
+        if transfers.len() != lists.len() {
+            return Err(TransferError::WrongDevices {
+                given: transfers.len(),
+                needed: lists.len(),
+            });
         }
-        for (d, (list, moves)) in lists.iter().zip(&moves).enumerate() {
-            check::list(list, moves, locations, device_buffers)
-                .map_err(|rule| MoveError::Broken { device: DeviceId::at(d), rule })?;
+        for (d, (list, transfers)) in lists.iter().zip(&transfers).enumerate() {
+            check::list(list, transfers, locations, device_buffers)
+                .map_err(|rule| TransferError::Broken { device: DeviceId::at(d), rule })?;
         }
-        Ok(Self { lists: moves, locations: locations.to_vec(), device_buffers })
+        Ok(Self { lists: transfers, locations: locations.to_vec(), device_buffers })
     }
 
-    /// Returns the moves of a device, in the order in which they start; empty if there is no such device.
+    /// Returns the transfers of a device, in the order in which they start; empty if there is no such device.
     #[must_use]
-    pub fn of(&self, device: usize) -> &[Move] {
+    pub fn of(&self, device: usize) -> &[Transfer] {
         self.lists.get(device).map_or(&[], Vec::as_slice)
     }
 
     /// Returns the list of each device.
     #[must_use]
-    pub fn lists(&self) -> &[Vec<Move>] {
+    pub fn lists(&self) -> &[Vec<Transfer>] {
         &self.lists
     }
 
@@ -282,7 +288,7 @@ impl Moves {
         self.device_buffers
     }
 
-    /// Whether there are no moves.
+    /// Whether there are no transfers.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lists.iter().all(Vec::is_empty)

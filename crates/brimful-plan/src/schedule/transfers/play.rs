@@ -1,7 +1,7 @@
-//! Simulates actions and moves with a clock: transfers in both directions slow each other down, so the end
-//! of a move depends on the others in flight.
+//! Simulates actions and transfers with a clock: transfers in both directions slow each other down, so the end
+//! of a transfer depends on the others in flight.
 //!
-//! A move begins when the actions before it are done and its direction of the host link is free, in the
+//! A transfer begins when the actions before it are done and its direction of the host link is free, in the
 //! order of the list. A stage's first fetch also waits for its update by the step before, which runs on the
 //! host from the beginning of this one. An action begins when its device and its input are ready, as in
 //! [`simulate`](super::super::simulate), and its weights and its boundary are on the device.
@@ -10,37 +10,37 @@ use std::collections::BTreeSet;
 
 use super::super::simulate::{Arrivals, Ways};
 use super::super::{
-    Action, ActionKind, Actions, Awaited, BusUse, CostError, Costs, DeviceId, DeviceUse, MoveSpan,
-    Simulation, Span, StageId, WaitSpan,
+    Action, ActionKind, Actions, Awaited, CostError, Costs, DeviceId, DeviceUse, HostLinkUse,
+    Simulation, Span, StageId, TransferSpan, WaitSpan,
 };
-use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
+use super::host_link::{HostLinkClock, WaitingTransfer};
 use super::make::{waiting, waits_on_host};
-use super::{Location, MicroBatchId, Move, MoveKind, Moved, Moves};
+use super::{Location, MicroBatchId, Payload, Transfer, TransferKind, Transfers};
 
 /// Simulates one step with offloaded weights or boundaries, and the transfers of each device.
 ///
 /// Memory includes queues: a boundary or its gradient counts from its arrival on.
 ///
 /// # Errors
-/// If costs or moves do not match the schedule, or a cost is negative or NaN.
-pub fn simulate_moves(
+/// If costs or transfers do not match the schedule, or a cost is negative or NaN.
+pub fn simulate_transfers(
     actions: &Actions,
-    moves: &Moves,
+    transfers: &Transfers,
     costs: &Costs,
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
-    // Moves of other lists could stop this one before its end.
-    Moves::given(
+    // Transfers of other lists could stop this one before its end.
+    Transfers::given(
         actions.lists(),
-        moves.locations(),
-        moves.device_buffers(),
-        moves.lists().to_vec(),
+        transfers.locations(),
+        transfers.device_buffers(),
+        transfers.lists().to_vec(),
     )?;
-    let devices = Player::new(actions, moves, costs).run()?;
+    let devices = Player::new(actions, transfers, costs).run()?;
     let last_end = |device: &DevicePlay| {
         let action = device.spans.last().map_or(0.0, |span| span.end);
-        device.crossed.moves.iter().map(|span| span.end).fold(action, f64::max)
+        device.used.transfers.iter().map(|span| span.end).fold(action, f64::max)
     };
     let makespan = devices.iter().map(last_end).fold(0.0, f64::max);
     let mut step = Simulation { makespan, ..Simulation::default() };
@@ -51,7 +51,7 @@ pub fn simulate_moves(
         let (peak_bytes, peak_held) = device.held.peak();
         step.devices.push(DeviceUse { busy, idle, peak_bytes, peak_held });
         step.levels.push(device.held.levels);
-        step.buses.push(device.crossed);
+        step.host_links.push(device.used);
         step.timeline.push(device.spans);
     }
     Ok(step)
@@ -60,7 +60,7 @@ pub fn simulate_moves(
 /// State of all devices at one time.
 struct Player<'a> {
     actions: &'a Actions,
-    moves: &'a Moves,
+    transfers: &'a Transfers,
     costs: &'a Costs,
     now: f64,
     devices: Vec<DevicePlay>,
@@ -71,7 +71,7 @@ struct Player<'a> {
     /// Transfers between devices in flight: arrival, target and bytes.
     arriving: Vec<(f64, DeviceId, u64)>,
     /// Boundaries and gradients that have reached the host, from any device.
-    on_host: BTreeSet<Moved>,
+    on_host: BTreeSet<Payload>,
     /// Micro-batches whose input is freed between forward and recompute.
     waiting: BTreeSet<(StageId, MicroBatchId)>,
 }
@@ -81,49 +81,49 @@ struct DevicePlay {
     spans: Vec<Span>,
     /// Number of finished actions; one more runs if there is one more span.
     done: usize,
-    next_move: usize,
-    bus: BusClock,
-    crossed: BusUse,
+    next_transfer: usize,
+    host_link: HostLinkClock,
+    used: HostLinkUse,
     /// Cause and start of the present wait of compute.
     waits: Option<(Awaited, f64)>,
     /// Offloaded weights and boundaries that are not on the device.
-    away: BTreeSet<Moved>,
+    away: BTreeSet<Payload>,
     held: HeldBytes,
 }
 
 impl<'a> Player<'a> {
-    fn new(actions: &'a Actions, moves: &'a Moves, costs: &'a Costs) -> Self {
-        let away = first_away(actions, moves);
+    fn new(actions: &'a Actions, transfers: &'a Transfers, costs: &'a Costs) -> Self {
+        let away = first_away(actions, transfers);
         let device = |d: usize| DevicePlay {
             spans: Vec::with_capacity(actions.lists()[d].len()),
             done: 0,
-            next_move: 0,
-            bus: BusClock::new(costs.bus),
-            crossed: BusUse::default(),
+            next_transfer: 0,
+            host_link: HostLinkClock::new(costs.host_link),
+            used: HostLinkUse::default(),
             waits: None,
             away: away.clone(),
-            held: HeldBytes::new(actions, moves, costs, DeviceId::at(d)),
+            held: HeldBytes::new(actions, transfers, costs, DeviceId::at(d)),
         };
         Self {
             actions,
-            moves,
+            transfers,
             costs,
             now: 0.0,
             devices: (0..actions.devices()).map(device).collect(),
             arrivals: Arrivals::new(actions),
             ways: Ways::new(actions.devices(), costs.link),
-            updated: updated(moves, costs),
+            updated: updated(transfers, costs),
             arriving: Vec::new(),
             on_host: BTreeSet::new(),
             waiting: actions
                 .lists()
                 .iter()
-                .flat_map(|list| waiting(list, moves.locations()))
+                .flat_map(|list| waiting(list, transfers.locations()))
                 .collect(),
         }
     }
 
-    /// Runs until all is done: validated actions with validated moves never stop before their end.
+    /// Runs until all is done: validated actions with validated transfers never stop before their end.
     fn run(mut self) -> Result<Vec<DevicePlay>, CostError> {
         loop {
             while self.settle() {}
@@ -143,11 +143,11 @@ impl<'a> Player<'a> {
     fn settle(&mut self) -> bool {
         let mut changed = self.receive();
         for d in (0..self.devices.len()).map(DeviceId::at) {
-            changed |= self.end_moves(d);
+            changed |= self.end_transfers(d);
             changed |= self.end_action(d);
         }
         for d in (0..self.devices.len()).map(DeviceId::at) {
-            changed |= self.begin_moves(d);
+            changed |= self.begin_transfers(d);
             changed |= self.begin_action(d);
         }
         changed
@@ -156,13 +156,14 @@ impl<'a> Player<'a> {
     fn next_time(&self) -> Option<f64> {
         let running = |device: &DevicePlay| device.running().map(|span| span.end);
         let actions = self.devices.iter().filter_map(running);
-        let moves = self.devices.iter().filter_map(|device| device.bus.next_change(self.now));
+        let transfers =
+            self.devices.iter().filter_map(|device| device.host_link.next_change(self.now));
         let arrivals = self.arriving.iter().map(|(time, ..)| *time);
-        actions.chain(moves).chain(arrivals).min_by(f64::total_cmp)
+        actions.chain(transfers).chain(arrivals).min_by(f64::total_cmp)
     }
 
     fn advance(&mut self, time: f64) {
-        self.devices.iter_mut().for_each(|device| device.bus.advance(self.now, time));
+        self.devices.iter_mut().for_each(|device| device.host_link.advance(self.now, time));
         self.now = time;
     }
 
@@ -175,55 +176,56 @@ impl<'a> Player<'a> {
         !arrived.is_empty()
     }
 
-    fn end_moves(&mut self, device: DeviceId) -> bool {
+    fn end_transfers(&mut self, device: DeviceId) -> bool {
         let play = &mut self.devices[device.index()];
-        let ended = play.bus.take_ended();
-        for &(moved, start) in &ended {
-            let bytes = self.costs.moved_bytes(moved);
-            play.crossed.moves.push(MoveSpan { moved, start, end: self.now, bytes });
-            if moved.kind.is_inward() {
-                play.away.remove(&Moved::of(moved));
+        let ended = play.host_link.take_ended();
+        for &(transfer, start) in &ended {
+            let bytes = self.costs.transfer_bytes(transfer);
+            play.used.transfers.push(TransferSpan { transfer, start, end: self.now, bytes });
+            if transfer.kind.is_inward() {
+                play.away.remove(&Payload::of(transfer));
             } else {
                 // Sums are freed when the next ones are sent.
-                if moved.kind != MoveKind::OffloadGradients {
+                if transfer.kind != TransferKind::OffloadGradients {
                     play.held.give(self.now, bytes);
                 }
-                self.on_host.insert(Moved::of(moved));
+                self.on_host.insert(Payload::of(transfer));
             }
         }
         !ended.is_empty()
     }
 
-    /// Queues the moves that can start now; a release takes effect at once.
-    fn begin_moves(&mut self, device: DeviceId) -> bool {
+    /// Queues the transfers that can start now; a release takes effect at once.
+    fn begin_transfers(&mut self, device: DeviceId) -> bool {
         let play = &mut self.devices[device.index()];
-        let list = &self.moves.lists()[device.index()];
-        let first = play.next_move;
-        while let Some(&one) = list.get(play.next_move).filter(|one| one.before <= play.done) {
-            play.next_move += 1;
+        let list = &self.transfers.lists()[device.index()];
+        let first = play.next_transfer;
+        while let Some(&one) = list.get(play.next_transfer).filter(|one| one.before <= play.done) {
+            play.next_transfer += 1;
             // A boundary that is sent before its own stage has used it is away until then.
-            if matches!(one.kind, MoveKind::Release | MoveKind::BoundaryOut) {
-                play.away.insert(Moved::of(one));
+            if matches!(one.kind, TransferKind::Release | TransferKind::BoundaryOut) {
+                play.away.insert(Payload::of(one));
             }
             match one.kind {
-                MoveKind::OffloadGradients => play.held.set_out(self.now, one.stage),
-                // Its memory is allocated from now on, even while other moves occupy the link.
-                MoveKind::BoundaryIn | MoveKind::GradientIn => {
-                    play.held.take(self.now, self.costs.moved_bytes(one));
+                TransferKind::OffloadGradients => play.held.set_out(self.now, one.stage),
+                // Its memory is allocated from now on, even while other transfers occupy the link.
+                TransferKind::BoundaryIn | TransferKind::GradientIn => {
+                    play.held.take(self.now, self.costs.transfer_bytes(one));
                 }
                 _ => {}
             }
-            if one.kind != MoveKind::Release {
-                let bytes = self.costs.moved_bytes(one);
-                let is_fetch = one.kind == MoveKind::Fetch;
+            if one.kind != TransferKind::Release {
+                let bytes = self.costs.transfer_bytes(one);
+                let is_fetch = one.kind == TransferKind::Fetch;
                 let ready = if is_fetch { self.updated[one.stage.index()] } else { 0.0 };
-                play.bus.queue(WaitingMove { moved: one, bytes, ready });
+                play.host_link.queue(WaitingTransfer { transfer: one, bytes, ready });
             }
         }
         let on_host = &self.on_host;
-        let can_come = |one: Move| one.kind == MoveKind::Fetch || on_host.contains(&Moved::of(one));
-        play.bus.begin(self.now, can_come);
-        play.next_move > first
+        let can_come =
+            |one: Transfer| one.kind == TransferKind::Fetch || on_host.contains(&Payload::of(one));
+        play.host_link.begin(self.now, can_come);
+        play.next_transfer > first
     }
 
     fn begin_action(&mut self, device: DeviceId) -> bool {
@@ -236,7 +238,7 @@ impl<'a> Player<'a> {
         if play.running().is_some() {
             return false;
         }
-        // All moves that start before it are queued, so it is known which data are away.
+        // All transfers that start before it are queued, so it is known which data are away.
         let lacks = play.lacks(action).map(|awaited| match awaited {
             Awaited::Weights if self.updated[action.stage.index()] > now => Awaited::Update,
             awaited => awaited,
@@ -258,8 +260,8 @@ impl<'a> Player<'a> {
         }
         let gradient = action.kind.passes_gradient();
         let boundary = if gradient { StageId(action.stage.0 + 1) } else { action.stage };
-        if waits_on_host(self.moves.locations(), boundary) {
-            // Moves bring it: until then it is away.
+        if waits_on_host(self.transfers.locations(), boundary) {
+            // Transfers bring it: until then it is away.
             return true;
         }
         // NaN before it is sent, which compares as not arrived.
@@ -280,7 +282,7 @@ impl<'a> Player<'a> {
         // The first stage's input still has to be sent; the host has a copy of the others.
         if is_let_go && action.stage > StageId(0) {
             play.held.give(now, self.costs.input_bytes_of(action.stage));
-            play.away.insert(Moved::Boundary(action.stage, action.micro_batch));
+            play.away.insert(Payload::Boundary(action.stage, action.micro_batch));
         }
         self.deliver(action, device);
         let play = &mut self.devices[device.index()];
@@ -296,8 +298,8 @@ impl<'a> Player<'a> {
         // A boundary's gradient has the size of the boundary.
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
-        if waits_on_host(self.moves.locations(), boundary) {
-            // It stays here until its move has taken it to the host.
+        if waits_on_host(self.transfers.locations(), boundary) {
+            // It stays here until its transfer has taken it to the host.
             self.devices[from.index()].held.take(self.now, bytes);
             return;
         }
@@ -317,9 +319,9 @@ impl<'a> Player<'a> {
 
 /// Returns the time of each stage's update: the host updates one stage after the other, in the order of the
 /// forward.
-fn updated(moves: &Moves, costs: &Costs) -> Vec<f64> {
+fn updated(transfers: &Transfers, costs: &Costs) -> Vec<f64> {
     let mut time = 0.0;
-    let stages = moves.locations().iter().zip(&costs.stages);
+    let stages = transfers.locations().iter().zip(&costs.stages);
     let end = stages.map(|(location, cost)| {
         let on_host = location.weights == Location::Host && location.trained;
         time += if on_host { cost.host_update } else { 0.0 };
@@ -336,12 +338,12 @@ impl DevicePlay {
     /// Returns the data that the action needs and that are not on the device.
     fn lacks(&self, action: Action) -> Option<Awaited> {
         let Action { kind, stage, micro_batch } = action;
-        let is_away = |moved: Moved| self.away.contains(&moved);
+        let is_away = |transfer: Payload| self.away.contains(&transfer);
         let uses_input = matches!(kind, ActionKind::Forward | ActionKind::Recompute);
-        let gradient = Moved::Gradient(StageId(stage.0 + 1), micro_batch);
-        let lacks_boundary = uses_input && is_away(Moved::Boundary(stage, micro_batch))
+        let gradient = Payload::Gradient(StageId(stage.0 + 1), micro_batch);
+        let lacks_boundary = uses_input && is_away(Payload::Boundary(stage, micro_batch))
             || kind.passes_gradient() && is_away(gradient);
-        if is_away(Moved::Weights(stage)) {
+        if is_away(Payload::Weights(stage)) {
             return Some(Awaited::Weights);
         }
         lacks_boundary.then_some(Awaited::Boundaries)
@@ -354,23 +356,23 @@ impl DevicePlay {
         }
         let ended = self.waits.take().filter(|(_, start)| *start < now);
         let ended = ended.map(|(awaited, start)| WaitSpan { awaited, start, end: now });
-        self.crossed.waits.extend(ended);
+        self.used.waits.extend(ended);
         self.waits = awaited.map(|awaited| (awaited, now));
     }
 }
 
 /// Returns the data that are on no device at the step's start: offloaded weights, and boundaries and
 /// gradients that will be offloaded.
-fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
+fn first_away(actions: &Actions, transfers: &Transfers) -> BTreeSet<Payload> {
     let mut away = BTreeSet::new();
-    for (j, location) in moves.locations().iter().enumerate() {
+    for (j, location) in transfers.locations().iter().enumerate() {
         let stage = StageId::at(j);
         if location.weights == Location::Host {
-            away.insert(Moved::Weights(stage));
+            away.insert(Payload::Weights(stage));
         }
         if location.boundaries == Location::Host && j > 0 {
             for i in (0..actions.micro_batches()).map(MicroBatchId::at) {
-                away.extend([Moved::Boundary(stage, i), Moved::Gradient(stage, i)]);
+                away.extend([Payload::Boundary(stage, i), Payload::Gradient(stage, i)]);
             }
         }
     }
@@ -379,16 +381,16 @@ fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
 
 impl Costs {
     /// Number of bytes transferred.
-    fn moved_bytes(&self, one: Move) -> u64 {
+    fn transfer_bytes(&self, one: Transfer) -> u64 {
         let stage = &self.stages[one.stage.index()];
         match one.kind {
-            MoveKind::Fetch => stage.fetched_bytes,
-            MoveKind::OffloadGradients => stage.sent_bytes,
-            MoveKind::BoundaryOut
-            | MoveKind::BoundaryIn
-            | MoveKind::GradientOut
-            | MoveKind::GradientIn => self.input_bytes_of(one.stage),
-            MoveKind::Release => 0,
+            TransferKind::Fetch => stage.fetched_bytes,
+            TransferKind::OffloadGradients => stage.sent_bytes,
+            TransferKind::BoundaryOut
+            | TransferKind::BoundaryIn
+            | TransferKind::GradientOut
+            | TransferKind::GradientIn => self.input_bytes_of(one.stage),
+            TransferKind::Release => 0,
         }
     }
 }

@@ -1,57 +1,57 @@
-//! Simulated host link: one move at a time in each direction, slower while both are in use.
+//! Simulated host link: one transfer at a time in each direction, slower while both are in use.
 
 use std::collections::VecDeque;
 
-use super::super::BusCost;
-use super::Move;
+use super::super::HostLinkCost;
+use super::Transfer;
 
 /// Both directions of a device's host link, inward first.
-pub(super) struct BusClock {
-    cost: BusCost,
-    lanes: [BusLane; 2],
+pub(super) struct HostLinkClock {
+    cost: HostLinkCost,
+    lanes: [HostLinkLane; 2],
 }
 
 #[derive(Default)]
-struct BusLane {
-    waiting: VecDeque<WaitingMove>,
+struct HostLinkLane {
+    waiting: VecDeque<WaitingTransfer>,
     current: Option<Transit>,
 }
 
-/// Move that has not started.
-pub(super) struct WaitingMove {
-    pub(super) moved: Move,
+/// Transfer that has not started.
+pub(super) struct WaitingTransfer {
+    pub(super) transfer: Transfer,
     pub(super) bytes: u64,
     /// Time at which its data are ready.
     pub(super) ready: f64,
 }
 
-/// Move in flight.
+/// Transfer in flight.
 struct Transit {
-    moved: Move,
+    transfer: Transfer,
     start: f64,
     bytes_left: f64,
 }
 
-impl BusClock {
-    pub(super) fn new(cost: BusCost) -> Self {
+impl HostLinkClock {
+    pub(super) fn new(cost: HostLinkCost) -> Self {
         Self { cost, lanes: Default::default() }
     }
 
-    pub(super) fn queue(&mut self, waiting: WaitingMove) {
-        let lane = usize::from(!waiting.moved.kind.is_inward());
+    pub(super) fn queue(&mut self, waiting: WaitingTransfer) {
+        let lane = usize::from(!waiting.transfer.kind.is_inward());
         self.lanes[lane].waiting.push_back(waiting);
     }
 
-    /// Starts the next move in each idle direction; an inward move only once its data are on the host.
-    pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) {
+    /// Starts the next transfer in each idle direction; an inward transfer only once its data are on the host.
+    pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Transfer) -> bool) {
         let [inward, outward] = &mut self.lanes;
         outward.begin(now);
-        if inward.waiting.front().is_some_and(|next| is_on_host(next.moved)) {
+        if inward.waiting.front().is_some_and(|next| is_on_host(next.transfer)) {
             inward.begin(now);
         }
     }
 
-    /// Returns the time at which a move ends or the next can start, if nothing else happens.
+    /// Returns the time at which a transfer ends or the next can start, if nothing else happens.
     pub(super) fn next_change(&self, now: f64) -> Option<f64> {
         let lanes = self.lanes.iter().zip(self.rates());
         let changes = lanes.flat_map(|(lane, rate)| [lane.end(now, rate), lane.next_ready(now)]);
@@ -63,27 +63,27 @@ impl BusClock {
         self.lanes.iter_mut().zip(rates).for_each(|(lane, rate)| lane.advance(now, time, rate));
     }
 
-    /// Returns the moves that have arrived, with their start times.
-    pub(super) fn take_ended(&mut self) -> Vec<(Move, f64)> {
-        self.lanes.iter_mut().filter_map(BusLane::take_ended).collect()
+    /// Returns the transfers that have arrived, with their start times.
+    pub(super) fn take_ended(&mut self) -> Vec<(Transfer, f64)> {
+        self.lanes.iter_mut().filter_map(HostLinkLane::take_ended).collect()
     }
 
     /// Returns the bandwidth of each direction.
     fn rates(&self) -> [f64; 2] {
-        let BusCost { inward, outward, both } = self.cost;
+        let HostLinkCost { inward, outward, both } = self.cost;
         let are_both = self.lanes.iter().all(|lane| lane.current.is_some());
         if are_both { [both, both] } else { [inward, outward] }
     }
 }
 
-impl BusLane {
+impl HostLinkLane {
     fn begin(&mut self, now: f64) {
         if self.current.is_some() {
             return;
         }
         let next = self.waiting.pop_front_if(|waiting| waiting.ready <= now);
-        self.current = next.map(|WaitingMove { moved, bytes, .. }| Transit {
-            moved,
+        self.current = next.map(|WaitingTransfer { transfer, bytes, .. }| Transit {
+            transfer,
             start: now,
             bytes_left: bytes as f64,
         });
@@ -108,8 +108,8 @@ impl BusLane {
         }
     }
 
-    fn take_ended(&mut self) -> Option<(Move, f64)> {
+    fn take_ended(&mut self) -> Option<(Transfer, f64)> {
         let ended = self.current.take_if(|transit| transit.bytes_left <= 0.0)?;
-        Some((ended.moved, ended.start))
+        Some((ended.transfer, ended.start))
     }
 }

@@ -1,14 +1,14 @@
-//! Errors of moves.
+//! Errors of transfers.
 
 use thiserror::Error;
 
 use super::super::{Action, DeviceId, StageId};
-use super::Move;
+use super::Transfer;
 
-/// Moves that cannot be made or run.
+/// Transfers that cannot be made or run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum MoveError {
+pub enum TransferError {
     /// Places for another number of stages.
     #[error(
         "locations of {given} stages were given, but the schedule has {needed}: give one for each"
@@ -19,7 +19,7 @@ pub enum MoveError {
         /// Number of stages of the schedule.
         needed: usize,
     },
-    /// Moves for another number of devices.
+    /// Transfers for another number of devices.
     #[error(
         "moves of {given} devices were given, but the schedule has {needed}: give a list for each"
     )]
@@ -37,45 +37,47 @@ pub enum MoveError {
         /// First stage that is offloaded.
         stage: StageId,
     },
-    /// Moves that break a rule.
+    /// Transfers that break a rule.
     #[error("device {device}: {rule}")]
     Broken {
-        /// Device of the moves.
+        /// Device of the transfers.
         device: DeviceId,
         /// Broken rule.
-        rule: MoveRule,
+        rule: TransferRule,
     },
 }
 
-/// Broken rule of moves.
+/// Broken rule of transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum MoveRule {
-    /// Moves are listed in the order in which they start, and start within the list.
-    #[error("{0} is out of order: start moves in their order, the last ones after the last action")]
-    OutOfOrder(Move),
+pub enum TransferRule {
+    /// Transfers are listed in the order in which they start, and start within the list.
+    #[error(
+        "{0} is out of order: start transfers in their order, the last ones after the last action"
+    )]
+    OutOfOrder(Transfer),
     /// Only offloaded stages of this device move.
-    #[error("{0} moves what does not live on the host: leave it out")]
-    NotAtHost(Move),
+    #[error("{0} transfers what is not offloaded: leave it out")]
+    NotAtHost(Transfer),
     /// Weights are fetched before they are used.
     #[error("{0} comes while its weights are on the host: fetch them before")]
     NotFetched(Action),
     /// A stage is in one device buffer.
     #[error("{0} fetches what is there already: leave it out")]
-    FetchedTwice(Move),
+    FetchedTwice(Transfer),
     /// Stages in device buffers are at most as many as the buffers.
     #[error(
         "{fetch} needs a device buffer, but all {device_buffers} are taken: release a stage before"
     )]
     DeviceBuffersFull {
         /// Fetch without a buffer.
-        fetch: Move,
+        fetch: Transfer,
         /// Number of buffers.
         device_buffers: usize,
     },
     /// Only a fetched stage can be released.
     #[error("{0} releases what is not there: leave it out")]
-    NothingToRelease(Move),
+    NothingToRelease(Transfer),
     /// Every fetched stage is released.
     #[error("stage {0} is fetched and never released: release it after its last action")]
     NeverReleased(StageId),
@@ -83,19 +85,21 @@ pub enum MoveRule {
     #[error("{gradients} comes before {action}: move it after the last backward")]
     GradientsTooEarly {
         /// Gradients that were sent.
-        gradients: Move,
+        gradients: Transfer,
         /// Backward that would add to them.
         action: Action,
     },
     /// Gradients are sent once, and only for trained stages that are offloaded.
     #[error("{0} has nothing to send: the stage has run no backward, or they are gone already")]
-    NoGradients(Move),
+    NoGradients(Transfer),
     /// The optimizer on the host needs all gradients.
     #[error("the gradients of stage {0} never go to the host: send them after its last backward")]
     GradientsKept(StageId),
     /// A boundary or its gradient is sent once, after it is made.
-    #[error("{0} has nothing to move: it is not made yet, is not where it starts, or is used up")]
-    NothingToMove(Move),
+    #[error(
+        "{0} has nothing to transfer: it is not made yet, is not where it starts, or is used up"
+    )]
+    NothingToTransfer(Transfer),
     /// A boundary and its gradient are back when they are needed.
     #[error("{0} comes while what it needs is on the host: bring it back before")]
     BoundaryAway(Action),

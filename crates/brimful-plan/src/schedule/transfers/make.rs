@@ -1,22 +1,22 @@
-//! Makes the moves of one device's list.
+//! Makes the transfers of one device's list.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
-use super::{Location, Move, MoveKind, Moved, StageLocation};
+use super::{Location, Payload, StageLocation, Transfer, TransferKind};
 
-/// Returns the moves of a list, in the order in which they start.
-pub(super) fn moves(
+/// Returns the transfers of a list, in the order in which they start.
+pub(super) fn transfers(
     list: &[Action],
     locations: &[StageLocation],
     device_buffers: usize,
-) -> Vec<Move> {
-    let mut moves = weights(list, locations, device_buffers);
-    moves.extend(gradients(list, locations));
-    moves.extend(boundaries(list, locations));
+) -> Vec<Transfer> {
+    let mut transfers = weights(list, locations, device_buffers);
+    transfers.extend(gradients(list, locations));
+    transfers.extend(boundaries(list, locations));
     // Stable: fetches that start together keep the order in which they are needed.
-    moves.sort_by_key(|one| (one.before, one.kind as u8));
-    moves
+    transfers.sort_by_key(|one| (one.before, one.kind as u8));
+    transfers
 }
 
 /// Consecutive actions of an offloaded stage, until another offloaded stage acts.
@@ -29,22 +29,22 @@ struct Visit {
 /// Makes fetches and releases: after each visit the device buffers belong to the stages that are needed
 /// next, as many as there are buffers. Stages already in a buffer stay. So a released stage is always
 /// needed later than those fetched, which no other choice can better.
-fn weights(list: &[Action], locations: &[StageLocation], device_buffers: usize) -> Vec<Move> {
+fn weights(list: &[Action], locations: &[StageLocation], device_buffers: usize) -> Vec<Transfer> {
     let visits = visits(list, locations);
-    let mut moves = Vec::new();
+    let mut transfers = Vec::new();
     let mut present: Vec<StageId> = Vec::new();
     for next in 0..=visits.len() {
         let before = next.checked_sub(1).map_or(0, |last| visits[last].end);
         let wanted = needed_next(&visits[next..], device_buffers);
         let weights =
-            |kind| move |&stage: &StageId| Move { kind, stage, micro_batch: None, before };
+            |kind| move |&stage: &StageId| Transfer { kind, stage, micro_batch: None, before };
         let leave = present.iter().filter(|stage| !wanted.contains(stage));
-        moves.extend(leave.map(weights(MoveKind::Release)));
+        transfers.extend(leave.map(weights(TransferKind::Release)));
         let come = wanted.iter().filter(|stage| !present.contains(stage));
-        moves.extend(come.map(weights(MoveKind::Fetch)));
+        transfers.extend(come.map(weights(TransferKind::Fetch)));
         present = wanted;
     }
-    moves
+    transfers
 }
 
 fn visits(list: &[Action], locations: &[StageLocation]) -> Vec<Visit> {
@@ -75,8 +75,8 @@ fn needed_next(visits: &[Visit], device_buffers: usize) -> Vec<StageId> {
     stages
 }
 
-/// Makes the gradient moves of each trained offloaded stage, after its last backward.
-fn gradients(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
+/// Makes the gradient transfers of each trained offloaded stage, after its last backward.
+fn gradients(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
     let mut last = BTreeMap::new();
     for (at, action) in list.iter().enumerate() {
         let location = locations[action.stage.index()];
@@ -84,8 +84,8 @@ fn gradients(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
             last.insert(action.stage, at);
         }
     }
-    let leave = |(stage, at)| Move {
-        kind: MoveKind::OffloadGradients,
+    let leave = |(stage, at)| Transfer {
+        kind: TransferKind::OffloadGradients,
         stage,
         micro_batch: None,
         before: at + 1,
@@ -120,11 +120,11 @@ pub(super) fn waits_on_host(locations: &[StageLocation], stage: StageId) -> bool
     locations.get(stage.index()).is_some_and(|location| location.boundaries == Location::Host)
 }
 
-/// Makes the moves of boundaries and gradients that are offloaded. They are sent as soon as they are made,
+/// Makes the transfers of boundaries and gradients that are offloaded. They are sent as soon as they are made,
 /// and come back while the action before the one that needs them runs: at most two of a kind are on the
 /// device. Data from another device are waited for when they are needed, as everywhere.
-fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
-    let mut crossing = Crossing { moves: Vec::new(), left: BTreeMap::new() };
+fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
+    let mut boundary_transfers = BoundaryTransfers { transfers: Vec::new(), left: BTreeMap::new() };
     let waiting = waiting(list, locations);
     for (at, action) in list.iter().enumerate() {
         let (stage, next) = (action.stage, StageId(action.stage.0 + 1));
@@ -132,45 +132,50 @@ fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Move> {
         let is_first = stage == StageId(0);
         let waits = waiting.contains(&(stage, action.micro_batch));
         let micro_batch = Some(action.micro_batch);
-        let bring = |kind, stage| Move { kind, stage, micro_batch, before: at };
-        let send = |kind, stage| Move { kind, stage, micro_batch, before: at + 1 };
+        let bring = |kind, stage| Transfer { kind, stage, micro_batch, before: at };
+        let send = |kind, stage| Transfer { kind, stage, micro_batch, before: at + 1 };
         match action.kind {
             ActionKind::Forward => {
-                crossing.bring_if(here && !is_first, bring(MoveKind::BoundaryIn, stage));
-                crossing.send_if(waits && is_first, send(MoveKind::BoundaryOut, stage));
-                crossing.send_if(after, send(MoveKind::BoundaryOut, next));
+                boundary_transfers
+                    .bring_if(here && !is_first, bring(TransferKind::BoundaryIn, stage));
+                boundary_transfers
+                    .send_if(waits && is_first, send(TransferKind::BoundaryOut, stage));
+                boundary_transfers.send_if(after, send(TransferKind::BoundaryOut, next));
             }
-            ActionKind::Recompute => crossing.bring_if(waits, bring(MoveKind::BoundaryIn, stage)),
+            ActionKind::Recompute => {
+                boundary_transfers.bring_if(waits, bring(TransferKind::BoundaryIn, stage))
+            }
             kind if kind.passes_gradient() => {
-                crossing.bring_if(after, bring(MoveKind::GradientIn, next));
-                crossing.send_if(here && !is_first, send(MoveKind::GradientOut, stage));
+                boundary_transfers.bring_if(after, bring(TransferKind::GradientIn, next));
+                boundary_transfers
+                    .send_if(here && !is_first, send(TransferKind::GradientOut, stage));
             }
             _ => {}
         }
     }
-    crossing.moves
+    boundary_transfers.transfers
 }
 
-/// Collected moves of boundaries.
-struct Crossing {
-    moves: Vec<Move>,
+/// Collected transfers of boundaries.
+struct BoundaryTransfers {
+    transfers: Vec<Transfer>,
     /// Index of the action before which each was sent.
-    left: BTreeMap<Moved, usize>,
+    left: BTreeMap<Payload, usize>,
 }
 
-impl Crossing {
-    fn send_if(&mut self, is_so: bool, one: Move) {
+impl BoundaryTransfers {
+    fn send_if(&mut self, is_so: bool, one: Transfer) {
         if is_so {
-            self.left.insert(Moved::of(one), one.before);
-            self.moves.push(one);
+            self.left.insert(Payload::of(one), one.before);
+            self.transfers.push(one);
         }
     }
 
-    fn bring_if(&mut self, is_so: bool, one: Move) {
+    fn bring_if(&mut self, is_so: bool, one: Transfer) {
         if is_so {
-            let left = self.left.get(&Moved::of(one));
+            let left = self.left.get(&Payload::of(one));
             let ahead = |left: &usize| (*left).max(one.before.saturating_sub(1));
-            self.moves.push(Move { before: left.map_or(one.before, ahead), ..one });
+            self.transfers.push(Transfer { before: left.map_or(one.before, ahead), ..one });
         }
     }
 }

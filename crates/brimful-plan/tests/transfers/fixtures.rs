@@ -1,4 +1,4 @@
-//! Shared code of the tests of moves: the breadth-first order, and every place of a stage.
+//! Shared code of the tests of transfers: the breadth-first order, and every place of a stage.
 
 use brimful_plan::schedule::{Actions, Location, Recompute, Schedule, StageLocation};
 use proptest::prelude::*;

@@ -2,13 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Move, MoveKind};
+use super::{Transfer, TransferKind};
 
-/// Move and its time.
+/// Transfer and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct MoveSpan {
-    /// Move.
-    pub moved: Move,
+pub struct TransferSpan {
+    /// Transfer.
+    #[serde(alias = "moved")]
+    pub transfer: Transfer,
     /// Start.
     pub start: f64,
     /// End.
@@ -35,16 +36,16 @@ impl Awaited {
     /// All causes.
     pub const ALL: [Self; 4] = [Self::Weights, Self::Boundaries, Self::GradientsRoom, Self::Update];
 
-    /// Returns the cause of a wait while this kind of move runs and nothing else.
+    /// Returns the cause of a wait while this kind of transfer runs and nothing else.
     #[must_use]
-    pub const fn of(kind: MoveKind) -> Self {
+    pub const fn of(kind: TransferKind) -> Self {
         match kind {
-            MoveKind::Fetch | MoveKind::Release => Self::Weights,
-            MoveKind::OffloadGradients => Self::GradientsRoom,
-            MoveKind::BoundaryOut
-            | MoveKind::BoundaryIn
-            | MoveKind::GradientOut
-            | MoveKind::GradientIn => Self::Boundaries,
+            TransferKind::Fetch | TransferKind::Release => Self::Weights,
+            TransferKind::OffloadGradients => Self::GradientsRoom,
+            TransferKind::BoundaryOut
+            | TransferKind::BoundaryIn
+            | TransferKind::GradientOut
+            | TransferKind::GradientIn => Self::Boundaries,
         }
     }
 
@@ -59,7 +60,7 @@ impl Awaited {
         }
     }
 
-    /// Returns the letter in a run's file, which no action or move has.
+    /// Returns the letter in a run's file, which no action or transfer has.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -84,28 +85,29 @@ pub struct WaitSpan {
 
 /// Use of a device's host link in one step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct BusUse {
-    /// Moves by their start, one at a time in each direction. Includes releases, which transfer nothing and
-    /// take no time. Skips that belong to a boundary are separate moves of the same name.
-    pub moves: Vec<MoveSpan>,
+pub struct HostLinkUse {
+    /// Transfers by their start, one at a time in each direction. Includes releases, which transfer nothing and
+    /// take no time. Skips that belong to a boundary are separate transfers of the same name.
+    #[serde(alias = "moves")]
+    pub transfers: Vec<TransferSpan>,
     /// Waits of compute, in order.
     pub waits: Vec<WaitSpan>,
 }
 
-impl BusUse {
-    /// Returns the start and the end of each move and each wait.
+impl HostLinkUse {
+    /// Returns the start and the end of each transfer and each wait.
     pub(super) fn times(&self) -> impl Iterator<Item = (f64, f64)> + Clone {
-        let moves = self.moves.iter().map(|span| (span.start, span.end));
-        moves.chain(self.waits.iter().map(|span| (span.start, span.end)))
+        let transfers = self.transfers.iter().map(|span| (span.start, span.end));
+        transfers.chain(self.waits.iter().map(|span| (span.start, span.end)))
     }
 
     /// Returns the transfers and the waits, with times relative to `moment`.
-    pub(super) fn crossed_since(&self, moment: f64) -> Self {
-        let Self { mut moves, mut waits } = self.clone();
-        moves.retain(|span| span.moved.kind != MoveKind::Release);
-        let of_moves = moves.iter_mut().map(|span| [&mut span.start, &mut span.end]);
+    pub(super) fn since(&self, moment: f64) -> Self {
+        let Self { mut transfers, mut waits } = self.clone();
+        transfers.retain(|span| span.transfer.kind != TransferKind::Release);
+        let of_transfers = transfers.iter_mut().map(|span| [&mut span.start, &mut span.end]);
         let of_waits = waits.iter_mut().map(|span| [&mut span.start, &mut span.end]);
-        of_moves.chain(of_waits).flatten().for_each(|time| *time -= moment);
-        Self { moves, waits }
+        of_transfers.chain(of_waits).flatten().for_each(|time| *time -= moment);
+        Self { transfers, waits }
     }
 }

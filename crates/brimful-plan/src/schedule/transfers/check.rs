@@ -1,40 +1,40 @@
-//! Validates moves: all data are in place before their use, and there are never more stages in device
+//! Validates transfers: all data are in place before their use, and there are never more stages in device
 //! buffers than buffers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
-use super::error::{MoveError, MoveRule};
+use super::error::{TransferError, TransferRule};
 use super::make::{waiting, waits_on_host};
-use super::{Location, Move, MoveKind, Moved, StageLocation};
+use super::{Location, Payload, StageLocation, Transfer, TransferKind};
 
 /// Checks that there is a place for each stage, and a device buffer if one is needed.
 pub(super) fn numbers(
     lists: &[Vec<Action>],
     locations: &[StageLocation],
     device_buffers: usize,
-) -> Result<(), MoveError> {
+) -> Result<(), TransferError> {
     let last = lists.iter().flatten().map(|action| action.stage.index()).max();
     let needed = last.map_or(0, |last| last + 1);
     // The lists may be a part of the schedule, so there may be places of stages without actions.
     if locations.len() < needed {
-        return Err(MoveError::WrongStages { given: locations.len(), needed });
+        return Err(TransferError::WrongStages { given: locations.len(), needed });
     }
     let at_host = locations.iter().position(|location| location.weights == Location::Host);
     match at_host.filter(|_| device_buffers == 0) {
-        Some(j) => Err(MoveError::NoDeviceBuffer { stage: StageId::at(j) }),
+        Some(j) => Err(TransferError::NoDeviceBuffer { stage: StageId::at(j) }),
         None => Ok(()),
     }
 }
 
-/// Plays a device's actions and moves, and checks every rule.
+/// Plays a device's actions and transfers, and checks every rule.
 pub(super) fn list(
     list: &[Action],
-    moves: &[Move],
+    transfers: &[Transfer],
     locations: &[StageLocation],
     device_buffers: usize,
-) -> Result<(), MoveRule> {
-    in_order(moves, list.len())?;
+) -> Result<(), TransferRule> {
+    in_order(transfers, list.len())?;
     let mut device = MovingState {
         locations,
         device_buffers,
@@ -42,7 +42,7 @@ pub(super) fn list(
         ..MovingState::default()
     };
     device.stages.extend(list.iter().map(|action| action.stage));
-    let mut next = moves.iter().peekable();
+    let mut next = transfers.iter().peekable();
     for (at, &action) in list.iter().enumerate() {
         while let Some(one) = next.next_if(|one| one.before == at) {
             device.start(*one)?;
@@ -53,11 +53,11 @@ pub(super) fn list(
     device.finish()
 }
 
-fn in_order(moves: &[Move], end: usize) -> Result<(), MoveRule> {
+fn in_order(transfers: &[Transfer], end: usize) -> Result<(), TransferRule> {
     let mut earliest = 0;
-    for one in moves {
+    for one in transfers {
         if !(earliest..=end).contains(&one.before) {
-            return Err(MoveRule::OutOfOrder(*one));
+            return Err(TransferRule::OutOfOrder(*one));
         }
         earliest = one.before;
     }
@@ -74,11 +74,11 @@ struct MovingState<'a> {
     in_buffers: BTreeSet<StageId>,
     /// Stages with gradients to send to the host, and those already sent.
     summed: BTreeSet<StageId>,
-    sent: BTreeMap<StageId, Move>,
+    sent: BTreeMap<StageId, Transfer>,
     /// Micro-batches whose input is freed between forward and recompute.
     waiting: BTreeSet<(StageId, MicroBatchId)>,
     /// State of boundaries and of their gradients.
-    passages: BTreeMap<Moved, Passage>,
+    passages: BTreeMap<Payload, Passage>,
 }
 
 /// State of a boundary or gradient that is offloaded.
@@ -93,25 +93,25 @@ enum Passage {
 }
 
 impl MovingState<'_> {
-    fn start(&mut self, one: Move) -> Result<(), MoveRule> {
-        if !self.may_move(one) {
-            return Err(MoveRule::NotAtHost(one));
+    fn start(&mut self, one: Transfer) -> Result<(), TransferRule> {
+        if !self.may_transfer(one) {
+            return Err(TransferRule::NotAtHost(one));
         }
         match one.kind {
-            MoveKind::Fetch => self.fetch(one),
-            MoveKind::Release if self.in_buffers.remove(&one.stage) => Ok(()),
-            MoveKind::Release => Err(MoveRule::NothingToRelease(one)),
-            MoveKind::OffloadGradients if self.summed.remove(&one.stage) => {
+            TransferKind::Fetch => self.fetch(one),
+            TransferKind::Release if self.in_buffers.remove(&one.stage) => Ok(()),
+            TransferKind::Release => Err(TransferRule::NothingToRelease(one)),
+            TransferKind::OffloadGradients if self.summed.remove(&one.stage) => {
                 self.sent.insert(one.stage, one);
                 Ok(())
             }
-            MoveKind::OffloadGradients => Err(MoveRule::NoGradients(one)),
-            MoveKind::BoundaryOut | MoveKind::GradientOut => self.send(one),
-            MoveKind::BoundaryIn => {
+            TransferKind::OffloadGradients => Err(TransferRule::NoGradients(one)),
+            TransferKind::BoundaryOut | TransferKind::GradientOut => self.send(one),
+            TransferKind::BoundaryIn => {
                 let is_made_here = one.stage.before().is_none_or(|before| self.has(before));
                 self.bring(one, is_made_here)
             }
-            MoveKind::GradientIn => self.bring(one, self.has(one.stage)),
+            TransferKind::GradientIn => self.bring(one, self.has(one.stage)),
         }
     }
 
@@ -119,13 +119,15 @@ impl MovingState<'_> {
         self.stages.contains(&stage)
     }
 
-    /// Whether the move belongs to this device: a boundary concerns its stage and the one before.
-    fn may_move(&self, one: Move) -> bool {
+    /// Whether the transfer belongs to this device: a boundary concerns its stage and the one before.
+    fn may_transfer(&self, one: Transfer) -> bool {
         let Some(location) = self.locations.get(one.stage.index()) else { return false };
         let is_here = self.has(one.stage);
         match one.kind {
-            MoveKind::Fetch | MoveKind::Release => is_here && location.weights == Location::Host,
-            MoveKind::OffloadGradients => {
+            TransferKind::Fetch | TransferKind::Release => {
+                is_here && location.weights == Location::Host
+            }
+            TransferKind::OffloadGradients => {
                 is_here && location.weights == Location::Host && location.trained
             }
             _ => {
@@ -135,30 +137,33 @@ impl MovingState<'_> {
         }
     }
 
-    fn fetch(&mut self, fetch: Move) -> Result<(), MoveRule> {
+    fn fetch(&mut self, fetch: Transfer) -> Result<(), TransferRule> {
         if self.in_buffers.contains(&fetch.stage) {
-            return Err(MoveRule::FetchedTwice(fetch));
+            return Err(TransferRule::FetchedTwice(fetch));
         }
         if self.in_buffers.len() == self.device_buffers {
-            return Err(MoveRule::DeviceBuffersFull { fetch, device_buffers: self.device_buffers });
+            return Err(TransferRule::DeviceBuffersFull {
+                fetch,
+                device_buffers: self.device_buffers,
+            });
         }
         self.in_buffers.insert(fetch.stage);
         Ok(())
     }
 
-    fn run(&mut self, action: Action) -> Result<(), MoveRule> {
+    fn run(&mut self, action: Action) -> Result<(), TransferRule> {
         let stage = action.stage;
         let location = self.locations[stage.index()];
         if location.weights == Location::Host && !self.in_buffers.contains(&stage) {
-            return Err(MoveRule::NotFetched(action));
+            return Err(TransferRule::NotFetched(action));
         }
         if self.lacks(action) {
-            return Err(MoveRule::BoundaryAway(action));
+            return Err(TransferRule::BoundaryAway(action));
         }
         self.pass(action);
         if action.kind.releases() && location.weights == Location::Host && location.trained {
             if let Some(&gradients) = self.sent.get(&stage) {
-                return Err(MoveRule::GradientsTooEarly { gradients, action });
+                return Err(TransferRule::GradientsTooEarly { gradients, action });
             }
             self.summed.insert(stage);
         }
@@ -169,16 +174,17 @@ impl MovingState<'_> {
     fn lacks(&self, action: Action) -> bool {
         let Action { stage, micro_batch, .. } = action;
         let next = StageId(stage.0 + 1);
-        let is_away = |moved: Moved| self.passages.get(&moved) != Some(&Passage::Back);
-        let input = Moved::Boundary(stage, micro_batch);
+        let is_away = |transfer: Payload| self.passages.get(&transfer) != Some(&Passage::Back);
+        let input = Payload::Boundary(stage, micro_batch);
         match action.kind {
             ActionKind::Forward => {
-                let came_by_bus = stage > StageId(0) && waits_on_host(self.locations, stage);
-                came_by_bus && is_away(input)
+                let came_over_host_link =
+                    stage > StageId(0) && waits_on_host(self.locations, stage);
+                came_over_host_link && is_away(input)
             }
             ActionKind::Recompute => self.waiting.contains(&(stage, micro_batch)) && is_away(input),
             kind if kind.passes_gradient() => {
-                waits_on_host(self.locations, next) && is_away(Moved::Gradient(next, micro_batch))
+                waits_on_host(self.locations, next) && is_away(Payload::Gradient(next, micro_batch))
             }
             _ => false,
         }
@@ -196,56 +202,56 @@ impl MovingState<'_> {
             if self.waiting.contains(&(stage, micro_batch)) {
                 // The model's own input still has to be sent; the host has a copy of the others.
                 let place = if is_first { made } else { Passage::OnHost };
-                self.passages.insert(Moved::Boundary(stage, micro_batch), place);
+                self.passages.insert(Payload::Boundary(stage, micro_batch), place);
             }
             if leaves {
-                self.passages.insert(Moved::Boundary(next, micro_batch), made);
+                self.passages.insert(Payload::Boundary(next, micro_batch), made);
             }
         }
         if kind.passes_gradient() {
             if leaves {
-                self.passages.insert(Moved::Gradient(next, micro_batch), Passage::UsedUp);
+                self.passages.insert(Payload::Gradient(next, micro_batch), Passage::UsedUp);
             }
             if enters && !is_first {
-                self.passages.insert(Moved::Gradient(stage, micro_batch), made);
+                self.passages.insert(Payload::Gradient(stage, micro_batch), made);
             }
         }
         if kind.releases() && enters {
-            self.passages.insert(Moved::Boundary(stage, micro_batch), Passage::UsedUp);
+            self.passages.insert(Payload::Boundary(stage, micro_batch), Passage::UsedUp);
         }
     }
 
-    fn finish(self) -> Result<(), MoveRule> {
+    fn finish(self) -> Result<(), TransferRule> {
         for passage in self.passages.values() {
             if let Passage::Made(action) = passage {
-                return Err(MoveRule::BoundaryKept(*action));
+                return Err(TransferRule::BoundaryKept(*action));
             }
         }
         if let Some(&stage) = self.in_buffers.first() {
-            return Err(MoveRule::NeverReleased(stage));
+            return Err(TransferRule::NeverReleased(stage));
         }
-        self.summed.first().map_or(Ok(()), |&stage| Err(MoveRule::GradientsKept(stage)))
+        self.summed.first().map_or(Ok(()), |&stage| Err(TransferRule::GradientsKept(stage)))
     }
 
     /// Sends data made here to the host.
-    fn send(&mut self, one: Move) -> Result<(), MoveRule> {
-        match self.passages.get_mut(&Moved::of(one)) {
+    fn send(&mut self, one: Transfer) -> Result<(), TransferRule> {
+        match self.passages.get_mut(&Payload::of(one)) {
             Some(place @ Passage::Made(_)) => {
                 *place = Passage::OnHost;
                 Ok(())
             }
-            _ => Err(MoveRule::NothingToMove(one)),
+            _ => Err(TransferRule::NothingToTransfer(one)),
         }
     }
 
     /// Brings data back that this device or another has sent.
-    fn bring(&mut self, one: Move, is_made_here: bool) -> Result<(), MoveRule> {
-        match (one.micro_batch, self.passages.get(&Moved::of(one))) {
+    fn bring(&mut self, one: Transfer, is_made_here: bool) -> Result<(), TransferRule> {
+        match (one.micro_batch, self.passages.get(&Payload::of(one))) {
             (Some(_), Some(Passage::OnHost)) => {}
             (Some(_), None) if !is_made_here => {}
-            _ => return Err(MoveRule::NothingToMove(one)),
+            _ => return Err(TransferRule::NothingToTransfer(one)),
         }
-        self.passages.insert(Moved::of(one), Passage::Back);
+        self.passages.insert(Payload::of(one), Passage::Back);
         Ok(())
     }
 }
