@@ -131,7 +131,7 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
         there
     };
     main.wait(&arrived).expect("wait");
-    main.keep(&there).expect("keep");
+    main.record_stream(&there).expect("keep");
     assert_eq!(Stream::current(device).expect("now"), main);
     assert_eq!((there * 2.0).to_device(Device::Cpu), host * 2.0);
     copies.synchronize().expect("synchronize");

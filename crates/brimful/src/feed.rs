@@ -5,7 +5,7 @@
 //!   this thread                     │ use 1          │ use 2                │ use 3 …
 //! ```
 //!
-//! The copies go through pinned memory on copy streams ([`Copies`]), so neither the host nor the device waits
+//! The copies go through pinned memory on copy streams ([`CopyStreams`]), so neither the host nor the device waits
 //! for them. A batch that is on the device already is cut in place; one that another accelerator is still
 //! computing is copied once it is complete.
 
@@ -19,8 +19,8 @@ use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::batch::{self, Batch, Lender};
-use crate::copies::Copies;
-use crate::queued::Queued;
+use crate::copy_streams::CopyStreams;
+use crate::stream_fence::StreamFence;
 use crate::{Error, Result};
 
 /// Interval at which the feeder polls for a released micro-batch.
@@ -30,16 +30,16 @@ const GLANCE: Duration = Duration::from_micros(100);
 pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
     batch: &B,
     ranges: &[Range<usize>],
-    copies: &Copies,
+    streams: &CopyStreams,
     mut f: F,
 ) -> Result<()> {
     // Copies may be changed; tensors that are on the device already are lent.
-    if !batch::devices(batch).contains(&copies.device()) {
-        return brought(batch, ranges, copies, f);
+    if !batch::devices(batch).contains(&streams.device()) {
+        return brought(batch, ranges, streams, f);
     }
-    let mut lender = Lender::to(copies.borrowers.knows::<F>());
-    brought(batch, ranges, copies, |i, part| lender.lend(part, |part| f(i, part)))?;
-    copies.borrowers.trust::<F>();
+    let mut lender = Lender::to(streams.borrowers.knows::<F>());
+    brought(batch, ranges, streams, |i, part| lender.lend(part, |part| f(i, part)))?;
+    streams.borrowers.trust::<F>();
     Ok(())
 }
 
@@ -47,10 +47,10 @@ pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
 fn brought<B: Batch>(
     batch: &B,
     ranges: &[Range<usize>],
-    copies: &Copies,
+    streams: &CopyStreams,
     mut f: impl FnMut(usize, B) -> Result<()>,
 ) -> Result<()> {
-    let device = copies.device();
+    let device = streams.device();
     if batch::devices(batch).iter().all(|on| *on == device) {
         let mut slices = ranges.iter().cloned().enumerate();
         return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
@@ -61,13 +61,13 @@ fn brought<B: Batch>(
         let mut slices = slices.iter().enumerate();
         return slices.try_for_each(|(i, slice)| f(i, moved(slice, device)?));
     }
-    let (compute, queued) =
-        (Stream::current(device)?, Queued::behind(batch::tensors(batch).into_iter())?);
+    let (compute, fence) =
+        (Stream::current(device)?, StreamFence::behind(batch::tensors(batch).into_iter())?);
     let fed = thread::scope(|scope| {
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
         thread::Builder::new()
-            .spawn_scoped(scope, move || feed(slices, copies, &queued, &arrivals, &released))
+            .spawn_scoped(scope, move || feed(slices, streams, &fence, &arrivals, &released))
             .map_err(|cause| Error::no_thread("copies of micro-batches", &cause))?;
         for i in 0..ranges.len() {
             let (micro_batch, copied) = arrived.recv().map_err(|_| gone())??;
@@ -75,7 +75,9 @@ fn brought<B: Batch>(
                 compute.wait(&copied)?;
             }
             // The copies' memory lives until the compute stream is done with it.
-            batch::tensors(&micro_batch).into_iter().try_for_each(|tensor| compute.keep(tensor))?;
+            batch::tensors(&micro_batch)
+                .into_iter()
+                .try_for_each(|tensor| compute.record_stream(tensor))?;
             f(i, micro_batch)?;
             // The feeder stops listening once it has sent the last one.
             let _ = releases.send(Event::after(compute)?);
@@ -83,7 +85,7 @@ fn brought<B: Batch>(
         Ok(())
     });
     // Later changes of the batch wait for the copies that still read it.
-    copies.release(batch::tensors(batch).into_iter())?;
+    streams.release(batch::tensors(batch).into_iter())?;
     fed
 }
 
@@ -93,8 +95,8 @@ type Arrival<B> = (B, Option<Event>);
 /// Sends all micro-batches in order; stops if the receiver is gone.
 fn feed<B: Batch>(
     slices: Vec<B>,
-    copies: &Copies,
-    queued: &Queued,
+    streams: &CopyStreams,
+    fence: &StreamFence,
     arrivals: &SyncSender<Result<Arrival<B>>>,
     released: &Receiver<Event>,
 ) {
@@ -103,17 +105,17 @@ fn feed<B: Batch>(
         if i >= 2 && !released.recv().is_ok_and(|used| wait(&used).is_ok()) {
             return;
         }
-        if arrivals.send(send(&slice, copies, queued)).is_err() {
+        if arrivals.send(send(&slice, streams, fence)).is_err() {
             return;
         }
     }
 }
 
-fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival<B>> {
-    let micro_batch = with_others(slice, copies.device(), |tensor| {
-        copies.begin(tensor, queued.on(tensor.device()))
+fn send<B: Batch>(slice: &B, streams: &CopyStreams, fence: &StreamFence) -> Result<Arrival<B>> {
+    let micro_batch = with_others(slice, streams.device(), |tensor| {
+        streams.begin(tensor, fence.on(tensor.device()))
     })?;
-    Ok((micro_batch, copies.landing()?))
+    Ok((micro_batch, streams.completion()?))
 }
 
 /// Polls the event: waiting inside CUDA would hold locks that the launching thread needs.

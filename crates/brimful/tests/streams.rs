@@ -169,7 +169,7 @@ fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
         let there = (0..times).fold(there, |there, _| there.matmul(&one)).narrow(1, 0, WIDTH);
         drop(inside);
         main.wait(&Event::after(other).expect("an event")).expect("it waits");
-        main.keep(&there).expect("kept");
+        main.record_stream(&there).expect("kept");
         Loss::mean((here + there * 2.0).square().mean(Kind::Float))
     });
     step.expect("a step");

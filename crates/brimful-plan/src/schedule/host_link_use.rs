@@ -101,13 +101,13 @@ impl HostLinkUse {
         transfers.chain(self.waits.iter().map(|span| (span.start, span.end)))
     }
 
-    /// Returns the transfers and the waits, with times relative to `moment`.
-    pub(super) fn since(&self, moment: f64) -> Self {
+    /// Returns the transfers and the waits, with times relative to `origin`.
+    pub(super) fn since(&self, origin: f64) -> Self {
         let Self { mut transfers, mut waits } = self.clone();
         transfers.retain(|span| span.transfer.kind != TransferKind::Release);
         let of_transfers = transfers.iter_mut().map(|span| [&mut span.start, &mut span.end]);
         let of_waits = waits.iter_mut().map(|span| [&mut span.start, &mut span.end]);
-        of_transfers.chain(of_waits).flatten().for_each(|time| *time -= moment);
+        of_transfers.chain(of_waits).flatten().for_each(|time| *time -= origin);
         Self { transfers, waits }
     }
 }

@@ -119,7 +119,7 @@ impl Stream {
     ///
     /// # Errors
     /// When the tensor is on another device.
-    pub fn keep(self, tensor: &Tensor) -> Result<(), TorchError> {
+    pub fn record_stream(self, tensor: &Tensor) -> Result<(), TorchError> {
         on_accelerator(self.device, |index| {
             // SAFETY: the tensor is valid; the id came from libtorch.
             unsafe { ffi::brimful_record_stream(raw(tensor), index, self.id) }

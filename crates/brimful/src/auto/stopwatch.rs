@@ -5,25 +5,25 @@ use std::time::Duration;
 use tch::Device;
 
 use crate::Result;
-use crate::moment::Moment;
+use crate::timed_event::TimedEvent;
 
 /// Events between micro-batches, in the device's queue where it has one.
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
     device: Device,
-    start: Moment,
+    start: TimedEvent,
     /// End of each micro-batch, and whether others will take as long.
-    laps: Vec<(Moment, bool)>,
+    laps: Vec<(TimedEvent, bool)>,
 }
 
 impl Stopwatch {
     pub(crate) fn start(device: Device) -> Result<Self> {
-        Ok(Self { device, start: Moment::now(device)?, laps: Vec::new() })
+        Ok(Self { device, start: TimedEvent::now(device)?, laps: Vec::new() })
     }
 
     /// Records the end of a micro-batch; `typical` says whether others will take as long.
     pub(crate) fn lap(&mut self, typical: bool) -> Result<()> {
-        self.laps.push((Moment::now(self.device)?, typical));
+        self.laps.push((TimedEvent::now(self.device)?, typical));
         Ok(())
     }
 

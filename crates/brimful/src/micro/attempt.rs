@@ -110,7 +110,7 @@ impl MicroBatcher {
         self.begin_peak()?;
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
-            cut.each(batch, role, &this.copies, |info, micro_batch| {
+            cut.each(batch, role, &this.copy_streams, |info, micro_batch| {
                 let MicroBatchInfo { number, weight, tried, .. } = info;
                 // Only the last backward completes gradients, so only during it may they go to other ranks.
                 if Some(number + 1) == micro_batches {

@@ -82,10 +82,15 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();
             let mut outputs = Vec::new();
-            cut.each(batch, role, &this.copies, |MicroBatchInfo { weight, .. }, micro_batch| {
-                outputs.push(with_graphs(false, || f(&mut tally, &weight, micro_batch))?);
-                Ok(MicroBatchRun::PLAINLY)
-            })?;
+            cut.each(
+                batch,
+                role,
+                &this.copy_streams,
+                |MicroBatchInfo { weight, .. }, micro_batch| {
+                    outputs.push(with_graphs(false, || f(&mut tally, &weight, micro_batch))?);
+                    Ok(MicroBatchRun::PLAINLY)
+                },
+            )?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
         Ok((self.tried(Default::default(), tally, undo, role, cut), outputs))

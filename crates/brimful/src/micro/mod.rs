@@ -42,7 +42,7 @@ pub use crate::layout::Layout;
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
-use crate::copies::Copies;
+use crate::copy_streams::CopyStreams;
 use crate::layout::{Arrangement, InOrder};
 use crate::memory::Memory;
 use crate::step::{
@@ -58,7 +58,7 @@ pub struct MicroBatcher {
     variables: Arc<Mutex<Variables>>,
     device: Device,
     /// Copy streams of micro-batches to the device.
-    copies: Copies,
+    copy_streams: CopyStreams,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
     replay: MicroReplay,
@@ -73,7 +73,7 @@ impl MicroBatcher {
         Self {
             variables: store.variables_.clone(),
             device,
-            copies: Copies::new(device),
+            copy_streams: CopyStreams::new(device),
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
             replay: MicroReplay::new(device),

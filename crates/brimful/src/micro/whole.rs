@@ -76,7 +76,7 @@ impl MicroBatcher {
                 // state after the loss: the next step does not depend on there having been two passes.
                 let after = Randomness::now(this.device)?;
                 let gradients = RowGradients::of(&outputs);
-                feed::each(batch, &ranges, &this.copies, |i, micro_batch| {
+                feed::each(batch, &ranges, &this.copy_streams, |i, micro_batch| {
                     states[i].restore()?;
                     let outputs = with_graphs(true, || forward(micro_batch));
                     back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
@@ -105,7 +105,7 @@ impl MicroBatcher {
         let unmanaged = self.unmanaged.save(&self.variables)?;
         let (_not_counted, run) = Pending::collect(true, || {
             let _without = tch::no_grad_guard();
-            feed::each(batch, ranges, &self.copies, |_, micro_batch| {
+            feed::each(batch, ranges, &self.copy_streams, |_, micro_batch| {
                 states.push(Randomness::now(self.device)?);
                 parts.push(with_graphs(false, || forward(micro_batch)));
                 Ok(())
@@ -152,11 +152,16 @@ impl MicroBatcher {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            cut.each(batch, role, &this.copies, |MicroBatchInfo { range, .. }, micro_batch| {
-                let outputs = with_graphs(true, || forward(micro_batch));
-                back(&mut accumulator, gradients.rows(&range)?, &outputs)?;
-                Ok(MicroBatchRun::PLAINLY)
-            })?;
+            cut.each(
+                batch,
+                role,
+                &this.copy_streams,
+                |MicroBatchInfo { range, .. }, micro_batch| {
+                    let outputs = with_graphs(true, || forward(micro_batch));
+                    back(&mut accumulator, gradients.rows(&range)?, &outputs)?;
+                    Ok(MicroBatchRun::PLAINLY)
+                },
+            )?;
             accumulator.finish()
         })?;
         Ok(self.tried(summed, Tally::default(), undo, role, cut))

@@ -111,7 +111,7 @@ impl Buckets {
         bucket.missing -= 1;
         if bucket.missing == 0 {
             // The sum begins when the copy is complete; the backward waits for neither.
-            let ready = self.copier.landing()?;
+            let ready = self.copier.completion()?;
             bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
         }
         Ok(())

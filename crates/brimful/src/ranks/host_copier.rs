@@ -10,12 +10,12 @@ use crate::Result;
 #[derive(Debug)]
 pub(super) struct HostCopier {
     device: Device,
-    copies: Stream,
+    stream: Stream,
 }
 
 impl HostCopier {
     pub(super) fn new(device: Device) -> Result<Self> {
-        Ok(Self { device, copies: Stream::new(device)? })
+        Ok(Self { device, stream: Stream::new(device)? })
     }
 
     /// Allocates host memory for so many elements, pinned if the device is not a CPU.
@@ -33,15 +33,15 @@ impl HostCopier {
         // Copy stream and events belong to one device.
         let gradient = gradient.f_to_device(self.device)?;
         // On a stream of its own, after the gradient: on the backward's, each copy would delay it.
-        self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
-        let _copying = self.copies.enter()?;
+        self.stream.wait(&Event::after(Stream::current(self.device)?)?)?;
+        let _copying = self.stream.enter()?;
         transfer::copy(into, &gradient)?;
         // The gradient's memory must not be reused before it has been copied.
-        Ok(self.copies.keep(&gradient)?)
+        Ok(self.stream.record_stream(&gradient)?)
     }
 
     /// Returns the event after the copies so far; `None` if they are complete.
-    pub(super) fn landing(&self) -> Result<Option<Event>> {
-        Ok(if self.device == Device::Cpu { None } else { Some(Event::after(self.copies)?) })
+    pub(super) fn completion(&self) -> Result<Option<Event>> {
+        Ok(if self.device == Device::Cpu { None } else { Some(Event::after(self.stream)?) })
     }
 }

@@ -12,7 +12,7 @@ use super::size::Size;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Samples};
 use crate::bytes::Bytes;
-use crate::copies::Copies;
+use crate::copy_streams::CopyStreams;
 use crate::loss::MicroBatchWeight;
 use crate::{Result, feed};
 
@@ -116,18 +116,18 @@ impl Cut {
         &mut self,
         batch: &B,
         role: BatchRole,
-        copies: &Copies,
+        streams: &CopyStreams,
         mut f: impl FnMut(MicroBatchInfo, B) -> Result<MicroBatchRun>,
     ) -> Result<()> {
-        let generator = role.seed.map(|seed| seed.on(copies.device()));
+        let generator = role.seed.map(|seed| seed.on(streams.device()));
         while self.next < self.samples.count() {
             let first = self.sizes.len();
-            let ranges = self.next_piece(copies.device())?;
+            let ranges = self.next_piece(streams.device())?;
             // A piece that is less than the mini-batch tries out its size: a captured graph, for example, is
             // not worth preparing for it.
             let tried =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
-            feed::each(batch, &ranges, copies, |i, micro_batch| {
+            feed::each(batch, &ranges, streams, |i, micro_batch| {
                 let (number, range) = (first + i, ranges[i].clone());
                 if let Some(generator) = &generator {
                     generator.begin(number);

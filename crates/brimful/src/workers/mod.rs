@@ -19,7 +19,7 @@ use brimful_torch::threads::limit_threads;
 use tch::Device;
 
 use crate::gradient_mode::with_graphs;
-use crate::queued::{Queued, accelerators};
+use crate::stream_fence::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
 pub(crate) use device::settled;
@@ -47,14 +47,14 @@ struct WorkerThread<W> {
 struct Answer<T> {
     worker: usize,
     /// The value, with a stream fence after the work that the worker has queued.
-    answered: Receiver<(Result<T>, Result<Queued>)>,
+    answered: Receiver<(Result<T>, Result<StreamFence>)>,
 }
 
 impl<T> Answer<T> {
     /// Waits for the answer; this thread's streams then follow the worker's.
     fn wait(self) -> Result<Result<T>> {
-        let (value, queued) = self.answered.recv().map_err(|_| gone(self.worker))?;
-        queued?.precede()?;
+        let (value, fence) = self.answered.recv().map_err(|_| gone(self.worker))?;
+        fence?.precede()?;
         Ok(value)
     }
 }
@@ -148,7 +148,7 @@ impl<W: 'static> Workers<W> {
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
         // On this thread, which alone knows the stream that it has entered.
-        let before = Queued::apart(&self.accelerators)?;
+        let before = StreamFence::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value = before.precede().and_then(|()| begun(|| f(worker)));
             // The caller may have gone.

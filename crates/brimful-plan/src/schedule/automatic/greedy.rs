@@ -26,17 +26,17 @@ pub(super) fn play(work: Work<'_>, policy: Policy) -> Option<Vec<Vec<Action>>> {
 
 /// Time, with a total order.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Moment(f64);
+struct SimulatedTime(f64);
 
-impl Eq for Moment {}
+impl Eq for SimulatedTime {}
 
-impl PartialOrd for Moment {
+impl PartialOrd for SimulatedTime {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Moment {
+impl Ord for SimulatedTime {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.0.total_cmp(&other.0)
     }
@@ -49,7 +49,7 @@ struct GreedyRun<'a> {
     stages: Vec<StageProgress>,
     ways: Ways,
     /// Times at which devices check for an action to run.
-    looks: BinaryHeap<Reverse<(Moment, DeviceId)>>,
+    looks: BinaryHeap<Reverse<(SimulatedTime, DeviceId)>>,
 }
 
 struct GreedyDevice {
@@ -96,7 +96,7 @@ impl<'a> GreedyRun<'a> {
             devices: ids().map(|device| GreedyDevice::new(work, device)).collect(),
             stages: work.placement.iter().map(|_| StageProgress::default()).collect(),
             ways: Ways::new(work.recipe.memory.len(), work.recipe.costs.link),
-            looks: ids().map(|device| Reverse((Moment(0.0), device))).collect(),
+            looks: ids().map(|device| Reverse((SimulatedTime(0.0), device))).collect(),
         }
     }
 
@@ -113,7 +113,7 @@ impl<'a> GreedyRun<'a> {
                 let known = |stage: &StageId| self.known_arrivals(*stage);
                 let later = self.devices[id.index()].stages.iter().flat_map(known);
                 if let Some(next) = later.filter(|at| *at > now).min_by(f64::total_cmp) {
-                    self.looks.push(Reverse((Moment(next), id)));
+                    self.looks.push(Reverse((SimulatedTime(next), id)));
                 }
             }
         }
@@ -237,7 +237,7 @@ impl<'a> GreedyRun<'a> {
         device.free = end;
         device.list.push(action);
         self.stages[action.stage.index()].note(action);
-        self.looks.push(Reverse((Moment(end), id)));
+        self.looks.push(Reverse((SimulatedTime(end), id)));
         self.send(id, action, now, end);
     }
 
@@ -254,7 +254,7 @@ impl<'a> GreedyRun<'a> {
         }
         // A check now, too: a device that did not know of this input has none scheduled.
         for at in [now, arrival] {
-            self.looks.push(Reverse((Moment(at), to)));
+            self.looks.push(Reverse((SimulatedTime(at), to)));
         }
     }
 

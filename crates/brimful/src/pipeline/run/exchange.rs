@@ -30,7 +30,7 @@ impl WorkerRun {
             if parcel.rests {
                 resting.push(parcel.share());
             }
-            site.dock.unpack_values(parcel, entering, clock)
+            site.copy_streams.unpack_values(parcel, entering, clock)
         };
         let values = match &ports.values_in {
             Some(inlet) => taken(inlet.take()?)?,
@@ -70,7 +70,7 @@ impl WorkerRun {
         let entering = self.boundary_transfer(TransferKind::BoundaryIn, site.stages[at].id, i);
         let mut parts = Vec::new();
         for parcel in parcels {
-            parts.push(site.dock.unpack_values(
+            parts.push(site.copy_streams.unpack_values(
                 parcel.share(),
                 entering,
                 &mut self.transfer_clock,
@@ -158,14 +158,14 @@ impl WorkerRun {
         let back = self.boundary_transfer(TransferKind::GradientIn, next, i);
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut gradients = vec![match &ports.gradients_in {
-            Some(inlet) => site.dock.unpack(inlet.take()?, back, clock)?,
+            Some(inlet) => site.copy_streams.unpack(inlet.take()?, back, clock)?,
             None => std::mem::take(&mut self.output_gradients[i]),
         }];
         for (ends, targets) in ports.skips_out.iter().zip(site.stages[at].targets()) {
             let mut sum = Vec::new();
             for ((_, inlet), from) in ends.iter().zip(targets) {
                 let back = Transfer { stage: StageId::at(*from), ..back };
-                sum = backward::add(sum, site.dock.unpack(inlet.take()?, back, clock)?)?;
+                sum = backward::add(sum, site.copy_streams.unpack(inlet.take()?, back, clock)?)?;
             }
             gradients.push(sum);
         }

@@ -9,15 +9,15 @@ use std::thread;
 use tch::{Device, Tensor};
 
 use crate::batch::copy_of;
-use crate::copies::{Arriving, Copies};
-use crate::queued::Queued;
+use crate::copy_streams::{Arriving, CopyStreams};
+use crate::stream_fence::StreamFence;
 use crate::{Error, Result};
 
 /// Inputs of a step, in the order in which the first stage takes them.
 #[derive(Debug)]
 pub(crate) enum Intake {
     /// Copied when taken, by micro-batch. The work that computes them may still be queued on their device.
-    Here(Vec<Vec<Tensor>>, Queued),
+    Here(Vec<Vec<Tensor>>, StreamFence),
     /// Parts of the mini-batch's own memory, by micro-batch, and whether one was lent already.
     Lent(Vec<Vec<Tensor>>, bool),
     Fed(Receiver<Result<Vec<Arriving>>>),
@@ -29,24 +29,24 @@ impl Intake {
     pub(crate) fn new(
         mut inputs: Vec<Vec<Tensor>>,
         order: impl Iterator<Item = usize>,
-        copies: &Copies,
+        streams: &CopyStreams,
     ) -> Result<Self> {
-        let elsewhere = |input: &&Tensor| input.device() != copies.device();
-        let queued = Queued::behind(inputs.iter().flatten().filter(elsewhere))?;
+        let elsewhere = |input: &&Tensor| input.device() != streams.device();
+        let fence = StreamFence::behind(inputs.iter().flatten().filter(elsewhere))?;
         let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
         if here {
-            return Ok(Self::Lent(inputs, copies.borrowers.knows::<Self>()));
+            return Ok(Self::Lent(inputs, streams.borrowers.knows::<Self>()));
         }
-        if copies.device() == Device::Cpu {
-            return Ok(Self::Here(inputs, queued));
+        if streams.device() == Device::Cpu {
+            return Ok(Self::Here(inputs, fence));
         }
         let ordered: Vec<_> = order.map(|i| std::mem::take(&mut inputs[i])).collect();
         // Capacity 0: one input travels while another is in use.
         let (outlet, inlet) = sync_channel(0);
-        let copies = copies.clone();
+        let streams = streams.clone();
         // The thread ends when all inputs are sent, or when a failed step drops the receiver.
         thread::Builder::new()
-            .spawn(move || feed(ordered, &copies, &queued, &outlet))
+            .spawn(move || feed(ordered, &streams, &fence, &outlet))
             .map_err(|cause| Error::no_thread("the copies of inputs", &cause))?;
         Ok(Self::Fed(inlet))
     }
@@ -58,36 +58,36 @@ impl Intake {
 
     /// Returns the input of this micro-batch, which is the next one, ready for this thread's work on the
     /// device. The first input that is lent is a copy: see [`Lender`](crate::batch::Lender).
-    pub(crate) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
+    pub(crate) fn next(&mut self, streams: &CopyStreams, i: usize) -> Result<Vec<Tensor>> {
         let arriving = match self {
             Self::Lent(inputs, has_lent) => {
                 let input = std::mem::take(&mut inputs[i]);
                 let is_first = !std::mem::replace(has_lent, true);
                 return if is_first { input.iter().map(copy_of).collect() } else { Ok(input) };
             }
-            Self::Here(inputs, queued) => start(std::mem::take(&mut inputs[i]), copies, queued)?,
+            Self::Here(inputs, fence) => start(std::mem::take(&mut inputs[i]), streams, fence)?,
             Self::Fed(inlet) => inlet.recv().map_err(|_| gone())??,
         };
-        arriving.into_iter().map(|arriving| copies.finish(arriving)).collect()
+        arriving.into_iter().map(|arriving| streams.finish(arriving)).collect()
     }
 }
 
 /// Starts one copy after another; ends early if the receiver is gone.
 fn feed(
     inputs: Vec<Vec<Tensor>>,
-    copies: &Copies,
-    queued: &Queued,
+    streams: &CopyStreams,
+    fence: &StreamFence,
     outlet: &SyncSender<Result<Vec<Arriving>>>,
 ) {
     for values in inputs {
-        if outlet.send(start(values, copies, queued)).is_err() {
+        if outlet.send(start(values, streams, fence)).is_err() {
             return;
         }
     }
 }
 
-fn start(values: Vec<Tensor>, copies: &Copies, queued: &Queued) -> Result<Vec<Arriving>> {
-    values.iter().map(|value| copies.start(value, queued.on(value.device()))).collect()
+fn start(values: Vec<Tensor>, streams: &CopyStreams, fence: &StreamFence) -> Result<Vec<Arriving>> {
+    values.iter().map(|value| streams.start(value, fence.on(value.device()))).collect()
 }
 
 fn gone() -> Error {

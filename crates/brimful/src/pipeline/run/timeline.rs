@@ -8,8 +8,8 @@ use tch::Device;
 use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::memory::{Arena, Memory};
-use crate::moment::Moment;
 use crate::schedule::{Action, HostLinkUse, Span};
+use crate::timed_event::TimedEvent;
 
 /// Times of one worker's actions since the step's start.
 #[derive(Debug)]
@@ -18,15 +18,15 @@ pub(crate) struct ActionClock {
     /// The worker's arena; none on an accelerator, whose figures cost time to read.
     arena: Option<Arena>,
     /// The step's start; an event on an accelerator's stream.
-    origin: Moment,
-    begun: Option<TimeMark>,
-    spans: Vec<(Action, TimeMark, TimeMark)>,
+    origin: TimedEvent,
+    begun: Option<MemoryEvent>,
+    spans: Vec<(Action, MemoryEvent, MemoryEvent)>,
 }
 
 /// Time, and the bytes in use then.
 #[derive(Debug)]
-struct TimeMark {
-    at: Moment,
+struct MemoryEvent {
+    at: TimedEvent,
     bytes: u64,
 }
 
@@ -42,31 +42,31 @@ impl ActionClock {
             _ => None,
         };
         let origin = match device {
-            Device::Cpu => Moment::Host(start),
+            Device::Cpu => TimedEvent::Host(start),
             // An event measures time only from another event: the host's `start` is none.
-            device => Moment::now(device)?,
+            device => TimedEvent::now(device)?,
         };
         Ok(Self { device, arena, origin, begun: None, spans: Vec::with_capacity(actions) })
     }
 
     /// Marks the start of an action's work: its inputs are there.
     pub(crate) fn begin(&mut self) -> Result<()> {
-        self.begun = Some(self.mark()?);
+        self.begun = Some(self.event()?);
         Ok(())
     }
 
     /// Marks the end of an action's work; after it, the worker waits for others.
     pub(crate) fn end(&mut self, action: Action) -> Result<()> {
         if let Some(begun) = self.begun.take() {
-            let ended = self.mark()?;
+            let ended = self.event()?;
             self.spans.push((action, begun, ended));
         }
         Ok(())
     }
 
-    fn mark(&self) -> Result<TimeMark> {
+    fn event(&self) -> Result<MemoryEvent> {
         let bytes = self.arena.as_ref().map_or(0, Arena::current);
-        Ok(TimeMark { at: Moment::now(self.device)?, bytes })
+        Ok(MemoryEvent { at: TimedEvent::now(self.device)?, bytes })
     }
 
     /// Returns the times of actions and transfers, in seconds. Waits for the device's last action.
@@ -75,9 +75,10 @@ impl ActionClock {
         if let Some((.., last)) = self.spans.last() {
             last.at.wait()?;
         }
-        let since =
-            |mark: &TimeMark| -> Result<f64> { Ok(mark.at.since(&self.origin)?.as_secs_f64()) };
-        let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| -> Result<Span> {
+        let since = |event: &MemoryEvent| -> Result<f64> {
+            Ok(event.at.since(&self.origin)?.as_secs_f64())
+        };
+        let span = |(action, begun, ended): &(Action, MemoryEvent, MemoryEvent)| -> Result<Span> {
             let (start, end) = (since(begun)?, since(ended)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };

@@ -1,7 +1,7 @@
 //! Transfers tensors from stage to stage, with an event for when the sender's device has computed them.
 //!
 //! On one device, and between CPU devices, a stage passes tensors on without a copy, and their memory stays
-//! charged to the arena that it came from. Otherwise [`Copies`] transfers them.
+//! charged to the arena that it came from. Otherwise [`CopyStreams`] transfers them.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use tch::{Device, Tensor};
 use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::batch::{copy_of, tensor_bytes};
-use crate::copies::{Arriving, Copies};
+use crate::copy_streams::{Arriving, CopyStreams};
 use crate::memory::Arena;
 use crate::schedule::{Awaited, Transfer};
 /// Tensors of a transfer; gradients have one list for each group of loss terms.
@@ -40,7 +40,7 @@ impl RestingPlace {
         };
         transfer::copy(&room, tensor)?;
         // The allocator must not reuse the tensor's memory before it is copied.
-        self.outward.keep(tensor)?;
+        self.outward.record_stream(tensor)?;
         Ok(room.f_set_requires_grad(tensor.requires_grad())?)
     }
 }
@@ -63,8 +63,8 @@ impl StageParcel {
     }
 
     /// Records an event after this thread's work on `device`, for another worker.
-    pub(crate) fn marked(self, device: Device) -> Result<Self> {
-        Ok(Self { ready: mark(device)?.map(Arc::new), ..self })
+    pub(crate) fn with_event(self, device: Device) -> Result<Self> {
+        Ok(Self { ready: event_on(device)?.map(Arc::new), ..self })
     }
 
     /// Copies tensors that this thread's work on the device has made to the host, as this transfer.
@@ -75,7 +75,7 @@ impl StageParcel {
         clock: &mut TransferClock,
     ) -> Result<Self> {
         let Self { tensors, .. } = self;
-        if let Some(computed) = mark(host.outward.device())? {
+        if let Some(computed) = event_on(host.outward.device())? {
             host.outward.wait(&computed)?;
         }
         let _outward = host.outward.enter()?;
@@ -88,7 +88,7 @@ impl StageParcel {
 
     /// Returns the event at which the transfer is done, and its bytes; none if there is nothing to wait
     /// for.
-    pub(crate) fn landing(&self) -> Option<(Arc<Event>, u64)> {
+    pub(crate) fn completion(&self) -> Option<(Arc<Event>, u64)> {
         let bytes = self.tensors.iter().flatten().flatten().map(tensor_bytes).sum();
         self.ready.clone().map(|ready| (ready, bytes))
     }
@@ -118,7 +118,7 @@ impl StageParcel {
                 *tensor = host.f_set_requires_grad(tensor.requires_grad())?;
             }
         }
-        Ok((tensors, mark(sender)?))
+        Ok((tensors, event_on(sender)?))
     }
 
     pub(crate) fn values(values: Vec<Tensor>) -> Self {
@@ -126,7 +126,7 @@ impl StageParcel {
     }
 }
 
-impl Copies {
+impl CopyStreams {
     /// Brings the tensors to this device, for this thread's work on it; as this transfer if they wait on
     /// the host.
     pub(crate) fn unpack(
@@ -144,7 +144,7 @@ impl Copies {
         let copy = || each(tensors, |tensor| self.start_from_host(&tensor, ready));
         let arriving = clock.transfer_by(
             one,
-            || self.moment_after(ready),
+            || self.event_after(ready),
             copy,
             |arriving| arriving.iter().flatten().flatten().map(Arriving::bytes).sum(),
         )?;
@@ -184,7 +184,7 @@ fn each<T, U>(
     lists.into_iter().map(&mut list).collect()
 }
 
-fn mark(device: Device) -> Result<Option<Event>> {
+fn event_on(device: Device) -> Result<Option<Event>> {
     if device == Device::Cpu {
         return Ok(None);
     }

@@ -3,8 +3,8 @@
 use tch::Device;
 
 use crate::Result;
-use crate::moment::Moment;
 use crate::schedule::{Awaited, HostLinkUse, Transfer, TransferKind, TransferSpan, WaitSpan};
+use crate::timed_event::TimedEvent;
 
 /// Times of one worker's transfers, by the clock on a CPU and by events on the copy streams.
 #[derive(Debug)]
@@ -17,8 +17,8 @@ pub(crate) struct TransferClock {
 #[derive(Debug, Default)]
 struct RecordedTransfers {
     /// Transfers with their start, their end and their bytes.
-    transfers: Vec<(Transfer, Moment, Moment, u64)>,
-    waits: Vec<(Awaited, Moment, Moment)>,
+    transfers: Vec<(Transfer, TimedEvent, TimedEvent, u64)>,
+    waits: Vec<(Awaited, TimedEvent, TimedEvent)>,
 }
 
 impl TransferClock {
@@ -34,14 +34,14 @@ impl TransferClock {
         bytes: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
         let device = self.device;
-        self.transfer_by(one, || Moment::now(device), copy, bytes)
+        self.transfer_by(one, || TimedEvent::now(device), copy, bytes)
     }
 
     /// Queues copies on another stream, and times them; `now` reads that stream's clock.
     pub(crate) fn transfer_by<T>(
         &mut self,
         one: Transfer,
-        now: impl Fn() -> Result<Moment>,
+        now: impl Fn() -> Result<TimedEvent>,
         copy: impl FnOnce() -> Result<T>,
         bytes: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
@@ -66,22 +66,23 @@ impl TransferClock {
         // A CPU waits for every copy because it makes it. Only the optimizer has a thread of its own there.
         let is_apart = self.device != Device::Cpu || awaited == Awaited::Update;
         let Some(noted) = self.noted.as_mut().filter(|_| is_apart) else { return wait() };
-        let start = Moment::now(self.device)?;
+        let start = TimedEvent::now(self.device)?;
         let waited = wait()?;
-        noted.waits.push((awaited, start, Moment::now(self.device)?));
+        noted.waits.push((awaited, start, TimedEvent::now(self.device)?));
         Ok(waited)
     }
 
     /// Returns the times in seconds since `origin`. Waits for the last copy.
-    pub(crate) fn read(self, origin: &Moment) -> Result<HostLinkUse> {
+    pub(crate) fn read(self, origin: &TimedEvent) -> Result<HostLinkUse> {
         let Some(RecordedTransfers { transfers, waits }) = self.noted else {
             return Ok(HostLinkUse::default());
         };
-        let transfer_span = |(transfer, start, end, bytes): (Transfer, Moment, Moment, u64)| {
-            let (start, end) = (start.seconds_since(origin)?, end.seconds_since(origin)?);
-            Ok(TransferSpan { transfer, start, end, bytes })
-        };
-        let wait_span = |(awaited, start, end): (Awaited, Moment, Moment)| {
+        let transfer_span =
+            |(transfer, start, end, bytes): (Transfer, TimedEvent, TimedEvent, u64)| {
+                let (start, end) = (start.seconds_since(origin)?, end.seconds_since(origin)?);
+                Ok(TransferSpan { transfer, start, end, bytes })
+            };
+        let wait_span = |(awaited, start, end): (Awaited, TimedEvent, TimedEvent)| {
             let (start, end) = (start.seconds_since(origin)?, end.seconds_since(origin)?);
             Ok(WaitSpan { awaited, start, end })
         };
@@ -143,9 +144,9 @@ mod tests {
             let mut clock = TransferClock::new(Device::Cpu, is_asked);
             let now = || {
                 assert!(is_asked, "the clock was read");
-                Moment::now(Device::Cpu)
+                TimedEvent::now(Device::Cpu)
             };
-            let origin = Moment::now(Device::Cpu).expect("a moment");
+            let origin = TimedEvent::now(Device::Cpu).expect("a moment");
             clock.transfer_by(transfer, now, || Ok(()), |()| 1).expect("a copy");
             clock.release(transfer).expect("a moment");
             clock.waiting(Awaited::Update, || Ok(())).expect("no wait");

@@ -16,7 +16,7 @@ use tch::{Device, Tensor};
 
 use crate::Result;
 use crate::bytes::Bytes;
-use crate::copies::Copies;
+use crate::copy_streams::CopyStreams;
 use crate::layout::{lay_out_convolutions, with_channels_last};
 use crate::memory::{Arena, Memory};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
@@ -71,8 +71,8 @@ pub(crate) struct Site {
     pub(crate) stages: Vec<Stage>,
     /// Copy streams for tensors from other stages, and for the model's inputs, which arrive ahead of their
     /// use.
-    pub(crate) dock: Copies,
-    pub(crate) inputs: Copies,
+    pub(crate) copy_streams: CopyStreams,
+    pub(crate) inputs: CopyStreams,
     pub(crate) generator: Generator,
     /// Position of the layer that is running.
     pub(crate) layer: Cell<Option<usize>>,
@@ -172,8 +172,8 @@ impl Blueprint {
             device,
             stages,
             // Two, each with its own streams: a neighbour's gradient must not queue behind the next inputs.
-            dock: Copies::new(device),
-            inputs: Copies::new(device),
+            copy_streams: CopyStreams::new(device),
+            inputs: CopyStreams::new(device),
             generator,
             turn: self.turn.clone(),
             layer: Cell::new(None),
@@ -342,7 +342,7 @@ impl Site {
             (_, Some(host)) => self.leave(parcel, host, one, clock),
             // No event: each would cost as much as a launch.
             (StageOutlet::Own(_), None) => Ok(parcel),
-            (StageOutlet::Near(_), None) => parcel.marked(self.device),
+            (StageOutlet::Near(_), None) => parcel.with_event(self.device),
         }
     }
 
@@ -372,7 +372,7 @@ impl Site {
     ) -> Result<StageParcel> {
         let parcel = parcel.resting(host, one, clock)?;
         if self.waiting.is_some()
-            && let Some((there, bytes)) = parcel.landing()
+            && let Some((there, bytes)) = parcel.completion()
         {
             self.leaving.borrow_mut().add(there, bytes)?;
         }

@@ -9,24 +9,24 @@ use crate::Result;
 
 /// Completion of all work that has been queued so far.
 #[derive(Debug)]
-pub(crate) enum Moment {
+pub(crate) enum TimedEvent {
     Host(Instant),
-    Queued(Event),
+    Stream(Event),
 }
 
-impl Moment {
+impl TimedEvent {
     pub(crate) fn now(device: Device) -> Result<Self> {
         if device == Device::Cpu {
             return Ok(Self::Host(Instant::now()));
         }
-        Ok(Self::Queued(Event::after(Stream::current(device)?)?))
+        Ok(Self::Stream(Event::after(Stream::current(device)?)?))
     }
 
     /// Waits until the event is reached.
     pub(crate) fn wait(&self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
-            Self::Queued(event) => Ok(event.synchronize()?),
+            Self::Stream(event) => Ok(event.synchronize()?),
         }
     }
 
@@ -34,7 +34,7 @@ impl Moment {
     pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
         match (earlier, self) {
             (Self::Host(earlier), Self::Host(now)) => Ok(now.saturating_duration_since(*earlier)),
-            (Self::Queued(earlier), Self::Queued(now)) => Ok(earlier.elapsed(now)?),
+            (Self::Stream(earlier), Self::Stream(now)) => Ok(earlier.elapsed(now)?),
             _ => unreachable!("both are of one device"),
         }
     }

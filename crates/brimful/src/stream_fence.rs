@@ -7,9 +7,9 @@ use crate::Result;
 
 /// One event in the thread's stream on each of some accelerators.
 #[derive(Debug)]
-pub(crate) struct Queued(Vec<(Device, Event)>);
+pub(crate) struct StreamFence(Vec<(Device, Event)>);
 
-impl Queued {
+impl StreamFence {
     /// Records this thread's work on the accelerators of these tensors.
     pub(crate) fn behind<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<Self> {
         Self::now(accelerators(tensors.map(Tensor::device)))
@@ -34,8 +34,8 @@ impl Queued {
     }
 
     fn now(devices: impl IntoIterator<Item = Device>) -> Result<Self> {
-        let mark = |device| Ok((device, Event::after(Stream::current(device)?)?));
-        Ok(Self(devices.into_iter().map(mark).collect::<Result<_>>()?))
+        let event = |device| Ok((device, Event::after(Stream::current(device)?)?));
+        Ok(Self(devices.into_iter().map(event).collect::<Result<_>>()?))
     }
 
     /// Returns the event on that accelerator; `None` if nothing was recorded there.
@@ -69,13 +69,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_queues_nothing_and_each_accelerator_counts_once() {
+    fn a_cpu_records_nothing_and_each_accelerator_counts_once() {
         use Device::{Cpu, Cuda};
         let given = [Cpu, Cuda(1), Cuda(0), Cpu, Cuda(1)].into_iter();
         assert_eq!(accelerators(given), [Cuda(1), Cuda(0)]);
         let host = Tensor::from_slice(&[1.0]);
-        let queued = Queued::behind([&host].into_iter()).expect("nothing");
-        assert!(queued.on(Cpu).is_none());
-        queued.precede().expect("nothing to come after");
+        let fence = StreamFence::behind([&host].into_iter()).expect("nothing");
+        assert!(fence.on(Cpu).is_none());
+        fence.precede().expect("nothing to come after");
     }
 }

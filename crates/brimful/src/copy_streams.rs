@@ -17,15 +17,15 @@ use tch::{Device, Tensor};
 
 use crate::Result;
 use crate::batch::{Borrowers, tensor_bytes};
-use crate::moment::Moment;
-use crate::queued::accelerators;
+use crate::stream_fence::accelerators;
+use crate::timed_event::TimedEvent;
 
 /// Copy streams of one thread to its device. Clones share the streams.
 ///
 /// It lives as long as the engine or worker that copies, because memory belongs to the stream that allocated
 /// it: memory of a new stream would stay with that stream after the copies.
 #[derive(Debug, Clone)]
-pub(crate) struct Copies {
+pub(crate) struct CopyStreams {
     device: Device,
     /// One stream for each device that was copied from or to.
     streams: Arc<Mutex<Vec<Stream>>>,
@@ -50,7 +50,7 @@ impl Arriving {
     }
 }
 
-impl Copies {
+impl CopyStreams {
     pub(crate) fn new(device: Device) -> Self {
         Self {
             device,
@@ -82,7 +82,7 @@ impl Copies {
         let copy = transfer::send(&source, self.device)?;
         // The source's memory must not be reused before the copy is done.
         if source.device() != Device::Cpu {
-            there.keep(&source)?;
+            there.record_stream(&source)?;
         }
         if self.device == Device::Cpu {
             // The host is the device, so it has to wait.
@@ -92,7 +92,7 @@ impl Copies {
     }
 
     /// Records the completion of all copies so far; `None` where they are complete.
-    pub(crate) fn landing(&self) -> Result<Option<Event>> {
+    pub(crate) fn completion(&self) -> Result<Option<Event>> {
         if self.device == Device::Cpu {
             return Ok(None);
         }
@@ -101,13 +101,13 @@ impl Copies {
 
     /// Returns the event at which a copy of a tensor that is complete at `ready` could begin: after all earlier
     /// copies.
-    pub(crate) fn moment_after(&self, ready: Option<&Event>) -> Result<Moment> {
+    pub(crate) fn event_after(&self, ready: Option<&Event>) -> Result<TimedEvent> {
         if let (Some(ready), true) = (ready, self.device != Device::Cpu) {
             self.stream(self.device)?.wait(ready)?;
         }
-        match self.landing()? {
-            Some(landed) => Ok(Moment::Queued(landed)),
-            None => Moment::now(self.device),
+        match self.completion()? {
+            Some(completed) => Ok(TimedEvent::Stream(completed)),
+            None => TimedEvent::now(self.device),
         }
     }
 
@@ -115,12 +115,12 @@ impl Copies {
     /// accelerator, or on the host, which waits if it could otherwise overwrite pinned memory that is still
     /// being read.
     pub(crate) fn release<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
-        let Some(landed) = self.landing()? else { return Ok(()) };
+        let Some(completed) = self.completion()? else { return Ok(()) };
         for source in accelerators(tensors.map(Tensor::device)) {
-            Stream::current(source)?.wait(&landed)?;
+            Stream::current(source)?.wait(&completed)?;
         }
         if self.reads_pinned.swap(false, Ordering::Relaxed) {
-            landed.synchronize()?;
+            completed.synchronize()?;
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl Copies {
         }
         let copy = self.begin(&tensor.f_detach()?, ready)?;
         let copy = copy.f_set_requires_grad(tensor.requires_grad())?;
-        Ok(Arriving { tensor: copy, done: self.landing()? })
+        Ok(Arriving { tensor: copy, done: self.completion()? })
     }
 
     /// Returns the copy, for this thread's later work on the device.
@@ -143,7 +143,7 @@ impl Copies {
             let compute = Stream::current(self.device)?;
             compute.wait(&done)?;
             // It belongs to the copy stream: if freed, it would be reused there before this work has read it.
-            compute.keep(&tensor)?;
+            compute.record_stream(&tensor)?;
         }
         Ok(tensor)
     }
