@@ -13,7 +13,7 @@ use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WaitingRoom, WorkerFailure, wire};
+use crate::pipeline::run::{ActivationCache, End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
 use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
@@ -115,7 +115,7 @@ impl Engine for Pipeline {
     fn make_room(&mut self) -> Result<bool> {
         let made = self
             .workers()
-            .all(|worker| Ok(worker.site.waiting.as_mut().is_some_and(WaitingRoom::make_room)))?;
+            .all(|worker| Ok(worker.site.cache.as_mut().is_some_and(ActivationCache::make_room)))?;
         Ok(made.contains(&true))
     }
 
@@ -153,9 +153,9 @@ impl Attempted<Pipeline> for PipelineTried {
         let ranks = &pipeline.ranks;
         let turns = pipeline.numbers().map(|number| ranks.summing(&exchange.turn, number));
         let whole = Arc::clone(whole);
-        let leaving = workers
+        let outgoing = workers
             .each_or_error(turns.collect(), move |worker, turn| worker.prepare(&whole, turn))?;
-        ranks::gather(&workers, ranks, &exchange.turn, leaving)?;
+        ranks::gather(&workers, ranks, &exchange.turn, outgoing)?;
         if pipeline.state.non_finite != NonFinite::RefuseGradients {
             return Ok(());
         }

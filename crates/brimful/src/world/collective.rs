@@ -125,9 +125,9 @@ impl World {
         }
         // Copied once, not for each of the other ranks.
         let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
-        let parcel = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+        let message = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
         for to in ranks.iter().filter(|rank| **rank != root) {
-            turn.outlet(*to, channel, 1).send(parcel())?;
+            turn.outlet(*to, channel, 1).send(message())?;
         }
         Ok(own.iter().map(Tensor::shallow_clone).collect())
     }

@@ -57,7 +57,7 @@ impl Inbox {
 
     /// Number of the first tensor without a posted receive.
     pub(super) fn oldest(&self) -> Option<u64> {
-        self.announced.iter().find(|parcel| parcel.ahead.is_none()).map(|parcel| parcel.first)
+        self.announced.iter().find(|message| message.ahead.is_none()).map(|message| message.first)
     }
 
     /// Posts the receives of all transfers that begin before this number, even without free places.
@@ -89,10 +89,10 @@ impl Inbox {
     /// Posts receives for all free places, and checks which have completed.
     pub(super) fn advance(&mut self, wire: &mut dyn Wire, from: usize) -> Result<(), WorldError> {
         while self.refused.is_none() && self.arriving.len() < self.places {
-            let Some(parcel) = self.announced.pop_front() else { break };
-            match self.room_for(&parcel.outline) {
+            let Some(message) = self.announced.pop_front() else { break };
+            match self.room_for(&message.outline) {
                 Ok(tensors) => {
-                    let Announced { first, outline, ahead } = parcel;
+                    let Announced { first, outline, ahead } = message;
                     let (ahead, tickets) = match ahead {
                         Some((ahead, tickets)) => (Some(ahead), tickets),
                         None => (None, ask(wire, from, first, &tensors)?),
@@ -103,7 +103,7 @@ impl Inbox {
                 // blame.
                 Err(error) => {
                     self.refused = Some(error);
-                    self.announced.push_front(parcel);
+                    self.announced.push_front(message);
                 }
             }
         }

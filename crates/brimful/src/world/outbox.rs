@@ -17,13 +17,13 @@ use crate::Result;
 /// Sending end of one channel.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    waiting: VecDeque<Parcel>,
+    waiting: VecDeque<OutgoingMessage>,
     sent: VecDeque<Vec<Ticket>>,
 }
 
 /// Tensors ready to be sent, except for data that a device still has to write.
 #[derive(Debug)]
-pub(super) struct Parcel {
+pub(super) struct OutgoingMessage {
     pub(super) outline: TensorOutline,
     /// Tensors that are not missing: each contiguous, and in host memory.
     pub(super) tensors: Vec<Tensor>,
@@ -31,7 +31,7 @@ pub(super) struct Parcel {
     ready: Option<Event>,
 }
 
-impl Parcel {
+impl OutgoingMessage {
     /// Packs tensors; copies those that are not in host memory or not contiguous. Call it before taking the
     /// lock: heartbeats of this rank need the lock. Tensors whose data arrive with an event must be
     /// contiguous host memory.
@@ -44,15 +44,15 @@ impl Parcel {
 }
 
 impl Outbox {
-    pub(super) fn put(&mut self, parcel: Parcel) {
-        self.waiting.push_back(parcel);
+    pub(super) fn put(&mut self, message: OutgoingMessage) {
+        self.waiting.push_back(message);
     }
 
     /// Returns the next transfer if it can be sent.
-    pub(super) fn next(&mut self) -> Result<Option<Parcel>> {
+    pub(super) fn next(&mut self) -> Result<Option<OutgoingMessage>> {
         // In order, though a later one may be ready: the receiver identifies transfers by their order.
-        let Some(parcel) = self.waiting.front() else { return Ok(None) };
-        Ok(match is_reached(parcel.ready.as_ref())? {
+        let Some(message) = self.waiting.front() else { return Ok(None) };
+        Ok(match is_reached(message.ready.as_ref())? {
             true => self.waiting.pop_front(),
             false => None,
         })

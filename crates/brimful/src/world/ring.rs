@@ -17,7 +17,7 @@ use tch::Tensor;
 
 use super::message::Channel;
 use super::messenger::Messenger;
-use super::outbox::{Parcel, is_reached};
+use super::outbox::{OutgoingMessage, is_reached};
 use crate::{Result, split};
 
 /// All-reduce in progress.
@@ -91,7 +91,7 @@ impl Ring {
                 let inbox = engine.inbox(before, channel);
                 inbox.open(1, None);
                 inbox.take_into(into);
-                let part = Parcel::pack(&vec![vec![Some(self.part(sent)?)]], None)?;
+                let part = OutgoingMessage::pack(&vec![vec![Some(self.part(sent)?)]], None)?;
                 engine.send(next, channel, part)?;
                 self.begun = true;
             }

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::link::{Link, Look};
 use super::message::{Channel, Tensors};
-use super::outbox::Parcel;
+use super::outbox::OutgoingMessage;
 use super::ring::Ring;
 use super::waits::Wait;
 use crate::Result;
@@ -161,7 +161,7 @@ impl Outlet {
         let Open { link, number, .. } = &*self.turn.0;
         // Packed without the lock, because it may copy from a device; and the originals are dropped, so
         // that a sender that waits for a place does not keep their memory.
-        let mut parcel = Some(Parcel::pack(&tensors, ready).map_err(Stopped::Error)?);
+        let mut message = Some(OutgoingMessage::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
         link.wait(|engine| {
             if engine.is_stopped(*number) {
@@ -172,7 +172,7 @@ impl Outlet {
                 let own = engine.is_computing(self.to, self.channel);
                 return Ok(Look::WaitFor(if own { Wait::Nobody } else { Wait::Rank(self.to) }));
             }
-            let sent = parcel.take().map(|parcel| engine.send(self.to, self.channel, parcel));
+            let sent = message.take().map(|message| engine.send(self.to, self.channel, message));
             sent.unwrap_or(Ok(())).map(|()| Look::Found(Ok(())))
         })
         .map_err(Stopped::Error)?
@@ -247,7 +247,7 @@ mod tests {
         Tensor::from_slice(&[value])
     }
 
-    fn parcel(tensor: Tensor) -> Tensors {
+    fn message(tensor: Tensor) -> Tensors {
         vec![vec![Some(tensor)]]
     }
 
@@ -263,7 +263,7 @@ mod tests {
             for channel in 0..20 {
                 for value in [0.0, 0.5] {
                     let outlet = sender.outlet(1, channel, usize::MAX);
-                    outlet.send(parcel(number(f64::from(channel) + value))).expect("sent");
+                    outlet.send(message(number(f64::from(channel) + value))).expect("sent");
                 }
             }
             for channel in (0..20).rev() {
@@ -318,7 +318,7 @@ mod tests {
             let copied_meanwhile = links[0].with(|_| {
                 scope.spawn(|| {
                     let _inside = arena.enter();
-                    sender.outlet(1, 0, 1).send(parcel(tensor)).expect("sent");
+                    sender.outlet(1, 0, 1).send(message(tensor)).expect("sent");
                 });
                 let start = Instant::now();
                 while !copies() && start.elapsed() < LONG / 6 {
@@ -335,7 +335,7 @@ mod tests {
     fn what_nobody_needs_is_not_charged_to_who_drops_it() {
         let (links, [sender, receiver], _) = two_ranks(64);
         drop(receiver);
-        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("sent");
+        sender.outlet(1, 0, 1).send(message(number(1.0))).expect("sent");
         let arena = Arena::new("full");
         arena.fail_from_nth_allocation(1);
         let _inside = arena.enter();
@@ -349,7 +349,7 @@ mod tests {
     #[test]
     fn what_comes_is_not_charged_to_who_moves_it_on() {
         let (links, [sender, receiver], _) = two_ranks(64);
-        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("sent");
+        sender.outlet(1, 0, 1).send(message(number(1.0))).expect("sent");
         let inlet = receiver.inlet(0, 0, 1, None).expect("an inlet");
         let arena = Arena::new("full");
         arena.fail_from_nth_allocation(1);
@@ -366,7 +366,7 @@ mod tests {
         let (links, [sender, receiver], observer) = two_ranks(64);
         observer.lose_numbers();
         links[1].with(|engine| engine.waits.longest = Duration::from_millis(1)).expect("set");
-        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("announced");
+        sender.outlet(1, 0, 1).send(message(number(1.0))).expect("announced");
         let came = thread::scope(|scope| {
             let taking = scope.spawn(|| receiver.inlet(0, 0, 1, None).expect("an inlet").take());
             let start = Instant::now();

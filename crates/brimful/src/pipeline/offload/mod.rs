@@ -31,7 +31,7 @@ use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
 use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
-use crate::pipeline::run::{RestingPlace, TransferClock};
+use crate::pipeline::run::{HostStaging, TransferClock};
 use crate::schedule::{Awaited, Transfer};
 use device_buffers::DeviceBuffers;
 
@@ -48,11 +48,11 @@ pub(crate) struct OffloadedStages {
     /// Stages whose last update must finish before their weights are fetched.
     late: Vec<(usize, Transfer)>,
     /// Device-to-host staging for gradients and boundaries.
-    pub(crate) outward: RestingPlace,
+    pub(crate) outward: HostStaging,
     /// Host address of each parameter of the step under way.
     places: Vec<usize>,
     /// Gradients that are being copied to the host, and the event at which they have arrived.
-    leaving: Option<(Vec<Sum>, Event)>,
+    in_flight: Option<(Vec<Sum>, Event)>,
     /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
     /// group of terms.
     on_host: Vec<Vec<Sum>>,
@@ -102,10 +102,10 @@ impl OffloadedStages {
         let device_buffers = device_buffers.min(stages.iter().flatten().count());
         Ok(Some(Self {
             device_buffers: DeviceBuffers::new(memory.device, device_buffers, largest)?,
-            outward: RestingPlace::new(memory.device, memory.arena.clone())?,
+            outward: HostStaging::new(memory.device, memory.arena.clone())?,
             late: Vec::new(),
             places: Vec::new(),
-            leaving: None,
+            in_flight: None,
             on_host: Vec::new(),
             hands_over: HandsOver::AtTheStep,
             handing: None,
@@ -344,13 +344,13 @@ impl OffloadedStages {
         if !follows {
             self.on_host.push(on_host);
         }
-        self.leaving = Some((sums, Event::after(self.outward.outward)?));
+        self.in_flight = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
     }
 
     /// Waits until all gradients are on the host, and adds them to the step's sums.
     pub(crate) fn finish(&mut self, accumulator: &mut Accumulator) -> Result<()> {
-        if let Some((_, arrived)) = self.leaving.take() {
+        if let Some((_, arrived)) = self.in_flight.take() {
             arrived.synchronize()?;
         }
         // The first stages' first: a tied parameter's gradients are then added up at its owner, and other
@@ -420,7 +420,7 @@ impl OffloadedStages {
     /// Lets work that comes after the gradients' copy reuse their device memory.
     fn forget_left(&mut self, clock: &mut TransferClock) -> Result<()> {
         let device = self.memory.device;
-        if let Some((_, arrived)) = self.leaving.take()
+        if let Some((_, arrived)) = self.in_flight.take()
             && device != Device::Cpu
         {
             clock

@@ -40,16 +40,16 @@ impl HostSpeed {
 
 fn host_link(device: Device) -> Result<HostLinkCost> {
     let room = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
-    let (arriving, leaving) = (room()?, room()?);
-    let (source, target) = (transfer::room_for(&arriving)?, transfer::room_for(&leaving)?);
+    let (incoming, outgoing) = (room()?, room()?);
+    let (source, target) = (transfer::room_for(&incoming)?, transfer::room_for(&outgoing)?);
     let streams = [Stream::new(device)?, Stream::new(device)?];
     let inward = || -> Result<()> {
         let _inward = streams[0].enter()?;
-        Ok(transfer::copy(&arriving, &source)?)
+        Ok(transfer::copy(&incoming, &source)?)
     };
     let outward = || -> Result<()> {
         let _outward = streams[1].enter()?;
-        Ok(transfer::copy(&target, &leaving)?)
+        Ok(transfer::copy(&target, &outgoing)?)
     };
     let both = || inward().and_then(|()| outward());
     let rate =

@@ -22,7 +22,7 @@ pub(crate) struct Tie {
 }
 
 /// Gradient of a copy, with its owner and the variable's name.
-pub(crate) type Leaving = (usize, String, Tensor);
+pub(crate) type TiedGradient = (usize, String, Tensor);
 
 impl Ranks {
     /// Finds the copies of all ranks.
@@ -61,20 +61,20 @@ pub(crate) fn gather(
     workers: &Workers<Worker>,
     ranks: &Ranks,
     turn: &Turn,
-    leaving: Vec<Vec<Leaving>>,
+    outgoing: Vec<Vec<TiedGradient>>,
 ) -> Result<()> {
     let first = ranks.here().start;
     let mut arriving: Vec<Vec<(String, Tensor)>> = (0..workers.len()).map(|_| Vec::new()).collect();
     // Sends everything, with unlimited capacity, before it receives anything: two ranks with copies of each
     // other's variables would otherwise wait for each other.
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
-        let mut own = leaving[tie.copy - first].iter();
+        let mut own = outgoing[tie.copy - first].iter();
         let gradient = own.find(|(_, name, _)| *name == tie.name);
         let gradient =
             gradient.map(|(_, _, gradient)| gradient.f_to_device(Device::Cpu)).transpose()?;
         turn.outlet(ranks.of(tie.owner), number, usize::MAX).send(vec![vec![gradient]])?;
     }
-    for (owner, name, gradient) in leaving.into_iter().flatten() {
+    for (owner, name, gradient) in outgoing.into_iter().flatten() {
         if ranks.has(owner) {
             arriving[owner - first].push((name, gradient));
         }

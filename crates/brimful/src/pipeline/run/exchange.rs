@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::backward;
 use super::job::End;
 use super::stage::{Boundary, leaves};
-use super::transfer::{StageParcel, Tensors};
+use super::transfer::{StageTransfer, Tensors};
 use super::wiring::StageOutlet;
 use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
 use crate::Result;
@@ -25,12 +25,12 @@ impl WorkerRun {
         }
         let entering = self.boundary_transfer(TransferKind::BoundaryIn, site.stages[at].id, i);
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
-        let mut resting = Vec::new();
-        let mut taken = |parcel: StageParcel| {
-            if parcel.rests {
-                resting.push(parcel.share());
+        let mut staged = Vec::new();
+        let mut taken = |transfer: StageTransfer| {
+            if transfer.is_staged {
+                staged.push(transfer.share());
             }
-            site.copy_streams.unpack_values(parcel, entering, clock)
+            site.copy_streams.unpack_values(transfer, entering, clock)
         };
         let values = match &ports.values_in {
             Some(inlet) => taken(inlet.take()?)?,
@@ -40,17 +40,17 @@ impl WorkerRun {
         for (inlet, _) in &ports.skips_in {
             skips.push(taken(inlet.take()?)?);
         }
-        let all = resting.len() == 1 + skips.len();
+        let all = staged.len() == 1 + skips.len();
         site.keep_pace()?;
-        Ok((Boundary { values, skips, met: None }, all.then_some(resting)))
+        Ok((Boundary { values, skips, met: None }, all.then_some(staged)))
     }
 
     /// Brings what a stage needs for its next run of a micro-batch back from the host.
     pub(crate) fn bring_in(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(), Stop> {
         match self.kept[at][i].take() {
             None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
-            Some(HeldMicroBatch { input: HeldInput::Host(parcels), output, generation }) => {
-                let input = HeldInput::Here(self.bring_back(site, at, i, &parcels)?);
+            Some(HeldMicroBatch { input: HeldInput::Host(transfers), output, generation }) => {
+                let input = HeldInput::Here(self.bring_back(site, at, i, &transfers)?);
                 self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
             }
             // The mini-batch itself, which never left.
@@ -65,13 +65,13 @@ impl WorkerRun {
         site: &mut Site,
         at: usize,
         i: usize,
-        parcels: &[StageParcel],
+        transfers: &[StageTransfer],
     ) -> Result<Boundary> {
         let entering = self.boundary_transfer(TransferKind::BoundaryIn, site.stages[at].id, i);
         let mut parts = Vec::new();
-        for parcel in parcels {
+        for transfer in transfers {
             parts.push(site.copy_streams.unpack_values(
-                parcel.share(),
+                transfer.share(),
                 entering,
                 &mut self.transfer_clock,
             )?);
@@ -109,30 +109,30 @@ impl WorkerRun {
         self.count_in(at, &output)?;
         // The action ends here: transfers to the host and waits for a channel are not its work.
         self.timeline.end(action)?;
-        let leaving = self.boundary_transfer(
+        let outgoing = self.boundary_transfer(
             TransferKind::BoundaryOut,
             action.stage,
             action.micro_batch.index(),
         );
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
-            let parcel = StageParcel::values(leaves(values, &traced)?);
-            site.settle(parcel, outlet, Transfer { stage: to, ..leaving }, clock)
+            let transfer = StageTransfer::values(leaves(values, &traced)?);
+            site.settle(transfer, outlet, Transfer { stage: to, ..outgoing }, clock)
         };
-        let mut parcels = Vec::new();
+        let mut transfers = Vec::new();
         let targets = site.stages[at].targets();
         for ((values, ends), targets) in output.skips.iter().zip(&ports.skips_out).zip(targets) {
             // Each target gets its own leaf: gradients accumulate in it, on the target's thread.
             for ((outlet, _), to) in ends.iter().zip(targets) {
-                parcels.push((outlet, pack(values, outlet, StageId::at(*to))?));
+                transfers.push((outlet, pack(values, outlet, StageId::at(*to))?));
             }
         }
         // After the skips, which never wait for a channel: they travel while this waits.
         if let Some(outlet) = &ports.values_out {
             let next = StageId(action.stage.0 + 1);
-            parcels.push((outlet, pack(&output.values, outlet, next)?));
+            transfers.push((outlet, pack(&output.values, outlet, next)?));
         }
-        send(parcels)?;
+        send(transfers)?;
         Ok(Output::Boundary(output))
     }
 
@@ -180,7 +180,7 @@ impl WorkerRun {
         action: Action,
         gradients: Vec<Tensors>,
     ) -> Result<(), Stop> {
-        let leaving = self.boundary_transfer(
+        let outgoing = self.boundary_transfer(
             TransferKind::GradientOut,
             action.stage,
             action.micro_batch.index(),
@@ -188,20 +188,20 @@ impl WorkerRun {
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let skips = ports.skips_in.iter().map(|(_, outlet)| Some(outlet));
         let outlets = std::iter::once(ports.gradients_out.as_ref()).chain(skips);
-        let mut parcels = Vec::new();
+        let mut transfers = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
-                let parcel = StageParcel::pack(gradients);
-                parcels.push((outlet, site.settle(parcel, outlet, leaving, clock)?));
+                let transfer = StageTransfer::pack(gradients);
+                transfers.push((outlet, site.settle(transfer, outlet, outgoing, clock)?));
             }
         }
         // Values last: only their channel may be full.
-        parcels.reverse();
-        send(parcels)
+        transfers.reverse();
+        send(transfers)
     }
 }
 
-fn send(parcels: Vec<(&StageOutlet, StageParcel)>) -> Result<(), Stop> {
-    let mut parcels = parcels.into_iter();
-    parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel))
+fn send(transfers: Vec<(&StageOutlet, StageTransfer)>) -> Result<(), Stop> {
+    let mut transfers = transfers.into_iter();
+    transfers.try_for_each(|(outlet, transfer)| outlet.send(transfer))
 }

@@ -12,6 +12,7 @@
 //! then R does nothing. On the last stage no other stage waits for such a forward, so the stage skips it
 //! and runs only R.
 
+mod activation_cache;
 mod backward;
 mod exchange;
 mod intake;
@@ -22,18 +23,17 @@ mod stage;
 mod timeline;
 mod transfer;
 mod transfer_clock;
-mod waiting;
 mod wiring;
 
+pub(crate) use activation_cache::{ActivationCache, HostLead, InFlight, StepExtent};
 pub(crate) use job::{End, Job, LossFn, Mode};
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
-pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
+pub(crate) use transfer::{HostStaging, StageTransfer, Tensors};
 pub(crate) use transfer_clock::TransferClock;
-pub(crate) use waiting::{HostLead, Leaving, StepExtent, WaitingRoom};
 pub(crate) use wiring::{StageOutlet, wire};
 
 use brimful_torch::split_backward::SplitBackward;
@@ -129,13 +129,13 @@ struct HeldMicroBatch {
 }
 
 /// Input of a stage, with its copy on the host if it waited there.
-pub(crate) type Entered = (Boundary, Option<Vec<StageParcel>>);
+pub(crate) type Entered = (Boundary, Option<Vec<StageTransfer>>);
 
 /// Input of a stage, kept for recomputation or as the end of its backward.
 pub(crate) enum HeldInput {
     Here(Boundary),
     /// Transfers on the host: the values, then each skip.
-    Host(Vec<StageParcel>),
+    Host(Vec<StageTransfer>),
 }
 
 /// Start of a backward: the stage's output, or the terms of the loss.
@@ -289,8 +289,8 @@ impl WorkerRun {
 
     fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let (input, resting) = self.receive(site, at, i)?;
-        if let Some(waiting) = &mut site.waiting {
+        let (input, staged) = self.receive(site, at, i)?;
+        if let Some(waiting) = &mut site.cache {
             waiting.note(&input);
         }
         self.timeline.begin()?;
@@ -320,12 +320,12 @@ impl WorkerRun {
             // The mini-batch itself takes no further device memory.
             None if self.is_lent(at) => HeldInput::Here(input),
             None if !self.comes_back(action) && site.keeps_inputs() => HeldInput::Here(input),
-            None => match resting {
-                Some(parcels) => HeldInput::Host(parcels),
+            None => match staged {
+                Some(transfers) => HeldInput::Host(transfers),
                 None => {
-                    let leaving =
+                    let outgoing =
                         self.boundary_transfer(TransferKind::BoundaryOut, action.stage, i);
-                    site.put_aside(input, leaving, &mut self.transfer_clock)?
+                    site.stage_input(input, outgoing, &mut self.transfer_clock)?
                 }
             },
         };
@@ -337,7 +337,7 @@ impl WorkerRun {
     /// Returns whether the forward's activations are kept for its backward.
     fn keeps_activations(&self, site: &Site, action: Action) -> bool {
         !self.job.actions.is_recomputed(action.stage, action.micro_batch)
-            || site.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
+            || site.cache.as_ref().is_some_and(ActivationCache::keeps_activations)
     }
 
     /// Runs a stage; if its input is the mini-batch's own memory, checks that no layer changed it.
@@ -377,7 +377,7 @@ impl WorkerRun {
         let held = match kept.input {
             HeldInput::Here(input) => input,
             // The activation cache moved it to the host, outside the planned transfers.
-            HeldInput::Host(parcels) => self.bring_back(site, at, i, &parcels)?,
+            HeldInput::Host(transfers) => self.bring_back(site, at, i, &transfers)?,
         };
         self.timeline.begin()?;
         let held = self.let_meet(site, at, held)?;

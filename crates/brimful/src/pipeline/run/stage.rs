@@ -43,8 +43,8 @@ impl Stage {
             stashed.put(*stash, values);
         }
         let values = self.model.run(input.values, &mut stashed, train, before);
-        let leaving = |export: &Export| stashed.take(export.stash).unwrap_or_default();
-        Boundary { values, skips: self.exports.iter().map(leaving).collect(), met: None }
+        let outgoing = |export: &Export| stashed.take(export.stash).unwrap_or_default();
+        Boundary { values, skips: self.exports.iter().map(outgoing).collect(), met: None }
     }
 
     /// Target stages of each export.

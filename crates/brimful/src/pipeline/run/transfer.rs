@@ -20,19 +20,19 @@ pub(crate) use crate::world::Tensors;
 
 /// Host staging memory for transfers that wait.
 #[derive(Debug, Clone)]
-pub(crate) struct RestingPlace {
+pub(crate) struct HostStaging {
     pub(crate) outward: Stream,
     /// Arena that the copies are charged to.
     arena: Option<Arena>,
 }
 
-impl RestingPlace {
+impl HostStaging {
     pub(crate) fn new(device: Device, arena: Option<Arena>) -> Result<Self> {
         Ok(Self { outward: Stream::new(device)?, arena })
     }
 
     /// Queues a copy to the host on the stream `outward`, which this thread has entered.
-    fn take(&self, tensor: &Tensor) -> Result<Tensor> {
+    fn copy(&self, tensor: &Tensor) -> Result<Tensor> {
         let room = {
             let _charged = self.arena.as_ref().map(Arena::enter);
             // Keeps the memory format, channels last included: layers are slow when it changes.
@@ -47,19 +47,19 @@ impl RestingPlace {
 
 /// Tensors that one stage sends to another.
 #[derive(Debug)]
-pub(crate) struct StageParcel {
+pub(crate) struct StageTransfer {
     tensors: Tensors,
     /// Event after which the tensors are complete, on the sender's device or on the host; none if they
     /// already are, or if the receiver's work follows the sender's on one stream.
     ready: Option<Arc<Event>>,
     /// Whether the tensors wait on the host, because the device has too few free bytes.
-    pub(crate) rests: bool,
+    pub(crate) is_staged: bool,
 }
 
-impl StageParcel {
+impl StageTransfer {
     /// Wraps tensors that this thread itself will use, or that came from another rank.
     pub(crate) fn pack(tensors: Tensors) -> Self {
-        Self { tensors, ready: None, rests: false }
+        Self { tensors, ready: None, is_staged: false }
     }
 
     /// Records an event after this thread's work on `device`, for another worker.
@@ -68,9 +68,9 @@ impl StageParcel {
     }
 
     /// Copies tensors that this thread's work on the device has made to the host, as this transfer.
-    pub(crate) fn resting(
+    pub(crate) fn stage(
         self,
-        host: &RestingPlace,
+        host: &HostStaging,
         one: Transfer,
         clock: &mut TransferClock,
     ) -> Result<Self> {
@@ -79,11 +79,11 @@ impl StageParcel {
             host.outward.wait(&computed)?;
         }
         let _outward = host.outward.enter()?;
-        let copy = || each(tensors, |tensor| host.take(&tensor));
+        let copy = || each(tensors, |tensor| host.copy(&tensor));
         let bytes = |there: &Tensors| there.iter().flatten().flatten().map(tensor_bytes).sum();
         let tensors = clock.transfer(one, copy, bytes)?;
         let there = (host.outward.device() != Device::Cpu).then(|| Event::after(host.outward));
-        Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
+        Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), is_staged: true })
     }
 
     /// Returns the event at which the transfer is done, and its bytes; none if there is nothing to wait
@@ -99,7 +99,7 @@ impl StageParcel {
         Self {
             tensors: self.tensors.iter().map(|list| list.iter().map(share).collect()).collect(),
             ready: self.ready.clone(),
-            rests: self.rests,
+            is_staged: self.is_staged,
         }
     }
 
@@ -131,14 +131,14 @@ impl CopyStreams {
     /// the host.
     pub(crate) fn unpack(
         &self,
-        parcel: StageParcel,
+        transfer: StageTransfer,
         one: Transfer,
         clock: &mut TransferClock,
     ) -> Result<Tensors> {
-        let StageParcel { tensors, ready, rests } = parcel;
+        let StageTransfer { tensors, ready, is_staged } = transfer;
         let ready = ready.as_deref();
         // Workers of one device share its default stream, which keeps their order.
-        if !rests {
+        if !is_staged {
             return each(tensors, |tensor| self.finish(self.start(&tensor, ready)?));
         }
         let copy = || each(tensors, |tensor| self.start_from_host(&tensor, ready));
@@ -166,11 +166,11 @@ impl CopyStreams {
     /// Unpacks a transfer that has no missing tensor.
     pub(crate) fn unpack_values(
         &self,
-        parcel: StageParcel,
+        transfer: StageTransfer,
         one: Transfer,
         clock: &mut TransferClock,
     ) -> Result<Vec<Tensor>> {
-        Ok(self.unpack(parcel, one, clock)?.into_iter().flatten().flatten().collect())
+        Ok(self.unpack(transfer, one, clock)?.into_iter().flatten().flatten().collect())
     }
 }
 

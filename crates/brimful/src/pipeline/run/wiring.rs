@@ -15,7 +15,7 @@
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use super::Stop;
-use super::transfer::StageParcel;
+use super::transfer::StageTransfer;
 use crate::Result;
 use crate::memory::Memory;
 use crate::pipeline::build::StageLayout;
@@ -27,26 +27,26 @@ use crate::world::{self, Stopped, Turn};
 #[derive(Debug)]
 pub(crate) enum StageOutlet {
     /// To a stage of the same worker, whose device runs work in order.
-    Own(SyncSender<StageParcel>),
-    Near(SyncSender<StageParcel>),
+    Own(SyncSender<StageTransfer>),
+    Near(SyncSender<StageTransfer>),
     Far(world::Outlet),
 }
 
 /// Receiving end of a channel.
 #[derive(Debug)]
 pub(crate) enum StageInlet {
-    Near(Receiver<StageParcel>),
+    Near(Receiver<StageTransfer>),
     Far(world::Inlet),
 }
 
 impl StageOutlet {
-    pub(crate) fn send(&self, parcel: StageParcel) -> Result<(), Stop> {
+    pub(crate) fn send(&self, transfer: StageTransfer) -> Result<(), Stop> {
         match self {
             Self::Own(sender) | Self::Near(sender) => {
-                sender.send(parcel).map_err(|_| Stop::NeighbourGone)
+                sender.send(transfer).map_err(|_| Stop::NeighbourGone)
             }
             Self::Far(outlet) => {
-                let (tensors, ready) = parcel.on_host()?;
+                let (tensors, ready) = transfer.on_host()?;
                 outlet.send_when(tensors, ready).map_err(stop)
             }
         }
@@ -54,10 +54,10 @@ impl StageOutlet {
 }
 
 impl StageInlet {
-    pub(crate) fn take(&self) -> Result<StageParcel, Stop> {
+    pub(crate) fn take(&self) -> Result<StageTransfer, Stop> {
         match self {
             Self::Near(receiver) => receiver.recv().map_err(|_| Stop::NeighbourGone),
-            Self::Far(inlet) => inlet.take().map(StageParcel::pack).map_err(stop),
+            Self::Far(inlet) => inlet.take().map(StageTransfer::pack).map_err(stop),
         }
     }
 }

@@ -119,7 +119,7 @@ impl Worker {
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }
-        if let Some(waiting) = &mut self.site.waiting {
+        if let Some(waiting) = &mut self.site.cache {
             let samples = || job.weights.iter().map(|weight| weight.samples as u64);
             let largest_micro_batch = samples().max().unwrap_or(0);
             let extent = StepExtent { largest_micro_batch, mini_batch: samples().sum() };
@@ -306,7 +306,7 @@ impl Worker {
         let peak = usage.map(|usage| usage.peak);
         // Maximum over the accumulation window.
         self.peak = peak.max(self.peak.filter(|_| self.window.is_some()));
-        let needed = match (&mut self.site.waiting, peak) {
+        let needed = match (&mut self.site.cache, peak) {
             (Some(waiting), Some(peak)) => Some(waiting.end(peak)),
             _ => self.peak,
         };

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::Result;
-use crate::pipeline::ranks::Leaving;
+use crate::pipeline::ranks::TiedGradient;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{PartReport, StepError, Tried, Whole};
@@ -33,20 +33,20 @@ impl Worker {
         &mut self,
         whole: &Arc<Whole>,
         turn: Option<RanksTurn>,
-    ) -> Result<Vec<Leaving>> {
+    ) -> Result<Vec<TiedGradient>> {
         let Some(tried) = &mut self.tried else { return Ok(Vec::new()) };
         tried.prepare(whole, self.number, turn.as_ref())?;
         let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
-        let mut leaving = Vec::new();
+        let mut outgoing = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
             // Taken out: the commit would leave it in the copy, but only the owner gets it.
             if !self.variables.owns(variable)
                 && let Some(gradient) = gradient.take()
             {
-                leaving.push((variable.owner, variable.name.clone(), gradient));
+                outgoing.push((variable.owner, variable.name.clone(), gradient));
             }
         }
-        Ok(leaving)
+        Ok(outgoing)
     }
 
     /// Adds gradients of copies on other workers to the owner's.

@@ -23,8 +23,8 @@ use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::offload::{HostMemory, OffloadedStage, OffloadedStages};
 use crate::pipeline::run::{
-    Boundary, HeldInput, HostLead, Leaving, RestingPlace, Stage, StageOutlet, StageParcel,
-    TransferClock, WaitingRoom, WorkerRun, run_again,
+    ActivationCache, Boundary, HeldInput, HostLead, HostStaging, InFlight, Stage, StageOutlet,
+    StageTransfer, TransferClock, WorkerRun, run_again,
 };
 use crate::random::{Draws, Generator};
 use crate::schedule::{
@@ -89,14 +89,14 @@ pub(crate) struct Site {
     pub(crate) offloaded: Option<OffloadedStages>,
     /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
     /// stages are offloaded, when all activations wait on the host.
-    pub(crate) waiting: Option<WaitingRoom>,
+    pub(crate) cache: Option<ActivationCache>,
     /// Device or host for each stage's weights and boundaries; and host staging for activations, none if
     /// none can wait on the host.
     stage_locations: Vec<StageLocation>,
-    resting_place: Option<RestingPlace>,
+    host_staging: Option<HostStaging>,
     /// Transfers to host staging in flight. A cell, because the methods that send them change nothing else
     /// here.
-    leaving: RefCell<Leaving>,
+    in_flight: RefCell<InFlight>,
     lead: HostLead,
     /// Whether images and convolutions are in channels-last memory format.
     channels_last: bool,
@@ -167,7 +167,7 @@ impl Blueprint {
         // Before the layers, which on a CPU would otherwise draw from the generator that all threads share.
         let generator = Generator::new(device);
         let (stages, offloaded) = self.stages(store, &generator)?;
-        let waiting = self.waiting_room(&stages, offloaded.as_ref());
+        let cache = self.activation_cache(&stages, offloaded.as_ref());
         Ok(Site {
             device,
             stages,
@@ -181,10 +181,10 @@ impl Blueprint {
             trains: true,
             non_finite: self.build.non_finite,
             unmanaged: Vec::new(),
-            resting_place: self.resting_place(offloaded.as_ref(), waiting.is_some())?,
-            leaving: RefCell::default(),
+            host_staging: self.host_staging(offloaded.as_ref(), cache.is_some())?,
+            in_flight: RefCell::default(),
             lead: HostLead::new(device),
-            waiting,
+            cache,
             offloaded,
             stage_locations: self.build.locations.clone(),
             channels_last: false,
@@ -193,30 +193,30 @@ impl Blueprint {
     }
 
     /// Makes host staging for boundaries; none if none can wait on the host.
-    fn resting_place(
+    fn host_staging(
         &self,
         offloaded: Option<&OffloadedStages>,
         may_be_full: bool,
-    ) -> Result<Option<RestingPlace>> {
+    ) -> Result<Option<HostStaging>> {
         let StageBuild { locations: stages, host, .. } = &self.build;
         if !may_be_full && stages.iter().all(|location| location.boundaries == Location::Device) {
             return Ok(None);
         }
         // All copies to the host share one stream.
         let shared = offloaded.map(|offloaded| offloaded.outward.clone());
-        let own = || RestingPlace::new(self.device.device, host.clone());
+        let own = || HostStaging::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)
     }
 
     /// Makes the activation cache, if micro-batches meet at a barrier on a device whose memory is counted.
-    fn waiting_room(
+    fn activation_cache(
         &self,
         stages: &[Stage],
         offloaded: Option<&OffloadedStages>,
-    ) -> Option<WaitingRoom> {
+    ) -> Option<ActivationCache> {
         let meet = offloaded.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
         let memory = self.device.memory().filter(|_| meet)?;
-        Some(WaitingRoom::new(memory, self.build.keeps_activations))
+        Some(ActivationCache::new(memory, self.build.keeps_activations))
     }
 
     /// Offloads the stage's parameters, frozen ones too. Running statistics stay on the device: they are
@@ -317,66 +317,66 @@ impl Site {
     }
 
     /// Returns host staging if the stage's input waits there, as planned or because the device is full.
-    fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
+    fn host_staging_of(&self, stage: StageId) -> Option<&HostStaging> {
         let location = self.stage_locations.get(stage.index())?;
-        let is_full = self.waiting.as_ref().is_some_and(WaitingRoom::is_full);
-        self.resting_place.as_ref().filter(|_| location.boundaries == Location::Host || is_full)
+        let is_full = self.cache.as_ref().is_some_and(ActivationCache::is_full);
+        self.host_staging.as_ref().filter(|_| location.boundaries == Location::Host || is_full)
     }
 
     /// Returns whether the device has free bytes for stages' inputs until their backward.
     pub(crate) fn keeps_inputs(&self) -> bool {
-        self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
+        self.cache.as_ref().is_none_or(ActivationCache::keeps_inputs)
     }
 
     /// Transfers tensors that enter a stage, or come back from it, to host staging if they wait there, as this
     /// transfer: all micro-batches may pass a stage before the next one takes the first output.
     pub(crate) fn settle(
         &self,
-        parcel: StageParcel,
+        transfer: StageTransfer,
         outlet: &StageOutlet,
         one: Transfer,
         clock: &mut TransferClock,
-    ) -> Result<StageParcel> {
-        match (outlet, self.resting_place_of(one.stage)) {
-            (StageOutlet::Far(_), _) => Ok(parcel),
-            (_, Some(host)) => self.leave(parcel, host, one, clock),
+    ) -> Result<StageTransfer> {
+        match (outlet, self.host_staging_of(one.stage)) {
+            (StageOutlet::Far(_), _) => Ok(transfer),
+            (_, Some(host)) => self.leave(transfer, host, one, clock),
             // No event: each would cost as much as a launch.
-            (StageOutlet::Own(_), None) => Ok(parcel),
-            (StageOutlet::Near(_), None) => parcel.with_event(self.device),
+            (StageOutlet::Own(_), None) => Ok(transfer),
+            (StageOutlet::Near(_), None) => transfer.with_event(self.device),
         }
     }
 
     /// Keeps a stage's input until its recomputation: on the host, if anything can wait there.
-    pub(crate) fn put_aside(
+    pub(crate) fn stage_input(
         &self,
         input: Boundary,
         one: Transfer,
         clock: &mut TransferClock,
     ) -> Result<HeldInput> {
-        let Some(host) = &self.resting_place else { return Ok(HeldInput::Here(input)) };
+        let Some(host) = &self.host_staging else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
-        let mut parcels = Vec::new();
+        let mut transfers = Vec::new();
         for values in std::iter::once(values).chain(skips) {
-            parcels.push(self.leave(StageParcel::values(values), host, one, clock)?);
+            transfers.push(self.leave(StageTransfer::values(values), host, one, clock)?);
         }
-        Ok(HeldInput::Host(parcels))
+        Ok(HeldInput::Host(transfers))
     }
 
     /// Copies tensors to host staging.
     fn leave(
         &self,
-        parcel: StageParcel,
-        host: &RestingPlace,
+        transfer: StageTransfer,
+        host: &HostStaging,
         one: Transfer,
         clock: &mut TransferClock,
-    ) -> Result<StageParcel> {
-        let parcel = parcel.resting(host, one, clock)?;
-        if self.waiting.is_some()
-            && let Some((there, bytes)) = parcel.completion()
+    ) -> Result<StageTransfer> {
+        let transfer = transfer.stage(host, one, clock)?;
+        if self.cache.is_some()
+            && let Some((there, bytes)) = transfer.completion()
         {
-            self.leaving.borrow_mut().add(there, bytes)?;
+            self.in_flight.borrow_mut().add(there, bytes)?;
         }
-        Ok(parcel)
+        Ok(transfer)
     }
 
     /// Waits while the device is far behind: a host far ahead of the transfers would fill the device.
@@ -386,8 +386,8 @@ impl Site {
 
     /// Measures the free bytes that the next action leaves for cached activations.
     pub(crate) fn look_for_room(&mut self, clock: &mut TransferClock) -> Result<()> {
-        let leaving = self.leaving.get_mut();
-        self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
+        let in_flight = self.in_flight.get_mut();
+        self.cache.as_mut().map_or(Ok(()), |cache| cache.look(in_flight, clock))
     }
 
     /// Logs once that a stage has custom autograd functions, which run unsplit.

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::world::error::WorldError;
 use crate::world::inbox::Inbox;
 use crate::world::message::{Channel, Message, encode};
-use crate::world::outbox::{Outbox, Parcel};
+use crate::world::outbox::{Outbox, OutgoingMessage};
 use crate::world::ring::Ring;
 use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
@@ -63,16 +63,16 @@ impl Messenger {
         &mut self,
         to: usize,
         channel: Channel,
-        parcel: Parcel,
+        message: OutgoingMessage,
     ) -> Result<()> {
-        self.outboxes.entry((to, channel)).or_default().put(parcel);
+        self.outboxes.entry((to, channel)).or_default().put(message);
         self.send_ready((to, channel))
     }
 
     /// Sends the transfers of a channel that are ready.
     fn send_ready(&mut self, key: (usize, Channel)) -> Result<()> {
-        while let Some(parcel) = self.outboxes.entry(key).or_default().next()? {
-            let tickets = self.set_out(key, parcel)?;
+        while let Some(message) = self.outboxes.entry(key).or_default().next()? {
+            let tickets = self.set_out(key, message)?;
             self.outboxes.entry(key).or_default().sent(tickets);
         }
         Ok(())
@@ -92,9 +92,9 @@ impl Messenger {
     fn set_out(
         &mut self,
         (to, channel): (usize, Channel),
-        parcel: Parcel,
+        message: OutgoingMessage,
     ) -> Result<Vec<Ticket>, WorldError> {
-        let Parcel { outline, tensors, .. } = parcel;
+        let OutgoingMessage { outline, tensors, .. } = message;
         // Numbered when it is sent, not when it was packed: transfers of other channels may overtake one
         // that waits for its device.
         let first = self.sent[to];

@@ -63,36 +63,36 @@ impl HostLead {
 /// Transfers to the host in flight, the earliest first. Their memory cannot be used again before they
 /// arrive, though the allocator counts it as free once the tensor is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Leaving {
-    parcels: VecDeque<(Arc<Event>, u64)>,
+pub(crate) struct InFlight {
+    queue: VecDeque<(Arc<Event>, u64)>,
 }
 
-impl Leaving {
+impl InFlight {
     /// Adds a transfer of so many bytes that is done at this event.
     pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) -> Result<()> {
         self.forget_arrived()?;
-        self.parcels.push_back((there, bytes));
+        self.queue.push_back((there, bytes));
         Ok(())
     }
 
     /// Bytes still in flight.
     fn bytes(&mut self) -> Result<u64> {
         self.forget_arrived()?;
-        Ok(self.parcels.iter().map(|(_, bytes)| bytes).sum())
+        Ok(self.queue.iter().map(|(_, bytes)| bytes).sum())
     }
 
     fn forget_arrived(&mut self) -> Result<()> {
-        while let Some((there, _)) = self.parcels.front()
+        while let Some((there, _)) = self.queue.front()
             && there.is_reached()?
         {
-            self.parcels.pop_front();
+            self.queue.pop_front();
         }
         Ok(())
     }
 
     /// Waits for the earliest transfer; returns its bytes.
     fn wait(&mut self) -> Result<Option<u64>> {
-        let Some((there, bytes)) = self.parcels.pop_front() else { return Ok(None) };
+        let Some((there, bytes)) = self.queue.pop_front() else { return Ok(None) };
         there.synchronize()?;
         Ok(Some(bytes))
     }
@@ -100,7 +100,7 @@ impl Leaving {
 
 /// Activation cache in a device's memory.
 #[derive(Debug)]
-pub(crate) struct WaitingRoom {
+pub(crate) struct ActivationCache {
     memory: Memory,
     /// Whether to cache activations too, and recompute only when the device has too few free bytes.
     keeps_activations: bool,
@@ -110,7 +110,7 @@ pub(crate) struct WaitingRoom {
     /// Sixteenths of all memory that stay free for fragmentation.
     apart: u64,
     /// Step under way.
-    step: Option<WaitingStep>,
+    step: Option<CachedStep>,
     space: Space,
 }
 
@@ -131,7 +131,7 @@ struct WorkNeed {
 }
 
 #[derive(Debug)]
-struct WaitingStep {
+struct CachedStep {
     trains: bool,
     extent: StepExtent,
     /// Bytes in use at its start.
@@ -153,14 +153,14 @@ struct WaitingStep {
 enum Space {
     None,
     /// Tensors that travel from stage to stage.
-    ForParcels,
+    ForTransfers,
     /// Stages' inputs too, until their backward.
     ForInputs,
     /// Their activations too.
     ForAll,
 }
 
-impl WaitingRoom {
+impl ActivationCache {
     pub(crate) fn new(memory: Memory, keeps_activations: bool) -> Self {
         let apart = u64::from(matches!(memory, Memory::Accelerator(_)));
         let (known, fitted, step) = (None, None, None);
@@ -184,7 +184,7 @@ impl WaitingRoom {
         };
         let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
         let takes_room = usage.limit.is_some() && self.space == Space::ForAll;
-        self.step = Some(WaitingStep {
+        self.step = Some(CachedStep {
             trains,
             extent,
             start: usage.current.0,
@@ -216,7 +216,11 @@ impl WaitingRoom {
 
     /// Measures the free bytes for the next action; waits for transfers in flight if they are too few for
     /// the next stage's inputs.
-    pub(crate) fn look(&mut self, leaving: &mut Leaving, clock: &mut TransferClock) -> Result<()> {
+    pub(crate) fn look(
+        &mut self,
+        in_flight: &mut InFlight,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
         let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
         else {
             return Ok(());
@@ -229,11 +233,11 @@ impl WaitingRoom {
         // If the device could never hold all micro-batches, free bytes for the computation are enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
-        let mut free = available.saturating_sub(leaving.bytes()?);
+        let mut free = available.saturating_sub(in_flight.bytes()?);
         if free < wanted {
             clock.waiting(Awaited::Boundaries, || {
                 while free < wanted
-                    && let Some(gone) = leaving.wait()?
+                    && let Some(gone) = in_flight.wait()?
                 {
                     free += gone;
                 }
@@ -242,7 +246,7 @@ impl WaitingRoom {
         }
         self.space = match free.checked_sub(left_free) {
             None => Space::None,
-            Some(spare) if spare < step.frontier => Space::ForParcels,
+            Some(spare) if spare < step.frontier => Space::ForTransfers,
             // Activations take at most what the whole computation takes.
             Some(spare) if spare < step.frontier + left_free => Space::ForInputs,
             Some(_) => Space::ForAll,
@@ -270,7 +274,7 @@ impl WaitingRoom {
     /// Ends the step with this peak; returns the bytes that the step needs at least.
     pub(crate) fn end(&mut self, peak: Bytes) -> Bytes {
         let Some(step) = self.step.take() else { return peak };
-        let WaitingStep { trains, extent, start, work, boundary, fits, .. } = step;
+        let CachedStep { trains, extent, start, work, boundary, fits, .. } = step;
         if trains && fits {
             self.fitted = Some(extent);
         }
