@@ -56,7 +56,7 @@ pub(crate) struct OffloadOptions {
         long,
         value_name = "WHERE,..",
         value_delimiter = ',',
-        default_value = "device,host,host-following"
+        default_value = "device,host,host-in-backward"
     )]
     offload: Vec<OffloadArgument>,
     /// Measured steps of each contestant
@@ -75,12 +75,12 @@ pub(crate) struct OffloadOptions {
 pub(crate) enum OffloadArgument {
     Device,
     Host,
-    /// At home, where updates follow the backward
-    HostFollowing,
+    /// At home, where updates run in the backward
+    HostInBackward,
     /// As `train --offload auto` plans them within the memory limit
     Auto,
-    /// The same, where updates at home follow the backward
-    AutoFollowing,
+    /// The same, where updates at home run in the backward
+    AutoInBackward,
 }
 
 impl OffloadArgument {
@@ -88,14 +88,14 @@ impl OffloadArgument {
         match self {
             Self::Device => "brimful, on the GPU",
             Self::Host => "brimful, offloaded",
-            Self::HostFollowing => "brimful, offloaded, updates follow",
+            Self::HostInBackward => "brimful, offloaded, updates in the backward",
             Self::Auto => "brimful, offload planned",
-            Self::AutoFollowing => "brimful, offload planned, updates follow",
+            Self::AutoInBackward => "brimful, offload planned, updates in the backward",
         }
     }
 
-    pub(crate) fn follows(self) -> bool {
-        matches!(self, Self::HostFollowing | Self::AutoFollowing)
+    pub(crate) fn updates_in_backward(self) -> bool {
+        matches!(self, Self::HostInBackward | Self::AutoInBackward)
     }
 }
 
@@ -143,8 +143,8 @@ impl OffloadOptions {
     fn stage_locations(&self, device: Device, offload: OffloadArgument) -> Result<OffloadPlan> {
         match offload {
             OffloadArgument::Device => Ok(OffloadPlan::Device),
-            OffloadArgument::Host | OffloadArgument::HostFollowing => Ok(OffloadPlan::Host),
-            OffloadArgument::Auto | OffloadArgument::AutoFollowing => {
+            OffloadArgument::Host | OffloadArgument::HostInBackward => Ok(OffloadPlan::Host),
+            OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
                 let Some(room) = setting::room(device, self.memory_limit)? else {
                     return Ok(OffloadPlan::Device);
                 };
@@ -154,7 +154,7 @@ impl OffloadOptions {
                     loss,
                     trained: 1.0,
                     kept_beside: 0,
-                    looks_ahead: !offload.follows(),
+                    looks_ahead: !offload.updates_in_backward(),
                     rooms: vec![room],
                     kind: Kind::BFloat16,
                     method: AdamW::new(LEARNING_RATE).into(),
@@ -211,7 +211,7 @@ impl<'a> Contestant<'a> {
                 builder.plan(&row)
             }
         };
-        let training = StagedTraining::new(builder, offload.follows(), loss)?;
+        let training = StagedTraining::new(builder, offload.updates_in_backward(), loss)?;
         Ok(Self { options, offload, training, parameters, why })
     }
 
@@ -249,9 +249,9 @@ impl<'a> Contestant<'a> {
 fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<HostLinkProfile> {
     training.backward(batch)?;
     training.update()?;
-    training.pipeline.time_moves(true);
+    training.pipeline.trace_transfers(true);
     let step = training.backward(batch)?;
-    training.pipeline.time_moves(false);
+    training.pipeline.trace_transfers(false);
     training.update()?;
     training.wait()?;
     let host_links = step.timeline.map(|timeline| timeline.host_links).unwrap_or_default();

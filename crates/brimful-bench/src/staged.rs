@@ -20,11 +20,15 @@ pub(crate) struct StagedTraining {
 }
 
 impl StagedTraining {
-    /// Builds the pipeline; with `follows`, offloaded updates run during the backward.
-    pub(crate) fn new(builder: Builder, follows: bool, loss: OutputLoss) -> Result<Self> {
+    /// Builds the pipeline; with `updates_in_backward`, offloaded updates run during the backward.
+    pub(crate) fn new(
+        builder: Builder,
+        updates_in_backward: bool,
+        loss: OutputLoss,
+    ) -> Result<Self> {
         let mut pipeline = builder.build()?;
         let mut optimizer = pipeline.optimizer(AdamW::new(LEARNING_RATE))?;
-        optimizer.follow_backward(follows)?;
+        optimizer.update_in_backward(updates_in_backward)?;
         Ok(Self { pipeline, optimizer, loss })
     }
 }

@@ -138,8 +138,8 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
             assert!((found - expected).abs() < 1e-9, "{cut}: {found} and {expected}");
         }
     }
-    let follow = format!("{train} --offload all --follow-backward");
-    refused(&follow, 2, "--follow-backward needs a loss of all tokens");
+    let follow = format!("{train} --offload all --update-in-backward");
+    refused(&follow, 2, "--update-in-backward needs a loss of all tokens");
 }
 
 #[test]

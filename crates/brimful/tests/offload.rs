@@ -269,19 +269,19 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_locations_too() {
 }
 
 #[test]
-fn updates_that_follow_the_backward_come_to_the_same() {
+fn updates_in_the_backward_are_equal() {
     let _turn = alone();
     let mean = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
     for case in [MLP, GPT] {
-        let trained = [false, true].map(|follow| {
+        let trained = [false, true].map(|updates_in_backward| {
             tch::manual_seed(3);
             let mut pipe = offloaded((case.layers)(), Offload::Host).build().expect("a pipeline");
             let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
-            optimizer.follow_backward(follow).expect("on one device");
+            optimizer.update_in_backward(updates_in_backward).expect("on one device");
             for seed in 0..3 {
                 let (x, y) = case.data(7, seed);
                 pipe.backward(&x, &y, mean).expect("a step");
-                assert_eq!(pipe.gradients().expect("gradients").is_empty(), follow);
+                assert_eq!(pipe.gradients().expect("gradients").is_empty(), updates_in_backward);
                 optimizer.update();
             }
             pipe.variables().expect("variables")
@@ -321,24 +321,24 @@ fn tied_offloaded(list: &str) -> (Pipeline, PipelineOptimizer) {
 
 /// The second stage's weight gradients are added to the first one's.
 #[test]
-fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
+fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
     let _turn = alone();
     let (x, y) = ((TIED.input)(7), (TIED.target)(7));
     let (mut pipe, mut optimizer) = tied_offloaded("0F0,0F1,1F0,1F1,1I0,1I1,1W1,0B0,0B1,1W0");
     let plain = Plain::of(&tied(), &pipe);
-    optimizer.follow_backward(true).expect("on one device");
+    optimizer.update_in_backward(true).expect("on one device");
     let refused = pipe.backward(&x, &y, TIED.loss).map(drop).expect_err("too early").to_string();
     assert!(refused.contains("stage 0 has its last one before stage 1"), "{refused}");
-    assert!(refused.contains("follow_backward(false)"), "{refused}");
+    assert!(refused.contains("update_in_backward(false)"), "{refused}");
     assert_close(&pipe.variables().expect("variables"), &plain.values(), "refused");
-    optimizer.follow_backward(false).expect("as before");
+    optimizer.update_in_backward(false).expect("as before");
     pipe.backward(&x, &y, TIED.loss).expect("a step");
     let _loss = plain.backward(&TIED, &x, &y, Size::Count(1), None);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the same list");
     optimizer.step().expect("an update");
 
     let (mut in_time, mut follower) = tied_offloaded("0F0,0F1,1F0,1F1,1I0,1I1,1W1,1W0,0B0,0B1");
-    follower.follow_backward(true).expect("on one device");
+    follower.update_in_backward(true).expect("on one device");
     in_time.backward(&x, &y, TIED.loss).expect("a step");
     let values = in_time.variables().expect("variables");
     assert_close(&values, &pipe.variables().expect("variables"), "halves before");
@@ -459,7 +459,7 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     let layers = Layers::new().add_fn("fails", fails).add_layers("rest", mlp());
     let mut pipe = offloaded(layers, Offload::Host).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-    optimizer.follow_backward(true).expect("on one device");
+    optimizer.update_in_backward(true).expect("on one device");
     assert_fails(pipe.accumulate(&x, &y, MLP.loss).map(drop), &["one mini-batch"]);
     let before = pipe.variables().expect("variables");
     let ratio = |out: Tensor, y: &Tensor| {
@@ -470,17 +470,17 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert_same("refused", &pipe.variables().expect("variables"), &before);
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop);
     assert_fails(failed, &["had followed the backward", "no second time"]);
-    optimizer.follow_backward(false).expect("as before");
+    optimizer.update_in_backward(false).expect("as before");
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no step").to_string();
     assert!(!failed.contains("followed"), "{failed}");
 }
 
 /// Builds four stages with optimizer in the backward and stateless SGD; returns also their initial values.
-fn following(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
+fn updating_in_backward(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
     tch::manual_seed(3);
     let mut pipe = builder.build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-    optimizer.follow_backward(true).expect("on one device");
+    optimizer.update_in_backward(true).expect("on one device");
     let before = copies(&pipe.variables().expect("variables"));
     (pipe, optimizer, before)
 }
@@ -495,7 +495,8 @@ fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
     let mixed = || vec![Location::Host, Location::Host, Location::Host, Location::Device].into();
     for places in [|| Offload::Host, mixed] {
         for row in [0, 3, 6] {
-            let (mut pipe, mut optimizer, before) = following(offloaded(mlp(), places()));
+            let (mut pipe, mut optimizer, before) =
+                updating_in_backward(offloaded(mlp(), places()));
             let (x, y) = batch();
             let _ = x.get(row).fill_(f64::NAN);
             let refused = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no loss");
@@ -517,7 +518,7 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
             false => layers.add(number.to_string(), even),
         });
         let builder = offloaded(layers, Offload::Host).non_finite(NonFinite::RefuseGradients);
-        let (mut pipe, _optimizer, before) = following(builder);
+        let (mut pipe, _optimizer, before) = updating_in_backward(builder);
         let x = numbers(&[7, 4], 1);
         let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
         let refused = pipe.backward(&x, &x, loss).map(drop).expect_err("no gradient");
@@ -545,7 +546,7 @@ fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
         return;
     }
     let (x, y) = batch();
-    let (mut undisturbed, mut optimizer, _) = following(offloaded(mlp(), Offload::Host));
+    let (mut undisturbed, mut optimizer, _) = updating_in_backward(offloaded(mlp(), Offload::Host));
     undisturbed.backward(&x, &y, MLP.loss).expect("a step");
     optimizer.wait().expect("updated");
     let expected = undisturbed.variables().expect("variables");
@@ -553,7 +554,8 @@ fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
         let device = Arena::limited("device", 1 << 20).expect("a limit");
         let spec = DeviceSpec::from(device.clone()).threads(1);
         let builder = offloaded(mlp(), Offload::Host).devices([spec]).micro_batches(size);
-        let (mut pipe, mut optimizer, before) = following(builder.host(Arena::new("host")));
+        let (mut pipe, mut optimizer, before) =
+            updating_in_backward(builder.host(Arena::new("host")));
         let (mut told, mut refused) = (0, 0);
         for n in 1.. {
             pipe.set_variables(copies(&before)).expect("values");
@@ -583,7 +585,7 @@ fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
 
 /// Covers the update's own thread, which creates the optimizer's state at its first step.
 #[test]
-fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() {
+fn an_update_in_the_backward_that_runs_out_of_memory_says_so_to_whoever_asks_next() {
     let _turn = alone();
     if test_device() != Device::Cpu {
         return;
@@ -591,12 +593,12 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
     let (x, y) = batch();
     let host = Arena::new("host");
     let builder = between_arenas(offloaded(mlp(), Offload::Host)).host(host.clone());
-    let (mut pipe, _sgd, before) = following(builder);
+    let (mut pipe, _sgd, before) = updating_in_backward(builder);
     let mut told = 0;
     for n in 1.. {
         pipe.set_variables(copies(&before)).expect("values");
         let mut optimizer = pipe.optimizer(AdamW::new(0.1)).expect("a new optimizer");
-        optimizer.follow_backward(true).expect("on one device");
+        optimizer.update_in_backward(true).expect("on one device");
         let refusals = host.refusals();
         host.fail_nth_allocation(n);
         let ran = pipe.backward(&x, &y, MLP.loss).map(drop);
@@ -632,12 +634,12 @@ fn an_update_that_follows_and_runs_out_of_memory_says_so_to_whoever_asks_next() 
 fn what_was_updated_already_cannot_be_clipped() {
     let _turn = alone();
     let mixed = vec![Location::Host, Location::Host, Location::Host, Location::Device];
-    let (mut pipe, mut optimizer, _) = following(offloaded(mlp(), mixed.into()));
+    let (mut pipe, mut optimizer, _) = updating_in_backward(offloaded(mlp(), mixed.into()));
     let (x, y) = batch();
     pipe.backward(&x, &y, MLP.loss).expect("a step");
     let refused = optimizer.clip_gradient_norm(0.1);
-    assert_fails(refused, &["3 stages", "follow_backward(false)"]);
-    optimizer.follow_backward(false).expect("as before");
+    assert_fails(refused, &["3 stages", "update_in_backward(false)"]);
+    optimizer.update_in_backward(false).expect("as before");
     optimizer.zero_grad().expect("cleared");
     pipe.backward(&x, &y, MLP.loss).expect("a step");
     assert!(optimizer.clip_gradient_norm(0.1).is_ok_and(|norm| norm > 0.0));
@@ -704,7 +706,7 @@ fn timed(case: &Case) -> [Timeline; 3] {
     let mut pipe = between_arenas(builder).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let (x, y) = ((case.input)(7), (case.target)(7));
-    pipe.time_moves(true);
+    pipe.trace_transfers(true);
     [(); 3].map(|()| {
         let step = pipe.backward(&x, &y, case.loss).expect("a step");
         optimizer.update();
@@ -869,10 +871,10 @@ fn nothing_is_timed_unless_somebody_asks() {
         step.timeline.expect("a pipeline's").host_links.len()
     };
     assert_eq!(host_links(&mut host), 0, "nobody asked");
-    host.time_moves(true);
+    host.trace_transfers(true);
     assert_eq!(host_links(&mut host), 1);
-    host.time_moves(false);
+    host.trace_transfers(false);
     assert_eq!(host_links(&mut host), 0, "nobody asks any more");
-    device.time_moves(true);
+    device.trace_transfers(true);
     assert_eq!(host_links(&mut device), 0, "nothing moves");
 }

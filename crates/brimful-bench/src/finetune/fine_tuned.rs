@@ -32,13 +32,13 @@ pub(super) fn fine_tuned(
 ) -> Result<Box<dyn FineTuned>> {
     Ok(match offload {
         OffloadArgument::Device => Box::new(WholeTuned::new(&layers, device, micro_batch)?),
-        OffloadArgument::Host | OffloadArgument::HostFollowing => {
+        OffloadArgument::Host | OffloadArgument::HostInBackward => {
             let builder = on_host(layers, device, micro_batch)?;
-            Box::new(StagedTraining::new(builder, offload.follows(), setting::loss)?)
+            Box::new(StagedTraining::new(builder, offload.updates_in_backward(), setting::loss)?)
         }
-        OffloadArgument::Auto | OffloadArgument::AutoFollowing => {
+        OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
             bail!(
-                "--offload {} is not measured here: give device, host or host-following",
+                "--offload {} is not measured here: give device, host or host-in-backward",
                 offload.contestant()
             )
         }

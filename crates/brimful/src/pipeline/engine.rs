@@ -478,7 +478,7 @@ impl Pipeline {
             weights: Arc::clone(weights),
             channels_last: self.arrangement.is_channels_last(),
             start,
-            times_transfers: self.times_transfers,
+            traces_transfers: self.traces_transfers,
         };
         Ok(self.ranks.here().map(job).collect())
     }

@@ -121,24 +121,24 @@ pub enum PipelineError {
     OldOutputs,
     /// Updates in the backward, with a loss whose denominator is known only at the end.
     #[error(
-        "updates follow the backward, but what this loss is divided by is known only at its end: use \
-         `Loss::mean`, or let updates come after it (`follow_backward(false)`)"
+        "updates run in the backward, but what this loss is divided by is known only at its end: use \
+         `Loss::mean`, or update after it (`update_in_backward(false)`)"
     )]
-    FollowsUnknown,
+    UnknownInBackward,
     /// Updates in the backward, in a step of several mini-batches or several workers.
     #[error(
-        "updates follow the backward, which needs a step of one mini-batch in one pipeline on one device: \
-         let them come after it (`follow_backward(false)`)"
+        "updates run in the backward, which needs a step of one mini-batch in one pipeline on one device: \
+         let them come after it (`update_in_backward(false)`)"
     )]
-    FollowsParts,
+    PartsInBackward,
     /// Updates in the backward, with actions that end a stage's backward before the gradient of a shared
     /// parameter is complete.
     #[error(
-        "updates follow the backward, but by these actions stage {owner} has its last one before stage {user}, which \
+        "updates run in the backward, but by these actions stage {owner} has its last one before stage {user}, which \
          adds to the gradient of a parameter that both have: run stage {user}'s weight halves before that, or let \
-         updates come after the backward (`follow_backward(false)`)"
+         updates come after the backward (`update_in_backward(false)`)"
     )]
-    FollowsTooEarly {
+    TooEarlyInBackward {
         /// Stage that owns the parameter.
         owner: StageId,
         /// Later stage that shares it.
@@ -157,10 +157,10 @@ pub enum PipelineError {
     },
     /// Gradients that cannot be clipped, because updates in the backward have consumed some.
     #[error(
-        "updates follow the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
-         would be that of the others: to clip, let updates come after it (`follow_backward(false)`)"
+        "updates run in the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
+         would be that of the others: to clip, update after it (`update_in_backward(false)`)"
     )]
-    FollowsClipped {
+    ClippedInBackward {
         /// Number of stages without gradients.
         stages: usize,
     },

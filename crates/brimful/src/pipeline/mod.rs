@@ -103,7 +103,7 @@ pub struct Pipeline {
     open: Option<OpenForward>,
     forwards: u64,
     /// Whether to time the transfers of steps.
-    times_transfers: bool,
+    traces_transfers: bool,
     state: StepState<PipelineTried>,
     /// Memory format of images and convolutions.
     arrangement: Arrangement,
@@ -165,8 +165,8 @@ impl Pipeline {
     /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link,
     /// and of compute's waits for them ([`Timeline::host_links`](crate::Timeline::host links)). Disabled by default.
     /// In a world, all ranks set it alike.
-    pub fn time_moves(&mut self, on: bool) {
-        self.times_transfers = on;
+    pub fn trace_transfers(&mut self, on: bool) {
+        self.traces_transfers = on;
     }
 
     /// Returns the actions of a step of so many micro-batches, as they are executed.

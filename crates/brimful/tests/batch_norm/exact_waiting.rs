@@ -152,7 +152,7 @@ fn transfers_for_want_of_room_is_timed_as_what_was_planned_is() {
     const COUNT: i64 = 16;
     let (few, _) = Site::new(Recompute::Never).steps(4);
     let mut limited = Site::limited(Recompute::Never, few + few / 4);
-    limited.pipe.time_moves(true);
+    limited.pipe.trace_transfers(true);
     // The first step also offloads gradients, the second only stage inputs.
     for sends_gradients in [true, false] {
         let before = limited.host.allocations();

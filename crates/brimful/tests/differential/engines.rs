@@ -80,7 +80,7 @@ pub enum Engine {
         living: Living,
         replicas: usize,
         /// True for optimizer in the backward, if all stages are offloaded.
-        follows: bool,
+        updates_in_backward: bool,
         /// Custom list of actions: the schedule's with this recompute, in an order drawn by a seed.
         own_list: Option<(usize, u8)>,
     },
@@ -98,10 +98,28 @@ pub fn engine() -> impl Strategy<Value = Engine> {
     // Breadth first, which most offloaded stages run in, more often than others.
     let schedule = prop_oneof![3 => 0usize..10, 1 => Just(BREADTH_FIRST)];
     let replicas = prop_oneof![3 => Just(1), 1 => Just(2)];
-    let follows = prop::bool::weighted(0.2);
-    let pipeline = (1usize..4, schedule, 1usize..5, 0usize..3, living, replicas, follows, own_list);
+    let updates_in_backward = prop::bool::weighted(0.2);
+    let pipeline = (
+        1usize..4,
+        schedule,
+        1usize..5,
+        0usize..3,
+        living,
+        replicas,
+        updates_in_backward,
+        own_list,
+    );
     let pipeline = pipeline.prop_map(
-        |(devices, schedule, stages_per_device, recompute, living, replicas, follows, own_list)| {
+        |(
+            devices,
+            schedule,
+            stages_per_device,
+            recompute,
+            living,
+            replicas,
+            updates_in_backward,
+            own_list,
+        )| {
             Engine::Pipeline {
                 devices,
                 schedule,
@@ -109,7 +127,7 @@ pub fn engine() -> impl Strategy<Value = Engine> {
                 recompute,
                 living,
                 replicas,
-                follows,
+                updates_in_backward,
                 own_list,
             }
         },
@@ -175,7 +193,7 @@ pub trait Subject {
     fn save(&self, folder: &Path) -> Result<()>;
     fn load(&mut self, folder: &Path) -> Result<()>;
     /// Returns whether a backward updates parameters and leaves no gradients.
-    fn follows(&self) -> bool {
+    fn updates_in_backward(&self) -> bool {
         false
     }
     /// Returns the head that is a leaf of the loss.
@@ -573,12 +591,14 @@ struct Piped {
     world: World,
     /// True if ranks are replicas, each with its own samples.
     deals: bool,
-    follows: bool,
+    updates_in_backward: bool,
 }
 
 impl Piped {
     fn build(engine: &Engine, setup: &Setup<'_>) -> Result<Box<dyn Subject>> {
-        let Engine::Pipeline { recompute, living, replicas, follows, own_list, .. } = engine else {
+        let Engine::Pipeline { recompute, living, replicas, updates_in_backward, own_list, .. } =
+            engine
+        else {
             unreachable!("a pipeline")
         };
         let (schedule, devices) = engine.fitting(setup);
@@ -609,9 +629,12 @@ impl Piped {
             .world(setup.world);
         let mut pipe = builder.build()?;
         let mut optimizer = pipe.optimizer(sgd(setup.rate))?;
-        let follows = *follows && *living == Living::OnHost && *replicas == 1 && here * ranks == 1;
-        if follows {
-            optimizer.follow_backward(true)?;
+        let updates_in_backward = *updates_in_backward
+            && *living == Living::OnHost
+            && *replicas == 1
+            && here * ranks == 1;
+        if updates_in_backward {
+            optimizer.update_in_backward(true)?;
         }
         if let (Some((recompute, seed)), Cut::Count(count)) = (own_list, setup.cut) {
             let all = if deals { devices } else { devices * ranks };
@@ -620,7 +643,7 @@ impl Piped {
         }
         let parts = if deals { ranks } else { *replicas };
         let world = setup.world.clone();
-        Ok(Box::new(Self { pipe, optimizer, arenas, parts, world, deals, follows }))
+        Ok(Box::new(Self { pipe, optimizer, arenas, parts, world, deals, updates_in_backward }))
     }
 
     fn own(&self, batch: &Samples) -> Pair {
@@ -800,8 +823,8 @@ impl Subject for Piped {
         self.optimizer.load(folder.join("optimizer.safetensors"))
     }
 
-    fn follows(&self) -> bool {
-        self.follows
+    fn updates_in_backward(&self) -> bool {
+        self.updates_in_backward
     }
 
     fn sums_other_leaves(&self) -> bool {

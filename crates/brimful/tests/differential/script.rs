@@ -422,7 +422,10 @@ impl Duel<'_> {
                 self.resync();
             }
             Ended::Refused(Error::Pipeline(PipelineError::PartlyUpdated { .. })) => {
-                assert!(self.subject.follows() && call.fault.is_some() && nan.is_none(), "{what}");
+                assert!(
+                    self.subject.updates_in_backward() && call.fault.is_some() && nan.is_none(),
+                    "{what}"
+                );
                 Counts::add(&mut counts.failed, format!("{name}: behind an update"));
                 return false;
             }
@@ -448,12 +451,12 @@ impl Duel<'_> {
         // Each rank draws its own numbers until the commit.
         let unknown_draws = apart && self.case.model.draws();
         let unknown_cut = self.cut.is_automatic() && self.case.model.shows_cut() || unknown_draws;
-        let follows = self.subject.follows();
+        let updates_in_backward = self.subject.updates_in_backward();
         match *op {
-            Op::Accumulate { samples } | Op::Whole { samples, .. } if follows => {
+            Op::Accumulate { samples } | Op::Whole { samples, .. } if updates_in_backward => {
                 Op::Backward { samples }
             }
-            Op::Clip(_) if follows => Op::ZeroGrad,
+            Op::Clip(_) if updates_in_backward => Op::ZeroGrad,
             Op::Backward { samples } if open => Op::Accumulate { samples },
             Op::Accumulate { samples } if unknown_cut && !open => Op::Backward { samples },
             Op::Whole { .. } | Op::Freeze(_) | Op::Unfreeze(_) | Op::Resize(_) if open => {
@@ -614,7 +617,7 @@ impl Duel<'_> {
         now.restore();
         let outputs = run.outputs.shallow_clone();
         let loss = self.plain.commit(vec![run], &self.case.terms);
-        if self.subject.follows() {
+        if self.subject.updates_in_backward() {
             self.plain.update();
             // A parameter without elements has nothing to offload, and keeps its gradient.
             self.plain.gradients.retain(|_, gradient| gradient.numel() == 0);

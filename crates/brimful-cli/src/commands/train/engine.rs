@@ -86,8 +86,8 @@ pub(super) fn build(
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
     ensure_use!(
-        over == MeanOver::Samples || !stages.follow_backward,
-        "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
+        over == MeanOver::Samples || !stages.update_in_backward,
+        "--update-in-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
              out"
     );
     let whole = options.ranks.whole_models(world);

@@ -125,7 +125,7 @@ fn question(
     Ok(OffloadQuestion {
         device,
         looks_ahead: rooms.len() == 1
-            && !options.stages.follow_backward
+            && !options.stages.update_in_backward
             && !changes_gradients
             && !is_divided_later,
         rooms,
@@ -262,7 +262,7 @@ mod tests {
         assert!(looks_ahead("--offload auto", 1, MeanOver::Samples));
         assert!(!looks_ahead("--offload auto", 2, MeanOver::Samples), "others add to them");
         assert!(!looks_ahead("--offload auto", 1, MeanOver::Targets), "they are divided later");
-        for flag in ["--clip-norm 1", "--accumulate 2", "--follow-backward"] {
+        for flag in ["--clip-norm 1", "--accumulate 2", "--update-in-backward"] {
             assert!(
                 !looks_ahead(&format!("--offload auto {flag}"), 1, MeanOver::Samples),
                 "{flag}"

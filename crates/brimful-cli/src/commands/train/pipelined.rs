@@ -74,11 +74,11 @@ impl Pipelined {
             .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
         let mut pipeline = builder.build().context("the pipeline was not built")?;
-        pipeline.time_moves(records::are_wanted(options));
+        pipeline.trace_transfers(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;
-        if stages.follow_backward {
-            optimizer.follow_backward(true).context("--follow-backward")?;
+        if stages.update_in_backward {
+            optimizer.update_in_backward(true).context("--update-in-backward")?;
         }
         let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
         let averages = averages.transpose()?;

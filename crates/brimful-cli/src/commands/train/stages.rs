@@ -24,7 +24,7 @@ pub(crate) struct Stages {
     /// Let the updates of a model on the host follow its backward, stage by stage, instead of coming after
     /// it: faster, but a step that fails then has changed some weights, and only a saved run goes on
     #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
-    pub(crate) follow_backward: bool,
+    pub(crate) update_in_backward: bool,
     #[arg(long, value_name = "NAME", value_parser = setting::schedule)]
     #[arg(help = format!("{} [default: 1f1b; of a model on the host, breadth-first]", words::SCHEDULE))]
     pub(crate) schedule: Option<Schedule>,
@@ -45,7 +45,7 @@ impl Stages {
                 ("schedule", self.schedule.is_some()),
                 ("recompute", self.recompute.is_some()),
                 ("trace", self.trace.is_some()),
-                ("follow-backward", self.follow_backward),
+                ("update-in-backward", self.update_in_backward),
             ];
             let purpose = "a model in stages: give --stages <S> or --offload all too";
             ensure_unsaid(&flags, purpose)?;

@@ -252,7 +252,7 @@ impl Builder {
             actions: HashMap::new(),
             open: None,
             forwards: 0,
-            times_transfers: false,
+            traces_transfers: false,
             state,
             arrangement,
         })

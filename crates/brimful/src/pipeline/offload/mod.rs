@@ -75,7 +75,7 @@ pub(crate) enum HandsOver {
     /// Stage by stage during the backward, to compute the update speculatively beside the current state.
     Ahead,
     /// Stage by stage during the backward, to update the parameters at once.
-    Following,
+    InBackward,
 }
 
 /// Gradients of the backward under way that the optimizer gets before its step.
@@ -163,8 +163,8 @@ impl OffloadedStages {
     /// Starts the late fetches of stages whose last update is done.
     fn fetch_late(&mut self, clock: &mut TransferClock) -> Result<()> {
         let late = std::mem::take(&mut self.late);
-        let follows = self.is_following();
-        let mut update = self.update.as_mut().filter(|_| !follows);
+        let updates_in_backward = self.updates_in_backward();
+        let mut update = self.update.as_mut().filter(|_| !updates_in_backward);
         let mut is_done = |at| update.as_mut().is_none_or(|update| update.has_done(at));
         let (done, late) = late.into_iter().partition::<Vec<_>, _>(|(at, _)| is_done(*at));
         self.late = late;
@@ -176,8 +176,8 @@ impl OffloadedStages {
     fn fetch_now(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
         let late = self.late.iter().position(|(late, _)| *late == at);
         let one = late.map_or(one, |late| self.late.remove(late).1);
-        let follows = self.is_following();
-        if let Some(update) = self.update.as_mut().filter(|_| !follows) {
+        let updates_in_backward = self.updates_in_backward();
+        if let Some(update) = self.update.as_mut().filter(|_| !updates_in_backward) {
             clock.waiting(Awaited::Update, || {
                 update.wait_for(at);
                 Ok(())
@@ -270,13 +270,13 @@ impl OffloadedStages {
 
     /// Gives the optimizer the gradients of these stages, whose parameters are on the host.
     pub(crate) fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
-        let follows = self.is_following();
+        let updates_in_backward = self.updates_in_backward();
         let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
         for (at, gradients) in std::mem::take(&mut handing.waiting) {
             if of(at) {
                 handing.given += 1;
-                update.give(match follows {
-                    true => UpdateTask::Follow(gradients),
+                update.give(match updates_in_backward {
+                    true => UpdateTask::InBackward(gradients),
                     false => UpdateTask::LookAhead(gradients),
                 });
             } else {
@@ -286,8 +286,8 @@ impl OffloadedStages {
     }
 
     /// Returns whether the optimizer updates parameters in the backward under way.
-    pub(crate) fn is_following(&self) -> bool {
-        self.handing.is_some() && self.hands_over == HandsOver::Following
+    pub(crate) fn updates_in_backward(&self) -> bool {
+        self.handing.is_some() && self.hands_over == HandsOver::InBackward
     }
 
     /// Returns whether the backward under way has, or had, gradients for the optimizer.
@@ -298,14 +298,14 @@ impl OffloadedStages {
     /// Number of stages whose gradients cannot be read, because the optimizer updates them in the backward.
     pub(crate) fn without_gradients(&self) -> usize {
         let trained = self.stages.iter().flatten().filter(|stage| stage.is_trained());
-        trained.filter(|_| self.hands_over == HandsOver::Following).count()
+        trained.filter(|_| self.hands_over == HandsOver::InBackward).count()
     }
 
     /// Ends the handing over of gradients; returns the number of stages that the optimizer has updated or
     /// will update.
     pub(crate) fn end_handing(&mut self) -> usize {
-        let follows = self.is_following();
-        let Some(handing) = self.handing.take().filter(|_| follows) else { return 0 };
+        let updates_in_backward = self.updates_in_backward();
+        let Some(handing) = self.handing.take().filter(|_| updates_in_backward) else { return 0 };
         if let Some(update) = &mut self.update {
             update.close();
         }
@@ -322,7 +322,7 @@ impl OffloadedStages {
         clock: &mut TransferClock,
     ) -> Result<()> {
         self.forget_left(clock)?;
-        let follows = self.is_following();
+        let updates_in_backward = self.updates_in_backward();
         let Some(stage) = &mut self.stages[at] else { return Ok(()) };
         let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
         let sums = accumulator.take(&wanted);
@@ -336,12 +336,12 @@ impl OffloadedStages {
             clock.transfer(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
         let handing = self.handing.as_mut();
-        if let Some(handing) = handing.filter(|_| follows || at != FIRST_PART) {
+        if let Some(handing) = handing.filter(|_| updates_in_backward || at != FIRST_PART) {
             let own = stage.named(&on_host, &self.places, &mut handing.shared);
             let arrived = Event::after(self.outward.outward)?;
             handing.waiting.push((at, StageGradients { of: own, arrived }));
         }
-        if !follows {
+        if !updates_in_backward {
             self.on_host.push(on_host);
         }
         self.in_flight = Some((sums, Event::after(self.outward.outward)?));

@@ -67,7 +67,7 @@ pub(crate) enum UpdateTask {
     /// Sets the learning rate, already checked.
     Rate(f64),
     /// Updates a stage by its gradients.
-    Follow(StageGradients),
+    InBackward(StageGradients),
     /// Computes a stage's update speculatively.
     LookAhead(StageGradients),
 }
@@ -106,9 +106,9 @@ impl Update {
         hands_over: HandsOver,
         threads: usize,
     ) -> Result<Self, Box<NotStarted>> {
-        let follows = hands_over == HandsOver::Following;
+        let updates_in_backward = hands_over == HandsOver::InBackward;
         // Without work, callers need not wait for any stage.
-        let known = if plan.is_some() || follows { 0 } else { usize::MAX };
+        let known = if plan.is_some() || updates_in_backward { 0 } else { usize::MAX };
         let (tell, done) = channel();
         let (give, given) = channel();
         let wanted = Arc::new(AtomicBool::new(false));
@@ -204,7 +204,7 @@ fn work(
     let result = caught(|| plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of)));
     // From here on only the channel's end is reported: updates in the backward finish with the first stage,
     // which the next step begins with, so they keep the channel open until all are done.
-    let end = if hands_over == HandsOver::Following {
+    let end = if hands_over == HandsOver::InBackward {
         Some(tell)
     } else {
         drop(tell);
@@ -245,7 +245,7 @@ fn work_off(
         };
         match task {
             Some(UpdateTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
-            Some(UpdateTask::Follow(gradients)) => {
+            Some(UpdateTask::InBackward(gradients)) => {
                 updated += 1;
                 // A caller must not take this for a failed step that can be retried.
                 let told = |error| PipelineError::partly_updated(updated, &error).into();

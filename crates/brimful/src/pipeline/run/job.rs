@@ -33,7 +33,7 @@ pub(crate) struct Job {
     pub(crate) channels_last: bool,
     pub(crate) start: Instant,
     /// Whether to time the transfers of weights, gradients and boundaries.
-    pub(crate) times_transfers: bool,
+    pub(crate) traces_transfers: bool,
 }
 
 /// Purpose of a mini-batch's run.

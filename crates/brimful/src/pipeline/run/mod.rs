@@ -179,7 +179,7 @@ impl WorkerRun {
             intake,
             next: 0,
             accumulator: None,
-            transfer_clock: TransferClock::new(device, job.times_transfers),
+            transfer_clock: TransferClock::new(device, job.traces_transfers),
             timeline,
             list,
             transfers,
@@ -251,12 +251,12 @@ impl WorkerRun {
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
                 if groups.iter().any(|group| *group != TermGroup::Done) {
-                    if offloaded.is_following() {
-                        return Err(PipelineError::FollowsUnknown.into());
+                    if offloaded.updates_in_backward() {
+                        return Err(PipelineError::UnknownInBackward.into());
                     }
                     offloaded.end_ahead();
                 }
-                if offloaded.is_following() {
+                if offloaded.updates_in_backward() {
                     refuse_non_finite(&self.tally, &self.largest, offloaded, site.non_finite)?;
                 }
                 let accumulator = self.accumulator.as_mut();

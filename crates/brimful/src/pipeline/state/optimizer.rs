@@ -139,15 +139,15 @@ impl PipelineOptimizer {
     ///
     /// # Errors
     /// When the pipeline has several devices, replicas or ranks.
-    pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
+    pub fn update_in_backward(&mut self, updates_in_backward: bool) -> Result<()> {
         let workers = self.workers.turn()?;
-        let hands_over = match (follow, hands_over(workers.len(), &self.ranks)) {
-            (true, HandsOver::AtTheStep) => return Err(PipelineError::FollowsParts.into()),
-            (true, _) => HandsOver::Following,
+        let hands_over = match (updates_in_backward, hands_over(workers.len(), &self.ranks)) {
+            (true, HandsOver::AtTheStep) => return Err(PipelineError::PartsInBackward.into()),
+            (true, _) => HandsOver::InBackward,
             (false, at_first) => at_first,
         };
         let set = workers.all(move |worker| {
-            if follow {
+            if updates_in_backward {
                 // Updates in the backward replace speculative ones: frees the memory of those.
                 optimizer(worker)?.drop_ahead();
             }
@@ -173,14 +173,14 @@ impl PipelineOptimizer {
     ///
     /// # Errors
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and with updates in the backward
-    /// ([`follow_backward`](Self::follow_backward)).
+    /// ([`update_in_backward`](Self::update_in_backward)).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         let workers = self.workers.turn()?;
         let norms = workers.all(move |worker| {
             optim::check_max_norm(max_norm)?;
             let offloaded = worker.site.offloaded.as_ref();
             if let stages @ 1.. = offloaded.map_or(0, OffloadedStages::without_gradients) {
-                return Err(PipelineError::FollowsClipped { stages }.into());
+                return Err(PipelineError::ClippedInBackward { stages }.into());
             }
             let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;

@@ -158,8 +158,8 @@ impl Worker {
         let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
         let is_alone = run.job.mode.is_last() && self.window.is_none();
         match offloaded.hands_over {
-            HandsOver::Following if !is_alone => Err(PipelineError::FollowsParts.into()),
-            HandsOver::Following => self.begin_following(run),
+            HandsOver::InBackward if !is_alone => Err(PipelineError::PartsInBackward.into()),
+            HandsOver::InBackward => self.begin_updates_in_backward(run),
             HandsOver::Ahead | HandsOver::AtTheStep => {
                 // Existing gradients are added to, so the step's gradient differs.
                 let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
@@ -175,8 +175,8 @@ impl Worker {
         }
     }
 
-    fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
-        self.check_following(run)?;
+    fn begin_updates_in_backward(&mut self, run: &mut WorkerRun) -> Result<()> {
+        self.check_updates_in_backward(run)?;
         run.transfer_clock.waiting(Awaited::Update, || self.settle())?;
         match &mut self.site.offloaded {
             Some(offloaded) if self.optimizer.is_some() => {
@@ -189,14 +189,14 @@ impl Worker {
     /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
     /// optimizer updates a stage at its last backward, when the gradients of tied parameters must be
     /// complete. Weight gradients (dW) may come later.
-    fn check_following(&self, run: &WorkerRun) -> Result<()> {
+    fn check_updates_in_backward(&self, run: &WorkerRun) -> Result<()> {
         let list = &run.job.actions.lists()[self.number];
         let stage = |at: usize| self.site.stages[at].id;
         let end = |at| list.iter().rposition(|a| a.stage == stage(at) && a.kind.releases());
         let mut ties = self.site.offloaded.iter().flat_map(OffloadedStages::ties);
         ties.find(|&(owner, user)| end(owner) < end(user)).map_or(Ok(()), |(owner, user)| {
             let (owner, user) = (stage(owner), stage(user));
-            Err(PipelineError::FollowsTooEarly { owner, user }.into())
+            Err(PipelineError::TooEarlyInBackward { owner, user }.into())
         })
     }
 
