@@ -145,7 +145,7 @@ impl OffloadOptions {
             OffloadArgument::Device => Ok(OffloadPlan::Device),
             OffloadArgument::Host | OffloadArgument::HostInBackward => Ok(OffloadPlan::Host),
             OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
-                let Some(room) = setting::room(device, self.memory_limit)? else {
+                let Some(capacity) = setting::capacity(device, self.memory_limit)? else {
                     return Ok(OffloadPlan::Device);
                 };
                 let most = self.counts.iter().copied().max().unwrap_or(1);
@@ -155,7 +155,7 @@ impl OffloadOptions {
                     trained: 1.0,
                     kept_beside: 0,
                     looks_ahead: !offload.updates_in_backward(),
-                    rooms: vec![room],
+                    capacities: vec![capacity],
                     kind: Kind::BFloat16,
                     method: AdamW::new(LEARNING_RATE).into(),
                     batch_size: self.sequences as usize * most,

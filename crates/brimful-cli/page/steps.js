@@ -16,7 +16,7 @@ const KINDS = [
   { letter: "d", name: "boundary's gradient in", color: "--boundary-gradient-in" },
   { letter: "w", name: "waits for weights", awaited: "weights", color: "--await-weights" },
   { letter: "b", name: "waits for boundaries", awaited: "boundaries", color: "--await-boundary" },
-  { letter: "g", name: "waits for gradients' room", awaited: "gradients' room", color: "--await-room" },
+  { letter: "g", name: "waits for gradient memory", awaited: "gradient memory", color: "--await-room" },
   { letter: "p", name: "waits for the optimizer on the host", awaited: "the optimizer on the host", color: "--await-update" },
 ];
 /** By the letters' codes. */

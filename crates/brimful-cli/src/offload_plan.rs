@@ -40,7 +40,7 @@ pub enum OffloadPlan {
 pub struct OffloadQuestion {
     pub device: Device,
     /// Memory of each device that the model may use.
-    pub rooms: Vec<Bytes>,
+    pub capacities: Vec<Bytes>,
     /// Dtype of the parameters.
     pub kind: Kind,
     pub method: Method,
@@ -147,9 +147,10 @@ impl OffloadPlanner {
 
     fn request(&self) -> Request<'_> {
         let OffloadQuestion { device, kind, method, schedule, recompute, .. } = self.question;
-        let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
-        let limited = |room| PlanDevice { memory: Some(spared(room)), ..PlanDevice::default() };
-        let devices = self.question.rooms.iter().map(limited).collect();
+        let spared = |capacity: &Bytes| (capacity.0 as f64 * (1.0 - SPARE)) as u64;
+        let limited =
+            |capacity| PlanDevice { memory: Some(spared(capacity)), ..PlanDevice::default() };
+        let devices = self.question.capacities.iter().map(limited).collect();
         let (trained, gradient) = (self.question.trained, gradient_factor(kind));
         let beside = self.question.kept_beside as f64 * gradient;
         Request {
@@ -166,10 +167,10 @@ impl OffloadPlanner {
     fn why(&self, needed: u64, row: &PlanRow) -> String {
         let (at_host, stages) = (row.at_host(), row.stages.len());
         let again = row.stages.iter().filter(|stage| stage.recompute != Recompute::Never).count();
-        let room = self.question.rooms[0];
+        let capacity = self.question.capacities[0];
         format!(
             "{at_host} of {stages} stages offloaded to the host ({}), {again} computed again: all on the \
-             device would take {} of its {room}",
+             device would take {} of its {capacity}",
             Bytes(row.host_bytes + row.ahead_bytes),
             Bytes(needed),
         )

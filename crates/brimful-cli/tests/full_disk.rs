@@ -82,7 +82,7 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
 
 /// A model too large for any disk is refused before it is built; it is too large for any memory as well.
 #[test]
-fn a_disk_without_room_is_refused_before_the_first_step() {
+fn a_full_disk_is_refused_before_the_first_step() {
     let folder = folder("no-room");
     let config = fs::read_to_string("../../examples/tiny-llama/config.json").expect("a config");
     let config = config

@@ -17,13 +17,13 @@ const OFFLOADED: &str = "--offload all --micro-batches 4";
 const TRAIN: &str = "train --device cpu --epochs 1 --micro-batches 4";
 
 #[test]
-fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_room() {
+fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_too_little_memory() {
     let train = "train --device cpu --epochs 3 --json --clip-norm 1 --micro-batches 4";
-    let with_room = lines(&format!("{train} --stages 1"));
+    let on_the_device = lines(&format!("{train} --stages 1"));
     run(&format!("{train} --memory-limit {LIMIT} --offload none")).failure();
     let on_host = lines(&format!("{train} --memory-limit {LIMIT} --offload all"));
     assert_eq!(on_host.len(), 3);
-    for (on_host, device) in on_host.iter().zip(&with_room) {
+    for (on_host, device) in on_host.iter().zip(&on_the_device) {
         for key in ["loss", "test_loss", "test_accuracy"] {
             let [on_host, device] =
                 [on_host, device].map(|line| line[key].as_f64().expect("a number"));
@@ -95,9 +95,9 @@ fn what_fits_nowhere_is_told_in_the_words_for_a_device() {
 #[test]
 fn what_is_partly_offloaded_learns_what_it_learns_elsewhere() {
     let train = "train --device cpu --epochs 2 --json --micro-batches 4";
-    let with_room = lines(&format!("{train} --stages 1"));
+    let on_the_device = lines(&format!("{train} --stages 1"));
     let partly = lines(&format!("{train} --offload auto --memory-limit {LIMIT}"));
-    for (partly, device) in partly.iter().zip(&with_room) {
+    for (partly, device) in partly.iter().zip(&on_the_device) {
         let [on_host, device] = [partly, device].map(|line| line["loss"].as_f64().expect("a loss"));
         assert!((on_host - device).abs() < 1e-4, "{on_host} and {device}");
         assert!(partly["peak_bytes"].as_u64() <= Some(2_600_000), "{partly}");

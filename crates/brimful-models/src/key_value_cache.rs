@@ -37,15 +37,15 @@ pub struct KeyValueCache {
 struct SeenTokens {
     count: i64,
     /// Capacity in tokens.
-    room: i64,
+    capacity: i64,
     /// Keys and values of each block, samples × heads × capacity × width.
     blocks: HashMap<usize, [Tensor; 2]>,
 }
 
 impl KeyValueCache {
     /// Makes an empty cache with a capacity in tokens. Memory is allocated with the first tokens.
-    pub fn new(room: i64) -> Self {
-        let seen = SeenTokens { count: 0, room, blocks: HashMap::new() };
+    pub fn new(capacity: i64) -> Self {
+        let seen = SeenTokens { count: 0, capacity, blocks: HashMap::new() };
         Self { shared: Arc::new(Mutex::new(seen)) }
     }
 
@@ -55,8 +55,8 @@ impl KeyValueCache {
     }
 
     /// Returns the capacity in tokens.
-    pub fn room(&self) -> i64 {
-        self.lock().room
+    pub fn capacity(&self) -> i64 {
+        self.lock().capacity
     }
 
     /// Counts the tokens of the last forward as seen.
@@ -78,15 +78,15 @@ impl KeyValueCache {
     /// Panics if they exceed the capacity.
     pub(crate) fn extend(&self, block: usize, keys: &Tensor, values: &Tensor) -> [Tensor; 2] {
         let mut seen = self.lock();
-        let SeenTokens { count, room, .. } = *seen;
+        let SeenTokens { count, capacity, .. } = *seen;
         let new = keys.size()[2];
         assert!(
-            count + new <= room,
-            "{new} tokens after {count} are more than the {room} that there is room for: clear the cache, \
+            count + new <= capacity,
+            "{new} tokens after {count} are more than its capacity of {capacity}: clear the cache, \
              or make it larger"
         );
         let kept = seen.blocks.entry(block);
-        let kept = kept.or_insert_with(|| [keys, values].map(|like| empty(like, room)));
+        let kept = kept.or_insert_with(|| [keys, values].map(|like| empty(like, capacity)));
         [(&kept[0], keys), (&kept[1], values)].map(|(kept, new)| {
             kept.narrow(2, count, new.size()[2]).copy_(&new.detach());
             kept.narrow(2, 0, count + new.size()[2])
@@ -99,9 +99,9 @@ impl KeyValueCache {
     }
 }
 
-/// Allocates a tensor like this one, with a capacity of `room` tokens.
-fn empty(like: &Tensor, room: i64) -> Tensor {
+/// Allocates a tensor like this one, with a capacity of `capacity` tokens.
+fn empty(like: &Tensor, capacity: i64) -> Tensor {
     let mut shape = like.size();
-    shape[2] = room;
+    shape[2] = capacity;
     Tensor::empty(&shape[..], (like.kind(), like.device()))
 }

@@ -87,9 +87,9 @@ impl RotaryTables {
         if let Some((_, rotary)) = found {
             return rotary.shallow_clone();
         }
-        let room = (places as u64).next_power_of_two() as i64;
-        let room = room.max(LEAST_PLACES).min(self.context);
-        let rotary = Rotary::with_speeds(room, &self.speeds, device);
+        let capacity = (places as u64).next_power_of_two() as i64;
+        let capacity = capacity.max(LEAST_PLACES).min(self.context);
+        let rotary = Rotary::with_speeds(capacity, &self.speeds, device);
         made.retain(|(at, _)| *at != device);
         made.push((device, rotary.shallow_clone()));
         rotary

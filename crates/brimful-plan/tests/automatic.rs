@@ -222,18 +222,18 @@ proptest! {
     /// does, and the step is no longer than theirs.
     #[test]
     fn never_longer_than_the_best_named_one_that_fits(
-        costs in costs(), m in 1usize..14, room in 1u64..60,
+        costs in costs(), m in 1usize..14, memory_limit in 1u64..60,
         schedule in prop::sample::select(vec![Schedule::Auto, AUTO_INTERLEAVED, Schedule::AutoV]),
         recompute in prop::sample::select(Recompute::ALL.to_vec()),
     ) {
         let mut costs = costs;
         let devices = costs.stages.len().div_ceil(schedule.stages_per_device());
         costs.stages.resize(devices * schedule.stages_per_device(), costs.stages[0]);
-        let (actions, found) = placed(schedule, &costs, room, m, recompute);
+        let (actions, found) = placed(schedule, &costs, memory_limit, m, recompute);
         prop_assert_eq!((actions.stages(), actions.micro_batches()), (costs.stages.len(), m));
         prop_assert_eq!(actions.placement(), schedule.placement(devices));
-        if let Some(named) = best_named(schedule, &costs, room, m, recompute) {
-            prop_assert!(peak(&found) <= room);
+        if let Some(named) = best_named(schedule, &costs, memory_limit, m, recompute) {
+            prop_assert!(peak(&found) <= memory_limit);
             prop_assert!(found.makespan() <= named * (1.0 + 1e-9));
         }
         prop_assert_eq!(actions.to_string().parse::<Actions>(), Ok(actions));

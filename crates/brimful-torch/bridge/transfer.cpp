@@ -18,7 +18,7 @@ int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) 
 
 // Allocates host memory of the tensor's shape and dtype: contiguous, or channels last if the tensor is and
 // `keeps_order` is set.
-int32_t brimful_room_for(
+int32_t brimful_empty_pinned(
     const at::Tensor* tensor, bool pinned, bool keeps_order, at::Tensor** out,
     char** message) noexcept {
   return guarded(message, [&] {

@@ -201,7 +201,7 @@ guarded! {
     fn brimful_pin_pages(memory: *mut c_void, bytes: usize, device: i32);
     fn brimful_unpin_pages(memory: *mut c_void);
     fn brimful_pin(tensor: Lent) -> Made;
-    fn brimful_room_for(tensor: Lent, pinned: bool, keeps_order: bool) -> Made;
+    fn brimful_empty_pinned(tensor: Lent, pinned: bool, keeps_order: bool) -> Made;
     fn brimful_copy(into: *mut RawTensor, from: Lent);
     fn brimful_send(tensor: Lent, device: i32) -> Made;
 

@@ -34,9 +34,9 @@ impl HostBuffer {
     /// When memory runs out.
     pub fn new(bytes: usize) -> Result<Self, TorchError> {
         // Whole pages, so that pinning the last one affects no other memory.
-        let room = bytes.next_multiple_of(PAGE);
+        let whole_pages = bytes.next_multiple_of(PAGE);
         // SAFETY: takes plain numbers.
-        let bytes = owned(unsafe { ffi::brimful_host_bytes(room, PAGE) }?);
+        let bytes = owned(unsafe { ffi::brimful_host_bytes(whole_pages, PAGE) }?);
         prefer_large_pages(&bytes);
         Ok(Self { bytes, pinned: None })
     }

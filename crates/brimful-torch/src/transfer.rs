@@ -24,23 +24,23 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
 ///
 /// # Errors
 /// When the system has no more memory, or none to pin.
-pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
-    room(tensor, cuda::device_count() > 0, false)
+pub fn empty_pinned(tensor: &Tensor) -> Result<Tensor, TorchError> {
+    empty(tensor, cuda::device_count() > 0, false)
 }
 
 /// Allocates host memory for a tensor that will be copied back. It is pinned only if the tensor is on a device.
 /// It keeps the channels-last format, so that a copy there and back is contiguous and restores the format.
 ///
 /// # Errors
-/// As [`room_for`].
-pub fn room_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
+/// As [`empty_pinned`].
+pub fn empty_pinned_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
     let pinned = tensor.device() != Device::Cpu && cuda::device_count() > 0;
-    room(tensor, pinned, true)
+    empty(tensor, pinned, true)
 }
 
-fn room(tensor: &Tensor, pinned: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
+fn empty(tensor: &Tensor, pinned: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
     // SAFETY: the tensor is valid.
-    unsafe { ffi::brimful_room_for(raw(tensor), pinned, keeps_order) }.map(owned)
+    unsafe { ffi::brimful_empty_pinned(raw(tensor), pinned, keeps_order) }.map(owned)
 }
 
 /// Queues a copy of the data into another tensor on this thread's stream of the device that one of them is on.

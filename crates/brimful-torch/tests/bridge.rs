@@ -153,7 +153,7 @@ fn a_tensor_sent_to_the_host_is_there() {
 fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
     let device = test_device();
     let there = Tensor::arange(1 << 20, (Kind::Float, device)) * 3.0;
-    let room = transfer::room_for(&there).expect("memory");
+    let room = transfer::empty_pinned(&there).expect("memory");
     assert_eq!((room.device(), room.size(), room.kind()), (Device::Cpu, there.size(), Kind::Float));
     transfer::copy(&room, &there).expect("copied");
     let mut arrived = Event::new(device).expect("event");
@@ -163,7 +163,7 @@ fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
     assert_eq!(room, there.to_device(Device::Cpu));
     // Also with another dtype and memory format.
     let half = there.view([1 << 10, 1 << 10]).tr().to_kind(Kind::BFloat16);
-    let room = transfer::room_for(&half.to_kind(Kind::Double)).expect("memory");
+    let room = transfer::empty_pinned(&half.to_kind(Kind::Double)).expect("memory");
     transfer::copy(&room, &half).expect("copied");
     device::synchronize(device).expect("synchronize");
     assert_eq!(room, half.to_device(Device::Cpu).to_kind(Kind::Double));
@@ -171,18 +171,18 @@ fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
 }
 
 #[test]
-fn room_like_a_tensor_has_its_channels_where_it_has_them() {
+fn an_empty_pinned_tensor_has_its_channels_where_it_has_them() {
     let plain = Tensor::arange(120, (Kind::Float, test_device())).view([2, 3, 4, 5]);
     let last = layout::laid_out(&plain, true).expect("memory");
     for tensor in [&plain, &last] {
-        let room = transfer::room_like(tensor).expect("memory");
+        let room = transfer::empty_pinned_like(tensor).expect("memory");
         assert_eq!((room.size(), room.stride()), (tensor.size(), tensor.stride()));
         transfer::copy(&room, tensor).expect("copied");
         device::synchronize(test_device()).expect("synchronize");
         let back = transfer::send(&room, test_device()).expect("sent");
         assert_eq!((&back, back.stride()), (tensor, tensor.stride()));
     }
-    assert_eq!(transfer::room_for(&last).expect("memory").stride(), plain.stride());
+    assert_eq!(transfer::empty_pinned(&last).expect("memory").stride(), plain.stride());
 }
 
 #[test]

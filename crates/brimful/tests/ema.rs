@@ -214,7 +214,7 @@ fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_
     let before = averages(&ema);
     {
         let _inside = arena.enter();
-        let error = ema.update().expect_err("no room");
+        let error = ema.update().expect_err("too little memory");
         assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
     }
     assert_eq!((averages(&ema), ema.updates()), (before, 0));

@@ -235,7 +235,7 @@ fn neither_more_stages_nor_more_samples_need_more_of_the_device() {
 }
 
 #[test]
-fn a_host_without_room_says_so_and_a_wrong_number_of_locations_too() {
+fn a_host_without_free_memory_says_so_and_a_wrong_number_of_locations_too() {
     let _turn = alone();
     if test_device() != tch::Device::Cpu {
         return;
@@ -244,7 +244,7 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_locations_too() {
         let small = Arena::limited("host", bytes).expect("a limit");
         let builder = offloaded(mlp(), Offload::Host).host(small.clone());
         let builder = method.into_iter().fold(builder, Builder::reserve);
-        let error = builder.build().map(drop).expect_err("no room");
+        let error = builder.build().map(drop).expect_err("too little memory");
         assert_eq!(small.peak(), 0, "nothing was allocated before: {error}");
         error.to_string()
     };
@@ -418,7 +418,7 @@ fn kept_variables_are_the_plain_models_after_wait() {
 
 /// The optimizer's second state is allocated during a backward and then reused: no other is allocated.
 #[test]
-fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {
+fn looking_ahead_takes_memory_on_the_host_once_and_none_of_the_device() {
     let _turn = alone();
     if test_device() != Device::Cpu {
         return;
@@ -659,9 +659,12 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     let mut pipe = three_offloaded().build().expect("a pipeline");
     let list = "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1";
     let refused = pipe.set_actions(list.parse().expect("a valid list"));
-    assert_fails(refused, &["2B0", "room for 2", "2R0"]);
+    assert_fails(refused, &["2B0", "device buffers for 2", "2R0"]);
     let halves = "0F0,1F0,2F0,2R0,2I0,1R0,1I0,0R0,0I0,2W0,1W0,0W0";
-    assert_fails(pipe.set_actions(halves.parse().expect("a valid list")), &["2W0", "room for 2"]);
+    assert_fails(
+        pipe.set_actions(halves.parse().expect("a valid list")),
+        &["2W0", "device buffers for 2"],
+    );
     // With activation recomputation, and with split backwards that no other action separates.
     let list = "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,2W0,1R0,1B0,0R0,0B0,2R1,2B1,1R1,1B1,0R1,0B1";
     pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
@@ -694,7 +697,9 @@ fn every_schedule_offloaded_is_right_or_refused() {
             });
             match host {
                 Ok(host) => assert_close(&host, &device.expect("gradients"), &what),
-                Err(error) => assert!(error.to_string().contains("room for 2"), "{what}: {error}"),
+                Err(error) => {
+                    assert!(error.to_string().contains("device buffers for 2"), "{what}: {error}")
+                }
             }
         }
     }
@@ -851,7 +856,7 @@ fn compute_waits_between_its_actions_and_says_for_what() {
         }
         // A CPU copies synchronously, so its compute waits for every transfer.
         if test_device() == Device::Cpu {
-            for awaited in [Awaited::Weights, Awaited::Boundaries, Awaited::GradientsRoom] {
+            for awaited in [Awaited::Weights, Awaited::Boundaries, Awaited::GradientMemory] {
                 assert!(waits.iter().any(|wait| wait.awaited == awaited), "{awaited:?}: {waits:?}");
             }
         }

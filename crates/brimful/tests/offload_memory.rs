@@ -218,7 +218,7 @@ fn a_step_takes_what_was_planned() {
 
 /// As many stages stay on the device as the best choice leaves there in real steps.
 #[test]
-fn as_many_stages_stay_as_real_steps_have_room_for() {
+fn as_many_stages_stay_as_real_steps_have_memory_for() {
     let _turn = alone();
     let (kind, m) = (Kind::Float, 4);
     // So few samples that activations between stages are negligible beside the weights.

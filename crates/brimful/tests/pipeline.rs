@@ -698,7 +698,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
                     .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
                     .offload(Offload::Host),
             ),
-            "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has room \
+            "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has device buffers \
              for 2 stages that live on the host at a time",
         ),
         (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
@@ -711,7 +711,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
         assert!(found.starts_with(expected), "{found}");
     }
     let small = Arena::limited("small", 100).expect("a limit");
-    let error = Pipeline::builder(mlp()).devices([small]).build().expect_err("no room");
+    let error = Pipeline::builder(mlp()).devices([small]).build().expect_err("too little memory");
     assert!(error.out_of_memory().is_some(), "{error}");
 }
 

@@ -183,7 +183,7 @@ fn a_model_too_large_for_one_arena_trains_over_four_of_that_size() {
             .build()
     };
     let alone = build(STAGES, &[arena("alone")]).and_then(|mut pipe| train(&mut pipe));
-    let error = alone.expect_err("no room");
+    let error = alone.expect_err("too little memory");
     assert!(error.out_of_memory().is_some(), "{error}");
 
     let arenas: Vec<_> = (0..STAGES).map(|j| arena(&format!("stage {j}"))).collect();

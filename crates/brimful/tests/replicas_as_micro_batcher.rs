@@ -100,20 +100,20 @@ fn a_loss_on_the_outputs_of_all_samples() {
 
 #[test]
 fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
-    const ROOM: i64 = 4 << 20;
+    const FREE: i64 = 4 << 20;
     let _alone = alone();
-    let arena = Arena::limited("first", 16 * ROOM as u64).expect("a limit");
+    let arena = Arena::limited("first", 16 * FREE as u64).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
     let net = |root: &nn::Path| nn::linear(root, 3, 2, Default::default());
     let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
     let x = Tensor::ones([8, 3], (Kind::Float, Device::Cpu));
     let loss = |_: &nn::Linear, z: &Tensor| {
-        let _room = Tensor::zeros([ROOM], (Kind::Uint8, Device::Cpu));
+        let _room = Tensor::zeros([FREE], (Kind::Uint8, Device::Cpu));
         z.square().mean(Kind::Float)
     };
     let step = replicas.backward_whole(&x, |net, x: Tensor| net.forward(&x), loss);
     let peak = step.expect("a step").peaks[0].expect("an arena's");
-    assert!(peak.0 > ROOM as u64, "{peak}");
+    assert!(peak.0 > FREE as u64, "{peak}");
 }
 
 #[test]

@@ -583,7 +583,7 @@ fn replicas_clip_by_one_norm() {
 
 /// Each rank allocates host memory for its own stages; if one cannot, all get an error.
 #[test]
-fn every_rank_looks_for_room_on_its_own_host() {
+fn every_rank_looks_for_free_memory_on_its_own_host() {
     in_ranks(2, |world| {
         if test_device() != Device::Cpu {
             return;
@@ -603,7 +603,7 @@ fn every_rank_looks_for_room_on_its_own_host() {
         let room = needed + needed / 2;
         build(room).expect("each has room for one stage");
         let second = world.rank() == 1;
-        let error = build(if second { needed - 1 } else { room }).expect_err("no room");
+        let error = build(if second { needed - 1 } else { room }).expect_err("too little memory");
         assert!(error.to_string().contains("1 stages that live on the host need"), "{error}");
         let is_told =
             matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));

@@ -28,7 +28,7 @@ use crate::work::Workload;
 use family::Family;
 use report::{LargestRow, none_fits};
 use search::{FoundModel, LargestSearch};
-use trial::{Room, StepMemory};
+use trial::{MemoryCapacity, StepMemory};
 
 /// Options of `brimful-bench memory`.
 #[derive(Debug, Args)]
@@ -103,10 +103,10 @@ impl fmt::Display for Experiment {
 /// Finds and confirms model after model, and prints each as it comes.
 pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let device = device::find(&options.device)?;
-    let room = Room::new(options, device)?;
+    let capacity = MemoryCapacity::new(options, device)?;
     let facts = json!({
-        "memory": room.limit,
-        "host_memory": room.host,
+        "memory": capacity.limit,
+        "host_memory": capacity.host,
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
     });
@@ -115,14 +115,14 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let mut fitted = false;
     for &family in &options.family {
         progress.row(&format!("{family}: the layers"));
-        let search = LargestSearch::measure(family, options.work(family, device), room)?;
+        let search = LargestSearch::measure(family, options.work(family, device), capacity)?;
         progress.done();
         fitted |= options.table(&search, &progress, &mut journal)?;
         progress.advance(1);
     }
     ensure!(
         fitted,
-        does_not_fit(format!("no model of any size fits {}: raise --memory-limit", room.limit))
+        does_not_fit(format!("no model of any size fits {}: raise --memory-limit", capacity.limit))
     );
     journal.end()
 }
@@ -135,17 +135,18 @@ impl MemoryOptions {
         progress: &TurnProgress,
         journal: &mut Journal,
     ) -> Result<bool> {
-        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room.limit)?));
+        let plan =
+            |experiment| Ok((experiment, search.largest(experiment, search.capacity.limit)?));
         let mut planned =
-            self.experiments(search.room.host).map(plan).collect::<Result<VecDeque<_>>>()?;
+            self.experiments(search.capacity.host).map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;
         while let Some((experiment, found)) = planned.pop_front() {
             let title = format!("{} {experiment}", search.family);
             progress.row(&title);
             let later = planned.iter().filter_map(|(_, found)| found.as_ref());
-            let later: f64 = later.map(|found| search.room.seconds(found)).sum();
+            let later: f64 = later.map(|found| search.capacity.seconds(found)).sum();
             let watch = |found: &FoundModel| {
-                let left = search.room.seconds(found) + later;
+                let left = search.capacity.seconds(found) + later;
                 progress.step(&title, &found.work.model.to_string(), left);
             };
             let found = confirmed(search, experiment, found, watch)?;
@@ -191,7 +192,7 @@ fn confirmed(
 ) -> Result<Option<(FoundModel, StepMemory)>> {
     while let Some(model) = found {
         watch(&model);
-        if let Some(outcome) = search.room.run(&model, search.family)? {
+        if let Some(outcome) = search.capacity.run(&model, search.family)? {
             return Ok(Some((model, outcome)));
         }
         // The plan does not count an operation's workspace: if that exceeds the limit, the next plan leaves a

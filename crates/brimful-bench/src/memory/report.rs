@@ -73,7 +73,7 @@ impl LargestRow {
             peak_bytes: Bytes(peak),
             planned_peaks: row.peak_bytes.clone(),
             peaks: outcome.peaks,
-            limit_bytes: search.room.limit,
+            limit_bytes: search.capacity.limit,
             host_bytes: Bytes(row.host_bytes),
             bound: is_offloaded.then(|| search.bound(found)).transpose()?,
         })
@@ -88,7 +88,7 @@ pub(super) fn none_fits(search: &LargestSearch, experiment: Experiment) -> Value
         "experiment": experiment.to_string(),
         "model": model,
         "devices": experiment.devices,
-        "limit_bytes": search.room.limit,
+        "limit_bytes": search.capacity.limit,
         "error": format!("not even {model} fits"),
     })
 }

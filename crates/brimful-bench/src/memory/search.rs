@@ -11,7 +11,7 @@ use brimful::{Bytes, sums_apart};
 use brimful_cli::setting::ModelName;
 
 use super::family::{Family, TYPICAL};
-use super::trial::Room;
+use super::trial::MemoryCapacity;
 use super::{Experiment, Way};
 use crate::work::Workload;
 
@@ -27,7 +27,7 @@ pub(super) struct LargestSearch {
     /// Layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
-    pub(super) room: Room,
+    pub(super) capacity: MemoryCapacity,
 }
 
 /// Model whose step fits.
@@ -40,20 +40,24 @@ pub(super) struct FoundModel {
 
 impl LargestSearch {
     /// Measures with one sample: larger micro-batches only cost memory.
-    pub(super) fn measure(family: Family, work: Workload, room: Room) -> Result<Self> {
+    pub(super) fn measure(
+        family: Family,
+        work: Workload,
+        capacity: MemoryCapacity,
+    ) -> Result<Self> {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
         let Profile { input_bytes, layers } =
-            balance::measure(&typical.layers()?, room.device, &sample)?;
+            balance::measure(&typical.layers()?, capacity.device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
-        let host = HostSpeed::measure(room.device, family.method())?;
-        Ok(Self { family, smallest: work, input_bytes, layers, host, room })
+        let host = HostSpeed::measure(capacity.device, family.method())?;
+        Ok(Self { family, smallest: work, input_bytes, layers, host, capacity })
     }
 
     /// Returns whether host or device memory prevents a larger model with offloaded stages.
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
         let experiment = Experiment { devices: 1, way: Way::Offload };
-        let unbounded = Room { host: Bytes(u64::MAX), ..self.room };
+        let unbounded = MemoryCapacity { host: Bytes(u64::MAX), ..self.capacity };
         let fits = self.plan(experiment, unbounded, found.size + 1)?.is_some();
         Ok(if fits { "host" } else { "device" })
     }
@@ -65,12 +69,12 @@ impl LargestSearch {
         experiment: Experiment,
         limit: Bytes,
     ) -> Result<Option<FoundModel>> {
-        let room = Room { limit, ..self.room };
-        let Some(mut best) = self.first(experiment, room)? else { return Ok(None) };
+        let capacity = MemoryCapacity { limit, ..self.capacity };
+        let Some(mut best) = self.first(experiment, capacity)? else { return Ok(None) };
         let mut too_large = TOO_LARGE;
         while too_large - best.size > 1 {
             let next = (2 * best.size).min(usize::midpoint(best.size, too_large));
-            match self.plan(experiment, room, next)? {
+            match self.plan(experiment, capacity, next)? {
                 Some(found) => best = found,
                 None => too_large = next,
             }
@@ -79,21 +83,30 @@ impl LargestSearch {
     }
 
     /// Returns the plan of the smallest model with a layer for each stage.
-    fn first(&self, experiment: Experiment, room: Room) -> Result<Option<FoundModel>> {
+    fn first(
+        &self,
+        experiment: Experiment,
+        capacity: MemoryCapacity,
+    ) -> Result<Option<FoundModel>> {
         let mut size = 1;
         while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.devices {
             size += 1;
         }
-        self.plan(experiment, room, size)
+        self.plan(experiment, capacity, size)
     }
 
     /// Plans the fastest step that fits, for the model of this size.
-    fn plan(&self, experiment: Experiment, room: Room, size: usize) -> Result<Option<FoundModel>> {
+    fn plan(
+        &self,
+        experiment: Experiment,
+        capacity: MemoryCapacity,
+        size: usize,
+    ) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
-        let device = PlanDevice { memory: Some(room.limit.0), ..PlanDevice::default() };
+        let device = PlanDevice { memory: Some(capacity.limit.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
-        request.sums_apart = sums_apart(room.device, work.dtype.kind());
+        request.sums_apart = sums_apart(capacity.device, work.dtype.kind());
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];
@@ -103,7 +116,7 @@ impl LargestSearch {
             }
             Way::Pipeline => {}
             Way::Offload => {
-                request.host_memory = Some(room.host.0);
+                request.host_memory = Some(capacity.host.0);
                 (request.host_link, request.host_update) =
                     (self.host.host_link, self.host.update / 4.0);
             }
@@ -138,8 +151,8 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    fn room(limit: u64) -> Room {
-        Room { device: Device::Cpu, limit: Bytes(limit), host: Bytes(0) }
+    fn capacity(limit: u64) -> MemoryCapacity {
+        MemoryCapacity { device: Device::Cpu, limit: Bytes(limit), host: Bytes(0) }
     }
 
     #[test]
@@ -147,7 +160,7 @@ mod tests {
         for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
             let model = family.model(1, width);
             let work = Workload { batch: 2, image: 64, ..Workload::default_of(model, Device::Cpu) };
-            let search = LargestSearch::measure(family, work, room(1 << 20)).expect("layers");
+            let search = LargestSearch::measure(family, work, capacity(1 << 20)).expect("layers");
             for size in first..=6 {
                 let work = with_size(&search.smallest, family, size);
                 let profile = search.profile(&work, size).expect("a profile");
@@ -168,11 +181,11 @@ mod tests {
             image: 64,
             ..Workload::default_of(family.model(1, 2), Device::Cpu)
         };
-        let search = LargestSearch::measure(family, work, room(limit.0)).expect("layers");
+        let search = LargestSearch::measure(family, work, capacity(limit.0)).expect("layers");
         for experiment in [1, 3].map(|devices| Experiment { devices, way: Way::Pipeline }) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
             assert!(found.row.largest_peak() <= limit.0);
-            let next = search.plan(experiment, search.room, found.size + 1).expect("a plan");
+            let next = search.plan(experiment, search.capacity, found.size + 1).expect("a plan");
             assert!(next.is_none(), "{next:?}");
         }
         let naive = Experiment { devices: 1, way: Way::Naive };

@@ -19,7 +19,7 @@ const ARENA: Bytes = Bytes(80 << 20);
 
 /// Device kind and memory limits of trials.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Room {
+pub(super) struct MemoryCapacity {
     pub(super) device: Device,
     /// Memory of each device.
     pub(super) limit: Bytes,
@@ -37,7 +37,7 @@ pub(super) struct StepMemory {
     pub(super) seconds: f64,
 }
 
-impl Room {
+impl MemoryCapacity {
     /// Determines the limits, requested or default, and checks that there are enough GPUs.
     pub(super) fn new(options: &MemoryOptions, device: Device) -> Result<Self> {
         let limit = match (options.memory_limit, device) {

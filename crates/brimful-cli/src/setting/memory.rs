@@ -26,7 +26,7 @@ pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
 }
 
 /// Returns the bytes that a model may use on the device; none without a limit.
-pub fn room(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
+pub fn capacity(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
     match device {
         Device::Cpu => Ok(limit),
         accelerator => Ok(within(Memory::of(accelerator)?, limit)?.usage()?.available),

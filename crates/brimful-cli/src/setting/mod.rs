@@ -18,7 +18,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use crate::data::IGNORED;
 pub(crate) use evaluation_place::EvaluationPlace;
 pub use loss_model::LossModel;
-pub use memory::{accounts, room, within};
+pub use memory::{accounts, capacity, within};
 pub(crate) use model::{DROPOUT, IMAGE_MODELS, SEQUENCE, TEXT_MODELS};
 pub use model::{MODELS, ModelName};
 pub use model_source::ModelSource;

@@ -102,7 +102,7 @@ fn an_offloaded_run_shows_its_host_link_as_a_plan_does() {
         assert!(heights[0].as_f64() > heights[1].as_f64(), "{heights}");
         assert_eq!(browser.evaluate(OVERLAPS), json!([]));
         let summary = browser.text("document.getElementById('idle-summary').textContent");
-        for said in [" for weights", " for boundaries", " for gradients' room", "as it ran"] {
+        for said in [" for weights", " for boundaries", " for gradient memory", "as it ran"] {
             assert!(summary.contains(said), "{said}: {summary}");
         }
         let table = browser.text("document.getElementById('host-link-table').innerText");

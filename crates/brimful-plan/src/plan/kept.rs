@@ -85,12 +85,12 @@ impl<'a> KeptStages<'a> {
         if !best.fits {
             return Ok(None);
         }
-        let mut room = self.left(&best);
+        let mut free = self.left(&best);
         for _ in 0..TRIES {
-            let keeps = self.picked(&room);
+            let keeps = self.picked(&free);
             let row = self.row(&keeps)?;
             let left = self.left(&row);
-            room.iter_mut().zip(&left).for_each(|(room, left)| *room += left);
+            free.iter_mut().zip(&left).for_each(|(free, left)| *free += left);
             if row.fits && row.makespan < best.makespan {
                 best = row;
             }
@@ -132,10 +132,10 @@ impl<'a> KeptStages<'a> {
     }
 
     /// Returns which stages keep their activations by the knapsack, device by device.
-    fn picked(&self, room: &[i128]) -> Vec<bool> {
-        let rooms = room.iter().map(|room| u64::try_from((*room).max(0)).unwrap_or(u64::MAX));
+    fn picked(&self, free: &[i128]) -> Vec<bool> {
+        let capacities = free.iter().map(|free| u64::try_from((*free).max(0)).unwrap_or(u64::MAX));
         let offers = |j: usize| self.offers[j].to_vec();
-        let ways = knapsack::pick_all(self.trial.actions.placement(), rooms, offers);
+        let ways = knapsack::pick_all(self.trial.actions.placement(), capacities, offers);
         let ways = ways.expect("computing again takes no room");
         ways.into_iter().map(|way| way == KEEPS).collect()
     }

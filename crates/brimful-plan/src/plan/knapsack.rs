@@ -19,11 +19,11 @@ pub(super) struct Offer {
 }
 
 /// Returns the way of each stage with the least total time, or `None` if even the smallest ways need more
-/// than `room`.
-pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
-    let unit = room.div_ceil(UNITS as u64).max(1);
+/// than `bytes`.
+pub(super) fn pick(stages: &[Vec<Offer>], bytes: u64) -> Option<Vec<usize>> {
+    let unit = bytes.div_ceil(UNITS as u64).max(1);
     let units = |bytes: u64| usize::try_from(bytes.div_ceil(unit)).unwrap_or(usize::MAX);
-    let capacity = (room / unit) as usize;
+    let capacity = (bytes / unit) as usize;
     // Element c: the least time of the stages so far in c units; `taken` has the offer of each stage that
     // led there.
     let mut least = vec![0.0; capacity + 1];
@@ -58,14 +58,14 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
 /// Picks the ways for all devices, each with its capacity; `placement` has the device of each stage.
 pub(super) fn pick_all(
     placement: &[DeviceId],
-    rooms: impl Iterator<Item = u64>,
+    capacities: impl Iterator<Item = u64>,
     offers: impl Fn(usize) -> Vec<Offer>,
 ) -> Option<Vec<usize>> {
     let mut ways = vec![0; placement.len()];
-    for (d, room) in rooms.enumerate() {
+    for (d, bytes) in capacities.enumerate() {
         let here: Vec<_> = (0..ways.len()).filter(|j| placement[*j].index() == d).collect();
         let offers: Vec<_> = here.iter().map(|j| offers(*j)).collect();
-        here.iter().zip(pick(&offers, room)?).for_each(|(j, way)| ways[*j] = way);
+        here.iter().zip(pick(&offers, bytes)?).for_each(|(j, way)| ways[*j] = way);
     }
     Some(ways)
 }
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_time_within_the_room() {
+    fn the_least_time_within_the_capacity() {
         let stage = |bytes, saved| vec![offer(0, bytes, 10.0 - saved), offer(1, 0, 10.0)];
         // By seconds a byte the first would be taken, and leave too little for the other two.
         let stages = [stage(60, 6.5), stage(50, 5.0), stage(50, 5.0)];
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn no_room_is_said() {
+    fn too_little_memory_is_reported() {
         assert_eq!(pick(&[vec![offer(0, 5, 1.0)]], 4), None);
         assert_eq!(pick(&[vec![offer(3, 5, 1.0)]], u64::MAX), Some(vec![3]));
         assert_eq!(pick(&[], 0), Some(vec![]));

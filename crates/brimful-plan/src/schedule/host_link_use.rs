@@ -27,21 +27,23 @@ pub enum Awaited {
     /// A boundary or its gradient, on its way from the host or to it.
     Boundaries,
     /// The memory of gradients that are still being offloaded.
-    GradientsRoom,
+    #[serde(alias = "gradients-room")]
+    GradientMemory,
     /// The optimizer on the host, which has not updated a stage's weights yet.
     Update,
 }
 
 impl Awaited {
     /// All causes.
-    pub const ALL: [Self; 4] = [Self::Weights, Self::Boundaries, Self::GradientsRoom, Self::Update];
+    pub const ALL: [Self; 4] =
+        [Self::Weights, Self::Boundaries, Self::GradientMemory, Self::Update];
 
     /// Returns the cause of a wait while this kind of transfer runs and nothing else.
     #[must_use]
     pub const fn of(kind: TransferKind) -> Self {
         match kind {
             TransferKind::Fetch | TransferKind::Release => Self::Weights,
-            TransferKind::OffloadGradients => Self::GradientsRoom,
+            TransferKind::OffloadGradients => Self::GradientMemory,
             TransferKind::BoundaryOut
             | TransferKind::BoundaryIn
             | TransferKind::GradientOut
@@ -55,7 +57,7 @@ impl Awaited {
         match self {
             Self::Weights => "weights",
             Self::Boundaries => "boundaries",
-            Self::GradientsRoom => "gradients' room",
+            Self::GradientMemory => "gradient memory",
             Self::Update => "the optimizer on the host",
         }
     }
@@ -66,7 +68,7 @@ impl Awaited {
         match self {
             Self::Weights => 'w',
             Self::Boundaries => 'b',
-            Self::GradientsRoom => 'g',
+            Self::GradientMemory => 'g',
             Self::Update => 'p',
         }
     }

@@ -235,7 +235,7 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
 }
 
 #[test]
-fn updates_are_looked_ahead_of_where_the_host_has_room_for_it() {
+fn updates_are_looked_ahead_of_where_the_host_has_memory_for_it() {
     let profile = model(8);
     let found = |look_ahead: Option<LookAhead>| {
         let mut request = Request::new(&profile, devices(1, Some(40 * MIB)), 8);

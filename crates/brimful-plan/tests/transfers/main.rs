@@ -4,4 +4,5 @@
 
 mod fixtures;
 mod rules;
+mod saved;
 mod simulated;

@@ -2,7 +2,7 @@
 
 use super::decision::Decision;
 use super::error::DoesNotFit;
-use super::sizer::{MemoryRoom, Sizer, tightest};
+use super::sizer::{FreeMemory, Sizer, tightest};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
@@ -35,7 +35,7 @@ impl SizeLog {
         decisions: Vec<Decision>,
         least: usize,
         sizer: &Sizer,
-        rooms: &[MemoryRoom],
+        free_memories: &[FreeMemory],
         cause: OutOfMemory,
     ) -> Result<()> {
         let single = decisions.last().is_none_or(|decision| decision.size <= least);
@@ -47,7 +47,7 @@ impl SizeLog {
         let failed = self.decisions.iter().filter(|decision| decision.failed);
         let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
         tried.dedup();
-        let available = Bytes(tightest(rooms));
+        let available = Bytes(tightest(free_memories));
         // The failure refutes a prediction that fits into what is free: the need is larger by this much at
         // least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn what_is_said_to_be_needed_is_more_than_what_was_free() {
-        let rooms = [MemoryRoom { available: 971, budget: 971 }];
+        let free_memories = [FreeMemory { available: 971, budget: 971 }];
         // The step is predicted to need 723 bytes, which are free; yet it fails.
         let sizer = Sizer::new(Goal::Fastest, &[723]);
         let cause = OutOfMemory {
@@ -89,9 +89,9 @@ mod tests {
             message: String::new(),
         };
         let mut log = SizeLog::default();
-        log.failed(vec![single(Bytes(971))], 1, &sizer, &rooms, cause.clone())
+        log.failed(vec![single(Bytes(971))], 1, &sizer, &free_memories, cause.clone())
             .expect("once is luck");
-        let failed = log.failed(vec![single(Bytes(971))], 1, &sizer, &rooms, cause);
+        let failed = log.failed(vec![single(Bytes(971))], 1, &sizer, &free_memories, cause);
         let Err(Error::DoesNotFit(DoesNotFit { needed, available, .. })) = failed else {
             panic!("{failed:?}");
         };

@@ -40,13 +40,13 @@
 mod decision;
 mod error;
 mod failures;
+mod free_memory;
 mod kind;
 mod log;
 mod memory_model;
 mod policy;
 mod rates;
 mod remembered;
-mod room;
 mod sizer;
 mod sizes;
 mod stopwatch;

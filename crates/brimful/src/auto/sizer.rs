@@ -16,7 +16,7 @@ pub(crate) const FEW_SAMPLES: usize = 8;
 
 /// Free memory for a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct MemoryRoom {
+pub(crate) struct FreeMemory {
     /// Bytes free when the step begins.
     pub(crate) available: u64,
     /// Bytes of them that may be planned with.
@@ -80,36 +80,42 @@ impl Sizer {
     }
 
     /// Decides which part of a mini-batch of `samples` to run next; `left` have not been run.
-    pub(crate) fn next(&mut self, rooms: &[MemoryRoom], left: usize, samples: usize) -> SizeTrial {
-        let pairs = || self.models.iter().zip(rooms);
-        let fits = pairs().map(|(model, room)| model.largest(room.budget));
+    pub(crate) fn next(
+        &mut self,
+        free_memories: &[FreeMemory],
+        left: usize,
+        samples: usize,
+    ) -> SizeTrial {
+        let pairs = || self.models.iter().zip(free_memories);
+        let fits = pairs().map(|(model, free_memory)| model.largest(free_memory.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
         // A lone micro-batch has no gradients beside it: the whole mini-batch may fit where micro-batches
         // of that size in a larger one would not.
-        let holds_all =
-            |(model, room): (&MemoryModel, &MemoryRoom)| model.holds_all(samples, room.budget);
+        let holds_all = |(model, free_memory): (&MemoryModel, &FreeMemory)| {
+            model.holds_all(samples, free_memory.budget)
+        };
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
         let fits = fits.map(|fits| fits.max(all));
         let least = |of: fn(&MemoryModel, u64) -> usize| {
-            pairs().map(|(model, room)| of(model, room.budget)).min().unwrap_or(0)
+            pairs().map(|(model, free_memory)| of(model, free_memory.budget)).min().unwrap_or(0)
         };
         let reach = least(MemoryModel::reach);
         let sure = least(MemoryModel::sure);
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
-        let available = tightest(rooms);
+        let available = tightest(free_memories);
         self.policy.next(Situation { fits, seen, reach, sure, available, left, samples })
     }
 
     /// Whether a step that began now would begin with more than a few samples, or with as many as fit.
-    pub(crate) fn begins_well(&self, rooms: &[MemoryRoom], samples: usize) -> bool {
-        let first = self.clone().next(rooms, samples, samples);
+    pub(crate) fn begins_well(&self, free_memories: &[FreeMemory], samples: usize) -> bool {
+        let first = self.clone().next(free_memories, samples, samples);
         first.size >= FEW_SAMPLES || first.micro_batches.is_none()
     }
 
     /// Decides how a whole mini-batch is cut. Nothing can be measured while it runs, so the first one is
     /// cut into at most 64 micro-batches, of no fewer than 8 samples unless such a size has failed.
-    pub(crate) fn next_whole(&mut self, rooms: &[MemoryRoom], samples: usize) -> SizeTrial {
-        let mut trial = self.next(rooms, samples, samples);
+    pub(crate) fn next_whole(&mut self, free_memories: &[FreeMemory], samples: usize) -> SizeTrial {
+        let mut trial = self.next(free_memories, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
             trial.size = trial.size.max((samples / 64).max(FEW_SAMPLES).min(self.policy.limit()));
         }
@@ -170,13 +176,13 @@ impl Sizer {
     }
 
     /// Records a successful step.
-    pub(crate) fn succeeded(&mut self, size: usize, rooms: &[MemoryRoom], retried: bool) {
-        self.policy.succeeded(size, tightest(rooms), retried);
+    pub(crate) fn succeeded(&mut self, size: usize, free_memories: &[FreeMemory], retried: bool) {
+        self.policy.succeeded(size, tightest(free_memories), retried);
     }
 
     /// Records that memory ran out.
-    pub(crate) fn failed(&mut self, size: usize, rooms: &[MemoryRoom]) {
-        self.policy.failed(size, tightest(rooms));
+    pub(crate) fn failed(&mut self, size: usize, free_memories: &[FreeMemory]) {
+        self.policy.failed(size, tightest(free_memories));
     }
 }
 
@@ -191,6 +197,6 @@ pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
 }
 
 /// Returns the free bytes of the memory that has the least.
-pub(crate) fn tightest(rooms: &[MemoryRoom]) -> u64 {
-    rooms.iter().map(|room| room.available).min().unwrap_or(u64::MAX)
+pub(crate) fn tightest(free_memories: &[FreeMemory]) -> u64 {
+    free_memories.iter().map(|free_memory| free_memory.available).min().unwrap_or(u64::MAX)
 }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::decision::Why;
 use super::policy::Goal;
-use super::sizer::{MemoryRoom, Sizer};
+use super::sizer::{FreeMemory, Sizer};
 use super::trial::in_near_equal_parts;
 
 /// Simulated device.
@@ -49,8 +49,8 @@ impl World {
         1e3 / (1.0 + self.fastest / n + n / self.fastest)
     }
 
-    fn room(&self) -> MemoryRoom {
-        room_of(self.available)
+    fn free_memory(&self) -> FreeMemory {
+        free_memory_of(self.available)
     }
 
     /// Runs a mini-batch until it succeeds; returns the last size and its reason.
@@ -58,14 +58,14 @@ impl World {
         'again: loop {
             let (mut left, mut last) = (self.samples, (0, Why::Probe));
             while left > 0 {
-                let trial = self.sizer.next(&[self.room()], left, self.samples);
+                let trial = self.sizer.next(&[self.free_memory()], left, self.samples);
                 last = (trial.size, trial.why);
                 let run = trial.size.min(left);
                 let free = self.available - self.taken;
                 if self.need(run) > free || run >= self.surprise {
                     self.failures += 1;
                     assert!(trial.size > 1 && self.failures < 50, "no end: {self:?}");
-                    self.sizer.failed(trial.size, &[room_of(free)]);
+                    self.sizer.failed(trial.size, &[free_memory_of(free)]);
                     continue 'again;
                 }
                 let all = left.div_ceil(trial.size);
@@ -80,7 +80,7 @@ impl World {
                 }
                 left -= left.min(count * trial.size);
             }
-            self.sizer.succeeded(last.0, &[self.room()], false);
+            self.sizer.succeeded(last.0, &[self.free_memory()], false);
             return last;
         }
     }
@@ -96,8 +96,8 @@ impl World {
     }
 }
 
-fn room_of(available: u64) -> MemoryRoom {
-    MemoryRoom { available, budget: available - available / 100 }
+fn free_memory_of(available: u64) -> FreeMemory {
+    FreeMemory { available, budget: available - available / 100 }
 }
 
 #[test]
@@ -135,8 +135,8 @@ fn what_failed_by_chance_comes_back_after_calm_steps() {
     let mut world = World::new(Goal::Fastest, 4096, 1 << 20);
     world.steps(12);
     let (before, _) = world.step();
-    let room = [world.room()];
-    world.sizer.failed(before, &room);
+    let free_memory = [world.free_memory()];
+    world.sizer.failed(before, &free_memory);
     assert!(world.step().0 < before);
     world.steps(150);
     assert_eq!(world.step(), (before, Why::Fastest));
@@ -181,11 +181,11 @@ fn two_thrashing_steps_in_a_row_lower_the_size() {
     let mut world = World::new(Goal::Largest, 4096, 101_000);
     world.steps(3);
     let (before, _) = world.step();
-    let room = [world.room()];
-    world.sizer.succeeded(before, &room, true);
+    let free_memory = [world.free_memory()];
+    world.sizer.succeeded(before, &free_memory, true);
     assert_eq!(world.step().0, before, "one such step is nothing");
-    world.sizer.succeeded(before, &room, true);
-    world.sizer.succeeded(before, &room, true);
+    world.sizer.succeeded(before, &free_memory, true);
+    world.sizer.succeeded(before, &free_memory, true);
     let (lower, why) = world.step();
     assert!(lower < before && why == Why::Thrash, "{lower}: {why}");
 }
@@ -245,7 +245,7 @@ proptest! {
         let (size, _) = world.step();
         let whole = |size| world.rate(in_near_equal_parts(samples, size));
         // The margin stays unused, even if one size more would fit into it.
-        let top = ((world.room().budget - world.fixed) / world.per_sample) as usize;
+        let top = ((world.free_memory().budget - world.fixed) / world.per_sample) as usize;
         let best = (1..=top.min(samples)).map(whole).fold(0.0, f64::max);
         prop_assert!(whole(size) >= 0.97 * best, "size {}: {} of {}", size, whole(size), best);
         prop_assert!(world.failures == 0);
@@ -261,8 +261,8 @@ proptest! {
             let (size, _) = world.step();
             prop_assert!(size >= 1);
             if fails && size > 1 {
-                let room = [world.room()];
-                world.sizer.failed(size, &room);
+                let free_memory = [world.free_memory()];
+                world.sizer.failed(size, &free_memory);
                 let (lower, _) = world.step();
                 prop_assert!(lower < size, "{} after {} failed", lower, size);
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::decision::{Decision, Why};
-use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
+use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
 use crate::bytes::Bytes;
 
 /// Situation at a decision.
@@ -53,7 +53,7 @@ impl SizeTrial {
         &self,
         ranges: &[Range<usize>],
         sizer: &Sizer,
-        rooms: &[MemoryRoom],
+        free_memories: &[FreeMemory],
     ) -> Decision {
         // Before the very first probe nothing is measured: the model would only predict its floor.
         let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
@@ -67,7 +67,7 @@ impl SizeTrial {
             why: self.why,
             predicted: predicted.filter(|_| known).map(Bytes),
             measured: None,
-            available: Bytes(tightest(rooms)),
+            available: Bytes(tightest(free_memories)),
             failed: false,
         }
     }

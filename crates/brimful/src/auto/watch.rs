@@ -11,9 +11,9 @@ use std::time::Instant;
 use tch::Device;
 
 use super::decision::{Decision, Why};
+use super::free_memory::free_memory;
 use super::log::SizeLog;
-use super::room::room;
-use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
+use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
 use super::stopwatch::Stopwatch;
 use super::trial::{SizeTrial, in_near_equal_parts};
 use crate::batch::Samples;
@@ -45,17 +45,17 @@ pub(crate) struct SizeWatch {
 #[derive(Debug)]
 struct Watched {
     counted: Option<(Memory, Usage)>,
-    room: MemoryRoom,
+    free_memory: FreeMemory,
 }
 
 impl Watched {
     fn now(memory: Option<Memory>, reserved: u64) -> Result<Self> {
         let Some(memory) = memory else {
-            let room = MemoryRoom { available: u64::MAX, budget: u64::MAX };
-            return Ok(Self { counted: None, room });
+            let free_memory = FreeMemory { available: u64::MAX, budget: u64::MAX };
+            return Ok(Self { counted: None, free_memory });
         };
         let before = memory.usage()?;
-        Ok(Self { room: room(&before, reserved)?, counted: Some((memory, before)) })
+        Ok(Self { free_memory: free_memory(&before, reserved)?, counted: Some((memory, before)) })
     }
 
     /// Returns the memory of a step that is cut piece by piece, which has one.
@@ -122,14 +122,14 @@ impl SizeWatch {
         samples: &Samples,
         device: Device,
     ) -> Result<Vec<Range<usize>>> {
-        let rooms = self.rooms();
+        let free_memories = self.free_memories();
         let units = samples.units();
         self.least = samples.least();
-        if self.rehearses && next > 0 && self.sizer.begins_well(&rooms, units) {
+        if self.rehearses && next > 0 && self.sizer.begins_well(&free_memories, units) {
             return Err(Error::Rehearsed);
         }
         let left = samples.part(&(next..samples.count()));
-        let mut trial = self.sizer.next(&rooms, left.units(), units);
+        let mut trial = self.sizer.next(&free_memories, left.units(), units);
         let ranges = pieces(&left, &trial, samples)?;
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
         let taken: Vec<usize> = ranges.iter().map(|range| samples.units_of(range)).collect();
@@ -142,7 +142,7 @@ impl SizeWatch {
             // next.
             Some(_) => trial.size.max(largest),
         };
-        self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &free_memories));
         let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
         let alone = is_alone(&ranges);
         let size = trial.size;
@@ -191,25 +191,25 @@ impl SizeWatch {
         agree: impl FnOnce(usize) -> Result<usize>,
         run: impl FnOnce(usize) -> Result<(T, Peaks)>,
     ) -> Result<T> {
-        let rooms = self.rooms();
+        let free_memories = self.free_memories();
         let units = samples.units();
         // The least of all ranks: one sample that fails twice ends the step, which all ranks must decide at
         // the same attempt.
         self.least = least;
-        let mut trial = self.sizer.next_whole(&rooms, units.max(1));
+        let mut trial = self.sizer.next_whole(&free_memories, units.max(1));
         let own = trial.size.max(self.least);
         trial.size = agree(own)?;
         // Users are to see that other ranks limited the size, not this rank's memory.
         if trial.size < own {
             trial.why = Why::Others;
-            self.sizer.policy.overruled(trial.size, tightest(&rooms));
+            self.sizer.policy.overruled(trial.size, tightest(&free_memories));
         }
         let ranges = match samples.count() {
             0 => split::by_size(1, trial.size)?,
             _ => samples.by_units(trial.size)?,
         };
         let largest = ranges.iter().map(|range| samples.units_of(range)).max().unwrap_or(1);
-        self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &free_memories));
         let start = Instant::now();
         let (value, peaks) = run(trial.size)?;
         // An empty part has nothing to measure.
@@ -247,8 +247,8 @@ impl SizeWatch {
             ending.retried |= now.allocation_retries > before.allocation_retries;
             ending.hidden |= now.refusals > before.refusals;
         }
-        let rooms = self.rooms();
-        self.sizer.succeeded(ending.size, &rooms, ending.retried);
+        let free_memories = self.free_memories();
+        self.sizer.succeeded(ending.size, &free_memories, ending.retried);
         log.decisions.append(&mut self.decisions);
         Ok((self.sizer, ending))
     }
@@ -263,14 +263,14 @@ impl SizeWatch {
         // A cache holds blocks cut for the size that failed, which may fit none of the next size's tensors.
         let mut counted = self.memories.iter().filter_map(|watched| watched.counted.as_ref());
         counted.try_for_each(|(memory, _)| memory.empty_cache())?;
-        let rooms = self.rooms();
+        let free_memories = self.free_memories();
         match self.decisions.last_mut() {
             Some(decision) => {
                 decision.failed = true;
                 self.sizer.announce(decision);
                 let size = decision.size;
                 // Another process may have taken memory meanwhile: the size is judged by what was free.
-                let least = self.least_rooms()?;
+                let least = self.least_free_memories()?;
                 self.sizer.failed(size, &least);
             }
             // Without a decision no size is to blame.
@@ -280,7 +280,7 @@ impl SizeWatch {
             ),
         }
         let decisions = std::mem::take(&mut self.decisions);
-        let ended = log.failed(decisions, self.least, &self.sizer, &rooms, oom);
+        let ended = log.failed(decisions, self.least, &self.sizer, &free_memories, oom);
         if ended.is_err() {
             self.sizer.policy.given_up();
         }
@@ -299,15 +299,21 @@ impl SizeWatch {
         self.ended(log)
     }
 
-    fn rooms(&self) -> Vec<MemoryRoom> {
-        self.memories.iter().map(|watched| watched.room).collect()
+    fn free_memories(&self) -> Vec<FreeMemory> {
+        self.memories.iter().map(|watched| watched.free_memory).collect()
     }
 
     /// Returns the bytes free before the attempt or now, whichever is less.
-    fn least_rooms(&self) -> Result<Vec<MemoryRoom>> {
+    fn least_free_memories(&self) -> Result<Vec<FreeMemory>> {
         let least = |watched: &Watched| {
-            let now = watched.usage()?.map_or(Ok(watched.room), |(now, _)| room(&now, 0))?;
-            Ok(if now.available < watched.room.available { now } else { watched.room })
+            let now = watched
+                .usage()?
+                .map_or(Ok(watched.free_memory), |(now, _)| free_memory(&now, 0))?;
+            Ok(if now.available < watched.free_memory.available {
+                now
+            } else {
+                watched.free_memory
+            })
         };
         self.memories.iter().map(least).collect()
     }

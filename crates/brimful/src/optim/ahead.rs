@@ -11,7 +11,7 @@ use brimful_torch::optim::fits;
 use tch::{Kind, Tensor};
 
 use super::method::{Lists, Method, UpdateBeside};
-use super::state::{ParameterState, UNKNOWN_VERSION, has_master, room_like, version};
+use super::state::{ParameterState, UNKNOWN_VERSION, empty_like, has_master, version};
 use super::{Optimizer, Parameter};
 use crate::Result;
 use crate::batch::tensor_bytes;
@@ -71,10 +71,10 @@ struct Ahead {
 impl SecondState {
     /// Allocates a second state like `state`, for a parameter with the strides of `layout`.
     fn like(state: &ParameterState, layout: &Tensor) -> Result<Self> {
-        let state = state.room_beside()?;
+        let state = state.empty_beside()?;
         let work = match &state.master {
             Some(master) => master.shallow_clone(),
-            None => room_like(layout)?,
+            None => empty_like(layout)?,
         };
         Ok(Self { state, work, ahead: None })
     }
@@ -284,27 +284,27 @@ impl Optimizer {
 
     /// Allocates second states and touches their memory, while `go_on` allows: getting pages from the
     /// system takes longer than computing the updates.
-    pub(crate) fn make_room_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
+    pub(crate) fn allocate_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
         if !self.parameters.iter().any(|parameter| parameter.lacks_second().is_some()) {
             return Ok(());
         }
-        let mut room = self.room_ahead()?;
+        let mut free = self.free_bytes_ahead()?;
         for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
             let Some((state, layout)) = parameter.lacks_second() else { continue };
-            let Some(left) = room.checked_sub(second_bytes(state, layout)) else { continue };
+            let Some(left) = free.checked_sub(second_bytes(state, layout)) else { continue };
             let second = {
                 let _charged = parameter.enter_host_arena();
                 SecondState::like(state, layout)?
             };
             second.touch(&go_on)?;
-            (parameter.second, room) = (Some(second), left);
+            (parameter.second, free) = (Some(second), left);
         }
         Ok(())
     }
 
     /// Free bytes for more second states in the host memory of offloaded parameters, beyond those allocated
     /// and those that a step needs.
-    fn room_ahead(&self) -> Result<u64> {
+    fn free_bytes_ahead(&self) -> Result<u64> {
         let made: u64 = self.parameters.iter().map(Parameter::second_bytes).sum();
         let arena = self.parameters.iter().find_map(|p| p.offload.as_ref()?.arena.as_ref());
         if let Some((arena, limit)) = arena.and_then(|arena| Some((arena, arena.limit()?))) {
@@ -368,7 +368,7 @@ mod tests {
     }
 
     fn look_ahead(optimizer: &mut Optimizer) {
-        optimizer.make_room_ahead(|| true).expect("room");
+        optimizer.allocate_ahead(|| true).expect("memory");
         let gradients: Vec<_> =
             optimizer.parameters().map(|(name, tensor)| (name.to_owned(), tensor.grad())).collect();
         for (name, gradient) in gradients {
@@ -459,7 +459,7 @@ mod tests {
     fn a_plan_counts_what_second_states_take() {
         for (method, kind) in cases() {
             let mut optimizer = optimizer(method, kind);
-            optimizer.make_room_ahead(|| true).expect("room");
+            optimizer.allocate_ahead(|| true).expect("memory");
             let own: u64 = optimizer.parameters().map(|(_, tensor)| tensor_bytes(tensor)).sum();
             let taken: u64 = optimizer.parameters.iter().map(Parameter::second_bytes).sum();
             let planned =
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_without_room_has_no_second_state() {
+    fn a_host_without_free_memory_has_no_second_state() {
         for (limit, expected) in [(1 << 20, true), (700, false)] {
             let arena = Arena::limited("host", limit).expect("a limit");
             let mut optimizer = optimizer(AdamW::new(0.1).into(), Kind::Double);

@@ -44,10 +44,10 @@ impl ParameterState {
     }
 
     /// Allocates a second state like this one.
-    pub(super) fn room_beside(&self) -> Result<Self> {
-        let room = |tensor: &Option<Tensor>| tensor.as_ref().map(room_like).transpose();
-        let moments = self.moments.iter().map(room_like).collect::<Result<_>>()?;
-        let (master, step) = (room(&self.master)?, room(&self.step)?);
+    pub(super) fn empty_beside(&self) -> Result<Self> {
+        let empty = |tensor: &Option<Tensor>| tensor.as_ref().map(empty_like).transpose();
+        let moments = self.moments.iter().map(empty_like).collect::<Result<_>>()?;
+        let (master, step) = (empty(&self.master)?, empty(&self.step)?);
         Ok(Self { master, version: UNKNOWN_VERSION, step, moments })
     }
 
@@ -78,9 +78,9 @@ impl ParameterState {
     pub(super) fn refresh(&self, tensor: &Tensor, scratch: &[Tensor]) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for (master, tensor) in pieces(master)?.iter().zip(pieces(&tensor.f_detach()?)?) {
-            let room = |kind| room_in(scratch, kind, &tensor);
-            let (mut rounded, mut present) = (room(tensor.kind())?, room(Kind::Float)?);
-            let unchanged = room(Kind::Bool)?;
+            let empty = |kind| scratch_like(scratch, kind, &tensor);
+            let (mut rounded, mut present) = (empty(tensor.kind())?, empty(Kind::Float)?);
+            let unchanged = empty(Kind::Bool)?;
             rounded.f_copy_(master)?;
             present.f_copy_(&tensor)?;
             let _ = rounded.f_eq_tensor_out(&unchanged, &tensor)?;
@@ -162,7 +162,7 @@ pub(super) fn refresh_scratch(tensor: &Tensor) -> [((Kind, Device), usize); 3] {
 }
 
 /// Returns scratch space of this dtype with the shape of `like`.
-fn room_in(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor> {
+fn scratch_like(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor> {
     let mut all = scratch.iter();
     let space = all.find(|space| (space.kind(), space.device()) == (kind, like.device()));
     let space = space.expect("there is scratch space for every master that is stale");
@@ -185,23 +185,23 @@ fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
 /// Allocates an f32 tensor with the parameter's shape and strides.
 fn empty_master(tensor: &Tensor) -> Result<Tensor> {
     let like = (Kind::Float, tensor.device());
-    let room = match fits(tensor, tensor) {
+    let empty = match fits(tensor, tensor) {
         true => Tensor::f_empty_strided(tensor.size(), tensor.stride(), like)?,
         false => Tensor::f_empty(tensor.size(), like)?,
     };
-    prefer_large_pages(&room);
-    Ok(room)
+    prefer_large_pages(&empty);
+    Ok(empty)
 }
 
 /// Allocates a tensor like this one.
-pub(super) fn room_like(tensor: &Tensor) -> Result<Tensor> {
-    let room = tensor.f_detach()?.f_empty_like()?;
-    prefer_large_pages(&room);
-    Ok(room)
+pub(super) fn empty_like(tensor: &Tensor) -> Result<Tensor> {
+    let empty = tensor.f_detach()?.f_empty_like()?;
+    prefer_large_pages(&empty);
+    Ok(empty)
 }
 
 fn new_moment(like: &Tensor, old: Option<&Tensor>) -> Result<Tensor> {
-    let mut moment = room_like(like)?;
+    let mut moment = empty_like(like)?;
     if !fits(like, like) {
         moment = moment.f_contiguous()?;
     }

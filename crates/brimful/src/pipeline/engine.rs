@@ -112,10 +112,10 @@ impl Engine for Pipeline {
         Hints { hold: self.arrangement.is_measuring(), ..Hints::default() }
     }
 
-    fn make_room(&mut self) -> Result<bool> {
-        let made = self
-            .workers()
-            .all(|worker| Ok(worker.site.cache.as_mut().is_some_and(ActivationCache::make_room)))?;
+    fn free_memory(&mut self) -> Result<bool> {
+        let made = self.workers().all(|worker| {
+            Ok(worker.site.cache.as_mut().is_some_and(ActivationCache::free_memory))
+        })?;
         Ok(made.contains(&true))
     }
 

@@ -69,7 +69,7 @@ impl Buckets {
         places.reverse();
         let copier = HostCopier::new(parameters.first().map_or(Device::Cpu, Tensor::device))?;
         let bucket = |(kind, numbers, missing): (Kind, usize, usize)| {
-            Ok(Bucket { numbers: copier.room(numbers, kind)?, missing, summing: None })
+            Ok(Bucket { numbers: copier.host_memory(numbers, kind)?, missing, summing: None })
         };
         let buckets = outlines.into_iter().map(bucket).collect::<Result<_>>()?;
         Ok(Self { turn, copier, buckets, places, failed: None })

@@ -19,9 +19,13 @@ impl HostCopier {
     }
 
     /// Allocates host memory for so many elements, pinned if the device is not a CPU.
-    pub(super) fn room(&self, numbers: usize, kind: Kind) -> Result<Tensor> {
-        let room = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
-        Ok(if self.device == Device::Cpu { room } else { transfer::room_for(&room)? })
+    pub(super) fn host_memory(&self, numbers: usize, kind: Kind) -> Result<Tensor> {
+        let host_memory = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
+        Ok(if self.device == Device::Cpu {
+            host_memory
+        } else {
+            transfer::empty_pinned(&host_memory)?
+        })
     }
 
     /// Copies a gradient that this thread's stream has computed.

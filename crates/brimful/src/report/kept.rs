@@ -61,12 +61,12 @@ impl Kept {
             ("fastest", &self.fastest),
         ];
         let mut chosen: Vec<(&Numbered, Vec<&str>)> = Vec::new();
-        let mut room = ACTIONS;
+        let mut budget = ACTIONS;
         for (role, step) in roles.iter().filter_map(|(role, step)| Some((*role, step.as_ref()?))) {
             if let Some((_, roles)) = chosen.iter_mut().find(|(one, _)| one.number == step.number) {
                 roles.push(role);
-            } else if chosen.is_empty() || step.actions() <= room {
-                room = room.saturating_sub(step.actions());
+            } else if chosen.is_empty() || step.actions() <= budget {
+                budget = budget.saturating_sub(step.actions());
                 chosen.push((step, vec![role]));
             }
         }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn many_actions_leave_room_for_fewer_steps() {
+    fn many_actions_leave_space_for_fewer_steps() {
         // 2 stages, forward and backward: 40,000 actions a step.
         assert_eq!(kept(10_000, &[9, 5, 1, 2]), ["step 2: slowest", "step 4: last"]);
         assert_eq!(kept(30_000, &[9, 5, 1, 2]), ["step 4: last"]);

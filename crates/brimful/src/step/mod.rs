@@ -132,7 +132,7 @@ pub(crate) trait Engine: Sized {
     }
 
     /// Frees memory after a step has run out of it. Returns whether a step of the same size may now fit.
-    fn make_room(&mut self) -> Result<bool> {
+    fn free_memory(&mut self) -> Result<bool> {
         Ok(false)
     }
 

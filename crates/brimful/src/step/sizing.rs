@@ -101,7 +101,7 @@ fn run_given<E: Engine, T>(
     };
     // Over ranks all would have to agree on it. The first error is the one to report.
     let again = error.out_of_memory().is_some() && team.is_alone();
-    if !again || !engine.make_room().unwrap_or(false) {
+    if !again || !engine.free_memory().unwrap_or(false) {
         return Err(error);
     }
     tracing::info!("{error}: once more, with nothing waiting on the device");

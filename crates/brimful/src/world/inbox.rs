@@ -90,7 +90,7 @@ impl Inbox {
     pub(super) fn advance(&mut self, wire: &mut dyn Wire, from: usize) -> Result<(), WorldError> {
         while self.refused.is_none() && self.arriving.len() < self.places {
             let Some(message) = self.announced.pop_front() else { break };
-            match self.room_for(&message.outline) {
+            match self.allocate(&message.outline) {
                 Ok(tensors) => {
                     let Announced { first, outline, ahead } = message;
                     let (ahead, tickets) = match ahead {
@@ -111,7 +111,7 @@ impl Inbox {
     }
 
     /// Returns the tensors to receive the next transfer in.
-    fn room_for(&mut self, outline: &TensorOutline) -> Result<Tensors> {
+    fn allocate(&mut self, outline: &TensorOutline) -> Result<Tensors> {
         let Some(tensor) = self.into.pop_front() else {
             return outline.empty(self.memory.as_ref());
         };

@@ -114,7 +114,7 @@ impl TensorOutline {
             let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
             let tensor = Tensor::f_empty(&form.size, (*kind, Device::Cpu))?;
             Ok(match memory {
-                Some(Memory::Accelerator(_)) => transfer::room_for(&tensor)?,
+                Some(Memory::Accelerator(_)) => transfer::empty_pinned(&tensor)?,
                 _ => tensor,
             })
         };

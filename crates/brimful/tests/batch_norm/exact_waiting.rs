@@ -147,7 +147,7 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
 }
 
 #[test]
-fn transfers_for_want_of_room_is_timed_as_what_was_planned_is() {
+fn transfers_for_want_of_memory_is_timed_as_what_was_planned_is() {
     let _turn = alone();
     const COUNT: i64 = 16;
     let (few, _) = Site::new(Recompute::Never).steps(4);

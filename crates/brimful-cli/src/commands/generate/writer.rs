@@ -129,12 +129,12 @@ impl Writer {
 
     /// Returns the logits of the token that follows these.
     pub(super) fn next(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        let room = usize::try_from(self.cache.room())?;
-        let unseen = match tokens.len() > room {
+        let capacity = usize::try_from(self.cache.capacity())?;
+        let unseen = match tokens.len() > capacity {
             // The context moves on, so every position changes and the cache starts again.
             true => {
                 self.cache.clear();
-                &tokens[tokens.len() - room..]
+                &tokens[tokens.len() - capacity..]
             }
             false => &tokens[usize::try_from(self.cache.seen())?..],
         };

@@ -13,7 +13,7 @@ use super::TrainOptions;
 use crate::exit::{ensure_use, ran_out};
 use crate::offload_plan::{OffloadPlan, OffloadQuestion};
 use crate::setting::{
-    MeanOver, NormStatistics, loss, parameters_used, room, shown_as_given, typed,
+    MeanOver, NormStatistics, capacity, loss, parameters_used, shown_as_given, typed,
 };
 
 /// Where weights, gradients and the optimizer's state live.
@@ -71,19 +71,20 @@ impl OffloadPlan {
             (OffloadArgument::Auto, is_said) => is_said,
         };
         let device = options.devices(world, 1)?[0];
-        let Some(room) = room(device, options.memory_limit)? else {
+        let Some(capacity) = capacity(device, options.memory_limit)? else {
             return Ok(Self::Device);
         };
-        let (needed, room_of_all) = (resident_bytes(layers, options)?, room.0 * devices as u64);
+        let (needed, capacity_of_all) =
+            (resident_bytes(layers, options)?, capacity.0 * devices as u64);
         if is_all_or_nothing(world, options) {
-            return Ok(if needed <= room_of_all { Self::Device } else { Self::Host });
+            return Ok(if needed <= capacity_of_all { Self::Device } else { Self::Host });
         }
         // Does not measure layers without being asked to, if there is plenty of free memory.
-        if !is_said && needed <= room_of_all / 2 {
+        if !is_said && needed <= capacity_of_all / 2 {
             return Ok(Self::Device);
         }
         let inputs = inputs()?;
-        let question = question(device, vec![room; devices], options, over, &inputs, layers)?;
+        let question = question(device, vec![capacity; devices], options, over, &inputs, layers)?;
         let planned = OffloadPlan::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
             // The plan is optional here: if none fits, the run stays on the device and fails with the device's error.
@@ -113,7 +114,7 @@ impl OffloadPlan {
 /// Returns the planner's question for a run.
 fn question(
     device: Device,
-    rooms: Vec<Bytes>,
+    capacities: Vec<Bytes>,
     options: &TrainOptions,
     over: MeanOver,
     inputs: &MeasuredInputs,
@@ -124,11 +125,11 @@ fn question(
     let is_divided_later = over != MeanOver::Samples;
     Ok(OffloadQuestion {
         device,
-        looks_ahead: rooms.len() == 1
+        looks_ahead: capacities.len() == 1
             && !options.stages.update_in_backward
             && !changes_gradients
             && !is_divided_later,
-        rooms,
+        capacities,
         kind: options.dtype().kind(),
         method: recipe.method(),
         loss,

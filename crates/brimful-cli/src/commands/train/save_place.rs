@@ -35,7 +35,7 @@ impl ToSave<'_> {
         let path = path.filter(|path| world.rank() == 0 && save::place(path).is_some());
         let claimed = path.map(|path| {
             let claimed = ClaimedPlace::of(path);
-            let claimed = claimed.and_then(|claimed| self.check_room(path).map(|()| claimed));
+            let claimed = claimed.and_then(|claimed| self.check_free_bytes(path).map(|()| claimed));
             claimed.with_context(|| format!("--save {}", path.display()))
         });
         let claimed = claimed.transpose();
@@ -47,7 +47,7 @@ impl ToSave<'_> {
     }
 
     /// Refuses a disk that would fill up during the run.
-    fn check_room(&self, path: &Path) -> Result<()> {
+    fn check_free_bytes(&self, path: &Path) -> Result<()> {
         let Some(free) = free_bytes(path) else { return Ok(()) };
         let (each, files) = (self.bytes()?, self.files(path));
         let needed = Bytes(each.0.saturating_mul(files));

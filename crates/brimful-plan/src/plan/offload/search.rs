@@ -104,13 +104,13 @@ impl<'a> Search<'a> {
     /// Returns the best result of several knapsacks that fits on the devices. The first capacity is what
     /// the leanest ways leave; then it is corrected by the excess or the rest.
     fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, OffloadError> {
-        let mut rooms = self.rooms(leanest);
+        let mut capacities = self.capacities(leanest);
         let mut best: Option<Tried> = None;
         for _ in 0..TRIES {
-            let Some(ways) = self.picked(&rooms, price) else { break };
+            let Some(ways) = self.picked(&capacities, price) else { break };
             let tried = self.simulated(ways, leanest.choice.transfers.device_buffers())?;
-            for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
-                *room = room.saturating_add_signed(used);
+            for (capacity, used) in capacities.iter_mut().zip(self.left(&tried.choice)) {
+                *capacity = capacity.saturating_add_signed(used);
             }
             let fits = self.device_over(&tried.choice).is_none();
             let is_better = |best: &Tried| self.rank(&tried, price) < self.rank(best, price);
@@ -176,14 +176,14 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the knapsack's way for each stage, device by device.
-    fn picked(&self, rooms: &[u64], price: f64) -> Option<Ways> {
+    fn picked(&self, capacities: &[u64], price: f64) -> Option<Ways> {
         let price = price * self.price_of_a_byte();
         let priced = |(way, cost): &WayOffer| {
             let seconds = cost.seconds + price * cost.host_bytes as f64;
             Offer { way: *way, bytes: cost.device_bytes, seconds }
         };
         let offers = |j: usize| self.offers[j].iter().map(priced).collect();
-        knapsack::pick_all(&self.placement, rooms.iter().copied(), offers)
+        knapsack::pick_all(&self.placement, capacities.iter().copied(), offers)
     }
 
     /// Returns the stages of a device.
@@ -200,12 +200,12 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the bytes for the stages' own needs on each device: its memory without shared bytes.
-    fn rooms(&self, leanest: &Tried) -> Vec<u64> {
+    fn capacities(&self, leanest: &Tried) -> Vec<u64> {
         let own = |d: usize, number: &dyn Fn(usize) -> usize| -> u64 {
             let bytes = self.stages_of(d).map(|j| self.offer(j, number(j)).device_bytes);
             bytes.fold(0, u64::saturating_add)
         };
-        let room = |(d, memory): (usize, &Option<u64>)| match memory {
+        let capacity = |(d, memory): (usize, &Option<u64>)| match memory {
             // Enough for the largest ways, with their rounding.
             None => own(d, &|j| self.offers[j][0].0).saturating_mul(2),
             Some(memory) => {
@@ -214,7 +214,7 @@ impl<'a> Search<'a> {
                 memory.saturating_sub(shared)
             }
         };
-        self.request.memory.iter().enumerate().map(room).collect()
+        self.request.memory.iter().enumerate().map(capacity).collect()
     }
 
     /// Returns the bytes that each device has left, negative if it exceeds its memory; 0 without a limit.

@@ -150,7 +150,7 @@ impl<'a> GreedyRun<'a> {
                 }
             }
             if let Some((action, at)) = self.next_forward(stage, now) {
-                if !self.has_room(device, action) {
+                if !self.has_capacity(device, action) {
                     outlook.is_full |= at <= now;
                 } else if at <= now {
                     // The stage furthest along the model: its output is the closest to a gradient.
@@ -164,7 +164,7 @@ impl<'a> GreedyRun<'a> {
         outlook
     }
 
-    fn has_room(&self, device: &GreedyDevice, forward: Action) -> bool {
+    fn has_capacity(&self, device: &GreedyDevice, forward: Action) -> bool {
         let progress = &self.stages[forward.stage.index()];
         let held = progress.forwards - progress.released;
         let bytes = device.bytes + self.work.hold(forward).takes + device.reserve;

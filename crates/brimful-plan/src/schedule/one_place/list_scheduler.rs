@@ -54,7 +54,7 @@ enum NextMove {
 }
 
 /// Availability of a place for an output.
-enum OutputRoom {
+enum OutputCapacity {
     /// There is one, if needed with a neighbour's promise.
     Free(Option<Promise>),
     /// The neighbour that could free a place has not decided yet.
@@ -151,12 +151,12 @@ impl ListScheduler {
             if best.0.is_some_and(|best| best <= rank) {
                 continue;
             }
-            best = match self.room(id, action, patient) {
-                OutputRoom::Free(promise) => (Some(rank), NextMove::Start(queue, promise)),
-                OutputRoom::Undecided => (Some(rank), NextMove::Wait),
+            best = match self.capacity(id, action, patient) {
+                OutputCapacity::Free(promise) => (Some(rank), NextMove::Start(queue, promise)),
+                OutputCapacity::Undecided => (Some(rank), NextMove::Wait),
                 // Without a rank, so that any other action may still run instead of this one.
-                OutputRoom::Taken if best.0.is_none() => (None, NextMove::Wait),
-                OutputRoom::Taken => best,
+                OutputCapacity::Taken if best.0.is_none() => (None, NextMove::Wait),
+                OutputCapacity::Taken => best,
             };
         }
         best.1
@@ -173,28 +173,28 @@ impl ListScheduler {
         (arrived && allowed).then_some((rank, action))
     }
 
-    fn room(&self, from: DeviceId, action: Action, patient: bool) -> OutputRoom {
-        let Some(target) = action.target(self.last) else { return OutputRoom::Free(None) };
+    fn capacity(&self, from: DeviceId, action: Action, patient: bool) -> OutputCapacity {
+        let Some(target) = action.target(self.last) else { return OutputCapacity::Free(None) };
         let by = self.device_of[target.index()];
         let ChannelLoad { waiting, coming } = self.channels[target.index()][action.channel()];
         if by == from || waiting + coming == 0 {
-            return OutputRoom::Free(None);
+            return OutputCapacity::Free(None);
         }
         let neighbour = &self.devices[by.index()];
         if patient && neighbour.running.is_none() {
-            return OutputRoom::Undecided;
+            return OutputCapacity::Undecided;
         }
         // The output needs its place when the action ends, so a neighbour that is free by then can still
         // take the present content.
         let in_time = neighbour.running.is_none_or(|(_, end)| end <= self.now + ticks(action.kind));
         if coming > 0 || !in_time || neighbour.promised.is_some() {
-            return OutputRoom::Taken;
+            return OutputCapacity::Taken;
         }
         match neighbour.queue(target, action.kind) {
             Some(queue) if self.can_promise(by, queue) => {
-                OutputRoom::Free(Some(Promise { by, queue }))
+                OutputCapacity::Free(Some(Promise { by, queue }))
             }
-            _ => OutputRoom::Taken,
+            _ => OutputCapacity::Taken,
         }
     }
 
@@ -206,7 +206,7 @@ impl ListScheduler {
         let held = device.held - usize::from(released);
         let allowed = action.kind != ActionKind::Forward || held < self.limit;
         // Only present places count: a promise must not depend on another promise, which is not given yet.
-        allowed && matches!(self.room(by, action, true), OutputRoom::Free(None))
+        allowed && matches!(self.capacity(by, action, true), OutputCapacity::Free(None))
     }
 
     fn start(&mut self, id: DeviceId, queue: usize, promise: Option<Promise>) {

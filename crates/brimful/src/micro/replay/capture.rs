@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::compare::Verdict;
 use super::program::{self, Program, Setting};
-use super::room::{Watch, make_room};
+use super::room::{Watch, free_memory};
 use super::trial::{Eager, ReplayTrial};
 use super::{MicroReplay, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
@@ -99,7 +99,7 @@ impl MicroReplay {
     ) -> Result<Program, String> {
         let words = |error: Error| error.to_string();
         let stream = self.prepare().map_err(words)?;
-        let free = make_room(self.device, need).map_err(words)?;
+        let free = free_memory(self.device, need).map_err(words)?;
         // A mini-batch that also has eager micro-batches needs free memory for one of them too.
         let copies = if self.cramped { 2 } else { 1 };
         if need.saturating_mul(copies) > free {

@@ -54,7 +54,7 @@ pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
 
 /// Makes room for a graph of this need. It cannot use the cache of eager runs, so the cache is emptied unless
 /// enough is free besides. Returns the free bytes.
-pub(super) fn make_room(device: Device, need: u64) -> Result<u64> {
+pub(super) fn free_memory(device: Device, need: u64) -> Result<u64> {
     let free = device_memory(device)?.free;
     if free >= need.saturating_mul(PLENTY_FACTOR) {
         return Ok(free);

@@ -218,9 +218,9 @@ impl Builder {
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let locations = self.resolve_locations(&balance, &one)?;
-        let has_room = self.check_host(balance.sizes(), &locations, one.placement(), &ranks);
+        let host_fits = self.check_host(balance.sizes(), &locations, one.placement(), &ranks);
         // Reported in the next handshake, where the other ranks wait.
-        let fits = has_room.and(self.check_lists(schedule, recipe.as_ref(), &one, &locations));
+        let fits = host_fits.and(self.check_lists(schedule, recipe.as_ref(), &one, &locations));
         let build = self.stage_build(&locations);
         let mut state = self.first_state(team);
         // Unchanged unless a dtype was set: a layer may have its own.
@@ -342,7 +342,7 @@ impl Builder {
         let Self { device_buffers, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with room for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with device buffers for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
@@ -392,11 +392,11 @@ fn spawn(
     devices: &[DeviceSpec],
     ranks: &Ranks,
     build: &StageBuild,
-    has_room: Result<()>,
+    host_fits: Result<()>,
 ) -> Result<Workers<Worker>> {
     let seeded = devices.iter().map(|device| device.device).collect();
     with_step_seed(seeded, |seed| {
-        let seed = ranks.world().settle("seed", has_room.and(seed), Duration::ZERO)?[0];
+        let seed = ranks.world().settle("seed", host_fits.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
         // The host's arena beside a CPU device: offloaded stages are not charged to the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));

@@ -195,12 +195,12 @@ impl Builder {
         let sharing = (0..needs.len()).filter(|rank| *rank == me || shares(*rank));
         let sum =
             |(bytes, all): (u64, usize), rank: usize| (bytes + needs[rank].0, all + needs[rank].1);
-        let ((needed, stages), room) = (sharing.fold((0, 0), sum), self.host_room()?);
-        if needed <= room {
+        let ((needed, stages), free) = (sharing.fold((0, 0), sum), self.free_host_bytes()?);
+        if needed <= free {
             return Ok(());
         }
-        let (needed, room) = (Bytes(needed), Bytes(room));
-        Err(PipelineError::HostTooSmall { stages, needed, room }.into())
+        let (needed, free) = (Bytes(needed), Bytes(free));
+        Err(PipelineError::HostTooSmall { stages, needed, free }.into())
     }
 
     /// Bytes on the host of these stages, in so many replicas: weights, gradients, and the first replica's
@@ -220,10 +220,10 @@ impl Builder {
         Ok(numbers * each as u64 * replicas as u64 + state)
     }
 
-    fn host_room(&self) -> Result<u64> {
+    fn free_host_bytes(&self) -> Result<u64> {
         let limit = self.host.as_ref().and_then(|arena| Some(arena.limit()? - arena.current()));
         match limit {
-            Some(room) => Ok(room),
+            Some(free) => Ok(free),
             None => Ok(memory::host()?.available.0),
         }
     }

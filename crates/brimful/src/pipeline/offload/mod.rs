@@ -423,8 +423,9 @@ impl OffloadedStages {
         if let Some((_, arrived)) = self.in_flight.take()
             && device != Device::Cpu
         {
-            clock
-                .waiting(Awaited::GradientsRoom, || Ok(Stream::current(device)?.wait(&arrived)?))?;
+            clock.waiting(Awaited::GradientMemory, || {
+                Ok(Stream::current(device)?.wait(&arrived)?)
+            })?;
         }
         Ok(())
     }

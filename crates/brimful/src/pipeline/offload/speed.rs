@@ -39,9 +39,9 @@ impl HostSpeed {
 }
 
 fn host_link(device: Device) -> Result<HostLinkCost> {
-    let room = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
-    let (incoming, outgoing) = (room()?, room()?);
-    let (source, target) = (transfer::room_for(&incoming)?, transfer::room_for(&outgoing)?);
+    let buffer = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
+    let (incoming, outgoing) = (buffer()?, buffer()?);
+    let (source, target) = (transfer::empty_pinned(&incoming)?, transfer::empty_pinned(&outgoing)?);
     let streams = [Stream::new(device)?, Stream::new(device)?];
     let inward = || -> Result<()> {
         let _inward = streams[0].enter()?;

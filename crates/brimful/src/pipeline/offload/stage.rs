@@ -27,7 +27,7 @@ pub(crate) struct OffloadedVariable {
 /// Appends so many numbers to a buffer that ends at this byte, and returns their offset.
 fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
     let place = *end;
-    *end += room(numbers, kind);
+    *end += aligned_bytes(numbers, kind);
     place
 }
 
@@ -165,7 +165,7 @@ impl OffloadedStage {
     ) -> Result<Sum> {
         let needed = sums.iter().zip(place_of).filter(|(_, place)| self.has(**place));
         let needed = needed.filter_map(|(sum, _)| sum.as_ref());
-        let needed: usize = needed.map(|sum| room(sum.numel(), sum.kind())).sum();
+        let needed: usize = needed.map(|sum| aligned_bytes(sum.numel(), sum.kind())).sum();
         if needed == 0 {
             return Ok(sums.iter().map(|_| None).collect());
         }
@@ -174,16 +174,16 @@ impl OffloadedStage {
         let mut on_host = Vec::with_capacity(sums.len());
         let mut end = 0;
         for (sum, place) in sums.iter().zip(place_of) {
-            let room = match sum {
+            let copy = match sum {
                 Some(sum) if self.has(*place) => {
                     let start = after(&mut end, sum.numel(), sum.kind());
-                    let room = view(buffer, start, &sum.size(), sum.kind())?;
-                    transfer::copy(&room, sum)?;
-                    Some(room)
+                    let copy = view(buffer, start, &sum.size(), sum.kind())?;
+                    transfer::copy(&copy, sum)?;
+                    Some(copy)
                 }
                 _ => None,
             };
-            on_host.push(room);
+            on_host.push(copy);
         }
         Ok(on_host)
     }
@@ -263,7 +263,7 @@ impl HostMemory {
 }
 
 /// Bytes of so many numbers, rounded up to the alignment.
-fn room(numbers: usize, kind: Kind) -> usize {
+fn aligned_bytes(numbers: usize, kind: Kind) -> usize {
     (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
 }
 

@@ -213,7 +213,7 @@ fn work(
     // Gradients that changed since belong to another step.
     optimizer.forget_ahead();
     if hands_over == HandsOver::Ahead && result.is_ok() {
-        make_room(optimizer, wanted);
+        allocate_ahead(optimizer, wanted);
     }
     let result = work_off(optimizer, given, wanted, result);
     drop(end);
@@ -221,8 +221,8 @@ fn work(
 }
 
 /// Allocates memory for speculative updates while idle; without it, the step computes the whole update.
-fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
-    if let Err(cause) = caught(|| optimizer.make_room_ahead(|| !wanted.load(Ordering::Relaxed))) {
+fn allocate_ahead(optimizer: &mut Optimizer, wanted: &AtomicBool) {
+    if let Err(cause) = caught(|| optimizer.allocate_ahead(|| !wanted.load(Ordering::Relaxed))) {
         tracing::debug!(%cause, "updates are not computed ahead");
     }
 }

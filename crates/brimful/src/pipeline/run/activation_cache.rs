@@ -143,7 +143,7 @@ struct CachedStep {
     /// Largest input of a stage so far, in bytes.
     boundary: u64,
     /// Whether the device may have cached something that the host could have held.
-    takes_room: bool,
+    uses_free_memory: bool,
     /// Whether everything fitted at every action so far.
     fits: bool,
 }
@@ -183,7 +183,7 @@ impl ActivationCache {
             _ => Space::None,
         };
         let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
-        let takes_room = usage.limit.is_some() && self.space == Space::ForAll;
+        let uses_free_memory = usage.limit.is_some() && self.space == Space::ForAll;
         self.step = Some(CachedStep {
             trains,
             extent,
@@ -191,7 +191,7 @@ impl ActivationCache {
             work,
             frontier: known.map_or(0, |known| known.boundary * extent.micro_batches()),
             boundary: 0,
-            takes_room,
+            uses_free_memory,
             fits: work.is_some(),
         });
         Ok(())
@@ -199,12 +199,12 @@ impl ActivationCache {
 
     /// Reserves more memory after a step that ran out of it, if the device had cached activations; returns
     /// whether it had, so that a retry without them may succeed.
-    pub(crate) fn make_room(&mut self) -> bool {
-        let took_room = self.step.as_ref().is_some_and(|step| step.takes_room);
-        if took_room {
+    pub(crate) fn free_memory(&mut self) -> bool {
+        let used_free_memory = self.step.as_ref().is_some_and(|step| step.uses_free_memory);
+        if used_free_memory {
             self.apart = (2 * self.apart).clamp(1, ALL_APART);
         }
-        took_room
+        used_free_memory
     }
 
     /// Records the size of a stage's input.
@@ -252,7 +252,7 @@ impl ActivationCache {
             Some(_) => Space::ForAll,
         };
         step.fits &= self.space == Space::ForAll;
-        step.takes_room |= self.space > Space::None;
+        step.uses_free_memory |= self.space > Space::None;
         Ok(())
     }
 

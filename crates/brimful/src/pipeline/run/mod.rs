@@ -278,7 +278,7 @@ impl WorkerRun {
             };
             offloaded.enter(at, late, &mut self.transfer_clock)?;
         }
-        site.look_for_room(&mut self.transfer_clock)?;
+        site.look_for_free_memory(&mut self.transfer_clock)?;
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),

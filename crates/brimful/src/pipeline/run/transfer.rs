@@ -33,15 +33,15 @@ impl HostStaging {
 
     /// Queues a copy to the host on the stream `outward`, which this thread has entered.
     fn copy(&self, tensor: &Tensor) -> Result<Tensor> {
-        let room = {
+        let staged = {
             let _charged = self.arena.as_ref().map(Arena::enter);
             // Keeps the memory format, channels last included: layers are slow when it changes.
-            transfer::room_like(tensor)?
+            transfer::empty_pinned_like(tensor)?
         };
-        transfer::copy(&room, tensor)?;
+        transfer::copy(&staged, tensor)?;
         // The allocator must not reuse the tensor's memory before it is copied.
         self.outward.record_stream(tensor)?;
-        Ok(room.f_set_requires_grad(tensor.requires_grad())?)
+        Ok(staged.f_set_requires_grad(tensor.requires_grad())?)
     }
 }
 
@@ -113,7 +113,7 @@ impl StageTransfer {
             if tensor.device() != Device::Cpu {
                 sender = tensor.device();
                 // Pinned: a copy to pageable memory would make this thread wait for all work of the device.
-                let host = transfer::room_for(tensor)?;
+                let host = transfer::empty_pinned(tensor)?;
                 transfer::copy(&host, tensor)?;
                 *tensor = host.f_set_requires_grad(tensor.requires_grad())?;
             }

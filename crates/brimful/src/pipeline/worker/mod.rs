@@ -385,7 +385,7 @@ impl Site {
     }
 
     /// Measures the free bytes that the next action leaves for cached activations.
-    pub(crate) fn look_for_room(&mut self, clock: &mut TransferClock) -> Result<()> {
+    pub(crate) fn look_for_free_memory(&mut self, clock: &mut TransferClock) -> Result<()> {
         let in_flight = self.in_flight.get_mut();
         self.cache.as_mut().map_or(Ok(()), |cache| cache.look(in_flight, clock))
     }

@@ -1,6 +1,6 @@
 //! Free bytes of a memory that a step may plan with.
 
-use super::sizer::MemoryRoom;
+use super::sizer::FreeMemory;
 use crate::Result;
 use crate::memory::{self, Usage};
 
@@ -14,11 +14,11 @@ const HOST_MARGIN: f64 = 0.2;
 ///
 /// # Errors
 /// When the memory has no limit and the system does not report its free bytes.
-pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<MemoryRoom> {
+pub(crate) fn free_memory(usage: &Usage, reserved: u64) -> Result<FreeMemory> {
     let (available, margin) = match usage.available {
         Some(available) => (available, DEVICE_MARGIN),
         None => (memory::host()?.available, HOST_MARGIN),
     };
     let available = available.0.saturating_sub(reserved);
-    Ok(MemoryRoom { available, budget: (available as f64 * (1.0 - margin)) as u64 })
+    Ok(FreeMemory { available, budget: (available as f64 * (1.0 - margin)) as u64 })
 }
