@@ -22,7 +22,7 @@ const LAYERS: [&str; 14] = [
     "bridge/embedding.cpp",
     "bridge/foreach.cpp",
     "bridge/kernels.cpp",
-    "bridge/layout.cpp",
+    "bridge/memory_format.cpp",
     "bridge/linear_cross_entropy.cpp",
     "bridge/norm.cpp",
     "bridge/optim.cpp",

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::{MicroBatcher, Size, split};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::nn::VarStore;
@@ -33,9 +33,10 @@ impl TunedModel {
         let before = in_use(device)?;
         let store = VarStore::new(device);
         let model = work.build(&store)?;
-        let layout = if tuning.channels_last { Layout::ChannelsLast } else { Layout::AsIs };
+        let memory_format =
+            if tuning.channels_last { MemoryFormat::ChannelsLast } else { MemoryFormat::AsIs };
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
-        let micro = micro.replay(tuning.replay).layout(layout);
+        let micro = micro.replay(tuning.replay).memory_format(memory_format);
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { tuning, store, model, micro, kept })
     }

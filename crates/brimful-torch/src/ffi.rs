@@ -160,8 +160,8 @@ guarded! {
     fn brimful_reset_peak(device: i32);
     fn brimful_empty_cache(device: i32);
 
-    fn brimful_laid_out(tensor: Lent, channels_last: bool) -> Made;
-    fn brimful_lay_out(tensor: *mut RawTensor, channels_last: bool);
+    fn brimful_to_memory_format(tensor: Lent, channels_last: bool) -> Made;
+    fn brimful_set_memory_format(tensor: *mut RawTensor, channels_last: bool);
 
     fn brimful_generator_state(device: i32) -> Made;
     fn brimful_seed_generator(device: i32, seed: u64);

@@ -13,7 +13,7 @@
 //! | [`graph`] | CUDA graphs: work captured once and replayed |
 //! | [`host`] | freed host blocks kept for reuse; huge pages |
 //! | [`kernels`] | custom kernels, and a switch for them |
-//! | [`layout`] | memory format: contiguous or channels last |
+//! | [`memory_format`] | memory format: contiguous or channels last |
 //! | [`leaves`] | leaves that a backward may add to, and others that it would reach |
 //! | [`linear_cross_entropy`] | a linear layer and its cross-entropy, without storing large logits whole |
 //! | [`mapped`] | tensor data read directly from a file |
@@ -48,12 +48,12 @@ pub mod graph;
 pub mod host;
 pub mod host_buffer;
 pub mod kernels;
-pub mod layout;
 pub mod leaves;
 pub mod libtorch;
 pub mod linear_cross_entropy;
 pub mod mapped;
 pub mod memory;
+pub mod memory_format;
 pub mod meta;
 #[cfg(feature = "mpi")]
 pub mod mpi;

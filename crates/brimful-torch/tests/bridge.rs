@@ -6,7 +6,7 @@ mod test_device;
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::{
-    ErrorKind, autograd, device, layout, libtorch, memory, random, threads, transfer,
+    ErrorKind, autograd, device, libtorch, memory, memory_format, random, threads, transfer,
 };
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
@@ -173,7 +173,7 @@ fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
 #[test]
 fn an_empty_pinned_tensor_has_its_channels_where_it_has_them() {
     let plain = Tensor::arange(120, (Kind::Float, test_device())).view([2, 3, 4, 5]);
-    let last = layout::laid_out(&plain, true).expect("memory");
+    let last = memory_format::to_memory_format(&plain, true).expect("memory");
     for tensor in [&plain, &last] {
         let room = transfer::empty_pinned_like(tensor).expect("memory");
         assert_eq!((room.size(), room.stride()), (tensor.size(), tensor.stride()));

@@ -12,7 +12,7 @@ use brimful_torch::batch_norm::{
     Addend, NormInput, batch_norm, batch_norm_relu_pool, moments, second_use,
 };
 use brimful_torch::graph::{Pool, record};
-use brimful_torch::layout::laid_out;
+use brimful_torch::memory_format::to_memory_format;
 use brimful_torch::stream::Stream;
 use brimful_torch::touched::touched;
 use brimful_torch::{ErrorKind, TorchError, autograd, kernels, memory};
@@ -126,7 +126,7 @@ impl Run<'_> {
     fn there(&self, tensor: &Tensor, kind: Kind) -> Tensor {
         let there = tensor.to_kind(kind).to_device(self.device);
         match there.dim() {
-            4 => laid_out(&there, true).expect("four dimensions"),
+            4 => to_memory_format(&there, true).expect("four dimensions"),
             _ => there.copy(),
         }
     }
@@ -378,7 +378,7 @@ fn a_pooling_of_halves_is_that_of_what_would_have_been_kept() {
     for kind in KINDS {
         for shape in POOLED {
             let x = numbers(&shape, 1).to_device(device).to_kind(kind);
-            let x = laid_out(&x, true).expect("channels last");
+            let x = to_memory_format(&x, true).expect("channels last");
             let weight = (numbers(&[shape[1]], 2) + 1.5).to_kind(Kind::Float).to_device(device);
             let [one, two] = [true, false].map(|in_one| pooled(&x, &weight, in_one));
             for (name, (ours, exact)) in
@@ -404,7 +404,7 @@ fn moments_are_those_of_f64() {
                 let case = Case { mean, ..Case::new(shape, kind, Beside::Nothing) };
                 let x = Start::of(&case).x;
                 let on_device = x.to_device(device).to_kind(kind);
-                let on_device = laid_out(&on_device, true).expect("channels last");
+                let on_device = to_memory_format(&on_device, true).expect("channels last");
                 let [of_mean, variance] = moments(&on_device).expect("moments");
                 let exact = x.transpose(0, 1).contiguous().view([shape[1], -1]);
                 let (exact_variance, exact_mean) = exact.var_mean_dim(1, false, false);
@@ -449,7 +449,7 @@ fn small_gpus_give_the_same() {
 /// Returns images with 16 channels, whose kernels no other test of this file has loaded.
 fn unseen(kind: Kind) -> Tensor {
     let x = numbers(&[4, 16, 9, 11], 1).to_kind(kind).to_device(test_device());
-    laid_out(&x, true).expect("channels last")
+    to_memory_format(&x, true).expect("channels last")
 }
 
 /// Error numbers of the driver.
@@ -535,7 +535,7 @@ fn a_pooling_goes_backward_where_its_kernel_is_missing() {
     for kind in KINDS {
         for shape in POOLED {
             let x = numbers(&shape, 1).to_device(test_device()).to_kind(kind);
-            let x = laid_out(&x, true).expect("channels last");
+            let x = to_memory_format(&x, true).expect("channels last");
             let weight =
                 (numbers(&[shape[1]], 2) + 1.5).to_kind(Kind::Float).to_device(test_device());
             let with = |shared| {
@@ -578,7 +578,7 @@ fn infinities_and_nans_are_where_libtorch_has_them() {
     let _ = x.narrow(1, 1, 1).narrow(2, 3, 1).fill_(f64::NAN);
     let _ = x.narrow(1, 2, 1).narrow(2, 2, 1).fill_(f64::INFINITY);
     let _ = x.narrow(1, 3, 1).narrow(0, 0, 1).narrow(2, 0, 1).fill_(f64::NEG_INFINITY);
-    let there = laid_out(&x.to_device(test_device()), true).expect("a picture");
+    let there = to_memory_format(&x.to_device(test_device()), true).expect("a picture");
     let ours = plain(&there, true, None).to_device(Device::Cpu);
     assert_eq!(ours.isnan(), plain_in_f64(&x).isnan());
 }
@@ -670,7 +670,7 @@ fn threads_on_streams_of_their_own_do_not_disturb_each_other() {
 
 fn stressed(device: Device, seed: i64) -> Tensor {
     let x = numbers(&[4, 64, 14, 14], seed).to_kind(Kind::Float).to_device(device);
-    let x = laid_out(&x, true).expect("a picture").set_requires_grad(true);
+    let x = to_memory_format(&x, true).expect("a picture").set_requires_grad(true);
     let y = plain(&x, true, None);
     (&y * &y).sum(Kind::Float).backward();
     x.grad().to_device(Device::Cpu)
@@ -701,7 +701,7 @@ fn more_than_two_to_the_31_numbers_are_normalised_to_the_last() {
 fn switched_off_libtorch_does_it_all() {
     kernels::set_enabled(false);
     let x = numbers(&[2, 8, 5, 7], 1).to_kind(Kind::Float).to_device(test_device());
-    let x = laid_out(&x, true).expect("a picture");
+    let x = to_memory_format(&x, true).expect("a picture");
     let (_, seen) = touched(|| plain(&x, true, None)).expect("a list");
     kernels::set_enabled(true);
     assert!(!seen.operations.iter().any(|line| line.starts_with("brimful::")));

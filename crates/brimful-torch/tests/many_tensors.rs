@@ -6,7 +6,7 @@ mod test_device;
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::{collect, offering};
-use brimful_torch::layout::laid_out;
+use brimful_torch::memory_format::to_memory_format;
 use brimful_torch::optim::{
     AdamNumbers, AdamOptions, AdamState, LearningRate, SgdOptions, adam, adam_beside,
 };
@@ -66,7 +66,7 @@ fn lists_of_mixed_tensors_are_scaled_added_copied_and_zeroed() {
 }
 
 #[test]
-fn a_copy_crosses_kinds_layouts_and_devices() {
+fn a_copy_crosses_kinds_memory_formats_and_devices() {
     let from = mixed(2.0);
     let zeros = |t: &Tensor| Tensor::zeros(t.size(), (Kind::Float, test_device()));
     let into: Vec<_> = from.iter().map(zeros).collect();
@@ -134,7 +134,7 @@ fn halves_are_added_to_sums_in_f32() {
                 let gradient = numbers(i, f64::from(round));
                 // In the last round, gradients with four dimensions are channels last.
                 let gradient = match gradient.dim() {
-                    4 if round == 2 => laid_out(&gradient, true).expect("memory"),
+                    4 if round == 2 => to_memory_format(&gradient, true).expect("memory"),
                     _ => gradient,
                 };
                 assert_eq!(gradient.is_contiguous(), gradient.dim() != 4 || round != 2);

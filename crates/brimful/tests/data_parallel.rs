@@ -9,7 +9,7 @@ use std::panic::{self, AssertUnwindSafe};
 use brimful::StepError;
 use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
@@ -602,13 +602,14 @@ fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
         let store = nn::VarStore::new(test_device());
         let conv = build(&store.root());
         let mut micro = MicroBatcher::new(&store, Size::Fixed(1))
-            .layout(Layout::ChannelsLast)
+            .memory_format(MemoryFormat::ChannelsLast)
             .world(&world)
             .expect("one model");
         micro.backward(&x, |x| run(&conv, x)).expect("channels last");
         let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
         let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
-        let mut replicas = replicas.layout(Layout::ChannelsLast).world(&world).expect("one model");
+        let mut replicas =
+            replicas.memory_format(MemoryFormat::ChannelsLast).world(&world).expect("one model");
         replicas.backward(&x, run).expect("channels last");
     });
 }

@@ -10,7 +10,7 @@ use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
-use brimful_torch::layout::laid_out;
+use brimful_torch::memory_format::to_memory_format;
 use support::state::fail_every_allocation;
 use support::{
     Named, Update, assert_fails, assert_same, copies, numbers_there, set_values, test_device,
@@ -162,12 +162,12 @@ fn every_step_counts_as_a_change_of_the_parameters() {
 }
 
 #[test]
-fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
+fn memory_formats_other_than_contiguous_are_updated_in_the_right_order() {
     let shape = [6, 4, 3, 3];
     let value = numbers_there(&shape, 0);
     let plain = value.copy();
     let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
-    let channels_last = laid_out(&value, true).expect("channels last");
+    let channels_last = to_memory_format(&value, true).expect("channels last");
     let turned = value.copy().permute([3, 1, 0, 2]).contiguous().permute([2, 1, 3, 0]);
     let layouts = [plain, with_gaps, channels_last, turned];
     assert!(layouts[1..].iter().all(|tensor| !tensor.is_contiguous()));

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use brimful::StepError;
 use brimful::memory::Arena;
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::optim::Adam;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
 use support::full_batch::{
@@ -121,7 +121,7 @@ fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot()
     let _alone = alone();
     let net = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
     let replicas = Replicas::new(devices(2), Size::Fixed(2), net).expect("replicas");
-    let mut replicas = replicas.layout(Layout::Measured);
+    let mut replicas = replicas.memory_format(MemoryFormat::Measured);
     let x = Tensor::ones([8, 3, 6, 6], (Kind::Float, Device::Cpu));
     for number in 0..8 {
         let step = replicas
@@ -205,7 +205,7 @@ fn the_order_in_memory_changes_no_gradient() {
     let _alone = alone();
     let x = Tensor::arange(10 * 3 * 64, (Kind::Double, Device::Cpu)).sin().view([10, 3, 8, 8]);
     let x = x.to_device(test_device());
-    for layout in [Layout::AsIs, Layout::ChannelsLast, Layout::Measured] {
+    for memory_format in [MemoryFormat::AsIs, MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
         tch::manual_seed(1);
         let mut store = nn::VarStore::new(test_device());
         let model = convolutions(&store.root());
@@ -213,7 +213,7 @@ fn the_order_in_memory_changes_no_gradient() {
         model.forward_t(&x, true).square().mean(Kind::Double).backward();
         tch::manual_seed(1);
         let replicas = Replicas::new(devices(2), Size::Fixed(2), convolutions).expect("replicas");
-        let mut replicas = replicas.layout(layout);
+        let mut replicas = replicas.memory_format(memory_format);
         replicas.store_mut().double();
         for step in 0..8 {
             clear(replicas.store());
@@ -221,7 +221,7 @@ fn the_order_in_memory_changes_no_gradient() {
                 Loss::mean(net.forward_t(&x, true).square().mean(Kind::Double))
             });
             done.expect("a step");
-            assert_gradients(&format!("{layout:?}, step {step}"), &store, replicas.store());
+            assert_gradients(&format!("{memory_format:?}, step {step}"), &store, replicas.store());
         }
     }
 }

@@ -32,7 +32,7 @@ fn one(value: f64) -> Named {
 }
 
 #[test]
-fn every_kind_shape_and_layout_comes_back_as_it_was() {
+fn every_kind_shape_and_memory_format_comes_back_as_it_was() {
     let folder = folder();
     let kinds = [
         Kind::Double,

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::{Bytes, MicroBatcher, Size, Step};
 use brimful_cli::setting::{LossModel, clear_gradients, within};
 use tch::Device;
@@ -48,7 +48,7 @@ impl LimitedWork {
         let model = self.work.build(&store)?;
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         if self.replay {
-            micro = micro.replay(true).layout(Layout::Measured);
+            micro = micro.replay(true).memory_format(MemoryFormat::Measured);
         }
         Ok(Built { store, model, memory, micro, samples: &self.samples })
     }

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use brimful::Bytes;
 use brimful::memory::Arena;
-use brimful_torch::layout;
+use brimful_torch::memory_format;
 use tch::Device;
 
 use super::exact::ExactModel;
@@ -66,7 +66,7 @@ impl<'a> NormContest<'a> {
             exact.pipeline.set_variables(first.store.variables().into_iter().collect())?;
         }
         let (x, y) = work.samples(work.batch);
-        let x = if channels_last { layout::laid_out(&x, true)? } else { x };
+        let x = if channels_last { memory_format::to_memory_format(&x, true)? } else { x };
         Ok(Self { work, device, plain, exact, batch: (x, y) })
     }
 

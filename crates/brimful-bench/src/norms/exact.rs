@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use brimful::memory::Arena;
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline, Size};
 use brimful_cli::setting::{NormStatistics, loss};
 use tch::{Device, Tensor};
@@ -24,8 +24,10 @@ impl ExactModel {
         let exact = Workload { norms: NormStatistics::Exact, ..work.clone() };
         let on = arena.map_or_else(|| DeviceSpec::from(device), DeviceSpec::from);
         let builder = Pipeline::builder(exact.layers()?).devices([on]).kind(work.dtype.kind());
-        let layout = if device == Device::Cpu { Layout::AsIs } else { Layout::ChannelsLast };
-        let builder = builder.layout(layout).micro_batches(Size::Fixed(work.micro_batch));
+        let memory_format =
+            if device == Device::Cpu { MemoryFormat::AsIs } else { MemoryFormat::ChannelsLast };
+        let builder =
+            builder.memory_format(memory_format).micro_batches(Size::Fixed(work.micro_batch));
         let pipeline = builder.build()?;
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { pipeline, kept })

@@ -39,7 +39,7 @@ pub struct VerifyOptions {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = words::count)]
     #[arg(help = words::MICRO_BATCH)]
     micro_batch: usize,
-    /// The largest relative error that passes for rounding [default: by the number type]
+    /// The largest relative error that passes for rounding [default: by the dtype]
     #[arg(long, value_name = "ERROR", value_parser = words::not_negative)]
     tolerance: Option<f64>,
     #[arg(long, value_enum, default_value = "f64", help = words::DTYPE)]

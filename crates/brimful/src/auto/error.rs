@@ -10,7 +10,7 @@ use crate::oom::OutOfMemory;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
-     recompute activations, take a smaller model or number type, or spread the layers over \
+     recompute activations, take a smaller model or dtype, or spread the layers over \
      more devices. The last report: {cause}",
     tried_in_words(tried), needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default()
 )]

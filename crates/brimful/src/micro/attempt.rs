@@ -116,9 +116,9 @@ impl MicroBatcher {
                 if Some(number + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
-                let arrangement = &this.arrangement;
+                let format_choice = &this.format_choice;
                 // A size that is only being tried out is not worth a capture.
-                let surroundings = Surroundings { arrangement, closure, settled: !tried };
+                let surroundings = Surroundings { format_choice, closure, settled: !tried };
                 let ran = this.replay.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;
@@ -154,7 +154,7 @@ impl MicroBatcher {
         // Not between the parts of a step: its sums have the memory format that the parameters had at its
         // start.
         if role.begins {
-            self.arrangement.begin(&parameters)?;
+            self.format_choice.begin(&parameters)?;
         }
         self.replay.begin(parameters.len(), &self.variables, eager)?;
         let accumulator =

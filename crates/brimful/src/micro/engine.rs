@@ -59,7 +59,7 @@ impl Engine for MicroBatcher {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.arrangement.is_measuring(), even: self.replay.wanted }
+        Hints { hold: self.format_choice.is_measuring(), even: self.replay.wanted }
     }
 
     fn drop_captures(&mut self) -> Result<()> {

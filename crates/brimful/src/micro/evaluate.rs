@@ -6,8 +6,8 @@ use crate::Result;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
 use crate::gradient_mode::with_graphs;
-use crate::layout::InOrder;
 use crate::loss::MicroBatchWeight;
+use crate::memory_format::InMemoryFormat;
 use crate::step::{self, Brought, Cut, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
 
 impl MicroBatcher {

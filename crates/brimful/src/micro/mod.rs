@@ -37,14 +37,14 @@ use std::time::Instant;
 use tch::Device;
 use tch::nn::{VarStore, Variables};
 
-pub use crate::layout::Layout;
+pub use crate::memory_format::MemoryFormat;
 
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
 use crate::copy_streams::CopyStreams;
-use crate::layout::{Arrangement, InOrder};
 use crate::memory::Memory;
+use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
     self, BatchRole, Brought, Outcome, Parts, Size, Step, StepState, UnmanagedStatistics,
 };
@@ -62,7 +62,7 @@ pub struct MicroBatcher {
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
     replay: MicroReplay,
-    arrangement: Arrangement,
+    format_choice: FormatChoice,
     state: StepState<Parts>,
 }
 
@@ -77,7 +77,7 @@ impl MicroBatcher {
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
             replay: MicroReplay::new(device),
-            arrangement: Arrangement::default(),
+            format_choice: FormatChoice::default(),
             state: StepState::new(size),
         }
     }

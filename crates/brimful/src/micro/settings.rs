@@ -4,9 +4,9 @@ use std::error::Error as StdError;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Layout, MicroBatcher};
-use crate::layout::{Arrangement, InOrder};
+use super::{MemoryFormat, MicroBatcher};
 use crate::memory::Memory;
+use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::optim::Method;
 use crate::step::{NonFinite, Size, Team, names, parameters};
 use crate::world::World;
@@ -56,17 +56,17 @@ impl MicroBatcher {
         self.replay.cause.as_deref()
     }
 
-    /// Sets the memory format of images and convolutions. Formats other than [`Layout::AsIs`] change the
+    /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
     /// strides of inputs and of parameters of four or five dimensions, so a closure must not `view` across
     /// them; a closure that does runs as before. In a [world](MicroBatcher::world) no format is measured.
-    pub fn layout(mut self, layout: Layout) -> Self {
-        self.set_layout(layout);
+    pub fn memory_format(mut self, memory_format: MemoryFormat) -> Self {
+        self.set_memory_format(memory_format);
         self
     }
 
     /// Returns whether the memory format is channels last now.
     pub fn is_channels_last(&self) -> bool {
-        self.arrangement.is_channels_last()
+        self.format_choice.is_channels_last()
     }
 
     /// Reserves memory for the state that an optimizer allocates at its first step, until the first step of
@@ -102,7 +102,7 @@ impl MicroBatcher {
     pub fn world(mut self, world: &World) -> Result<Self> {
         if world.size() > 1 {
             names(&self.variables).join(world)?;
-            self.measure_no_layout();
+            self.measure_no_format();
             self.state.team = Team { world: world.clone(), replicas: world.size() };
         }
         Ok(self)
@@ -137,38 +137,38 @@ impl MicroBatcher {
         self.replay.set(wanted);
     }
 
-    pub(crate) fn set_layout(&mut self, layout: Layout) {
-        self.arrangement = Arrangement::new(layout);
+    pub(crate) fn set_memory_format(&mut self, memory_format: MemoryFormat) {
+        self.format_choice = FormatChoice::new(memory_format);
         if !self.state.team.is_alone() {
-            self.measure_no_layout();
+            self.measure_no_format();
         }
     }
 
     /// Keeps the memory format as it is, if it was to be measured: each rank might find another one faster.
-    pub(crate) fn measure_no_layout(&mut self) {
-        if self.arrangement.is_measured() {
-            self.arrangement = Arrangement::default();
+    pub(crate) fn measure_no_format(&mut self) {
+        if self.format_choice.is_measured() {
+            self.format_choice = FormatChoice::default();
         }
     }
 
     /// Learns from a step which memory format is faster.
     pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.arrangement.observe(samples, time, self.replay.new) {
+        if let Some(factor) = self.format_choice.observe(samples, time, self.replay.new) {
             self.state.sizes.rearranged(factor);
         }
     }
 }
 
-impl InOrder for MicroBatcher {
-    fn arrangement(&mut self) -> &mut Arrangement {
-        &mut self.arrangement
+impl InMemoryFormat for MicroBatcher {
+    fn format_choice(&mut self) -> &mut FormatChoice {
+        &mut self.format_choice
     }
 
-    fn lay_out(&mut self) -> Result<()> {
+    fn convert(&mut self) -> Result<()> {
         match &self.state.window {
             // Its sums have the memory format that the parameters had when it began.
             Some(_) => Ok(()),
-            None => self.arrangement.begin(&parameters(&self.variables)),
+            None => self.format_choice.begin(&parameters(&self.variables)),
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::accumulate::Accumulator;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Leaf, Samples};
 use crate::gradient_mode::with_graphs;
-use crate::layout::InOrder;
+use crate::memory_format::InMemoryFormat;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{

@@ -109,7 +109,7 @@ impl Engine for Pipeline {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.arrangement.is_measuring(), ..Hints::default() }
+        Hints { hold: self.format_choice.is_measuring(), ..Hints::default() }
     }
 
     fn free_memory(&mut self) -> Result<bool> {
@@ -476,7 +476,7 @@ impl Pipeline {
             mode: plan.mode,
             seed: plan.seed,
             weights: Arc::clone(weights),
-            channels_last: self.arrangement.is_channels_last(),
+            channels_last: self.format_choice.is_channels_last(),
             start,
             traces_transfers: self.traces_transfers,
         };

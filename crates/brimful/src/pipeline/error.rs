@@ -177,7 +177,7 @@ pub enum PipelineError {
     /// Host memory too small for the offloaded stages.
     #[error(
         "{stages} stages that live on the host need {needed} there (weights, gradients and the optimizer's \
-         state), but it has {free}: let fewer live there, choose a smaller number type or an optimizer that \
+         state), but it has {free}: let fewer live there, choose a smaller dtype or an optimizer that \
          keeps less, or use more devices"
     )]
     HostTooSmall {

@@ -61,7 +61,7 @@ pub use offload::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
-use crate::layout::{Arrangement, InOrder};
+use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
@@ -106,7 +106,7 @@ pub struct Pipeline {
     traces_transfers: bool,
     state: StepState<PipelineTried>,
     /// Memory format of images and convolutions.
-    arrangement: Arrangement,
+    format_choice: FormatChoice,
 }
 
 impl Pipeline {
@@ -212,7 +212,7 @@ impl Pipeline {
 
     /// Measures a step for the choice of the faster memory format.
     fn learn_order(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.arrangement.observe(samples, time, false) {
+        if let Some(factor) = self.format_choice.observe(samples, time, false) {
             self.state.sizes.rearranged(factor);
         }
     }
@@ -222,12 +222,12 @@ impl Pipeline {
     }
 }
 
-impl InOrder for Pipeline {
-    fn arrangement(&mut self) -> &mut Arrangement {
-        &mut self.arrangement
+impl InMemoryFormat for Pipeline {
+    fn format_choice(&mut self) -> &mut FormatChoice {
+        &mut self.format_choice
     }
 
-    fn lay_out(&mut self) -> Result<()> {
+    fn convert(&mut self) -> Result<()> {
         Ok(())
     }
 }

@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
-use crate::layout::InOrder;
+use crate::memory_format::InMemoryFormat;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
 use crate::step::{BatchRole, Cut, Outcome, PartFigures, Size, Tried, names};

@@ -8,7 +8,7 @@ use super::error;
 use super::replica::Replica;
 use super::shares::Speeds;
 use crate::Result;
-use crate::micro::{Layout, MicroBatcher};
+use crate::micro::{MemoryFormat, MicroBatcher};
 use crate::optim::Method;
 use crate::step::{Engine, NonFinite, Size, Team, names, parameters};
 use crate::world::World;
@@ -41,14 +41,14 @@ impl<M: 'static> Replicas<M> {
         Ok(self.workers.all(cause)?.into_iter().flatten().next())
     }
 
-    /// Sets the memory format of images and convolutions, as [`MicroBatcher::layout`] does. Each replica
+    /// Sets the memory format of images and convolutions, as [`MicroBatcher::memory_format`] does. Each replica
     /// measures formats for itself.
-    pub fn layout(self, layout: Layout) -> Self {
+    pub fn memory_format(self, memory_format: MemoryFormat) -> Self {
         let measures = self.state.team.is_alone();
         self.set(move |micro| {
-            micro.set_layout(layout);
+            micro.set_memory_format(memory_format);
             if !measures {
-                micro.measure_no_layout();
+                micro.measure_no_format();
             }
         })
     }
@@ -91,7 +91,7 @@ impl<M: 'static> Replicas<M> {
         }
         names(&self.store.variables_).join(world)?;
         self.state.team = Team { world: world.clone(), replicas: world.size() };
-        Ok(self.set(MicroBatcher::measure_no_layout))
+        Ok(self.set(MicroBatcher::measure_no_format))
     }
 
     /// Returns the size by which each replica's part is cut.
@@ -105,7 +105,7 @@ impl<M: 'static> Replicas<M> {
     }
 
     fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {
-        // Applied at the next step: a thread may have ended, and `replay` or `layout` cannot report that.
+        // Applied at the next step: a thread may have ended, and `replay` or `memory_format` cannot report that.
         self.settings.push(Box::new(setting));
         self
     }

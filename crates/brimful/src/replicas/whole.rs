@@ -17,7 +17,7 @@ use super::attempt::jobs;
 use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::layout::InOrder;
+use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::step::{
     self, Brought, Failed, PartSeed, Parts, RowGradients, Step, StepError, Tried, Try,

@@ -2,7 +2,7 @@
 //! that both engines share.
 
 use anyhow::{Result, bail};
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
@@ -112,8 +112,8 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
 }
 
 /// Returns the memory format of images and convolutions on a device.
-pub(super) fn layout(device: Device) -> Layout {
-    if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
+pub(super) fn memory_format(device: Device) -> MemoryFormat {
+    if device.is_cuda() { MemoryFormat::Measured } else { MemoryFormat::AsIs }
 }
 
 /// Counts the samples of a micro-batch with these targets.

@@ -11,7 +11,7 @@ use brimful::{Bytes, DeviceSpec, Layers, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
 use super::offload::MeasuredInputs;
 use super::records;
 use crate::data::Rows;
@@ -69,7 +69,7 @@ impl Pipelined {
             .world(world)
             .replicas(replicas)
             .kind(kind)
-            .layout(layout(devices[0]))
+            .memory_format(memory_format(devices[0]))
             .reserve(options.recipe.method())
             .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);

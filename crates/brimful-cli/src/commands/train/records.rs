@@ -48,7 +48,7 @@ fn settings(
         ("learning rate decay", options.recipe.learning_rate_decay.to_string()),
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
-        ("number type", options.dtype().to_string()),
+        ("dtype", options.dtype().to_string()),
         match options.length.max_steps {
             Some(steps) => ("steps", steps.to_string()),
             None => ("epochs", options.length.epochs(in_epoch).to_string()),

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
 use crate::data::Rows;
 use crate::named::{Named, put};
 use crate::progress::Ticker;
@@ -101,7 +101,7 @@ impl Runner {
             .memory(memory.clone())
             .reserve(options.recipe.method())
             .replay(device.is_cuda() && !options.no_replay)
-            .layout(layout(device))
+            .memory_format(memory_format(device))
             .world(world)?;
         Ok(Self::One { micro: Box::new(micro), model, store })
     }
@@ -127,7 +127,7 @@ impl Runner {
             // The devices are alike, and a split by measured speed would make results depend on timing.
             .speeds(&vec![1.0; each])?
             .replay(device.is_cuda() && !options.no_replay)
-            .layout(layout(device))
+            .memory_format(memory_format(device))
             .reserve(options.recipe.method())
             .world(world)?;
         Ok(Self::Several(Box::new(replicas)))

@@ -34,8 +34,8 @@ use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::layout::Arrangement;
 use crate::loss::MicroBatchWeight;
+use crate::memory_format::FormatChoice;
 use crate::step::MicroBatchRun;
 use blocks::Blocks;
 use program::Program;
@@ -89,7 +89,7 @@ pub(super) struct MicroReplay {
 /// Context of a micro-batch, besides its mini-batch.
 #[derive(Debug)]
 pub(super) struct Surroundings<'a> {
-    pub(super) arrangement: &'a Arrangement,
+    pub(super) format_choice: &'a FormatChoice,
     /// Closure that runs on it.
     pub(super) closure: Closure,
     /// True if its size is chosen. A size that is only being tried out is not worth a capture.
@@ -218,9 +218,9 @@ impl MicroReplay {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<MicroBatchRun> {
-        let Surroundings { arrangement, closure, settled } = *surroundings;
+        let Surroundings { format_choice, closure, settled } = *surroundings;
         if !self.wanted || self.eager || !self.knows(closure) {
-            pass.run(arrangement.of(micro_batch)?, part, f)?;
+            pass.run(format_choice.of(micro_batch)?, part, f)?;
             return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
         }
         let shape = Shape::of(&micro_batch, closure, pass.single);
@@ -258,9 +258,9 @@ impl MicroReplay {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<()> {
-        let Surroundings { arrangement, settled, .. } = *surroundings;
+        let Surroundings { format_choice, settled, .. } = *surroundings;
         if self.is_due(index) {
-            return self.check(index, pass, arrangement.of(micro_batch)?, part, f);
+            return self.check(index, pass, format_choice.of(micro_batch)?, part, f);
         }
         match &mut self.entries[index].state {
             // Its inputs already have the memory format, which the samples take on as they are copied there.
@@ -271,17 +271,17 @@ impl MicroReplay {
             }
             ShapeState::New(seen) if *seen < WARM_UP || !settled => {
                 *seen += 1;
-                pass.run(arrangement.of(micro_batch)?, part, f)?;
+                pass.run(format_choice.of(micro_batch)?, part, f)?;
             }
             ShapeState::New(_) => {
-                let (state, need) = self.capture(pass, arrangement.of(micro_batch)?, part, f)?;
+                let (state, need) = self.capture(pass, format_choice.of(micro_batch)?, part, f)?;
                 let entry = &mut self.entries[index];
                 entry.state = state;
                 entry.need = need;
                 entry.samples = part.samples;
                 entry.trust = entry.trust.captured(self.step);
             }
-            ShapeState::Eager => pass.run(arrangement.of(micro_batch)?, part, f)?,
+            ShapeState::Eager => pass.run(format_choice.of(micro_batch)?, part, f)?,
         }
         Ok(())
     }

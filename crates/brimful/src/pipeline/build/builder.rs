@@ -8,14 +8,14 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
-use super::layout::StageLayout;
 use super::offload::{
     Offload, bring_together, check_offloaded_graphs, recompute_at_least, stage_locations,
 };
 use super::roster::Roster;
+use super::stage_layout::StageLayout;
 use crate::balance::{Balance, BalanceError};
-use crate::layout::{Arrangement, Layout, has_channels};
 use crate::memory::Arena;
+use crate::memory_format::{FormatChoice, MemoryFormat, has_channels};
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::DEVICE_BUFFERS;
@@ -56,7 +56,7 @@ pub struct Builder {
     pub(super) replicas: usize,
     pub(super) reserved: Option<Method>,
     remembered: Option<PathBuf>,
-    layout: Layout,
+    memory_format: MemoryFormat,
 }
 
 impl Builder {
@@ -80,7 +80,7 @@ impl Builder {
             replicas: 1,
             reserved: None,
             remembered: None,
-            layout: Layout::default(),
+            memory_format: MemoryFormat::default(),
         }
     }
 
@@ -186,10 +186,10 @@ impl Builder {
     }
 
     /// Sets the memory format of images and convolutions: see
-    /// [`MicroBatcher::layout`](crate::MicroBatcher::layout). By default, and with offloaded stages, they
+    /// [`MicroBatcher::memory_format`](crate::MicroBatcher::memory_format). By default, and with offloaded stages, they
     /// keep the user's format; in a [world](Self::world) formats are not measured.
-    pub fn layout(self, layout: Layout) -> Self {
-        Self { layout, ..self }
+    pub fn memory_format(self, memory_format: MemoryFormat) -> Self {
+        Self { memory_format, ..self }
     }
 
     /// Sets the policy for non-finite values. By default, a non-finite loss is refused.
@@ -235,7 +235,7 @@ impl Builder {
         // The seed of the sharing layer drew the copy's values: it takes its owner's instead.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
-        let arrangement = arrangement(&workers, self.layout, self.world.size())?;
+        let format_choice = format_choice(&workers, self.memory_format, self.world.size())?;
         Ok(Pipeline {
             workers: SharedWorkers::new(workers),
             layout,
@@ -254,7 +254,7 @@ impl Builder {
             forwards: 0,
             traces_transfers: false,
             state,
-            arrangement,
+            format_choice,
         })
     }
 
@@ -445,15 +445,19 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
 
 /// Returns the initial memory format of these workers' models. Measured only in a single process, because
 /// ranks would choose differently, and only with convolutions.
-fn arrangement(workers: &Workers<Worker>, layout: Layout, ranks: usize) -> Result<Arrangement> {
+fn format_choice(
+    workers: &Workers<Worker>,
+    memory_format: MemoryFormat,
+    ranks: usize,
+) -> Result<FormatChoice> {
     let convolves = workers.all(|worker| {
         let mut all = worker.variables.all();
         Ok(worker.site.offloaded.is_none() && all.any(|variable| has_channels(&variable.tensor)))
     })?;
-    let is_chosen = layout != Layout::Measured || ranks == 1;
+    let is_chosen = memory_format != MemoryFormat::Measured || ranks == 1;
     match is_chosen && convolves.contains(&true) {
-        true => Ok(Arrangement::new(layout)),
-        false => Ok(Arrangement::default()),
+        true => Ok(FormatChoice::new(memory_format)),
+        false => Ok(FormatChoice::default()),
     }
 }
 

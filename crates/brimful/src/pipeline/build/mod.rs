@@ -3,12 +3,12 @@
 mod balance;
 mod builder;
 mod exact;
-mod layout;
 mod offload;
 mod roster;
+mod stage_layout;
 
 pub use balance::BalanceBy;
 pub use builder::Builder;
-pub(crate) use layout::{Export, StageLayout, StagePlan};
 pub use offload::Offload;
 pub(crate) use offload::{check_offloaded_graphs, recompute_at_least};
+pub(crate) use stage_layout::{Export, StageLayout, StagePlan};

@@ -14,7 +14,7 @@ pub use whole::Outputs;
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
-use crate::layout::InOrder;
+use crate::memory_format::InMemoryFormat;
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;

@@ -34,7 +34,7 @@ impl WorkerRun {
         };
         let values = match &ports.values_in {
             Some(inlet) => taken(inlet.take()?)?,
-            None => site.laid_out(self.intake.next(&site.inputs, i)?)?,
+            None => site.formatted(self.intake.next(&site.inputs, i)?)?,
         };
         let mut skips = Vec::new();
         for (inlet, _) in &ports.skips_in {

@@ -115,7 +115,7 @@ impl Worker {
         self.stop_looking_ahead()?;
         // A forward without its backward still holds its graphs, which would count in this run's peak.
         self.undo()?;
-        self.lay_out(job.channels_last)?;
+        self.convert(job.channels_last)?;
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }

@@ -17,8 +17,8 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::copy_streams::CopyStreams;
-use crate::layout::{lay_out_convolutions, with_channels_last};
 use crate::memory::{Arena, Memory};
+use crate::memory_format::{convert_convolutions, with_channels_last};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::offload::{HostMemory, OffloadedStage, OffloadedStages};
@@ -274,7 +274,7 @@ impl Site {
     }
 
     /// Returns the model's input, in channels-last memory format if its convolutions have that.
-    pub(crate) fn laid_out(&self, values: Vec<Tensor>) -> Result<Vec<Tensor>> {
+    pub(crate) fn formatted(&self, values: Vec<Tensor>) -> Result<Vec<Tensor>> {
         match self.channels_last {
             true => values.iter().map(with_channels_last).collect(),
             false => Ok(values),
@@ -453,14 +453,14 @@ impl Worker {
     }
 
     /// Changes the parameters' memory format for the next run.
-    fn lay_out(&mut self, channels_last: bool) -> Result<()> {
+    fn convert(&mut self, channels_last: bool) -> Result<()> {
         // Not within an accumulation window, whose sums have the parameters' first memory format; nor for
         // offloaded stages, whose host buffers have theirs.
         let stays = self.window.is_some() || self.site.offloaded.is_some();
         if stays || self.site.channels_last == channels_last {
             return Ok(());
         }
-        lay_out_convolutions(self.variables.all().map(|v| &v.tensor), channels_last)?;
+        convert_convolutions(self.variables.all().map(|v| &v.tensor), channels_last)?;
         self.site.channels_last = channels_last;
         Ok(())
     }

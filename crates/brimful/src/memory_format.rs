@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use brimful_torch::layout::{laid_out, lay_out};
+use brimful_torch::memory_format::{set_memory_format, to_memory_format};
 use tch::Tensor;
 
 use crate::Result;
@@ -15,7 +15,7 @@ use crate::oom::catch_unseen;
 /// Memory format of images and convolutions. It changes neither values nor saved models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Layout {
+pub enum MemoryFormat {
     /// The user's own.
     #[default]
     AsIs,
@@ -34,16 +34,16 @@ const MIN_SPEEDUP: f64 = 1.03;
 
 /// Memory format in use, and the measurement of both.
 #[derive(Debug, Default)]
-pub(crate) struct Arrangement {
+pub(crate) struct FormatChoice {
     channels_last: bool,
     /// True if the parameters are still in the other format.
     changed: bool,
-    trial: Option<LayoutTrial>,
+    trial: Option<FormatTrial>,
 }
 
 /// A running measurement: seconds per sample in each format.
 #[derive(Debug, Default)]
-struct LayoutTrial {
+struct FormatTrial {
     steps: usize,
     /// True if this is the format's first step, in which kernels are chosen.
     first: bool,
@@ -52,44 +52,44 @@ struct LayoutTrial {
 }
 
 /// An engine whose steps may run in a memory format that is on trial.
-pub(crate) trait InOrder {
-    fn arrangement(&mut self) -> &mut Arrangement;
+pub(crate) trait InMemoryFormat {
+    fn format_choice(&mut self) -> &mut FormatChoice;
 
     /// Converts the parameters to the current memory format, unless steps do so as they begin.
-    fn lay_out(&mut self) -> Result<()>;
+    fn convert(&mut self) -> Result<()>;
 
     /// Runs `f`; if that fails in a memory format that is on trial, reruns it in the user's own. If the rerun
     /// succeeds, the format was the cause and is refused.
     fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
-        if !self.arrangement().is_on_trial() {
+        if !self.format_choice().is_on_trial() {
             return f(self);
         }
         let cause = match catch_unseen(|| f(self)) {
             Ok(done) => return Ok(done),
             Err(cause) => cause,
         };
-        self.arrangement().set_channels_last(false);
-        self.lay_out()?;
+        self.format_choice().set_channels_last(false);
+        self.convert()?;
         let done = f(self);
         match done {
-            Ok(_) => self.arrangement().refuse(&cause),
+            Ok(_) => self.format_choice().refuse(&cause),
             Err(_) => {
-                self.arrangement().set_channels_last(true);
-                self.lay_out()?;
+                self.format_choice().set_channels_last(true);
+                self.convert()?;
             }
         }
         done
     }
 }
 
-impl Arrangement {
-    pub(crate) fn new(layout: Layout) -> Self {
-        let trial = LayoutTrial { first: true, ..LayoutTrial::default() };
-        let channels_last = layout == Layout::ChannelsLast;
+impl FormatChoice {
+    pub(crate) fn new(memory_format: MemoryFormat) -> Self {
+        let trial = FormatTrial { first: true, ..FormatTrial::default() };
+        let channels_last = memory_format == MemoryFormat::ChannelsLast;
         Self {
             channels_last,
             changed: channels_last,
-            trial: (layout == Layout::Measured).then_some(trial),
+            trial: (memory_format == MemoryFormat::Measured).then_some(trial),
         }
     }
 
@@ -113,7 +113,7 @@ impl Arrangement {
             *self = Self::default();
         }
         if self.changed {
-            lay_out_convolutions(parameters.iter(), self.channels_last)?;
+            convert_convolutions(parameters.iter(), self.channels_last)?;
             self.changed = false;
         }
         Ok(())
@@ -191,18 +191,18 @@ impl Arrangement {
 }
 
 /// Converts the convolutions' parameters to a memory format.
-pub(crate) fn lay_out_convolutions<'a>(
+pub(crate) fn convert_convolutions<'a>(
     parameters: impl Iterator<Item = &'a Tensor>,
     channels_last: bool,
 ) -> Result<()> {
     let mut convolutions = parameters.filter(|p| has_channels(p)).map(Tensor::shallow_clone);
-    Ok(convolutions.try_for_each(|mut p| lay_out(&mut p, channels_last))?)
+    Ok(convolutions.try_for_each(|mut p| set_memory_format(&mut p, channels_last))?)
 }
 
 /// Converts images to channels last; leaves other tensors as they are.
 pub(crate) fn with_channels_last(tensor: &Tensor) -> Result<Tensor> {
     match has_channels(tensor) && tensor.is_floating_point() {
-        true => Ok(laid_out(tensor, true)?),
+        true => Ok(to_memory_format(tensor, true)?),
         false => Ok(tensor.shallow_clone()),
     }
 }

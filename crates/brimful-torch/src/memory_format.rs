@@ -9,16 +9,16 @@ use crate::{ffi, owned, raw};
 ///
 /// # Errors
 /// When it does not have four or five dimensions, or memory runs out.
-pub fn laid_out(tensor: &Tensor, channels_last: bool) -> Result<Tensor, TorchError> {
+pub fn to_memory_format(tensor: &Tensor, channels_last: bool) -> Result<Tensor, TorchError> {
     // SAFETY: the tensor is valid.
-    unsafe { ffi::brimful_laid_out(raw(tensor), channels_last) }.map(owned)
+    unsafe { ffi::brimful_to_memory_format(raw(tensor), channels_last) }.map(owned)
 }
 
 /// Changes the memory format in place, for all handles of the tensor and for its gradient.
 ///
 /// # Errors
 /// When it does not have four or five dimensions, or memory runs out: the tensor is then unchanged.
-pub fn lay_out(tensor: &mut Tensor, channels_last: bool) -> Result<(), TorchError> {
+pub fn set_memory_format(tensor: &mut Tensor, channels_last: bool) -> Result<(), TorchError> {
     // SAFETY: the tensor is valid and borrowed mutably.
-    unsafe { ffi::brimful_lay_out(tensor.as_mut_ptr().cast(), channels_last) }
+    unsafe { ffi::brimful_set_memory_format(tensor.as_mut_ptr().cast(), channels_last) }
 }

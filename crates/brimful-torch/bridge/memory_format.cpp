@@ -21,7 +21,7 @@ at::MemoryFormat format_of(const at::Tensor& tensor, bool channels_last) {
 extern "C" {
 
 // Returns the tensor in this memory format: itself, or a copy if its format differs.
-int32_t brimful_laid_out(
+int32_t brimful_to_memory_format(
     const at::Tensor* tensor, bool channels_last, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     *out = new at::Tensor(tensor->contiguous(format_of(*tensor, channels_last)));
@@ -29,7 +29,7 @@ int32_t brimful_laid_out(
 }
 
 // Changes the memory format in place, for all handles of the tensor and for its gradient.
-int32_t brimful_lay_out(at::Tensor* tensor, bool channels_last, char** message) noexcept {
+int32_t brimful_set_memory_format(at::Tensor* tensor, bool channels_last, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const at::NoGradGuard no_grad;
     const auto format = format_of(*tensor, channels_last);

@@ -7,7 +7,7 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use brimful::micro::Layout;
+use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm2d};
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::Offload;
@@ -67,33 +67,34 @@ fn is_channels_last(tensor: &Tensor) -> bool {
 
 #[test]
 fn steps_in_any_order_of_memory_are_the_same() {
-    for layout in [Layout::ChannelsLast, Layout::Measured] {
-        let [mut plain, mut laid_out] = [(); 2].map(|()| ConvNet::new());
+    for memory_format in [MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
+        let [mut plain, mut formatted] = [(); 2].map(|()| ConvNet::new());
         let mut one = MicroBatcher::new(&plain.store, Size::Fixed(4));
-        let mut two = micro_batcher(&laid_out.store, Size::Fixed(4)).layout(layout);
+        let mut two = micro_batcher(&formatted.store, Size::Fixed(4)).memory_format(memory_format);
         for step in 0..8 {
             let samples = batch(step);
-            let (a, b) = (plain.step(&mut one, &samples), laid_out.step(&mut two, &samples));
-            assert!((a - b).abs() < 1e-9 * a.abs(), "{layout:?} step {step}: {a} {b}");
+            let (a, b) = (plain.step(&mut one, &samples), formatted.step(&mut two, &samples));
+            assert!((a - b).abs() < 1e-9 * a.abs(), "{memory_format:?} step {step}: {a} {b}");
         }
-        let found = variables(&laid_out.store);
-        assert_within(&found, &variables(&plain.store), 1e-8, &format!("{layout:?}"));
-        let weight = &laid_out.store.variables()["two.weight"];
+        let found = variables(&formatted.store);
+        assert_within(&found, &variables(&plain.store), 1e-8, &format!("{memory_format:?}"));
+        let weight = &formatted.store.variables()["two.weight"];
         assert_eq!(is_channels_last(weight), two.is_channels_last());
-        assert!(layout == Layout::Measured || two.is_channels_last());
+        assert!(memory_format == MemoryFormat::Measured || two.is_channels_last());
     }
 }
 
 #[test]
 fn a_saved_model_does_not_tell() {
-    let [mut plain, mut laid_out] = [(); 2].map(|()| ConvNet::new());
+    let [mut plain, mut formatted] = [(); 2].map(|()| ConvNet::new());
     let mut one = MicroBatcher::new(&plain.store, Size::Count(1));
-    let mut two = MicroBatcher::new(&laid_out.store, Size::Count(1)).layout(Layout::ChannelsLast);
+    let mut two = MicroBatcher::new(&formatted.store, Size::Count(1))
+        .memory_format(MemoryFormat::ChannelsLast);
     let samples = batch(0);
     plain.step(&mut one, &samples);
-    laid_out.step(&mut two, &samples);
+    formatted.step(&mut two, &samples);
     let file = tempfile::NamedTempFile::new().expect("a file");
-    save::write(file.path(), &variables(&laid_out.store), &Metadata::new()).expect("written");
+    save::write(file.path(), &variables(&formatted.store), &Metadata::new()).expect("written");
     let (read, _) = save::read(file.path()).expect("read");
     assert_within(&read, &variables(&plain.store), 1e-9, "read");
 }
@@ -102,7 +103,7 @@ fn a_saved_model_does_not_tell() {
 fn a_closure_that_asks_for_a_view_runs_as_before() {
     let store = VarStore::new(test_device());
     let convolution = nn::conv2d(store.root(), 3, 4, 3, Default::default());
-    let mut micro = micro_batcher(&store, Size::Fixed(4)).layout(Layout::Measured);
+    let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
     let samples = numbers(&[16, 3, 6, 6], 1).to_kind(Kind::Float);
     for _ in 0..8 {
         let step = micro.backward(&samples, |x: Tensor| {
@@ -134,7 +135,7 @@ fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
         &|micro| micro.backward_whole(&samples, rows, |out| mean(out)).map(drop),
     ];
     for (number, call) in calls.iter().enumerate() {
-        let mut micro = micro_batcher(&store, Size::Fixed(4)).layout(Layout::Measured);
+        let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
         for step in 0..8 {
             let done = micro.backward(&samples, |x: Tensor| {
                 Loss::mean(x.apply(&convolution).square().mean(Kind::Float))
@@ -149,7 +150,7 @@ fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
 #[test]
 fn a_call_that_fails_in_any_order_of_memory_ends_no_measurement() {
     let mut net = ConvNet::new();
-    let mut micro = micro_batcher(&net.store, Size::Fixed(4)).layout(Layout::Measured);
+    let mut micro = micro_batcher(&net.store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
     for step in 0.. {
         if micro.is_channels_last() {
             break;
@@ -166,7 +167,7 @@ fn a_call_that_fails_in_any_order_of_memory_ends_no_measurement() {
 fn a_model_without_convolutions_is_left_alone() {
     let store = VarStore::new(test_device());
     let linear = nn::linear(store.root(), 6, 4, Default::default());
-    let mut micro = micro_batcher(&store, Size::Fixed(4)).layout(Layout::ChannelsLast);
+    let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::ChannelsLast);
     let samples = numbers(&[16, 6], 1).to_kind(Kind::Float);
     micro
         .backward(&samples, |x: Tensor| Loss::mean(x.apply(&linear).square().mean(Kind::Float)))
@@ -197,11 +198,11 @@ fn convolved() -> (Kind, f64) {
     if test_device().is_cuda() { (Kind::Float, 1e-3) } else { (Kind::Double, 1e-9) }
 }
 
-fn pipeline(layout: Layout, offload: Offload) -> (Pipeline, Arc<AtomicUsize>) {
+fn pipeline(memory_format: MemoryFormat, offload: Offload) -> (Pipeline, Arc<AtomicUsize>) {
     let seen = Arc::new(AtomicUsize::new(0));
     let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
     let builder = builder.kind(convolved().0).offload(offload).micro_batches(Size::Fixed(4));
-    let mut pipe = builder.layout(layout).build().expect("a pipeline");
+    let mut pipe = builder.memory_format(memory_format).build().expect("a pipeline");
     // Not by a seed, which concurrent tests would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {
         let new = match value.requires_grad() {
@@ -239,17 +240,22 @@ fn assert_near(expected: &[f64], losses: &[f64], what: &str) {
 
 #[test]
 fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() {
-    let (mut plain, seen) = pipeline(Layout::AsIs, Offload::default());
+    let (mut plain, seen) = pipeline(MemoryFormat::AsIs, Offload::default());
     let expected = trained(&mut plain);
     assert_eq!(seen.load(Ordering::Relaxed), 0);
-    for layout in [Layout::ChannelsLast, Layout::Measured] {
-        let (mut pipe, seen) = pipeline(layout, Offload::default());
-        assert_near(&expected, &trained(&mut pipe), &format!("{layout:?}"));
+    for memory_format in [MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
+        let (mut pipe, seen) = pipeline(memory_format, Offload::default());
+        assert_near(&expected, &trained(&mut pipe), &format!("{memory_format:?}"));
         // Four micro-batches per step; a measured format has two steps in each format, and one before each.
         let seen = seen.load(Ordering::Relaxed);
-        assert!(seen == 8 * 4 || layout == Layout::Measured && seen >= 3 * 4, "{layout:?}: {seen}");
+        assert!(
+            seen == 8 * 4 || memory_format == MemoryFormat::Measured && seen >= 3 * 4,
+            "{memory_format:?}: {seen}"
+        );
         let variables = pipe.variables().expect("variables");
-        for (name, value) in variables.iter().filter(|_| layout == Layout::ChannelsLast) {
+        for (name, value) in
+            variables.iter().filter(|_| memory_format == MemoryFormat::ChannelsLast)
+        {
             let convolves = matches!(name.as_str(), "one.weight" | "two.weight");
             assert_eq!(is_channels_last(value), convolves, "{name}");
         }
@@ -258,8 +264,8 @@ fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() 
 
 #[test]
 fn stages_that_live_on_the_host_stay_as_they_are() {
-    let (mut plain, _) = pipeline(Layout::AsIs, Offload::Host);
-    let (mut pipe, seen) = pipeline(Layout::ChannelsLast, Offload::Host);
+    let (mut plain, _) = pipeline(MemoryFormat::AsIs, Offload::Host);
+    let (mut pipe, seen) = pipeline(MemoryFormat::ChannelsLast, Offload::Host);
     assert_near(&trained(&mut plain), &trained(&mut pipe), "on the host");
     assert_eq!(seen.load(Ordering::Relaxed), 0);
 }
