@@ -14,7 +14,7 @@ use crate::work::{Samples, Workload};
 /// Run configuration of the library.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tuning {
-    pub(crate) replay: bool,
+    pub(crate) cuda_graphs: bool,
     pub(crate) channels_last: bool,
 }
 
@@ -36,7 +36,7 @@ impl TunedModel {
         let memory_format =
             if tuning.channels_last { MemoryFormat::ChannelsLast } else { MemoryFormat::AsIs };
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
-        let micro = micro.replay(tuning.replay).memory_format(memory_format);
+        let micro = micro.cuda_graphs(tuning.cuda_graphs).memory_format(memory_format);
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { tuning, store, model, micro, kept })
     }
@@ -44,7 +44,7 @@ impl TunedModel {
     pub(crate) fn step(&mut self, batch: &Samples) -> Result<LossAndPeak> {
         let Self { model, micro, .. } = self;
         let step = micro.backward(batch, |(x, y)| model.loss(&x, &y, true))?;
-        if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
+        if let (true, Some(cause)) = (self.tuning.cuda_graphs, micro.eager_cause()) {
             bail!("the model was not replayed: {cause}");
         }
         Ok((step.loss, step.peak()))

@@ -45,7 +45,7 @@ fn what_cannot_be_measured_is_refused() {
     for (flags, code, words) in [
         ("", 2, "give --memory-limit at least one number of bytes, or say --table"),
         ("--memory-limit 4MB --batch-size 256", 3, "raise --memory-limit"),
-        ("--replay --memory-limit 40MB", 2, "--steps-only"),
+        ("--cuda-graphs --memory-limit 40MB", 2, "--steps-only"),
         ("--table", 2, "cannot be used with"),
     ] {
         let said = predicate::str::contains(words);

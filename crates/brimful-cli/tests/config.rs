@@ -69,7 +69,7 @@ fn a_switch_of_the_file_is_turned_off_by_the_command_line() {
     let table = plan("--json=false").success();
     table.stdout(predicate::str::contains("makespan").and(predicate::str::contains("{").not()));
     // If there is no switch of this name, the meaning of the word does not change.
-    plan("--no-replay=false").success();
+    plan("--no-cuda-graphs=false").success();
     plan("--stages=false").code(2);
     plan("--nothing=false").code(2);
 }

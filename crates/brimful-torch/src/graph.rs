@@ -18,7 +18,7 @@ use crate::{cuda_object, kernels};
 /// The cause, when it cannot: no CUDA, or a version that lacks a symbol.
 pub fn available() -> Result<(), TorchError> {
     cuda_object::load()
-        .map_err(|error| TorchError::other(format!("replay is not available here: {error}")))
+        .map_err(|error| TorchError::other(format!("CUDA graphs are not available here: {error}")))
 }
 
 /// Private memory pool of captured work. Graphs that never replay at the same time may share a pool: each

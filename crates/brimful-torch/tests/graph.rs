@@ -51,7 +51,7 @@ fn without_cuda_the_cause_is_told() {
     assert!(error.message.contains("CPU"), "{error}");
     if tch::Cuda::device_count() == 0 {
         let error = available().expect_err("no CUDA");
-        assert!(error.message.starts_with("replay is not available here: "), "{error}");
+        assert!(error.message.starts_with("CUDA graphs are not available here: "), "{error}");
     }
 }
 

@@ -73,7 +73,7 @@
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
 //! | accumulate a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
 //! | find the micro-batch size automatically | [`Size::Auto`], [`mod@auto`] |
-//! | make small micro-batches fast on CUDA, with CUDA graphs | [`MicroBatcher::replay`] |
+//! | make small micro-batches fast on CUDA, with CUDA graphs | [`MicroBatcher::cuda_graphs`] |
 //! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices, or offload it to the host | [`Layers`], [`Pipeline`] |
 //! | train several such pipelines, data-parallel | [`pipeline::Builder::replicas`] |

@@ -1,7 +1,7 @@
 //! BatchNorm fused with the layers that follow it gives the results of the separate layers: gradients and running
 //! statistics, under every policy and for every micro-batch size.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels, `BRIMFUL_TEST_REPLAY=1` captures them.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels, `BRIMFUL_TEST_CUDA_GRAPHS=1` captures them.
 
 mod support;
 

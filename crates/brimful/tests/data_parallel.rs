@@ -420,7 +420,7 @@ fn a_window_of_replicas_is_one_step_of_all_ranks() {
 fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
     in_ranks(2, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-        let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(true);
+        let micro = MicroBatcher::new(&store, Size::Fixed(4)).cuda_graphs(true);
         let mut micro = micro.world(&world).expect("one model");
         let mut replayed = 0;
         for number in 0..6 {

@@ -1,6 +1,6 @@
 //! Channels-last memory format: the same gradients, the same optimizer, the same file.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_REPLAY=1` with CUDA graphs.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_CUDA_GRAPHS=1` with CUDA graphs.
 
 mod support;
 

@@ -148,7 +148,7 @@ fn every_step_counts_as_a_change_of_the_parameters() {
     for (kind, config) in [(Kind::Float, 0), (Kind::Float, 1), (Kind::BFloat16, 1)] {
         let config = [Sgd::new(0.1).into(), Method::from(Adam::new(0.1))][config];
         let vs = store(kind);
-        let mut opt = Optimizer::new(&vs, config).expect("an optimizer").replay(true);
+        let mut opt = Optimizer::new(&vs, config).expect("an optimizer").cuda_graphs(true);
         backward(&vs, 0);
         let versions = || SHAPES.map(|(name, _)| get(&vs, name).internal_version());
         for step in 0..6 {

@@ -174,7 +174,7 @@ fn what_fails_in_any_pass_leaves_nothing() {
 fn replayed_replicas_leave_the_full_batchs_gradient() {
     let _alone = alone();
     let (store, model) = plain(Classifier::new);
-    let mut replicas = replicated(2, Size::Fixed(4)).replay(true);
+    let mut replicas = replicated(2, Size::Fixed(4)).cuda_graphs(true);
     let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
     assert!(cause.contains("CUDA"), "{cause}");
     let mut replayed = 0;

@@ -60,7 +60,7 @@ pub(crate) struct AutoOptions {
     /// Replay captured micro-batches, and lay convolutions out as they run fastest (CUDA), as
     /// `brimful train` does; without the search
     #[arg(long, requires = "steps_only")]
-    replay: bool,
+    cuda_graphs: bool,
     #[command(flatten)]
     output: Output,
 }
@@ -69,14 +69,15 @@ pub(crate) struct AutoOptions {
 pub(crate) fn run(options: &AutoOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     let rows = options.rows(device)?;
-    let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "replay": options.replay });
+    let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "cuda_graphs": options.cuda_graphs });
     let mut journal = Journal::begin("auto", device, &options.output, facts)?;
     let progress = TurnProgress::new(rows.len());
     let mut fitted = false;
     for (work, limit) in rows {
         brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
         let samples = work.samples(work.batch);
-        let subject = LimitedWork { work, samples, device, limit, replay: options.replay };
+        let subject =
+            LimitedWork { work, samples, device, limit, cuda_graphs: options.cuda_graphs };
         let row = AutoRow::measure(&subject, options.steps_only, &progress)?;
         progress.advance(1);
         progress.done();

@@ -100,7 +100,7 @@ impl AutoRow {
         };
         let work = &subject.work;
         Ok(Self {
-            contestant: if subject.replay { "brimful, replay" } else { "brimful" },
+            contestant: if subject.cuda_graphs { "brimful, replay" } else { "brimful" },
             model: work.model,
             shape: work.shape(),
             dtype: work.dtype,
@@ -163,7 +163,7 @@ impl AutoFigures {
 /// Runs `auto`, then alternates its steps with those of the same fixed size and of the best one.
 fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Option<Best>)> {
     let mut built = subject.build(Size::Auto)?;
-    let (mut failed, first_step_s) = learn(&mut built, subject.replay)?;
+    let (mut failed, first_step_s) = learn(&mut built, subject.cuda_graphs)?;
     let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
     for _ in 0..STEADY_STEPS {
@@ -172,7 +172,7 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
         failed += step.retries;
         (micro_batch, peak_bytes) = (size(&step), step.peak());
         // Captured graphs hold the memory that a fixed size would need beside them.
-        if !subject.replay {
+        if !subject.cuda_graphs {
             same.push(built.step_of(micro_batch)?);
         }
         if let Some(best) = best {
@@ -185,7 +185,7 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
         first_step_s,
         samples_per_s: subject.work.batch as f64 / times.median(),
         spread: times.spread(),
-        ratio_to_fixed: (!subject.replay).then(|| same.median() / times.median()),
+        ratio_to_fixed: (!subject.cuda_graphs).then(|| same.median() / times.median()),
         peak_bytes,
     };
     let best = best.map(|size| Best { size, ratio: of_best.median() / times.median() });
@@ -194,8 +194,8 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
 
 /// Runs the steps in which `auto` finds its size; returns the number of failed attempts and the seconds of the
 /// first step.
-fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
-    let steps = if replay { ORDER_STEPS } else { FASTEST_STEPS };
+fn learn(built: &mut Built<'_>, cuda_graphs: bool) -> Result<(usize, f64)> {
+    let steps = if cuda_graphs { ORDER_STEPS } else { FASTEST_STEPS };
     let (first_step_s, step) = built.step()?;
     let mut failed = step.retries;
     for _ in 1..steps {

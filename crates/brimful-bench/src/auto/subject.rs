@@ -21,7 +21,7 @@ pub(super) struct LimitedWork {
     pub(super) device: Device,
     pub(super) limit: Bytes,
     /// True to replay captured micro-batches, in the fastest memory format.
-    pub(super) replay: bool,
+    pub(super) cuda_graphs: bool,
 }
 
 /// Subject that has been built inside its memory.
@@ -47,8 +47,8 @@ impl LimitedWork {
         let store = VarStore::new(self.device);
         let model = self.work.build(&store)?;
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
-        if self.replay {
-            micro = micro.replay(true).memory_format(MemoryFormat::Measured);
+        if self.cuda_graphs {
+            micro = micro.cuda_graphs(true).memory_format(MemoryFormat::Measured);
         }
         Ok(Built { store, model, memory, micro, samples: &self.samples })
     }

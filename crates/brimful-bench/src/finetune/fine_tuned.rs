@@ -64,8 +64,8 @@ impl WholeTuned {
         let micro = MicroBatcher::new(&store, Size::Fixed(micro_batch))
             .memory(memory.clone())
             .reserve(method)
-            .replay(device.is_cuda());
-        let optimizer = Optimizer::new(&store, method)?.replay(device.is_cuda());
+            .cuda_graphs(device.is_cuda());
+        let optimizer = Optimizer::new(&store, method)?.cuda_graphs(device.is_cuda());
         Ok(Self { micro, model, store, optimizer, memory })
     }
 }

@@ -48,7 +48,8 @@ pub(super) fn measure(
     progress.row(&work.title());
     let wanted = kernels::enabled();
     kernels::set_enabled(false);
-    let mut model = TunedModel::new(&work, device, Tuning { replay: false, channels_last: true })?;
+    let mut model =
+        TunedModel::new(&work, device, Tuning { cuda_graphs: false, channels_last: true })?;
     let batch = work.samples(work.batch);
     let mut steps = |what: &str, count| -> Result<Vec<MeasuredTurn>> {
         let step = |turn| {

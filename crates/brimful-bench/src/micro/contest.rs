@@ -29,10 +29,10 @@ impl MicroContestant {
     /// convolutions.
     fn all(work: &Workload, device: Device) -> Vec<Self> {
         let mut all = vec![Self::Loop, Self::Streaming, Self::Resident];
-        for (replay, channels_last) in [(false, true), (true, false), (true, true)] {
+        for (cuda_graphs, channels_last) in [(false, true), (true, false), (true, true)] {
             let possible =
-                (!replay || device != Device::Cpu) && (!channels_last || work.is_image());
-            all.extend(possible.then_some(Self::Tuned(Tuning { replay, channels_last })));
+                (!cuda_graphs || device != Device::Cpu) && (!channels_last || work.is_image());
+            all.extend(possible.then_some(Self::Tuned(Tuning { cuda_graphs, channels_last })));
         }
         all
     }
@@ -42,7 +42,7 @@ impl MicroContestant {
             Self::Loop => "tch loop",
             Self::Streaming => "brimful",
             Self::Resident => "brimful, batch on device",
-            Self::Tuned(tuning) => match (tuning.replay, tuning.channels_last) {
+            Self::Tuned(tuning) => match (tuning.cuda_graphs, tuning.channels_last) {
                 (true, true) => "brimful, replay, channels last",
                 (true, false) => "brimful, replay",
                 (false, _) => "brimful, channels last",
@@ -53,7 +53,7 @@ impl MicroContestant {
     pub(super) fn tuning(self) -> Tuning {
         match self {
             Self::Tuned(tuning) => tuning,
-            _ => Tuning { replay: false, channels_last: false },
+            _ => Tuning { cuda_graphs: false, channels_last: false },
         }
     }
 }

@@ -18,7 +18,7 @@ struct SpeedRow {
     columns: Columns,
     #[serde(flatten)]
     staging: Staging,
-    replay: bool,
+    cuda_graphs: bool,
     channels_last: bool,
     #[serde(flatten)]
     speed: Speed,
@@ -62,13 +62,13 @@ pub(super) fn enter(
     let resident = seconds_of(MicroContestant::Resident)?;
     for (contestant, shown) in all {
         let seconds = shown.times.median();
-        let Tuning { replay, channels_last } = contestant.tuning();
+        let Tuning { cuda_graphs, channels_last } = contestant.tuning();
         // Only this pair differs in nothing but the copies.
         let streams = *contestant == MicroContestant::Streaming;
         journal.enter(&SpeedRow {
             columns: Columns::new(contestant.name(), work),
             staging: IN_ONE_PIECE,
-            replay,
+            cuda_graphs,
             channels_last,
             speed: Speed::new(work, &shown.times),
             ratio: by_hand / seconds,

@@ -52,8 +52,8 @@ impl<'a> NormContest<'a> {
             _ => vec![(NormContestant::Deferred, false), (NormContestant::Replayed, true)],
         };
         let mut plain: Vec<(NormContestant, TunedModel)> = Vec::new();
-        for (contestant, replay) in contestants {
-            let mut model = TunedModel::new(work, device, Tuning { replay, channels_last })?;
+        for (contestant, cuda_graphs) in contestants {
+            let mut model = TunedModel::new(work, device, Tuning { cuda_graphs, channels_last })?;
             if let Some((_, first)) = plain.first() {
                 model.store.copy(&first.store)?;
             }

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
-use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{Batch, Samples};
@@ -70,9 +70,9 @@ impl MicroBatcher {
         Ok(PartFigures {
             samples: tried.samples(),
             time: start.elapsed(),
-            peak: usage.map(|usage| self.replay.room.take_peak(usage.peak)),
-            replayed: std::mem::take(&mut self.replay.replayed),
-            captured: self.replay.new,
+            peak: usage.map(|usage| self.graphs.room.take_peak(usage.peak)),
+            replayed: std::mem::take(&mut self.graphs.replayed),
+            captured: self.graphs.new,
             unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
@@ -119,7 +119,7 @@ impl MicroBatcher {
                 let format_choice = &this.format_choice;
                 // A size that is only being tried out is not worth a capture.
                 let surroundings = Surroundings { format_choice, closure, settled: !tried };
-                let ran = this.replay.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
+                let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;
                 }
@@ -156,7 +156,7 @@ impl MicroBatcher {
         if role.begins {
             self.format_choice.begin(&parameters)?;
         }
-        self.replay.begin(parameters.len(), &self.variables, eager)?;
+        self.graphs.begin(parameters.len(), &self.variables, eager)?;
         let accumulator =
             Accumulator::begin(parameters, &self.variables)?.summing(turn).summing_others(alone);
         let window = self.state.window.as_ref();
@@ -199,7 +199,7 @@ impl MicroBatcher {
                 undo.run()?;
                 // Graphs keep memory that the next attempt may need, whichever layer retries.
                 if matches!(caught, Caught::OutOfMemory(_)) {
-                    self.replay.clear()?;
+                    self.graphs.clear()?;
                 }
                 Err(into_error_or_panic(caught))
             }

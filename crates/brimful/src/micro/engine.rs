@@ -59,11 +59,11 @@ impl Engine for MicroBatcher {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.format_choice.is_measuring(), even: self.replay.wanted }
+        Hints { hold: self.format_choice.is_measuring(), even: self.graphs.wanted }
     }
 
     fn drop_captures(&mut self) -> Result<()> {
-        self.replay.clear()
+        self.graphs.clear()
     }
 }
 
@@ -78,10 +78,10 @@ impl MicroBatcher {
     pub(crate) fn captures_keep(&self, kind: &Kind, size: Size) -> Result<Bytes> {
         let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
         Ok(match (kind.is_training(), memory.usage()?.available) {
-            (false, _) => self.replay.kept(),
+            (false, _) => self.graphs.kept(),
             // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
             // because of them.
-            (true, Some(available)) if size == Size::Auto => self.replay.spare(available),
+            (true, Some(available)) if size == Size::Auto => self.graphs.spare(available),
             (true, _) => Bytes(0),
         })
     }

@@ -26,8 +26,8 @@
 mod attempt;
 mod engine;
 mod evaluate;
+mod graphs;
 mod pass;
-mod replay;
 mod settings;
 mod whole;
 
@@ -49,8 +49,8 @@ use crate::step::{
     self, BatchRole, Brought, Outcome, Parts, Size, Step, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::Attempt;
-pub(crate) use replay::Closure;
-use replay::MicroReplay;
+pub(crate) use graphs::Closure;
+use graphs::MicroGraphs;
 
 /// Runs mini-batches through one device in micro-batches, with exactly the full batch's gradient.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ pub struct MicroBatcher {
     copy_streams: CopyStreams,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
-    replay: MicroReplay,
+    graphs: MicroGraphs,
     format_choice: FormatChoice,
     state: StepState<Parts>,
 }
@@ -76,7 +76,7 @@ impl MicroBatcher {
             copy_streams: CopyStreams::new(device),
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
-            replay: MicroReplay::new(device),
+            graphs: MicroGraphs::new(device),
             format_choice: FormatChoice::default(),
             state: StepState::new(size),
         }

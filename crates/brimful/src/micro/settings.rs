@@ -45,15 +45,15 @@ impl MicroBatcher {
     /// micro-batch also runs eagerly and is compared. If the closure has changed by then, the step reruns
     /// eagerly and the graph is dropped. The log reports as an error what changed and how many steps may have
     /// replayed the old work.
-    pub fn replay(mut self, wanted: bool) -> Self {
-        self.set_replay(wanted);
+    pub fn cuda_graphs(mut self, wanted: bool) -> Self {
+        self.set_cuda_graphs(wanted);
         self
     }
 
-    /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::replay`] was requested; `None`
+    /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::cuda_graphs`] was requested; `None`
     /// if there is none.
     pub fn eager_cause(&self) -> Option<&str> {
-        self.replay.cause.as_deref()
+        self.graphs.cause.as_deref()
     }
 
     /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
@@ -133,8 +133,8 @@ impl MicroBatcher {
         }
     }
 
-    pub(crate) fn set_replay(&mut self, wanted: bool) {
-        self.replay.set(wanted);
+    pub(crate) fn set_cuda_graphs(&mut self, wanted: bool) {
+        self.graphs.set(wanted);
     }
 
     pub(crate) fn set_memory_format(&mut self, memory_format: MemoryFormat) {
@@ -153,7 +153,7 @@ impl MicroBatcher {
 
     /// Learns from a step which memory format is faster.
     pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.format_choice.observe(samples, time, self.replay.new) {
+        if let Some(factor) = self.format_choice.observe(samples, time, self.graphs.new) {
             self.state.sizes.rearranged(factor);
         }
     }

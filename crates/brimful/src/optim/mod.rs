@@ -33,10 +33,10 @@ mod ahead;
 mod clip;
 mod ema;
 mod error;
+mod graphs;
 mod method;
 mod no_decay;
 mod rate_curve;
-mod replay;
 mod saved;
 mod scratch;
 mod sgd;
@@ -66,7 +66,7 @@ use crate::memory::Arena;
 use crate::{Error, Result};
 pub(crate) use ahead::FIRST_PART;
 use ahead::SecondState;
-use replay::OptimizerReplay;
+use graphs::OptimizerGraphs;
 use state::ParameterState;
 
 /// Group of the parameters that are in no other group.
@@ -77,7 +77,7 @@ pub(crate) const DEFAULT_GROUP: &str = "default";
 pub struct Optimizer {
     parameters: Vec<Parameter>,
     groups: Vec<ParameterGroup>,
-    replay: OptimizerReplay,
+    graphs: OptimizerGraphs,
 }
 
 #[derive(Debug)]
@@ -146,7 +146,7 @@ impl Optimizer {
         let parameters =
             named.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
         let groups = vec![ParameterGroup { name: DEFAULT_GROUP.into(), method }];
-        Ok(Self { parameters, groups, replay: OptimizerReplay::default() })
+        Ok(Self { parameters, groups, graphs: OptimizerGraphs::default() })
     }
 
     /// Sets which parameters are offloaded, by their names.

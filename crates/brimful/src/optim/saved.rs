@@ -94,7 +94,7 @@ impl Optimizer {
         for (group, method) in self.groups.iter_mut().zip(read.methods) {
             group.method = method;
         }
-        self.replay.forget();
+        self.graphs.forget();
     }
 
     /// Writes the state to a safetensors file atomically.

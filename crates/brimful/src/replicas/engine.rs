@@ -61,7 +61,7 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn kept_for_captures(&mut self, kind: &Kind) -> Result<Vec<u64>> {
-        if !self.replays {
+        if !self.cuda_graphs {
             return Ok(Vec::new());
         }
         let kind = kind.clone();
@@ -70,11 +70,11 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: false, even: self.replays }
+        Hints { hold: false, even: self.cuda_graphs }
     }
 
     fn drop_captures(&mut self) -> Result<()> {
-        if !self.replays {
+        if !self.cuda_graphs {
             return Ok(());
         }
         self.workers.all(|replica| replica.micro.drop_captures()).map(drop)

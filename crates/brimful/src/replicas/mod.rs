@@ -80,7 +80,7 @@ pub struct Replicas<M> {
     store: VarStore,
     speeds: Speeds,
     /// Whether micro-batches run as CUDA graphs.
-    replays: bool,
+    cuda_graphs: bool,
     settings: Vec<Setting>,
     state: StepState<Parts>,
 }
@@ -135,7 +135,7 @@ impl<M: 'static> Replicas<M> {
             workers,
             devices,
             store,
-            replays: false,
+            cuda_graphs: false,
             settings: Vec::new(),
             state: StepState::new(size),
         })

@@ -24,13 +24,13 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Captures micro-batches of each shape once as CUDA graphs, on every replica with a CUDA device: see
-    /// [`MicroBatcher::replay`], and what it requires of the closure.
-    pub fn replay(mut self, wanted: bool) -> Self {
-        self.replays = wanted;
-        self.set(move |micro| micro.set_replay(wanted))
+    /// [`MicroBatcher::cuda_graphs`], and what it requires of the closure.
+    pub fn cuda_graphs(mut self, wanted: bool) -> Self {
+        self.cuda_graphs = wanted;
+        self.set(move |micro| micro.set_cuda_graphs(wanted))
     }
 
-    /// Returns the reason why a replica's micro-batches run eagerly although [`Replicas::replay`] was set;
+    /// Returns the reason why a replica's micro-batches run eagerly although [`Replicas::cuda_graphs`] was set;
     /// none if all replicas can run CUDA graphs.
     ///
     /// # Errors

@@ -9,9 +9,9 @@
 //! first: it adds the statistics of the whole mini-batch at once.
 
 mod channel_pairs;
+mod graphs;
 mod pool;
 mod ranks;
-mod replayed;
 mod whole_batch;
 
 use std::cell::RefCell;
@@ -25,9 +25,9 @@ use tch::Tensor;
 
 use crate::Result;
 pub(crate) use channel_pairs::PairSum;
+pub(crate) use graphs::GraphStatistics;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
-pub(crate) use replayed::ReplayStatistics;
 pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
 
 /// A layer's running mean and variance, with their momentum.

@@ -30,7 +30,7 @@ pub struct Step<O = ()> {
     /// Peak memory of each device, where it is counted: on an accelerator, or in an arena that was given. A
     /// pipeline lists the devices of all ranks.
     pub peaks: Vec<Option<Bytes>>,
-    /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
+    /// Micro-batches that were replayed, see [`MicroBatcher::cuda_graphs`](crate::MicroBatcher::cuda_graphs).
     pub replayed: usize,
     /// Number of BatchNorm layers in this process that are not this library's, such as tch's own: their running
     /// statistics move at every micro-batch. Use [`nn::batch_norm2d`](crate::nn::batch_norm2d) (or 1d, 3d), whose

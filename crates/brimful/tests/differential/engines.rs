@@ -311,8 +311,8 @@ impl OneDevice {
         if test_device() == Device::Cpu {
             micro = micro.memory(Memory::Arena(arenas[0].clone()));
         }
-        let replays = std::env::var_os("BRIMFUL_TEST_REPLAY").is_some();
-        let micro = micro.replay(replays).non_finite(setup.non_finite()).world(setup.world)?;
+        let graphs = std::env::var_os("BRIMFUL_TEST_CUDA_GRAPHS").is_some();
+        let micro = micro.cuda_graphs(graphs).non_finite(setup.non_finite()).world(setup.world)?;
         let optimizer = Optimizer::new(&store, sgd(setup.rate))?;
         let world = setup.world.clone();
         Ok(Box::new(Self { store, model, head, micro, optimizer, arenas, world }))

@@ -7,7 +7,7 @@
 //! | `BRIMFUL_FUZZ_CASES` | number of cases (300) |
 //! | `BRIMFUL_FUZZ_SEED` | seed of the first case (0) |
 //! | `BRIMFUL_TEST_DEVICE` | the device, such as `cuda:0` |
-//! | `BRIMFUL_TEST_REPLAY` | with CUDA graphs |
+//! | `BRIMFUL_TEST_CUDA_GRAPHS` | with CUDA graphs |
 //!
 //! A failing case is shrunk and printed as its seed and as code, which [`regressions`] keeps.
 

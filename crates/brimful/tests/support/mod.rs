@@ -54,9 +54,10 @@ pub fn test_device() -> Device {
     }
 }
 
-/// Makes a micro-batcher; `BRIMFUL_TEST_REPLAY=1` turns CUDA graphs on.
+/// Makes a micro-batcher; `BRIMFUL_TEST_CUDA_GRAPHS=1` turns CUDA graphs on.
 pub fn micro_batcher(store: &VarStore, size: Size) -> MicroBatcher {
-    MicroBatcher::new(store, size).replay(std::env::var_os("BRIMFUL_TEST_REPLAY").is_some())
+    MicroBatcher::new(store, size)
+        .cuda_graphs(std::env::var_os("BRIMFUL_TEST_CUDA_GRAPHS").is_some())
 }
 
 /// Runs `f` with each launch of a custom kernel failing in turn, and finally with none; `f` receives a

@@ -90,7 +90,7 @@ pub struct TrainOptions {
     /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
     /// CUDA alone
     #[arg(long)]
-    pub(crate) no_replay: bool,
+    pub(crate) no_cuda_graphs: bool,
     #[arg(long, value_enum)]
     #[arg(help = format!("{} [default: f32; of a folder's weights as they are stored]", words::DTYPE))]
     pub(crate) dtype: Option<NumberType>,

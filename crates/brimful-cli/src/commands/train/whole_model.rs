@@ -31,7 +31,7 @@ pub(super) struct WholeModel {
     memory: Memory,
     kind: Kind,
     /// True if micro-batches may run as CUDA graphs.
-    replays: bool,
+    cuda_graphs: bool,
     ranks: usize,
     /// Bytes that a step needs for any size of its micro-batches.
     fixed: FixedBytes,
@@ -65,8 +65,8 @@ impl WholeModel {
             _ => Runner::several(layers, accounts, world, options)?,
         };
         let _inside = memory.enter();
-        let mut optimizer =
-            Optimizer::new(runner.store(), options.recipe.method())?.replay(!options.no_replay);
+        let mut optimizer = Optimizer::new(runner.store(), options.recipe.method())?
+            .cuda_graphs(!options.no_cuda_graphs);
         optimizer.decay_only_matrices()?;
         let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
         let averages = averages.transpose()?.map(|averages| averages.warmup(true));
@@ -74,7 +74,7 @@ impl WholeModel {
             kind: options.dtype().kind(),
             clip_norm: options.recipe.clip_norm,
             fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
-            replays: devices[0].is_cuda() && !options.no_replay,
+            cuda_graphs: devices[0].is_cuda() && !options.no_cuda_graphs,
             ranks: world.size(),
             runner,
             optimizer,
@@ -100,7 +100,7 @@ impl Runner {
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
             .reserve(options.recipe.method())
-            .replay(device.is_cuda() && !options.no_replay)
+            .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
             .memory_format(memory_format(device))
             .world(world)?;
         Ok(Self::One { micro: Box::new(micro), model, store })
@@ -126,7 +126,7 @@ impl Runner {
         let replicas = replicas
             // The devices are alike, and a split by measured speed would make results depend on timing.
             .speeds(&vec![1.0; each])?
-            .replay(device.is_cuda() && !options.no_replay)
+            .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
             .memory_format(memory_format(device))
             .reserve(options.recipe.method())
             .world(world)?;
@@ -193,7 +193,7 @@ impl TrainingEngine for WholeModel {
     ) -> brimful::Result<Record> {
         let start = Instant::now();
         // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
-        let ticker = ticker.filter(|_| !self.replays);
+        let ticker = ticker.filter(|_| !self.cuda_graphs);
         let step = self.runner.backward(&batches, self.kind, ticker)?;
         guard(&self.memory, || {
             if let Some(length) = self.clip_norm {

@@ -74,8 +74,8 @@ fn assert_alike(got: &Named, expected: &Named, what: &str) {
     assert_within(got, expected, part, what);
 }
 
-fn micro(net: &TwoLayers, replay: bool) -> MicroBatcher {
-    MicroBatcher::new(&net.store, Size::Fixed(4)).replay(replay)
+fn micro(net: &TwoLayers, cuda_graphs: bool) -> MicroBatcher {
+    MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(cuda_graphs)
 }
 
 /// Runs both over the same mini-batches, and compares after each; returns the number of replayed ones.
@@ -178,7 +178,7 @@ fn outputs((one, two): &Layers, x: &Tensor) -> Tensor {
 fn replicas_that_alternate_two_losses_replay_each_as_itself() {
     let _alone = alone();
     let net = TwoLayers::new(Kind::Double);
-    let (mut one, mut replicas) = (micro(&net, false), replicated().replay(true));
+    let (mut one, mut replicas) = (micro(&net, false), replicated().cuda_graphs(true));
     let mut count = 0;
     for step in 0..6 {
         let x = numbers_there(&[24, 5], step);
@@ -203,7 +203,7 @@ fn replicas_that_alternate_two_losses_replay_each_as_itself() {
 #[test]
 fn replicas_that_draw_on_the_host_are_not_replayed() {
     let _alone = alone();
-    let mut replicas = replicated().replay(true);
+    let mut replicas = replicated().cuda_graphs(true);
     for step in 0..4 {
         let done = replicas.backward(&numbers_there(&[24, 5], step), |model, x: Tensor| {
             let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
@@ -438,9 +438,9 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
     };
     let device = || [DeviceSpec::from(test_device())];
     let mut needs = Vec::new();
-    for replay in [false, true] {
+    for cuda_graphs in [false, true] {
         let replicas = Replicas::new(device(), Size::Largest, wide).expect("replicas");
-        let mut replicas = replicas.replay(replay);
+        let mut replicas = replicas.cuda_graphs(cuda_graphs);
         let x = Tensor::randn([4096, 64], (Kind::Float, Device::Cpu));
         let mut last = None;
         for _ in 0..16 {
@@ -450,7 +450,7 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
             });
             let step = step.expect("a step");
             let decision = step.decisions.last().expect("a decision");
-            if replay == (step.replayed > 0) {
+            if cuda_graphs == (step.replayed > 0) {
                 last = decision.measured.map(|need| (decision.size, need.0, step.replayed));
             }
         }
@@ -471,10 +471,10 @@ fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
     let decaying = Sgd::new(0.1).weight_decay(0.5);
     let optimizer = Optimizer::new(&saved.store, decaying).expect("an optimizer");
     optimizer.save(file.path()).expect("saved");
-    let weights = [false, true].map(|replay| {
+    let weights = [false, true].map(|cuda_graphs| {
         let net = TwoLayers::new(Kind::Double);
         let optimizer = Optimizer::new(&net.store, Sgd::new(0.1)).expect("an optimizer");
-        let mut optimizer = optimizer.replay(replay);
+        let mut optimizer = optimizer.cuda_graphs(cuda_graphs);
         let kept: Vec<_> = net.store.trainable_variables();
         for mut variable in kept {
             let gradient = numbers_there(&variable.size(), 9);
@@ -486,7 +486,7 @@ fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
             }
             optimizer.step().expect("a step");
         }
-        assert_eq!(optimizer.replayed() > 0, replay && replays());
+        assert_eq!(optimizer.replayed() > 0, cuda_graphs && replays());
         net.store.variables()["one.weight"].copy()
     });
     let off = (&weights[0] - &weights[1]).abs().max().double_value(&[]);

@@ -7,7 +7,7 @@ use super::room::Watch;
 use super::shape::Closure;
 use super::trial::{Eager, ReplayTrial};
 use super::trust::Trust;
-use super::{MicroReplay, ShapeEntry, ShapeState, WARM_UP, room};
+use super::{MicroGraphs, ShapeEntry, ShapeState, WARM_UP, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
@@ -16,7 +16,7 @@ use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
 use crate::{Error, Result};
 
-impl MicroReplay {
+impl MicroGraphs {
     /// Replays the micro-batch as a trial, and runs it eagerly for its mini-batch.
     ///
     /// # Errors

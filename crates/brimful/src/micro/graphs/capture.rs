@@ -8,7 +8,7 @@ use super::compare::Verdict;
 use super::program::{self, Program, Setting};
 use super::room::{Watch, free_memory};
 use super::trial::{Eager, ReplayTrial};
-use super::{MicroReplay, ShapeState, WARM_UP};
+use super::{MicroGraphs, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
 use crate::bytes::Bytes;
@@ -17,7 +17,7 @@ use crate::micro::Outcome;
 use crate::micro::pass::BatchPass;
 use crate::{Error, Result, device};
 
-impl MicroReplay {
+impl MicroGraphs {
     /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the bytes
     /// in use during replays.
     pub(super) fn capture<B: Batch, R: Outcome>(

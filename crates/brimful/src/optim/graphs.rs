@@ -20,7 +20,7 @@ const MOST_CAPTURES: usize = 8;
 
 /// Addresses of the last step, and the CUDA graph captured for them.
 #[derive(Debug, Default)]
-pub(super) struct OptimizerReplay {
+pub(super) struct OptimizerGraphs {
     wanted: bool,
     /// Addresses at the last step; `calm_steps` counts the steps that they were unchanged.
     places: Vec<usize>,
@@ -37,7 +37,7 @@ struct Captured {
     rates: Vec<(Tensor, f64)>,
 }
 
-impl OptimizerReplay {
+impl OptimizerGraphs {
     /// Discards the graph: options other than learning rates are constants in it.
     pub(super) fn forget(&mut self) {
         let Self { wanted, captures, replayed, .. } = *self;
@@ -51,34 +51,34 @@ impl Optimizer {
     ///
     /// The result differs by no more than the rounding of the learning rate to f32.
     #[must_use]
-    pub fn replay(mut self, wanted: bool) -> Self {
-        self.replay = OptimizerReplay { wanted, ..OptimizerReplay::default() };
+    pub fn cuda_graphs(mut self, wanted: bool) -> Self {
+        self.graphs = OptimizerGraphs { wanted, ..OptimizerGraphs::default() };
         self
     }
 
     /// Number of steps that were replayed.
     pub fn replayed(&self) -> usize {
-        self.replay.replayed
+        self.graphs.replayed
     }
 
     /// Takes the step by replaying a CUDA graph, if possible; returns whether it did.
     pub(super) fn step_again(&mut self) -> Result<bool> {
-        if !self.replay.wanted {
+        if !self.graphs.wanted {
             return Ok(false);
         }
         let (device, places) = self.places()?.unwrap_or((Device::Cpu, Vec::new()));
-        if places != self.replay.places || places.is_empty() {
-            self.replay.forget();
-            self.replay.places = places;
+        if places != self.graphs.places || places.is_empty() {
+            self.graphs.forget();
+            self.graphs.places = places;
             return Ok(false);
         }
         // Not counted before: gradients that are allocated anew at every step have another address each
         // time.
-        self.replay.calm_steps += 1;
-        if self.replay.captured.is_none() && !self.capture(device)? {
+        self.graphs.calm_steps += 1;
+        if self.graphs.captured.is_none() && !self.capture(device)? {
             return Ok(false);
         }
-        let Some(captured) = &mut self.replay.captured else { return Ok(false) };
+        let Some(captured) = &mut self.graphs.captured else { return Ok(false) };
         for ((tensor, written), group) in captured.rates.iter_mut().zip(&self.groups) {
             let rate = group.method.learning_rate();
             // A fill is a launch, and most steps keep the rate.
@@ -88,7 +88,7 @@ impl Optimizer {
             }
         }
         captured.graph.replay()?;
-        self.replay.replayed += 1;
+        self.graphs.replayed += 1;
         self.count_changes();
         Ok(true)
     }
@@ -136,11 +136,11 @@ impl Optimizer {
 
     /// Captures a step without running it; returns whether there is a graph now.
     fn capture(&mut self, device: Device) -> Result<bool> {
-        let OptimizerReplay { calm_steps, captures, .. } = self.replay;
+        let OptimizerGraphs { calm_steps, captures, .. } = self.graphs;
         if calm_steps < CALM_STEPS || captures == MOST_CAPTURES {
             return Ok(false);
         }
-        self.replay.captures += 1;
+        self.graphs.captures += 1;
         let rate = |group: &super::ParameterGroup| {
             let rate = group.method.learning_rate();
             Ok((Tensor::f_full([0_i64; 0], rate, (Kind::Float, device))?, rate))
@@ -159,12 +159,12 @@ impl Optimizer {
             Ok::<_, Error>(graph)
         });
         match recorded {
-            Ok(graph) => self.replay.captured = Some(Captured { graph, rates }),
+            Ok(graph) => self.graphs.captured = Some(Captured { graph, rates }),
             Err(cause) => {
                 tracing::warn!(%cause, "the optimizer's steps are not replayed");
-                self.replay.wanted = false;
+                self.graphs.wanted = false;
             }
         }
-        Ok(self.replay.captured.is_some())
+        Ok(self.graphs.captured.is_some())
     }
 }

@@ -21,7 +21,7 @@ use crate::micro::Outcome;
 use crate::micro::pass::BatchPass;
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
-use crate::statistics::{Pending, ReplayStatistics};
+use crate::statistics::{GraphStatistics, Pending};
 use crate::{Error, Result};
 
 /// A captured micro-batch.
@@ -34,7 +34,7 @@ pub(super) struct Program {
     written: Vec<f64>,
     pub(super) readout: Readout,
     pub(super) sums: Vec<Sum>,
-    statistics: ReplayStatistics,
+    statistics: GraphStatistics,
     /// Outputs of the closure, of its own type.
     outputs: Box<dyn Any + Send>,
     /// Operations of the closure at the capture, in words.
@@ -153,7 +153,7 @@ impl Program {
             written: vec![0.0; readout.terms.len()],
             readout,
             sums: Vec::new(),
-            statistics: statistics.into_replay_statistics(),
+            statistics: statistics.into_graph_statistics(),
             outputs: Box::new(outputs),
             operations: mem::take(&mut touched.operations),
             touched,

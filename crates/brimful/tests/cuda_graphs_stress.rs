@@ -41,13 +41,13 @@ struct Side {
 }
 
 impl Side {
-    fn new(replay: bool) -> Self {
+    fn new(cuda_graphs: bool) -> Self {
         let mut store = nn::VarStore::new(test_device());
         let one = nn::linear(store.root() / "one", 6, 16, Default::default());
         let two = nn::linear(store.root() / "two", 16, 4, Default::default());
         store.set_kind(Kind::Double);
         let optimizer = Optimizer::new(&store, Sgd::new(0.01).momentum(0.5)).expect("an optimizer");
-        let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(replay);
+        let micro = MicroBatcher::new(&store, Size::Fixed(4)).cuda_graphs(cuda_graphs);
         Self { store, net: HungryNet { one, two }, optimizer, micro }
     }
 

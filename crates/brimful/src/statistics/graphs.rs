@@ -13,24 +13,24 @@ use crate::{Error, Result};
 
 /// Layers of a captured micro-batch that have reported.
 #[derive(Debug)]
-pub(crate) struct ReplayStatistics {
+pub(crate) struct GraphStatistics {
     rows: Vec<(Running, Row)>,
     changed: Vec<Running>,
 }
 
 impl Pending {
     /// Converts the reports during a capture into updates for each replay.
-    pub(crate) fn into_replay_statistics(self) -> ReplayStatistics {
+    pub(crate) fn into_graph_statistics(self) -> GraphStatistics {
         let rows = self.deferred.into_values().flat_map(|seen| {
             let rows = seen.rows_so_far();
             rows.into_iter().map(move |row| (seen.running.share(), row))
         });
         let changed = self.changed.into_values().map(|(running, ..)| running);
-        ReplayStatistics { rows: rows.collect(), changed: changed.collect() }
+        GraphStatistics { rows: rows.collect(), changed: changed.collect() }
     }
 }
 
-impl ReplayStatistics {
+impl GraphStatistics {
     /// Keeps the values of the statistics that the replay will move.
     pub(crate) fn before(&self) -> Result<()> {
         self.changed.iter().try_for_each(|running| at_once(running).map(drop))

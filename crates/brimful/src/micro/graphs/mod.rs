@@ -54,7 +54,7 @@ const MAX_SHAPES: usize = 16;
 
 /// State of each shape of micro-batch, and the resources that all CUDA graphs share.
 #[derive(Debug)]
-pub(super) struct MicroReplay {
+pub(super) struct MicroGraphs {
     device: Device,
     pub(super) wanted: bool,
     entries: Vec<ShapeEntry>,
@@ -125,7 +125,7 @@ impl ShapeEntry {
     }
 }
 
-impl MicroReplay {
+impl MicroGraphs {
     pub(super) fn new(device: Device) -> Self {
         Self {
             device,
@@ -153,7 +153,7 @@ impl MicroReplay {
         self.wanted = wanted;
         let available = match self.device {
             Device::Cuda(_) => graph::available().map_err(|error| error.to_string()),
-            _ => Err("replay is for CUDA devices".to_owned()),
+            _ => Err("CUDA graphs are for CUDA devices".to_owned()),
         };
         if let (true, Err(cause)) = (wanted, available) {
             self.wanted = false;
@@ -360,7 +360,7 @@ impl MicroReplay {
     /// Logs once why micro-batches run eagerly.
     fn tell(&mut self, cause: String) {
         if self.cause.is_none() {
-            tracing::warn!(%cause, "micro-batches are not replayed but run eagerly");
+            tracing::warn!(%cause, "micro-batches run eagerly, without CUDA graphs");
             self.cause = Some(cause);
         }
     }

@@ -85,7 +85,7 @@ fn replays() -> bool {
 fn pair(size: usize, net: impl Fn() -> NormedNet) -> ([NormedNet; 2], MicroBatcher, MicroBatcher) {
     let nets = [net(), net()];
     let [one, two] = nets.each_ref().map(|net| MicroBatcher::new(&net.store, Size::Fixed(size)));
-    (nets, one, two.replay(true))
+    (nets, one, two.cuda_graphs(true))
 }
 
 /// Runs both over the same mini-batches and compares after each.
@@ -304,7 +304,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         }
         // The device stays usable: another micro-batcher captures.
         let net = NormedNet::plain(kind);
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(true);
         let step =
             micro.backward(&batch_from(24, kind, 0), |(x, y, t): Batch| net.loss(&x, &y, &t));
         assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
@@ -376,7 +376,7 @@ fn an_automatic_size_backs_off_and_is_replayed() {
         let [eager, replayed] =
             [(); 2].map(|()| NormedNet::new(kind, BatchNormPolicy::Frozen, 0.0));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-        let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
+        let mut two = MicroBatcher::new(&replayed.store, size).cuda_graphs(true);
         let (mut retries, mut count) = (0, 0);
         for step in 0..6 {
             let samples = batch_from(60, kind, step);
@@ -403,7 +403,7 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let _alone = alone();
     let device = test_device();
     let net = NormedNet::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(true);
     let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
     for step in 0..steps {
         let samples = batch_from(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
@@ -421,12 +421,12 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
 fn stepped(
     kind: Kind,
     method: impl Fn(f64) -> brimful::optim::Method,
-    replay: bool,
+    cuda_graphs: bool,
 ) -> (Vec<Tensor>, usize) {
     let NormedNet { store, .. } = NormedNet::plain(kind);
     let mut optimizer = brimful::optim::Optimizer::new(&store, method(0.1)).expect("an optimizer");
     optimizer.group("biases", |name| name.ends_with("bias"), method(0.05)).expect("a group");
-    let mut optimizer = optimizer.replay(replay);
+    let mut optimizer = optimizer.cuda_graphs(cuda_graphs);
     let mut parameters = store.trainable_variables();
     parameters.retain(|p| p.size() != [3]);
     let gradients: Vec<Tensor> = parameters.iter().map(Tensor::zeros_like).collect();

@@ -84,7 +84,7 @@ fn micro_batcher_holds(kind: &str, world: &World) {
     let store = VarStore::new(test_device());
     let model = wide(&store.root());
     let _limited = Limited::new();
-    let micro = MicroBatcher::new(&store, Size::Auto).replay(true);
+    let micro = MicroBatcher::new(&store, Size::Auto).cuda_graphs(true);
     let mut micro = micro.world(world).expect("one model");
     let x = samples();
     holds(kind, || micro.backward(&x, |x: Tensor| loss(&model, &x)));
@@ -100,7 +100,7 @@ fn one_device() {
 fn replicas() {
     let _turn = alone();
     let replicas = Replicas::new([test_device()], Size::Auto, wide).expect("replicas");
-    let mut replicas = replicas.replay(true);
+    let mut replicas = replicas.cuda_graphs(true);
     let _limited = Limited::new();
     let x = samples();
     holds("replicas", || replicas.backward(&x, |model, x: Tensor| loss(model, &x)));
