@@ -3,7 +3,7 @@
 use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::{Builder, PipelineOptimizer};
-use brimful::{Loss, Pipeline, Step};
+use brimful::{Loss, Pipeline, StepReport};
 use tch::Tensor;
 
 use crate::steady::{LEARNING_RATE, SteadyTraining};
@@ -34,7 +34,7 @@ impl StagedTraining {
 }
 
 impl SteadyTraining for StagedTraining {
-    fn backward(&mut self, (x, y): &Samples) -> Result<Step> {
+    fn backward(&mut self, (x, y): &Samples) -> Result<StepReport> {
         let loss = self.loss;
         Ok(self.pipeline.backward(x, y, move |out: Tensor, y| Loss::mean(loss(&out, y)))?)
     }

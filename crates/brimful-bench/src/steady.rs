@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use brimful::Step;
+use brimful::StepReport;
 use serde::Serialize;
 
 use crate::times::StepTimes;
@@ -25,7 +25,7 @@ pub(crate) const LEARNING_RATE: f64 = 1e-4;
 /// Training whose steps are measured.
 pub(crate) trait SteadyTraining {
     /// Runs forward and backward over a mini-batch, until the loss is read.
-    fn backward(&mut self, batch: &Samples) -> Result<Step>;
+    fn backward(&mut self, batch: &Samples) -> Result<StepReport>;
 
     /// Runs the update, or starts it.
     fn update(&mut self) -> Result<()>;
@@ -45,7 +45,7 @@ pub(crate) struct SteadySteps {
     #[serde(skip)]
     pub(crate) first_loss: f64,
     #[serde(skip)]
-    pub(crate) last: Step,
+    pub(crate) last: StepReport,
 }
 
 impl SteadySteps {

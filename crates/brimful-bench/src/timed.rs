@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, Loss, Pipeline, Step};
+use brimful::{Bytes, Loss, Pipeline, StepReport};
 use brimful_cli::setting::{NumberType, loss};
 use brimful_torch::device as torch_device;
 use tch::{Device, Tensor};
@@ -85,7 +85,10 @@ pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<By
 }
 
 /// Runs one step of a pipeline, starting without gradients; returns the step and its seconds.
-pub(crate) fn pipeline_step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
+pub(crate) fn pipeline_step(
+    pipeline: &mut Pipeline,
+    (x, y): &Samples,
+) -> Result<(StepReport, f64)> {
     pipeline.zero_grad()?;
     let start = Instant::now();
     let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;

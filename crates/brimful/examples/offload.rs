@@ -7,7 +7,7 @@ use brimful::memory::Arena;
 use brimful::optim::AdamW;
 use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::schedule::Schedule;
-use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Result, Step};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Result, StepReport};
 use tch::{Device, Kind, Tensor, nn};
 
 const BLOCKS: usize = 12;
@@ -51,7 +51,7 @@ fn layers() -> Layers {
 }
 
 /// A few steps, with a stage for each linear layer.
-fn train(offload: Offload, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result<Vec<Step>> {
+fn train(offload: Offload, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result<Vec<StepReport>> {
     tch::manual_seed(1);
     let device = Arena::new("device");
     device.set_limit(limit)?;
@@ -71,7 +71,7 @@ fn step(
     optimizer: &mut PipelineOptimizer,
     x: &Tensor,
     y: &Tensor,
-) -> Result<Step> {
+) -> Result<StepReport> {
     let step =
         pipe.backward(x, y, |out: Tensor, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)))?;
     optimizer.step()?; // on the host it returns at once: the update runs behind the next step

@@ -39,7 +39,7 @@ impl Randomness {
 /// Random numbers of one micro-batch in one step. Each layer has a seed of its own, so the numbers depend
 /// neither on the schedule, the balance and the threads, nor on recomputation.
 ///
-/// A pipeline's [`Step`](crate::Step) reports its seed, from which a plain model can draw the same numbers by
+/// A pipeline's [`StepReport`](crate::StepReport) reports its seed, from which a plain model can draw the same numbers by
 /// `Model::forward_drawing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draws {

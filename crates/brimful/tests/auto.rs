@@ -9,7 +9,7 @@ use std::cell::Cell;
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::{Error, Loss, MicroBatcher, Size, Step};
+use brimful::{Error, Loss, MicroBatcher, Size, StepReport};
 use support::state::{Net, samples, state};
 use support::{alone, assert_fails, assert_same, assert_within, logged, test_device};
 use tch::nn::{self, Module, ModuleT};
@@ -308,7 +308,7 @@ impl Wide {
         Self { store, layers }
     }
 
-    fn step(&self, micro: &mut MicroBatcher, samples: i64) -> brimful::Result<Step> {
+    fn step(&self, micro: &mut MicroBatcher, samples: i64) -> brimful::Result<StepReport> {
         let batch = Tensor::ones([samples, 64], (Kind::Float, Device::Cpu));
         micro.backward(&batch, |x| {
             Loss::mean(self.layers.forward_t(&x, true).square().mean(Kind::Float))
@@ -335,7 +335,7 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
         let wide = Wide::new();
         let mut micro =
             MicroBatcher::new(&wide.store, Size::Largest).memory(limited("auto", limit));
-        let steps: Vec<Step> =
+        let steps: Vec<StepReport> =
             (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
         let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
         let failed: usize = steps.iter().map(|step| step.retries).sum();
@@ -467,7 +467,7 @@ fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
             let _held = Tensor::empty([x.size()[0] << 18], (Kind::Uint8, Device::Cpu));
             Loss::mean(normalised(&x))
         });
-        let Step { sizes, retries, .. } = step.expect("a step");
+        let StepReport { sizes, retries, .. } = step.expect("a step");
         assert_eq!((sizes.iter().sum::<usize>(), retries), (600, 0));
         assert!(sizes.iter().all(|&size| size >= 8), "{sizes:?}");
         assert!((604..630).contains(&ran), "{ran}");

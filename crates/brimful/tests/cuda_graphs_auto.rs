@@ -6,7 +6,7 @@
 mod support;
 
 use brimful::memory::Memory;
-use brimful::{Loss, MicroBatcher, Replicas, Result, Size, Step, World};
+use brimful::{Loss, MicroBatcher, Replicas, Result, Size, StepReport, World};
 use support::{alone, test_device};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
@@ -62,8 +62,8 @@ impl Drop for Limited {
 }
 
 /// Runs steps until a size is found, and some more.
-fn holds(kind: &str, mut step: impl FnMut() -> Result<Step>) {
-    let steps: Vec<Step> = (0..STEPS).map(|_| step().expect(kind)).collect();
+fn holds(kind: &str, mut step: impl FnMut() -> Result<StepReport>) {
+    let steps: Vec<StepReport> = (0..STEPS).map(|_| step().expect(kind)).collect();
     for (number, step) in steps.iter().enumerate().skip(SETTLED) {
         let what = format!("{kind}, step {number}: {:?} {:?}", step.sizes, step.decisions);
         assert_eq!(step.retries, 0, "{what}");

@@ -52,7 +52,7 @@ impl Side {
     }
 
     /// Runs a step with the first or the second loss.
-    fn backward(&mut self, x: &Tensor, second: bool) -> Result<brimful::Step, Error> {
+    fn backward(&mut self, x: &Tensor, second: bool) -> Result<brimful::StepReport, Error> {
         let Self { net, micro, .. } = self;
         if second {
             return micro.backward(x, |x: Tensor| {

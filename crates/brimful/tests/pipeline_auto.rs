@@ -8,7 +8,7 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::Outputs;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, Step};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, StepReport};
 use support::pipeline_cases::{eval, of_all};
 use support::{Named, alone, assert_within, numbers};
 use tch::{Kind, Tensor, nn};
@@ -42,7 +42,7 @@ fn batch() -> (Tensor, Tensor) {
     (numbers(&[SAMPLES, 16], 100), numbers(&[SAMPLES, 4], 200))
 }
 
-fn step(pipe: &mut Pipeline) -> brimful::Result<Step> {
+fn step(pipe: &mut Pipeline) -> brimful::Result<StepReport> {
     let (x, y) = batch();
     pipe.backward(&x, &y, |out: Tensor, y: &Tensor| {
         Loss::mean((out - y).square().mean(Kind::Double))
@@ -91,7 +91,7 @@ fn the_tightest_stage_decides() {
 }
 
 /// Returns a step's loss, retries, and number of sizes.
-fn told<O>(step: Step<O>) -> (f64, usize, usize) {
+fn told<O>(step: StepReport<O>) -> (f64, usize, usize) {
     (step.loss, step.retries, step.decisions.len())
 }
 

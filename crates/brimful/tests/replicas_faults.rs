@@ -39,7 +39,7 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-/// Step, in one pass over the samples or in two.
+/// StepReport, in one pass over the samples or in two.
 type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
 
 fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {

@@ -64,7 +64,7 @@ fn three_stages(world: &World) -> Pipeline {
         .expect("a pipeline")
 }
 
-fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {
+fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::StepReport> {
     let x = Tensor::arange(32, (Kind::Double, Device::Cpu)).view([8, 4]).sin();
     pipe.backward(&x, &(), |out: Tensor, _: &()| Loss::mean(out.square().mean(Kind::Double)))
 }

@@ -1,7 +1,7 @@
 //! Row of a model and a limit: sizes found by `auto` and `largest`, beside the best possible ones.
 
 use anyhow::Result;
-use brimful::{Bytes, Size, Step};
+use brimful::{Bytes, Size, StepReport};
 use brimful_cli::exit::Exit;
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
@@ -224,6 +224,6 @@ fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
 }
 
 /// Returns the size that a step ended with.
-fn size(step: &Step) -> usize {
+fn size(step: &StepReport) -> usize {
     step.decisions.last().map_or(0, |decision| decision.size)
 }

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
-use brimful::{Bytes, MicroBatcher, Size, Step};
+use brimful::{Bytes, MicroBatcher, Size, StepReport};
 use brimful_cli::setting::{LossModel, clear_gradients, within};
 use tch::Device;
 use tch::nn::VarStore;
@@ -66,7 +66,7 @@ impl LimitedWork {
 
 impl Built<'_> {
     /// Runs one timed step.
-    pub(super) fn step(&mut self) -> Result<(f64, Step)> {
+    pub(super) fn step(&mut self) -> Result<(f64, StepReport)> {
         let Self { store, model, micro, samples, .. } = self;
         step(store, model, micro, samples)
     }
@@ -95,7 +95,7 @@ fn step(
     model: &LossModel,
     micro: &mut MicroBatcher,
     samples: &Samples,
-) -> Result<(f64, Step)> {
+) -> Result<(f64, StepReport)> {
     clear_gradients(store)?;
     let backward = || Ok(micro.backward(samples, |(x, y)| model.loss(&x, &y, true))?);
     let (step, seconds) = timed(store.device(), backward)?;

@@ -5,7 +5,9 @@ use brimful::memory::Memory;
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, Step, balance, guard};
+use brimful::{
+    Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, StepReport, balance, guard,
+};
 use brimful_cli::setting::{self, LossModel};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -20,7 +22,7 @@ pub(super) trait FineTuned: SteadyTraining {
     fn variables(&self) -> Result<Vec<(String, Tensor)>>;
 
     /// Returns the peak device memory of the last step, with its update.
-    fn peak(&self, step: &Step) -> Result<Option<Bytes>>;
+    fn peak(&self, step: &StepReport) -> Result<Option<Bytes>>;
 }
 
 /// Builds the model, on its device or offloaded.
@@ -71,7 +73,7 @@ impl WholeTuned {
 }
 
 impl SteadyTraining for WholeTuned {
-    fn backward(&mut self, batch: &Samples) -> Result<Step> {
+    fn backward(&mut self, batch: &Samples) -> Result<StepReport> {
         Ok(self.micro.backward(batch, |(x, y)| self.model.loss(&x, &y, true))?)
     }
 
@@ -90,7 +92,7 @@ impl FineTuned for WholeTuned {
         Ok(self.store.variables().into_iter().collect())
     }
 
-    fn peak(&self, step: &Step) -> Result<Option<Bytes>> {
+    fn peak(&self, step: &StepReport) -> Result<Option<Bytes>> {
         // The step's peak includes the memory of CUDA graphs, which the memory's own account does not show.
         Ok(step.peak().max(Some(self.memory.usage()?.peak)))
     }
@@ -115,7 +117,7 @@ impl FineTuned for StagedTraining {
         Ok(self.pipeline.variables()?)
     }
 
-    fn peak(&self, step: &Step) -> Result<Option<Bytes>> {
+    fn peak(&self, step: &StepReport) -> Result<Option<Bytes>> {
         Ok(step.peak())
     }
 }

@@ -1,7 +1,7 @@
 //! Pipeline of one schedule: planned, built, run and timed.
 
 use anyhow::Result;
-use brimful::Step;
+use brimful::StepReport;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
@@ -20,7 +20,7 @@ pub(super) struct Runner {
     pub(super) planned: plan::PlannedStep,
     pub(super) times: StepTimes,
     /// Steps that count.
-    steps: Vec<Step>,
+    steps: Vec<StepReport>,
     /// Peak of each device, if accounted.
     pub(super) peaks: Vec<Option<Bytes>>,
     pipeline: Pipeline,
@@ -67,7 +67,7 @@ impl Runner {
     }
 
     /// Returns the step of median time.
-    pub(super) fn typical(&self) -> Option<&Step> {
+    pub(super) fn typical(&self) -> Option<&StepReport> {
         let mut steps: Vec<_> = self.steps.iter().collect();
         steps.sort_by_key(|step| step.time);
         steps.get(steps.len() / 2).copied()

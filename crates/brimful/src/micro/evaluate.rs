@@ -1,7 +1,7 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
 use super::attempt::joined;
-use super::{BatchRole, MicroBatcher, Outcome, Step};
+use super::{BatchRole, MicroBatcher, Outcome, StepReport};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
@@ -33,7 +33,7 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         mut f: impl FnMut(B) -> R,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
             let brought = Brought::new(Use::Evaluate, &arranged);

@@ -46,7 +46,7 @@ use crate::copy_streams::CopyStreams;
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, Brought, Outcome, Parts, Size, Step, StepState, UnmanagedStatistics,
+    self, BatchRole, Brought, Outcome, Parts, Size, StepReport, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::Attempt;
 pub(crate) use graphs::Closure;
@@ -95,7 +95,7 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         mut f: impl FnMut(B) -> R,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let step = self.in_order(|this| {
@@ -140,7 +140,7 @@ impl MicroBatcher {
     /// When there is none. When parameters were frozen or thawed since the first mini-batch; all mini-batches
     /// are then kept, unless there are other ranks. When a denominator is 0 or the loss is not finite; all
     /// mini-batches are then dropped, and gradients, statistics and random state are as before the first.
-    pub fn commit(&mut self) -> Result<Step> {
+    pub fn commit(&mut self) -> Result<StepReport> {
         step::commit(self)
     }
 }

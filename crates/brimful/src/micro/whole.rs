@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use tch::Tensor;
 
-use super::{BatchRole, MicroBatcher, Parts, Step};
+use super::{BatchRole, MicroBatcher, Parts, StepReport};
 use crate::accumulate::Accumulator;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Leaf, Samples};
@@ -40,7 +40,7 @@ impl MicroBatcher {
         batch: &B,
         mut forward: impl FnMut(B) -> O,
         mut loss: impl FnMut(&O) -> Tensor,
-    ) -> Result<Step<O>> {
+    ) -> Result<StepReport<O>> {
         if !self.state.team.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }

@@ -7,7 +7,7 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, Brought, Failed, Outcome, Parts, Step, Try};
+use crate::step::{self, Brought, Failed, Outcome, Parts, StepReport, Try};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
@@ -25,7 +25,7 @@ impl<M: 'static> Replicas<M> {
         &mut self,
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
@@ -48,7 +48,7 @@ impl<M: 'static> Replicas<M> {
         &mut self,
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let f = Arc::new(f);
         let evaluate = move |replica: &mut Replica<M>, job| {
             replica.run(job, |micro, model, batch, cut, role| {
@@ -105,7 +105,7 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
-    pub fn commit(&mut self) -> Result<Step> {
+    pub fn commit(&mut self) -> Result<StepReport> {
         step::commit(self)
     }
 

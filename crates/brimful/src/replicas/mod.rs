@@ -41,7 +41,7 @@
 //! *Parts* are in proportion to the replicas' speeds, measured in real steps; see [`Replicas::speeds`].
 //! Sums are in the replicas' order, so results depend on timing only through the parts.
 //!
-//! *Random numbers* belong to a step, a replica and a micro-batch ([`Step::seed`](crate::Step::seed)).
+//! *Random numbers* belong to a step, a replica and a micro-batch ([`StepReport::seed`](crate::StepReport::seed)).
 //!
 //! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that update theirs at
 //! every micro-batch do so only on the first replica's micro-batches.

@@ -20,7 +20,7 @@ use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::step::{
-    self, Brought, Failed, PartSeed, Parts, RowGradients, Step, StepError, Tried, Try,
+    self, Brought, Failed, PartSeed, Parts, RowGradients, StepError, StepReport, Tried, Try,
 };
 use crate::{Error, Result, feed};
 
@@ -36,7 +36,7 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         forward: impl Fn(&M, B) -> O + Send + Sync + 'static,
         loss: impl Fn(&M, &O) -> Tensor + Send + Sync + 'static,
-    ) -> Result<Step<O>> {
+    ) -> Result<StepReport<O>> {
         if !self.state.team.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::auto::Decision;
 use crate::bytes::Bytes;
-use crate::step::{Step, Timeline};
+use crate::step::{StepReport, Timeline};
 
 /// Result of one step. Every kind of step converts into it.
 #[derive(Debug, Default)]
@@ -40,8 +40,8 @@ impl Record {
     }
 }
 
-impl<O> From<Step<O>> for Record {
-    fn from(step: Step<O>) -> Self {
+impl<O> From<StepReport<O>> for Record {
+    fn from(step: StepReport<O>) -> Self {
         Self {
             loss: step.loss,
             samples: step.samples,

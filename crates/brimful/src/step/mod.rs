@@ -48,7 +48,7 @@ pub(crate) use opening::{Brought, Opening, described};
 pub use outcome::Outcome;
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
-pub use report::{Step, Timeline};
+pub use report::{StepReport, Timeline};
 pub(crate) use role::{BatchRole, PartSeed};
 pub(crate) use settle::{Exchange, PartReport, Team, Whole};
 pub use size::Size;
@@ -231,7 +231,7 @@ pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
-) -> Result<Step<O>> {
+) -> Result<StepReport<O>> {
     let team = engine.state().team.clone();
     let brought = match brought.kind.is_training() {
         true => brought.provided(check_no_window(engine)),
@@ -255,14 +255,14 @@ fn run_with<E: Engine, O>(
     team: &Team,
     brought: Brought,
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
-) -> Result<Step<O>> {
+) -> Result<StepReport<O>> {
     let training = brought.kind.is_training();
     let (step, seed, log) = until_done(engine, team, brought, attempt, finish)?;
     if training {
         // The optimizer's state will be there before the next step.
         engine.state().reserved.clear();
     }
-    Ok(Step { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, ..step }.with_log(log))
 }
 
 /// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
@@ -288,7 +288,7 @@ pub(crate) fn accumulate<E: Engine, O>(
 }
 
 /// Commits the gradients of all mini-batches since the last commit, as if they had been one.
-pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
+pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
     let start = Instant::now();
     let team = engine.state().team.clone();
     let window = check_trained(engine)
@@ -314,7 +314,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     }
     let step = finished?;
     engine.state().reserved.clear();
-    Ok(Step { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, ..step }.with_log(log))
 }
 
 /// Role in the step of this process's mini-batch, or of one replica's part of it. `last` says that the commit
@@ -465,11 +465,11 @@ pub(crate) fn finish<E: Engine, O>(
     outputs: O,
     exchange: &Exchange,
     start: Instant,
-) -> Result<Step<O>> {
+) -> Result<StepReport<O>> {
     let (tried, whole) = settle(engine, tried, exchange, start)?;
     let Figures { shares, sizes, times, peaks, replayed, unmanaged_norms, timeline } =
         tried.figures(engine, &whole)?;
-    Ok(Step {
+    Ok(StepReport {
         loss: whole.totals.loss,
         terms: whole.totals.terms.clone(),
         samples: whole.samples as usize,

@@ -10,7 +10,7 @@ use crate::schedule::{Actions, HostLinkUse, Span, render};
 /// Report of one step, which is one mini-batch or several up to their commit, or of an evaluation.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Step<O = ()> {
+pub struct StepReport<O = ()> {
     /// The mini-batch's loss.
     pub loss: f64,
     /// The loss's terms, in the order in which they were added, each with its factor.
@@ -76,7 +76,7 @@ pub(crate) struct Figures {
     pub(crate) timeline: Option<Timeline>,
 }
 
-impl<O> Step<O> {
+impl<O> StepReport<O> {
     /// Returns the peak memory of the device with the highest, among devices where it is counted.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {

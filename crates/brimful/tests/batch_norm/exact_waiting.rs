@@ -2,7 +2,7 @@
 
 use brimful::memory::Arena;
 use brimful::schedule::{Recompute, TransferKind, TransferSpan};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, StepReport};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, four_norms, mix, norm};
@@ -49,11 +49,11 @@ impl Site {
         (self.device.peak(), self.host.peak())
     }
 
-    fn step(&mut self, micro_batches: i64) -> Step {
+    fn step(&mut self, micro_batches: i64) -> StepReport {
         self.try_step(micro_batches).expect("a step")
     }
 
-    fn try_step(&mut self, micro_batches: i64) -> Result<Step> {
+    fn try_step(&mut self, micro_batches: i64) -> Result<StepReport> {
         let x = numbers(&[micro_batches * SIZE as i64, 3, 16, 16], 7);
         let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
         self.pipe.zero_grad().expect("no gradients");

@@ -10,7 +10,7 @@ use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
-    DeviceSpec, Loss, MicroBatcher, NonFinite, Pipeline, Replicas, Result, Size, Step, World,
+    DeviceSpec, Loss, MicroBatcher, NonFinite, Pipeline, Replicas, Result, Size, StepReport, World,
 };
 use proptest::prelude::*;
 use tch::nn::{ModuleT, VarStore};
@@ -150,8 +150,8 @@ pub struct Told {
 }
 
 impl Told {
-    fn of<O>(step: &Step<O>, outputs: &Tensor) -> Self {
-        let Step { loss, seed, .. } = *step;
+    fn of<O>(step: &StepReport<O>, outputs: &Tensor) -> Self {
+        let StepReport { loss, seed, .. } = *step;
         let (sizes, shares) = (step.sizes.clone(), step.shares.clone());
         // A rank without a sample has none.
         let outputs = match outputs.defined() {

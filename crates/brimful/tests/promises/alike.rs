@@ -6,7 +6,7 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::nn::BatchNormPolicy;
 use brimful::optim::Adam;
-use brimful::{Error, Layers, Loss, Size, Step, World};
+use brimful::{Error, Layers, Loss, Size, StepReport, World};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -38,7 +38,7 @@ fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn
 }
 
 /// Returns the final size of a step.
-fn size(step: &Step) -> usize {
+fn size(step: &StepReport) -> usize {
     step.decisions.last().expect("a size").size
 }
 

@@ -12,7 +12,8 @@ use brimful::optim::Method;
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{
-    DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
+    DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, StepReport, World,
+    split,
 };
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -40,7 +41,7 @@ pub struct WholeStep {
 }
 
 impl WholeStep {
-    fn of<O>(step: &Step<O>, outputs: &Tensor) -> Self {
+    fn of<O>(step: &StepReport<O>, outputs: &Tensor) -> Self {
         let (terms, outputs) = (step.terms.clone(), outputs.detach());
         Self { loss: step.loss, terms, seed: step.seed, outputs }
     }
@@ -164,12 +165,12 @@ impl About {
 /// Engine with its model. Mini-batches are passed whole; each rank takes its part.
 pub trait Engine {
     fn about(&self) -> &About;
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step>;
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport>;
     fn backward_whole(&mut self, batch: &Samples, loss: WholeLoss) -> Result<WholeStep>;
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<()>;
-    fn commit(&mut self) -> Result<Step>;
+    fn commit(&mut self) -> Result<StepReport>;
     /// Returns the loss, and the outputs of this process's parts.
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step<Tensor>>;
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport<Tensor>>;
 
     /// Returns all variables by name; over ranks, those visible to this rank.
     fn variables(&self) -> Named;
@@ -236,7 +237,7 @@ impl Engine for OneDevice {
         &self.about
     }
 
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step> {
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport> {
         let part = self.part(batch);
         let Self { micro, model, .. } = self;
         micro.backward(&part, |(x, y): Samples| loss(&model.forward_t(&x, true), &y))
@@ -257,11 +258,11 @@ impl Engine for OneDevice {
         micro.accumulate(&part, |(x, y): Samples| loss(&model.forward_t(&x, true), &y))
     }
 
-    fn commit(&mut self) -> Result<Step> {
+    fn commit(&mut self) -> Result<StepReport> {
         self.micro.commit()
     }
 
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step<Tensor>> {
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport<Tensor>> {
         let part = self.part(batch);
         let Self { micro, model, .. } = self;
         micro.evaluate(&part, |(x, y): Samples| {
@@ -323,7 +324,7 @@ impl Engine for Replicated {
         &self.about
     }
 
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step> {
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport> {
         let loss = Arc::clone(loss);
         self.replicas
             .backward(batch, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
@@ -342,11 +343,11 @@ impl Engine for Replicated {
             .accumulate(batch, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
     }
 
-    fn commit(&mut self) -> Result<Step> {
+    fn commit(&mut self) -> Result<StepReport> {
         self.replicas.commit()
     }
 
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Step<Tensor>> {
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport<Tensor>> {
         let loss = Arc::clone(loss);
         self.replicas.evaluate(batch, move |model, (x, y): Samples| {
             let out = model.forward_t(&x, false);
@@ -431,7 +432,7 @@ impl Engine for Piped {
         &self.about
     }
 
-    fn backward(&mut self, (x, y): &Samples, loss: &LossFn) -> Result<Step> {
+    fn backward(&mut self, (x, y): &Samples, loss: &LossFn) -> Result<StepReport> {
         let loss = Arc::clone(loss);
         self.pipe.backward(x, y, move |out: Tensor, y: &Target| loss(&out, y))
     }
@@ -446,11 +447,11 @@ impl Engine for Piped {
         self.pipe.accumulate(x, y, move |out: Tensor, y: &Target| loss(&out, y))
     }
 
-    fn commit(&mut self) -> Result<Step> {
+    fn commit(&mut self) -> Result<StepReport> {
         self.pipe.commit()
     }
 
-    fn evaluate(&mut self, (x, y): &Samples, loss: &LossFn) -> Result<Step<Tensor>> {
+    fn evaluate(&mut self, (x, y): &Samples, loss: &LossFn) -> Result<StepReport<Tensor>> {
         let loss = Arc::clone(loss);
         self.pipe.evaluate(x, y, move |out: Tensor, y: &Target| {
             Ok::<_, String>((loss(&out, y)?, out.detach()))

@@ -1,6 +1,6 @@
 //! Reported: a step's report has consistent sizes, shares, peaks, times and decisions.
 
-use brimful::{Size, Step, World};
+use brimful::{Size, StepReport, World};
 
 use crate::kinds::{Drawing, Engine, Make};
 use crate::plain::{NORMED, SEVERAL, engine, own_sizes, reset, samples};
@@ -42,7 +42,7 @@ fn automatic(engine: &mut dyn Engine, world: &World, size: Size) {
     }
 }
 
-fn consistent(engine: &dyn Engine, step: &Step, world: &World, what: &str) {
+fn consistent(engine: &dyn Engine, step: &StepReport, world: &World, what: &str) {
     let shares: Vec<usize> =
         engine.about().dealt(SAMPLES)[engine.about().own.clone()].iter().map(|p| p.len()).collect();
     assert_eq!((step.samples, &step.shares), (SAMPLES, &shares), "{what}");

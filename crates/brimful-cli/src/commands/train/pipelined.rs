@@ -7,7 +7,7 @@ use brimful::memory::Memory;
 use brimful::pipeline::{Builder, PipelineEma, PipelineOptimizer};
 use brimful::report::{self, Record};
 use brimful::schedule::Schedule;
-use brimful::{Bytes, DeviceSpec, Layers, Pipeline, Step, World};
+use brimful::{Bytes, DeviceSpec, Layers, Pipeline, StepReport, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
@@ -96,7 +96,7 @@ impl Pipelined {
         &mut self,
         batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
-    ) -> brimful::Result<Step> {
+    ) -> brimful::Result<StepReport> {
         let over = self.over;
         let mean = move |out: Tensor, y: &Rows| {
             count(ticker.as_ref(), y);

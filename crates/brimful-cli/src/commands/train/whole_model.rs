@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
-use brimful::{DeviceSpec, Draws, Layers, MicroBatcher, Replicas, Step, World, guard};
+use brimful::{DeviceSpec, Draws, Layers, MicroBatcher, Replicas, StepReport, World, guard};
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -146,7 +146,7 @@ impl Runner {
         batches: &[(Rows, Rows)],
         kind: Kind,
         ticker: Option<Ticker>,
-    ) -> brimful::Result<Step> {
+    ) -> brimful::Result<StepReport> {
         let mean = move |model: &LossModel, (x, y): (Rows, Rows)| {
             count(ticker.as_ref(), &y);
             model.loss(&typed(&x, kind), &y, true)
@@ -171,7 +171,11 @@ impl Runner {
         }
     }
 
-    fn evaluate(&mut self, batch: &(Rows, Rows), kind: Kind) -> brimful::Result<Step<Tensor>> {
+    fn evaluate(
+        &mut self,
+        batch: &(Rows, Rows),
+        kind: Kind,
+    ) -> brimful::Result<StepReport<Tensor>> {
         let judged =
             move |model: &LossModel, (x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
         match self {

@@ -19,7 +19,7 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
-use crate::step::{self, Attempted, Brought, Failed, Outcome, Step, Try, described};
+use crate::step::{self, Attempted, Brought, Failed, Outcome, StepReport, Try, described};
 use loss_fn::{SharedLoss, check_common_len};
 
 impl Pipeline {
@@ -39,7 +39,7 @@ impl Pipeline {
         input: &X,
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let traced = check_no_gradients(input);
         let loss = with_loss(loss);
         let input = Arranged::of(input);
@@ -92,7 +92,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
-    pub fn commit(&mut self) -> Result<Step> {
+    pub fn commit(&mut self) -> Result<StepReport> {
         step::commit(self)
     }
 
@@ -106,7 +106,7 @@ impl Pipeline {
         input: &X,
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
-    ) -> Result<Step<R::Outputs>> {
+    ) -> Result<StepReport<R::Outputs>> {
         let loss = with_loss(loss);
         let input = Arranged::of(input);
         let target = input.beside(target);

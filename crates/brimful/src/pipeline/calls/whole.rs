@@ -19,8 +19,8 @@ use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
-    self, Counted, Exchange, Failed, Opening, RowGradients, Step, StepError, Tally, TermGroup, Try,
-    as_leaves,
+    self, Counted, Exchange, Failed, Opening, RowGradients, StepError, StepReport, Tally,
+    TermGroup, Try, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -129,7 +129,7 @@ impl Pipeline {
     /// # Errors
     /// When the outputs are not of the last forward or have no gradient; and as
     /// [`Pipeline::backward`].
-    pub fn backward_from(&mut self, outputs: Outputs) -> Result<Step> {
+    pub fn backward_from(&mut self, outputs: Outputs) -> Result<StepReport> {
         let is_open = |open: &OpenForward| open.number == outputs.number;
         let devices = self.seeded_devices();
         let before = self.ranks.all_or_none("backward_from", || {
@@ -146,7 +146,7 @@ impl Pipeline {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
             let step = step::finish(self, tried, (), &exchange, start)?;
-            Ok(Step { loss: f64::NAN, seed: opening.seed(), ..step })
+            Ok(StepReport { loss: f64::NAN, seed: opening.seed(), ..step })
         })
     }
 
@@ -174,7 +174,7 @@ impl Pipeline {
         &mut self,
         input: &impl Batch,
         mut loss: impl FnMut(&Outputs) -> Tensor,
-    ) -> Result<Step<Outputs>> {
+    ) -> Result<StepReport<Outputs>> {
         let traced = check_no_gradients(input);
         let input = Arranged::of(input);
         let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
