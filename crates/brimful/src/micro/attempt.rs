@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
-use super::{BatchRole, MicroBatcher, Outcome, Parts};
+use super::{BatchRole, IntoLoss, MicroBatcher, Parts};
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{Batch, Samples};
 use crate::gradient_mode::with_graphs;
@@ -37,7 +37,7 @@ pub(crate) struct Attempt {
 impl MicroBatcher {
     /// Runs forward and backward as the step's only part in this process; `last` says whether the commit comes
     /// next.
-    pub(super) fn attempt_alone<B: Batch, R: Outcome>(
+    pub(super) fn attempt_alone<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         this_try: Try<'_>,
@@ -79,7 +79,7 @@ impl MicroBatcher {
 
     /// Runs forward and backward over the micro-batches and commits nothing. Reruns them eagerly where a
     /// captured graph turns out to be out of date.
-    pub(crate) fn attempt<B: Batch, R: Outcome>(
+    pub(crate) fn attempt<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
@@ -97,7 +97,7 @@ impl MicroBatcher {
     }
 
     /// Runs all micro-batches, each by CUDA graph or eagerly.
-    fn attempt_once<B: Batch, R: Outcome>(
+    fn attempt_once<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         cut: &mut Cut,

@@ -1,7 +1,7 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
 use super::attempt::joined;
-use super::{BatchRole, MicroBatcher, Outcome, StepReport};
+use super::{BatchRole, IntoLoss, MicroBatcher, StepReport};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
@@ -29,7 +29,7 @@ impl MicroBatcher {
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
-    pub fn evaluate<B: Batch, R: Outcome>(
+    pub fn evaluate<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         mut f: impl FnMut(B) -> R,
@@ -54,7 +54,7 @@ impl MicroBatcher {
         self.forward_alone(batch, cut, role, |_, _, micro_batch| Ok(f(micro_batch)))
     }
 
-    pub(crate) fn attempt_evaluate<B: Batch, R: Outcome>(
+    pub(crate) fn attempt_evaluate<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         cut: &mut Cut,

@@ -46,7 +46,7 @@ use crate::copy_streams::CopyStreams;
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, Brought, Outcome, Parts, Size, StepReport, StepState, UnmanagedStatistics,
+    self, BatchRole, Brought, IntoLoss, Parts, Size, StepReport, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::Attempt;
 pub(crate) use graphs::Closure;
@@ -91,7 +91,7 @@ impl MicroBatcher {
     /// # Errors
     /// After any failure, gradients, BatchNorm statistics and random state are as before. A panic of the
     /// closure that is not out-of-memory resumes once they are restored.
-    pub fn backward<B: Batch, R: Outcome>(
+    pub fn backward<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         mut f: impl FnMut(B) -> R,
@@ -113,7 +113,7 @@ impl MicroBatcher {
     ///
     /// # Errors
     /// As [`MicroBatcher::backward`]; earlier mini-batches are kept.
-    pub fn accumulate<B: Batch, R: Outcome>(
+    pub fn accumulate<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         mut f: impl FnMut(B) -> R,

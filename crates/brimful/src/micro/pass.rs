@@ -3,7 +3,7 @@
 use brimful_torch::leaves::{KnownLeaves, other_leaf};
 use tch::Tensor;
 
-use super::Outcome;
+use super::IntoLoss;
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, detached};
@@ -29,7 +29,7 @@ impl<O> BatchPass<O> {
 
 impl<O: Batch> BatchPass<O> {
     /// Runs the closure on a micro-batch, and its backward.
-    pub(super) fn run<B: Batch, R: Outcome<Outputs = O>>(
+    pub(super) fn run<B: Batch, R: IntoLoss<Outputs = O>>(
         &mut self,
         micro_batch: B,
         weight: &MicroBatchWeight,
@@ -78,7 +78,7 @@ impl<O: Batch> BatchPass<O> {
 }
 
 /// Runs the closure; returns its loss's terms and its outputs.
-pub(super) fn forward<B: Batch, R: Outcome>(
+pub(super) fn forward<B: Batch, R: IntoLoss>(
     micro_batch: B,
     f: &mut impl FnMut(B) -> R,
 ) -> Result<(Vec<Term>, R::Outputs)> {

@@ -7,7 +7,7 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, Brought, Failed, Outcome, Parts, StepReport, Try};
+use crate::step::{self, Brought, Failed, IntoLoss, Parts, StepReport, Try};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
@@ -21,7 +21,7 @@ impl<M: 'static> Replicas<M> {
     /// # Errors
     /// As [`MicroBatcher::backward`](crate::MicroBatcher::backward): if any replica fails, everything is as
     /// before. Of several failures, the error is the first replica's.
-    pub fn backward<B: Batch + 'static, R: Outcome + 'static>(
+    pub fn backward<B: Batch + 'static, R: IntoLoss + 'static>(
         &mut self,
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
@@ -44,7 +44,7 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
-    pub fn evaluate<B: Batch + 'static, R: Outcome + 'static>(
+    pub fn evaluate<B: Batch + 'static, R: IntoLoss + 'static>(
         &mut self,
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
@@ -88,7 +88,7 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// As [`Replicas::backward`]; earlier mini-batches are kept.
-    pub fn accumulate<B: Batch + 'static, R: Outcome + 'static>(
+    pub fn accumulate<B: Batch + 'static, R: IntoLoss + 'static>(
         &mut self,
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,

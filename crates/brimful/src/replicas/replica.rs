@@ -10,7 +10,7 @@ use crate::batch::{Batch, Samples};
 use crate::memory_format::InMemoryFormat;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, Outcome, PartFigures, Size, Tried, names};
+use crate::step::{BatchRole, Cut, IntoLoss, PartFigures, Size, Tried, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
@@ -91,7 +91,7 @@ impl<M> Replica<M> {
     }
 
     /// Runs forward and backward on a part.
-    pub(super) fn train<B: Batch, R: Outcome>(
+    pub(super) fn train<B: Batch, R: IntoLoss>(
         &mut self,
         job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> R,

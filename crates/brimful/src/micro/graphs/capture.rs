@@ -13,14 +13,14 @@ use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
 use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
-use crate::micro::Outcome;
+use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
 use crate::{Error, Result, device};
 
 impl MicroGraphs {
     /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the bytes
     /// in use during replays.
-    pub(super) fn capture<B: Batch, R: Outcome>(
+    pub(super) fn capture<B: Batch, R: IntoLoss>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
@@ -89,7 +89,7 @@ impl MicroGraphs {
     }
 
     /// Captures a micro-batch like this one, with sums for the gradients that the eager run has reached.
-    fn captured<B: Batch, R: Outcome>(
+    fn captured<B: Batch, R: IntoLoss>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
         micro_batch: &B,

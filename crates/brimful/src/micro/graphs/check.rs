@@ -11,7 +11,7 @@ use super::{MicroGraphs, ShapeEntry, ShapeState, WARM_UP, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
-use crate::micro::Outcome;
+use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ impl MicroGraphs {
     ///
     /// [`Error::OutOfDate`] if the two differ: the closure has changed since the capture, and the step must
     /// rerun without replays.
-    pub(super) fn check<B: Batch, R: Outcome>(
+    pub(super) fn check<B: Batch, R: IntoLoss>(
         &mut self,
         index: usize,
         pass: &mut BatchPass<R::Outputs>,

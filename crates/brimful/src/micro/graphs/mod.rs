@@ -28,7 +28,7 @@ use brimful_torch::stream::Stream;
 use tch::Device;
 use tch::nn::Variables;
 
-use super::Outcome;
+use super::IntoLoss;
 use super::pass::BatchPass;
 use crate::Result;
 use crate::accumulate::Sum;
@@ -210,7 +210,7 @@ impl MicroGraphs {
     }
 
     /// Runs one micro-batch, eagerly or by CUDA graph, and adds it to its mini-batch.
-    pub(super) fn run<B: Batch, R: Outcome>(
+    pub(super) fn run<B: Batch, R: IntoLoss>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
@@ -249,7 +249,7 @@ impl MicroGraphs {
 
     /// Runs a micro-batch according to the state of its entry: eagerly, with a capture, by CUDA graph, or both
     /// ways.
-    fn run_entry<B: Batch, R: Outcome>(
+    fn run_entry<B: Batch, R: IntoLoss>(
         &mut self,
         index: usize,
         pass: &mut BatchPass<R::Outputs>,

@@ -17,7 +17,7 @@ use super::trial::watched;
 use crate::accumulate::Sum;
 use crate::batch::{self, Batch};
 use crate::loss::MicroBatchWeight;
-use crate::micro::Outcome;
+use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
@@ -73,7 +73,7 @@ pub(super) fn stream(device: Device) -> Result<Stream> {
 impl Program {
     /// Captures forward and backward of a micro-batch like this one, with gradients added to these sums. Runs
     /// nothing of it.
-    pub(super) fn capture<B: Batch, R: Outcome>(
+    pub(super) fn capture<B: Batch, R: IntoLoss>(
         setting: &Setting,
         sums: Vec<Sum>,
         pool: &mut Pool,
@@ -121,7 +121,7 @@ impl Program {
         self.frozen.any_is_thawed()
     }
 
-    fn recorded<B: Batch, R: Outcome>(
+    fn recorded<B: Batch, R: IntoLoss>(
         setting: &Setting,
         pool: &mut Pool,
         pass: &mut BatchPass<R::Outputs>,
@@ -221,7 +221,7 @@ fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
 
 /// Runs forward and backward on static inputs, from root gradients that are read from the device: a number
 /// would be fixed in the graph.
-fn run_on_statics<B: Batch, R: Outcome>(
+fn run_on_statics<B: Batch, R: IntoLoss>(
     pass: &mut BatchPass<R::Outputs>,
     statics: B,
     f: &mut impl FnMut(B) -> R,

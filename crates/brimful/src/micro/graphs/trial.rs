@@ -15,7 +15,7 @@ use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::micro::Outcome;
+use crate::micro::IntoLoss;
 use crate::micro::pass::{BatchPass, forward};
 use crate::random::Randomness;
 
@@ -35,7 +35,7 @@ pub(super) struct Eager {
 
 impl Eager {
     /// Runs the micro-batch, and counts its loss and outputs.
-    pub(super) fn run<B: Batch, R: Outcome>(
+    pub(super) fn run<B: Batch, R: IntoLoss>(
         pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
         part: &MicroBatchWeight,
@@ -60,7 +60,7 @@ impl Eager {
 
 /// Runs the closure, and `then` with its results; also returns the closure's operations, including the numbers
 /// of its loss.
-pub(super) fn watched<B: Batch, R: Outcome, T>(
+pub(super) fn watched<B: Batch, R: IntoLoss, T>(
     micro_batch: B,
     f: &mut impl FnMut(B) -> R,
     then: impl FnOnce(&[Term], R::Outputs) -> Result<T>,

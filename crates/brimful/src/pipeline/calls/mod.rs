@@ -19,7 +19,7 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
-use crate::step::{self, Attempted, Brought, Failed, Outcome, StepReport, Try, described};
+use crate::step::{self, Attempted, Brought, Failed, IntoLoss, StepReport, Try, described};
 use loss_fn::{SharedLoss, check_common_len};
 
 impl Pipeline {
@@ -34,7 +34,7 @@ impl Pipeline {
     /// # Errors
     /// When anything fails, in any stage: gradients, statistics and random state are then as before, and
     /// the pipeline can be used again.
-    pub fn backward<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
+    pub fn backward<X: Batch, Y: Batch + 'static, M: ModelOutput, R: IntoLoss>(
         &mut self,
         input: &X,
         target: &Y,
@@ -60,7 +60,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`Pipeline::backward`]; earlier mini-batches are kept.
-    pub fn accumulate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
+    pub fn accumulate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: IntoLoss>(
         &mut self,
         input: &X,
         target: &Y,
@@ -101,7 +101,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`Pipeline::backward`].
-    pub fn evaluate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
+    pub fn evaluate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: IntoLoss>(
         &mut self,
         input: &X,
         target: &Y,
@@ -204,7 +204,7 @@ impl Pipeline {
 }
 
 /// Wraps the closure as the last stage calls it.
-fn with_loss<Y: Batch + 'static, M: ModelOutput, R: Outcome>(
+fn with_loss<Y: Batch + 'static, M: ModelOutput, R: IntoLoss>(
     mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
 ) -> SharedLoss<Y, R::Outputs> {
     SharedLoss::new(move |values: Vec<Tensor>, target: &Y| {

@@ -7,7 +7,7 @@ use crate::loss::Loss;
 use crate::{Error, Result};
 
 /// Return value of a closure: a loss, a pair of a loss and outputs, or a `Result` of one of them.
-pub trait Outcome {
+pub trait IntoLoss {
     /// Outputs, joined in sample order; `()` for a bare loss.
     type Outputs: Batch + 'static;
 
@@ -18,7 +18,7 @@ pub trait Outcome {
     fn into_parts(self) -> Result<(Loss, Self::Outputs)>;
 }
 
-impl Outcome for Loss {
+impl IntoLoss for Loss {
     type Outputs = ();
 
     fn into_parts(self) -> Result<(Loss, ())> {
@@ -26,7 +26,7 @@ impl Outcome for Loss {
     }
 }
 
-impl<O: Batch + 'static> Outcome for (Loss, O) {
+impl<O: Batch + 'static> IntoLoss for (Loss, O) {
     type Outputs = O;
 
     fn into_parts(self) -> Result<(Loss, O)> {
@@ -34,7 +34,7 @@ impl<O: Batch + 'static> Outcome for (Loss, O) {
     }
 }
 
-impl<R: Outcome, E: Into<Box<dyn StdError + Send + Sync>>> Outcome for Result<R, E> {
+impl<R: IntoLoss, E: Into<Box<dyn StdError + Send + Sync>>> IntoLoss for Result<R, E> {
     type Outputs = R::Outputs;
 
     fn into_parts(self) -> Result<(Loss, R::Outputs)> {
