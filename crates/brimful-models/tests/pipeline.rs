@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use brimful::layers::Model;
 use brimful::nn::BatchNormPolicy;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, StepRng};
 use brimful_models::{AmoebaNet, ResNet, UNet};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -57,8 +57,8 @@ fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) ->
     let step = pipe.backward(x, x, move |out: Tensor, _| loss(&out)).expect("a step");
     let i = Cell::new(0);
     let expected = MicroBatcher::new(&store, size).backward(x, |x| {
-        let draws = Draws::new(step.seed.expect("a seed"), i.replace(i.get() + 1));
-        loss(&model.forward_drawing(&[x], true, draws)[0])
+        let draws = StepRng::new(step.seed.expect("a seed"), i.replace(i.get() + 1));
+        loss(&model.forward_with_rng(&[x], true, draws)[0])
     });
     let expected = expected.expect("a plain step").loss;
     assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);

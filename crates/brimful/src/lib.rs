@@ -158,7 +158,7 @@ pub use layers::Layers;
 pub use loss::Loss;
 pub use micro::MicroBatcher;
 pub use pipeline::{Pipeline, is_recomputing};
-pub use random::Draws;
+pub use random::StepRng;
 pub use replicas::Replicas;
 pub use step::{IntoLoss, NonFinite, Size, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.

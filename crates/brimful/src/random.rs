@@ -40,14 +40,14 @@ impl Randomness {
 /// neither on the schedule, the balance and the threads, nor on recomputation.
 ///
 /// A pipeline's [`StepReport`](crate::StepReport) reports its seed, from which a plain model can draw the same numbers by
-/// `Model::forward_drawing`.
+/// `Model::forward_with_rng`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Draws {
+pub struct StepRng {
     step: u64,
     micro_batch: u64,
 }
 
-impl Draws {
+impl StepRng {
     /// Creates the draws of this micro-batch, counted from 0, in the step with this seed.
     #[must_use]
     pub fn new(step: u64, micro_batch: usize) -> Self {

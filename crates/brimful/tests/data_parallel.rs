@@ -13,7 +13,7 @@ use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
+use brimful::{DeviceSpec, Error, Loss, MicroBatcher, Replicas, Size, StepRng, World};
 use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients,
     assert_loss, batch, distance, losses, plain,
@@ -150,7 +150,7 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
         for (rank, samples) in parts.iter().enumerate() {
             let cut = brimful::split::by_size(*samples, 2).expect("a cut");
             for (i, range) in cut.into_iter().enumerate() {
-                tch::manual_seed(Draws::new(seed, i).seed(rank) as i64);
+                tch::manual_seed(StepRng::new(seed, i).seed(rank) as i64);
                 loss(&plain_net, &rows(&whole, start + range.start, range.len())).backward();
             }
             start += samples;

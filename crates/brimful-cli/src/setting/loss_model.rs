@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use brimful::layers::Model;
 use brimful::nn::linear_cross_entropy;
-use brimful::{Draws, Layers, Loss, Result};
+use brimful::{Layers, Loss, Result, StepRng};
 use brimful_models::{LANGUAGE_HEAD, language_head_weight};
 use tch::nn::{ModuleT, Path};
 use tch::{Kind, Reduction, Tensor};
@@ -38,8 +38,8 @@ impl LossModel {
     ///
     /// # Errors
     /// As [`Layers::build`].
-    pub fn build_drawing(layers: &Layers, root: &Path, draws: Draws) -> Result<Self> {
-        Self::of_parts(layers, root, |part| layers.build_range_drawing(root, part, draws))
+    pub fn build_with_rng(layers: &Layers, root: &Path, rng: StepRng) -> Result<Self> {
+        Self::of_parts(layers, root, |part| layers.build_range_with_rng(root, part, draws))
     }
 
     fn of_parts(

@@ -10,7 +10,7 @@ use tch::nn::{Path, VarStore};
 use super::description::Description;
 use super::{Layers, LayersError, Model};
 use crate::Result;
-use crate::random::{Draws, Generator, preserving_generators};
+use crate::random::{Generator, StepRng, preserving_generators};
 
 impl Layers {
     /// Builds the whole model under this path.
@@ -36,7 +36,7 @@ impl Layers {
     /// a pipeline. So they depend neither on the range nor on the device.
     ///
     /// ```
-    /// use brimful::{Draws, Layers, Pipeline};
+    /// use brimful::{StepRng, Layers, Pipeline};
     /// use tch::{Device, nn};
     ///
     /// let layers = Layers::new()
@@ -44,7 +44,7 @@ impl Layers {
     ///     .add("output", |p| nn::linear(p, 8, 2, Default::default()));
     /// let store = nn::VarStore::new(Device::Cpu);
     /// tch::manual_seed(1);
-    /// layers.build_range_drawing(&store.root(), 0..2, Draws::of_first_values()?)?;
+    /// layers.build_range_with_rng(&store.root(), 0..2, StepRng::of_first_values()?)?;
     /// tch::manual_seed(1);
     /// let pipe = Pipeline::builder(layers).devices([Device::Cpu, Device::Cpu]).build()?;
     /// for (name, variable) in pipe.variables()? {
@@ -55,11 +55,11 @@ impl Layers {
     ///
     /// # Errors
     /// As [`Layers::build_range`].
-    pub fn build_range_drawing(
+    pub fn build_range_with_rng(
         &self,
         root: &Path,
         range: Range<usize>,
-        draws: Draws,
+        rng: StepRng,
     ) -> Result<Model> {
         let device = root.device();
         preserving_generators(vec![device], || {

@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use super::skips::Stashed;
 use crate::nn::ExactNorm;
-use crate::random::{Draws, Generator};
+use crate::random::{Generator, StepRng};
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
 pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send;
@@ -88,7 +88,7 @@ impl Model {
     ///
     /// # Panics
     /// As [`Model::forward_many`].
-    pub fn forward_drawing(&self, values: &[Tensor], train: bool, draws: Draws) -> Vec<Tensor> {
+    pub fn forward_with_rng(&self, values: &[Tensor], train: bool, rng: StepRng) -> Vec<Tensor> {
         let generator = Generator::new(values.first().map_or(Device::Cpu, Tensor::device));
         let values = values.iter().map(Tensor::shallow_clone).collect();
         let before = |position| generator.seed(draws.seed(position));

@@ -4,7 +4,7 @@ use super::*;
 use crate::Error;
 use crate::memory::Arena;
 use crate::nn::{BatchNormConfig, BatchNormPolicy, Lora, batch_norm1d};
-use crate::random::Draws;
+use crate::random::StepRng;
 use std::ops::Range;
 use tch::nn::VarStore;
 use tch::{Device, Kind, nn};
@@ -314,7 +314,7 @@ fn layers_of_a_dtype_are_never_all_there_in_another() {
     let _inside = arena.enter();
     let store = VarStore::new(Device::Cpu);
     let build = |layers: Layers, store: &VarStore| {
-        let built = layers.build_range_drawing(&store.root(), 0..5, Draws::new(3, 0));
+        let built = layers.build_range_with_rng(&store.root(), 0..5, StepRng::new(3, 0));
         built.expect("a model")
     };
     build(wide().kind(Kind::BFloat16), &store);

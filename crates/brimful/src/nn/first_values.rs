@@ -68,7 +68,7 @@ mod tests {
     use super::*;
     use crate::memory::Arena;
     use crate::nn::{Projection, ProjectionConfig, WeightOrder};
-    use crate::{Draws, Layers};
+    use crate::{Layers, StepRng};
 
     /// Three pieces, and 2,048 numbers more.
     const SHAPE: [i64; 2] = [6_145, 2_048];
@@ -77,7 +77,7 @@ mod tests {
     /// The weight of a model of one layer.
     fn built(layers: &Layers) -> Tensor {
         let store = VarStore::new(Device::Cpu);
-        layers.build_range_drawing(&store.root(), 0..1, Draws::new(3, 0)).expect("a model");
+        layers.build_range_with_rng(&store.root(), 0..1, StepRng::new(3, 0)).expect("a model");
         store.variables()["fc.weight"].shallow_clone()
     }
 

@@ -34,7 +34,7 @@
 //! *Atomic.* A step in which anything fails, in whatever stage, leaves gradients, statistics and
 //! random state as they were, and an error that says where ([`StageError`]). The next one works.
 //!
-//! *Random numbers* belong to a step, a layer and a micro-batch ([`Draws`](crate::Draws)): they
+//! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
 
 mod build;

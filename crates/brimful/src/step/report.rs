@@ -41,8 +41,8 @@ pub struct StepReport<O = ()> {
     /// does, such as a `MicroBatcher` without other ranks.
     ///
     /// With replicas and ranks, micro-batch `i` of replica `r` of rank `k`, each counted from 0, draws from a
-    /// generator with the seed `Draws::new(seed, i).seed(k + r * ranks)`. In a pipeline, layer `l` draws from
-    /// `Draws::new(seed, i).seed(l)`, where `i` counts over all replicas.
+    /// generator with the seed `StepRng::new(seed, i).seed(k + r * ranks)`. In a pipeline, layer `l` draws from
+    /// `StepRng::new(seed, i).seed(l)`, where `i` counts over all replicas.
     pub seed: Option<u64>,
     /// A pipeline's actions, and when they ran.
     pub timeline: Option<Timeline>,

@@ -3,7 +3,7 @@
 use tch::Device;
 
 use crate::loss::MicroBatchWeight;
-use crate::random::{Draws, Generator};
+use crate::random::{Generator, StepRng};
 
 /// Role of a mini-batch in its step.
 #[derive(Debug, Clone, Copy)]
@@ -53,6 +53,6 @@ impl PartGenerator {
     /// Seeds the generator for this micro-batch.
     pub(crate) fn begin(&self, micro_batch: usize) {
         let PartSeed { seed, part } = self.seed;
-        self.generator.seed(Draws::new(seed, micro_batch).seed(part));
+        self.generator.seed(StepRng::new(seed, micro_batch).seed(part));
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use brimful::Draws;
+use brimful::StepRng;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::{
@@ -23,7 +23,7 @@ pub enum Draw {
     /// One seed.
     Seed(u64),
     /// A seed for each layer.
-    Layers(Draws),
+    Layers(StepRng),
 }
 
 /// Samples that an engine has run together. Only those of part 0 change statistics that update at every

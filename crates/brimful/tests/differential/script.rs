@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use brimful::nn::linear_cross_entropy;
 use brimful::pipeline::PipelineError;
-use brimful::{Draws, Error, Loss, Size, World, split};
+use brimful::{Error, Loss, Size, StepRng, World, split};
 use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -747,9 +747,9 @@ impl Duel<'_> {
                 let draw = match seed {
                     None => Draw::Loop,
                     Some(seed) if self.subject.draws_by_layer() => {
-                        Draw::Layers(Draws::new(seed, pieces.len()))
+                        Draw::Layers(StepRng::new(seed, pieces.len()))
                     }
-                    Some(seed) => Draw::Seed(Draws::new(seed, number).seed(part)),
+                    Some(seed) => Draw::Seed(StepRng::new(seed, number).seed(part)),
                 };
                 pieces.push(Piece { rows: range, draw, part });
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
+use brimful::{Layers, Loss, MicroBatcher, Size, StepRng, World, split};
 use brimful_torch::random::{generator_state, set_generator_state};
 use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -39,7 +39,7 @@ fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
 
 thread_local! {
     /// Pieces of a mini-batch that runs whole, and the random numbers of each; otherwise empty.
-    static PIECES: RefCell<Vec<(i64, Draws)>> = const { RefCell::new(Vec::new()) };
+    static PIECES: RefCell<Vec<(i64, StepRng)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Dropout, the layer at this position. Each piece of a whole mini-batch draws its own numbers.
@@ -249,7 +249,7 @@ impl Plain {
         for (part, pieces) in cut(engine, x.size()[0] as usize).into_iter().enumerate() {
             for (number, piece) in pieces.into_iter().enumerate() {
                 let x = x.narrow(0, piece.start as i64, piece.len() as i64);
-                let seeded = |number| Draws::new(seed.unwrap_or_default(), number);
+                let seeded = |number| StepRng::new(seed.unwrap_or_default(), number);
                 all.push(match engine.about().drawing {
                     Drawing::AsPlainLoop => {
                         if all.is_empty() {
@@ -262,7 +262,7 @@ impl Plain {
                         self.model.forward_t(&x, true)
                     }
                     Drawing::ByLayer => {
-                        let drawn = self.model.forward_drawing(&[x], true, seeded(all.len()));
+                        let drawn = self.model.forward_with_rng(&[x], true, seeded(all.len()));
                         drawn.into_iter().next().expect("an output")
                     }
                 });
@@ -275,7 +275,7 @@ impl Plain {
     fn whole_output(&self, engine: &dyn Engine, x: &Tensor, seed: Option<u64>) -> Tensor {
         let pieces = cut(engine, x.size()[0] as usize).concat().into_iter().enumerate();
         let drawn = |(number, piece): (usize, Range<usize>)| {
-            (piece.len() as i64, Draws::new(seed.unwrap_or_default(), number))
+            (piece.len() as i64, StepRng::new(seed.unwrap_or_default(), number))
         };
         PIECES.set(pieces.map(drawn).collect());
         let output = self.model.forward_t(x, true);

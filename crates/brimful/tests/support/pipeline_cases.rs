@@ -8,7 +8,7 @@ use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
 use brimful::schedule::Schedule;
-use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
+use brimful::{Batch, DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, StepRng, split};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -233,7 +233,7 @@ pub struct Cut {
 #[derive(Debug, Clone)]
 pub struct Piece {
     pub rows: Range<usize>,
-    pub draws: Draws,
+    pub rng: StepRng,
 }
 
 impl Cut {
@@ -270,14 +270,14 @@ impl Case {
         let Cut { samples, replicas, micro_batches } = cut;
         let seed = seed.expect("a pipeline's step has a seed");
         if !self.shows_cut {
-            return vec![Piece { rows: 0..samples, draws: Draws::new(seed, 0) }];
+            return vec![Piece { rows: 0..samples, rng: StepRng::new(seed, 0) }];
         }
         let shares = split::by_count(samples, replicas).expect("samples").into_iter();
         let cut = shares.flat_map(|share| {
             let ranges = split::by_count(share.len(), micro_batches).expect("samples").into_iter();
             ranges.map(move |range| share.start + range.start..share.start + range.end)
         });
-        let number = |(i, rows)| Piece { rows, draws: Draws::new(seed, i) };
+        let number = |(i, rows)| Piece { rows, rng: StepRng::new(seed, i) };
         cut.enumerate().map(number).collect()
     }
 }
@@ -336,7 +336,7 @@ impl Plain {
     fn outputs(&self, x: &Tensor, pieces: &[Piece]) -> Tensor {
         let run = |Piece { rows, draws }: &Piece| {
             let x = x.narrow(0, rows.start as i64, rows.len() as i64);
-            self.model.forward_drawing(&[x], true, *draws).swap_remove(0)
+            self.model.forward_with_rng(&[x], true, *draws).swap_remove(0)
         };
         Tensor::cat(&pieces.iter().map(run).collect::<Vec<_>>(), 0)
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
-use brimful::{DeviceSpec, Draws, Layers, MicroBatcher, Replicas, StepReport, World, guard};
+use brimful::{DeviceSpec, Layers, MicroBatcher, Replicas, StepReport, StepRng, World, guard};
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -95,7 +95,7 @@ impl Runner {
     ) -> Result<Self> {
         let _inside = memory.enter();
         let store = VarStore::new(device);
-        let built = LossModel::build_drawing(layers, &store.root(), Draws::of_first_values()?);
+        let built = LossModel::build_with_rng(layers, &store.root(), StepRng::of_first_values()?);
         let model = built.context("the model was not built")?;
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
@@ -114,10 +114,10 @@ impl Runner {
     ) -> Result<Self> {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
-        let first = Draws::of_first_values()?;
+        let first = StepRng::of_first_values()?;
         // Replicas return a panic's message as an error, and recognise an out-of-memory one.
         let build = move |root: &Path<'_>| {
-            let built = LossModel::build_drawing(&layers, root, first);
+            let built = LossModel::build_with_rng(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
         };
         let replicas =

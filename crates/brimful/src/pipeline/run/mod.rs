@@ -47,7 +47,7 @@ use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
-use crate::random::Draws;
+use crate::random::StepRng;
 use crate::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, TransferKind};
 use crate::step::{NonFinite, Tally, TermGroup};
 use crate::workers::panic_message;
@@ -396,8 +396,8 @@ impl WorkerRun {
         self.timeline.end(action)
     }
 
-    fn draws(&self, i: usize) -> Draws {
-        Draws::new(self.job.seed, self.job.first + i)
+    fn draws(&self, i: usize) -> StepRng {
+        StepRng::new(self.job.seed, self.job.first + i)
     }
 
     /// Computes the micro-batch's loss, counts it, and returns its terms; none if the closure returns no

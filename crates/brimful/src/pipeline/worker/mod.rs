@@ -26,7 +26,7 @@ use crate::pipeline::run::{
     ActivationCache, Boundary, HeldInput, HostLead, HostStaging, InFlight, Stage, StageOutlet,
     StageTransfer, TransferClock, WorkerRun, run_again,
 };
-use crate::random::{Draws, Generator};
+use crate::random::{Generator, StepRng};
 use crate::schedule::{
     Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
 };
@@ -140,7 +140,7 @@ impl Blueprint {
         generator: &Generator,
     ) -> Result<(Vec<Stage>, Option<OffloadedStages>)> {
         let Self { layout, number, turn, seed, .. } = self;
-        let first = Draws::new(*seed, 0);
+        let first = StepRng::new(*seed, 0);
         let mut stages = Vec::new();
         let mut offloaded: Vec<Option<OffloadedStage>> = Vec::new();
         let memory = HostMemory { arena: self.build.host.clone(), device: self.device.device };
@@ -249,7 +249,7 @@ impl Blueprint {
 
 impl Site {
     /// Runs one of the stages, with these random numbers for its layers.
-    pub(crate) fn run(&self, at: usize, input: Boundary, draws: Draws, train: bool) -> Boundary {
+    pub(crate) fn run(&self, at: usize, input: Boundary, rng: StepRng, train: bool) -> Boundary {
         // Held until all kernels are launched, not until they are done: a kernel gets its random state at
         // its launch.
         let _turn = self.turn();
@@ -262,7 +262,7 @@ impl Site {
     }
 
     /// Runs a stage for activation recomputation, without an update of running statistics.
-    pub(crate) fn run_again(&self, at: usize, input: Boundary, draws: Draws) -> Result<Boundary> {
+    pub(crate) fn run_again(&self, at: usize, input: Boundary, rng: StepRng) -> Result<Boundary> {
         // Layers that update their statistics at every run would do so in this run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
