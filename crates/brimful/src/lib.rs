@@ -160,7 +160,7 @@ pub use micro::MicroBatcher;
 pub use pipeline::{Pipeline, is_recomputing};
 pub use random::StepRng;
 pub use replicas::Replicas;
-pub use step::{IntoLoss, NonFinite, Size, StepError, StepReport, Timeline};
+pub use step::{IntoLoss, NonFinitePolicy, Size, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.
 pub use tch;
 pub use workers::{DeviceSpec, WorkerError};

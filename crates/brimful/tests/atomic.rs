@@ -6,7 +6,7 @@ mod support;
 
 use std::panic::{self, AssertUnwindSafe};
 
-use brimful::NonFinite;
+use brimful::NonFinitePolicy;
 use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
@@ -111,7 +111,7 @@ fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro =
-        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
+        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinitePolicy::RefuseGradients);
     assert_fails(micro.backward(&batch(), |x| loss(&net, &x)), &[words]);
     assert_same(words, &before, &state(&net.store));
 }
@@ -184,7 +184,7 @@ fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Half);
         let micro = || MicroBatcher::new(&store, Size::Fixed(1));
-        let mut strict = micro().non_finite(NonFinite::RefuseGradients);
+        let mut strict = micro().non_finite(NonFinitePolicy::RefuseGradients);
         let refused =
             Error::Step(StepError::NonFiniteSum { parameter: "weight".into(), kind: Kind::Half });
         assert_eq!(run(&mut strict, &weight, &x), Err(refused.clone()), "{name}");
@@ -206,7 +206,7 @@ fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Float);
         let micro = MicroBatcher::new(&store, Size::Fixed(1));
-        run(&mut micro.non_finite(NonFinite::RefuseGradients), &weight, &x).expect(name);
+        run(&mut micro.non_finite(NonFinitePolicy::RefuseGradients), &weight, &x).expect(name);
         assert!((weight.grad().double_value(&[0]) / 2e30 - 1.0).abs() < 1e-6, "{name}");
     }
 }
@@ -217,7 +217,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro =
-        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
+        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinitePolicy::RefuseGradients);
     let forward = |x: Tensor| net.layers.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.
     let root = |out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);

@@ -5,7 +5,7 @@
 
 mod support;
 
-use brimful::NonFinite;
+use brimful::NonFinitePolicy;
 use brimful::loss::LossError;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
@@ -315,7 +315,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
 fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
-    for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
+    for policy in [NonFinitePolicy::RefuseLoss, NonFinitePolicy::RefuseGradients] {
         let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
         let mut two = two.non_finite(policy);
         for step in 0..4 {

@@ -14,7 +14,7 @@ use brimful::schedule::{
     Action, ActionKind, Awaited, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
     StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
 };
-use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
+use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinitePolicy, Pipeline, Size, Timeline};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{
     Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
@@ -143,7 +143,7 @@ fn a_gradient_that_is_not_finite_is_found_in_whatever_stage() {
             false => layers.add(number.to_string(), even),
         });
         let mut pipe = offloaded(layers, Offload::Host)
-            .non_finite(NonFinite::RefuseGradients)
+            .non_finite(NonFinitePolicy::RefuseGradients)
             .build()
             .expect("a pipeline");
         let x = numbers(&[7, 4], 1);
@@ -517,7 +517,7 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
             true => layers.add(number.to_string(), odd),
             false => layers.add(number.to_string(), even),
         });
-        let builder = offloaded(layers, Offload::Host).non_finite(NonFinite::RefuseGradients);
+        let builder = offloaded(layers, Offload::Host).non_finite(NonFinitePolicy::RefuseGradients);
         let (mut pipe, _optimizer, before) = updating_in_backward(builder);
         let x = numbers(&[7, 4], 1);
         let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));

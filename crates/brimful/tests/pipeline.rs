@@ -15,8 +15,8 @@ use brimful::pipeline::{BalanceBy, Builder, Cause, Offload, PipelineError, Pipel
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
-    Batch, DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline, Size, StepError, WorkerError,
-    is_recomputing,
+    Batch, DeviceSpec, Error, Layers, Loss, NonFinitePolicy, Pipeline, Size, StepError,
+    WorkerError, is_recomputing,
 };
 use support::pipeline_cases::{
     CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
@@ -795,7 +795,7 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     let sum = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
     let mut pipe = builder(layers(), 3).micro_batches(2).build().expect("a pipeline");
     pipe.backward(&x, &x, sum).expect("nobody looks");
-    let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinite::RefuseGradients);
+    let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinitePolicy::RefuseGradients);
     let mut pipe = strict.build().expect("a pipeline");
     let error = pipe.backward(&x, &x, sum).expect_err("not finite");
     assert_eq!(error, Error::Step(StepError::NonFiniteGradient { micro_batch: 0 }));
@@ -816,7 +816,7 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
         || Layers::new().add("one", weight).add_sharing("two", "one", move |_, p| weight(p));
     let strict = |layers| {
         let builder = builder(layers, 2).kind(Kind::Half).micro_batches(Size::Fixed(1));
-        builder.non_finite(NonFinite::RefuseGradients).build().expect("a pipeline")
+        builder.non_finite(NonFinitePolicy::RefuseGradients).build().expect("a pipeline")
     };
     let half = |samples| Tensor::full([samples, 1], 4e4, (Kind::Half, Device::Cpu));
     let sum = |out: &Tensor| out.to_kind(Kind::Float).sum(Kind::Float);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use brimful::NonFinite;
+use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
 use support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
@@ -141,7 +141,7 @@ fn the_smallest_memory_decides_for_all() {
 /// Returns the error or the panic of a step on two replicas in which `f` transforms the last micro-batch's
 /// outputs. Checks that the state is unchanged, and that the next step works.
 fn ended_by_the_last(
-    policy: NonFinite,
+    policy: NonFinitePolicy,
     f: fn(Tensor) -> Result<Tensor, &'static str>,
 ) -> thread::Result<Error> {
     let mut replicas = replicas(&arenas(2), Size::Fixed(3)).non_finite(policy);
@@ -162,7 +162,7 @@ fn ended_by_the_last(
 #[test]
 fn errors_and_panics_come_as_they_are_after_all_was_undone() {
     let _alone = alone();
-    let policy = NonFinite::default();
+    let policy = NonFinitePolicy::default();
     let error = ended_by_the_last(policy, |_| Err("no more")).expect("the closure's error");
     assert_eq!(error.to_string(), "no more");
     let thrown = ended_by_the_last(policy, |_| panic!("the last micro-batch"));
@@ -173,9 +173,9 @@ fn errors_and_panics_come_as_they_are_after_all_was_undone() {
 #[test]
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
     let _alone = alone();
-    let loss = ended_by_the_last(NonFinite::RefuseLoss, |out| Ok(out * f64::NAN));
+    let loss = ended_by_the_last(NonFinitePolicy::RefuseLoss, |out| Ok(out * f64::NAN));
     // The root of 0 is finite; its slope is not.
-    let slope = ended_by_the_last(NonFinite::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
+    let slope = ended_by_the_last(NonFinitePolicy::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
     for ended in [loss, slope] {
         assert_fails(Err::<(), _>(ended.expect("no panic")), &["micro-batch 3"]);
     }
@@ -187,7 +187,7 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
     let build = |root: &nn::Path| root.ones("weight", &[1]);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
     let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
-    let mut replicas = replicas.non_finite(NonFinite::RefuseGradients);
+    let mut replicas = replicas.non_finite(NonFinitePolicy::RefuseGradients);
     replicas.store_mut().half();
     let x = Tensor::full([2, 1], 4e4, (Kind::Half, Device::Cpu));
     let sum = |out: Tensor| out.to_kind(Kind::Float).sum(Kind::Float);
@@ -205,7 +205,8 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
 fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let _alone = alone();
     let arenas = arenas(2);
-    let mut replicas = replicas(&arenas, Size::Fixed(3)).non_finite(NonFinite::RefuseGradients);
+    let mut replicas =
+        replicas(&arenas, Size::Fixed(3)).non_finite(NonFinitePolicy::RefuseGradients);
     let before = state(replicas.store());
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.

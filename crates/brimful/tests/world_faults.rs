@@ -18,7 +18,7 @@ use brimful::optim::Adam;
 use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
 use brimful::{
-    DeviceSpec, Error, Layers, Loss, MicroBatcher, NonFinite, Pipeline, Size, World, save,
+    DeviceSpec, Error, Layers, Loss, MicroBatcher, NonFinitePolicy, Pipeline, Size, World, save,
 };
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::pipeline_cases::GPT;
@@ -122,7 +122,7 @@ fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
         let weight = store.root().ones("weight", &[1]);
         store.half();
         let micro =
-            MicroBatcher::new(&store, Size::Fixed(1)).non_finite(NonFinite::RefuseGradients);
+            MicroBatcher::new(&store, Size::Fixed(1)).non_finite(NonFinitePolicy::RefuseGradients);
         let mut micro = micro.world(&world).expect("a world");
         let x = Tensor::full([1, 1], 4e4, (Kind::Half, Device::Cpu));
         let run = |x: Tensor| Loss::sum((x * &weight).to_kind(Kind::Float).sum(Kind::Float));

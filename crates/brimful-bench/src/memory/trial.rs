@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::NonFinite;
+use brimful::NonFinitePolicy;
 use brimful::memory::{self, Memory};
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::exit;
@@ -84,7 +84,7 @@ impl MemoryCapacity {
             .devices(memories.iter().cloned().map(DeviceSpec::from))
             .plan(&found.row)
             // Hundreds of normalisations in a row diverge in a step, which costs no memory.
-            .non_finite(NonFinite::Allow)
+            .non_finite(NonFinitePolicy::Allow)
             .build()?;
         let mut optimizer = pipeline.optimizer(family.method())?;
         let (x, y) = work.samples(work.batch);

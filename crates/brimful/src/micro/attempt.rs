@@ -17,7 +17,7 @@ use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
+    self, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, Tally, Tried, Try, Undo,
     into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
@@ -120,7 +120,7 @@ impl MicroBatcher {
                 // A size that is only being tried out is not worth a capture.
                 let surroundings = Surroundings { format_choice, closure, settled: !tried };
                 let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
-                if this.state.non_finite == NonFinite::RefuseGradients {
+                if this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;
                 }
                 Ok(ran)

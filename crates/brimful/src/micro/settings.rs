@@ -8,7 +8,7 @@ use super::{MemoryFormat, MicroBatcher};
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::optim::Method;
-use crate::step::{NonFinite, Size, Team, names, parameters};
+use crate::step::{NonFinitePolicy, Size, Team, names, parameters};
 use crate::world::World;
 use crate::{Error, Result, guard};
 
@@ -20,7 +20,7 @@ impl MicroBatcher {
     }
 
     /// Sets the policy for non-finite losses and gradients.
-    pub fn non_finite(mut self, policy: NonFinite) -> Self {
+    pub fn non_finite(mut self, policy: NonFinitePolicy) -> Self {
         self.state.non_finite = policy;
         self
     }

@@ -19,8 +19,8 @@ use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
     self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints, Lesson,
-    NonFinite, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained,
-    Try, Whole, gradient_bytes, names,
+    NonFinitePolicy, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline,
+    Trained, Try, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Error, Result, device};
@@ -156,7 +156,7 @@ impl Attempted<Pipeline> for PipelineTried {
         let outgoing = workers
             .each_or_error(turns.collect(), move |worker, turn| worker.prepare(&whole, turn))?;
         ranks::gather(&workers, ranks, &exchange.turn, outgoing)?;
-        if pipeline.state.non_finite != NonFinite::RefuseGradients {
+        if pipeline.state.non_finite != NonFinitePolicy::RefuseGradients {
             return Ok(());
         }
         // After `gather`, which adds the gradients of copies.

@@ -10,7 +10,7 @@ use super::shares::Speeds;
 use crate::Result;
 use crate::micro::{MemoryFormat, MicroBatcher};
 use crate::optim::Method;
-use crate::step::{Engine, NonFinite, Size, Team, names, parameters};
+use crate::step::{Engine, NonFinitePolicy, Size, Team, names, parameters};
 use crate::world::World;
 
 /// Setting that every replica's `MicroBatcher` gets before the next step.
@@ -18,7 +18,7 @@ pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
 
 impl<M: 'static> Replicas<M> {
     /// Sets the policy for non-finite values.
-    pub fn non_finite(mut self, policy: NonFinite) -> Self {
+    pub fn non_finite(mut self, policy: NonFinitePolicy) -> Self {
         self.state.non_finite = policy;
         self.set(move |micro| micro.state().non_finite = policy)
     }

@@ -10,7 +10,7 @@ pub enum StepError {
     /// A gradient that is not finite.
     #[error(
         "a gradient is not finite from micro-batch {micro_batch} on: nothing was changed; lower the \
-         learning rate or look at the data, or allow it by `NonFinite::RefuseLoss`"
+         learning rate or look at the data, or allow it by `NonFinitePolicy::RefuseLoss`"
     )]
     NonFiniteGradient {
         /// The micro-batch, counted from 0.
@@ -19,7 +19,7 @@ pub enum StepError {
     /// A gradient that is not finite once it is summed up, divided and cast to this dtype.
     #[error(
         "the gradient of '{parameter}' is not finite as {kind:?}: nothing was changed; lower the learning \
-         rate or the factor of the loss, look at the data, or allow it by `NonFinite::RefuseLoss`"
+         rate or the factor of the loss, look at the data, or allow it by `NonFinitePolicy::RefuseLoss`"
     )]
     NonFiniteSum {
         /// The parameter's name.

@@ -53,7 +53,7 @@ pub(crate) use role::{BatchRole, PartSeed};
 pub(crate) use settle::{Exchange, PartReport, Team, Whole};
 pub use size::Size;
 pub(crate) use sizing::{Hints, Lesson};
-pub use tally::NonFinite;
+pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
 pub(crate) use tried::{Tried, gradient_bytes, parameters};
@@ -165,7 +165,7 @@ pub(crate) struct StepState<T> {
     pub(crate) sizes: Sizes,
     /// Bytes of each memory that an optimizer will allocate next.
     pub(crate) reserved: Vec<u64>,
-    pub(crate) non_finite: NonFinite,
+    pub(crate) non_finite: NonFinitePolicy,
     pub(crate) team: Team,
     pub(crate) window: Option<Window<T>>,
     pub(crate) warnings: Warnings,
@@ -190,7 +190,7 @@ impl<T> StepState<T> {
             size,
             sizes: Sizes::new(goal(size)),
             reserved: Vec::new(),
-            non_finite: NonFinite::default(),
+            non_finite: NonFinitePolicy::default(),
             team: Team::alone(),
             window: None,
             warnings: Warnings::default(),

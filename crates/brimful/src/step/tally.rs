@@ -9,7 +9,7 @@ use crate::loss::{Loss, LossError, MicroBatchWeight, Over, Term, Weight};
 
 /// Policy for non-finite losses and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum NonFinite {
+pub enum NonFinitePolicy {
     /// Refuses a non-finite loss. It is read at the end of the step anyway, so this costs nothing.
     #[default]
     RefuseLoss,
@@ -176,7 +176,7 @@ impl Tally {
     }
 
     /// Reads everything from the device, in one transfer.
-    pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
+    pub(crate) fn read(&self, policy: NonFinitePolicy) -> Result<Counted> {
         let all = self.on_host()?;
         let mut numbers = all.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?.into_iter();
         // A missing number would be a bug: NaN reveals it, while 0 would pass for a loss.
@@ -193,7 +193,7 @@ impl Tally {
                     Weight::Number(number) => *number,
                     Weight::Tensor(_) => next(),
                 };
-                if policy != NonFinite::Allow && !(value.is_finite() && weight.is_finite()) {
+                if policy != NonFinitePolicy::Allow && !(value.is_finite() && weight.is_finite()) {
                     return Err(
                         LossError::NonFinite { term: index, micro_batch, value, weight }.into()
                     );

@@ -9,7 +9,7 @@ use tch::nn::Variables;
 use super::StepError;
 use super::caught::into_error_or_panic;
 use super::settle::{PartReport, SeenPart, Whole};
-use super::tally::{NonFinite, Tally, TermGroup, distinct};
+use super::tally::{NonFinitePolicy, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
 use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
@@ -175,7 +175,7 @@ impl Tried {
     }
 
     /// Reports what is needed to commit it together with others; with `others`, also what their sums need.
-    pub(crate) fn tell(&mut self, policy: NonFinite, others: bool) -> Result<PartReport> {
+    pub(crate) fn tell(&mut self, policy: NonFinitePolicy, others: bool) -> Result<PartReport> {
         check_dense(&self.parameters, &self.variables)?;
         if !others {
             // Queued before the loss is read, which waits for the device: so the device has work meanwhile.
@@ -291,8 +291,8 @@ impl Tried {
 
     /// Fails if the policy refuses non-finite gradients and a prepared gradient would not be finite once
     /// committed.
-    pub(crate) fn check_finite(&self, policy: NonFinite) -> Result<()> {
-        let wanted = policy == NonFinite::RefuseGradients;
+    pub(crate) fn check_finite(&self, policy: NonFinitePolicy) -> Result<()> {
+        let wanted = policy == NonFinitePolicy::RefuseGradients;
         let Some((gradients, _)) = self.prepared.as_ref().filter(|_| wanted) else {
             return Ok(());
         };

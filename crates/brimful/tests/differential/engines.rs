@@ -10,7 +10,8 @@ use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
-    DeviceSpec, Loss, MicroBatcher, NonFinite, Pipeline, Replicas, Result, Size, StepReport, World,
+    DeviceSpec, Loss, MicroBatcher, NonFinitePolicy, Pipeline, Replicas, Result, Size, StepReport,
+    World,
 };
 use proptest::prelude::*;
 use tch::nn::{ModuleT, VarStore};
@@ -218,7 +219,7 @@ pub struct Setup<'a> {
 
 impl Setup<'_> {
     fn non_finite(&self) -> NonFinite {
-        if self.strict { NonFinite::RefuseGradients } else { NonFinite::RefuseLoss }
+        if self.strict { NonFinitePolicy::RefuseGradients } else { NonFinitePolicy::RefuseLoss }
     }
 }
 

@@ -27,7 +27,7 @@ use crate::random::with_step_seed;
 use crate::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
-use crate::step::{NonFinite, Size, StepState, Team};
+use crate::step::{NonFinitePolicy, Size, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
 use crate::{Layers, Result, World};
 
@@ -51,7 +51,7 @@ pub struct Builder {
     boundaries: Vec<Location>,
     device_buffers: usize,
     pub(super) host: Option<Arena>,
-    non_finite: NonFinite,
+    non_finite: NonFinitePolicy,
     pub(super) world: World,
     pub(super) replicas: usize,
     pub(super) reserved: Option<Method>,
@@ -75,7 +75,7 @@ impl Builder {
             boundaries: Vec::new(),
             device_buffers: DEVICE_BUFFERS,
             host: None,
-            non_finite: NonFinite::default(),
+            non_finite: NonFinitePolicy::default(),
             world: World::alone(),
             replicas: 1,
             reserved: None,
@@ -193,7 +193,7 @@ impl Builder {
     }
 
     /// Sets the policy for non-finite values. By default, a non-finite loss is refused.
-    pub fn non_finite(self, policy: NonFinite) -> Self {
+    pub fn non_finite(self, policy: NonFinitePolicy) -> Self {
         Self { non_finite: policy, ..self }
     }
 

@@ -12,7 +12,7 @@ use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
 use crate::schedule::Action;
-use crate::step::{NonFinite, TermGroup, as_wide_as, roots};
+use crate::step::{NonFinitePolicy, TermGroup, as_wide_as, roots};
 
 /// Tensors to start a backward from, each with its gradient, for every group of loss terms.
 type Roots = Vec<Vec<(Tensor, Tensor)>>;
@@ -168,7 +168,7 @@ impl WorkerRun {
 
     /// Records the largest gradient so far, if non-finite gradients are refused.
     fn note_largest(&mut self, site: &Site, i: usize) -> Result<()> {
-        if site.non_finite != NonFinite::RefuseGradients {
+        if site.non_finite != NonFinitePolicy::RefuseGradients {
             return Ok(());
         }
         let largest = self.accumulator().largest()?;

@@ -49,7 +49,7 @@ use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::StepRng;
 use crate::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, TransferKind};
-use crate::step::{NonFinite, Tally, TermGroup};
+use crate::step::{NonFinitePolicy, Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
 use intake::Intake;
@@ -444,10 +444,10 @@ fn refuse_non_finite(
     tally: &Tally,
     largest: &[Option<Tensor>],
     offloaded: &OffloadedStages,
-    policy: NonFinite,
+    policy: NonFinitePolicy,
 ) -> Result<()> {
     // Every read waits for the device.
-    if !offloaded.has_handed() && policy != NonFinite::Allow {
+    if !offloaded.has_handed() && policy != NonFinitePolicy::Allow {
         tally.read(policy)?;
     }
     let mut of_gradients = Tally::default();

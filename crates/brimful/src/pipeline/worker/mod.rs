@@ -30,7 +30,7 @@ use crate::random::{Generator, StepRng};
 use crate::schedule::{
     Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
 };
-use crate::step::{NonFinite, Tried, Undo, UnmanagedStatistics};
+use crate::step::{NonFinitePolicy, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
 /// Specification that a worker is built from.
@@ -61,7 +61,7 @@ pub(crate) struct StageBuild {
     pub(crate) keeps_activations: bool,
     /// Number of the device's buffers for offloaded stages.
     pub(crate) device_buffers: usize,
-    pub(crate) non_finite: NonFinite,
+    pub(crate) non_finite: NonFinitePolicy,
 }
 
 /// Device and stages of a worker, with all that its steps run on.
@@ -81,7 +81,7 @@ pub(crate) struct Site {
     /// Whether this worker trains any parameter.
     pub(crate) trains: bool,
     /// Policy for non-finite values.
-    pub(crate) non_finite: NonFinite,
+    pub(crate) non_finite: NonFinitePolicy,
     /// Running statistics that every run updates, as tensors whose changes autograd does not count: it
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
