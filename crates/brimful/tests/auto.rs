@@ -87,7 +87,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
             let step = micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
             arena.fail_nth_allocation(0);
             retries += step.retries;
-            micro.guard(|| optimizer.step()).expect("an update");
+            micro.retry_on_oom(|| optimizer.step()).expect("an update");
             optimizer.zero_grad().expect("cleared");
         }
         (state(&net.store), retries)
@@ -141,14 +141,14 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     };
     let expected = {
         let (net, micro, mut optimizer) = prepared();
-        micro.guard(|| optimizer.step()).expect("an update");
+        micro.retry_on_oom(|| optimizer.step()).expect("an update");
         state(&net.store)
     };
     for n in 1.. {
         let (net, micro, mut optimizer) = prepared();
         let before = (state(&net.store), arena.refusals());
         arena.fail_nth_allocation(n);
-        micro.guard(|| optimizer.step()).expect("once is survived");
+        micro.retry_on_oom(|| optimizer.step()).expect("once is survived");
         arena.fail_nth_allocation(0);
         assert_same(&format!("allocation {n}"), &expected, &state(&net.store));
         if arena.refusals() == before.1 {
@@ -156,11 +156,11 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
         }
         let (net, micro, mut optimizer) = prepared();
         arena.fail_from_nth_allocation(n);
-        let error = micro.guard(|| optimizer.step()).expect_err("all of them fail");
+        let error = micro.retry_on_oom(|| optimizer.step()).expect_err("all of them fail");
         arena.fail_nth_allocation(0);
         assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
         assert_same(&format!("from allocation {n}"), &before.0, &state(&net.store));
-        micro.guard(|| optimizer.step()).expect("the next try");
+        micro.retry_on_oom(|| optimizer.step()).expect("the next try");
         assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
 }
@@ -192,7 +192,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
         assert_eq!(step.retries, 1);
         armed.set(true);
         let held = || forward(&batch()).map(drop);
-        brimful::guard(&memory, held).expect("it is tried again");
+        brimful::retry_on_oom(&memory, held).expect("it is tried again");
         // Fails before the closure is called.
         arena.fail_nth_allocation(1);
         let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
@@ -235,7 +235,7 @@ fn what_every_size_needs_is_not_taken_for_the_samples() {
 fn a_guarded_closure_keeps_its_own_errors() {
     let _alone = alone();
     let (_, memory) = arena_of("cpu");
-    let error = brimful::guard(&memory, || Err::<(), _>("my own")).expect_err("its error");
+    let error = brimful::retry_on_oom(&memory, || Err::<(), _>("my own")).expect_err("its error");
     assert_eq!(error.to_string(), "my own");
 }
 

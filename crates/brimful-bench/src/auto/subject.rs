@@ -85,7 +85,7 @@ impl Built<'_> {
             Ok(step(store, model, &mut micro, samples)?.0)
         };
         // Other sizes may have left the GPU's cache fragmented.
-        Ok(brimful::guard(memory, run)?)
+        Ok(brimful::retry_on_oom(memory, run)?)
     }
 }
 

@@ -78,7 +78,7 @@ impl SteadyTraining for WholeTuned {
     }
 
     fn update(&mut self) -> Result<()> {
-        guard(&self.memory, || self.optimizer.step())?;
+        retry_on_oom(&self.memory, || self.optimizer.step())?;
         Ok(self.optimizer.zero_grad()?)
     }
 

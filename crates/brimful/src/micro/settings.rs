@@ -10,7 +10,7 @@ use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::optim::Method;
 use crate::step::{NonFinitePolicy, Size, Team, names, parameters};
 use crate::world::World;
-use crate::{Error, Result, guard};
+use crate::{Error, Result, retry_on_oom};
 
 impl MicroBatcher {
     /// Runs every step inside this memory, and reports its peak.
@@ -119,16 +119,16 @@ impl MicroBatcher {
     }
 
     /// Runs work outside forward and backward, such as an optimizer's step, in this memory: see
-    /// [`guard`](crate::guard()).
+    /// [`retry_on_oom`](crate::retry_on_oom()).
     ///
     /// # Errors
-    /// As for [`guard`](crate::guard()).
-    pub fn guard<T, E>(&self, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
+    /// As for [`retry_on_oom`](crate::retry_on_oom()).
+    pub fn retry_on_oom<T, E>(&self, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
     where
         E: Into<Box<dyn StdError + Send + Sync>>,
     {
         match &self.memory {
-            Some(memory) => guard(memory, f),
+            Some(memory) => retry_on_oom(memory, f),
             None => f().map_err(Error::of_closure),
         }
     }

@@ -48,7 +48,7 @@ impl Optimizer {
 
     /// Loads a state that [`Optimizer::state`] returned, with the learning rates and options of its groups.
     /// It does not contain the parameters themselves. The tensors are copied into the memory that the
-    /// caller has entered, as by [`guard`](crate::guard).
+    /// caller has entered, as by [`retry_on_oom`](crate::retry_on_oom()).
     ///
     /// # Errors
     /// When it belongs to other parameters, shapes, groups or methods (the error names the first

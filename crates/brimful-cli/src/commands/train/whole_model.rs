@@ -6,7 +6,9 @@ use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
-use brimful::{DeviceSpec, Layers, MicroBatcher, Replicas, StepReport, StepRng, World, guard};
+use brimful::{
+    DeviceSpec, Layers, MicroBatcher, Replicas, StepReport, StepRng, World, retry_on_oom,
+};
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -199,7 +201,7 @@ impl TrainingEngine for WholeModel {
         // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
         let ticker = ticker.filter(|_| !self.cuda_graphs);
         let step = self.runner.backward(&batches, self.kind, ticker)?;
-        guard(&self.memory, || {
+        retry_on_oom(&self.memory, || {
             if let Some(length) = self.clip_norm {
                 self.optimizer.clip_gradient_norm(length)?;
             }
@@ -217,7 +219,7 @@ impl TrainingEngine for WholeModel {
 
     fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         if let Some(averages) = &mut self.averages {
-            guard(&self.memory, || averages.swap_in())?;
+            retry_on_oom(&self.memory, || averages.swap_in())?;
         }
         let tested = self.runner.evaluate(&batch, self.kind);
         // Swaps back even after an error: training continues with the weights themselves.
@@ -241,7 +243,7 @@ impl TrainingEngine for WholeModel {
         let (state, texts) = &kept.optimizer;
         // Loads the state into the memory account in which the first step would create it, so that the limit counts
         // it.
-        guard(&self.memory, || self.optimizer.load_state(state, texts))?;
+        retry_on_oom(&self.memory, || self.optimizer.load_state(state, texts))?;
         if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
             averages.load_state(state, texts)?;
         }

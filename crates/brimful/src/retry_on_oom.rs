@@ -16,7 +16,7 @@ use crate::{Error, Result};
 /// # Errors
 ///
 /// When memory runs out again, and with any other error of `f`. Any other panic resumes.
-pub fn guard<T, E>(memory: &Memory, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
+pub fn retry_on_oom<T, E>(memory: &Memory, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
 where
     E: Into<Box<dyn StdError + Send + Sync>>,
 {
