@@ -157,7 +157,7 @@ fn negative_numbers_are_values_that_cannot_be() {
         ("train --batch-size -5", "give a number from 1 on, or all"),
         ("train --micro-batch -5", "give a number from 1 on, auto or largest"),
         ("train --memory-limit -5", "'-5' is not a number of bytes"),
-        ("train --patience -5", "give whole seconds from 1 on"),
+        ("train --heartbeat-timeout -5", "give whole seconds from 1 on"),
         ("train --learning-rate -1", "--learning-rate -1: give it a number from 0 on"),
         ("plan -s -1 -m 2", "give a whole number from 1 on"),
         ("plan -s 2 -m 2 --forward -1", "give a number from 0 on"),

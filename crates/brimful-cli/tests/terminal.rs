@@ -10,7 +10,7 @@ use rexpect::process::WaitStatus;
 use rexpect::session::{PtySession, spawn_command};
 
 /// Timeout that no step of these tests reaches, even on a busy machine.
-const PATIENCE: Option<u64> = Some(60_000);
+const HEARTBEAT_TIMEOUT: Option<u64> = Some(60_000);
 /// Arguments for training a model with dropout.
 const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
 
@@ -23,7 +23,7 @@ fn on_a_terminal_of(columns: usize, arguments: &str) -> PtySession {
     process.args(["-c", &format!(r#"stty rows 24 cols {columns}; exec "$@""#), "sh"]);
     process.arg(env!("CARGO_BIN_EXE_brimful"));
     process.args(arguments.split_whitespace()).env_remove("LD_LIBRARY_PATH").env("TERM", "xterm");
-    spawn_command(process, PATIENCE).expect("a terminal")
+    spawn_command(process, HEARTBEAT_TIMEOUT).expect("a terminal")
 }
 
 /// Returns the rest of the output until the program ends, and asserts its exit code.

@@ -27,7 +27,7 @@ use support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
 /// Longest silence of a rank in these tests, and longest time until the others end.
-const PATIENCE: Duration = Duration::from_secs(3);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 const LIMIT: Duration = Duration::from_secs(60);
 /// Lets the other ranks live when a rank dies, instead of killing them.
 const RECOVERY: [&str; 3] = ["--mca", "orte_enable_recovery", "1"];
@@ -141,7 +141,7 @@ const STATE: &str = "optimizer.";
 
 /// Trains from the last save to the last step, and saves after every second one.
 fn train(world: &World, folder: &Path) -> brimful::Result<()> {
-    world.set_patience(PATIENCE)?;
+    world.set_heartbeat_timeout(HEARTBEAT_TIMEOUT)?;
     let file = folder.join(FILE);
     tch::manual_seed(11);
     let mut pipe = Pipeline::builder((GPT.layers)())
@@ -327,17 +327,17 @@ fn a_stopped_rank_is_given_up() {
         let launched = launcher.start(3, &RECOVERY, &here.display().to_string());
         let stopped = pid(&here, 1);
         signal("-STOP", &stopped);
-        sleep(PATIENCE + Duration::from_secs(3));
+        sleep(HEARTBEAT_TIMEOUT + Duration::from_secs(3));
         signal("-CONT", &stopped);
         assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
     });
 }
 
-/// The others wait for a slow rank, longer than its patience.
+/// The others wait for a slow rank, longer than its heartbeat_timeout.
 #[test]
 fn a_slow_rank_is_not_given_up() {
     in_ranks(2, |world| {
-        world.set_patience(Duration::from_secs(1)).expect("set");
+        world.set_heartbeat_timeout(Duration::from_secs(1)).expect("set");
         if world.rank() == 1 {
             sleep(Duration::from_secs(3));
         }
@@ -347,12 +347,12 @@ fn a_slow_rank_is_not_given_up() {
 
 /// Runs steps; the last rank does not take part in the second.
 fn rank_that_hangs(world: World) {
-    world.set_patience(PATIENCE).expect("set");
-    world.set_longest_wait(PATIENCE).expect("set");
+    world.set_heartbeat_timeout(HEARTBEAT_TIMEOUT).expect("set");
+    world.set_timeout(HEARTBEAT_TIMEOUT).expect("set");
     let mut pipe = three_stages(&world);
     step(&mut pipe).expect("an undisturbed step");
     if world.rank() == 2 {
-        sleep(3 * PATIENCE);
+        sleep(3 * HEARTBEAT_TIMEOUT);
     }
     let error = step(&mut pipe).expect_err("the last rank is away");
     drop(pipe);
@@ -398,7 +398,7 @@ fn halt_within_a_message(mut mpi: Mpi, over: &Path) {
 
 /// Waits for the large value.
 fn wait_for_a_large_value(world: World) {
-    world.set_patience(PATIENCE).expect("set");
+    world.set_heartbeat_timeout(HEARTBEAT_TIMEOUT).expect("set");
     let error = world.share("a large value", &String::new()).expect_err("one has halted");
     end(world, &error);
 }
@@ -419,7 +419,7 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
         let path = over.display().to_string();
         let launched = launcher.start(3, &[&RECOVERY[..], &SOCKETS[..]].concat(), &path);
         // A rank that was given up does not continue.
-        sleep(3 * PATIENCE);
+        sleep(3 * HEARTBEAT_TIMEOUT);
         fs::write(&over, []).expect("told");
         assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
     });

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 /// The pipe uses descriptors 3 and 4; a shell assigns ours to them.
 const LAUNCH: &str = r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1"#;
 /// Timeout that nothing here reaches, even on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(120);
 /// JavaScript that waits for two frames, after which everything is drawn.
 const DRAWN: &str = "new Promise((done) => requestAnimationFrame(() => \
                      requestAnimationFrame(() => done(performance.now()))))";
@@ -178,7 +178,7 @@ impl Browser {
     }
 
     fn receive(&self) -> Value {
-        self.from.recv_timeout(PATIENCE).expect("chromium answers")
+        self.from.recv_timeout(HEARTBEAT_TIMEOUT).expect("chromium answers")
     }
 }
 

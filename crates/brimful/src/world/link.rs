@@ -155,9 +155,9 @@ impl Drop for Pump {
     /// Announces the end of this rank, and waits until all ranks end or one is lost.
     fn drop(&mut self) {
         let words = thread::panicking().then(|| "it panicked".to_owned());
-        let patience = self.link.with(|engine| {
+        let heartbeat_timeout = self.link.with(|engine| {
             engine.tell_all(&Message::Left { words });
-            engine.pulse.patience
+            engine.pulse.heartbeat_timeout
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
@@ -165,7 +165,7 @@ impl Drop for Pump {
         thread.thread().unpark();
         // The thread itself notices lost ranks; but MPI's own end, which it calls last, has no timeout.
         let done = self.done.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if done.recv().is_ok() && done.recv_timeout(patience.unwrap_or_default()).is_ok() {
+        if done.recv().is_ok() && done.recv_timeout(heartbeat_timeout.unwrap_or_default()).is_ok() {
             let _ = thread.join();
         }
     }

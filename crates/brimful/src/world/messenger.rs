@@ -63,15 +63,15 @@ pub(super) struct Messenger {
 }
 
 impl Messenger {
-    pub(super) fn new(wire: Box<dyn Wire>, patience: Duration, longest_wait: Duration) -> Self {
+    pub(super) fn new(wire: Box<dyn Wire>, heartbeat_timeout: Duration, timeout: Duration) -> Self {
         let (rank, size) = wire.place();
         Self {
             rank,
             size,
             hosts: (0..size).map(|_| wire.host()).collect(),
             traffic: Traffic::default(),
-            pulse: Pulse::new(size, patience, Instant::now()),
-            waits: Waits::new(rank, size, longest_wait),
+            pulse: Pulse::new(size, heartbeat_timeout, Instant::now()),
+            waits: Waits::new(rank, size, timeout),
             values: (0..size).map(|_| VecDeque::new()).collect(),
             moments: 0,
             inboxes: BTreeMap::new(),

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! *No hang.* Every rank sends heartbeats from a thread of its own. A rank that is killed, stopped or cut
-//! off is given up after [`World::patience`], and every wait of the others ends with an error that names
-//! it. So is a rank whose heartbeat continues but that is waited for longer than [`World::longest_wait`]. A
+//! off is given up after [`World::heartbeat_timeout`], and every wait of the others ends with an error that names
+//! it. So is a rank whose heartbeat continues but that is waited for longer than [`World::timeout`]. A
 //! rank whose step fails reports it to the others at once.
 
 #![cfg_attr(
@@ -54,9 +54,9 @@ pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 
 /// Default time without a heartbeat after which a rank is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Default time that a rank may be waited for.
-const LONGEST_WAIT: Duration = Duration::from_secs(30 * 60);
+const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// World of all processes that train together.
 ///
@@ -91,12 +91,12 @@ impl World {
     // Documented even without MPI.
     #[cfg(any(feature = "mpi", doc))]
     pub fn start() -> Result<Self> {
-        Self::over(|| Ok(Box::new(mpi::MpiWire::start(PATIENCE)?)))
+        Self::over(|| Ok(Box::new(mpi::MpiWire::start(HEARTBEAT_TIMEOUT)?)))
     }
 
     /// Creates a world of this process alone.
     pub fn alone() -> Self {
-        let link = Link::new(Messenger::new(Box::new(Alone), PATIENCE, LONGEST_WAIT));
+        let link = Link::new(Messenger::new(Box::new(Alone), HEARTBEAT_TIMEOUT, TIMEOUT));
         let hosts = vec![Alone.host()];
         Self(Arc::new(Membership { rank: 0, hosts, link, _pump: None }))
     }
@@ -106,7 +106,7 @@ impl World {
     fn over(
         wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
     ) -> Result<Self> {
-        let pump = Pump::start(move || Ok(Messenger::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
+        let pump = Pump::start(move || Ok(Messenger::new(wire()?, HEARTBEAT_TIMEOUT, TIMEOUT)))?;
         let link = Arc::clone(&pump.link);
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
@@ -148,17 +148,17 @@ impl World {
     ///
     /// # Errors
     /// When the world has ended.
-    pub fn patience(&self) -> Result<Duration> {
-        self.link().with(|engine| engine.pulse.patience)
+    pub fn heartbeat_timeout(&self) -> Result<Duration> {
+        self.link().with(|engine| engine.pulse.heartbeat_timeout)
     }
 
     /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same: a
-    /// rank sends ten heartbeats within its own patience.
+    /// rank sends ten heartbeats within its own heartbeat_timeout.
     ///
     /// # Errors
     /// When the world has ended.
-    pub fn set_patience(&self, patience: Duration) -> Result<()> {
-        self.link().with(|engine| engine.pulse.patience = patience)
+    pub fn set_heartbeat_timeout(&self, heartbeat_timeout: Duration) -> Result<()> {
+        self.link().with(|engine| engine.pulse.heartbeat_timeout = heartbeat_timeout)
     }
 
     /// Returns the time after which a rank is given up that keeps others waiting although its heartbeat
@@ -166,7 +166,7 @@ impl World {
     ///
     /// # Errors
     /// When the world has ended.
-    pub fn longest_wait(&self) -> Result<Duration> {
+    pub fn timeout(&self) -> Result<Duration> {
         self.link().with(|engine| engine.waits.longest)
     }
 
@@ -175,7 +175,7 @@ impl World {
     ///
     /// # Errors
     /// When the world has ended.
-    pub fn set_longest_wait(&self, longest: Duration) -> Result<()> {
+    pub fn set_timeout(&self, longest: Duration) -> Result<()> {
         self.link().with(|engine| engine.waits.longest = longest)
     }
 

@@ -6,25 +6,25 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(super) struct Pulse {
     heard: Vec<Instant>,
-    pub(super) patience: Duration,
+    pub(super) heartbeat_timeout: Duration,
     /// Time of this rank's last check, and of its last heartbeat.
     looked: Instant,
     beaten: Instant,
 }
 
 impl Pulse {
-    pub(super) fn new(ranks: usize, patience: Duration, now: Instant) -> Self {
-        Self { heard: vec![now; ranks], patience, looked: now, beaten: now }
+    pub(super) fn new(ranks: usize, heartbeat_timeout: Duration, now: Instant) -> Self {
+        Self { heard: vec![now; ranks], heartbeat_timeout, looked: now, beaten: now }
     }
 
     pub(super) fn heard(&mut self, rank: usize, now: Instant) {
         self.heard[rank] = now;
     }
 
-    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the patience.
+    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the heartbeat_timeout.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         // Ten, so that a few may be late under load before a rank counts as dead.
-        let due = now.duration_since(self.beaten) >= self.patience / 10;
+        let due = now.duration_since(self.beaten) >= self.heartbeat_timeout / 10;
         if due {
             self.beaten = now;
         }
@@ -39,7 +39,7 @@ impl Pulse {
     ) -> Option<(usize, Duration)> {
         let away = now.duration_since(self.looked);
         self.looked = now;
-        if away > self.patience / 4 {
+        if away > self.heartbeat_timeout / 4 {
             // This process itself did not run (a stopped job, a suspended machine): messages sent meanwhile
             // are still unread, so no rank is to blame for the gap.
             self.heard.iter_mut().for_each(|heard| *heard += away);
@@ -48,7 +48,7 @@ impl Pulse {
         let silent = self.heard.iter().enumerate().filter(|(rank, _)| counts(*rank));
         let longest = silent.min_by_key(|(_, heard)| **heard);
         let longest = longest.map(|(rank, heard)| (rank, now.saturating_duration_since(*heard)));
-        longest.filter(|(_, silent)| *silent > self.patience)
+        longest.filter(|(_, silent)| *silent > self.heartbeat_timeout)
     }
 }
 

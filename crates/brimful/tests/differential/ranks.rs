@@ -12,7 +12,7 @@ use crate::support::ranks::{Launcher, as_rank_or, text, told};
 use crate::{Turn, code, failure, number, quietly, shrunk, tree};
 
 /// A rank that waits longer than this hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Starting ranks takes a second.
 const SHRINKS: usize = 60;
 const SENTENCE: &str = "differential: seed ";
@@ -20,7 +20,7 @@ const SENTENCE: &str = "differential: seed ";
 /// Runs the cases given to the ranks: a range of seeds, or one case in a simpler form.
 #[allow(clippy::print_stderr, reason = "what a rank fails with is read from there")]
 fn run_as_rank(world: &World) {
-    world.set_longest_wait(PATIENCE).expect("a world");
+    world.set_timeout(HEARTBEAT_TIMEOUT).expect("a world");
     let told = told();
     let mut words = told.split(' ').map(|word| word.parse::<u64>().expect("a number"));
     let (first, count) = (words.next().expect("a seed"), words.next().expect("a count"));

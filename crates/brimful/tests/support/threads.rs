@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Longest time that a joined thread may still be listed.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(10);
 /// At least ten times as long as any watched call.
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -21,7 +21,7 @@ pub fn threads() -> usize {
 /// Waits until there are this many threads.
 #[track_caller]
 pub fn assert_threads(expected: usize) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + HEARTBEAT_TIMEOUT;
     while threads() != expected {
         assert!(Instant::now() < deadline, "{} threads, not {expected}", threads());
         thread::sleep(Duration::from_millis(1));

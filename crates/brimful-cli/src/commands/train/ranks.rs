@@ -28,11 +28,11 @@ pub struct RankOptions {
     /// Seconds of silence after which a rank is given up
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     #[arg(value_parser = words::seconds)]
-    pub(crate) patience: u64,
+    pub(crate) heartbeat_timeout: u64,
     /// Seconds after which a rank is given up that others wait for, although it gives signs of life
     #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
     #[arg(value_parser = words::seconds)]
-    pub(crate) longest_wait: u64,
+    pub(crate) timeout: u64,
 }
 
 impl RankOptions {
@@ -42,8 +42,8 @@ impl RankOptions {
             return Ok(World::alone());
         }
         let world = start()?;
-        world.set_patience(Duration::from_secs(self.patience))?;
-        world.set_longest_wait(Duration::from_secs(self.longest_wait))?;
+        world.set_heartbeat_timeout(Duration::from_secs(self.heartbeat_timeout))?;
+        world.set_timeout(Duration::from_secs(self.timeout))?;
         Ok(world)
     }
 
