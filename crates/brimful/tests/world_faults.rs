@@ -333,7 +333,7 @@ fn a_stopped_rank_is_given_up() {
     });
 }
 
-/// The others wait for a slow rank, longer than its heartbeat_timeout.
+/// The others wait for a slow rank, longer than its heartbeat timeout.
 #[test]
 fn a_slow_rank_is_not_given_up() {
     in_ranks(2, |world| {

@@ -6,7 +6,7 @@ use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{
-    Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, StepReport, balance, guard,
+    Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, StepReport, balance, retry_on_oom,
 };
 use brimful_cli::setting::{self, LossModel};
 use tch::nn::VarStore;

@@ -153,7 +153,7 @@ impl World {
     }
 
     /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same: a
-    /// rank sends ten heartbeats within its own heartbeat_timeout.
+    /// rank sends ten heartbeats within its own timeout.
     ///
     /// # Errors
     /// When the world has ended.

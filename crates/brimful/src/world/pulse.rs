@@ -21,7 +21,7 @@ impl Pulse {
         self.heard[rank] = now;
     }
 
-    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the heartbeat_timeout.
+    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the timeout.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         // Ten, so that a few may be late under load before a rank counts as dead.
         let due = now.duration_since(self.beaten) >= self.heartbeat_timeout / 10;
