@@ -57,8 +57,8 @@ fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) ->
     let step = pipe.backward(x, x, move |out: Tensor, _| loss(&out)).expect("a step");
     let i = Cell::new(0);
     let expected = MicroBatcher::new(&store, size).backward(x, |x| {
-        let draws = StepRng::new(step.seed.expect("a seed"), i.replace(i.get() + 1));
-        loss(&model.forward_with_rng(&[x], true, draws)[0])
+        let rng = StepRng::new(step.seed.expect("a seed"), i.replace(i.get() + 1));
+        loss(&model.forward_with_rng(&[x], true, rng)[0])
     });
     let expected = expected.expect("a plain step").loss;
     assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);

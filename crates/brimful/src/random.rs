@@ -48,13 +48,13 @@ pub struct StepRng {
 }
 
 impl StepRng {
-    /// Creates the draws of this micro-batch, counted from 0, in the step with this seed.
+    /// Creates the random numbers of this micro-batch, counted from 0, in the step with this seed.
     #[must_use]
     pub fn new(step: u64, micro_batch: usize) -> Self {
         Self { step, micro_batch: micro_batch as u64 }
     }
 
-    /// Creates the draws of a model's initial values, with a seed from libtorch's default generator: a pipeline
+    /// Creates the random numbers of a model's initial values, with a seed from libtorch's default generator: a pipeline
     /// built now would draw the same.
     ///
     /// # Errors

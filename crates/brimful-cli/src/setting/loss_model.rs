@@ -39,7 +39,7 @@ impl LossModel {
     /// # Errors
     /// As [`Layers::build`].
     pub fn build_with_rng(layers: &Layers, root: &Path, rng: StepRng) -> Result<Self> {
-        Self::of_parts(layers, root, |part| layers.build_range_with_rng(root, part, draws))
+        Self::of_parts(layers, root, |part| layers.build_range_with_rng(root, part, rng))
     }
 
     fn of_parts(

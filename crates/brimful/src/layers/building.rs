@@ -64,7 +64,7 @@ impl Layers {
         let device = root.device();
         preserving_generators(vec![device], || {
             let generator = Generator::new(device);
-            self.build_range_watched(root, range, |position| generator.seed(draws.seed(position)))
+            self.build_range_watched(root, range, |position| generator.seed(rng.seed(position)))
         })
     }
 

@@ -91,7 +91,7 @@ impl Model {
     pub fn forward_with_rng(&self, values: &[Tensor], train: bool, rng: StepRng) -> Vec<Tensor> {
         let generator = Generator::new(values.first().map_or(Device::Cpu, Tensor::device));
         let values = values.iter().map(Tensor::shallow_clone).collect();
-        let before = |position| generator.seed(draws.seed(position));
+        let before = |position| generator.seed(rng.seed(position));
         self.run(values, &mut Stashed::default(), train, before)
     }
 

@@ -344,12 +344,12 @@ impl WorkerRun {
     fn run_lent(&self, site: &Site, at: usize, i: usize, input: Boundary) -> Result<Boundary> {
         let trains = self.job.mode.trains();
         if !self.is_lent(at) {
-            return Ok(site.run(at, input, self.draws(i), trains));
+            return Ok(site.run(at, input, self.rng(i), trains));
         }
         // A layer that writes into its input would change the user's mini-batch, for retries too.
         let lent = input.share();
         let before = Versions::of(lent.all());
-        let output = site.run(at, input, self.draws(i), trains);
+        let output = site.run(at, input, self.rng(i), trains);
         before.check(lent.all())?;
         site.inputs.borrowers.trust::<Intake>();
         Ok(output)
@@ -388,7 +388,7 @@ impl WorkerRun {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(site.run_again(at, input, self.draws(i))?)
+            Output::Boundary(site.run_again(at, input, self.rng(i))?)
         };
         let input = HeldInput::Here(held);
         let (output, generation) = (Some(output), site.generation(at));
@@ -396,14 +396,14 @@ impl WorkerRun {
         self.timeline.end(action)
     }
 
-    fn draws(&self, i: usize) -> StepRng {
+    fn rng(&self, i: usize) -> StepRng {
         StepRng::new(self.job.seed, self.job.first + i)
     }
 
     /// Computes the micro-batch's loss, counts it, and returns its terms; none if the closure returns no
     /// loss.
     pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
-        let seed = self.draws(i).seed(site.layout.layers.len());
+        let seed = self.rng(i).seed(site.layout.layers.len());
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         // Holds the generator's lock from seeding to drawing: stages on one accelerator share a generator.
         let _turn = site.turn();

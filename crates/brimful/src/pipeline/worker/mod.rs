@@ -255,7 +255,7 @@ impl Site {
         let _turn = self.turn();
         let output = self.stages[at].run(input, train, |position| {
             self.layer.set(Some(position));
-            self.generator.seed(draws.seed(position));
+            self.generator.seed(rng.seed(position));
         });
         self.layer.set(None);
         output
@@ -266,7 +266,7 @@ impl Site {
         // Layers that update their statistics at every run would do so in this run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = run_again(|| self.run(at, input, draws, true));
+        let output = run_again(|| self.run(at, input, rng, true));
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
