@@ -45,14 +45,14 @@ impl SizeLog {
             return Ok(());
         }
         let failed = self.decisions.iter().filter(|decision| decision.failed);
-        let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
-        tried.dedup();
+        let mut attempt: Vec<usize> = failed.map(|decision| decision.size).collect();
+        attempt.dedup();
         let available = Bytes(tightest(free_memories));
         // The failure refutes a prediction that fits into what is free: the need is larger by this much at
         // least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
         let needed = sizer.predict(least).max(refuted).map(Bytes);
-        Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
+        Err(DoesNotFit { attempt, needed, available, cause: Box::new(cause) }.into())
     }
 }
 

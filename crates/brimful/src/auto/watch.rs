@@ -2,7 +2,7 @@
 //! next.
 //!
 //! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). A step that runs in several memories
-//! at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides, and where one
+//! at once, on one device each, is attempt whole ([`SizeWatch::whole`]): the tightest decides, and where one
 //! runs out, all take a smaller size.
 
 use std::ops::Range;

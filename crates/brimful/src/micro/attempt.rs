@@ -17,15 +17,15 @@ use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, Tally, Tried, Try, Undo,
-    into_error_or_panic, parameters,
+    self, AttemptContext, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, StoreAttempt,
+    Tally, Undo, into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};
 
 /// Settings of an attempt.
 #[derive(Debug, Clone)]
-pub(crate) struct Attempt {
+pub(crate) struct AttemptSettings {
     pub(crate) role: BatchRole,
     pub(crate) closure: Closure,
     /// Channel on which gradients are summed over the ranks while the last backward is still running.
@@ -40,35 +40,39 @@ impl MicroBatcher {
     pub(super) fn attempt_alone<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         closure: Closure,
         last: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Parts, R::Outputs), Failed> {
-        let Try { cut, opening, exchange } = this_try;
+        let AttemptContext { cut, opening, exchange } = context;
         let role = step::role(self, opening, 0, last);
         let turn = exchange.summing().filter(|_| last);
-        let how = Attempt { role, closure, turn, alone: self.state.team.is_alone() };
+        let how = AttemptSettings { role, closure, turn, alone: self.state.team.is_alone() };
         self.only_part(|this| this.attempt(batch, cut, how, f))
     }
 
     /// Runs the step's only part in this process.
     pub(super) fn only_part<O>(
         &mut self,
-        run: impl FnOnce(&mut Self) -> Result<(Tried, O)>,
+        run: impl FnOnce(&mut Self) -> Result<(StoreAttempt, O)>,
     ) -> Result<(Parts, O), Failed> {
         let start = Instant::now();
-        let (tried, outputs) = oom::catch(|| run(self))?;
-        let figures = self.figures_of(&tried, start);
-        let (tried, figures) = tried.unless_failed(figures)?;
-        Ok((Parts { tried, figures: vec![Some(figures)] }, outputs))
+        let (attempt, outputs) = oom::catch(|| run(self))?;
+        let figures = self.figures_of(&attempt, start);
+        let (attempt, figures) = attempt.unless_failed(figures)?;
+        Ok((Parts { attempt, figures: vec![Some(figures)] }, outputs))
     }
 
     /// Returns the figures of a part that began at `start`.
-    pub(crate) fn figures_of(&mut self, tried: &Tried, start: Instant) -> Result<PartFigures> {
+    pub(crate) fn figures_of(
+        &mut self,
+        attempt: &StoreAttempt,
+        start: Instant,
+    ) -> Result<PartFigures> {
         let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
         Ok(PartFigures {
-            samples: tried.samples(),
+            samples: attempt.samples(),
             time: start.elapsed(),
             peak: usage.map(|usage| self.graphs.room.take_peak(usage.peak)),
             replayed: std::mem::take(&mut self.graphs.replayed),
@@ -83,9 +87,9 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        how: Attempt,
+        how: AttemptSettings,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Tried, R::Outputs)> {
+    ) -> Result<(StoreAttempt, R::Outputs)> {
         match self.attempt_once(batch, cut, how.clone(), false, f) {
             // Handled here, so that for sizes, replicas and ranks it is one attempt.
             Err(Error::OutOfDate) => {
@@ -101,24 +105,24 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        how: Attempt,
+        how: AttemptSettings,
         eager: bool,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Tried, R::Outputs)> {
+    ) -> Result<(StoreAttempt, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
         let micro_batches = cut.given_count();
         self.begin_peak()?;
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
             cut.each(batch, role, &this.copy_streams, |info, micro_batch| {
-                let MicroBatchInfo { number, weight, tried, .. } = info;
+                let MicroBatchInfo { number, weight, attempt, .. } = info;
                 // Only the last backward completes gradients, so only during it may they go to other ranks.
                 if Some(number + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
                 let format_choice = &this.format_choice;
-                // A size that is only being tried out is not worth a capture.
-                let surroundings = Surroundings { format_choice, closure, settled: !tried };
+                // A size that is only being attempt out is not worth a capture.
+                let surroundings = Surroundings { format_choice, closure, settled: !attempt };
                 let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;
@@ -128,28 +132,29 @@ impl MicroBatcher {
             let outputs = joined(pass.outputs, cut.samples())?;
             Ok((pass.accumulator.finish()?, pass.tally, outputs))
         })?;
-        Ok((self.tried(summed, tally, undo, role, cut), outputs))
+        Ok((self.attempt(summed, tally, undo, role, cut), outputs))
     }
 
     /// Wraps the sums of a mini-batch that has run in this role, with their parameters.
-    pub(super) fn tried(
+    pub(super) fn attempt(
         &self,
         (parameters, sums): (Vec<Tensor>, Sums),
         tally: Tally,
         undo: Undo,
         role: BatchRole,
         cut: &Cut,
-    ) -> Tried {
+    ) -> StoreAttempt {
         let groups = tally.groups(role.last);
         let (summed, sizes) = ((sums, tally, groups), cut.sizes().to_vec());
-        let mut tried = Tried::new(parameters, &self.variables, summed, undo, role.unit, sizes);
-        tried.peak = cut.peak();
-        tried
+        let mut attempt =
+            StoreAttempt::new(parameters, &self.variables, summed, undo, role.unit, sizes);
+        attempt.peak = cut.peak();
+        attempt
     }
 
     /// Starts a pass over a mini-batch.
-    fn begin_pass<O>(&mut self, how: Attempt, eager: bool) -> Result<BatchPass<O>> {
-        let Attempt { role, turn, alone, .. } = how;
+    fn begin_pass<O>(&mut self, how: AttemptSettings, eager: bool) -> Result<BatchPass<O>> {
+        let AttemptSettings { role, turn, alone, .. } = how;
         let parameters = parameters(&self.variables);
         // Not between the parts of a step: its sums have the memory format that the parameters had at its
         // start.
@@ -161,7 +166,7 @@ impl MicroBatcher {
             Accumulator::begin(parameters, &self.variables)?.summing(turn).summing_others(alone);
         let window = self.state.window.as_ref();
         let tally =
-            window.map_or_else(Tally::default, |window| window.tried.tried.tally.following());
+            window.map_or_else(Tally::default, |window| window.attempt.attempt.tally.following());
         Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 

@@ -13,7 +13,7 @@ use crate::step::{
 use crate::{Result, device};
 
 impl Engine for MicroBatcher {
-    type Tried = Parts;
+    type Attempt = Parts;
 
     fn state(&mut self) -> &mut StepState<Parts> {
         &mut self.state

@@ -8,7 +8,9 @@ use crate::batch::{Arranged, Batch};
 use crate::gradient_mode::with_graphs;
 use crate::loss::MicroBatchWeight;
 use crate::memory_format::InMemoryFormat;
-use crate::step::{self, Brought, Cut, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
+use crate::step::{
+    self, AttemptContext, Brought, Cut, MicroBatchInfo, MicroBatchRun, StoreAttempt, Tally,
+};
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -18,10 +20,14 @@ impl MicroBatcher {
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
-            step::map(this, Brought::new(Use::Map, &arranged), |this, Try { cut, opening, .. }| {
-                let role = opening.role(0);
-                this.only_part(|this| this.attempt_map(arranged.batch(), cut, role, &mut f))
-            })
+            step::map(
+                this,
+                Brought::new(Use::Map, &arranged),
+                |this, AttemptContext { cut, opening, .. }| {
+                    let role = opening.role(0);
+                    this.only_part(|this| this.attempt_map(arranged.batch(), cut, role, &mut f))
+                },
+            )
         })
     }
 
@@ -37,7 +43,7 @@ impl MicroBatcher {
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
             let brought = Brought::new(Use::Evaluate, &arranged);
-            step::run(this, brought, |this, Try { cut, opening, .. }| {
+            step::run(this, brought, |this, AttemptContext { cut, opening, .. }| {
                 let role = opening.role(0);
                 this.only_part(|this| this.attempt_evaluate(arranged.batch(), cut, role, &mut f))
             })
@@ -50,7 +56,7 @@ impl MicroBatcher {
         cut: &mut Cut,
         role: BatchRole,
         f: &mut impl FnMut(B) -> O,
-    ) -> Result<(Tried, O)> {
+    ) -> Result<(StoreAttempt, O)> {
         self.forward_alone(batch, cut, role, |_, _, micro_batch| Ok(f(micro_batch)))
     }
 
@@ -60,7 +66,7 @@ impl MicroBatcher {
         cut: &mut Cut,
         role: BatchRole,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Tried, R::Outputs)> {
+    ) -> Result<(StoreAttempt, R::Outputs)> {
         self.forward_alone(batch, cut, role, |tally, weight, micro_batch| {
             let (loss, output) = f(micro_batch).into_parts()?;
             // Stays on the device until the end: reading each loss would wait for each micro-batch.
@@ -76,7 +82,7 @@ impl MicroBatcher {
         cut: &mut Cut,
         role: BatchRole,
         mut f: impl FnMut(&mut Tally, &MicroBatchWeight, B) -> Result<O>,
-    ) -> Result<(Tried, O)> {
+    ) -> Result<(StoreAttempt, O)> {
         self.begin_peak()?;
         let ((tally, outputs), undo) = self.guarded(|this| {
             let _without = tch::no_grad_guard();
@@ -93,6 +99,6 @@ impl MicroBatcher {
             )?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
-        Ok((self.tried(Default::default(), tally, undo, role, cut), outputs))
+        Ok((self.attempt(Default::default(), tally, undo, role, cut), outputs))
     }
 }

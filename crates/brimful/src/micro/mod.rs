@@ -48,7 +48,7 @@ use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
     self, BatchRole, Brought, IntoLoss, Parts, Size, StepReport, StepState, UnmanagedStatistics,
 };
-pub(crate) use attempt::Attempt;
+pub(crate) use attempt::AttemptSettings;
 pub(crate) use graphs::Closure;
 use graphs::MicroGraphs;
 
@@ -99,8 +99,8 @@ impl MicroBatcher {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let step = self.in_order(|this| {
-            step::run(this, Brought::new(Use::Train, &arranged), |this, tried| {
-                this.attempt_alone(arranged.batch(), tried, closure, true, &mut f)
+            step::run(this, Brought::new(Use::Train, &arranged), |this, attempt| {
+                this.attempt_alone(arranged.batch(), attempt, closure, true, &mut f)
             })
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
@@ -123,8 +123,8 @@ impl MicroBatcher {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let outputs = self.in_order(|this| {
-            step::accumulate(this, Brought::new(Use::Train, &arranged), |this, tried| {
-                this.attempt_alone(arranged.batch(), tried, closure, false, &mut f)
+            step::accumulate(this, Brought::new(Use::Train, &arranged), |this, attempt| {
+                this.attempt_alone(arranged.batch(), attempt, closure, false, &mut f)
             })
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.

@@ -21,8 +21,8 @@ use crate::memory_format::InMemoryFormat;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
-    StepError, Tally, Tried, Try, as_leaves, parameters, put_back,
+    self, AttemptContext, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed,
+    RowGradients, Size, StepError, StoreAttempt, Tally, as_leaves, parameters, put_back,
 };
 use crate::{Result, feed};
 
@@ -46,8 +46,8 @@ impl MicroBatcher {
         }
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
-            step::run(this, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
-                this.attempt_whole(arranged.batch(), this_try, &mut forward, &mut loss)
+            step::run(this, Brought::new(Use::TrainWhole, &arranged), |this, context| {
+                this.attempt_whole(arranged.batch(), context, &mut forward, &mut loss)
             })
         })
     }
@@ -55,11 +55,11 @@ impl MicroBatcher {
     fn attempt_whole<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
     ) -> Result<(Parts, O), Failed> {
-        let Try { cut, opening, .. } = this_try;
+        let AttemptContext { cut, opening, .. } = context;
         let role = opening.role(0);
         self.only_part(|this| {
             this.begin_peak()?;
@@ -86,7 +86,7 @@ impl MicroBatcher {
                 // Detached: leaves would keep their gradients alive in the caller's hands.
                 Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
             })?;
-            Ok((this.tried(summed, tally, undo, role, cut), outputs))
+            Ok((this.attempt(summed, tally, undo, role, cut), outputs))
         })
     }
 
@@ -124,7 +124,7 @@ impl MicroBatcher {
         samples: &Samples,
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
-    ) -> Result<(Tried, RowGradients)> {
+    ) -> Result<(StoreAttempt, RowGradients)> {
         let cut = Cut::given(Samples::default(), Size::Count(1))?;
         let ((summed, tally, gradients), undo) = self.guarded(|this| {
             let generator = seed.on(this.device);
@@ -137,7 +137,7 @@ impl MicroBatcher {
         })?;
         let seed = Some(seed);
         let role = BatchRole { unit: 1.0, first: true, begins: true, last: true, seed };
-        Ok((self.tried(summed, tally, undo, role, &cut), gradients))
+        Ok((self.attempt(summed, tally, undo, role, &cut), gradients))
     }
 
     /// Reruns forward on these micro-batches, and backward from their outputs' gradients.
@@ -148,7 +148,7 @@ impl MicroBatcher {
         role: BatchRole,
         gradients: &RowGradients,
         forward: &impl Fn(B) -> O,
-    ) -> Result<Tried> {
+    ) -> Result<StoreAttempt> {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
@@ -164,7 +164,7 @@ impl MicroBatcher {
             )?;
             accumulator.finish()
         })?;
-        Ok(self.tried(summed, Tally::default(), undo, role, cut))
+        Ok(self.attempt(summed, Tally::default(), undo, role, cut))
     }
 }
 

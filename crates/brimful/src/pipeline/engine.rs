@@ -18,9 +18,9 @@ use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
-    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints, Lesson,
-    NonFinitePolicy, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline,
-    Trained, Try, Whole, gradient_bytes, names,
+    self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints,
+    Lesson, NonFinitePolicy, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup,
+    Timeline, Trained, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Error, Result, device};
@@ -28,7 +28,7 @@ use crate::{Error, Result, device};
 /// Mini-batch that all workers of this process have run, or several of an accumulation window; the workers
 /// keep what commits or undoes it.
 #[derive(Debug)]
-pub(crate) struct PipelineTried {
+pub(crate) struct PipelineAttempt {
     actions: Arc<Actions>,
     shares: Vec<usize>,
     sizes: Vec<usize>,
@@ -48,11 +48,11 @@ pub(crate) struct PipelineTried {
 }
 
 impl Engine for Pipeline {
-    type Tried = PipelineTried;
+    type Attempt = PipelineAttempt;
 
     const SPREADS_MODEL: bool = true;
 
-    fn state(&mut self) -> &mut StepState<PipelineTried> {
+    fn state(&mut self) -> &mut StepState<PipelineAttempt> {
         &mut self.state
     }
 
@@ -128,7 +128,7 @@ impl Engine for Pipeline {
     }
 }
 
-impl Attempted<Pipeline> for PipelineTried {
+impl Attempt<Pipeline> for PipelineAttempt {
     fn tell(&mut self, pipeline: &mut Pipeline, exchange: &Exchange) -> Result<Vec<PartReport>> {
         let others = exchange.team.replicas > 1;
         let mut reports = match self.reports.take() {
@@ -179,8 +179,8 @@ impl Attempted<Pipeline> for PipelineTried {
         undone.map(drop)
     }
 
-    fn make_lasting(&mut self, pipeline: &mut Pipeline, _earlier: Option<&Self>) -> Result<()> {
-        pipeline.workers().all(|worker| worker.make_lasting()).map(drop)
+    fn detach(&mut self, pipeline: &mut Pipeline, _earlier: Option<&Self>) -> Result<()> {
+        pipeline.workers().all(|worker| worker.detach()).map(drop)
     }
 
     fn after(self, pipeline: &mut Pipeline, earlier: Option<Self>) -> Result<Self> {
@@ -239,7 +239,7 @@ impl Attempted<Pipeline> for PipelineTried {
 
 /// Plan of one attempt.
 #[derive(Debug)]
-pub(crate) struct TryPlan {
+pub(crate) struct AttemptPlan {
     pub(crate) portions: Vec<Portion>,
     pub(crate) mode: Mode,
     actions: Vec<Arc<Actions>>,
@@ -252,12 +252,12 @@ impl Pipeline {
     /// come before the first backward.
     pub(crate) fn plan(
         &mut self,
-        this_try: &Try<'_>,
+        context: &AttemptContext<'_>,
         mode: Mode,
         two_phases: bool,
-    ) -> Result<TryPlan> {
-        let size = this_try.cut.size().ok_or(BatchError::NothingToCut)?;
-        self.plan_for(this_try.opening, size, mode, two_phases)
+    ) -> Result<AttemptPlan> {
+        let size = context.cut.size().ok_or(BatchError::NothingToCut)?;
+        self.plan_for(context.opening, size, mode, two_phases)
     }
 
     pub(crate) fn plan_for(
@@ -266,7 +266,7 @@ impl Pipeline {
         size: Size,
         mode: Mode,
         two_phases: bool,
-    ) -> Result<TryPlan> {
+    ) -> Result<AttemptPlan> {
         // An evaluation within an accumulation window is not part of it, and has its own unit.
         let role = match mode.trains() {
             true => step::role(self, opening, 0, mode.is_last()),
@@ -290,30 +290,30 @@ impl Pipeline {
             });
         }
         let seed = opening.seed().unwrap_or_default();
-        Ok(TryPlan { portions, mode, actions, unit: role.unit, seed })
+        Ok(AttemptPlan { portions, mode, actions, unit: role.unit, seed })
     }
 
     /// Runs an attempt on every worker, with these inputs by micro-batch, and these closures for each
     /// pipeline's outputs.
     pub(crate) fn attempt(
         &self,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         inputs: Vec<Vec<Tensor>>,
         closures: Vec<LossFn>,
         exchange: &Exchange,
-    ) -> Result<PipelineTried, Failed> {
+    ) -> Result<PipelineAttempt, Failed> {
         let ends = closures.into_iter().map(End::Closure).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
         let tells = self.tells(plan.mode.is_last(), exchange);
         let idle = Idle { trains: plan.mode.trains(), unit: plan.unit, tells };
         let attempt = move |worker: &mut Worker, job| worker.attempt(job, tells);
-        Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
+        Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Runs all forwards; returns each worker's outputs, by micro-batch.
     pub(crate) fn attempt_forward(
         &self,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         inputs: Vec<Vec<Tensor>>,
         exchange: &Exchange,
     ) -> Result<Vec<WorkerDone>, Failed> {
@@ -327,10 +327,10 @@ impl Pipeline {
     /// Runs all backwards, from these gradients of the outputs, by micro-batch.
     pub(crate) fn attempt_backward(
         &self,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         mut gradients: Vec<Tensors>,
         exchange: &Exchange,
-    ) -> Result<PipelineTried, Failed> {
+    ) -> Result<PipelineAttempt, Failed> {
         let mut jobs = Vec::new();
         for portion in &plan.portions {
             let rest = gradients.split_off(portion.ranges.len());
@@ -344,7 +344,7 @@ impl Pipeline {
         let tells = self.tells(true, exchange);
         let idle = Idle { trains: true, unit: plan.unit, tells };
         let attempt = move |worker: &mut Worker, rows| worker.attempt_backward(rows, tells);
-        Ok(tried(plan, self.run_all(jobs, idle, exchange, attempt)?))
+        Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Returns whether workers report at once: replicas of this process pool their statistics first.
@@ -385,9 +385,9 @@ impl Pipeline {
     }
 
     /// Collects the workers' reports on the attempt, or on the accumulation window.
-    fn ask_all(&self, tried: &mut PipelineTried, others: bool) -> Result<Vec<PartReport>> {
+    fn ask_all(&self, attempt: &mut PipelineAttempt, others: bool) -> Result<Vec<PartReport>> {
         let workers = self.workers();
-        if std::mem::take(&mut tried.waits) {
+        if std::mem::take(&mut attempt.waits) {
             workers.all(|worker| {
                 worker.reopen();
                 Ok(())
@@ -424,7 +424,7 @@ impl Pipeline {
     /// Returns the job of each worker of this process; none if its pipeline has no micro-batch.
     fn jobs(
         &self,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         mut inputs: Vec<Vec<Tensor>>,
         ends: Vec<End>,
         exchange: &Exchange,
@@ -447,7 +447,7 @@ impl Pipeline {
     fn jobs_of(
         &self,
         replica: usize,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         inputs: Vec<Vec<Tensor>>,
         end: End,
         exchange: &Exchange,
@@ -496,12 +496,12 @@ impl Pipeline {
     }
 }
 
-fn tried(plan: &TryPlan, done: Vec<WorkerDone>) -> PipelineTried {
+fn attempt(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
     // A replica's workers follow on each other, and each replica has the same layers.
     let workers = (done.len() / plan.portions.len().max(1)).max(1);
     let norms = |replica: &[WorkerDone]| replica.iter().map(|done| done.unmanaged_norms).sum();
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
-    PipelineTried {
+    PipelineAttempt {
         actions: Arc::clone(&plan.actions[0]),
         shares: plan.portions.iter().map(Portion::samples).collect(),
         sizes: ranges.map(ExactSizeIterator::len).collect(),

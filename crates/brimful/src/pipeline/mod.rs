@@ -70,7 +70,7 @@ use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
 use build::{StageLayout, check_offloaded_graphs, recompute_at_least};
 use calls::OpenForward;
-use engine::PipelineTried;
+use engine::PipelineAttempt;
 use ranks::Ranks;
 use worker::Worker;
 
@@ -104,7 +104,7 @@ pub struct Pipeline {
     forwards: u64,
     /// Whether to time the transfers of steps.
     traces_transfers: bool,
-    state: StepState<PipelineTried>,
+    state: StepState<PipelineAttempt>,
     /// Memory format of images and convolutions.
     format_choice: FormatChoice,
 }

@@ -9,7 +9,7 @@ use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
 use crate::batch::{self, Batch, BatchError, Samples};
 use crate::oom::{self, Caught};
-use crate::step::{BatchRole, Parts, Size, Tried};
+use crate::step::{BatchRole, Parts, Size, StoreAttempt};
 use crate::workers::into_error;
 use crate::{Error, Result};
 
@@ -30,12 +30,12 @@ impl<M: 'static> Replicas<M> {
         for done in all_done(self.run(jobs, work.clone())?)? {
             figures.push(done.as_ref().map(|done| done.figures).filter(|part| part.samples > 0));
             if let Some(done) = done {
-                parts.push(done.tried);
+                parts.push(done.attempt);
                 outputs.push(done.outputs);
             }
         }
-        let (tried, outputs) = self.joined(parts, outputs, samples)?;
-        Ok((Parts { tried, figures }, outputs))
+        let (attempt, outputs) = self.joined(parts, outputs, samples)?;
+        Ok((Parts { attempt, figures }, outputs))
     }
 
     /// Runs every replica's part, with the first one's variables.
@@ -56,10 +56,10 @@ impl<M: 'static> Replicas<M> {
     /// Merges all replicas' parts, in their order; undoes them if that fails.
     fn joined<O: Batch>(
         &self,
-        mut parts: Vec<Tried>,
+        mut parts: Vec<StoreAttempt>,
         outputs: Vec<O>,
         samples: &Samples,
-    ) -> Result<(Tried, O)> {
+    ) -> Result<(StoreAttempt, O)> {
         let sums = parts.iter_mut().map(|part| mem::take(&mut part.sums)).collect();
         let (sums, addends) = Sums::of_replicas(sums);
         let mut parts = parts.into_iter();
@@ -113,7 +113,7 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
     }
     let Some(failure) = failure else { return Ok(all) };
     // Successful parts too, because a step is atomic. A failed undo does not stop the others'.
-    let undone = all.into_iter().flatten().map(|done| done.tried.undo.run());
+    let undone = all.into_iter().flatten().map(|done| done.attempt.undo.run());
     undone.fold(Ok(()), Result::and)?;
     Err(failure)
 }

@@ -7,7 +7,7 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, Brought, Failed, IntoLoss, Parts, StepReport, Try};
+use crate::step::{self, AttemptContext, Brought, Failed, IntoLoss, Parts, StepReport};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
@@ -29,8 +29,8 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        let step = step::run(self, Brought::new(Use::Train, &arranged), |this, this_try| {
-            this.spread(arranged.batch(), this_try, true, &train)
+        let step = step::run(self, Brought::new(Use::Train, &arranged), |this, context| {
+            this.spread(arranged.batch(), context, true, &train)
         })?;
         // Only from successful steps: a failed attempt measures how soon memory ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
@@ -56,8 +56,8 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::run(self, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
-            this.spread(arranged.batch(), this_try, true, &evaluate)
+        step::run(self, Brought::new(Use::Evaluate, &arranged), |this, context| {
+            this.spread(arranged.batch(), context, true, &evaluate)
         })
     }
 
@@ -78,8 +78,8 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::map(self, Brought::new(Use::Map, &arranged), |this, this_try| {
-            this.spread(arranged.batch(), this_try, true, &map)
+        step::map(self, Brought::new(Use::Map, &arranged), |this, context| {
+            this.spread(arranged.batch(), context, true, &map)
         })
     }
 
@@ -96,8 +96,8 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        step::accumulate(self, Brought::new(Use::Train, &arranged), |this, this_try| {
-            this.spread(arranged.batch(), this_try, false, &train)
+        step::accumulate(self, Brought::new(Use::Train, &arranged), |this, context| {
+            this.spread(arranged.batch(), context, false, &train)
         })
     }
 
@@ -113,11 +113,11 @@ impl<M: 'static> Replicas<M> {
     fn spread<B: Batch + 'static, O: Batch + 'static>(
         &mut self,
         batch: &B,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         last: bool,
         work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Failed> {
-        let Try { cut, opening, .. } = this_try;
+        let AttemptContext { cut, opening, .. } = context;
         let samples = opening.own();
         let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;

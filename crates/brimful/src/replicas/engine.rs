@@ -14,7 +14,7 @@ use crate::workers::DeviceSpec;
 use crate::{Result, device};
 
 impl<M: 'static> Engine for Replicas<M> {
-    type Tried = Parts;
+    type Attempt = Parts;
 
     fn state(&mut self) -> &mut StepState<Parts> {
         &mut self.state

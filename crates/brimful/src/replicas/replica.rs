@@ -8,9 +8,9 @@ use tch::{Device, Tensor};
 use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
 use crate::memory_format::InMemoryFormat;
-use crate::micro::{Attempt, Closure};
+use crate::micro::{AttemptSettings, Closure};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, IntoLoss, PartFigures, Size, Tried, names};
+use crate::step::{BatchRole, Cut, IntoLoss, PartFigures, Size, StoreAttempt, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
@@ -44,7 +44,7 @@ impl<B> ReplicaJob<B> {
 /// Result of a replica's part, not committed.
 #[derive(Debug)]
 pub(super) struct PartDone<O> {
-    pub(super) tried: Tried,
+    pub(super) attempt: StoreAttempt,
     /// On the first replica's device.
     pub(super) outputs: O,
     pub(super) figures: PartFigures,
@@ -98,7 +98,7 @@ impl<M> Replica<M> {
     ) -> Result<PartDone<R::Outputs>> {
         let closure = Closure::of(f);
         let done = self.run(job, |micro, model, batch, cut, role| {
-            let how = Attempt { role, closure, turn: None, alone: false };
+            let how = AttemptSettings { role, closure, turn: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
         if done.figures.samples > 0 {
@@ -111,24 +111,24 @@ impl<M> Replica<M> {
     pub(super) fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,
-        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> Result<(Tried, O)>,
+        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> Result<(StoreAttempt, O)>,
     ) -> Result<PartDone<O>> {
         let start = Instant::now();
         let Self { model, micro, .. } = self;
-        let (tried, outputs) =
+        let (attempt, outputs) =
             micro.in_order(|micro| how(micro, model, &job.batch, &mut job.cut()?, job.role))?;
-        self.hand_in(tried, &outputs, start)
+        self.hand_in(attempt, &outputs, start)
     }
 
     /// Prepares a part for the merge with the others; undoes it if that fails.
     pub(super) fn hand_in<O: Batch>(
         &mut self,
-        tried: Tried,
+        attempt: StoreAttempt,
         outputs: &O,
         start: Instant,
     ) -> Result<PartDone<O>> {
         // On this thread, whose device computed it: all replicas wait for their devices at the same time.
-        let (tried, outputs) = tried.off_device(|statistics| {
+        let (attempt, outputs) = attempt.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();
                 let twin = |own: &Tensor| twins.get(&own.data_ptr()).map(Tensor::shallow_clone);
@@ -137,8 +137,8 @@ impl<M> Replica<M> {
             feed::moved(outputs, self.main_device)
         })?;
         // After the loss was read from the device: before, this would time the launches.
-        let figures = self.micro.figures_of(&tried, start);
-        let (tried, figures) = tried.unless_failed(figures)?;
-        Ok(PartDone { tried, outputs, figures })
+        let figures = self.micro.figures_of(&attempt, start);
+        let (attempt, figures) = attempt.unless_failed(figures)?;
+        Ok(PartDone { attempt, outputs, figures })
     }
 }

@@ -20,7 +20,8 @@ use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::step::{
-    self, Brought, Failed, PartSeed, Parts, RowGradients, StepError, StepReport, Tried, Try,
+    self, AttemptContext, Brought, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
+    StoreAttempt,
 };
 use crate::{Error, Result, feed};
 
@@ -43,19 +44,19 @@ impl<M: 'static> Replicas<M> {
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
         let arranged = Arranged::of(batch);
-        step::run(self, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
-            this.attempt_whole(arranged.batch(), this_try, &forward, &loss)
+        step::run(self, Brought::new(Use::TrainWhole, &arranged), |this, context| {
+            this.attempt_whole(arranged.batch(), context, &forward, &loss)
         })
     }
 
     fn attempt_whole<B: Batch + 'static, O: Batch + 'static>(
         &self,
         batch: &B,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         forward: &Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
         loss: &Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Parts, O), Failed> {
-        let Try { cut, opening, .. } = this_try;
+        let AttemptContext { cut, opening, .. } = context;
         let samples = opening.own();
         let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
@@ -64,7 +65,7 @@ impl<M: 'static> Replicas<M> {
         // The loss draws random numbers as if it were one more replica.
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
         // Only on the first replica: a contrastive loss compares every sample with every other.
-        let (tried, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
+        let (attempt, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
         let ready = oom::catch(|| {
             let pairs = parts()?.into_iter().zip(&shares);
             let with_rows = pairs.map(|(job, share)| match job {
@@ -73,8 +74,8 @@ impl<M: 'static> Replicas<M> {
             });
             Ok((with_rows.collect::<Result<Vec<_>>>()?, samples.restored(outputs)?))
         });
-        let (tried, (parts, outputs)) = tried.unless_failed(ready)?;
-        Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
+        let (attempt, (parts, outputs)) = attempt.unless_failed(ready)?;
+        Ok((self.returned(parts, samples, Arc::clone(forward), attempt)?, outputs))
     }
 
     /// Computes all outputs, on the first replica's device, without an effect on statistics and random
@@ -87,11 +88,11 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
             let Replica { model, micro, main_device, .. } = replica;
-            let (tried, outputs) = micro.in_order(|micro| {
+            let (attempt, outputs) = micro.in_order(|micro| {
                 let f = &mut |part| forward(model, part);
                 micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
             })?;
-            tried.undo.run()?;
+            attempt.undo.run()?;
             feed::moved(&outputs, *main_device)
         };
         let outputs = self.run(parts, run)?.into_iter().flatten();
@@ -106,14 +107,14 @@ impl<M: 'static> Replicas<M> {
         samples: &Samples,
         seed: PartSeed,
         loss: Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
-    ) -> Result<(Tried, RowGradients), Caught<Error>> {
+    ) -> Result<(StoreAttempt, RowGradients), Caught<Error>> {
         let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
         let samples = samples.clone();
         self.workers.one(0, move |Replica { model, micro, .. }| {
             Ok(oom::catch(|| {
                 let loss = |outputs: &O| loss(model, outputs);
-                let (tried, gradients) = micro.attempt_loss(&outputs, &samples, seed, loss)?;
-                Ok((tried.off_device(|_| Ok(()))?.0, gradients))
+                let (attempt, gradients) = micro.attempt_loss(&outputs, &samples, seed, loss)?;
+                Ok((attempt.off_device(|_| Ok(()))?.0, gradients))
             }))
         })?
     }
@@ -125,7 +126,7 @@ impl<M: 'static> Replicas<M> {
         parts: Vec<Option<(ReplicaJob<B>, RowGradients)>>,
         samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
-        mut whole: Tried,
+        mut whole: StoreAttempt,
     ) -> Result<Parts, Caught<Error>> {
         let back = move |replica: &mut Replica<M>, (job, gradients): (_, RowGradients)| {
             let start = Instant::now();
@@ -133,20 +134,20 @@ impl<M: 'static> Replicas<M> {
             let Replica { model, micro, store, .. } = replica;
             // The loss was computed on the first replica's device.
             let gradients = gradients.on(store.device())?;
-            let tried = micro.in_order(|micro| {
+            let attempt = micro.in_order(|micro| {
                 let f = |part| forward(model, part);
                 micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)
             })?;
-            replica.hand_in(tried, &(), start)
+            replica.hand_in(attempt, &(), start)
         };
         let attempted = self.attempt(parts, samples, &back);
-        let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
+        let added = attempted.and_then(|(Parts { attempt: mut parts, figures }, ())| {
             // The loss is already counted: these parts add nothing to it.
             parts.tally = whole.tally.following();
             whole.extend(parts)?;
             Ok(figures)
         });
-        let (tried, figures) = whole.unless_failed(added)?;
-        Ok(Parts { tried, figures })
+        let (attempt, figures) = whole.unless_failed(added)?;
+        Ok(Parts { attempt, figures })
     }
 }

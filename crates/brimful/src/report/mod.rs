@@ -121,7 +121,7 @@ pub struct Decided {
 #[serde(rename_all = "lowercase")]
 pub enum RunOutcome {
     /// The size was run to measure its need or its rate.
-    Tried,
+    StoreAttempt,
     /// Memory ran out.
     Failed,
     /// The size was chosen.
@@ -168,7 +168,7 @@ impl Decided {
     fn new(step: usize, decision: &Decision) -> Self {
         let outcome = match decision.why {
             _ if decision.failed => RunOutcome::Failed,
-            Why::Probe | Why::Measure => RunOutcome::Tried,
+            Why::Probe | Why::Measure => RunOutcome::StoreAttempt,
             _ => RunOutcome::Chosen,
         };
         Self {

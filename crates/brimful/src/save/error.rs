@@ -9,7 +9,7 @@ pub enum SaveError {
     /// File that cannot be read or written.
     #[error("cannot {action} '{path}': {reason}")]
     File {
-        /// Attempted action: `read` or `write`.
+        /// Attempt action: `read` or `write`.
         action: &'static str,
         /// Path of the file.
         path: String,

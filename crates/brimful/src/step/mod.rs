@@ -8,7 +8,7 @@
 //!   report    exchange losses and their denominators, or the failure                       settle
 //!   prepare   compute all that a commit needs, gradients and statistics of all ranks       settle
 //!   vote      every rank is ready, or every rank rolls back                                settle
-//!   commit    put gradients and statistics in place, which needs no memory                 tried
+//!   commit    put gradients and statistics in place, which needs no memory                 attempt
 //! ```
 //!
 //! If memory runs out before the commit, the step is rolled back and runs again with smaller micro-batches
@@ -16,7 +16,7 @@
 //! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: each defines how an attempt runs, and which
 //! memories it uses.
 
-mod attempted;
+mod attempt;
 mod caught;
 mod cut;
 mod error;
@@ -28,9 +28,9 @@ mod role;
 mod settle;
 mod size;
 mod sizing;
+mod store_attempt;
 mod tally;
 mod trained;
-mod tried;
 mod undo;
 mod unmanaged;
 mod whole;
@@ -40,7 +40,7 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-pub(crate) use attempted::Attempted;
+pub(crate) use attempt::Attempt;
 pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
 pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
 pub use error::StepError;
@@ -53,10 +53,10 @@ pub(crate) use role::{BatchRole, PartSeed};
 pub(crate) use settle::{Exchange, PartReport, Team, Whole};
 pub use size::Size;
 pub(crate) use sizing::{Hints, Lesson};
+pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
-pub(crate) use tried::{Tried, gradient_bytes, parameters};
 pub(crate) use undo::{Undo, put_back};
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
@@ -73,13 +73,13 @@ use sizing::{ToCut, Warnings, until_it_fits};
 /// A kind of engine, as a step uses it.
 pub(crate) trait Engine: Sized {
     /// An attempt at a step, not committed.
-    type Tried: Attempted<Self>;
+    type Attempt: Attempt<Self>;
 
     /// True if the model itself is spread over ranks, so that every call is a collective.
     const SPREADS_MODEL: bool = false;
 
     /// State that every kind of engine has.
-    fn state(&mut self) -> &mut StepState<Self::Tried>;
+    fn state(&mut self) -> &mut StepState<Self::Attempt>;
 
     /// Source of a step's random numbers.
     fn seeding(&self, team: &Team) -> Seeding;
@@ -176,7 +176,7 @@ pub(crate) struct StepState<T> {
 /// Mini-batches that wait for their commit.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
-    pub(crate) tried: T,
+    pub(crate) attempt: T,
     log: SizeLog,
     /// Seed of the first mini-batch.
     seed: Option<u64>,
@@ -220,7 +220,7 @@ fn goal(size: Size) -> Goal {
 }
 
 /// One attempt at a mini-batch, as its engine receives it.
-pub(crate) struct Try<'a> {
+pub(crate) struct AttemptContext<'a> {
     pub(crate) cut: &'a mut Cut,
     pub(crate) opening: &'a Opening,
     pub(crate) exchange: &'a Exchange,
@@ -230,7 +230,7 @@ pub(crate) struct Try<'a> {
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
-    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let team = engine.state().team.clone();
     let brought = match brought.kind.is_training() {
@@ -244,7 +244,7 @@ pub(crate) fn run<E: Engine, O>(
 pub(crate) fn map<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
-    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let team = engine.state().own_team(E::SPREADS_MODEL);
     Ok(run_with(engine, &team, brought, attempt)?.outputs)
@@ -254,7 +254,7 @@ fn run_with<E: Engine, O>(
     engine: &mut E,
     team: &Team,
     brought: Brought,
-    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let training = brought.kind.is_training();
     let (step, seed, log) = until_done(engine, team, brought, attempt, finish)?;
@@ -269,7 +269,7 @@ fn run_with<E: Engine, O>(
 pub(crate) fn accumulate<E: Engine, O>(
     engine: &mut E,
     brought: Brought,
-    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let is_first = engine.state().window.is_none();
     let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
@@ -293,21 +293,21 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
     let team = engine.state().team.clone();
     let window = check_trained(engine)
         .and_then(|()| engine.state().window.take().ok_or(StepError::NothingAccumulated.into()));
-    let Window { tried, log, seed, before } = match window {
+    let Window { attempt, log, seed, before } = match window {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
         Err(error) => {
             // The other ranks are about to vote and would wait for this one. It votes with its error, so that
             // every rank rolls its window back.
             let undone = engine.state().window.take().map_or(Ok(()), |window| {
-                window.tried.undo(engine)?;
+                window.attempt.undo(engine)?;
                 window.before.map_or(Ok(()), |before| before.restore())
             });
             let first = team.exchange()?.report_failure(error.into(), start);
             return undone.and(Err(first));
         }
     };
-    let finished = finish(engine, tried, (), &team.exchange()?, start);
+    let finished = finish(engine, attempt, (), &team.exchange()?, start);
     if let (Err(_), Some(before)) = (&finished, before) {
         // The mini-batches are dropped, so the generator returns to its state before their seeds.
         before.restore()?;
@@ -329,7 +329,7 @@ pub(crate) fn role<E: Engine>(
     match &engine.state().window {
         // Later mini-batches keep the unit of the step's first one.
         Some(window) => {
-            BatchRole { unit: window.tried.unit(), first: false, begins: false, ..role }
+            BatchRole { unit: window.attempt.unit(), first: false, begins: false, ..role }
         }
         None => role,
     }
@@ -338,14 +338,14 @@ pub(crate) fn role<E: Engine>(
 /// Fails if an accumulation window is open: no whole step may run then.
 pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
     let Some(window) = &engine.state().window else { return Ok(()) };
-    let samples = window.tried.lesson().sizes.iter().sum();
+    let samples = window.attempt.lesson().sizes.iter().sum();
     Err(StepError::WindowOpen { samples }.into())
 }
 
 fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
     // Taken out meanwhile, because the check needs the engine.
     let Some(window) = engine.state().window.take() else { return Ok(()) };
-    let checked = window.tried.check_trained(engine);
+    let checked = window.attempt.check_trained(engine);
     engine.state().window = Some(window);
     checked
 }
@@ -356,8 +356,8 @@ fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
     brought: Brought,
-    mut attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
-    mut end: impl FnMut(&mut E, E::Tried, O, &Exchange, Instant) -> Result<T>,
+    mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
+    mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
 ) -> Result<(T, Option<u64>, SizeLog)> {
     let start = Instant::now();
     // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
@@ -370,12 +370,12 @@ fn until_done<E: Engine, O, T>(
             // Each attempt has channels of its own, so that it never reads messages which a failed one left in
             // flight.
             let exchange = team.exchange()?;
-            let this_try = Try { cut, opening: &opening, exchange: &exchange };
-            let ended = match attempt(engine, this_try) {
-                Ok((tried, outputs)) => {
+            let context = AttemptContext { cut, opening: &opening, exchange: &exchange };
+            let ended = match attempt(engine, context) {
+                Ok((attempt, outputs)) => {
                     // Read before `end`, which may consume the attempt.
-                    let lesson = tried.lesson();
-                    end(engine, tried, outputs, &exchange, start).map(|value| (value, lesson))
+                    let lesson = attempt.lesson();
+                    end(engine, attempt, outputs, &exchange, start).map(|value| (value, lesson))
                 }
                 Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
             };
@@ -435,40 +435,40 @@ fn own_part<E: Engine>(
 /// Merges an attempt into the window, and returns its outputs.
 fn keep<E: Engine, O>(
     engine: &mut E,
-    mut tried: E::Tried,
+    mut attempt: E::Attempt,
     outputs: O,
     exchange: &Exchange,
     start: Instant,
 ) -> Result<O> {
     let window = engine.state().window.take();
-    let earlier = window.as_ref().map(|window| &window.tried);
-    let lasting = caught(|| tried.make_lasting(engine, earlier));
+    let earlier = window.as_ref().map(|window| &window.attempt);
+    let lasting = caught(|| attempt.detach(engine, earlier));
     if let Err(error) = exchange.report(lasting, start) {
         // Earlier mini-batches stay: the caller may run this one again, or commit without it.
         engine.state().window = window;
-        tried.undo(engine)?;
+        attempt.undo(engine)?;
         return Err(error);
     }
     let (earlier, log, seed, before) = match window {
-        Some(Window { tried, log, seed, before }) => (Some(tried), log, seed, before),
+        Some(Window { attempt, log, seed, before }) => (Some(attempt), log, seed, before),
         None => Default::default(),
     };
-    let tried = tried.after(engine, earlier)?;
-    engine.state().window = Some(Window { tried, log, seed, before });
+    let attempt = attempt.merge(engine, earlier)?;
+    engine.state().window = Some(Window { attempt, log, seed, before });
     Ok(outputs)
 }
 
 /// Commits an attempt, with all ranks, and returns the step's report.
 pub(crate) fn finish<E: Engine, O>(
     engine: &mut E,
-    tried: E::Tried,
+    attempt: E::Attempt,
     outputs: O,
     exchange: &Exchange,
     start: Instant,
 ) -> Result<StepReport<O>> {
-    let (tried, whole) = settle(engine, tried, exchange, start)?;
+    let (attempt, whole) = settle(engine, attempt, exchange, start)?;
     let Figures { shares, sizes, times, peaks, replayed, unmanaged_norms, timeline } =
-        tried.figures(engine, &whole)?;
+        attempt.figures(engine, &whole)?;
     Ok(StepReport {
         loss: whole.totals.loss,
         terms: whole.totals.terms.clone(),

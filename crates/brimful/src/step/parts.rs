@@ -7,8 +7,8 @@ use brimful_torch::arena::ArenaGuard;
 
 use super::report::Figures;
 use super::sizing::Lesson;
-use super::tried::Tried;
-use super::{Attempted, Engine, Exchange, PartReport, Whole};
+use super::store_attempt::StoreAttempt;
+use super::{Attempt, Engine, Exchange, PartReport, Whole};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
@@ -16,7 +16,7 @@ use crate::memory::Memory;
 /// All replicas' parts of one or several mini-batches, not committed.
 #[derive(Debug)]
 pub(crate) struct Parts {
-    pub(crate) tried: Tried,
+    pub(crate) attempt: StoreAttempt,
     /// `None` for a replica without a sample.
     pub(crate) figures: Vec<Option<PartFigures>>,
 }
@@ -50,7 +50,7 @@ impl PartFigures {
 }
 
 /// An engine on one device or on replicas, each of which has the whole model.
-pub(crate) trait PartsEngine: Engine<Tried = Parts> {
+pub(crate) trait PartsEngine: Engine<StoreAttempt = Parts> {
     /// Memory in which sums are prepared and committed: the first replica's.
     fn main_memory(&self) -> Option<Memory>;
 }
@@ -61,35 +61,35 @@ fn enter_host_arena(engine: &impl PartsEngine) -> Option<ArenaGuard> {
     engine.main_memory().and_then(|main_memory| main_memory.enter())
 }
 
-impl<E: PartsEngine> Attempted<E> for Parts {
+impl<E: PartsEngine> Attempt<E> for Parts {
     fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
         let _inside = enter_host_arena(engine);
         let policy = engine.state().non_finite;
-        Ok(vec![self.tried.tell(policy, exchange.team.replicas > 1)?])
+        Ok(vec![self.attempt.tell(policy, exchange.team.replicas > 1)?])
     }
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
         let _inside = enter_host_arena(engine);
-        self.tried.prepare(whole, 0, exchange.summing().as_ref())?;
-        self.tried.check_finite(engine.state().non_finite)
+        self.attempt.prepare(whole, 0, exchange.summing().as_ref())?;
+        self.attempt.check_finite(engine.state().non_finite)
     }
 
     fn commit(&mut self, _engine: &mut E) -> Result<()> {
-        self.tried.commit()
+        self.attempt.commit()
     }
 
     fn undo(self, _engine: &mut E) -> Result<()> {
-        self.tried.undo.run()
+        self.attempt.undo.run()
     }
 
-    fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()> {
+    fn detach(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()> {
         let _inside = enter_host_arena(engine);
-        self.tried.make_lasting(earlier.map(|earlier| &earlier.tried))
+        self.attempt.detach(earlier.map(|earlier| &earlier.attempt))
     }
 
     fn after(self, _engine: &mut E, earlier: Option<Self>) -> Result<Self> {
         let Some(mut earlier) = earlier else { return Ok(self) };
-        earlier.tried.extend(self.tried)?;
+        earlier.attempt.extend(self.attempt)?;
         for (before, now) in earlier.figures.iter_mut().zip(self.figures) {
             *before = match (*before, now) {
                 (Some(before), Some(now)) => Some(before.plus(now)),
@@ -100,18 +100,18 @@ impl<E: PartsEngine> Attempted<E> for Parts {
     }
 
     fn check_trained(&self, _engine: &mut E) -> Result<()> {
-        self.tried.check_trained()
+        self.attempt.check_trained()
     }
 
     fn unit(&self) -> f64 {
-        self.tried.unit
+        self.attempt.unit
     }
 
     fn lesson(&self) -> Lesson {
         Lesson {
             peaks: self.peaks(),
-            sizes: self.tried.sizes.clone(),
-            normalised: self.tried.normalises(),
+            sizes: self.attempt.sizes.clone(),
+            normalised: self.attempt.normalises(),
             captured: self.figures.iter().flatten().any(|figures| figures.captured),
         }
     }
@@ -121,11 +121,11 @@ impl<E: PartsEngine> Attempted<E> for Parts {
         let mut peaks = self.peaks();
         if let (Some(main_memory), Some(Some(peak))) = (engine.main_memory(), peaks.first_mut()) {
             // A commit may need more than its attempts.
-            *peak = (*peak).max(self.tried.peak).max(main_memory.usage()?.peak);
+            *peak = (*peak).max(self.attempt.peak).max(main_memory.usage()?.peak);
         }
         Ok(Figures {
             shares: figures().map(|part| part.map_or(0, |part| part.samples)).collect(),
-            sizes: self.tried.sizes.clone(),
+            sizes: self.attempt.sizes.clone(),
             times: figures().map(|part| part.map(|part| part.time)).collect(),
             peaks,
             replayed: figures().flatten().map(|part| part.replayed).sum(),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::caught::{Failed, caught};
 use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
-use super::{Attempted, Engine};
+use super::{Attempt, Engine};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::schedule::{HostLinkUse, Span};
@@ -210,18 +210,18 @@ impl SeenPart {
 /// Commits an attempt on all ranks, or rolls it back on all.
 pub(crate) fn settle<E: Engine>(
     engine: &mut E,
-    mut tried: E::Tried,
+    mut attempt: E::Attempt,
     exchange: &Exchange,
     start: Instant,
-) -> Result<(E::Tried, Arc<Whole>)> {
-    match agree(engine, &mut tried, exchange, start) {
+) -> Result<(E::Attempt, Arc<Whole>)> {
+    match agree(engine, &mut attempt, exchange, start) {
         // From here on nothing may fail on one rank alone: the others commit now.
         Ok(whole) => {
-            tried.commit(engine)?;
-            Ok((tried, whole))
+            attempt.commit(engine)?;
+            Ok((attempt, whole))
         }
         Err(error) => {
-            tried.undo(engine)?;
+            attempt.undo(engine)?;
             Err(error)
         }
     }
@@ -230,17 +230,17 @@ pub(crate) fn settle<E: Engine>(
 /// Exchanges the reports of all parts and prepares the commit; commits nothing yet.
 fn agree<E: Engine>(
     engine: &mut E,
-    tried: &mut E::Tried,
+    attempt: &mut E::Attempt,
     exchange: &Exchange,
     start: Instant,
 ) -> Result<Arc<Whole>> {
     // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
     // `?`.
-    let told = caught(|| tried.tell(engine, exchange));
+    let told = caught(|| attempt.tell(engine, exchange));
     let told = exchange.vote(LOSS, told, start.elapsed())?;
     let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
     // Preparing needs memory and may fail on some ranks only, so a second vote follows.
-    let prepared = caught(|| tried.prepare(engine, &whole, exchange));
+    let prepared = caught(|| attempt.prepare(engine, &whole, exchange));
     exchange.vote("the gradients", prepared, start.elapsed())?;
     Ok(whole)
 }

@@ -39,7 +39,7 @@ impl MicroGraphs {
         let need = self.room.add(&watch, captured.is_ok())?;
         let state = match captured {
             Err(cause) => self.refuse(cause),
-            Ok(program) => self.tried(program, &given, part, &eager, pass)?,
+            Ok(program) => self.attempt(program, &given, part, &eager, pass)?,
         };
         // The trial drew the same numbers a second time: the next micro-batch continues after one run, not two.
         eager.after.restore()?;
@@ -48,7 +48,7 @@ impl MicroGraphs {
     }
 
     /// Replays the captured micro-batch with the random numbers of the eager run.
-    fn tried<O: Batch>(
+    fn attempt<O: Batch>(
         &mut self,
         mut program: Program,
         given: &impl Batch,

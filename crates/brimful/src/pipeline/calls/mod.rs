@@ -16,10 +16,12 @@ use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
 use crate::memory_format::InMemoryFormat;
 use crate::pipeline::Pipeline;
-use crate::pipeline::engine::PipelineTried;
+use crate::pipeline::engine::PipelineAttempt;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
-use crate::step::{self, Attempted, Brought, Failed, IntoLoss, StepReport, Try, described};
+use crate::step::{
+    self, Attempt, AttemptContext, Brought, Failed, IntoLoss, StepReport, described,
+};
 use loss_fn::{SharedLoss, check_common_len};
 
 impl Pipeline {
@@ -47,8 +49,8 @@ impl Pipeline {
         let mode = Mode::Train { last: true };
         let step = self.in_order(|this| {
             let brought = this.brought(Use::Train, &input, &target).provided(traced.clone());
-            step::run(this, brought, |this, this_try| {
-                this.try_batch(input.batch(), target.batch(), &loss, this_try, mode)
+            step::run(this, brought, |this, context| {
+                this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
         })?;
         self.learn_order(step.samples, step.time);
@@ -75,8 +77,8 @@ impl Pipeline {
         let mode = Mode::Train { last: false };
         let outputs = self.in_order(|this| {
             let brought = this.brought(Use::Train, &arranged, &target).provided(traced.clone());
-            step::accumulate(this, brought, |this, this_try| {
-                this.try_batch(arranged.batch(), target.batch(), &loss, this_try, mode)
+            step::accumulate(this, brought, |this, context| {
+                this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
             })
         })?;
         // The memory format changes from window to window, so the first mini-batch of each measures its
@@ -112,8 +114,8 @@ impl Pipeline {
         let target = input.beside(target);
         self.in_order(|this| {
             let brought = this.brought(Use::Evaluate, &input, &target);
-            step::run(this, brought, |this, this_try| {
-                this.try_batch(input.batch(), target.batch(), &loss, this_try, Mode::Evaluate)
+            step::run(this, brought, |this, context| {
+                this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
             })
         })
     }
@@ -146,8 +148,8 @@ impl Pipeline {
         let input = Arranged::of(input);
         self.in_order(|this| {
             let brought = this.brought(Use::Map, &input, &input.beside(&()));
-            step::map(this, brought, |this, this_try| {
-                this.try_batch(input.batch(), &(), &shared, this_try, Mode::Evaluate)
+            step::map(this, brought, |this, context| {
+                this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
             })
         })
     }
@@ -177,12 +179,12 @@ impl Pipeline {
         input: &impl Batch,
         target: &Y,
         closure: &SharedLoss<Y, O>,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         mode: Mode,
-    ) -> Result<(PipelineTried, O), Failed> {
-        let exchange = this_try.exchange;
-        let samples = this_try.opening.own();
-        let plan = self.plan(&this_try, mode, false)?;
+    ) -> Result<(PipelineAttempt, O), Failed> {
+        let exchange = context.exchange;
+        let samples = context.opening.own();
+        let plan = self.plan(&context, mode, false)?;
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;
         let last = self.layout.last_worker();
@@ -192,11 +194,11 @@ impl Pipeline {
             false => Device::Cpu,
         };
         let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
-        let tried = self.attempt(&plan, inputs, closures, exchange)?;
+        let attempt = self.attempt(&plan, inputs, closures, exchange)?;
         match self.ranks.outputs(exchange, last, self.output_device(), &collected, samples) {
-            Ok(outputs) => Ok((tried, outputs)),
+            Ok(outputs) => Ok((attempt, outputs)),
             Err(error) => {
-                tried.undo(self)?;
+                attempt.undo(self)?;
                 Err(error.into())
             }
         }

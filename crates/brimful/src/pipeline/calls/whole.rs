@@ -13,14 +13,14 @@ use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
-use crate::pipeline::engine::{PipelineTried, TryPlan};
+use crate::pipeline::engine::{AttemptPlan, PipelineAttempt};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
-    self, Counted, Exchange, Failed, Opening, RowGradients, StepError, StepReport, Tally,
-    TermGroup, Try, as_leaves,
+    self, AttemptContext, Counted, Exchange, Failed, Opening, RowGradients, StepError, StepReport,
+    Tally, TermGroup, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -57,7 +57,7 @@ impl Deref for Outputs {
 #[derive(Debug)]
 pub(crate) struct OpenForward {
     number: u64,
-    plan: TryPlan,
+    plan: AttemptPlan,
     rows: Range<usize>,
     exchange: Exchange,
     opening: Opening,
@@ -144,8 +144,8 @@ impl Pipeline {
         // No new seed: recomputation draws from the forward's, which the workers' runs keep.
         preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
-            let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
-            let step = step::finish(self, tried, (), &exchange, start)?;
+            let attempt = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            let step = step::finish(self, attempt, (), &exchange, start)?;
             Ok(StepReport { loss: f64::NAN, seed: opening.seed(), ..step })
         })
     }
@@ -178,20 +178,18 @@ impl Pipeline {
         let traced = check_no_gradients(input);
         let input = Arranged::of(input);
         let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
-        step::run(self, brought, |this, this_try| {
-            this.try_whole(input.batch(), this_try, &mut loss)
-        })
+        step::run(self, brought, |this, context| this.try_whole(input.batch(), context, &mut loss))
     }
 
     fn try_whole(
         &mut self,
         input: &impl Batch,
-        this_try: Try<'_>,
+        context: AttemptContext<'_>,
         loss: &mut impl FnMut(&Outputs) -> Tensor,
-    ) -> Result<(PipelineTried, Outputs), Failed> {
-        let exchange = this_try.exchange;
-        let plan = self.plan(&this_try, Mode::Train { last: true }, true)?;
-        let samples = this_try.opening.own();
+    ) -> Result<(PipelineAttempt, Outputs), Failed> {
+        let exchange = context.exchange;
+        let plan = self.plan(&context, Mode::Train { last: true }, true)?;
+        let samples = context.opening.own();
         let (run, rows) = self.all_forwards(input, &plan, exchange, samples)?;
         let counted = || {
             let tensors = self.restored(&run, samples)?;
@@ -202,20 +200,20 @@ impl Pipeline {
         };
         let counted = oom::catch(|| with_graphs(true, counted));
         let ((counted, gradients), outputs) = counted.map_err(|caught| self.given_up(caught))?;
-        let mut tried = self.all_backwards(&plan, &gradients, &rows, exchange)?;
-        tried.loss = Some(counted);
+        let mut attempt = self.all_backwards(&plan, &gradients, &rows, exchange)?;
+        attempt.loss = Some(counted);
         // Detached: leaves would keep their gradients, as large as the outputs, as long as the caller has
         // them.
         let tensors = outputs.tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>();
         let tensors = tensors.map_err(Error::from)?;
-        Ok((tried, Outputs { tensors, run: Vec::new(), ..outputs }))
+        Ok((attempt, Outputs { tensors, run: Vec::new(), ..outputs }))
     }
 
     /// Runs all forwards; returns all outputs, as leaves, and the range of rows that are this process's.
     fn all_forwards(
         &self,
         input: &impl Batch,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         exchange: &Exchange,
         samples: &Samples,
     ) -> Result<(Vec<Tensor>, Range<usize>), Failed> {
@@ -266,11 +264,11 @@ impl Pipeline {
     /// Runs all backwards, from this process's rows of the outputs' gradients.
     fn all_backwards(
         &self,
-        plan: &TryPlan,
+        plan: &AttemptPlan,
         gradients: &RowGradients,
         rows: &Range<usize>,
         exchange: &Exchange,
-    ) -> Result<PipelineTried, Failed> {
+    ) -> Result<PipelineAttempt, Failed> {
         let cut = match gradients.is_empty() {
             true => Err(PipelineError::NoOutputGradient.into()),
             false => cut(gradients, plan, rows.start),
@@ -280,7 +278,7 @@ impl Pipeline {
 }
 
 /// Cuts the outputs' gradients into each micro-batch's rows; those of this process begin at `start`.
-fn cut(gradients: &RowGradients, plan: &TryPlan, start: usize) -> Result<Vec<Tensors>> {
+fn cut(gradients: &RowGradients, plan: &AttemptPlan, start: usize) -> Result<Vec<Tensors>> {
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
     let rows = ranges.map(|range| {
         let rows = gradients.rows(&(start + range.start..start + range.end))?;

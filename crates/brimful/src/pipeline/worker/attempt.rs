@@ -12,7 +12,7 @@ use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, Worker
 use crate::random::Randomness;
 use crate::schedule::{ActionKind, Awaited};
 use crate::statistics::Pending;
-use crate::step::{PartReport, Tally, Tried, Undo};
+use crate::step::{PartReport, StoreAttempt, Tally, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
 
@@ -105,7 +105,8 @@ impl Worker {
         let undo = Undo::default();
         // An attempt without gradients, instead of none, takes part in votes and sums like any other, and
         // divides the summed gradients by the same numbers.
-        self.tried = Some(Tried::new(parameters, variables, nothing, undo, unit, Vec::new()));
+        self.attempt =
+            Some(StoreAttempt::new(parameters, variables, nothing, undo, unit, Vec::new()));
         (self.spans, self.host_link) = Default::default();
         Ok(self.done(Vec::new(), tells)?)
     }
@@ -263,10 +264,10 @@ impl Worker {
         }
         // The run's graphs and inputs are freed in here, before the report needs memory.
         let kept = oom::catch(|| self.keep_run(run)).map_err(|caught| into_error(caught).into());
-        let ((mut tried, outputs), undo) = or_undo(kept, undo)?;
+        let ((mut attempt, outputs), undo) = or_undo(kept, undo)?;
         // Before the report: if that fails, `undo` finds here what to restore.
-        tried.undo = undo;
-        self.tried = Some(tried);
+        attempt.undo = undo;
+        self.attempt = Some(attempt);
         oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
             let undone = self.undo().err();
             undone.unwrap_or_else(|| into_error(caught)).into()
@@ -274,7 +275,7 @@ impl Worker {
     }
 
     /// Returns the attempt that remains of a finished run, still without its undo, and its outputs.
-    fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
+    fn keep_run(&mut self, run: WorkerRun) -> Result<(StoreAttempt, Vec<Vec<Tensor>>)> {
         let WorkerRun {
             accumulator,
             mut tally,
@@ -298,7 +299,10 @@ impl Worker {
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();
         let summed = (sums, tally, groups);
         let variables = &self.store.variables_;
-        Ok((Tried::new(parameters, variables, summed, Undo::default(), unit, sizes), outputs))
+        Ok((
+            StoreAttempt::new(parameters, variables, summed, Undo::default(), unit, sizes),
+            outputs,
+        ))
     }
 
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
@@ -314,7 +318,7 @@ impl Worker {
             report: tells.at_once.then(|| self.tell(tells.others)).transpose()?,
             outputs,
             needed,
-            normalised: self.tried.as_ref().is_some_and(Tried::normalises),
+            normalised: self.attempt.as_ref().is_some_and(StoreAttempt::normalises),
             unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }

@@ -11,13 +11,15 @@ use crate::Result;
 use crate::pipeline::ranks::TiedGradient;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
-use crate::step::{PartReport, StepError, Tried, Whole};
+use crate::step::{PartReport, StepError, StoreAttempt, Whole};
 
 impl Worker {
     /// Reports what all parts must know of this attempt.
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
-        let Some(tried) = &mut self.tried else { return Err(StepError::NothingAccumulated.into()) };
-        let mut report = tried.tell(self.site.non_finite, others)?;
+        let Some(attempt) = &mut self.attempt else {
+            return Err(StepError::NothingAccumulated.into());
+        };
+        let mut report = attempt.tell(self.site.non_finite, others)?;
         // Every stage ran the same samples: only the first worker counts them.
         if self.number != self.site.layout.first_worker() {
             report.samples = 0;
@@ -34,9 +36,9 @@ impl Worker {
         whole: &Arc<Whole>,
         turn: Option<RanksTurn>,
     ) -> Result<Vec<TiedGradient>> {
-        let Some(tried) = &mut self.tried else { return Ok(Vec::new()) };
-        tried.prepare(whole, self.number, turn.as_ref())?;
-        let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
+        let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
+        attempt.prepare(whole, self.number, turn.as_ref())?;
+        let Some((_, gradients)) = attempt.prepared() else { return Ok(Vec::new()) };
         let mut outgoing = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
             // Taken out: the commit would leave it in the copy, but only the owner gets it.
@@ -51,7 +53,8 @@ impl Worker {
 
     /// Adds gradients of copies on other workers to the owner's.
     pub(crate) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
-        let Some((parameters, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared())
+        let Some((parameters, gradients)) =
+            self.attempt.as_mut().and_then(|attempt| attempt.prepared())
         else {
             return Ok(());
         };
@@ -73,7 +76,7 @@ impl Worker {
 
     /// Refuses to commit prepared gradients that are not finite, by the policy.
     pub(crate) fn check_finite(&self) -> Result<()> {
-        self.tried.as_ref().map_or(Ok(()), |tried| tried.check_finite(self.site.non_finite))
+        self.attempt.as_ref().map_or(Ok(()), |attempt| attempt.check_finite(self.site.non_finite))
     }
 
     /// Takes the layers' statistics out, filed under these variables of another worker.
@@ -81,12 +84,12 @@ impl Worker {
         &mut self,
         twins: &[(String, Tensor)],
     ) -> Result<Option<Pending>> {
-        let Some(tried) = &mut self.tried else { return Ok(None) };
+        let Some(attempt) = &mut self.attempt else { return Ok(None) };
         let own = self.variables.all().map(|v| (v.tensor.data_ptr(), v.name.as_str()));
         let own: HashMap<_, &str> = own.collect();
         let twins: HashMap<&str, &Tensor> = twins.iter().map(|(n, t)| (n.as_str(), t)).collect();
         // Taken out: filed under the owner's variables, they would update those from here too.
-        let mut statistics = std::mem::take(&mut tried.undo.statistics);
+        let mut statistics = std::mem::take(&mut attempt.undo.statistics);
         statistics.hand_to(|tensor| {
             let name = own.get(&tensor.data_ptr())?;
             twins.get(name).map(|twin| twin.shallow_clone())
@@ -96,16 +99,16 @@ impl Worker {
 
     /// Adds the same layers' statistics of other replicas.
     pub(crate) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
-        let Some(tried) = &mut self.tried else { return Ok(()) };
-        tried.undo.statistics.pool()?;
-        others.into_iter().for_each(|other| tried.undo.statistics.extend(other));
+        let Some(attempt) = &mut self.attempt else { return Ok(()) };
+        attempt.undo.statistics.pool()?;
+        others.into_iter().for_each(|other| attempt.undo.statistics.extend(other));
         Ok(())
     }
 
     /// Commits the step. Allocates nothing.
     pub(crate) fn commit(&mut self) -> Result<()> {
         self.updated = 0;
-        self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
+        self.attempt.take().map_or(Ok(()), |mut attempt| attempt.commit())
     }
 
     /// Restores the state before the mini-batch under way.
@@ -115,28 +118,28 @@ impl Worker {
             drop(run);
             undo.run()?;
         }
-        self.tried.take().map_or(Ok(()), |tried| tried.undo.run())
+        self.attempt.take().map_or(Ok(()), |attempt| attempt.undo.run())
     }
 
     /// Detaches the attempt, so that it can wait for later mini-batches of its step.
-    pub(crate) fn make_lasting(&mut self) -> Result<()> {
-        let Some(tried) = &mut self.tried else { return Ok(()) };
-        let both = |window: &&Tried| window.samples() > 0 && tried.samples() > 0;
+    pub(crate) fn detach(&mut self) -> Result<()> {
+        let Some(attempt) = &mut self.attempt else { return Ok(()) };
+        let both = |window: &&StoreAttempt| window.samples() > 0 && attempt.samples() > 0;
         let window = self.window.as_ref().filter(both);
-        tried.make_lasting(window)
+        attempt.detach(window)
     }
 
     /// Adds the attempt to the accumulation window.
     pub(crate) fn keep(&mut self) -> Result<()> {
-        match (&mut self.window, self.tried.take()) {
+        match (&mut self.window, self.attempt.take()) {
             // A mini-batch without a sample for this replica has no sums to add to, and no loss whose terms
             // others would have to match.
-            (Some(window), Some(tried)) if window.samples() > 0 && tried.samples() > 0 => {
-                window.extend(tried)
+            (Some(window), Some(attempt)) if window.samples() > 0 && attempt.samples() > 0 => {
+                window.extend(attempt)
             }
-            (Some(window), tried) if window.samples() > 0 || tried.is_none() => Ok(()),
-            (_, tried) => {
-                self.window = tried;
+            (Some(window), attempt) if window.samples() > 0 || attempt.is_none() => Ok(()),
+            (_, attempt) => {
+                self.window = attempt;
                 Ok(())
             }
         }
@@ -144,7 +147,7 @@ impl Worker {
 
     /// Makes the accumulation window the current attempt.
     pub(crate) fn reopen(&mut self) {
-        self.tried = self.window.take();
+        self.attempt = self.window.take();
     }
 
     /// Fails if other parameters are trained than when the accumulation window was opened.

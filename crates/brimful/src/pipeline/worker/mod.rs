@@ -30,7 +30,7 @@ use crate::random::{Generator, StepRng};
 use crate::schedule::{
     Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
 };
-use crate::step::{NonFinitePolicy, Tried, Undo, UnmanagedStatistics};
+use crate::step::{NonFinitePolicy, StoreAttempt, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
 /// Specification that a worker is built from.
@@ -119,9 +119,9 @@ pub(crate) struct Worker {
     /// Forward that waits for its backward.
     pub(crate) open: Option<(WorkerRun, Undo)>,
     /// Mini-batch that ran and is not committed.
-    pub(crate) tried: Option<Tried>,
+    pub(crate) attempt: Option<StoreAttempt>,
     /// Earlier mini-batches of the accumulation window, not yet committed.
-    pub(crate) window: Option<Tried>,
+    pub(crate) window: Option<StoreAttempt>,
     /// Number of stages that the optimizer updated in the last backward.
     pub(crate) updated: usize,
     /// Timed actions of the last mini-batch, and its peak memory.
@@ -443,7 +443,7 @@ impl Worker {
             unmanaged: UnmanagedStatistics::default(),
             store,
             open: None,
-            tried: None,
+            attempt: None,
             window: None,
             updated: 0,
             spans: Vec::new(),

@@ -30,7 +30,7 @@ type Summed = (Sums, Tally, Vec<TermGroup>);
 
 /// Mini-batches that have run and are not committed.
 #[derive(Debug)]
-pub(crate) struct Tried {
+pub(crate) struct StoreAttempt {
     /// Parameters of the sums: others may be trained by the time of the commit.
     parameters: Vec<Tensor>,
     variables: Named,
@@ -50,7 +50,7 @@ pub(crate) struct Tried {
     prepared: Option<(Finished, Moved)>,
 }
 
-impl Tried {
+impl StoreAttempt {
     /// Creates an attempt over these parameters, in micro-batches of these sizes.
     pub(crate) fn new(
         parameters: Vec<Tensor>,
@@ -103,7 +103,7 @@ impl Tried {
 
     /// Detaches its sums from memory that others reuse, and pools its statistics, so that they can wait for the
     /// window's commit. Fails if its loss has other terms than the window's.
-    pub(crate) fn make_lasting(&mut self, window: Option<&Self>) -> Result<()> {
+    pub(crate) fn detach(&mut self, window: Option<&Self>) -> Result<()> {
         window.map_or(Ok(()), |window| window.tally.check_follows(&self.tally))?;
         // Sums may lie in the memory of a CUDA graph, which the next replay overwrites.
         self.sums.own()?;

@@ -8,7 +8,7 @@ use super::sizing::Lesson;
 use crate::Result;
 
 /// One or several mini-batches that an engine of this kind has run and not committed.
-pub(crate) trait Attempted<E>: Sized {
+pub(crate) trait Attempt<E>: Sized {
     /// Reports what is needed to commit each of this rank's parts together with the others'.
     fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
 
@@ -23,10 +23,10 @@ pub(crate) trait Attempted<E>: Sized {
 
     /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit.
     /// Fails if it does not match `earlier`.
-    fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
+    fn detach(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
 
     /// Merges a detached attempt into earlier mini-batches of the same step. Allocates nothing.
-    fn after(self, engine: &mut E, earlier: Option<Self>) -> Result<Self>;
+    fn merge(self, engine: &mut E, earlier: Option<Self>) -> Result<Self>;
 
     /// Fails if the trained parameters have changed since the sums were computed.
     fn check_trained(&self, engine: &mut E) -> Result<()>;
