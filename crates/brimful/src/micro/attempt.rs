@@ -45,8 +45,8 @@ impl MicroBatcher {
         last: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Parts, R::Outputs), Failed> {
-        let AttemptContext { cut, opening, exchange } = context;
-        let role = step::role(self, opening, 0, last);
+        let AttemptContext { cut, handshake, exchange } = context;
+        let role = step::role(self, handshake, 0, last);
         let turn = exchange.summing().filter(|_| last);
         let how = AttemptSettings { role, closure, turn, alone: self.state.team.is_alone() };
         self.only_part(|this| this.attempt(batch, cut, how, f))

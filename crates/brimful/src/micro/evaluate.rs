@@ -9,7 +9,7 @@ use crate::gradient_mode::with_graphs;
 use crate::loss::MicroBatchWeight;
 use crate::memory_format::InMemoryFormat;
 use crate::step::{
-    self, AttemptContext, Brought, Cut, MicroBatchInfo, MicroBatchRun, StoreAttempt, Tally,
+    self, AttemptContext, Cut, MicroBatchInfo, MicroBatchRun, StepRequest, StoreAttempt, Tally,
 };
 
 impl MicroBatcher {
@@ -22,9 +22,9 @@ impl MicroBatcher {
         self.in_order(|this| {
             step::map(
                 this,
-                Brought::new(Use::Map, &arranged),
-                |this, AttemptContext { cut, opening, .. }| {
-                    let role = opening.role(0);
+                StepRequest::new(Use::Map, &arranged),
+                |this, AttemptContext { cut, handshake, .. }| {
+                    let role = handshake.role(0);
                     this.only_part(|this| this.attempt_map(arranged.batch(), cut, role, &mut f))
                 },
             )
@@ -42,9 +42,9 @@ impl MicroBatcher {
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
-            let brought = Brought::new(Use::Evaluate, &arranged);
-            step::run(this, brought, |this, AttemptContext { cut, opening, .. }| {
-                let role = opening.role(0);
+            let brought = StepRequest::new(Use::Evaluate, &arranged);
+            step::run(this, request, |this, AttemptContext { cut, handshake, .. }| {
+                let role = handshake.role(0);
                 this.only_part(|this| this.attempt_evaluate(arranged.batch(), cut, role, &mut f))
             })
         })

@@ -46,7 +46,7 @@ use crate::copy_streams::CopyStreams;
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, Brought, IntoLoss, Parts, Size, StepReport, StepState, UnmanagedStatistics,
+    self, BatchRole, IntoLoss, Parts, Size, StepReport, StepRequest, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::AttemptSettings;
 pub(crate) use graphs::Closure;
@@ -99,7 +99,7 @@ impl MicroBatcher {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let step = self.in_order(|this| {
-            step::run(this, Brought::new(Use::Train, &arranged), |this, attempt| {
+            step::run(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
                 this.attempt_alone(arranged.batch(), attempt, closure, true, &mut f)
             })
         })?;
@@ -123,7 +123,7 @@ impl MicroBatcher {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let outputs = self.in_order(|this| {
-            step::accumulate(this, Brought::new(Use::Train, &arranged), |this, attempt| {
+            step::accumulate(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
                 this.attempt_alone(arranged.batch(), attempt, closure, false, &mut f)
             })
         })?;

@@ -21,8 +21,8 @@ use crate::memory_format::InMemoryFormat;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
-    self, AttemptContext, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed,
-    RowGradients, Size, StepError, StoreAttempt, Tally, as_leaves, parameters, put_back,
+    self, AttemptContext, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
+    StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
 };
 use crate::{Result, feed};
 
@@ -46,7 +46,7 @@ impl MicroBatcher {
         }
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
-            step::run(this, Brought::new(Use::TrainWhole, &arranged), |this, context| {
+            step::run(this, StepRequest::new(Use::TrainWhole, &arranged), |this, context| {
                 this.attempt_whole(arranged.batch(), context, &mut forward, &mut loss)
             })
         })
@@ -59,8 +59,8 @@ impl MicroBatcher {
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
     ) -> Result<(Parts, O), Failed> {
-        let AttemptContext { cut, opening, .. } = context;
-        let role = opening.role(0);
+        let AttemptContext { cut, handshake, .. } = context;
+        let role = handshake.role(0);
         self.only_part(|this| {
             this.begin_peak()?;
             let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {

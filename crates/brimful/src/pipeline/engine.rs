@@ -18,9 +18,9 @@ use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
-    self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints,
-    Lesson, NonFinitePolicy, Opening, PartReport, Seeding, Size, StepState, Team, TermGroup,
-    Timeline, Trained, Whole, gradient_bytes, names,
+    self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures,
+    Handshake, Hints, Lesson, NonFinitePolicy, PartReport, Seeding, Size, StepState, Team,
+    TermGroup, Timeline, Trained, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Error, Result, device};
@@ -257,22 +257,22 @@ impl Pipeline {
         two_phases: bool,
     ) -> Result<AttemptPlan> {
         let size = context.cut.size().ok_or(BatchError::NothingToCut)?;
-        self.plan_for(context.opening, size, mode, two_phases)
+        self.plan_for(context.handshake, size, mode, two_phases)
     }
 
     pub(crate) fn plan_for(
         &mut self,
-        opening: &Opening,
+        handshake: &Handshake,
         size: Size,
         mode: Mode,
         two_phases: bool,
     ) -> Result<AttemptPlan> {
         // An evaluation within an accumulation window is not part of it, and has its own unit.
         let role = match mode.trains() {
-            true => step::role(self, opening, 0, mode.is_last()),
-            false => BatchRole { last: mode.is_last(), ..opening.role(0) },
+            true => step::role(self, handshake, 0, mode.is_last()),
+            false => BatchRole { last: mode.is_last(), ..handshake.role(0) },
         };
-        let portions = portions(opening, role, size, self.ranks.replicas_here)?;
+        let portions = portions(handshake, role, size, self.ranks.replicas_here)?;
         let mut actions = Vec::with_capacity(portions.len());
         for portion in &portions {
             // An empty list does not exist: a pipeline without samples gets the shortest list, and runs
@@ -289,7 +289,7 @@ impl Pipeline {
                 false => listed,
             });
         }
-        let seed = opening.seed().unwrap_or_default();
+        let seed = handshake.seed().unwrap_or_default();
         Ok(AttemptPlan { portions, mode, actions, unit: role.unit, seed })
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::batch::{BatchError, Samples};
 use crate::loss::MicroBatchWeight;
-use crate::step::{BatchRole, Opening, Size};
+use crate::step::{BatchRole, Handshake, Size};
 use crate::{Error, Result};
 
 /// Micro-batches of one pipeline in a step.
@@ -28,7 +28,7 @@ impl Portion {
 /// Divides this process's samples into near-equal portions for so many pipelines, and cuts each by the
 /// size.
 pub(crate) fn portions(
-    opening: &Opening,
+    handshake: &Handshake,
     role: BatchRole,
     size: Size,
     replicas: usize,
@@ -39,12 +39,12 @@ pub(crate) fn portions(
     };
     // Counted through all replicas: two micro-batches with one number would draw the same random numbers.
     let mut first = 0;
-    for samples in opening.before() {
+    for samples in handshake.before() {
         first += cut(samples)?.len();
     }
     let mut all = Vec::with_capacity(replicas);
-    for share in opening.own().shares(replicas)? {
-        let ranges = cut(&opening.own().part(&share))?.into_iter();
+    for share in handshake.own().shares(replicas)? {
+        let ranges = cut(&handshake.own().part(&share))?.into_iter();
         let ranges: Vec<_> =
             ranges.map(|range| share.start + range.start..share.start + range.end).collect();
         let weights = ranges.iter().map(|range| MicroBatchWeight {

@@ -7,7 +7,7 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, AttemptContext, Brought, Failed, IntoLoss, Parts, StepReport};
+use crate::step::{self, AttemptContext, Failed, IntoLoss, Parts, StepReport, StepRequest};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
@@ -29,7 +29,7 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        let step = step::run(self, Brought::new(Use::Train, &arranged), |this, context| {
+        let step = step::run(self, StepRequest::new(Use::Train, &arranged), |this, context| {
             this.spread(arranged.batch(), context, true, &train)
         })?;
         // Only from successful steps: a failed attempt measures how soon memory ran out.
@@ -56,7 +56,7 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::run(self, Brought::new(Use::Evaluate, &arranged), |this, context| {
+        step::run(self, StepRequest::new(Use::Evaluate, &arranged), |this, context| {
             this.spread(arranged.batch(), context, true, &evaluate)
         })
     }
@@ -78,7 +78,7 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::map(self, Brought::new(Use::Map, &arranged), |this, context| {
+        step::map(self, StepRequest::new(Use::Map, &arranged), |this, context| {
             this.spread(arranged.batch(), context, true, &map)
         })
     }
@@ -96,7 +96,7 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        step::accumulate(self, Brought::new(Use::Train, &arranged), |this, context| {
+        step::accumulate(self, StepRequest::new(Use::Train, &arranged), |this, context| {
             this.spread(arranged.batch(), context, false, &train)
         })
     }
@@ -117,11 +117,11 @@ impl<M: 'static> Replicas<M> {
         last: bool,
         work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Failed> {
-        let AttemptContext { cut, opening, .. } = context;
-        let samples = opening.own();
+        let AttemptContext { cut, handshake, .. } = context;
+        let samples = handshake.own();
         let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
-        let role = |replica| step::role(self, opening, replica, last);
+        let role = |replica| step::role(self, handshake, replica, last);
         let jobs = jobs(batch, samples, &shares, size, role)?;
         Ok(self.attempt(jobs, samples, work)?)
     }

@@ -20,8 +20,8 @@ use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::step::{
-    self, AttemptContext, Brought, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
-    StoreAttempt,
+    self, AttemptContext, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
+    StepRequest, StoreAttempt,
 };
 use crate::{Error, Result, feed};
 
@@ -44,7 +44,7 @@ impl<M: 'static> Replicas<M> {
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
         let arranged = Arranged::of(batch);
-        step::run(self, Brought::new(Use::TrainWhole, &arranged), |this, context| {
+        step::run(self, StepRequest::new(Use::TrainWhole, &arranged), |this, context| {
             this.attempt_whole(arranged.batch(), context, &forward, &loss)
         })
     }
@@ -56,14 +56,14 @@ impl<M: 'static> Replicas<M> {
         forward: &Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
         loss: &Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Parts, O), Failed> {
-        let AttemptContext { cut, opening, .. } = context;
-        let samples = opening.own();
+        let AttemptContext { cut, handshake, .. } = context;
+        let samples = handshake.own();
         let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
-        let parts = || jobs(batch, samples, &shares, size, |replica| opening.role(replica));
+        let parts = || jobs(batch, samples, &shares, size, |replica| handshake.role(replica));
         let outputs = self.outputs(parts()?, samples, Arc::clone(forward))?;
         // The loss draws random numbers as if it were one more replica.
-        let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
+        let seed = PartSeed { seed: handshake.seed().unwrap_or_default(), part: shares.len() };
         // Only on the first replica: a contrastive loss compares every sample with every other.
         let (attempt, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
         let ready = oom::catch(|| {

@@ -2,7 +2,7 @@
 //! other ranks.
 //!
 //! ```text
-//!   open      exchange samples, their kind, the seed, the trained parameters               opening
+//!   open      exchange samples, their kind, the seed, the trained parameters               handshake
 //!   size      choose the next size to try, one for all                                     sizing
 //!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
 //!   report    exchange losses and their denominators, or the failure                       settle
@@ -20,8 +20,8 @@ mod attempt;
 mod caught;
 mod cut;
 mod error;
+mod handshake;
 mod into_loss;
-mod opening;
 mod parts;
 mod report;
 mod role;
@@ -44,8 +44,8 @@ pub(crate) use attempt::Attempt;
 pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
 pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
 pub use error::StepError;
+pub(crate) use handshake::{Handshake, StepRequest, described};
 pub use into_loss::IntoLoss;
-pub(crate) use opening::{Brought, Opening, described};
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
@@ -66,7 +66,7 @@ use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::random::{Randomness, with_seed};
 use crate::{Error, Result};
-use opening::OwnPart;
+use handshake::OwnPart;
 use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
 
@@ -222,42 +222,42 @@ fn goal(size: Size) -> Goal {
 /// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct AttemptContext<'a> {
     pub(crate) cut: &'a mut Cut,
-    pub(crate) opening: &'a Opening,
+    pub(crate) handshake: &'a Handshake,
     pub(crate) exchange: &'a Exchange,
 }
 
 /// Runs a step over one mini-batch until it fits into memory, and commits it, with all ranks.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
-    brought: Brought,
+    brought: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let team = engine.state().team.clone();
-    let brought = match brought.kind.is_training() {
-        true => brought.provided(check_no_window(engine)),
-        false => brought,
+    let brought = match request.kind.is_training() {
+        true => request.provided(check_no_window(engine)),
+        false => request,
     };
-    run_with(engine, &team, brought, attempt)
+    run_with(engine, &team, request, attempt)
 }
 
 /// Runs a mini-batch without gradients and without other replicas; returns the outputs alone.
 pub(crate) fn map<E: Engine, O>(
     engine: &mut E,
-    brought: Brought,
+    brought: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let team = engine.state().own_team(E::SPREADS_MODEL);
-    Ok(run_with(engine, &team, brought, attempt)?.outputs)
+    Ok(run_with(engine, &team, request, attempt)?.outputs)
 }
 
 fn run_with<E: Engine, O>(
     engine: &mut E,
     team: &Team,
-    brought: Brought,
+    brought: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
-    let training = brought.kind.is_training();
-    let (step, seed, log) = until_done(engine, team, brought, attempt, finish)?;
+    let training = request.kind.is_training();
+    let (step, seed, log) = until_done(engine, team, request, attempt, finish)?;
     if training {
         // The optimizer's state will be there before the next step.
         engine.state().reserved.clear();
@@ -268,16 +268,16 @@ fn run_with<E: Engine, O>(
 /// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
 pub(crate) fn accumulate<E: Engine, O>(
     engine: &mut E,
-    brought: Brought,
+    brought: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let is_first = engine.state().window.is_none();
     let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
     let noted = before.as_ref().map(drop).map_err(Error::clone);
-    let brought = brought.provided(check_trained(engine).and(noted));
+    let brought = request.provided(check_trained(engine).and(noted));
     // Replicas need not accumulate equally often: the commit compares and sums what they have.
     let team = engine.state().own_team(E::SPREADS_MODEL);
-    let (outputs, seed, log) = until_done(engine, &team, brought, attempt, keep)?;
+    let (outputs, seed, log) = until_done(engine, &team, request, attempt, keep)?;
     let before = before?;
     if let Some(window) = &mut engine.state().window {
         window.log.extend(log);
@@ -321,11 +321,11 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
 /// comes next.
 pub(crate) fn role<E: Engine>(
     engine: &mut E,
-    opening: &Opening,
+    handshake: &Handshake,
     replica: usize,
     last: bool,
 ) -> BatchRole {
-    let role = BatchRole { last, ..opening.role(replica) };
+    let role = BatchRole { last, ..handshake.role(replica) };
     match &engine.state().window {
         // Later mini-batches keep the unit of the step's first one.
         Some(window) => {
@@ -355,7 +355,7 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
 fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
-    brought: Brought,
+    brought: StepRequest,
     mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
     mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
 ) -> Result<(T, Option<u64>, SizeLog)> {
@@ -363,14 +363,14 @@ fn until_done<E: Engine, O, T>(
     // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
     // other ranks would wait for a vote that never comes.
     let mut parked = ParkedPanic::default();
-    let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
-        let opening = open(engine, team, brought, seed)?;
-        let to_cut = ToCut { samples: opening.own(), least: opening.least() };
-        let (value, log) = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
+    let done = seeded(engine, team, request.kind.is_training(), |engine, seed| {
+        let handshake = open(engine, team, request, seed)?;
+        let to_cut = ToCut { samples: handshake.own(), least: handshake.least() };
+        let (value, log) = until_it_fits(engine, &handshake.kind, &to_cut, team, |engine, cut| {
             // Each attempt has channels of its own, so that it never reads messages which a failed one left in
             // flight.
             let exchange = team.exchange()?;
-            let context = AttemptContext { cut, opening: &opening, exchange: &exchange };
+            let context = AttemptContext { cut, handshake: &handshake, exchange: &exchange };
             let ended = match attempt(engine, context) {
                 Ok((attempt, outputs)) => {
                     // Read before `end`, which may consume the attempt.
@@ -381,7 +381,7 @@ fn until_done<E: Engine, O, T>(
             };
             ended.map_err(|error| engine.failed(error))
         })?;
-        Ok((value, opening.seed(), log))
+        Ok((value, handshake.seed(), log))
     });
     parked.resume();
     done
@@ -404,29 +404,29 @@ fn seeded<E: Engine, T>(
 pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,
-    brought: Brought,
+    brought: StepRequest,
     seed: Result<Option<u64>>,
-) -> Result<Opening> {
+) -> Result<Handshake> {
     // Not `?`: the other ranks wait for this rank's part, even if it is an error.
-    let own = own_part(engine, team, &brought, seed);
-    let opening = Opening::open(team, brought, own)?;
-    if opening.changed {
+    let own = own_part(engine, team, &request, seed);
+    let handshake = Handshake::open(team, request, own)?;
+    if handshake.changed {
         engine.refresh_copies()?;
     }
-    Ok(opening)
+    Ok(handshake)
 }
 
 fn own_part<E: Engine>(
     engine: &mut E,
     team: &Team,
-    brought: &Brought,
+    brought: &StepRequest,
     seed: Result<Option<u64>>,
 ) -> Result<OwnPart> {
     let seed = seed?;
-    let changed = engine.begin(&brought.devices)?;
+    let changed = engine.begin(&request.devices)?;
     // Compared here and not with the reports, because gradients may be in flight by then. Where nothing is
     // summed, no names are hashed.
-    let compares = brought.kind.is_training() && team.replicas > 1;
+    let compares = request.kind.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();
     Ok(OwnPart { size: engine.state().size, seed, trained, changed, rank })

@@ -121,7 +121,7 @@ impl StoreAttempt {
             Ok(value)
         });
         // Before a panic resumes, because no caller can roll back what is dropped while it unwinds.
-        self.unless_failed(brought).map_err(into_error_or_panic)
+        self.unless_failed(request).map_err(into_error_or_panic)
     }
 
     /// Adds the result of other work for the step; rolls back if that has failed.

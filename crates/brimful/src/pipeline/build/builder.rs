@@ -208,7 +208,7 @@ impl Builder {
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
-        let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
+        let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, request)?;
         let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
         let (balance, schedule, meet) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;

@@ -35,12 +35,12 @@ impl<'a> Roster<'a> {
         replicas_here: usize,
         brought: Result<(Vec<DeviceSpec>, String)>,
     ) -> Result<(Vec<DeviceSpec>, Self)> {
-        let told = brought.as_ref().map(|(devices, common)| RosterHello {
+        let told = request.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
         });
         let all = world.settle("build", told.map_err(Clone::clone), Duration::ZERO)?;
-        let common = all.iter().map(|brought| brought.common.clone()).collect();
+        let common = all.iter().map(|brought| request.common.clone()).collect();
         WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
@@ -56,7 +56,7 @@ impl<'a> Roster<'a> {
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
         let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
         // Cannot fail here: an error of this rank would have ended `settle` with an error.
-        Ok((brought?.0, roster))
+        Ok((request?.0, roster))
     }
 
     /// Returns the balance in numbers, and the costs for automatic schedules, as rank 0 finds them:

@@ -20,7 +20,7 @@ use crate::pipeline::engine::PipelineAttempt;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
 use crate::step::{
-    self, Attempt, AttemptContext, Brought, Failed, IntoLoss, StepReport, described,
+    self, Attempt, AttemptContext, Failed, IntoLoss, StepReport, StepRequest, described,
 };
 use loss_fn::{SharedLoss, check_common_len};
 
@@ -49,7 +49,7 @@ impl Pipeline {
         let mode = Mode::Train { last: true };
         let step = self.in_order(|this| {
             let brought = this.brought(Use::Train, &input, &target).provided(traced.clone());
-            step::run(this, brought, |this, context| {
+            step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -77,7 +77,7 @@ impl Pipeline {
         let mode = Mode::Train { last: false };
         let outputs = self.in_order(|this| {
             let brought = this.brought(Use::Train, &arranged, &target).provided(traced.clone());
-            step::accumulate(this, brought, |this, context| {
+            step::accumulate(this, request, |this, context| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -114,7 +114,7 @@ impl Pipeline {
         let target = input.beside(target);
         self.in_order(|this| {
             let brought = this.brought(Use::Evaluate, &input, &target);
-            step::run(this, brought, |this, context| {
+            step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
             })
         })
@@ -148,7 +148,7 @@ impl Pipeline {
         let input = Arranged::of(input);
         self.in_order(|this| {
             let brought = this.brought(Use::Map, &input, &input.beside(&()));
-            step::map(this, brought, |this, context| {
+            step::map(this, request, |this, context| {
                 this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
             })
         })
@@ -160,16 +160,16 @@ impl Pipeline {
         used: Use,
         arranged: &Arranged<'_, impl Batch>,
         target: &Arranged<'_, impl Batch>,
-    ) -> Brought {
+    ) -> StepRequest {
         let (input, sorted) = (arranged.batch(), target.samples().map(drop));
         let target = target.batch();
-        let brought = Brought::new(used, arranged);
+        let brought = StepRequest::new(used, arranged);
         let fits = sorted.and_then(|()| check_common_len(input, target));
-        let brought = brought.with(fits, batch::devices(target));
+        let brought = request.with(fits, batch::devices(target));
         // Ranks of one pipeline must pass equal mini-batches: compares dtypes, shapes and a hash of values.
         match self.ranks.of_pipeline().len() {
-            1 => brought,
-            _ => brought.with_hash(format!("{}; {}", described(input), described(target))),
+            1 => request,
+            _ => request.with_hash(format!("{}; {}", described(input), described(target))),
         }
     }
 
@@ -183,7 +183,7 @@ impl Pipeline {
         mode: Mode,
     ) -> Result<(PipelineAttempt, O), Failed> {
         let exchange = context.exchange;
-        let samples = context.opening.own();
+        let samples = context.handshake.own();
         let plan = self.plan(&context, mode, false)?;
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;

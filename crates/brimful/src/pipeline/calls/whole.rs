@@ -19,8 +19,8 @@ use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
-    self, AttemptContext, Counted, Exchange, Failed, Opening, RowGradients, StepError, StepReport,
-    Tally, TermGroup, as_leaves,
+    self, AttemptContext, Counted, Exchange, Failed, Handshake, RowGradients, StepError,
+    StepReport, Tally, TermGroup, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -60,7 +60,7 @@ pub(crate) struct OpenForward {
     plan: AttemptPlan,
     rows: Range<usize>,
     exchange: Exchange,
-    opening: Opening,
+    handshake: Handshake,
     start: Instant,
 }
 
@@ -99,18 +99,18 @@ impl Pipeline {
         let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(may);
         let devices = self.seeded_devices();
         with_step_seed(devices, |seed| {
-            let opening = step::open(self, &team, brought, seed.map(Some))?;
+            let handshake = step::open(self, &team, request, seed.map(Some))?;
             let mode = Mode::Train { last: true };
             let exchange = team.exchange()?;
-            let plan = self.plan_for(&opening, self.state.size, mode, true).map_err(Failed::from);
+            let plan = self.plan_for(&handshake, self.state.size, mode, true).map_err(Failed::from);
             let run = plan.and_then(|plan| {
-                let ran = self.all_forwards(input.batch(), &plan, &exchange, opening.own())?;
+                let ran = self.all_forwards(input.batch(), &plan, &exchange, handshake.own())?;
                 Ok((plan, ran))
             });
             let (plan, (run, rows)) =
                 run.map_err(|failed| exchange.report_failure(failed, start))?;
             let mut tensors = Vec::new();
-            let restored = self.restored(&run, opening.own()).map(|all| tensors = all);
+            let restored = self.restored(&run, handshake.own()).map(|all| tensors = all);
             // If another rank failed, its gradients will never come: drop the graphs now.
             if let Err(error) = exchange.report(restored, start) {
                 self.workers().all(|worker| worker.undo())?;
@@ -118,7 +118,7 @@ impl Pipeline {
             }
             self.forwards += 1;
             let number = self.forwards;
-            self.open = Some(OpenForward { number, plan, rows, exchange, opening, start });
+            self.open = Some(OpenForward { number, plan, rows, exchange, handshake, start });
             Ok(Outputs { tensors, run, number })
         })
     }
@@ -139,14 +139,14 @@ impl Pipeline {
             }
         })?;
         let open = self.open.take().ok_or(PipelineError::OldOutputs)?;
-        let OpenForward { plan, rows, exchange, opening, start, .. } = open;
+        let OpenForward { plan, rows, exchange, handshake, start, .. } = open;
         let gradients = RowGradients::of(&outputs.run);
         // No new seed: recomputation draws from the forward's, which the workers' runs keep.
         preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let attempt = run.map_err(|failed| exchange.report_failure(failed, start))?;
             let step = step::finish(self, attempt, (), &exchange, start)?;
-            Ok(StepReport { loss: f64::NAN, seed: opening.seed(), ..step })
+            Ok(StepReport { loss: f64::NAN, seed: handshake.seed(), ..step })
         })
     }
 
@@ -178,7 +178,7 @@ impl Pipeline {
         let traced = check_no_gradients(input);
         let input = Arranged::of(input);
         let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
-        step::run(self, brought, |this, context| this.try_whole(input.batch(), context, &mut loss))
+        step::run(self, request, |this, context| this.try_whole(input.batch(), context, &mut loss))
     }
 
     fn try_whole(
@@ -189,7 +189,7 @@ impl Pipeline {
     ) -> Result<(PipelineAttempt, Outputs), Failed> {
         let exchange = context.exchange;
         let plan = self.plan(&context, Mode::Train { last: true }, true)?;
-        let samples = context.opening.own();
+        let samples = context.handshake.own();
         let (run, rows) = self.all_forwards(input, &plan, exchange, samples)?;
         let counted = || {
             let tensors = self.restored(&run, samples)?;

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 
 /// A mini-batch as this rank brings it to a step.
 #[derive(Debug)]
-pub(crate) struct Brought {
+pub(crate) struct StepRequest {
     samples: Result<Samples>,
     pub(crate) kind: Kind,
     /// Devices of its tensors.
@@ -26,7 +26,7 @@ pub(crate) struct Brought {
     hash: Option<String>,
 }
 
-impl Brought {
+impl StepRequest {
     /// Describes the inputs of a step.
     pub(crate) fn new(used: Use, arranged: &Arranged<'_, impl Batch>) -> Self {
         let batch = arranged.batch();
@@ -49,7 +49,7 @@ impl Brought {
         Self { samples, devices: [self.devices, devices].concat(), ..self }
     }
 
-    /// Fails the step if this result is an error. The opening reports it to all ranks: a rank that returned
+    /// Fails the step if this result is an error. The handshake reports it to all ranks: a rank that returned
     /// earlier would leave the others waiting.
     pub(crate) fn provided(self, holds: Result<()>) -> Self {
         let samples = holds.and(self.samples);
@@ -130,7 +130,7 @@ impl StepHello {
 
 /// Result of the handshake, over all ranks.
 #[derive(Debug)]
-pub(crate) struct Opening {
+pub(crate) struct Handshake {
     /// Samples of each replica.
     samples: Vec<Samples>,
     replica: usize,
@@ -143,11 +143,11 @@ pub(crate) struct Opening {
     pub(crate) kind: Kind,
 }
 
-impl Opening {
+impl Handshake {
     /// Exchanges the messages of all ranks; all draw from the first rank's seed. Either all ranks send their
     /// trained parameters or none does.
-    pub(super) fn open(team: &Team, brought: Brought, own: Result<OwnPart>) -> Result<Self> {
-        let Brought { samples, kind, hash, .. } = brought;
+    pub(super) fn open(team: &Team, brought: StepRequest, own: Result<OwnPart>) -> Result<Self> {
+        let StepRequest { samples, kind, hash, .. } = request;
         if team.is_alone() {
             let OwnPart { seed, changed, rank, .. } = own?;
             let samples = vec![samples?];
