@@ -21,7 +21,7 @@ impl TurnProgress {
     }
 
     /// Reports that a contestant's turn begins.
-    pub(crate) fn turn(
+    pub(crate) fn apply(
         &self,
         title: &str,
         contestant: &str,

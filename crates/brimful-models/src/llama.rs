@@ -193,8 +193,8 @@ impl ModuleT for LlamaAttention {
             heads.map(|all| all.view([samples, sequence, -1, self.head_width]));
         let first = BlockCache::first_place(self.cache.as_ref());
         let heads = Heads {
-            queries: self.rotary.turn(&queries, first),
-            keys: self.rotary.turn(&keys, first),
+            queries: self.rotary.apply(&queries, first),
+            keys: self.rotary.apply(&keys, first),
             values,
         };
         let dropout = if train { self.dropout } else { 0.0 };

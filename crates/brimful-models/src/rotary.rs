@@ -70,13 +70,13 @@ impl RotaryTables {
     ///
     /// # Panics
     /// Panics if they end beyond the context, or memory runs out.
-    pub(crate) fn turn(&self, x: &Tensor, first: i64) -> Tensor {
+    pub(crate) fn apply(&self, x: &Tensor, first: i64) -> Tensor {
         let (last, context) = (first + x.size()[1], self.context);
         assert!(
             last <= context,
             "a sequence of {last} tokens is longer than the context of {context}: shorten it"
         );
-        let turned = self.on(x.device(), last).turn_from(x, first);
+        let turned = self.on(x.device(), last).apply_from(x, first);
         turned.unwrap_or_else(|error| panic!("{error}"))
     }
 

@@ -102,17 +102,17 @@ void gather(at::Tensor& sum, at::Tensor&& gradient) {
 class DirectRun {
  public:
   DirectRun(const BackwardGraph& graph, const edge_list& ends, const edge_list& passed)
-      : graph_(graph), turns_(graph.places.size()), prunes_(!ends.empty()) {
+      : graph_(graph), visits_(graph.places.size()), prunes_(!ends.empty()) {
     given_.resize(ends.size() + passed.size());
-    for (const Edge& edge : ends) watch(edge, &Turn::is_end);
-    for (const Edge& edge : passed) watch(edge, &Turn::is_passed);
+    for (const Edge& edge : ends) watch(edge, &Visit::is_end);
+    for (const Edge& edge : passed) watch(edge, &Visit::is_passed);
   }
 
   // Returns whether the graph behind the roots can run here.
   bool plan(const edge_list& roots) {
     for (const Edge& root : roots) {
       roots_.push_back(graph_.find(root.function.get()));
-      turns_[roots_.back()].is_reached = true;
+      visits_[roots_.back()].is_reached = true;
     }
     return reach() && count();
   }
@@ -123,10 +123,10 @@ class DirectRun {
     // Gather all before any node is ready: a root may wait for another.
     for (size_t i = 0; i < roots.size(); ++i) {
       const auto at = roots_[i];
-      if (turns_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
+      if (visits_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
     }
     for (const auto at : roots_) {
-      if (turns_[at].is_needed && turns_[at].awaited == 0) get_ready(at);
+      if (visits_[at].is_needed && visits_[at].awaited == 0) get_ready(at);
     }
     beside_.open(stream_.here());
     run_all(keep_graph);
@@ -154,7 +154,7 @@ class DirectRun {
   };
 
   // Run state of a place of the graph.
-  struct Turn {
+  struct Visit {
     // Nodes that bring a gradient or report that there is none: in total, and still outstanding.
     uint32_t bringing = 0;
     uint32_t awaited = 0;
@@ -167,24 +167,24 @@ class DirectRun {
     variable_list gathered = {};
   };
 
-  void watch(const Edge& edge, bool Turn::*as) {
+  void watch(const Edge& edge, bool Visit::*as) {
     const auto place = static_cast<uint32_t>(taken_.size());
     taken_.push_back({edge.input_nr, kNone});
     const auto at = graph_.find(edge.function.get());
     // No gradient reaches an end that is not in the graph.
     if (at == kNone) return;
-    turns_[at].*as = true;
-    taken_[place].next = std::exchange(turns_[at].taken, place);
+    visits_[at].*as = true;
+    taken_[place].next = std::exchange(visits_[at].taken, place);
   }
 
   // Marks all places behind the roots. Returns false if some node needs the engine.
   bool reach() {
     for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
-      if (!turns_[*next].is_reached) continue;
+      if (!visits_[*next].is_reached) continue;
       const auto& place = graph_.places[*next];
       if (!stream_.takes(*place.node)) return false;
-      if (turns_[*next].is_end) continue;
-      graph_.each_child(place, [&](auto, auto child) { turns_[child].is_reached = true; });
+      if (visits_[*next].is_end) continue;
+      graph_.each_child(place, [&](auto, auto child) { visits_[child].is_reached = true; });
     }
     return true;
   }
@@ -194,25 +194,25 @@ class DirectRun {
   bool count() {
     bool in_vain = false;
     for (const auto at : graph_.order) {
-      auto& turn = turns_[at];
-      if (!turn.is_reached) continue;
-      turn.is_needed = !prunes_ || turn.is_end;
-      if (turn.is_end) continue;
+      auto& visit = visits_[at];
+      if (!visit.is_reached) continue;
+      visit.is_needed = !prunes_ || visit.is_end;
+      if (visit.is_end) continue;
       const auto& place = graph_.places[at];
       graph_.each_child(
-          place, [&](auto, auto child) { turn.is_needed |= turns_[child].is_needed; });
-      if (!turn.is_needed) continue;
+          place, [&](auto, auto child) { visit.is_needed |= visits_[child].is_needed; });
+      if (!visit.is_needed) continue;
       graph_.each_child(place, [&](auto, auto child) {
-        turns_[child].bringing = ++turns_[child].awaited;
+        visits_[child].bringing = ++visits_[child].awaited;
         // The node would compute an unneeded gradient; only the engine can disable that.
-        in_vain |= !turns_[child].is_needed;
+        in_vain |= !visits_[child].is_needed;
       });
     }
     return !in_vain;
   }
 
   void bring(uint32_t at, uint32_t input, at::Tensor&& gradient) {
-    auto& gathered = turns_[at].gathered;
+    auto& gathered = visits_[at].gathered;
     if (gathered.empty()) gathered.resize(graph_.places[at].node->num_inputs());
     gather(gathered.at(input), std::move(gradient));
   }
@@ -220,13 +220,13 @@ class DirectRun {
   // Nodes created later in the forward run first, and leaves before all others, as in the engine: this minimises
   // the pending gradients.
   void get_ready(uint32_t at) {
-    if (std::exchange(turns_[at].is_ready, true)) return;
+    if (std::exchange(visits_[at].is_ready, true)) return;
     ready_.emplace(graph_.places[at].node->sequence_nr(), at);
   }
 
   void arrive(uint32_t at, uint32_t input, at::Tensor&& gradient) {
     bring(at, input, std::move(gradient));
-    if (--turns_[at].awaited == 0) get_ready(at);
+    if (--visits_[at].awaited == 0) get_ready(at);
   }
 
   void run_all(bool keep_graph) {
@@ -248,7 +248,7 @@ class DirectRun {
     bool weights = false, others = false;
     graph_.each_child(place, [&](auto edge, auto child) {
       const auto* node = graph_.places[child].node;
-      is_weight[edge] = turns_[child].bringing == 1 &&
+      is_weight[edge] = visits_[child].bringing == 1 &&
                         dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr;
       (is_weight[edge] ? weights : others) = true;
     });
@@ -256,15 +256,15 @@ class DirectRun {
   }
 
   void run_node(uint32_t at, bool keep_graph) {
-    auto& turn = turns_[at];
+    auto& visit = visits_[at];
     const auto& place = graph_.places[at];
-    auto gathered = std::move(turn.gathered);
-    for (auto as = turn.taken; as != kNone; as = taken_[as].next) {
+    auto gathered = std::move(visit.gathered);
+    for (auto as = visit.taken; as != kNone; as = taken_[as].next) {
       given_[as] = gathered.at(taken_[as].input);
     }
-    if (turn.is_end) return;
+    if (visit.is_end) return;
     Node& node = *place.node;
-    const bool releases = !keep_graph && !turn.is_passed;
+    const bool releases = !keep_graph && !visit.is_passed;
     if (releases) node.will_release_variables();
     const auto is_weight = beside_.is_open() ? weights_of(place) : std::vector<bool>();
     const bool aside = !is_weight.empty();
@@ -285,7 +285,7 @@ class DirectRun {
   }
 
   const BackwardGraph& graph_;
-  std::vector<Turn> turns_;
+  std::vector<Visit> visits_;
   const bool prunes_;
   OneStream stream_;
   brimful::Beside beside_;

@@ -22,7 +22,7 @@ namespace {
 std::atomic<const BrimfulCudaFunctions*> table{nullptr};
 
 struct Refusals {
-  std::mutex turn;
+  std::mutex mutex;
   std::set<std::string> known;
   std::string unsaid;
   std::atomic<bool> news{false};
@@ -87,7 +87,7 @@ const BrimfulCudaFunctions* functions_for(const at::Tensor& tensor) noexcept {
 void refused(const std::string& why) noexcept {
   try {
     Refusals& all = refusals();
-    const std::lock_guard<std::mutex> alone(all.turn);
+    const std::lock_guard<std::mutex> alone(all.mutex);
     if (!all.known.insert(why).second) return;
     if (!all.unsaid.empty()) all.unsaid += '\n';
     all.unsaid += why;
@@ -109,7 +109,7 @@ void brimful_kernels_enable(bool on) noexcept { is_on() = on; }
 char* brimful_kernels_refusals() noexcept {
   Refusals& all = refusals();
   if (!all.news.exchange(false)) return nullptr;
-  const std::lock_guard<std::mutex> alone(all.turn);
+  const std::lock_guard<std::mutex> alone(all.mutex);
   char* text = strdup(all.unsaid.c_str());
   all.unsaid.clear();
   return text;

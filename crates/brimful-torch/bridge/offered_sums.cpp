@@ -49,7 +49,7 @@ struct OfferedSum {
 
 // Offers of all threads: a device's backward runs on a thread of libtorch's.
 struct Offers {
-  std::shared_mutex turn;
+  std::shared_mutex mutex;
   // Entries keep their addresses while others are added and removed.
   std::unordered_map<const at::TensorImpl*, OfferedSum> sums;
 };
@@ -61,7 +61,7 @@ Offers& offers() {
 
 OfferedSum* offered(const at::Tensor& parameter) {
   Offers& all = offers();
-  const std::shared_lock<std::shared_mutex> with_others(all.turn);
+  const std::shared_lock<std::shared_mutex> with_others(all.mutex);
   const auto found = all.sums.find(parameter.unsafeGetTensorImpl());
   return found == all.sums.end() ? nullptr : &found->second;
 }
@@ -151,7 +151,7 @@ int32_t brimful_offer_sums(
     char** message) noexcept {
   return brimful::guarded(message, [&] {
     Offers& all = offers();
-    const std::unique_lock<std::shared_mutex> alone(all.turn);
+    const std::unique_lock<std::shared_mutex> alone(all.mutex);
     for (size_t i = 0; i < count; ++i) {
       if (brimful::kernels::functions_for(*parameters[i]) == nullptr) continue;
       // A parameter listed twice uses its first sum, as in brimful_collect_gradients.
@@ -179,7 +179,7 @@ int32_t brimful_settle_sums(
 void brimful_withdraw_sums(
     const at::Tensor* const* parameters, at::Tensor** sums, size_t count) noexcept {
   Offers& all = offers();
-  const std::unique_lock<std::shared_mutex> alone(all.turn);
+  const std::unique_lock<std::shared_mutex> alone(all.mutex);
   for (size_t i = 0; i < count; ++i) {
     const auto found = all.sums.find(parameters[i]->unsafeGetTensorImpl());
     if (found == all.sums.end()) continue;

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kKept = 256;
 
 struct Recent {
-  std::mutex turn;
+  std::mutex mutex;
   std::deque<brimful::Refusal> list;
 };
 
@@ -30,8 +30,8 @@ Recent& recent() {
 }  // namespace
 
 void brimful::note_refusal(Refusal refusal) {
-  auto& [turn, list] = recent();
-  const std::lock_guard<std::mutex> alone(turn);
+  auto& [mutex, list] = recent();
+  const std::lock_guard<std::mutex> alone(mutex);
   list.push_back(std::move(refusal));
   if (list.size() > kKept) list.pop_front();
 }
@@ -41,8 +41,8 @@ extern "C" {
 // Finds the recent refusal whose sentence is in the text. Returns the arena's name, which the caller frees, and
 // sets the bytes asked for, in use and allowed (-1: no limit). Returns null if there is none.
 char* brimful_arena_refusal(const char* text, std::array<int64_t, 3>* numbers) noexcept {
-  auto& [turn, list] = recent();
-  const std::lock_guard<std::mutex> alone(turn);
+  auto& [mutex, list] = recent();
+  const std::lock_guard<std::mutex> alone(mutex);
   const brimful::Refusal* found = nullptr;
   for (const auto& refusal : list) {
     // "limit 10" is also in "limit 100": the longest match is right.

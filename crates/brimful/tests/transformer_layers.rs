@@ -501,7 +501,7 @@ fn rotary_positions_turn_pairs_by_their_places() {
             inputs: vec![("x", numbers(&shape, 1) * 3.0)],
             ours: &|t| {
                 let rotary = Rotary::new(1100, shape[3], 10_000.0, t[0].device());
-                vec![rotary.turn(&t[0]).expect("turned")]
+                vec![rotary.apply(&t[0]).expect("turned")]
             },
             theirs: &|t| vec![turned(&t[0], 10_000.0)],
         };
@@ -514,11 +514,11 @@ fn rotary_positions_take_strided_numbers_and_refuse_others() {
     let rotary = Rotary::new(8, 16, 10_000.0, test_device());
     let many = numbers(&[2, 8, 9, 16], 1).to_device(test_device()).to_kind(Kind::Float);
     let part = many.narrow(2, 3, 4);
-    let found = rotary.turn(&part).expect("turned");
-    assert_eq!(found, rotary.turn(&part.contiguous()).expect("turned"));
+    let found = rotary.apply(&part).expect("turned");
+    assert_eq!(found, rotary.apply(&part.contiguous()).expect("turned"));
     for shape in [[2, 9, 3, 16], [2, 8, 3, 18], [2, 8, 3, 15]] {
         let other = Tensor::zeros(shape, (Kind::Float, test_device()));
-        assert_fails(rotary.turn(&other), &["rotary positions"]);
+        assert_fails(rotary.apply(&other), &["rotary positions"]);
     }
 }
 

@@ -125,10 +125,10 @@ std::vector<Compiling> likely(const Reading& reading) {
 
 // Compiles the other kernels ahead when such a layer is first trained.
 void expect_others(const Reading& reading, int device) {
-  static std::mutex turn;
+  static std::mutex mutex;
   static std::set<std::array<int, 3>> seen;
   {
-    const std::lock_guard<std::mutex> alone(turn);
+    const std::lock_guard<std::mutex> alone(mutex);
     if (!seen.insert({reading.kind, reading.width, reading.lanes}).second) return;
   }
   compile_ahead(likely(reading), architecture(device));

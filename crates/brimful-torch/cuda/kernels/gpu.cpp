@@ -44,9 +44,9 @@ Gpu ask(int ordinal) {
 }
 
 Gpu real_gpu(int device) {
-  static std::mutex turn;
+  static std::mutex mutex;
   static std::map<int, Gpu> known;
-  const std::lock_guard<std::mutex> alone(turn);
+  const std::lock_guard<std::mutex> alone(mutex);
   const auto found = known.find(device);
   return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
 }

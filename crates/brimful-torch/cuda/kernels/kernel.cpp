@@ -106,7 +106,7 @@ struct Kernel::Loaded {
 };
 
 struct Kernel::Devices {
-  std::mutex turn;
+  std::mutex mutex;
   std::map<int, Loaded> loaded;
 };
 
@@ -131,7 +131,7 @@ Kernel::Loaded Kernel::load(int device) const {
   return loaded;
 }
 
-// Requires `devices_->turn`. Out of memory is not cached.
+// Requires `devices_->mutex`. Out of memory is not cached.
 Kernel::Loaded& Kernel::loaded(int device) const {
   auto place = devices_->loaded.find(device);
   if (place == devices_->loaded.end()) place = devices_->loaded.emplace(device, load(device)).first;
@@ -142,7 +142,7 @@ Kernel::Loaded& Kernel::loaded(int device) const {
 
 int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
   const int device = c10::cuda::current_device();
-  const std::lock_guard<std::mutex> alone(devices_->turn);
+  const std::lock_guard<std::mutex> alone(devices_->mutex);
   Loaded& kernel = loaded(device);
   const std::pair shape(block, shared_bytes);
   const auto found = kernel.blocks.find(shape);
@@ -157,7 +157,7 @@ int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
 
 void* Kernel::function_for(int device, const Shape& shape) const {
   enter_context(device);
-  const std::lock_guard<std::mutex> alone(devices_->turn);
+  const std::lock_guard<std::mutex> alone(devices_->mutex);
   Loaded& kernel = loaded(device);
   ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shape.shared_bytes);
   return kernel.function;

@@ -23,7 +23,7 @@ use brimful_torch::split_backward::{Begun, SplitBackward};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::ranks::{Buckets, RanksTurn, summed_in};
+use crate::ranks::{Buckets, RankSum, summed_in};
 pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense, name_of};
 pub use others::OtherLeaf;
@@ -48,7 +48,7 @@ pub(crate) struct Accumulator {
     /// True if sums are kept apart from the parameters: see [`sums_apart`].
     apart: bool,
     /// Channel on which the last micro-batch's gradients are summed over the ranks.
-    turn: Option<RanksTurn>,
+    collective: Option<RankSum>,
     /// True if the current micro-batch is the last.
     last: bool,
     /// Parts of the model that run backward one at a time, and the current one.
@@ -75,7 +75,7 @@ impl Accumulator {
             aside,
             sums: Sums::default(),
             apart,
-            turn: None,
+            collective: None,
             last: false,
             parts: Vec::new(),
             part: None,
@@ -85,8 +85,8 @@ impl Accumulator {
     }
 
     /// Sends gradients to other ranks on this channel while the last backward is still running.
-    pub(crate) fn summing(mut self, turn: Option<RanksTurn>) -> Self {
-        self.turn = turn;
+    pub(crate) fn summing(mut self, collective: Option<RankSum>) -> Self {
+        self.collective = collective;
         self
     }
 
@@ -193,10 +193,10 @@ impl Accumulator {
         // to be sent.
         if self.last
             && self.in_place()
-            && let Some(turn) = self.turn.take()
+            && let Some(collective) = self.collective.take()
         {
             let parameters = &self.parameters;
-            let mut buckets = Buckets::new(turn, parameters)?;
+            let mut buckets = Buckets::new(collective, parameters)?;
             watched(parameters, |at| buckets.arrived(at, &parameters[at].grad()), run)?;
             self.sums.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);

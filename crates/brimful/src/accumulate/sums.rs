@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::gradient;
 use crate::Result;
-use crate::ranks::{Buckets, RanksTurn};
+use crate::ranks::{Buckets, RankSum};
 
 /// One gradient sum for each parameter; `None` without a gradient.
 pub(crate) type Sum = Vec<Option<Tensor>>;
@@ -121,12 +121,12 @@ impl Sums {
         parameters: &[Tensor],
         factors: &[f64],
         alike: bool,
-        turn: &RanksTurn,
+        collective: &RankSum,
         present: &[bool],
     ) -> Result<Finished> {
         let mut buckets = match self.buckets.take() {
             Some(buckets) => buckets,
-            None => Buckets::new(turn.clone(), parameters)?,
+            None => Buckets::new(collective.clone(), parameters)?,
         };
         // With one factor for all, undivided sums are divided once, after the exchange. Otherwise each rank
         // divides its own before, because groups are added up in the buckets.

@@ -14,7 +14,7 @@ use crate::gradient_mode::with_graphs;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::statistics::Pending;
 use crate::step::{
     self, AttemptContext, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, StoreAttempt,
@@ -29,7 +29,7 @@ pub(crate) struct AttemptSettings {
     pub(crate) role: BatchRole,
     pub(crate) closure: Closure,
     /// Channel on which gradients are summed over the ranks while the last backward is still running.
-    pub(crate) turn: Option<RanksTurn>,
+    pub(crate) collective: Option<RankSum>,
     /// True if no other rank or replica takes part, so that leaves outside the store may have gradients too.
     pub(crate) alone: bool,
 }
@@ -47,8 +47,8 @@ impl MicroBatcher {
     ) -> Result<(Parts, R::Outputs), Failed> {
         let AttemptContext { cut, handshake, exchange } = context;
         let role = step::role(self, handshake, 0, last);
-        let turn = exchange.summing().filter(|_| last);
-        let how = AttemptSettings { role, closure, turn, alone: self.state.team.is_alone() };
+        let collective = exchange.summing().filter(|_| last);
+        let how = AttemptSettings { role, closure, collective, alone: self.state.team.is_alone() };
         self.only_part(|this| this.attempt(batch, cut, how, f))
     }
 
@@ -154,7 +154,7 @@ impl MicroBatcher {
 
     /// Starts a pass over a mini-batch.
     fn begin_pass<O>(&mut self, how: AttemptSettings, eager: bool) -> Result<BatchPass<O>> {
-        let AttemptSettings { role, turn, alone, .. } = how;
+        let AttemptSettings { role, collective, alone, .. } = how;
         let parameters = parameters(&self.variables);
         // Not between the parts of a step: its sums have the memory format that the parameters had at its
         // start.
@@ -162,8 +162,9 @@ impl MicroBatcher {
             self.format_choice.begin(&parameters)?;
         }
         self.graphs.begin(parameters.len(), &self.variables, eager)?;
-        let accumulator =
-            Accumulator::begin(parameters, &self.variables)?.summing(turn).summing_others(alone);
+        let accumulator = Accumulator::begin(parameters, &self.variables)?
+            .summing(collective)
+            .summing_others(alone);
         let window = self.state.window.as_ref();
         let tally =
             window.map_or_else(Tally::default, |window| window.attempt.attempt.tally.following());

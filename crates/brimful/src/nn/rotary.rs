@@ -54,15 +54,15 @@ impl Rotary {
     /// # Errors
     ///
     /// When their width or device differs, or the sequence is longer than the context.
-    pub fn turn(&self, x: &Tensor) -> Result<Tensor> {
-        self.turn_from(x, 0)
+    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        self.apply_from(x, 0)
     }
 
-    /// As [`Rotary::turn`], for a sequence whose first token is at position `first`.
+    /// As [`Rotary::apply`], for a sequence whose first token is at position `first`.
     ///
     /// # Errors
-    /// As [`Rotary::turn`].
-    pub fn turn_from(&self, x: &Tensor, first: i64) -> Result<Tensor> {
+    /// As [`Rotary::apply`].
+    pub fn apply_from(&self, x: &Tensor, first: i64) -> Result<Tensor> {
         let first = first.clamp(0, self.context());
         let sequence = x.size().get(1).copied().unwrap_or_default().min(self.context() - first);
         let of_sequence = |table: &Tensor| table.narrow(0, first, sequence);

@@ -151,11 +151,14 @@ impl Attempt<Pipeline> for PipelineAttempt {
     ) -> Result<()> {
         let workers = pipeline.workers();
         let ranks = &pipeline.ranks;
-        let turns = pipeline.numbers().map(|number| ranks.summing(&exchange.turn, number));
+        let collectives =
+            pipeline.numbers().map(|number| ranks.summing(&exchange.collective, number));
         let whole = Arc::clone(whole);
         let outgoing = workers
-            .each_or_error(turns.collect(), move |worker, turn| worker.prepare(&whole, turn))?;
-        ranks::gather(&workers, ranks, &exchange.turn, outgoing)?;
+            .each_or_error(collectives.collect(), move |worker, collective| {
+                worker.prepare(&whole, collective)
+            })?;
+        ranks::gather(&workers, ranks, &exchange.collective, outgoing)?;
         if pipeline.state.non_finite != NonFinitePolicy::RefuseGradients {
             return Ok(());
         }
@@ -361,11 +364,11 @@ impl Pipeline {
         exchange: &Exchange,
         f: impl Fn(&mut Worker, J) -> Result<WorkerDone, WorkerFailure> + Clone + Send + 'static,
     ) -> Result<Vec<WorkerDone>, Failed> {
-        let turn = exchange.turn.clone();
+        let collective = exchange.collective.clone();
         let workers = self.workers();
         let answers = workers.each(jobs, move |worker, job| {
             // Other workers may wait for this one, in other ranks too.
-            let stopping = turn.stopping();
+            let stopping = collective.stopping();
             let done = match job {
                 Some(job) => f(worker, job),
                 None => worker.idle(idle),
@@ -456,7 +459,7 @@ impl Pipeline {
         let actions = &plan.actions[replica];
         let start = Instant::now();
         let memory = |number: usize| self.device_of(replica, number).memory();
-        let ports = wire(&self.layout, actions, &self.ranks, &exchange.turn, memory)?;
+        let ports = wire(&self.layout, actions, &self.ranks, &exchange.collective, memory)?;
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let mut inputs = Some(inputs);
         let mut end = Some(end);
@@ -471,7 +474,7 @@ impl Pipeline {
                 .collect(),
             inputs: (inputs.take_if(|_| number == self.layout.first_worker())).unwrap_or_default(),
             end: (end.take_if(|_| number == self.layout.last_worker())).unwrap_or(End::Elsewhere),
-            summing: self.ranks.summing(&exchange.turn, number).filter(|_| sums),
+            summing: self.ranks.summing(&exchange.collective, number).filter(|_| sums),
             first: *first,
             mode: plan.mode,
             seed: plan.seed,

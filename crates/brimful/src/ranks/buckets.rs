@@ -5,7 +5,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::RanksTurn;
+use super::RankSum;
 use super::host_copier::HostCopier;
 use crate::world::Summing;
 use crate::{Error, Result};
@@ -17,7 +17,7 @@ const BUCKET_BYTES: usize = 4 << 20;
 /// Gradients of all parameters on their way to the other ranks.
 #[derive(Debug)]
 pub(crate) struct Buckets {
-    turn: RanksTurn,
+    collective: RankSum,
     copier: HostCopier,
     buckets: Vec<Bucket>,
     /// Place of each parameter's gradient.
@@ -43,7 +43,7 @@ struct BucketPlace {
 }
 
 impl Buckets {
-    pub(crate) fn new(turn: RanksTurn, parameters: &[Tensor]) -> Result<Self> {
+    pub(crate) fn new(collective: RankSum, parameters: &[Tensor]) -> Result<Self> {
         let mut outlines: Vec<(Kind, usize, usize)> = Vec::new();
         let mut places = Vec::with_capacity(parameters.len());
         for parameter in parameters.iter().rev() {
@@ -72,7 +72,7 @@ impl Buckets {
             Ok(Bucket { numbers: copier.host_memory(numbers, kind)?, missing, summing: None })
         };
         let buckets = outlines.into_iter().map(bucket).collect::<Result<_>>()?;
-        Ok(Self { turn, copier, buckets, places, failed: None })
+        Ok(Self { collective, copier, buckets, places, failed: None })
     }
 
     /// Adds a parameter's complete gradient. Backward calls it, so errors are reported later.
@@ -112,7 +112,7 @@ impl Buckets {
         if bucket.missing == 0 {
             // The sum begins when the copy is complete; the backward waits for neither.
             let ready = self.copier.completion()?;
-            bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
+            bucket.summing = Some(self.collective.sum(place.bucket, &bucket.numbers, ready)?);
         }
         Ok(())
     }

@@ -16,31 +16,31 @@ use tch::Tensor;
 pub(crate) use buckets::{Buckets, summed_in};
 
 use crate::Result;
-use crate::world::{Summing, Turn};
+use crate::world::{Collective, Summing};
 
 /// Attempt of a step that these ranks take part in.
 #[derive(Debug, Clone)]
-pub(crate) struct RanksTurn {
-    turn: Turn,
+pub(crate) struct RankSum {
+    collective: Collective,
     everyone: Arc<[usize]>,
-    /// Number of the first sum's channel, so that several can share a turn.
+    /// Number of the first sum's channel, so that several can share a collective.
     base: u32,
 }
 
-impl RanksTurn {
-    /// Returns the part of a turn in which these ranks sum.
-    pub(crate) fn of(turn: Turn, everyone: Arc<[usize]>, base: u32) -> Self {
-        Self { turn, everyone, base }
+impl RankSum {
+    /// Returns the part of a collective in which these ranks sum.
+    pub(crate) fn of(collective: Collective, everyone: Arc<[usize]>, base: u32) -> Self {
+        Self { collective, everyone, base }
     }
 
     /// Whether this rank is the one at index `place` among them.
     pub(crate) fn is_at(&self, place: usize) -> bool {
-        self.everyone.get(place) == Some(&self.turn.rank())
+        self.everyone.get(place) == Some(&self.collective.rank())
     }
 
     /// Begins to sum a tensor, which is contiguous, and in host memory when the event is reached.
     fn sum(&self, number: usize, tensor: &Tensor, ready: Option<Event>) -> Result<Summing> {
-        self.turn.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor, ready)
+        self.collective.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor, ready)
     }
 
     /// Replaces the tensor by the sum over all ranks; `number` must not be that of a bucket.

@@ -39,12 +39,12 @@ fn dealt(mut addends: Vec<Addends>, parts: usize) -> Vec<Vec<Addends>> {
 fn add(addends: Vec<Addends>) -> Result<()> {
     let _without = tch::no_grad_guard();
     let longest = addends.iter().map(|sum| sum.what.len()).max().unwrap_or(0);
-    for turn in 0..longest {
+    for collective in 0..longest {
         // One replica after the other, in order: the bits do not depend on which finishes first.
         let mut into = Vec::new();
         let mut what = Vec::new();
         for sum in &addends {
-            let Some(new) = sum.what.get(turn) else { continue };
+            let Some(new) = sum.what.get(collective) else { continue };
             into.push(sum.into.shallow_clone());
             what.push(new.f_to_device(sum.into.device())?);
         }

@@ -98,7 +98,7 @@ impl<M> Replica<M> {
     ) -> Result<PartDone<R::Outputs>> {
         let closure = Closure::of(f);
         let done = self.run(job, |micro, model, batch, cut, role| {
-            let how = AttemptSettings { role, closure, turn: None, alone: false };
+            let how = AttemptSettings { role, closure, collective: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
         if done.figures.samples > 0 {

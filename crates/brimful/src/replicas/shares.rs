@@ -167,8 +167,8 @@ mod tests {
     #[test]
     fn like_devices_stay_even_whatever_the_noise() {
         let mut speeds = Speeds::even(2);
-        for turn in 0..50 {
-            let noise = [0.97, 1.0, 1.03, 1.01][turn % 4];
+        for collective in 0..50 {
+            let noise = [0.97, 1.0, 1.03, 1.01][collective % 4];
             step(&mut speeds, 64, &[100.0 * noise, 100.0 / noise]);
             assert_eq!(lengths(&speeds, 64), [32, 32]);
         }

@@ -2,7 +2,7 @@
 //! devices.
 //!
 //! A [`Recorder`] watches any training loop and returns a [`Run`], which the program's `brimful report`
-//! turns into a page.
+//! collectives into a page.
 //!
 //! ```
 //! use brimful::report::{Ended, Recorder, Run};

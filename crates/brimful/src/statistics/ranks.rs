@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 use super::pool::Seen;
 use super::{Momentum, Moved, Pending, Running};
 use crate::Result;
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 
 /// A layer that has reported, by the names of its variables.
 #[derive(Debug, Clone, PartialEq, PartialOrd, Serialize, Deserialize)]
@@ -56,7 +56,7 @@ impl Pending {
     /// Sums the statistics of these layers over all ranks; `number` identifies the sum in the collective.
     pub(crate) fn sum_over_ranks(
         &mut self,
-        turn: &RanksTurn,
+        collective: &RankSum,
         number: usize,
         layers: impl IntoIterator<Item = ReportedLayer>,
         variable: impl Fn(&str) -> Option<Tensor>,
@@ -81,7 +81,7 @@ impl Pending {
         }
         let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
         let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
-        turn.sum_now(number, &all)?;
+        collective.sum_now(number, &all)?;
         let lengths = rows.iter().map(Tensor::size1).collect::<Result<Vec<_>, _>>()?;
         for (id, part) in ids.iter().zip(all.f_split_with_sizes(lengths, 0)?) {
             if let Some(seen) = self.deferred.get_mut(id) {
@@ -116,7 +116,7 @@ impl Moved {
     pub(crate) fn as_at(
         place: usize,
         running: Vec<Tensor>,
-        turn: &RanksTurn,
+        collective: &RankSum,
         number: usize,
     ) -> Result<Self> {
         if running.is_empty() {
@@ -127,10 +127,10 @@ impl Moved {
         };
         let rows = running.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
         let mut all = Tensor::f_cat(&rows, 0)?;
-        if !turn.is_at(place) {
+        if !collective.is_at(place) {
             let _itself = all.f_zero_()?;
         }
-        turn.sum_now(number, &all)?;
+        collective.sum_now(number, &all)?;
         let lengths: Vec<_> = rows.iter().map(|row| row.numel() as i64).collect();
         let parts = all.f_split_with_sizes(lengths, 0)?.into_iter().zip(&running);
         let value = |(part, like): (Tensor, &Tensor)| {

@@ -12,11 +12,11 @@ use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
 use super::{Attempt, Engine};
 use crate::bytes::Bytes;
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::schedule::{HostLinkUse, Span};
 use crate::statistics::ReportedLayer;
 use crate::workers::into_error;
-use crate::world::{Turn, World};
+use crate::world::{Collective, World};
 use crate::{Error, Result};
 
 /// Ranks that take part in a step and make up replicas of the model. Each replica brings samples of its own;
@@ -47,7 +47,7 @@ impl Team {
 
     /// Opens the channels of one attempt.
     pub(crate) fn exchange(&self) -> Result<Exchange> {
-        Ok(Exchange { turn: self.world.turn()?, team: self.clone() })
+        Ok(Exchange { collective: self.world.collective()?, team: self.clone() })
     }
 }
 
@@ -55,15 +55,15 @@ impl Team {
 #[derive(Debug)]
 pub(crate) struct Exchange {
     pub(crate) team: Team,
-    pub(crate) turn: Turn,
+    pub(crate) collective: Collective,
 }
 
 impl Exchange {
     /// Channel on which gradients of this rank's only part are added to those of all other replicas; `None`
     /// with one replica.
-    pub(crate) fn summing(&self) -> Option<RanksTurn> {
+    pub(crate) fn summing(&self) -> Option<RankSum> {
         let everyone = || self.team.world.everyone();
-        (self.team.replicas > 1).then(|| RanksTurn::of(self.turn.clone(), everyone(), 0))
+        (self.team.replicas > 1).then(|| RankSum::of(self.collective.clone(), everyone(), 0))
     }
 
     /// Returns the results of all ranks; if any has failed, all ranks get the earliest error.
@@ -75,7 +75,7 @@ impl Exchange {
             Ok(_) => at,
             Err(error) => {
                 // Other ranks may wait for gradients or activations from this one, which will not come.
-                self.turn.stop();
+                self.collective.stop();
                 // A connection error follows from another rank's failure, which is the one to show to users: so
                 // it gets the latest time.
                 if matches!(error, Error::World(_)) { Duration::MAX } else { at }

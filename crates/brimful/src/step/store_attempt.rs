@@ -15,7 +15,7 @@ use super::undo::Undo;
 use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};
 
@@ -211,24 +211,24 @@ impl StoreAttempt {
         Ok(all)
     }
 
-    /// Computes all that a commit needs. `part` is its index among the whole's parts; `turn` is the channel on
+    /// Computes all that a commit needs. `part` is its index among the whole's parts; `collective` is the channel on
     /// which its sums are added to those of other ranks, if there are any.
     pub(crate) fn prepare(
         &mut self,
         whole: &Whole,
         part: usize,
-        turn: Option<&RanksTurn>,
+        collective: Option<&RankSum>,
     ) -> Result<()> {
         let sums = std::mem::take(&mut self.sums);
         let factors = whole.factors(self.unit);
         let mut first_ones = Moved::default();
-        let gradients = match turn {
+        let gradients = match collective {
             None => sums.finish(&self.parameters, &factors)?,
-            Some(turn) => {
+            Some(collective) => {
                 // All ranks make these collective calls in one order.
-                self.sum_statistics(&whole.part(part).layers, turn)?;
-                first_ones = self.first_ones(whole.part(part), turn)?;
-                self.sum_gradients(sums, &factors, whole, part, turn)?
+                self.sum_statistics(&whole.part(part).layers, collective)?;
+                first_ones = self.first_ones(whole.part(part), collective)?;
+                self.sum_gradients(sums, &factors, whole, part, collective)?
             }
         };
         let mut moved = self.moved.take().map_or_else(|| self.undo.statistics.prepare(), Ok)?;
@@ -238,20 +238,20 @@ impl StoreAttempt {
     }
 
     /// Sums the statistics of these layers over all ranks.
-    fn sum_statistics(&mut self, layers: &[ReportedLayer], turn: &RanksTurn) -> Result<()> {
+    fn sum_statistics(&mut self, layers: &[ReportedLayer], collective: &RankSum) -> Result<()> {
         if layers.is_empty() {
             return Ok(());
         }
         let names = names(&self.variables);
         let statistics = &mut self.undo.statistics;
-        statistics.sum_over_ranks(turn, STATISTICS_BUCKET, layers.iter().cloned(), |name| {
+        statistics.sum_over_ranks(collective, STATISTICS_BUCKET, layers.iter().cloned(), |name| {
             names.tensor(name)
         })
     }
 
     /// Takes statistics that move at every micro-batch from the first replica that has samples: otherwise the
     /// ranks' models would drift apart.
-    fn first_ones(&self, seen: &SeenPart, turn: &RanksTurn) -> Result<Moved> {
+    fn first_ones(&self, seen: &SeenPart, collective: &RankSum) -> Result<Moved> {
         let names = names(&self.variables);
         // A replica that has never run a deferred layer lists its statistics here too.
         let is_deferred = |name: &str| seen.layers.iter().any(|layer| layer.has(name));
@@ -259,7 +259,7 @@ impl StoreAttempt {
         for (bucket, (replica, listed)) in seen.at_once.iter().enumerate() {
             let listed = listed.iter().filter(|name| !is_deferred(name));
             let running = listed.filter_map(|name| names.tensor(name)).collect();
-            all.extend(Moved::as_at(*replica, running, turn, AT_ONCE_BUCKET - bucket)?);
+            all.extend(Moved::as_at(*replica, running, collective, AT_ONCE_BUCKET - bucket)?);
         }
         Ok(all)
     }
@@ -270,7 +270,7 @@ impl StoreAttempt {
         factors: &[f64],
         whole: &Whole,
         part: usize,
-        turn: &RanksTurn,
+        collective: &RankSum,
     ) -> Result<Finished> {
         let present = &whole.part(part).present;
         // An evaluation has no gradient on any rank, and sends nothing.
@@ -280,7 +280,7 @@ impl StoreAttempt {
         // In a step of one mini-batch all ranks divide by the same unit. So a single group's factor is the same
         // on all of them, and gradients may be in flight before it is known.
         let alike = factors.len() <= 1 && self.unit == whole.samples;
-        sums.finish_over_ranks(&self.parameters, factors, alike, turn, present)
+        sums.finish_over_ranks(&self.parameters, factors, alike, collective, present)
     }
 
     /// Returns the parameters and their prepared gradients, one for each.

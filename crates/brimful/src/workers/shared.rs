@@ -41,10 +41,10 @@ impl<W> SharedWorkers<W> {
     /// # Errors
     /// On a thread of these workers while another holder has locked them, because that holder waits for
     /// this thread.
-    pub(crate) fn turn(&self) -> Result<MutexGuard<'_, Workers<W>>> {
+    pub(crate) fn apply(&self) -> Result<MutexGuard<'_, Workers<W>>> {
         match self.workers.try_lock() {
-            Ok(turn) => Ok(turn),
-            Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
+            Ok(workers) => Ok(workers),
+            Err(TryLockError::Poisoned(workers)) => Ok(workers.into_inner()),
             Err(TryLockError::WouldBlock) if self.threads.contains(&thread::current().id()) => {
                 Err(WorkerError::InStep.into())
             }

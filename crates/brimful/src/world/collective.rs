@@ -7,10 +7,10 @@ use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
 use super::message::TensorOutline;
-use super::{Turn, World, WorldError};
+use super::{Collective, World, WorldError};
 use crate::{Error, Result};
 
-/// Channels on which a rank sends others its tensors are numbered from 2^29 on; no other channel of a turn
+/// Channels on which a rank sends others its tensors are numbered from 2^29 on; no other channel of a collective
 /// has one of these numbers.
 const FIRST_SPREAD_CHANNEL: u32 = 1 << 29;
 
@@ -26,13 +26,14 @@ impl World {
             return Ok(());
         }
         self.agree_on("what is summed", tensors)?;
-        let turn = self.turn()?;
+        let collective = self.collective()?;
         let all = self.everyone();
         // If this rank returned early, the others would wait for its part of the ring.
-        let stopping = turn.stopping();
+        let stopping = collective.stopping();
         // Summed in host memory and copied back when all sums are complete: a failure changes no tensor.
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
-        let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat, None));
+        let summing =
+            flat.iter().zip(0..).map(|(flat, number)| collective.sum(&all, number, flat, None));
         for summing in summing.collect::<Result<Vec<_>>>()? {
             summing.wait()?;
         }
@@ -51,9 +52,9 @@ impl World {
         }
         // Compared first, because a difference found half-way would leave some ranks changed.
         self.agree_on("what is broadcast", tensors)?;
-        let turn = self.turn()?;
-        let stopping = turn.stopping();
-        let came = self.spread_in(&turn, from, &self.everyone(), tensors)?;
+        let collective = self.collective()?;
+        let stopping = collective.stopping();
+        let came = self.spread_in(&collective, from, &self.everyone(), tensors)?;
         stopping.all_went_well();
         put_back(tensors, &came)
     }
@@ -78,8 +79,8 @@ impl World {
             .map_err(Error::clone)
             .map(|named| named.iter().map(|(name, _)| name.clone()).collect::<Vec<String>>());
         let names = self.settle("gather", names, Duration::ZERO)?;
-        let turn = self.turn()?;
-        let gathered = named.and_then(|named| self.gather_in(&turn, named, names));
+        let collective = self.collective()?;
+        let gathered = named.and_then(|named| self.gather_in(&collective, named, names));
         let told = gathered.as_ref().map(drop).map_err(Error::clone);
         // An error that another rank's failure causes here counts as later than that failure.
         let at = if matches!(told, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
@@ -89,45 +90,45 @@ impl World {
 
     fn gather_in(
         &self,
-        turn: &Turn,
+        collective: &Collective,
         named: Vec<(String, Tensor)>,
         names: Vec<Vec<String>>,
     ) -> Result<Vec<(String, Tensor)>> {
-        let stopping = turn.stopping();
+        let stopping = collective.stopping();
         if self.rank() != 0 {
             let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));
-            turn.outlet(0, 0, 1).send(vec![values.collect()])?;
+            collective.outlet(0, 0, 1).send(vec![values.collect()])?;
             stopping.all_went_well();
             return Ok(named);
         }
         let mut all = named;
         for (from, names) in names.into_iter().enumerate().skip(1) {
-            let came = turn.inlet(from, 0, 1, None)?.take()?;
+            let came = collective.inlet(from, 0, 1, None)?.take()?;
             all.extend(names.into_iter().zip(came.into_iter().flatten().flatten()));
         }
         stopping.all_went_well();
         Ok(all)
     }
 
-    /// Sends the tensors of `root` to all of these ranks, as part of a turn, on a channel of its own.
+    /// Sends the tensors of `root` to all of these ranks, as part of a collective, on a channel of its own.
     pub(crate) fn spread_in(
         &self,
-        turn: &Turn,
+        collective: &Collective,
         root: usize,
         ranks: &[usize],
         own: &[Tensor],
     ) -> Result<Vec<Tensor>> {
-        // The root determines the channel's number: several broadcasts may share a turn.
+        // The root determines the channel's number: several broadcasts may share a collective.
         let channel = FIRST_SPREAD_CHANNEL + root as u32;
         if root != self.rank() {
-            let came = turn.inlet(root, channel, 1, None)?.take()?;
+            let came = collective.inlet(root, channel, 1, None)?.take()?;
             return Ok(came.into_iter().flatten().flatten().collect());
         }
         // Copied once, not for each of the other ranks.
         let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
         let message = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
         for to in ranks.iter().filter(|rank| **rank != root) {
-            turn.outlet(*to, channel, 1).send(message())?;
+            collective.outlet(*to, channel, 1).send(message())?;
         }
         Ok(own.iter().map(Tensor::shallow_clone).collect())
     }

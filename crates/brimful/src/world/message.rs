@@ -14,11 +14,11 @@ use crate::save::KINDS;
 /// Rows of tensors in flight, some of them missing.
 pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
 
-/// Ordered channel for tensors from one rank to another. Each turn has its own channels, so that tensors of
-/// a failed turn are not mistaken for those of a later one.
+/// Ordered channel for tensors from one rank to another. Each collective has its own channels, so that tensors of
+/// a failed collective are not mistaken for those of a later one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Channel {
-    pub(crate) turn: u64,
+    pub(crate) collective: u64,
     pub(crate) number: u32,
 }
 
@@ -32,8 +32,8 @@ pub(super) enum Message {
     /// Announcement of tensors, numbered from `first` on: a rank counts all tensors that it sends to
     /// another.
     Tensors { channel: Channel, first: u64, outline: TensorOutline },
-    /// The turn has failed here.
-    Stop { turn: u64 },
+    /// The collective has failed here.
+    Stop { collective: u64 },
     /// A rank has been silent for so many milliseconds.
     Lost { rank: usize, silent: u64 },
     /// A rank has kept others waiting for so many milliseconds.

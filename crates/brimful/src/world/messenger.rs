@@ -51,7 +51,7 @@ pub(super) struct Messenger {
     sent: Vec<u64>,
     /// Number for each rank below which all announced tensors have posted receives.
     oldest: Vec<u64>,
-    turns: u64,
+    collectives: u64,
     open: BTreeSet<u64>,
     stopped: BTreeSet<u64>,
     /// Ranks that have ended, with the reason that they sent.
@@ -80,7 +80,7 @@ impl Messenger {
             rings: BTreeMap::new(),
             sent: vec![0; size],
             oldest: vec![0; size],
-            turns: 0,
+            collectives: 0,
             open: BTreeSet::new(),
             stopped: BTreeSet::new(),
             left: vec![None; size],
@@ -128,16 +128,16 @@ impl Messenger {
             Message::Tensors { channel, first, outline } => {
                 self.tell_apart(from, first, outline.count())?;
                 // Received all the same: MPI keeps a send, and its sender's memory, until it is received.
-                if self.is_over(channel.turn) {
+                if self.is_over(channel.collective) {
                     let tickets = inbox::discarded(&mut *self.wire, from, first, &outline)?;
                     self.forgotten.extend(tickets);
                 } else {
                     self.inboxes.entry((from, channel)).or_default().announce(first, outline);
                 }
             }
-            Message::Stop { turn } => {
-                if !self.is_over(turn) {
-                    self.stopped.insert(turn);
+            Message::Stop { collective } => {
+                if !self.is_over(collective) {
+                    self.stopped.insert(collective);
                 }
             }
             Message::Lost { rank, .. } if rank == self.rank => {

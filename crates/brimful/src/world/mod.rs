@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   calls                    ── agree, share, settle ──   all ranks get the values, or the error
-//!   tensors                  ── turn: outlet, inlet, sum ──   point to point, while others compute
+//!   tensors                  ── collective: outlet, inlet, sum ──   point to point, while others compute
 //!   messages                 messenger: announced, posted, received     pulse: heartbeats
 //!   wire                     MPI
 //! ```
@@ -22,6 +22,7 @@
 )]
 
 mod agree;
+mod channels;
 mod collective;
 mod error;
 mod inbox;
@@ -36,7 +37,6 @@ mod ring;
 #[cfg(test)]
 mod test_wire;
 mod traffic;
-mod turn;
 mod waits;
 mod wire;
 
@@ -47,10 +47,10 @@ pub use error::{RankCause, WorldError};
 pub use traffic::Traffic;
 
 use crate::Result;
+pub(crate) use channels::{Collective, Inlet, Outlet, Stopped, Summing};
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
 use messenger::Messenger;
-pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 
 /// Default time without a heartbeat after which a rank is given up.
@@ -188,8 +188,8 @@ impl World {
     }
 
     /// Begins a collective of the ranks.
-    pub(crate) fn turn(&self) -> Result<Turn> {
-        Turn::begin(self.link(), self.rank())
+    pub(crate) fn apply(&self) -> Result<Collective> {
+        Collective::begin(self.link(), self.rank())
     }
 
     fn link(&self) -> &Arc<Link> {

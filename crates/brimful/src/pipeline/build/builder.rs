@@ -400,12 +400,12 @@ fn spawn(
         let here = ranks.here();
         // The host's arena beside a CPU device: offloaded stages are not charged to the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
-        let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
+        let blueprint = |(at, (device, device_lock)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
             number: here.start + at % here.len(),
             replica: at / here.len(),
             device: device.clone(),
-            turn,
+            device_lock,
             build: StageBuild {
                 host: build.host.clone().or_else(|| host_of(device)),
                 ..build.clone()
@@ -413,7 +413,7 @@ fn spawn(
             seed,
         };
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
-        let own = devices.iter().zip(turns(devices)).enumerate();
+        let own = devices.iter().zip(device_locks(devices)).enumerate();
         let spawned = Workers::spawn(devices, own.map(blueprint).map(build).collect());
         let told = spawned.as_ref().map(drop).map_err(Clone::clone);
         ranks.world().settle("building the layers", told, Duration::ZERO)?;
@@ -462,7 +462,7 @@ fn format_choice(
 }
 
 /// Returns a lock for each accelerator that several workers share.
-fn turns(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
+fn device_locks(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
     let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
     let shared = |device: &DeviceSpec| {
         let others = devices.iter().filter(|other| other.device == device.device).count();

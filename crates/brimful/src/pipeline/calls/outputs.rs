@@ -36,7 +36,7 @@ impl Ranks {
         let name = std::any::type_name::<O>;
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
         let ranks: Vec<usize> = self.of_pipeline().collect();
-        let came = self.world().spread_in(&exchange.turn, self.of(last), &ranks, &tensors)?;
+        let came = self.world().spread_in(&exchange.collective, self.of(last), &ranks, &tensors)?;
         // Without a sample, the last stage's rank sends an empty list, which the others wait for.
         if came.is_empty() {
             return Ok(form);
@@ -68,7 +68,7 @@ impl Ranks {
         let mut start = 0;
         let mut mine = 0..0;
         for (replica, root) in self.in_every_pipeline(last).into_iter().enumerate() {
-            let part = self.world().spread_in(&exchange.turn, root, &everyone, &own)?;
+            let part = self.world().spread_in(&exchange.collective, root, &everyone, &own)?;
             let end = start + rows(&part);
             if replica == self.replica() {
                 mine = start..end;

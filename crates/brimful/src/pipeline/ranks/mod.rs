@@ -11,9 +11,9 @@ pub(crate) use ties::{Tie, TiedGradient, gather, have_changed, shared, spread};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::step::Team;
-use crate::world::{Turn, World, WorldError};
+use crate::world::{Collective, World, WorldError};
 use crate::{Error, Result};
 
 /// Assignment of workers to ranks.
@@ -95,11 +95,11 @@ impl Ranks {
 
     /// Returns the collective that sums a worker's gradients with those of the same worker in all
     /// pipelines; none if there is only one pipeline.
-    pub(crate) fn summing(&self, turn: &Turn, worker: usize) -> Option<RanksTurn> {
+    pub(crate) fn summing(&self, collective: &Collective, worker: usize) -> Option<RankSum> {
         // Numbers a worker's buckets from a base that no channel uses.
         let base = (worker as u32 + 1) << 16;
         let peers = || self.in_every_pipeline(worker).into();
-        (self.team.replicas > 1).then(|| RanksTurn::of(turn.clone(), peers(), base))
+        (self.team.replicas > 1).then(|| RankSum::of(collective.clone(), peers(), base))
     }
 
     /// Gathers the values of a pipeline's workers, in order, from those of each rank; all ranks get the
@@ -180,14 +180,14 @@ impl Ranks {
     pub(crate) fn together<T>(
         &self,
         what: &str,
-        f: impl FnOnce(&Turn) -> Result<T>,
+        f: impl FnOnce(&Collective) -> Result<T>,
     ) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
         let start = Instant::now();
         let exchange = self.team.exchange()?;
-        let result = f(&exchange.turn);
+        let result = f(&exchange.collective);
         exchange.vote(what, result, start.elapsed())
     }
 }

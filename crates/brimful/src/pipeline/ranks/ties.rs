@@ -10,7 +10,7 @@ use super::Ranks;
 use crate::Result;
 use crate::pipeline::worker::{Variable, Worker};
 use crate::workers::Workers;
-use crate::world::Turn;
+use crate::world::Collective;
 
 /// Copy of a variable in another rank than its owner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -60,7 +60,7 @@ impl Ranks {
 pub(crate) fn gather(
     workers: &Workers<Worker>,
     ranks: &Ranks,
-    turn: &Turn,
+    collective: &Collective,
     outgoing: Vec<Vec<TiedGradient>>,
 ) -> Result<()> {
     let first = ranks.here().start;
@@ -72,7 +72,7 @@ pub(crate) fn gather(
         let gradient = own.find(|(_, name, _)| *name == tie.name);
         let gradient =
             gradient.map(|(_, _, gradient)| gradient.f_to_device(Device::Cpu)).transpose()?;
-        turn.outlet(ranks.of(tie.owner), number, usize::MAX).send(vec![vec![gradient]])?;
+        collective.outlet(ranks.of(tie.owner), number, usize::MAX).send(vec![vec![gradient]])?;
     }
     for (owner, name, gradient) in outgoing.into_iter().flatten() {
         if ranks.has(owner) {
@@ -80,7 +80,7 @@ pub(crate) fn gather(
         }
     }
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
-        let came = turn.inlet(ranks.of(tie.copy), number, 1, None)?.take()?;
+        let came = collective.inlet(ranks.of(tie.copy), number, 1, None)?.take()?;
         let came = came.into_iter().flatten().flatten();
         arriving[tie.owner - first].extend(came.map(|gradient| (tie.name.clone(), gradient)));
     }
@@ -108,13 +108,13 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
         return Ok(());
     }
     // Everything that may fail is inside: the others wait for this rank's vote.
-    ranks.together("shared variables", |turn| {
+    ranks.together("shared variables", |collective| {
         let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
             worker.settle()?;
             worker.variables.changed().map(as_sent).collect()
         })?;
         let mut all: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
-        all.extend(from_others(ranks, turn, &all)?);
+        all.extend(from_others(ranks, collective, &all)?);
         follow(workers, &all)
     })?;
     // Only when all have followed: after a failure, the next step finds the same changes again.
@@ -144,18 +144,18 @@ fn follow(workers: &Workers<Worker>, owners: &[(String, Tensor)]) -> Result<()> 
 /// Sends this rank's changed values to copies elsewhere, and receives those for copies here.
 fn from_others(
     ranks: &Ranks,
-    turn: &Turn,
+    collective: &Collective,
     changed: &[(String, Tensor)],
 ) -> Result<Vec<(String, Tensor)>> {
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let value = changed.iter().find(|(name, _)| *name == tie.name);
         // Sends an empty list if unchanged: the other rank cannot know, and waits for one.
         let value = value.map(|(_, value)| on_host(value)).transpose()?;
-        turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
+        collective.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }
     let mut came = Vec::new();
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
-        let value = turn.inlet(ranks.of(tie.owner), number, 1, None)?.take()?;
+        let value = collective.inlet(ranks.of(tie.owner), number, 1, None)?.take()?;
         came.extend(value.into_iter().flatten().flatten().map(|value| (tie.name.clone(), value)));
     }
     Ok(came)

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::wiring::Ports;
 use crate::Result;
 use crate::loss::{Loss, MicroBatchWeight};
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::schedule::Actions;
 
 /// Function from a micro-batch's number and outputs to its loss, if it has one.
@@ -23,7 +23,7 @@ pub(crate) struct Job {
     pub(crate) inputs: Vec<Vec<Tensor>>,
     pub(crate) end: End,
     /// Collective that sums gradients over the pipelines while the last backward still runs.
-    pub(crate) summing: Option<RanksTurn>,
+    pub(crate) summing: Option<RankSum>,
     /// The number of the first micro-batch in the step.
     pub(crate) first: usize,
     pub(crate) mode: Mode,

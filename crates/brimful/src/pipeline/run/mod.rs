@@ -406,7 +406,7 @@ impl WorkerRun {
         let seed = self.rng(i).seed(site.layout.layers.len());
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         // Holds the generator's lock from seeding to drawing: stages on one accelerator share a generator.
-        let _turn = site.turn();
+        let _alone = site.lock_device();
         site.generator.seed(seed);
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
         let terms = loss.into_terms(self.job.mode.trains())?;

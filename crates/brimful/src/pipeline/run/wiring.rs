@@ -21,7 +21,7 @@ use crate::memory::Memory;
 use crate::pipeline::build::StageLayout;
 use crate::pipeline::ranks::Ranks;
 use crate::schedule::Actions;
-use crate::world::{self, Stopped, Turn};
+use crate::world::{self, Collective, Stopped};
 
 /// Sending end of a channel.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl StageInlet {
 
 fn stop(stopped: Stopped) -> Stop {
     match stopped {
-        Stopped::Turn => Stop::NeighbourGone,
+        Stopped::Collective => Stop::NeighbourGone,
         Stopped::Error(error) => Stop::Error(error),
     }
 }
@@ -89,11 +89,11 @@ pub(crate) fn wire(
     layout: &StageLayout,
     actions: &Actions,
     ranks: &Ranks,
-    turn: &Turn,
+    collective: &Collective,
     memory: impl Fn(usize) -> Option<Memory>,
 ) -> Result<Vec<Ports>> {
     let all = actions.micro_batches();
-    let mut wiring = Wiring { ranks, turn, memory, next: 0 };
+    let mut wiring = Wiring { ranks, collective, memory, next: 0 };
     let mut ports: Vec<Ports> = layout.stages.iter().map(|_| Ports::default()).collect();
     for j in 1..ports.len() {
         let before = layout.stages[j - 1].worker;
@@ -123,7 +123,7 @@ pub(crate) fn wire(
 /// Makes channels between workers; all ranks number them alike.
 struct Wiring<'a, M> {
     ranks: &'a Ranks,
-    turn: &'a Turn,
+    collective: &'a Collective,
     /// Memory of a worker of this rank, which arriving tensors are charged to.
     memory: M,
     next: u32,
@@ -149,12 +149,13 @@ impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
                 (Some(outlet), Some(StageInlet::Near(inlet)))
             }
             (true, false) => {
-                let outlet = self.turn.outlet(self.ranks.of(to), self.next, places);
+                let outlet = self.collective.outlet(self.ranks.of(to), self.next, places);
                 (Some(StageOutlet::Far(outlet)), None)
             }
             (false, true) => {
                 let memory = (self.memory)(to);
-                let inlet = self.turn.inlet(self.ranks.of(from), self.next, places, memory)?;
+                let inlet =
+                    self.collective.inlet(self.ranks.of(from), self.next, places, memory)?;
                 (None, Some(StageInlet::Far(inlet)))
             }
             (false, false) => (None, None),

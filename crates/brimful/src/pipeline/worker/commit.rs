@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::Worker;
 use crate::Result;
 use crate::pipeline::ranks::TiedGradient;
-use crate::ranks::RanksTurn;
+use crate::ranks::RankSum;
 use crate::statistics::Pending;
 use crate::step::{PartReport, StepError, StoreAttempt, Whole};
 
@@ -34,10 +34,10 @@ impl Worker {
     pub(crate) fn prepare(
         &mut self,
         whole: &Arc<Whole>,
-        turn: Option<RanksTurn>,
+        collective: Option<RankSum>,
     ) -> Result<Vec<TiedGradient>> {
         let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
-        attempt.prepare(whole, self.number, turn.as_ref())?;
+        attempt.prepare(whole, self.number, collective.as_ref())?;
         let Some((_, gradients)) = attempt.prepared() else { return Ok(Vec::new()) };
         let mut outgoing = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {

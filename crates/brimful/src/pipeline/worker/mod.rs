@@ -43,7 +43,7 @@ pub(crate) struct Blueprint {
     pub(crate) replica: usize,
     pub(crate) device: DeviceSpec,
     /// Lock of workers that share an accelerator, and so its random generator.
-    pub(crate) turn: Option<Arc<Mutex<()>>>,
+    pub(crate) device_lock: Option<Arc<Mutex<()>>>,
     pub(crate) build: StageBuild,
     /// Seed of the parameters' initial values.
     pub(crate) seed: u64,
@@ -77,7 +77,7 @@ pub(crate) struct Site {
     /// Position of the layer that is running.
     pub(crate) layer: Cell<Option<usize>>,
     pub(crate) layout: Arc<StageLayout>,
-    turn: Option<Arc<Mutex<()>>>,
+    device_lock: Option<Arc<Mutex<()>>>,
     /// Whether this worker trains any parameter.
     pub(crate) trains: bool,
     /// Policy for non-finite values.
@@ -139,14 +139,14 @@ impl Blueprint {
         store: &VarStore,
         generator: &Generator,
     ) -> Result<(Vec<Stage>, Option<OffloadedStages>)> {
-        let Self { layout, number, turn, seed, .. } = self;
+        let Self { layout, number, device_lock, seed, .. } = self;
         let first = StepRng::new(*seed, 0);
         let mut stages = Vec::new();
         let mut offloaded: Vec<Option<OffloadedStage>> = Vec::new();
         let memory = HostMemory { arena: self.build.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
-            let _turn = turn.as_ref().map(taken);
+            let _alone = device_lock.as_ref().map(taken);
             // Each layer has its own seed, so that initial values do not depend on the balance.
             let built =
                 layout.layers.build_range_watched(&store.root(), plan.range.clone(), |position| {
@@ -175,7 +175,7 @@ impl Blueprint {
             copy_streams: CopyStreams::new(device),
             inputs: CopyStreams::new(device),
             generator,
-            turn: self.turn.clone(),
+            device_lock: self.device_lock.clone(),
             layer: Cell::new(None),
             layout: Arc::clone(&self.layout),
             trains: true,
@@ -252,7 +252,7 @@ impl Site {
     pub(crate) fn run(&self, at: usize, input: Boundary, rng: StepRng, train: bool) -> Boundary {
         // Held until all kernels are launched, not until they are done: a kernel gets its random state at
         // its launch.
-        let _turn = self.turn();
+        let _alone = self.lock_device();
         let output = self.stages[at].run(input, train, |position| {
             self.layer.set(Some(position));
             self.generator.seed(rng.seed(position));
@@ -418,8 +418,8 @@ impl Site {
     }
 
     /// Waits until no other worker draws from the same generator.
-    pub(crate) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.as_ref().map(taken)
+    pub(crate) fn apply(&self) -> Option<MutexGuard<'_, ()>> {
+        self.device_lock.as_ref().map(taken)
     }
 
     pub(crate) fn layer_name(&self, position: usize) -> String {
@@ -497,6 +497,6 @@ impl Worker {
 }
 
 /// Locks the generator; a panic of a layer that held it leaves nothing inconsistent.
-fn taken(turn: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
-    turn.lock().unwrap_or_else(PoisonError::into_inner)
+fn taken(device_lock: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
+    device_lock.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -11,51 +11,52 @@ use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
 
 impl Messenger {
-    /// Begins a turn, which has channels of its own. All ranks begin the same turns in the same order.
+    /// Begins a collective, which has channels of its own. All ranks begin the same collectives in the same order.
     pub(in crate::world) fn begin(&mut self) -> u64 {
-        self.turns += 1;
-        self.open.insert(self.turns);
-        self.turns
+        self.collectives += 1;
+        self.open.insert(self.collectives);
+        self.collectives
     }
 
-    /// Whether a turn has begun and ended here.
-    pub(super) fn is_over(&self, turn: u64) -> bool {
-        turn <= self.turns && !self.open.contains(&turn)
+    /// Whether a collective has begun and ended here.
+    pub(super) fn is_over(&self, collective: u64) -> bool {
+        collective <= self.collectives && !self.open.contains(&collective)
     }
 
-    /// Whether devices of this rank still compute data that other ranks need in a turn.
-    pub(in crate::world) fn is_computing_for(&self, turn: u64) -> bool {
-        let mut of_turn = self.outboxes.iter().filter(|((_, channel), _)| channel.turn == turn);
-        !self.is_stopped(turn) && of_turn.any(|(_, outbox)| outbox.is_waiting())
+    /// Whether devices of this rank still compute data that other ranks need in a collective.
+    pub(in crate::world) fn is_computing_for(&self, collective: u64) -> bool {
+        let mut of_turn =
+            self.outboxes.iter().filter(|((_, channel), _)| channel.collective == collective);
+        !self.is_stopped(collective) && of_turn.any(|(_, outbox)| outbox.is_waiting())
     }
 
-    /// Ends a turn: pending data are dropped.
-    pub(in crate::world) fn close(&mut self, turn: u64) {
-        self.open.remove(&turn);
-        self.stopped.remove(&turn);
-        // A failed turn may have left sums half-way; the next one must not find them.
-        self.rings.retain(|channel, _| channel.turn != turn);
-        let over = self.inboxes.extract_if(.., |(_, channel), _| channel.turn == turn);
+    /// Ends a collective: pending data are dropped.
+    pub(in crate::world) fn close(&mut self, collective: u64) {
+        self.open.remove(&collective);
+        self.stopped.remove(&collective);
+        // A failed collective may have left sums half-way; the next one must not find them.
+        self.rings.retain(|channel, _| channel.collective != collective);
+        let over = self.inboxes.extract_if(.., |(_, channel), _| channel.collective == collective);
         for ((from, _), inbox) in over {
             match inbox.discard(&mut *self.wire, from) {
                 Ok(tickets) => self.forgotten.extend(tickets),
                 Err(error) => drop(self.broken.get_or_insert(error)),
             }
         }
-        let over = self.outboxes.extract_if(.., |(_, channel), _| channel.turn == turn);
+        let over = self.outboxes.extract_if(.., |(_, channel), _| channel.collective == collective);
         self.forgotten.extend(over.flat_map(|(_, outbox)| outbox.into_tickets()));
     }
 
-    /// Reports to all ranks that a turn has failed here.
-    pub(in crate::world) fn stop(&mut self, turn: u64) {
+    /// Reports to all ranks that a collective has failed here.
+    pub(in crate::world) fn stop(&mut self, collective: u64) {
         // Once: every rank that receives it stops too, and would report it again to all others.
-        if self.stopped.insert(turn) {
-            self.tell_all(&Message::Stop { turn });
+        if self.stopped.insert(collective) {
+            self.tell_all(&Message::Stop { collective });
         }
     }
 
-    pub(in crate::world) fn is_stopped(&self, turn: u64) -> bool {
-        self.stopped.contains(&turn)
+    pub(in crate::world) fn is_stopped(&self, collective: u64) -> bool {
+        self.stopped.contains(&collective)
     }
 
     /// Sends tensors as soon as their device has copied them to host memory.

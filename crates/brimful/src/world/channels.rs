@@ -13,10 +13,10 @@ use super::waits::Wait;
 use crate::Result;
 use crate::memory::Memory;
 
-/// Collective of the ranks. All ranks begin the same turns in the same order. Dropping the last clone ends it,
+/// Collective of the ranks. All ranks begin the same collectives in the same order. Dropping the last clone ends it,
 /// with all pending transfers.
 #[derive(Debug, Clone)]
-pub(crate) struct Turn(Arc<Open>);
+pub(crate) struct Collective(Arc<Open>);
 
 #[derive(Debug)]
 struct Open {
@@ -28,7 +28,7 @@ struct Open {
 /// Sending end of a channel.
 #[derive(Debug)]
 pub(crate) struct Outlet {
-    turn: Turn,
+    collective: Collective,
     to: usize,
     channel: Channel,
     places: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Outlet {
 /// Receiving end of a channel.
 #[derive(Debug)]
 pub(crate) struct Inlet {
-    turn: Turn,
+    collective: Collective,
     from: usize,
     channel: Channel,
 }
@@ -45,31 +45,31 @@ pub(crate) struct Inlet {
 /// Sum over ranks in progress.
 #[derive(Debug)]
 pub(crate) struct Summing {
-    turn: Turn,
+    collective: Collective,
     channel: Channel,
 }
 
 /// Reason why a transfer was not sent or taken.
 #[derive(Debug)]
 pub(crate) enum Stopped {
-    /// The turn has failed on a rank.
-    Turn,
+    /// The collective has failed on a rank.
+    Collective,
     Error(crate::Error),
 }
 
-impl Turn {
+impl Collective {
     pub(super) fn begin(link: &Arc<Link>, rank: usize) -> Result<Self> {
         let number = link.with(|engine| engine.begin())?;
         Ok(Self(Arc::new(Open { link: Arc::clone(link), rank, number })))
     }
 
     fn channel(&self, number: u32) -> Channel {
-        Channel { turn: self.0.number, number }
+        Channel { collective: self.0.number, number }
     }
 
     /// Returns the sending end of a channel to another rank, with at most `places` transfers in flight.
     pub(crate) fn outlet(&self, to: usize, number: u32, places: usize) -> Outlet {
-        Outlet { turn: self.clone(), to, channel: self.channel(number), places }
+        Outlet { collective: self.clone(), to, channel: self.channel(number), places }
     }
 
     /// Returns the receiving end of a channel from another rank. Received tensors are charged to an arena,
@@ -83,7 +83,7 @@ impl Turn {
     ) -> Result<Inlet> {
         let channel = self.channel(number);
         self.0.link.with(|engine| engine.inbox(from, channel).open(places, memory))?;
-        Ok(Inlet { turn: self.clone(), from, channel })
+        Ok(Inlet { collective: self.clone(), from, channel })
     }
 
     /// Begins to sum a tensor over these ranks, which all ranks list in the same order. The tensor is
@@ -100,7 +100,7 @@ impl Turn {
         let flat = tensor.f_detach()?.f_view([-1_i64])?;
         let ring = Ring::new(Arc::clone(ranks), self.0.rank, flat, ready)?;
         self.0.link.begin_sum(channel, ring);
-        Ok(Summing { turn: self.clone(), channel })
+        Ok(Summing { collective: self.clone(), channel })
     }
 
     /// Returns the rank of this end.
@@ -108,21 +108,21 @@ impl Turn {
         self.0.rank
     }
 
-    /// Reports to all ranks that the turn has failed here, which ends every wait for it.
+    /// Reports to all ranks that the collective has failed here, which ends every wait for it.
     pub(crate) fn stop(&self) {
         // After the end of the world there is no wait to end.
         let _ = self.0.link.with(|engine| engine.stop(self.0.number));
     }
 
-    /// Returns a guard that stops the turn unless all went well.
+    /// Returns a guard that stops the collective unless all went well.
     pub(crate) fn stopping(&self) -> Stopping {
         Stopping(Some(self.clone()))
     }
 }
 
-/// Guard that stops a turn when it is dropped, also by a panic.
+/// Guard that stops a collective when it is dropped, also by a panic.
 #[derive(Debug)]
-pub(crate) struct Stopping(Option<Turn>);
+pub(crate) struct Stopping(Option<Collective>);
 
 impl Stopping {
     pub(crate) fn all_went_well(mut self) {
@@ -132,8 +132,8 @@ impl Stopping {
 
 impl Drop for Stopping {
     fn drop(&mut self) {
-        if let Some(turn) = &self.0 {
-            turn.stop();
+        if let Some(collective) = &self.0 {
+            collective.stop();
         }
     }
 }
@@ -158,14 +158,14 @@ impl Outlet {
 
     /// Sends tensors whose data are in host memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
-        let Open { link, number, .. } = &*self.turn.0;
+        let Open { link, number, .. } = &*self.collective.0;
         // Packed without the lock, because it may copy from a device; and the originals are dropped, so
         // that a sender that waits for a place does not keep their memory.
         let mut message = Some(OutgoingMessage::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
         link.wait(|engine| {
             if engine.is_stopped(*number) {
-                return Ok(Look::Found(Err(Stopped::Turn)));
+                return Ok(Look::Found(Err(Stopped::Collective)));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
                 // The receiver is not to blame while this rank's own device still computes.
@@ -182,14 +182,14 @@ impl Outlet {
 impl Inlet {
     /// Takes the next tensors.
     pub(crate) fn take(&self) -> Result<Tensors, Stopped> {
-        let Open { link, number, .. } = &*self.turn.0;
+        let Open { link, number, .. } = &*self.collective.0;
         link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
-            // Received tensors are returned even after the turn has stopped; only a wait fails.
+            // Received tensors are returned even after the collective has stopped; only a wait fails.
             match inbox.take() {
                 Some(tensors) => tensors.map(|tensors| Look::Found(Ok(tensors))),
-                None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Turn))),
+                None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Collective))),
                 None => Ok(Look::WaitFor(wait)),
             }
         })
@@ -200,10 +200,10 @@ impl Inlet {
 impl Summing {
     /// Waits until the sum is in the tensor.
     pub(crate) fn wait(self) -> Result<(), Stopped> {
-        let Open { link, number, .. } = &*self.turn.0;
+        let Open { link, number, .. } = &*self.collective.0;
         link.wait(|engine| match engine.take_ring(self.channel) {
             Some(_) => Ok(Look::Found(Ok(()))),
-            None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Turn))),
+            None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Collective))),
             None => Ok(Look::WaitFor(engine.ring_waits_for(self.channel))),
         })
         .map_err(Stopped::Error)?
@@ -213,7 +213,9 @@ impl Summing {
 impl From<Stopped> for crate::Error {
     fn from(stopped: Stopped) -> Self {
         match stopped {
-            Stopped::Turn => super::WorldError::Message("another rank has stopped".into()).into(),
+            Stopped::Collective => {
+                super::WorldError::Message("another rank has stopped".into()).into()
+            }
             Stopped::Error(error) => error,
         }
     }
@@ -234,13 +236,14 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Returns two ranks on a wire with so many tags, both in their first turn.
-    fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Turn; 2], Observer) {
+    /// Returns two ranks on a wire with so many tags, both in their first collective.
+    fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Collective; 2], Observer) {
         let (wires, observer) = wires(2, tags);
         let links = wires.into_iter().map(|wire| Link::new(Messenger::new(wire, LONG, LONG)));
         let links: [Arc<Link>; 2] = links.collect::<Vec<_>>().try_into().expect("two");
-        let turns = [0, 1].map(|rank| Turn::begin(&links[rank], rank).expect("a turn"));
-        (links, turns, observer)
+        let collectives =
+            [0, 1].map(|rank| Collective::begin(&links[rank], rank).expect("a collective"));
+        (links, collectives, observer)
     }
 
     fn number(value: f64) -> Tensor {
@@ -281,13 +284,13 @@ mod tests {
     #[test]
     fn sums_are_not_swapped_where_tags_repeat() {
         for tags in [1, 2, 3, 5, 64] {
-            let (links, turns, _) = two_ranks(tags);
+            let (links, collectives, _) = two_ranks(tags);
             let all: Arc<[usize]> = Arc::new([0, 1]);
             let values: Vec<[Tensor; 2]> = (1..=10)
                 .map(|n| [1.0, 100.0].map(|rank| Tensor::from_slice(&[rank, 2.0, 3.0, rank]) * n))
                 .collect();
             let begin = |rank: usize, at: usize| {
-                let sum = turns[rank].sum(&all, at as u32, &values[at][rank], None);
+                let sum = collectives[rank].sum(&all, at as u32, &values[at][rank], None);
                 links.iter().for_each(|link| link.with(Messenger::progress).expect("a world"));
                 sum.expect("begun")
             };
