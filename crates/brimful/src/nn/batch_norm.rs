@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::Result;
 use crate::batch::enumerate;
-use crate::nn::exact::{self, ExactNorm, Met, MetPlace};
+use crate::nn::exact::{self, ExactNorm, LentPlace, NormStatistics};
 use crate::nn::kernels::told;
 use crate::statistics::{self, Momentum, Running};
 
@@ -102,7 +102,7 @@ pub struct BatchNorm {
     bias: Option<Tensor>,
     running: Running,
     /// Statistics that normalise the next input of an exact layer.
-    place: MetPlace,
+    place: LentPlace,
 }
 
 /// Creates a BatchNorm layer for inputs of shape N × C or N × C × L.
@@ -155,7 +155,7 @@ impl BatchNorm {
                     None => Momentum::Average(path.zeros_no_train("num_batches_tracked", &[])),
                 },
             ),
-            place: MetPlace::default(),
+            place: LentPlace::default(),
         };
         if config.policy == BatchNormPolicy::Exact {
             exact::tell_of(ExactNorm {
@@ -314,7 +314,7 @@ impl BatchNorm {
     }
 
     /// Normalises by the whole mini-batch's statistics, as if they were running ones.
-    fn met(&self, met: Met, input: &Tensor) -> Result<Movement> {
+    fn met(&self, met: NormStatistics, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }

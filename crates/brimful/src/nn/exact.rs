@@ -50,12 +50,12 @@ pub(crate) struct ExactNorm {
     /// Weight and bias, if it has any.
     pub(super) affine: [Option<Tensor>; 2],
     pub(super) eps: f64,
-    pub(super) place: MetPlace,
+    pub(super) place: LentPlace,
 }
 
 /// Statistics that normalise every micro-batch of one mini-batch.
 #[derive(Debug)]
-pub(crate) struct NormSettled {
+pub(crate) struct WholeBatchNorm {
     mean: Tensor,
     variance: Tensor,
     /// − w / √(σ² + ε) / N, kept for the backward of the layers before: by then the layer's weight may no
@@ -72,7 +72,7 @@ pub(crate) struct NormSettled {
 
 /// Statistics that normalise one micro-batch.
 #[derive(Debug)]
-pub(crate) struct Met {
+pub(crate) struct NormStatistics {
     pub(super) mean: Tensor,
     pub(super) variance: Tensor,
     /// Copies of weight and bias, which collect their gradients.
@@ -83,8 +83,8 @@ pub(crate) struct Met {
 
 impl ExactNorm {
     /// Combines the statistics of all micro-batches for inputs of this dtype, and moves the running statistics.
-    pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
-        let WholeStatistics { count, mean, variance } = whole.settle(&self.running, kind)?;
+    pub(crate) fn finalize(&self, whole: WholeBatch, kind: Kind) -> Result<WholeBatchNorm> {
+        let WholeStatistics { count, mean, variance } = whole.finalize(&self.running, kind)?;
         let [weight, bias] = &self.affine;
         // Copies: by the time of an offloaded stage's recompute, its device buffers hold another stage's
         // weights.
@@ -97,7 +97,7 @@ impl ExactNorm {
         let probes = [probe(&scale)?, probe(&offset)?];
         let trains = self.trained().next().is_some();
         let affine = [scale, offset];
-        Ok(NormSettled { mean, variance, factor, affine, probes, trains, eps: self.eps })
+        Ok(WholeBatchNorm { mean, variance, factor, affine, probes, trains, eps: self.eps })
     }
 
     /// Returns the trained ones of weight and bias, with their index among a micro-batch's probes.
@@ -107,19 +107,19 @@ impl ExactNorm {
     }
 
     /// Normalises by these statistics until the guard is dropped.
-    pub(crate) fn lend(&self, met: Met) -> LentMet {
-        self.place.set(Some(met));
-        LentMet(self.place.clone())
+    pub(crate) fn lend(&self, statistics: NormStatistics) -> LentStatistics {
+        self.place.set(Some(statistics));
+        LentStatistics(self.place.clone())
     }
 }
 
-impl NormSettled {
+impl WholeBatchNorm {
     /// Returns the statistics that normalise this micro-batch.
-    pub(crate) fn met(&self, input: &Tensor) -> Met {
+    pub(crate) fn statistics_of(&self, input: &Tensor) -> NormStatistics {
         // The sums are not needed if neither the layer nor a layer before it is trained.
         let asked = self.trains || input.requires_grad();
         let probes = if asked { &self.probes } else { &self.affine };
-        Met {
+        NormStatistics {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
             probes: probes.each_ref().map(Tensor::shallow_clone),
@@ -155,7 +155,7 @@ impl NormSettled {
     }
 }
 
-impl Met {
+impl NormStatistics {
     /// Returns whether this is the input whose statistics were counted.
     pub(super) fn is_of(&self, input: &Tensor) -> bool {
         self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
@@ -173,23 +173,23 @@ impl Met {
 
 /// Slot from which a layer takes the statistics for its next input.
 #[derive(Debug, Clone, Default)]
-pub(super) struct MetPlace(Arc<Mutex<Option<Met>>>);
+pub(super) struct LentPlace(Arc<Mutex<Option<NormStatistics>>>);
 
-impl MetPlace {
-    fn set(&self, met: Option<Met>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = met;
+impl LentPlace {
+    fn set(&self, norm: Option<NormStatistics>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = statistics;
     }
 
     /// Returns the statistics, which stay for a second use of the layer.
-    pub(super) fn shared(&self) -> Option<Met> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(Met::share)
+    pub(super) fn shared(&self) -> Option<NormStatistics> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(NormStatistics::share)
     }
 }
 
 /// Guard of the statistics that normalise a layer's inputs; it removes them when dropped, even by a panic.
-pub(crate) struct LentMet(MetPlace);
+pub(crate) struct LentStatistics(LentPlace);
 
-impl Drop for LentMet {
+impl Drop for LentStatistics {
     fn drop(&mut self) {
         self.0.set(None);
     }

@@ -42,7 +42,7 @@ pub use batch_norm::{
     batch_norm2d, batch_norm3d, f_second_use, second_use,
 };
 pub use embedding::embedding;
-pub(crate) use exact::{ExactNorm, Met, NormSettled, built_in};
+pub(crate) use exact::{ExactNorm, NormStatistics, WholeBatchNorm, built_in};
 pub(crate) use first_values::in_kind;
 pub use first_values::spread_weight;
 pub use linear_cross_entropy::{

@@ -93,7 +93,7 @@ pub struct Pipeline {
     /// Recomputation of each stage, if a plan sets it.
     recompute_each: Vec<Recompute>,
     /// Whether micro-batches meet at barriers before exact BatchNorms.
-    meet: bool,
+    has_barriers: bool,
     /// Device or host for each stage, and the number of device buffers for offloaded stages.
     locations: Vec<StageLocation>,
     device_buffers: usize,
@@ -197,13 +197,13 @@ impl Pipeline {
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
         let asked = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
         let location = self.locations.get(stage.index()).map(|location| location.weights);
-        let is_run_again = location == Some(Location::Host) || self.meet_within_a_limit();
+        let is_run_again = location == Some(Location::Host) || self.has_limited_barriers();
         recompute_at_least(asked, is_run_again, least)
     }
 
-    fn meet_within_a_limit(&self) -> bool {
+    fn has_limited_barriers(&self) -> bool {
         let limit = |device: &DeviceSpec| device.memory()?.usage().ok()?.limit;
-        self.meet && self.devices.iter().any(|device| limit(device).is_some())
+        self.has_barriers && self.devices.iter().any(|device| limit(device).is_some())
     }
 
     fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {

@@ -46,7 +46,7 @@ impl WholeBatch {
 
     /// Combines all micro-batches. Returns the statistics that normalise an input of this dtype, and records
     /// them for the running statistics of the current step.
-    pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<WholeStatistics> {
+    pub(crate) fn finalize(self, running: &Running, kind: Kind) -> Result<WholeStatistics> {
         let count = self.counts.iter().sum();
         let whole = self.put_together()?;
         STEP.with_borrow_mut(|step| {

@@ -210,7 +210,7 @@ impl Builder {
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, request)?;
         let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
-        let (balance, schedule, meet) = self.cut_at_norms(balance)?;
+        let (balance, schedule, has_barriers) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
         // A plan's costs may be for another schedule, if one was set after the plan.
         let recipe = recipe.filter(|recipe| recipe.is_of(schedule, workers));
@@ -245,7 +245,7 @@ impl Builder {
             schedule,
             recipe,
             recompute: self.recompute,
-            meet,
+            has_barriers,
             recompute_each: self.recompute_each,
             locations,
             device_buffers: self.device_buffers,

@@ -42,7 +42,7 @@ impl WorkerRun {
         }
         let all = staged.len() == 1 + skips.len();
         site.keep_pace()?;
-        Ok((Boundary { values, skips, met: None }, all.then_some(staged)))
+        Ok((Boundary { values, skips, norm: None }, all.then_some(staged)))
     }
 
     /// Brings what a stage needs for its next run of a micro-batch back from the host.
@@ -78,7 +78,7 @@ impl WorkerRun {
         }
         site.keep_pace()?;
         let values = parts.remove(0);
-        Ok(Boundary { values, skips: parts, met: None })
+        Ok(Boundary { values, skips: parts, norm: None })
     }
 
     /// Returns the transfer that belongs to the next or current action, as the list of transfers has it.

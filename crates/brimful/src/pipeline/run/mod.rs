@@ -14,10 +14,10 @@
 
 mod activation_cache;
 mod backward;
+mod barrier;
 mod exchange;
 mod intake;
 mod job;
-mod meeting;
 mod recompute;
 mod stage;
 mod timeline;
@@ -52,8 +52,8 @@ use crate::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, Trans
 use crate::step::{NonFinitePolicy, Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
+use barrier::Barrier;
 use intake::Intake;
-use meeting::Meeting;
 use timeline::ActionClock;
 
 /// Reason why a worker did not finish its list.
@@ -98,7 +98,7 @@ pub(crate) struct WorkerRun {
     /// Split backwards whose input gradient (dX) is done, indexed like `kept`.
     begun: Vec<Vec<Option<BegunBackward>>>,
     /// Barriers before stages that begin with an exact BatchNorm, by stage.
-    meetings: Vec<Option<Meeting>>,
+    barriers: Vec<Option<Barrier>>,
     /// Gradient accumulator; none in an evaluation.
     pub(crate) accumulator: Option<Accumulator>,
     pub(crate) tally: Tally,
@@ -171,7 +171,7 @@ impl WorkerRun {
             gradients: job.ports.iter().map(|_| row_of_none(m)).collect(),
             returns,
             begun: job.ports.iter().map(|_| row_of_none(m)).collect(),
-            meetings: meeting::before(&worker.site.stages, m),
+            barriers: barrier::before(&worker.site.stages, m),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: tally.unwrap_or_default(),
@@ -294,7 +294,7 @@ impl WorkerRun {
             waiting.note(&input);
         }
         self.timeline.begin()?;
-        let input = self.let_meet(site, at, input)?;
+        let input = self.hold_at_barrier(site, at, input)?;
         let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
@@ -380,7 +380,7 @@ impl WorkerRun {
             HeldInput::Host(transfers) => self.bring_back(site, at, i, &transfers)?,
         };
         self.timeline.begin()?;
-        let held = self.let_meet(site, at, held)?;
+        let held = self.hold_at_barrier(site, at, held)?;
         let input = held.share();
         // With a closure at the end the forward was skipped: this is the first run, and statistics count
         // it.

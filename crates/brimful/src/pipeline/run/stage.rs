@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::layers::{Model, Stashed};
-use crate::nn::{ExactNorm, Met};
+use crate::nn::{ExactNorm, NormStatistics};
 use crate::pipeline::build::{Export, StagePlan};
 use crate::schedule::StageId;
 
@@ -23,7 +23,7 @@ pub(crate) struct Boundary {
     pub(crate) values: Vec<Tensor>,
     pub(crate) skips: Vec<Vec<Tensor>>,
     /// Statistics that normalise the first value if the stage begins with an exact BatchNorm.
-    pub(crate) met: Option<Met>,
+    pub(crate) norm: Option<NormStatistics>,
 }
 
 impl Stage {
@@ -36,7 +36,7 @@ impl Stage {
     /// # Panics
     /// When one of them does.
     pub(crate) fn run(&self, input: Boundary, train: bool, before: impl FnMut(usize)) -> Boundary {
-        let norm = self.exact_norm().zip(input.met);
+        let norm = self.exact_norm().zip(input.norm);
         let _lent = norm.map(|(norm, met)| norm.lend(met));
         let mut stashed = Stashed::default();
         for (stash, values) in self.imports.iter().zip(input.skips) {
@@ -44,7 +44,7 @@ impl Stage {
         }
         let values = self.model.run(input.values, &mut stashed, train, before);
         let outgoing = |export: &Export| stashed.take(export.stash).unwrap_or_default();
-        Boundary { values, skips: self.exports.iter().map(outgoing).collect(), met: None }
+        Boundary { values, skips: self.exports.iter().map(outgoing).collect(), norm: None }
     }
 
     /// Target stages of each export.
@@ -67,7 +67,7 @@ impl Boundary {
     /// Leaves that accumulate gradients: those of the values, of each skip, and of the normalising
     /// statistics.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = &[Tensor]> {
-        let probes = self.met.iter().map(|met| met.probes.as_slice());
+        let probes = self.norm.iter().map(|met| met.probes.as_slice());
         let skips = self.skips.iter().map(Vec::as_slice);
         std::iter::once(self.values.as_slice()).chain(skips).chain(probes)
     }
@@ -78,7 +78,7 @@ impl Boundary {
         Self {
             values: share(&self.values),
             skips: self.skips.iter().map(share).collect(),
-            met: self.met.as_ref().map(Met::share),
+            norm: self.norm.as_ref().map(NormStatistics::share),
         }
     }
 }

@@ -214,8 +214,9 @@ impl Blueprint {
         stages: &[Stage],
         offloaded: Option<&OffloadedStages>,
     ) -> Option<ActivationCache> {
-        let meet = offloaded.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
-        let memory = self.device.memory().filter(|_| meet)?;
+        let has_barriers =
+            offloaded.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
+        let memory = self.device.memory().filter(|_| has_barriers)?;
         Some(ActivationCache::new(memory, self.build.keeps_activations))
     }
 

@@ -13,20 +13,20 @@ use super::stage::{Boundary, Stage};
 use super::transfer::Tensors;
 use super::{Stop, WorkerRun};
 use crate::Result;
-use crate::nn::NormSettled;
+use crate::nn::WholeBatchNorm;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
 use crate::statistics::{PairSum, WholeBatch};
 
 /// State of a barrier.
 #[derive(Debug, Default)]
-pub(super) struct Meeting {
+pub(super) struct Barrier {
     micro_batches: usize,
     /// Number of micro-batches counted.
     arrived: usize,
-    whole: WholeBatch,
+    statistics: WholeBatch,
     /// Statistics, once all micro-batches are counted.
-    settled: Option<NormSettled>,
+    whole: Option<WholeBatchNorm>,
     /// Number of micro-batches whose backward is done, and the sums of their shares, by group of terms.
     returned: usize,
     sums: Vec<PairSum>,
@@ -35,41 +35,46 @@ pub(super) struct Meeting {
 }
 
 /// Returns the barrier before each of a worker's stages, where it has one.
-pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Meeting>> {
-    let meeting =
-        |stage: &Stage| stage.exact_norm().map(|_| Meeting { micro_batches, ..Meeting::default() });
-    stages.iter().map(meeting).collect()
+pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Barrier>> {
+    let barrier =
+        |stage: &Stage| stage.exact_norm().map(|_| Barrier { micro_batches, ..Barrier::default() });
+    stages.iter().map(barrier).collect()
 }
 
 impl WorkerRun {
     /// Counts the output for the next stage, if that begins with an exact BatchNorm.
     pub(super) fn count_in(&mut self, at: usize, output: &Boundary) -> Result<()> {
         let trains = self.job.mode.trains();
-        let next = self.meetings.get_mut(at + 1).and_then(Option::as_mut).filter(|_| trains);
-        let (Some(meeting), Some(x)) = (next, output.values.first()) else { return Ok(()) };
-        meeting.arrived += 1;
-        meeting.whole.add(x)
+        let next = self.barriers.get_mut(at + 1).and_then(Option::as_mut).filter(|_| trains);
+        let (Some(barrier), Some(x)) = (next, output.values.first()) else { return Ok(()) };
+        barrier.arrived += 1;
+        barrier.statistics.add(x)
     }
 
     /// Adds the normalising statistics to a stage's input, if the stage begins with an exact BatchNorm.
-    pub(super) fn let_meet(&mut self, site: &Site, at: usize, input: Boundary) -> Result<Boundary> {
+    pub(super) fn hold_at_barrier(
+        &mut self,
+        site: &Site,
+        at: usize,
+        input: Boundary,
+    ) -> Result<Boundary> {
         let trains = self.job.mode.trains();
-        let meeting = self.meetings[at].as_mut().filter(|_| trains);
-        let (Some(meeting), Some(norm)) = (meeting, site.stages[at].exact_norm()) else {
+        let barrier = self.barriers[at].as_mut().filter(|_| trains);
+        let (Some(barrier), Some(norm)) = (barrier, site.stages[at].exact_norm()) else {
             return Ok(input);
         };
-        let Meeting { micro_batches, arrived, .. } = *meeting;
+        let Barrier { micro_batches, arrived, .. } = *barrier;
         if arrived < micro_batches {
             return Err(PipelineError::NotAllMet { came: arrived, micro_batches }.into());
         }
         let x = &input.values[0];
-        let settled = match meeting.settled.take() {
-            Some(settled) => settled,
-            None => norm.settle(std::mem::take(&mut meeting.whole), x.kind())?,
+        let whole = match barrier.whole.take() {
+            Some(whole) => whole,
+            None => exact.finalize(std::mem::take(&mut barrier.statistics), x.kind())?,
         };
-        let met = Some(settled.met(x));
-        meeting.settled = Some(settled);
-        Ok(Boundary { met, ..input })
+        let norm = Some(whole.statistics_of(x));
+        barrier.whole = Some(whole);
+        Ok(Boundary { norm, ..input })
     }
 
     /// Takes a micro-batch's share for the barrier before its stage out of the gradients. The last one
@@ -80,36 +85,40 @@ impl WorkerRun {
         at: usize,
         gradients: &mut Vec<Tensors>,
     ) -> Result<()> {
-        let Some(meeting) = &mut self.meetings[at] else { return Ok(()) };
+        let Some(barrier) = &mut self.barriers[at] else { return Ok(()) };
         let groups = gradients.pop().unwrap_or_default();
-        meeting.returned += 1;
-        meeting.sums.resize_with(groups.len().max(meeting.sums.len()), PairSum::default);
-        for (sum, mut probes) in meeting.sums.iter_mut().zip(groups) {
+        barrier.returned += 1;
+        barrier.sums.resize_with(groups.len().max(barrier.sums.len()), PairSum::default);
+        for (sum, mut probes) in barrier.sums.iter_mut().zip(groups) {
             if let (Some(bias), Some(weight)) = (probes.pop().flatten(), probes.pop().flatten()) {
                 sum.add([weight, bias])?;
             }
         }
-        if meeting.returned < meeting.micro_batches { Ok(()) } else { self.end_meeting(site, at) }
+        if barrier.returned < barrier.micro_batches {
+            Ok(())
+        } else {
+            self.complete_barrier(site, at)
+        }
     }
 
     /// Completes the barrier: the sums are the gradients of the BatchNorm's weight and bias, and complete
     /// the gradients of the previous stage.
-    fn end_meeting(&mut self, site: &Site, at: usize) -> Result<()> {
-        let (Some(meeting), Some(accumulator)) = (&mut self.meetings[at], &mut self.accumulator)
+    fn complete_barrier(&mut self, site: &Site, at: usize) -> Result<()> {
+        let (Some(barrier), Some(accumulator)) = (&mut self.barriers[at], &mut self.accumulator)
         else {
             return Ok(());
         };
-        let (Some(norm), Some(settled)) = (site.stages[at].exact_norm(), &meeting.settled) else {
+        let (Some(norm), Some(whole)) = (site.stages[at].exact_norm(), &barrier.whole) else {
             return Ok(());
         };
-        for (group, sum) in std::mem::take(&mut meeting.sums).into_iter().enumerate() {
+        for (group, sum) in std::mem::take(&mut barrier.sums).into_iter().enumerate() {
             if sum.is_empty() {
-                meeting.missing.push(None);
+                barrier.missing.push(None);
                 continue;
             }
             let total = sum.total()?;
             // Before `add_gradient`, because the accumulator adds in place to what it is given.
-            meeting.missing.push(Some(settled.missing(&total)?));
+            barrier.missing.push(Some(whole.missing(&total)?));
             for (place, parameter) in norm.trained() {
                 accumulator.add_gradient(group, parameter, total.f_select(0, place as i64)?)?;
             }
@@ -124,17 +133,17 @@ impl WorkerRun {
         output: &Boundary,
         mut gradients: Vec<Tensors>,
     ) -> Result<Vec<Tensors>, Stop> {
-        let next = self.meetings.get_mut(at + 1).and_then(Option::as_mut);
-        let (Some(meeting), Some(x)) = (next, output.values.first()) else { return Ok(gradients) };
-        let Meeting { micro_batches, returned, .. } = *meeting;
+        let next = self.barriers.get_mut(at + 1).and_then(Option::as_mut);
+        let (Some(barrier), Some(x)) = (next, output.values.first()) else { return Ok(gradients) };
+        let Barrier { micro_batches, returned, .. } = *barrier;
         if returned < micro_batches {
             let came = returned;
             return Err(crate::Error::from(PipelineError::NotAllMet { came, micro_batches }).into());
         }
-        let Some(settled) = &meeting.settled else { return Ok(gradients) };
-        for (group, missing) in gradients[0].iter_mut().zip(&meeting.missing) {
+        let Some(whole) = &barrier.whole else { return Ok(gradients) };
+        for (group, missing) in gradients[0].iter_mut().zip(&barrier.missing) {
             if let (Some(gradient), Some(missing)) = (group.first_mut(), missing) {
-                *gradient = Some(settled.completed(x, gradient.as_ref(), missing)?);
+                *gradient = Some(whole.completed(x, gradient.as_ref(), missing)?);
             }
         }
         Ok(gradients)
