@@ -179,7 +179,7 @@ fn store(
     all.extend(state.into_iter().map(|(name, t)| (format!("{STATE}{name}"), t)));
     texts.insert("done".into(), done.to_string());
     let written = if world.rank() == 0 { save::write(file, &all, &texts) } else { Ok(()) };
-    world.settle("saved", written, Duration::ZERO).map(drop)
+    world.vote("saved", written, Duration::ZERO).map(drop)
 }
 
 fn resume(

@@ -1,7 +1,7 @@
 //! Automatic micro-batch sizes: predict what fits, survive out of memory, never change the batch.
 //!
 //! ```text
-//!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle; `failures` its ceiling
+//!   kind ──► sizer ──► policy (P)        the next size: probe, climb, choose; `failures` its ceiling
 //!              │          └─► trial     its answer
 //!              ├─────► memory_model (P)  need of a size, predicted from others
 //!              └─────► rates (P)         rate of each size

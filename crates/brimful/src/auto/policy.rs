@@ -1,10 +1,10 @@
-//! Search for the next size: probe, climb, settle; back off, and grow again.
+//! Search for the next size: probe, climb, choose; back off, and grow again.
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
 //!   climb     32 times the size, or what is known to fit, while that is faster   (the fastest size)
 //!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
-//!   settle    the best of those, measured again in whole steps while the run is young
+//!   choose    the best of those, measured again in whole steps while the run is young
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
 //! ```
 //!
@@ -103,7 +103,7 @@ impl Policy {
     }
 
     /// Returns the size found, once the search is over.
-    pub(crate) fn settled(&self) -> Option<usize> {
+    pub(crate) fn chosen(&self) -> Option<usize> {
         let learnt = self.goal == Goal::Largest || self.steps >= LEARNING_STEPS;
         self.chosen.filter(|_| learnt).map(|chosen| chosen.size)
     }

@@ -65,7 +65,7 @@ impl Sizer {
 
     /// Returns the result of the search, once it is over.
     pub(crate) fn finding(&self) -> Option<Finding> {
-        let size = self.policy.settled()?;
+        let size = self.policy.chosen()?;
         Some(Finding { size, lines: self.lines()?, rate: self.policy.rate(size) })
     }
 

@@ -122,7 +122,7 @@ impl MicroBatcher {
                 }
                 let format_choice = &this.format_choice;
                 // A size that is only being attempt out is not worth a capture.
-                let surroundings = Surroundings { format_choice, closure, settled: !attempt };
+                let surroundings = Surroundings { format_choice, closure, is_steady: !attempt };
                 let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;

@@ -67,7 +67,7 @@ pub use error::ReplicasError;
 use crate::Result;
 use crate::random::preserving_generators;
 use crate::step::{Parts, Size, StepState, names};
-use crate::workers::{DeviceSpec, Workers, settled};
+use crate::workers::{DeviceSpec, Workers, resolved};
 use mirror::ModelOutline;
 use replica::Replica;
 use settings::Setting;
@@ -106,7 +106,7 @@ impl<M: 'static> Replicas<M> {
         size: Size,
         build: impl Fn(&Path<'_>) -> M + Send + Sync + 'static,
     ) -> Result<Self> {
-        let mut devices = settled(devices.into_iter().map(Into::into).collect())?;
+        let mut devices = resolved(devices.into_iter().map(Into::into).collect())?;
         error::check(&devices)?;
         size.check()?;
         if size.is_automatic() {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::report::Figures;
-use super::settle::{Exchange, PartReport, Whole};
 use super::sizing::Lesson;
+use super::vote::{Exchange, PartReport, Whole};
 use crate::Result;
 
 /// One or several mini-batches that an engine of this kind has run and not committed.

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
 use super::role::{BatchRole, PartSeed};
-use super::settle::Team;
 use super::size::Size;
 use super::trained::Trained;
+use super::vote::Team;
 use crate::auto::{Kind, Use};
 use crate::batch::{self, Arranged, Batch, BatchError, Leaf, Samples};
 use crate::world::WorldError;
@@ -163,7 +163,7 @@ impl Handshake {
         let own = own.and_then(|own| Ok((own, samples?)));
         let hello = own.as_ref().map_err(Error::clone);
         let hello = hello.and_then(|(own, samples)| own.hello(samples, &kind, hash));
-        let all = team.world.settle(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
+        let all = team.world.vote(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
         let (OwnPart { seed, .. }, own) = own?;
         StepHello::check(&all, team)?;
         let mut samples = StepHello::samples_of_replicas(&all, team)?;

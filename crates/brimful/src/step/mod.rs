@@ -25,7 +25,6 @@ mod into_loss;
 mod parts;
 mod report;
 mod role;
-mod settle;
 mod size;
 mod sizing;
 mod store_attempt;
@@ -33,6 +32,7 @@ mod tally;
 mod trained;
 mod undo;
 mod unmanaged;
+mod vote;
 mod whole;
 
 use std::path::{Path, PathBuf};
@@ -50,7 +50,6 @@ pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
 pub(crate) use role::{BatchRole, PartSeed};
-pub(crate) use settle::{Exchange, PartReport, Team, Whole};
 pub use size::Size;
 pub(crate) use sizing::{Hints, Lesson};
 pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
@@ -59,6 +58,7 @@ pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
 pub(crate) use undo::{Undo, put_back};
 pub(crate) use unmanaged::UnmanagedStatistics;
+pub(crate) use vote::{Exchange, PartReport, Team, Whole};
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
@@ -67,8 +67,8 @@ use crate::memory::Memory;
 use crate::random::{Randomness, with_seed};
 use crate::{Error, Result};
 use handshake::OwnPart;
-use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
+use vote::commit_or_undo;
 
 /// A kind of engine, as a step uses it.
 pub(crate) trait Engine: Sized {
@@ -466,7 +466,7 @@ pub(crate) fn finish<E: Engine, O>(
     exchange: &Exchange,
     start: Instant,
 ) -> Result<StepReport<O>> {
-    let (attempt, whole) = settle(engine, attempt, exchange, start)?;
+    let (attempt, whole) = commit_or_undo(engine, attempt, exchange, start)?;
     let Figures { shares, sizes, times, peaks, replayed, unmanaged_norms, timeline } =
         attempt.figures(engine, &whole)?;
     Ok(StepReport {

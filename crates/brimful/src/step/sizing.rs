@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::settle::Team;
+use super::vote::Team;
 use super::{Cut, Engine, Size};
 use crate::auto::{
     Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, hash_of_variables,
@@ -202,7 +202,7 @@ fn run_whole<E: Engine, T>(
 
 /// Returns the smallest size that any rank with samples proposes.
 fn share_size(team: &Team, own: Result<Option<usize>>) -> Result<Option<usize>> {
-    let sizes = team.world.settle("the micro-batch size", own, Duration::ZERO)?;
+    let sizes = team.world.vote("the micro-batch size", own, Duration::ZERO)?;
     Ok(sizes.into_iter().flatten().min())
 }
 

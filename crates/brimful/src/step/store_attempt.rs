@@ -8,10 +8,10 @@ use tch::nn::Variables;
 
 use super::StepError;
 use super::caught::into_error_or_panic;
-use super::settle::{PartReport, SeenPart, Whole};
 use super::tally::{NonFinitePolicy, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
+use super::vote::{PartReport, SeenPart, Whole};
 use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;

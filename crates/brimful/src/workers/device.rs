@@ -83,16 +83,16 @@ impl From<Memory> for DeviceSpec {
 }
 
 /// Checks that the devices exist; CPUs without a number of threads share the caller's.
-pub(crate) fn settled(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
+pub(crate) fn resolved(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
     // With all threads each, they would outnumber the cores and slow each other down many times.
     let share = (threads::threads() / cpus.max(1)).max(1);
-    let settle = |mut stage: DeviceSpec| {
+    let resolve = |mut stage: DeviceSpec| {
         stage.device = device::find(&device::name(stage.device))?;
         if stage.device == Device::Cpu {
             stage.threads.get_or_insert(share);
         }
         Ok(stage)
     };
-    devices.into_iter().map(settle).collect()
+    devices.into_iter().map(resolve).collect()
 }

@@ -22,7 +22,7 @@ use crate::gradient_mode::with_graphs;
 use crate::stream_fence::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
-pub(crate) use device::settled;
+pub(crate) use device::resolved;
 pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
 pub(crate) use shared::SharedWorkers;

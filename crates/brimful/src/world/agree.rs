@@ -60,7 +60,7 @@ impl World {
     ///
     /// # Errors
     /// The earliest error, which names the rank. As for [`World::share`].
-    pub fn settle<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
+    pub fn vote<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {

@@ -84,7 +84,7 @@ impl World {
         let told = gathered.as_ref().map(drop).map_err(Error::clone);
         // An error that another rank's failure causes here counts as later than that failure.
         let at = if matches!(told, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
-        self.settle("gathered", told, at)?;
+        self.vote("gathered", told, at)?;
         gathered
     }
 
@@ -138,7 +138,7 @@ impl World {
     fn agree_on(&self, what: &str, tensors: &[Tensor]) -> Result<()> {
         let row = tensors.iter().map(|tensor| Some(tensor.shallow_clone())).collect();
         let outline = TensorOutline::of(&vec![row]).map(|outline| outline.to_string());
-        Ok(WorldError::check_same(what, self.settle(what, outline, Duration::ZERO)?)?)
+        Ok(WorldError::check_same(what, self.vote(what, outline, Duration::ZERO)?)?)
     }
 
     /// Returns all ranks, in order.

@@ -5,7 +5,7 @@
 //! make the same calls in the same order, with the same mini-batches.
 //!
 //! ```text
-//!   calls                    ── agree, share, settle ──   all ranks get the values, or the error
+//!   calls                    ── agree, share, vote ──   all ranks get the values, or the error
 //!   tensors                  ── collective: outlet, inlet, sum ──   point to point, while others compute
 //!   messages                 messenger: announced, posted, received     pulse: heartbeats
 //!   wire                     MPI

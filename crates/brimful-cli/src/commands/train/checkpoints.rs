@@ -93,7 +93,7 @@ impl Checkpoints {
             writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         let written = self.writer.take().map_or(Ok(()), |writer| writer.and_then(join));
-        trainer.world.settle("save", written, Duration::ZERO)?;
+        trainer.world.vote("save", written, Duration::ZERO)?;
         Ok(())
     }
 

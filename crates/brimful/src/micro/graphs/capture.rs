@@ -56,7 +56,7 @@ impl MicroGraphs {
         eager: &Eager,
         pass: &BatchPass<O>,
     ) -> Result<ShapeState> {
-        program.settle_in(&mut self.blocks, &eager.touched);
+        program.own_memory(&mut self.blocks, &eager.touched);
         eager.before.restore()?;
         let trial = ReplayTrial::of(&mut program, given, part, self.device)?;
         Ok(match trial.against(eager, pass.accumulator.parameters())? {

@@ -93,7 +93,7 @@ pub(super) struct Surroundings<'a> {
     /// Closure that runs on it.
     pub(super) closure: Closure,
     /// True if its size is chosen. A size that is only being attempt out is not worth a capture.
-    pub(super) settled: bool,
+    pub(super) is_steady: bool,
 }
 
 #[derive(Debug)]
@@ -218,7 +218,7 @@ impl MicroGraphs {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<MicroBatchRun> {
-        let Surroundings { format_choice, closure, settled } = *surroundings;
+        let Surroundings { format_choice, closure, is_steady } = *surroundings;
         if !self.wanted || self.eager || !self.knows(closure) {
             pass.run(format_choice.of(micro_batch)?, part, f)?;
             return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
@@ -238,7 +238,7 @@ impl MicroGraphs {
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
         // A check runs the work twice, and a shape that is not captured yet runs slower than it will: the size
         // policy must not judge a size by these times.
-        Ok(MicroBatchRun { unseen, typical: !(is_checked || new && settled) })
+        Ok(MicroBatchRun { unseen, typical: !(is_checked || new && is_steady) })
     }
 
     /// Returns whether the entry has a graph that must be compared with an eager run in this step.
@@ -258,7 +258,7 @@ impl MicroGraphs {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<()> {
-        let Surroundings { format_choice, settled, .. } = *surroundings;
+        let Surroundings { format_choice, is_steady, .. } = *surroundings;
         if self.is_due(index) {
             return self.check(index, pass, format_choice.of(micro_batch)?, part, f);
         }
@@ -269,7 +269,7 @@ impl MicroGraphs {
                 self.used = true;
                 program.run(pass, &micro_batch, part)?;
             }
-            ShapeState::New(seen) if *seen < WARM_UP || !settled => {
+            ShapeState::New(seen) if *seen < WARM_UP || !is_steady => {
                 *seen += 1;
                 pass.run(format_choice.of(micro_batch)?, part, f)?;
             }

@@ -39,7 +39,7 @@ pub(super) struct Program {
     outputs: Box<dyn Any + Send>,
     /// Operations of the closure at the capture, in words.
     pub(super) operations: Vec<String>,
-    /// Tensors that the capture touched, until `settle_in`.
+    /// Tensors that the capture touched, until `own_memory`.
     touched: Touched,
     /// Memory that the graph shares with others, and the part of it that the graph writes.
     pub(super) blocks: Vec<Tensor>,
@@ -95,7 +95,7 @@ impl Program {
 
     /// Keeps the shared memory that the graph uses: blocks that an eager run has touched too. The eager run has
     /// touched no input, no sum and no row of this graph.
-    pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
+    pub(super) fn own_memory(&mut self, blocks: &mut Blocks, eager: &Touched) {
         let Touched { read, written, frozen, .. } = mem::take(&mut self.touched);
         self.frozen = frozen;
         let among = |list: &[Tensor]| list.iter().map(address).collect::<HashSet<_>>();

@@ -98,7 +98,7 @@ pub(super) struct Question<'a> {
 }
 
 /// Balance in numbers.
-pub(super) struct SettledBalance {
+pub(super) struct ResolvedBalance {
     pub(super) balance: balance::Balance,
     /// Costs that automatic schedules are made from, if the stages' times are known.
     pub(super) recipe: Option<ScheduleRecipe>,
@@ -106,7 +106,7 @@ pub(super) struct SettledBalance {
 
 impl Question<'_> {
     /// Finds the balance in numbers.
-    pub(super) fn settle(&self) -> Result<SettledBalance> {
+    pub(super) fn resolve(&self) -> Result<ResolvedBalance> {
         let Builder { layers, balance, kind, recipe, .. } = self.builder;
         let state = balance.method.map_or(0.0, |method| method.state_factor_in(*kind));
         let balance = match &balance.choice {
@@ -115,7 +115,7 @@ impl Question<'_> {
             Choice::Even => self.evenly()?,
             Choice::ByBytes(sample) => self.by_bytes(sample, state)?,
         };
-        Ok(SettledBalance { balance, recipe: recipe.clone() })
+        Ok(ResolvedBalance { balance, recipe: recipe.clone() })
     }
 
     fn evenly(&self) -> Result<balance::Balance> {
@@ -126,7 +126,7 @@ impl Question<'_> {
     }
 
     /// Returns the planner's balance for this schedule, with the sample as a micro-batch.
-    fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<SettledBalance> {
+    fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<ResolvedBalance> {
         let &Builder { schedule, recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
@@ -144,7 +144,7 @@ impl Question<'_> {
             let (needed, memory) = (Bytes(*needed), Bytes(*memory));
             tracing::warn!(%device, %needed, %memory, "no balance fits by plan: this one lacks the least");
         }
-        Ok(SettledBalance { balance: best.balance, recipe: best.recipe })
+        Ok(ResolvedBalance { balance: best.balance, recipe: best.recipe })
     }
 
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {

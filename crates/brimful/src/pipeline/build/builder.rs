@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tch::{Device, Kind};
 
-use super::balance::{BalanceBy, Question, SettledBalance};
+use super::balance::{BalanceBy, Question, ResolvedBalance};
 use super::offload::{
     Offload, bring_together, check_offloaded_graphs, recompute_at_least, stage_locations,
 };
@@ -28,7 +28,7 @@ use crate::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
 use crate::step::{NonFinitePolicy, Size, StepState, Team};
-use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
+use crate::workers::{DeviceSpec, SharedWorkers, Workers, resolved};
 use crate::{Layers, Result, World};
 
 /// Builder of a pipeline.
@@ -209,7 +209,7 @@ impl Builder {
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, request)?;
-        let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
+        let ResolvedBalance { balance, recipe } = self.resolve_balance(&roster, &devices[0])?;
         let (balance, schedule, has_barriers) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
         // A plan's costs may be for another schedule, if one was set after the plan.
@@ -285,10 +285,10 @@ impl Builder {
     }
 
     /// Returns the balance that all ranks use.
-    fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<SettledBalance> {
+    fn resolve_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<ResolvedBalance> {
         let limits = &roster.limits;
         let micro_batches = self.usual_micro_batches(limits.len());
-        roster.settle_balance(&Question { builder: self, first, limits, micro_batches })
+        roster.resolve_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
     /// Returns device or host for each stage.
@@ -334,7 +334,7 @@ impl Builder {
     /// Returns this rank's devices, and the settings that must be equal on all ranks.
     fn bring(&self) -> Result<(Vec<DeviceSpec>, String)> {
         self.check()?;
-        let mut devices = settled(self.devices.clone())?;
+        let mut devices = resolved(self.devices.clone())?;
         if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
@@ -396,7 +396,7 @@ fn spawn(
 ) -> Result<Workers<Worker>> {
     let seeded = devices.iter().map(|device| device.device).collect();
     with_step_seed(seeded, |seed| {
-        let seed = ranks.world().settle("seed", host_fits.and(seed), Duration::ZERO)?[0];
+        let seed = ranks.world().vote("seed", host_fits.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
         // The host's arena beside a CPU device: offloaded stages are not charged to the device's.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
@@ -416,7 +416,7 @@ fn spawn(
         let own = devices.iter().zip(device_locks(devices)).enumerate();
         let spawned = Workers::spawn(devices, own.map(blueprint).map(build).collect());
         let told = spawned.as_ref().map(drop).map_err(Clone::clone);
-        ranks.world().settle("building the layers", told, Duration::ZERO)?;
+        ranks.world().vote("building the layers", told, Duration::ZERO)?;
         spawned
     })
 }

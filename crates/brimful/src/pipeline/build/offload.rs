@@ -188,7 +188,7 @@ impl Builder {
         let needed = self.host_bytes_of(sizes, &own, ranks.replicas_here);
         let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
         let needs = needed.map(|needed| (needed, stages, limited));
-        let needs = ranks.world().settle("the host's memory", needs, Duration::ZERO)?;
+        let needs = ranks.world().vote("the host's memory", needs, Duration::ZERO)?;
         // Ranks of one machine share its memory, except those with a limited arena.
         let (me, hosts) = (ranks.world().rank(), ranks.world().hosts());
         let shares = |rank: usize| !limited && !needs[rank].2 && hosts[rank] == hosts[me];

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::balance::{Question, SettledBalance, limit};
+use super::balance::{Question, ResolvedBalance, limit};
 use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
@@ -39,7 +39,7 @@ impl<'a> Roster<'a> {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
         });
-        let all = world.settle("build", told.map_err(Clone::clone), Duration::ZERO)?;
+        let all = world.vote("build", told.map_err(Clone::clone), Duration::ZERO)?;
         let common = all.iter().map(|brought| request.common.clone()).collect();
         WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
@@ -55,24 +55,24 @@ impl<'a> Roster<'a> {
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
         let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
-        // Cannot fail here: an error of this rank would have ended `settle` with an error.
+        // Cannot fail here: an error of this rank would have ended `vote` with an error.
         Ok((request?.0, roster))
     }
 
     /// Returns the balance in numbers, and the costs for automatic schedules, as rank 0 finds them:
     /// measured times differ from rank to rank, but all must make the same lists.
-    pub(super) fn settle_balance(&self, question: &Question<'_>) -> Result<SettledBalance> {
+    pub(super) fn resolve_balance(&self, question: &Question<'_>) -> Result<ResolvedBalance> {
         if self.world.size() == 1 {
-            return question.settle();
+            return question.resolve();
         }
-        let told = |settled: SettledBalance| (settled.balance.sizes().to_vec(), settled.recipe);
+        let told = |resolved: ResolvedBalance| (resolved.balance.sizes().to_vec(), resolved.recipe);
         let here = match self.world.rank() {
-            0 => question.settle().map(|settled| Some(told(settled))),
+            0 => question.resolve().map(|resolved| Some(told(resolved))),
             _ => Ok(None),
         };
-        let first = self.world.settle("balance", here, Duration::ZERO)?.swap_remove(0);
+        let first = self.world.vote("balance", here, Duration::ZERO)?.swap_remove(0);
         let (sizes, recipe) = first.unwrap_or_default();
         let balance = balance::Balance::new(sizes, question.builder.layers.len())?;
-        Ok(SettledBalance { balance, recipe })
+        Ok(ResolvedBalance { balance, recipe })
     }
 }

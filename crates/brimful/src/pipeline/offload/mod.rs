@@ -400,7 +400,7 @@ impl OffloadedStages {
     }
 
     /// Waits for the update under way, if any, and returns the optimizer.
-    pub(crate) fn settle(&mut self) -> Option<(Optimizer, Result<()>)> {
+    pub(crate) fn finish_update(&mut self) -> Option<(Optimizer, Result<()>)> {
         self.handing = None;
         self.update.take().map(Update::finish)
     }

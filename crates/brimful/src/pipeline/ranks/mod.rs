@@ -109,7 +109,7 @@ impl Ranks {
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
-        let all = self.world().settle(what, here, Duration::ZERO)?;
+        let all = self.world().vote(what, here, Duration::ZERO)?;
         Ok(all.into_iter().take(self.team.ranks_of_replica()).flatten().collect())
     }
 

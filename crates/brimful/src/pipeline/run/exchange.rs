@@ -117,7 +117,7 @@ impl WorkerRun {
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
             let transfer = StageTransfer::values(leaves(values, &traced)?);
-            site.settle(transfer, outlet, Transfer { stage: to, ..outgoing }, clock)
+            site.finish_transfer(transfer, outlet, Transfer { stage: to, ..outgoing }, clock)
         };
         let mut transfers = Vec::new();
         let targets = site.stages[at].targets();
@@ -192,7 +192,7 @@ impl WorkerRun {
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
                 let transfer = StageTransfer::pack(gradients);
-                transfers.push((outlet, site.settle(transfer, outlet, outgoing, clock)?));
+                transfers.push((outlet, site.finish_transfer(transfer, outlet, outgoing, clock)?));
             }
         }
         // Values last: only their channel may be full.

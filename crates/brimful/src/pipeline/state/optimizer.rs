@@ -36,7 +36,7 @@ impl Pipeline {
         let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-            worker.settle()?;
+            worker.finish_update()?;
             let mut optimizer = Optimizer::for_named(named, method)?;
             if let Some(offloaded) = &mut worker.site.offloaded {
                 optimizer.set_offloaded(|name| offloaded.offload_of(name));
@@ -123,7 +123,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// Returns the error of a failed update.
     pub fn wait(&mut self) -> Result<()> {
-        self.workers.lock()?.all(|worker| worker.settle()).map(drop)
+        self.workers.lock()?.all(|worker| worker.finish_update()).map(drop)
     }
 
     /// Updates offloaded stages in the backward, stage by stage, instead of after it: the updates overlap
@@ -264,7 +264,7 @@ fn hands_over(workers: usize, ranks: &Ranks) -> HandsOver {
 
 /// Returns the worker's part of the optimizer, after its last update.
 pub(crate) fn optimizer(worker: &mut Worker) -> Result<&mut Optimizer> {
-    worker.settle()?;
+    worker.finish_update()?;
     Ok(worker.optimizer.as_mut().expect("it was made on every worker"))
 }
 

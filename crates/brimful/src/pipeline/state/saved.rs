@@ -146,7 +146,7 @@ fn owned(
     of: fn(&Variable) -> Tensor,
 ) -> Result<Vec<Vec<(String, Tensor)>>> {
     workers.all(move |worker| {
-        worker.settle()?;
+        worker.finish_update()?;
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect())
     })

@@ -96,7 +96,7 @@ impl Worker {
         let Idle { trains, unit, tells } = idle;
         self.undo()?;
         // Workers with micro-batches wait for each stage's update when they fetch it.
-        self.settle()?;
+        self.finish_update()?;
         let nothing = (Sums::none(self.site.offloaded.is_some()), Tally::default(), Vec::new());
         // Trained parameters are compared with those of the other pipelines, which train none in an
         // evaluation.
@@ -178,7 +178,7 @@ impl Worker {
 
     fn begin_updates_in_backward(&mut self, run: &mut WorkerRun) -> Result<()> {
         self.check_updates_in_backward(run)?;
-        run.transfer_clock.waiting(Awaited::Update, || self.settle())?;
+        run.transfer_clock.waiting(Awaited::Update, || self.finish_update())?;
         match &mut self.site.offloaded {
             Some(offloaded) if self.optimizer.is_some() => {
                 offloaded.begin_handing(&mut self.optimizer)
@@ -203,7 +203,7 @@ impl Worker {
 
     fn stop_looking_ahead(&mut self) -> Result<()> {
         match self.site.offloaded.as_ref().is_some_and(OffloadedStages::is_looking_ahead) {
-            true => self.settle(),
+            true => self.finish_update(),
             false => Ok(()),
         }
     }

@@ -331,7 +331,7 @@ impl Site {
 
     /// Transfers tensors that enter a stage, or come back from it, to host staging if they wait there, as this
     /// transfer: all micro-batches may pass a stage before the next one takes the first output.
-    pub(crate) fn settle(
+    pub(crate) fn finish_transfer(
         &self,
         transfer: StageTransfer,
         outlet: &StageOutlet,
@@ -470,9 +470,9 @@ impl Worker {
     ///
     /// # Errors
     /// Returns that update's error, once.
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    pub(crate) fn finish_update(&mut self) -> Result<()> {
         let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
-        let Some((optimizer, result)) = offloaded.settle() else { return Ok(()) };
+        let Some((optimizer, result)) = offloaded.finish_update() else { return Ok(()) };
         self.optimizer = Some(optimizer);
         result
     }

@@ -81,7 +81,7 @@ impl Exchange {
                 if matches!(error, Error::World(_)) { Duration::MAX } else { at }
             }
         };
-        self.team.world.settle(what, result, at)
+        self.team.world.vote(what, result, at)
     }
 
     /// Votes success or failure of this attempt, without a report. It takes the place of the vote in which
@@ -208,7 +208,7 @@ impl SeenPart {
 }
 
 /// Commits an attempt on all ranks, or rolls it back on all.
-pub(crate) fn settle<E: Engine>(
+pub(crate) fn commit_or_undo<E: Engine>(
     engine: &mut E,
     mut attempt: E::Attempt,
     exchange: &Exchange,
