@@ -67,7 +67,7 @@ fn a_plan_refuses_parts_of_a_backward_that_do_not_add_up() {
 }
 
 #[test]
-fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
+fn memory_that_no_micro_batch_is_small_enough_for_is_reported_with_its_numbers() {
     let words = "parameters (653 KiB), gradients (1.14 MiB) and the state of adamw (1.28 MiB) take \
                  3.05 MiB whatever the size of the micro-batches, and the limit is ";
     for size in ["--micro-batch 32", "--micro-batch 1", "--micro-batches 4", ""] {
@@ -114,7 +114,7 @@ fn warnings_are_in_words() {
 }
 
 #[test]
-fn data_that_a_model_does_not_take_is_told_with_all_that_it_does() {
+fn data_that_a_model_does_not_take_is_reported_with_all_that_it_does() {
     let text = shown(&folder("circle").join("text"));
     fs::write(&text, "a text. ".repeat(100)).expect("written");
     for data in ["digits", &text] {
@@ -137,7 +137,7 @@ fn the_picture_is_of_the_best_plan_and_says_how_long_its_backwards_are() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_is_told_with_epoch_step_and_flag() {
+fn a_loss_that_is_no_number_is_reported_with_epoch_step_and_flag() {
     let train = "train --learning-rate 1e30 --epochs 2 --device cpu";
     run(train).code(1).stderr(
         like("^brimful: the loss is (NaN|inf) in epoch 1, step [0-9]+: ")
@@ -223,7 +223,7 @@ fn data_that_cannot_be_trained_on_leaves_no_file() {
 }
 
 #[test]
-fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
+fn a_model_that_is_not_even_built_is_reported_with_the_flags_that_help() {
     for (flags, says) in [
         // If the largest layer does not fit, neither stages nor the host are a remedy.
         ("500kB", "or take --dtype bf16"),

@@ -142,7 +142,7 @@ fn halves_of_their_own_are_trained_and_tested_on() {
 }
 
 #[test]
-fn folders_without_classes_or_images_are_told_in_a_line() {
+fn folders_without_classes_or_images_are_reported_in_a_line() {
     let folder = folder("no-images");
     let data = folder.display().to_string();
     let train = format!("train --device cpu --model resnet18 --data {data}");

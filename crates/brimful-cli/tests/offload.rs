@@ -82,7 +82,7 @@ fn where_offload_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
 
 /// The error is that of a run without a plan.
 #[test]
-fn what_fits_nowhere_is_told_in_the_words_for_a_device() {
+fn what_fits_nowhere_is_reported_in_the_words_for_a_device() {
     let train = "train --device cpu --epochs 1 --memory-limit 100kB --micro-batch 8";
     // Compares the last line only, since planning prints what it measures first.
     let told = |more: &str| {

@@ -115,7 +115,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
 }
 
 #[test]
-fn a_loss_that_is_no_number_is_told_by_every_rank_in_the_words_of_the_program() {
+fn a_loss_that_is_no_number_is_reported_by_every_rank_in_the_words_of_the_program() {
     for way in ["--replicas", "--stages"] {
         let flags = [way, "2", "--optimizer", "sgd", "--learning-rate", "1e30", "--epochs", "1"];
         let words = "in epoch 1, step 2: this step was not taken; lower --learning-rate (it is 1e30), or look at \

@@ -226,7 +226,7 @@ fn transfers_take_their_time() {
 
 /// Shifted in time, a measured step equals the simulated one.
 #[test]
-fn a_measured_step_is_told_as_a_simulated_one() {
+fn a_measured_step_is_reported_as_a_simulated_one() {
     let actions = Schedule::OneFOneB.actions(3, 5, Recompute::Never).unwrap();
     let simulated = simulate(&actions, &Costs::ticks(3)).unwrap();
     let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };

@@ -41,7 +41,7 @@ int64_t outputs_of(const at::Tensor& x, Activation function) {
 at::Tensor forward_by_kernel(
     const at::Tensor& given, const at::Tensor& given_bias, Activation function) {
   const OwnWork own(given);
-  brimful::tell("brimful::activation", {double(function)}, {&given, &given_bias}, {});
+  brimful::report("brimful::activation", {double(function)}, {&given, &given_bias}, {});
   const auto x = laid_out(given);
   const auto bias = laid_out(given_bias);
   const auto outputs = outputs_of(x, function);

@@ -255,7 +255,7 @@ void attach(
 }
 
 void tell_of(const char* name, const BatchNormGiven& norm) {
-  brimful::tell(
+  brimful::report(
       name,
       {double(norm.training), norm.momentum, norm.eps}, {&norm.x, &norm.weight, &norm.bias},
       {&norm.running_mean, &norm.running_variance});
@@ -284,7 +284,7 @@ at::Tensor by_kernels(
       addend.tensor = channels_laid_out(beside.tensor);
     }
     tell_of("brimful::batch_norm", norm);
-    brimful::tell("brimful::relu", {double(relu)}, {&beside.tensor}, {});
+    brimful::report("brimful::relu", {double(relu)}, {&beside.tensor}, {});
     out = functions.batch_norm_forward(norm, addend, relu, graph);
   }
   at::Tensor y = out.y;
@@ -352,7 +352,7 @@ std::tuple<at::Tensor, at::Tensor> moments(const at::Tensor& x) {
   norm.x = x;
   norm.training = true;
   const auto own = [&](const auto& functions) {
-    brimful::tell("brimful::batch_norm_moments", {}, {&x}, {});
+    brimful::report("brimful::batch_norm_moments", {}, {&x}, {});
     return functions.batch_norm_moments(x);
   };
   return if_possible(x, suits(norm), own, libtorch);

@@ -50,7 +50,7 @@ bool has_kernel(const NormGiven& given) {
 // Throws a KernelError if the kernel is not available.
 NormDone forward_by_kernel(const NormGiven& given) {
   const OwnWork own(given.x);
-  brimful::tell(
+  brimful::report(
       "brimful::norm", {given.eps, double(given.rms)},
       {&given.x, &given.residual, &given.weight, &given.bias}, {});
   const auto x = laid_out(given.x);

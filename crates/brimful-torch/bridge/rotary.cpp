@@ -31,7 +31,7 @@ at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
 // Throws a KernelError if the kernel is not available. Angles are contiguous f32.
 at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
   const OwnWork own(given);
-  brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
+  brimful::report("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
   const auto x = laid_out(given);
   auto out = at::empty_like(x);
   functions()->rotary(

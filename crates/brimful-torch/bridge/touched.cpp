@@ -149,7 +149,7 @@ at::Tensor bytes_of(c10::intrusive_ptr<c10::StorageImpl> impl) {
 
 }  // namespace
 
-void brimful::tell(
+void brimful::report(
     const char* name, std::initializer_list<double> numbers,
     std::initializer_list<const at::Tensor*> read,
     std::initializer_list<const at::Tensor*> written) {

@@ -9,7 +9,7 @@ namespace brimful {
 
 // Records such work if this thread is recording: its name, its host-side numbers, and the tensors it reads and
 // writes that may outlive it. Undefined ones are skipped.
-void tell(
+void report(
     const char* name, std::initializer_list<double> numbers,
     std::initializer_list<const at::Tensor*> read,
     std::initializer_list<const at::Tensor*> written);

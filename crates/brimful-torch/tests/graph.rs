@@ -43,7 +43,7 @@ fn used(device: Device) -> u64 {
 }
 
 #[test]
-fn without_cuda_the_cause_is_told() {
+fn without_cuda_the_cause_is_reported() {
     if device().is_some() {
         return available().expect("a machine with CUDA");
     }

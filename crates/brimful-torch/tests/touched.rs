@@ -19,7 +19,7 @@ fn seen<T>(f: impl FnOnce() -> T) -> (T, Touched) {
 }
 
 #[test]
-fn reads_are_told_from_writes() {
+fn reads_are_reported_from_writes() {
     let (x, mut counter) = (Tensor::ones([4], OPTIONS), Tensor::zeros([4], OPTIONS));
     let (sum, all) = seen(|| {
         let _ = counter.g_add_(&x);
@@ -137,7 +137,7 @@ fn a_block_that_is_left_is_known() {
 }
 
 #[test]
-fn random_numbers_of_the_host_are_told() {
+fn random_numbers_of_the_host_are_reported() {
     let ones = Tensor::ones([8], OPTIONS);
     assert!(seen(|| ones.dropout(0.5, true)).1.draws_on_host);
     assert!(seen(|| Tensor::rand([2], OPTIONS)).1.draws_on_host);

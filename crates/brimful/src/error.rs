@@ -180,14 +180,14 @@ pub enum Error {
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut told = self.to_string();
-        f.write_str(&told)?;
+        let mut reported = self.to_string();
+        f.write_str(&reported)?;
         for cause in iter::successors(self.source(), |&error| error.source()) {
             let words = cause.to_string();
             // Many messages end in that of their cause.
-            if !told.ends_with(&words) {
+            if !reported.ends_with(&words) {
                 write!(f, "\n  because {words}")?;
-                told = words;
+                reported = words;
             }
         }
         Ok(())

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn an_arena_is_told_with_its_numbers() {
+    fn an_arena_is_reported_with_its_numbers() {
         for name in ["stage 'two'", "limit 7", "': asked for 3 bytes, 4 in use, limit 5"] {
             let oom = recognise(&refused(name).to_string()).expect("an arena's report");
             assert_eq!(oom.place, Place::Arena(name.into()));

@@ -245,9 +245,9 @@ fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header>
     file.read_exact(&mut text).map_err(|reason| unreadable(path, reason))?;
     let header: Header = serde_json::from_slice(&text)
         .map_err(|reason| damaged(path, format!("its header cannot be understood: {reason}")))?;
-    let told = LENGTH_BYTES + header_length + header.data_len() as u64;
-    if told != length {
-        let reason = format!("it has {length} bytes, but its header tells of {told}");
+    let reported = LENGTH_BYTES + header_length + header.data_len() as u64;
+    if reported != length {
+        let reason = format!("it has {length} bytes, but its header report_options of {told}");
         return Err(damaged(path, reason));
     }
     Ok(header)

@@ -298,7 +298,7 @@ fn what_keeps_one_rank_from_a_step_is_told_to_all() {
 }
 
 #[test]
-fn ranks_with_different_models_samples_or_sizes_are_all_told() {
+fn ranks_with_different_models_samples_or_sizes_are_all_reported() {
     in_ranks(2, |world| {
         let differs = |error: Error, words: &str| {
             let Error::World(error @ WorldError::Differs { .. }) = error else { panic!("{error}") };
@@ -340,7 +340,7 @@ fn freeze(store: &nn::VarStore, prefix: &str, frozen: bool) {
 }
 
 #[test]
-fn ranks_that_train_different_parameters_are_all_told() {
+fn ranks_that_train_different_parameters_are_all_reported() {
     in_ranks(3, |world| {
         let (store, model) = plain(net);
         let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");

@@ -540,7 +540,7 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
 /// On a CPU every allocation can be made to fail: the step leaves nothing, or reports that it left a part. An
 /// automatic size would otherwise retry and update twice.
 #[test]
-fn memory_that_runs_out_behind_an_update_is_told_and_no_reason_to_try_again() {
+fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again() {
     let _turn = alone();
     if test_device() != Device::Cpu {
         return;

@@ -74,7 +74,7 @@ fn sums_broadcasts_and_gathers_of_tensors() {
 }
 
 #[test]
-fn ranks_with_different_values_are_all_told_who_has_what() {
+fn ranks_with_different_values_are_all_reported_who_has_what() {
     in_ranks(3, |world| {
         let batch = if world.rank() == 1 { 32 } else { 64 };
         let error = world.agree("the batch size", &batch).expect_err("they differ");
@@ -118,7 +118,7 @@ fn tensors_that_do_not_fit_together_are_refused_on_all_ranks() {
 }
 
 #[test]
-fn ranks_that_make_different_calls_are_told_so() {
+fn ranks_that_make_different_calls_are_reported_so() {
     in_ranks(2, |world| {
         let what = ["save", "step"][world.rank()];
         let error = world.share(what, &0).expect_err("out of step");

@@ -479,7 +479,7 @@ fn what_differs_is_told_to_every_rank() {
 }
 
 #[test]
-fn pipelines_that_train_different_parameters_are_all_told() {
+fn pipelines_that_train_different_parameters_are_all_reported() {
     in_ranks(2, |world| {
         let pipe = builder(&MLP, &world, 1).replicas(2).micro_batches(2).build();
         let mut pipe = pipe.expect("two pipelines");

@@ -71,9 +71,9 @@ impl Watched {
     }
 
     /// Returns the bytes needed beyond those in use before the attempt.
-    fn need(&self, told: Option<Bytes>) -> Result<u64> {
+    fn need(&self, reported: Option<Bytes>) -> Result<u64> {
         Ok(self.usage()?.map_or(0, |(now, before)| {
-            now.peak.max(told.unwrap_or_default()).0.saturating_sub(before.current.0)
+            now.peak.max(reported.unwrap_or_default()).0.saturating_sub(before.current.0)
         }))
     }
 }
@@ -214,8 +214,9 @@ impl SizeWatch {
         let (value, peaks) = run(trial.size)?;
         // An empty part has nothing to measure.
         if units > 0 {
-            let told = peaks.into_iter().chain(std::iter::repeat(None));
-            let needs = self.memories.iter().zip(told).map(|(watched, peak)| watched.need(peak));
+            let reported = peaks.into_iter().chain(std::iter::repeat(None));
+            let needs =
+                self.memories.iter().zip(reported).map(|(watched, peak)| watched.need(peak));
             let needs = needs.collect::<Result<Vec<_>>>()?;
             let size = if samples.lengths().is_some() { largest } else { trial.size };
             self.learn_needs(size, &needs, ranges.len() == 1);

@@ -4,7 +4,7 @@ use brimful_torch::activation::{Activation, bias_activation};
 use tch::Tensor;
 
 use crate::Result;
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 
 /// Formula of a GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::Result;
 use crate::batch::enumerate;
 use crate::nn::exact::{self, ExactNorm, LentPlace, NormStatistics};
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 use crate::statistics::{self, Momentum, Running};
 
 /// An input that a BatchNorm layer cannot normalise.

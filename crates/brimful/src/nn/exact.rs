@@ -20,7 +20,7 @@ use brimful_torch::batch_norm::{Addend, NormInput, batch_norm};
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 use crate::statistics::{Running, WholeBatch, WholeStatistics};
 
 thread_local! {

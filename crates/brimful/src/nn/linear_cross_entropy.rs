@@ -7,7 +7,7 @@ use thiserror::Error;
 use crate::bytes::Bytes;
 use crate::loss::Loss;
 use crate::memory::Memory;
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 use crate::{Result, device};
 
 /// Default memory of a chunk's logits: each chunk reads and writes the sum of the weight's gradient, which

@@ -8,7 +8,7 @@ use tch::nn::{self, Init, Module};
 use thiserror::Error;
 
 use crate::Result;
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 
 /// An input that does not fit a LayerNorm or RMSNorm layer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

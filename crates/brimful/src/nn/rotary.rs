@@ -4,7 +4,7 @@ use brimful_torch::rotary::rotary;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::nn::kernels::told;
+use crate::nn::kernels::reported;
 
 /// Angles for every position of a sequence. They are not variables and are not saved.
 ///

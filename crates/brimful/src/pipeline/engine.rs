@@ -14,7 +14,7 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{ActivationCache, End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
-use crate::pipeline::worker::{Idle, Tells, Worker, WorkerDone};
+use crate::pipeline::worker::{Idle, ReportOptions, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
@@ -129,7 +129,7 @@ impl Engine for Pipeline {
 }
 
 impl Attempt<Pipeline> for PipelineAttempt {
-    fn tell(&mut self, pipeline: &mut Pipeline, exchange: &Exchange) -> Result<Vec<PartReport>> {
+    fn report(&mut self, pipeline: &mut Pipeline, exchange: &Exchange) -> Result<Vec<PartReport>> {
         let others = exchange.team.replicas > 1;
         let mut reports = match self.reports.take() {
             Some(reports) => reports,
@@ -307,9 +307,9 @@ impl Pipeline {
     ) -> Result<PipelineAttempt, Failed> {
         let ends = closures.into_iter().map(End::Closure).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
-        let tells = self.tells(plan.mode.is_last(), exchange);
-        let idle = Idle { trains: plan.mode.trains(), unit: plan.unit, tells };
-        let attempt = move |worker: &mut Worker, job| worker.attempt(job, tells);
+        let report_options = self.report_options(plan.mode.is_last(), exchange);
+        let idle = Idle { trains: plan.mode.trains(), unit: plan.unit, report_options };
+        let attempt = move |worker: &mut Worker, job| worker.attempt(job, report_options);
         Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
@@ -322,8 +322,8 @@ impl Pipeline {
     ) -> Result<Vec<WorkerDone>, Failed> {
         let ends = plan.portions.iter().map(|_| End::Gather).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
-        let tells = Tells { at_once: false, others: false };
-        let idle = Idle { trains: true, unit: plan.unit, tells };
+        let report_options = ReportOptions { at_once: false, others: false };
+        let idle = Idle { trains: true, unit: plan.unit, report_options };
         self.run_all(jobs, idle, exchange, Worker::attempt_forward)
     }
 
@@ -344,16 +344,17 @@ impl Pipeline {
                 jobs.push((!portion.ranges.is_empty()).then_some(rows));
             }
         }
-        let tells = self.tells(true, exchange);
-        let idle = Idle { trains: true, unit: plan.unit, tells };
-        let attempt = move |worker: &mut Worker, rows| worker.attempt_backward(rows, tells);
+        let report_options = self.report_options(true, exchange);
+        let idle = Idle { trains: true, unit: plan.unit, report_options };
+        let attempt =
+            move |worker: &mut Worker, rows| worker.attempt_backward(rows, report_options);
         Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Returns whether workers report at once: replicas of this process pool their statistics first.
-    fn tells(&self, last: bool, exchange: &Exchange) -> Tells {
+    fn report_options(&self, last: bool, exchange: &Exchange) -> ReportOptions {
         let at_once = last && self.ranks.replicas_here == 1;
-        Tells { at_once, others: exchange.team.replicas > 1 }
+        ReportOptions { at_once, others: exchange.team.replicas > 1 }
     }
 
     /// Runs each worker's job; workers without one take part as idle. If one fails, all undo.

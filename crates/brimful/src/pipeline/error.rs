@@ -369,9 +369,10 @@ fn remade(action: Action) -> Action {
 const LISTED: usize = 8;
 
 fn listed(differences: &[String]) -> String {
-    let told = differences.iter().take(LISTED).map(String::as_str).collect::<Vec<_>>().join("; ");
+    let reported =
+        differences.iter().take(LISTED).map(String::as_str).collect::<Vec<_>>().join("; ");
     match differences.len().saturating_sub(LISTED) {
-        0 => told,
+        0 => reported,
         more => format!("{told}; and {more} more"),
     }
 }
@@ -385,15 +386,18 @@ mod tests {
     fn a_step_that_cannot_be_taken_back_is_not_out_of_memory_and_says_nothing_else() {
         let out = Error::Torch("out of memory in arena 'host': asked for 4 bytes".into());
         assert!(oom::recognise(&out.to_string()).is_some());
-        let told = PipelineError::partly_updated(2, &out).to_string();
-        assert!(told.contains("asked for 4 bytes") && oom::recognise(&told).is_none(), "{told}");
+        let reported = PipelineError::partly_updated(2, &out).to_string();
+        assert!(
+            reported.contains("asked for 4 bytes") && oom::recognise(&reported).is_none(),
+            "{told}"
+        );
         for undone in [
             LossError::NonFinite { term: 0, micro_batch: 1, value: f64::NAN, weight: 1.0 }.into(),
             Error::from(StepError::NonFiniteGradient { micro_batch: 1 }),
         ] {
             assert!(undone.to_string().contains(NOTHING_CHANGED), "{undone}");
-            let told = PipelineError::partly_updated(2, &undone).to_string();
-            assert!(!told.contains("nothing was changed"), "{told}");
+            let reported = PipelineError::partly_updated(2, &undone).to_string();
+            assert!(!reported.contains("nothing was changed"), "{told}");
         }
     }
 }

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn transfers_is_told_each_way_with_its_times() {
+    fn transfers_is_reported_each_way_with_its_times() {
         let (timeline, step) = on_host();
         assert_eq!(timeline.check(), Ok(()));
         for (lane, is_inward) in
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_waited_for_is_told_and_broken_columns_are_found() {
+    fn what_was_waited_for_is_reported_and_broken_columns_are_found() {
         let (timeline, step) = on_host();
         let awaited = &timeline.lanes[0].awaited;
         let letters = step.host_links()[0].waits.iter().map(|wait| wait.awaited.letter());

@@ -10,7 +10,7 @@ use crate::Result;
 /// One or several mini-batches that an engine of this kind has run and not committed.
 pub(crate) trait Attempt<E>: Sized {
     /// Reports what is needed to commit each of this rank's parts together with the others'.
-    fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
+    fn report(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
 
     /// Computes all that a commit needs.
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()>;

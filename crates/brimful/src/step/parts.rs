@@ -62,10 +62,10 @@ fn enter_host_arena(engine: &impl PartsEngine) -> Option<ArenaGuard> {
 }
 
 impl<E: PartsEngine> Attempt<E> for Parts {
-    fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
+    fn report(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
         let _inside = enter_host_arena(engine);
         let policy = engine.state().non_finite;
-        Ok(vec![self.attempt.tell(policy, exchange.team.replicas > 1)?])
+        Ok(vec![self.attempt.report(policy, exchange.team.replicas > 1)?])
     }
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {

@@ -175,7 +175,7 @@ impl StoreAttempt {
     }
 
     /// Reports what is needed to commit it together with others; with `others`, also what their sums need.
-    pub(crate) fn tell(&mut self, policy: NonFinitePolicy, others: bool) -> Result<PartReport> {
+    pub(crate) fn report(&mut self, policy: NonFinitePolicy, others: bool) -> Result<PartReport> {
         check_dense(&self.parameters, &self.variables)?;
         if !others {
             // Queued before the loss is read, which waits for the device: so the device has work meanwhile.

@@ -87,8 +87,8 @@ impl Exchange {
     /// Votes success or failure of this attempt, without a report. It takes the place of the vote in which
     /// other ranks would report losses or failures.
     pub(crate) fn report(&self, done: Result<()>, start: Instant) -> Result<()> {
-        let told = done.map(|()| Vec::<PartReport>::new());
-        self.vote(LOSS, told, start.elapsed()).map(drop)
+        let reported = done.map(|()| Vec::<PartReport>::new());
+        self.vote(LOSS, reported, start.elapsed()).map(drop)
     }
 
     /// Votes failure of this attempt, and returns the earliest error of all ranks.
@@ -154,35 +154,35 @@ pub(crate) struct SeenPart {
 
 impl Whole {
     /// Combines the reports of all ranks; every replica has the same parts.
-    fn of(told: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
-        let told: Vec<PartReport> = told.into_iter().flatten().collect();
+    fn of(reported: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
+        let reported: Vec<PartReport> = reported.into_iter().flatten().collect();
         // Ranks are ordered by replica, so the reports are too: part p of every replica is at p, p + parts, …
-        let parts = told.len() / replicas.max(1);
+        let parts = reported.len() / replicas.max(1);
         let mut whole = Self { parts: vec![SeenPart::default(); parts], ..Self::default() };
         if replicas > 1 {
-            let trained: Vec<_> = told.iter().map(|part| &part.trained).collect();
+            let trained: Vec<_> = reported.iter().map(|part| &part.trained).collect();
             Trained::check_replicas(&trained, parts)?;
         }
         let mut counted = Counted::default();
         // Every rank adds the same reports in the same order. So all compute the same factors to the last bit,
         // and copies of the model do not drift apart.
-        for (at, told) in told.into_iter().enumerate() {
-            whole.samples += told.samples as f64;
-            counted.add(told.counted)?;
+        for (at, reported) in reported.into_iter().enumerate() {
+            whole.samples += reported.samples as f64;
+            counted.add(reported.counted)?;
             // A replica without a sample has run no loss and has no groups.
             if whole.groups.is_empty() {
-                whole.groups = told.groups;
+                whole.groups = reported.groups;
             }
             let part = &mut whole.parts[at % parts];
             let is_new = |name: &String| part.at_once.iter().all(|(_, all)| !all.contains(name));
-            let new: Vec<String> = told.at_once.into_iter().filter(is_new).collect();
+            let new: Vec<String> = reported.at_once.into_iter().filter(is_new).collect();
             if !new.is_empty() {
                 part.at_once.push((at / parts, new));
             }
-            part.add(told.present, told.layers);
-            whole.peaks.push(told.peak);
-            whole.spans.push(told.spans);
-            whole.host_links.push(told.host_link);
+            part.add(reported.present, reported.layers);
+            whole.peaks.push(reported.peak);
+            whole.spans.push(reported.spans);
+            whole.host_links.push(reported.host_link);
         }
         whole.totals = counted.totals()?;
         Ok(whole)
@@ -236,9 +236,9 @@ fn agree<E: Engine>(
 ) -> Result<Arc<Whole>> {
     // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
     // `?`.
-    let told = caught(|| attempt.tell(engine, exchange));
-    let told = exchange.vote(LOSS, told, start.elapsed())?;
-    let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
+    let reported = caught(|| attempt.report(engine, exchange));
+    let reported = exchange.vote(LOSS, reported, start.elapsed())?;
+    let whole = Arc::new(Whole::of(reported, exchange.team.replicas)?);
     // Preparing needs memory and may fail on some ranks only, so a second vote follows.
     let prepared = caught(|| attempt.prepare(engine, &whole, exchange));
     exchange.vote("the gradients", prepared, start.elapsed())?;

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 
 /// Failure of a rank as reported to the others.
 #[derive(Debug, Serialize, Deserialize)]
-struct ToldFailure {
+struct ReportedFailure {
     /// Time since the collective began.
     at: Duration,
     message: String,
@@ -67,18 +67,18 @@ impl World {
         if self.size() == 1 {
             return Ok(vec![result?]);
         }
-        let told = result.as_ref().map_err(|error| ToldFailure {
+        let reported = result.as_ref().map_err(|error| ReportedFailure {
             at,
             message: error.to_string(),
             cause: told_cause(error),
         });
         // Sent even where this rank has failed: a rank that does not answer makes all others wait.
-        let own = encode(&told)?;
+        let own = encode(&reported)?;
         let all = self.share_bytes(what, own)?;
         let mut results = Vec::with_capacity(all.len());
-        let mut first: Option<(usize, ToldFailure)> = None;
+        let mut first: Option<(usize, ReportedFailure)> = None;
         for (rank, bytes) in all.iter().enumerate() {
-            match decode::<std::result::Result<T, ToldFailure>>(bytes)? {
+            match decode::<std::result::Result<T, ReportedFailure>>(bytes)? {
                 Ok(result) => results.push(result),
                 Err(failure) if first.as_ref().is_none_or(|(_, first)| failure.at < first.at) => {
                     first = Some((rank, failure));
@@ -94,8 +94,8 @@ impl World {
         }
     }
 
-    fn failed(&self, rank: usize, failure: ToldFailure) -> Error {
-        let ToldFailure { message, cause, .. } = failure;
+    fn failed(&self, rank: usize, failure: ReportedFailure) -> Error {
+        let ReportedFailure { message, cause, .. } = failure;
         let cause = cause.map(Box::new);
         WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
     }

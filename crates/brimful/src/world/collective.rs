@@ -81,10 +81,11 @@ impl World {
         let names = self.settle("gather", names, Duration::ZERO)?;
         let collective = self.collective()?;
         let gathered = named.and_then(|named| self.gather_in(&collective, named, names));
-        let told = gathered.as_ref().map(drop).map_err(Error::clone);
+        let reported = gathered.as_ref().map(drop).map_err(Error::clone);
         // An error that another rank's failure causes here counts as later than that failure.
-        let at = if matches!(told, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
-        self.vote("gathered", told, at)?;
+        let at =
+            if matches!(reported, Err(Error::World(_))) { Duration::MAX } else { Duration::ZERO };
+        self.vote("gathered", reported, at)?;
         gathered
     }
 

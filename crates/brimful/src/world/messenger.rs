@@ -194,14 +194,14 @@ impl Messenger {
 
     /// Sends a small message to all other ranks, including those that have ended and wait for the rest.
     pub(super) fn tell_all(&mut self, message: &Message) {
-        let told = message::encode(message).and_then(|bytes| {
+        let reported = message::encode(message).and_then(|bytes| {
             for to in (0..self.size).filter(|to| *to != self.rank) {
                 let ticket = self.wire.tell(to, bytes.clone())?;
                 self.forgotten.push(ticket);
             }
             Ok(())
         });
-        if let Err(error) = told {
+        if let Err(error) = reported {
             self.broken.get_or_insert(error);
         }
     }

@@ -208,18 +208,18 @@ mod tests {
     #[test]
     fn the_wire_is_ended_by_the_thread_that_has_started_it() {
         let (mut wires, observer) = test_wire::wires(1, 64);
-        let (wire, (tell, told)) = (wires.pop().expect("one"), mpsc::channel());
+        let (wire, (tell, reported)) = (wires.pop().expect("one"), mpsc::channel());
         let start = move || {
             tell.send(thread::current().id()).expect("heard");
             Ok(wire)
         };
         let world = World::over(start).expect("a world");
         thread::spawn(move || drop(world)).join().expect("dropped elsewhere");
-        assert_eq!(observer.ended_by(), told.recv().ok());
+        assert_eq!(observer.ended_by(), reported.recv().ok());
     }
 
     #[test]
-    fn a_wire_that_does_not_start_is_told() {
+    fn a_wire_that_does_not_start_is_reported() {
         let not_started = || WorldError::NotStarted { reason: "no wire".into() };
         let error = World::over(move || Err(not_started())).expect_err("no wire");
         assert_eq!(error, not_started().into());

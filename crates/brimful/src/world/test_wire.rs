@@ -16,7 +16,7 @@ type Key = (usize, usize, u64);
 /// Messages between the ranks.
 #[derive(Debug, Default)]
 struct Air {
-    told: HashMap<(usize, usize), Vec<Vec<u8>>>,
+    reported: HashMap<(usize, usize), Vec<Vec<u8>>>,
     heard: HashMap<(usize, usize), usize>,
     sent: HashMap<Key, Vec<Tensor>>,
     asked: HashMap<Key, usize>,
@@ -72,7 +72,7 @@ impl Wire for TestWire {
 
     fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError> {
         let mut air = self.air.lock().expect("not poisoned");
-        air.told.entry((self.rank, to)).or_default().push(bytes);
+        air.reported.entry((self.rank, to)).or_default().push(bytes);
         Ok(0)
     }
 
@@ -81,7 +81,9 @@ impl Wire for TestWire {
         for from in 0..self.size {
             let way = (from, self.rank);
             let heard = air.heard.get(&way).copied().unwrap_or_default();
-            if let Some(bytes) = air.told.get(&way).and_then(|told| told.get(heard)).cloned() {
+            if let Some(bytes) =
+                air.reported.get(&way).and_then(|reported| reported.get(heard)).cloned()
+            {
                 air.heard.insert(way, heard + 1);
                 return Ok(Some((from, bytes)));
             }

@@ -141,7 +141,7 @@ pub fn engine() -> impl Strategy<Value = Engine> {
 }
 
 /// Result of a call.
-pub struct Told {
+pub struct Reported {
     /// NaN if there is none.
     pub loss: f64,
     pub outputs: Tensor,
@@ -150,7 +150,7 @@ pub struct Told {
     pub seed: Option<u64>,
 }
 
-impl Told {
+impl Reported {
     fn of<O>(step: &StepReport<O>, outputs: &Tensor) -> Self {
         let StepReport { loss, seed, .. } = *step;
         let (sizes, shares) = (step.sizes.clone(), step.shares.clone());
@@ -177,11 +177,11 @@ pub trait Subject {
     /// Returns whether layers, rather than parts, have seeds.
     fn draws_by_layer(&self) -> bool;
     fn arenas(&self) -> &[Arena];
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told>;
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported>;
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor>;
-    fn commit(&mut self) -> Result<Told>;
-    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told>;
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told>;
+    fn commit(&mut self) -> Result<Reported>;
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Reported>;
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported>;
     fn map(&mut self, batch: &Samples) -> Result<Tensor>;
     fn set_size(&mut self, cut: Cut) -> Result<()>;
     fn update(&mut self) -> Result<()>;
@@ -342,14 +342,14 @@ impl Subject for OneDevice {
         &self.arenas
     }
 
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let batch = self.own(batch);
         let Self { micro, model, .. } = self;
         let step = micro.backward(&batch, |(x, y): Pair| {
             let out = model.forward_t(&x, true);
             (loss(&out, &y), out)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
@@ -364,26 +364,26 @@ impl Subject for OneDevice {
         })
     }
 
-    fn commit(&mut self) -> Result<Told> {
+    fn commit(&mut self) -> Result<Reported> {
         let step = self.micro.commit()?;
-        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+        Ok(Reported::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
     }
 
-    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Reported> {
         let Self { micro, model, .. } = self;
         let forward = |x: Tensor| model.forward_t(&x, true);
         let step = micro.backward_whole(&batch.x, forward, |out: &Tensor| loss(out))?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let batch = self.own(batch);
         let Self { micro, model, .. } = self;
         let step = micro.evaluate(&batch, |(x, y): Pair| {
             let out = model.forward_t(&x, false);
             (loss(&out, &y), out)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn map(&mut self, batch: &Samples) -> Result<Tensor> {
@@ -490,13 +490,13 @@ impl Subject for Replicated {
         &self.arenas
     }
 
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let loss = Arc::clone(loss);
         let step = self.replicas.backward(&pair(batch), move |model, (x, y): Pair| {
             let out = model.forward_t(&x, true);
             (loss(&out, &y), out)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
@@ -507,26 +507,26 @@ impl Subject for Replicated {
         })
     }
 
-    fn commit(&mut self) -> Result<Told> {
+    fn commit(&mut self) -> Result<Reported> {
         let step = self.replicas.commit()?;
-        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+        Ok(Reported::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
     }
 
-    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Reported> {
         let loss = Arc::clone(loss);
         let forward = |model: &BuiltModel, x: Tensor| model.forward_t(&x, true);
         let step =
             self.replicas.backward_whole(&batch.x, forward, move |_, out: &Tensor| loss(out))?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let loss = Arc::clone(loss);
         let step = self.replicas.evaluate(&pair(batch), move |model, (x, y): Pair| {
             let out = model.forward_t(&x, false);
             (loss(&out, &y), out)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn map(&mut self, batch: &Samples) -> Result<Tensor> {
@@ -737,13 +737,13 @@ impl Subject for Piped {
         &self.arenas
     }
 
-    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let (loss, (x, y)) = (Arc::clone(loss), self.own(batch));
         let step = self.pipe.backward(&x, &y, move |out: Tensor, y: &Target| {
             let given = out.detach();
             (loss(&out, y), given)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Tensor> {
@@ -754,24 +754,24 @@ impl Subject for Piped {
         })
     }
 
-    fn commit(&mut self) -> Result<Told> {
+    fn commit(&mut self) -> Result<Reported> {
         let step = self.pipe.commit()?;
-        Ok(Told::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
+        Ok(Reported::of(&step, &Tensor::zeros([0], (Kind::Double, Device::Cpu))))
     }
 
-    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Told> {
+    fn whole(&mut self, batch: &Samples, loss: &WholeFn) -> Result<Reported> {
         let (x, _) = self.own(batch);
         let step = self.pipe.backward_whole(&x, |out| loss(out))?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
-    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Told> {
+    fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported> {
         let (loss, (x, y)) = (Arc::clone(loss), self.own(batch));
         let step = self.pipe.evaluate(&x, &y, move |out: Tensor, y: &Target| {
             let given = out.detach();
             (loss(&out, y), given)
         })?;
-        Ok(Told::of(&step, &step.outputs))
+        Ok(Reported::of(&step, &step.outputs))
     }
 
     fn map(&mut self, batch: &Samples) -> Result<Tensor> {

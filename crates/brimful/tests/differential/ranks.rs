@@ -8,7 +8,7 @@ use brimful::World;
 use proptest::strategy::ValueTree;
 
 use crate::script::Counts;
-use crate::support::ranks::{Launcher, as_rank_or, text, told};
+use crate::support::ranks::{Launcher, as_rank_or, reported, text};
 use crate::{Turn, code, failure, number, quietly, shrunk, tree};
 
 /// A rank that waits longer than this hangs.
@@ -21,8 +21,8 @@ const SENTENCE: &str = "differential: seed ";
 #[allow(clippy::print_stderr, reason = "what a rank fails with is read from there")]
 fn run_as_rank(world: &World) {
     world.set_timeout(HEARTBEAT_TIMEOUT).expect("a world");
-    let told = told();
-    let mut words = told.split(' ').map(|word| word.parse::<u64>().expect("a number"));
+    let reported = reported();
+    let mut words = reported.split(' ').map(|word| word.parse::<u64>().expect("a number"));
     let (first, count) = (words.next().expect("a seed"), words.next().expect("a count"));
     let way: Vec<u64> = words.collect();
     let mut counts = Counts::default();

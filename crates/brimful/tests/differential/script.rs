@@ -12,7 +12,7 @@ use brimful_torch::random::{GeneratorState, generator_state, set_generator_state
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
-use crate::engines::{Cut, Engine, LossFn, Setup, Subject, Told, WholeFn, cut, engine};
+use crate::engines::{Cut, Engine, LossFn, Reported, Setup, Subject, WholeFn, cut, engine};
 use crate::model::{
     Block, Model, Over, Policy, Samples, Shape, Target, Terms, Values, is_statistic, model,
     set_fuse, terms, whole_loss,
@@ -501,38 +501,42 @@ impl Duel<'_> {
         match *op {
             Op::Backward { samples } => {
                 let (batch, loss) = (self.next_batch(samples), self.loss(nan));
-                let told = ended(|| self.subject.backward(&batch, &loss));
-                self.then(told, |this, told| this.check_backward(&batch, &told, generators, what))
+                let reported = ended(|| self.subject.backward(&batch, &loss));
+                self.then(reported, |this, reported| {
+                    this.check_backward(&batch, &reported, generators, what)
+                })
             }
             Op::Accumulate { samples } => {
                 let (batch, loss) = (self.next_batch(samples), self.loss(nan));
-                let told = ended(|| self.subject.accumulate(&batch, &loss));
-                self.then(told, |this, out| this.check_accumulate(&batch, &out, generators, what))
+                let reported = ended(|| self.subject.accumulate(&batch, &loss));
+                self.then(reported, |this, out| {
+                    this.check_accumulate(&batch, &out, generators, what)
+                })
             }
             Op::Commit => {
-                let told = ended(|| self.subject.commit());
-                self.then(told, |this, told| {
+                let reported = ended(|| self.subject.commit());
+                self.then(reported, |this, reported| {
                     let runs = std::mem::take(&mut this.window);
                     this.before_window = None;
                     let loss = this.plain.commit(runs, &this.case.terms);
-                    this.near(what, "the loss", told.loss, loss);
+                    this.near(what, "the loss", reported.loss, loss);
                 })
             }
             Op::Whole { samples, leaf } => self.whole(samples, leaf, generators, what),
             Op::Evaluate { samples } => {
                 let (batch, loss) = (self.next_batch(samples), self.loss(nan));
-                let told = ended(|| self.subject.evaluate(&batch, &loss));
-                self.then(told, |this, told| {
+                let reported = ended(|| self.subject.evaluate(&batch, &loss));
+                self.then(reported, |this, reported| {
                     let (loss, outputs) = this.plain.evaluate(&batch, &this.case.terms);
                     generators.restore();
-                    this.near(what, "the loss", told.loss, loss);
-                    this.same_outputs(what, &told.outputs, &outputs, samples);
+                    this.near(what, "the loss", reported.loss, loss);
+                    this.same_outputs(what, &reported.outputs, &outputs, samples);
                 })
             }
             Op::Map { samples } => {
                 let batch = self.next_batch(samples);
-                let told = ended(|| self.subject.map(&batch));
-                self.then(told, |this, found| {
+                let reported = ended(|| self.subject.map(&batch));
+                self.then(reported, |this, found| {
                     let (_, outputs) = this.plain.evaluate(&batch, &this.case.terms);
                     generators.restore();
                     this.same_outputs(what, &found, &outputs, samples);
@@ -606,11 +610,17 @@ impl Duel<'_> {
         }
     }
 
-    fn check_backward(&mut self, batch: &Samples, told: &Told, from: &Generators, what: &str) {
+    fn check_backward(
+        &mut self,
+        batch: &Samples,
+        reported: &Reported,
+        from: &Generators,
+        what: &str,
+    ) {
         let after = Generators::peek();
         let now = Generators::now();
         from.restore();
-        let pieces = self.pieces(batch.len(), Some(told), what);
+        let pieces = self.pieces(batch.len(), Some(reported), what);
         let drawn = self.drawn(what);
         let run = self.plain.run_batch(batch, &pieces, &self.case.terms);
         self.same_draws(what, &after, drawn);
@@ -622,8 +632,8 @@ impl Duel<'_> {
             // A parameter without elements has nothing to offload, and keeps its gradient.
             self.plain.gradients.retain(|_, gradient| gradient.numel() == 0);
         }
-        self.near(what, "the loss", told.loss, loss);
-        self.same_outputs(what, &told.outputs, &outputs, batch.len());
+        self.near(what, "the loss", reported.loss, loss);
+        self.same_outputs(what, &reported.outputs, &outputs, batch.len());
     }
 
     fn check_accumulate(&mut self, batch: &Samples, found: &Tensor, from: &Generators, what: &str) {
@@ -653,18 +663,19 @@ impl Duel<'_> {
             let own = own.lock().unwrap_or_else(PoisonError::into_inner);
             whole_loss(out, own.as_ref())
         });
-        let told = ended(|| self.subject.whole(&batch, &loss));
+        let reported = ended(|| self.subject.whole(&batch, &loss));
         let refuses = leaf && !self.subject.sums_other_leaves();
-        if let Some(temperature) = temperature.as_ref().filter(|_| !matches!(told, Ended::Well(_)))
+        if let Some(temperature) =
+            temperature.as_ref().filter(|_| !matches!(reported, Ended::Well(_)))
         {
             assert!(!temperature.grad().defined(), "{what}: a failed step left a leaf's gradient");
         }
-        self.then(told, |this, told| {
+        self.then(reported, |this, reported| {
             assert!(!refuses, "{what}: a leaf that is no parameter was not refused");
             let after = Generators::peek();
             let now = Generators::now();
             from.restore();
-            let pieces = this.pieces(samples, Some(&told), what);
+            let pieces = this.pieces(samples, Some(&reported), what);
             let drawn = this.drawn(what);
             let wide = temperature
                 .as_ref()
@@ -672,8 +683,8 @@ impl Duel<'_> {
             let (loss, outputs) = this.plain.whole(&batch, &pieces, wide.as_ref());
             this.same_draws(what, &after, drawn);
             now.restore();
-            this.near(what, "the loss", told.loss, loss);
-            this.same_outputs(what, &told.outputs, &outputs, samples);
+            this.near(what, "the loss", reported.loss, loss);
+            this.same_outputs(what, &reported.outputs, &outputs, samples);
         })
     }
 
@@ -730,19 +741,19 @@ impl Duel<'_> {
 
     /// Returns how the engine has cut a mini-batch, and its random numbers. The default generator is in the state
     /// in which the engine found it.
-    fn pieces(&self, samples: usize, told: Option<&Told>, what: &str) -> Vec<Piece> {
+    fn pieces(&self, samples: usize, reported: Option<&Reported>, what: &str) -> Vec<Piece> {
         let seed = self.subject.is_seeded().then(|| {
             let before = Generators::now();
             let seed = drawn_seed();
             before.restore();
             seed
         });
-        if let Some(told) = told {
-            assert_eq!(told.seed, seed, "{what}: the step's seed");
+        if let Some(reported) = reported {
+            assert_eq!(reported.seed, seed, "{what}: the step's seed");
         }
         let mut pieces = Vec::new();
         for (part, rows) in dealt(samples, self.subject.parts()).into_iter().enumerate() {
-            let ranges = self.cut_part(part, &rows, told);
+            let ranges = self.cut_part(part, &rows, reported);
             for (number, range) in ranges.into_iter().enumerate() {
                 let draw = match seed {
                     None => Draw::Loop,
@@ -757,15 +768,20 @@ impl Duel<'_> {
         pieces
     }
 
-    fn cut_part(&self, part: usize, rows: &Range<usize>, told: Option<&Told>) -> Vec<Range<usize>> {
-        let lengths: Vec<usize> = match (self.cut.size(), told) {
+    fn cut_part(
+        &self,
+        part: usize,
+        rows: &Range<usize>,
+        reported: Option<&Reported>,
+    ) -> Vec<Range<usize>> {
+        let lengths: Vec<usize> = match (self.cut.size(), reported) {
             _ if rows.is_empty() => Vec::new(),
             (Size::Fixed(size), _) => lengths(split::by_size(rows.len(), size)),
             (Size::Count(count), _) => lengths(split::by_count(rows.len(), count)),
-            (_, Some(told)) => {
+            (_, Some(reported)) => {
                 let mut start = 0;
-                let mut skip: usize = told.shares[..part].iter().sum();
-                let all = told.sizes.iter().filter(|size| {
+                let mut skip: usize = reported.shares[..part].iter().sum();
+                let all = reported.sizes.iter().filter(|size| {
                     let own = skip == 0 && start < rows.len();
                     if skip > 0 {
                         skip -= **size;

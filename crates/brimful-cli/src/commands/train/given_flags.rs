@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_given_is_told_and_what_was_not_is_not() {
+    fn what_was_given_is_reported_and_what_was_not_is_not() {
         let words = "train --epochs 3 -m 4 --json --save a --seed 7 --learning-rate=-0";
         let Training { options } = clap::Parser::parse_from(words.split(' '));
         let mut told = Metadata::from([("seed".into(), "7".into())]);

@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_is_what_is_read() {
+    fn what_is_reported_is_what_is_read() {
         let mut tests = TestsSoFar::default();
         assert_eq!(TestsSoFar::read(&tests.told()), tests);
         tests.add(0.1 + 0.2, 40);

@@ -83,7 +83,7 @@ impl MicroGraphs {
         let orphans = self.entries.iter().filter(is_orphan);
         for (closure, trust) in orphans.map(|e| (e.shape.closure, e.trust)).collect::<Vec<_>>() {
             if !self.give_up(closure, trust) {
-                self.tell(
+                self.report(
                     "a tensor that the closure used when it was captured is gone: hand over tensors \
                      that are replaced from step to step with the batch (`Shared`)"
                         .into(),

@@ -157,7 +157,7 @@ impl MicroGraphs {
         };
         if let (true, Err(cause)) = (wanted, available) {
             self.wanted = false;
-            self.tell(cause);
+            self.report(cause);
         }
     }
 
@@ -289,7 +289,7 @@ impl MicroGraphs {
     /// Returns whether the closure's type identifies its work; if not, warns.
     fn knows(&mut self, closure: Closure) -> bool {
         if !closure.is_distinct() {
-            self.tell(
+            self.report(
                 "the closure is a pointer to a function or a trait object (`fn`, `dyn`), and one type \
                  of these stands for many closures: hand over the closure itself"
                     .into(),
@@ -353,12 +353,12 @@ impl MicroGraphs {
     }
 
     fn refuse(&mut self, cause: String) -> ShapeState {
-        self.tell(cause);
+        self.report(cause);
         ShapeState::Eager
     }
 
     /// Logs once why micro-batches run eagerly.
-    fn tell(&mut self, cause: String) {
+    fn report(&mut self, cause: String) {
         if self.cause.is_none() {
             tracing::warn!(%cause, "micro-batches run eagerly, without CUDA graphs");
             self.cause = Some(cause);

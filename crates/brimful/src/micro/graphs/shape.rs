@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn closures_and_functions_are_told_apart_by_their_types() {
+    fn closures_and_functions_are_reported_apart_by_their_types() {
         let factor = 3.0;
         let all = [
             Closure::of(&one),

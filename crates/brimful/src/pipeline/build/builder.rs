@@ -415,8 +415,8 @@ fn spawn(
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
         let own = devices.iter().zip(device_locks(devices)).enumerate();
         let spawned = Workers::spawn(devices, own.map(blueprint).map(build).collect());
-        let told = spawned.as_ref().map(drop).map_err(Clone::clone);
-        ranks.world().vote("building the layers", told, Duration::ZERO)?;
+        let reported = spawned.as_ref().map(drop).map_err(Clone::clone);
+        ranks.world().vote("building the layers", reported, Duration::ZERO)?;
         spawned
     })
 }

@@ -35,11 +35,11 @@ impl<'a> Roster<'a> {
         replicas_here: usize,
         brought: Result<(Vec<DeviceSpec>, String)>,
     ) -> Result<(Vec<DeviceSpec>, Self)> {
-        let told = request.as_ref().map(|(devices, common)| RosterHello {
+        let reported = request.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
         });
-        let all = world.vote("build", told.map_err(Clone::clone), Duration::ZERO)?;
+        let all = world.vote("build", reported.map_err(Clone::clone), Duration::ZERO)?;
         let common = all.iter().map(|brought| request.common.clone()).collect();
         WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
@@ -65,7 +65,8 @@ impl<'a> Roster<'a> {
         if self.world.size() == 1 {
             return question.resolve();
         }
-        let told = |resolved: ResolvedBalance| (resolved.balance.sizes().to_vec(), resolved.recipe);
+        let reported =
+            |resolved: ResolvedBalance| (resolved.balance.sizes().to_vec(), resolved.recipe);
         let here = match self.world.rank() {
             0 => question.resolve().map(|resolved| Some(told(resolved))),
             _ => Ok(None),

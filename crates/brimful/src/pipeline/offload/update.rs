@@ -248,8 +248,9 @@ fn work_off(
             Some(UpdateTask::InBackward(gradients)) => {
                 updated += 1;
                 // A caller must not take this for a failed step that can be retried.
-                let told = |error| PipelineError::partly_updated(updated, &error).into();
-                result = result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(told));
+                let reported = |error| PipelineError::partly_updated(updated, &error).into();
+                result =
+                    result.and_then(|()| caught(|| gradients.apply(optimizer)).map_err(reported));
             }
             Some(UpdateTask::LookAhead(gradients)) => ahead.push(gradients),
             None => match StageGradients::take_newest(&mut ahead) {

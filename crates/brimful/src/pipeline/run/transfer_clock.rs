@@ -131,9 +131,10 @@ mod tests {
             span(TransferKind::OffloadGradients, 2, 1.0, 3.0),
             span(TransferKind::Release, 3, 1.5, 1.5),
         ];
-        let told = one_at_a_time(queued);
-        let told: Vec<_> = told.iter().map(|s| (s.transfer.stage.0, s.start, s.end)).collect();
-        assert_eq!(told, [(1, 1.0, 2.0), (2, 1.0, 3.0), (3, 1.5, 1.5), (0, 2.0, 4.0)]);
+        let reported = one_at_a_time(queued);
+        let reported: Vec<_> =
+            reported.iter().map(|s| (s.transfer.stage.0, s.start, s.end)).collect();
+        assert_eq!(reported, [(1, 1.0, 2.0), (2, 1.0, 3.0), (3, 1.5, 1.5), (0, 2.0, 4.0)]);
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(crate) struct WorkerDone {
 
 /// Whether a worker reports its part as soon as it has run, and whether other replicas need the report.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Tells {
+pub(crate) struct ReportOptions {
     pub(crate) at_once: bool,
     pub(crate) others: bool,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Idle {
     pub(crate) trains: bool,
     /// Divisor of the other pipelines' gradients until the commit.
     pub(crate) unit: f64,
-    pub(crate) tells: Tells,
+    pub(crate) report_options: ReportOptions,
 }
 
 /// Running statistics outside the step's control, each with a copy of its earlier value.
@@ -52,7 +52,11 @@ type Unmanaged = Vec<(Tensor, Tensor)>;
 
 impl Worker {
     /// Runs a whole mini-batch, and keeps what commits or undoes it.
-    pub(crate) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn attempt(
+        &mut self,
+        job: Job,
+        report_options: ReportOptions,
+    ) -> Result<WorkerDone, WorkerFailure> {
         // On this thread, not the caller's: grad mode is a setting of each thread.
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
@@ -62,7 +66,7 @@ impl Worker {
         }
         let mode = run.job.mode;
         let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
-        self.conclude(run, undo, tells)
+        self.conclude(run, undo, report_options)
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
@@ -78,7 +82,7 @@ impl Worker {
     pub(crate) fn attempt_backward(
         &mut self,
         gradients: Vec<Tensors>,
-        tells: Tells,
+        report_options: ReportOptions,
     ) -> Result<WorkerDone, WorkerFailure> {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
@@ -88,12 +92,12 @@ impl Worker {
             self.go_on(run, |_| true)
         });
         let (run, undo) = or_undo(result, undo)?;
-        self.conclude(run, undo, tells)
+        self.conclude(run, undo, report_options)
     }
 
     /// Takes part in a step in which only other pipelines have micro-batches.
     pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
-        let Idle { trains, unit, tells } = idle;
+        let Idle { trains, unit, report_options } = idle;
         self.undo()?;
         // Workers with micro-batches wait for each stage's update when they fetch it.
         self.finish_update()?;
@@ -108,7 +112,7 @@ impl Worker {
         self.attempt =
             Some(StoreAttempt::new(parameters, variables, nothing, undo, unit, Vec::new()));
         (self.spans, self.host_link) = Default::default();
-        Ok(self.done(Vec::new(), tells)?)
+        Ok(self.done(Vec::new(), report_options)?)
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
@@ -256,7 +260,7 @@ impl Worker {
         &mut self,
         run: WorkerRun,
         undo: Undo,
-        tells: Tells,
+        report_options: ReportOptions,
     ) -> Result<WorkerDone, WorkerFailure> {
         if run.job.mode.trains() {
             let micro_batches = run.job.actions.micro_batches();
@@ -268,7 +272,7 @@ impl Worker {
         // Before the report: if that fails, `undo` finds here what to restore.
         attempt.undo = undo;
         self.attempt = Some(attempt);
-        oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
+        oom::catch(|| self.done(outputs, report_options)).map_err(|caught| {
             let undone = self.undo().err();
             undone.unwrap_or_else(|| into_error(caught)).into()
         })
@@ -305,7 +309,11 @@ impl Worker {
         ))
     }
 
-    fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
+    fn done(
+        &mut self,
+        outputs: Vec<Vec<Tensor>>,
+        report_options: ReportOptions,
+    ) -> Result<WorkerDone> {
         let usage = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;
         let peak = usage.map(|usage| usage.peak);
         // Maximum over the accumulation window.
@@ -315,7 +323,7 @@ impl Worker {
             _ => self.peak,
         };
         Ok(WorkerDone {
-            report: tells.at_once.then(|| self.tell(tells.others)).transpose()?,
+            report: report_options.at_once.then(|| self.tell(report_options.others)).transpose()?,
             outputs,
             needed,
             normalised: self.attempt.as_ref().is_some_and(StoreAttempt::normalises),

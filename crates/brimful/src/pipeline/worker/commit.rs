@@ -19,7 +19,7 @@ impl Worker {
         let Some(attempt) = &mut self.attempt else {
             return Err(StepError::NothingAccumulated.into());
         };
-        let mut report = attempt.tell(self.site.non_finite, others)?;
+        let mut report = attempt.report(self.site.non_finite, others)?;
         // Every stage ran the same samples: only the first worker counts them.
         if self.number != self.site.layout.first_worker() {
             report.samples = 0;

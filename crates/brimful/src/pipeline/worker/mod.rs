@@ -4,7 +4,7 @@ mod attempt;
 mod commit;
 mod variables;
 
-pub(crate) use attempt::{Idle, Tells, WorkerDone};
+pub(crate) use attempt::{Idle, ReportOptions, WorkerDone};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
