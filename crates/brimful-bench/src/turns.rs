@@ -21,7 +21,7 @@ impl TurnProgress {
     }
 
     /// Reports that a contestant's turn begins.
-    pub(crate) fn apply(
+    pub(crate) fn turn(
         &self,
         title: &str,
         contestant: &str,

@@ -247,7 +247,7 @@ fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header>
         .map_err(|reason| damaged(path, format!("its header cannot be understood: {reason}")))?;
     let reported = LENGTH_BYTES + header_length + header.data_len() as u64;
     if reported != length {
-        let reason = format!("it has {length} bytes, but its header report_options of {told}");
+        let reason = format!("it has {length} bytes, but its header describes {reported}");
         return Err(damaged(path, reason));
     }
     Ok(header)

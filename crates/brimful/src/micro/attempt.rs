@@ -132,11 +132,11 @@ impl MicroBatcher {
             let outputs = joined(pass.outputs, cut.samples())?;
             Ok((pass.accumulator.finish()?, pass.tally, outputs))
         })?;
-        Ok((self.attempt(summed, tally, undo, role, cut), outputs))
+        Ok((self.attempt_of(summed, tally, undo, role, cut), outputs))
     }
 
     /// Wraps the sums of a mini-batch that has run in this role, with their parameters.
-    pub(super) fn attempt(
+    pub(super) fn attempt_of(
         &self,
         (parameters, sums): (Vec<Tensor>, Sums),
         tally: Tally,

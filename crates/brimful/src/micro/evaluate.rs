@@ -42,7 +42,7 @@ impl MicroBatcher {
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
         self.in_order(|this| {
-            let brought = StepRequest::new(Use::Evaluate, &arranged);
+            let request = StepRequest::new(Use::Evaluate, &arranged);
             step::run(this, request, |this, AttemptContext { cut, handshake, .. }| {
                 let role = handshake.role(0);
                 this.only_part(|this| this.attempt_evaluate(arranged.batch(), cut, role, &mut f))
@@ -99,6 +99,6 @@ impl MicroBatcher {
             )?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
-        Ok((self.attempt(Default::default(), tally, undo, role, cut), outputs))
+        Ok((self.attempt_of(Default::default(), tally, undo, role, cut), outputs))
     }
 }

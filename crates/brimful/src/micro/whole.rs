@@ -86,7 +86,7 @@ impl MicroBatcher {
                 // Detached: leaves would keep their gradients alive in the caller's hands.
                 Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
             })?;
-            Ok((this.attempt(summed, tally, undo, role, cut), outputs))
+            Ok((this.attempt_of(summed, tally, undo, role, cut), outputs))
         })
     }
 
@@ -137,7 +137,7 @@ impl MicroBatcher {
         })?;
         let seed = Some(seed);
         let role = BatchRole { unit: 1.0, first: true, begins: true, last: true, seed };
-        Ok((self.attempt(summed, tally, undo, role, &cut), gradients))
+        Ok((self.attempt_of(summed, tally, undo, role, &cut), gradients))
     }
 
     /// Reruns forward on these micro-batches, and backward from their outputs' gradients.
@@ -164,7 +164,7 @@ impl MicroBatcher {
             )?;
             accumulator.finish()
         })?;
-        Ok(self.attempt(summed, Tally::default(), undo, role, cut))
+        Ok(self.attempt_of(summed, Tally::default(), undo, role, cut))
     }
 }
 

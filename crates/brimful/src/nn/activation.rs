@@ -27,7 +27,7 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor>
         Gelu::Exact => Activation::GeluExact,
         Gelu::Tanh => Activation::GeluTanh,
     };
-    told(bias_activation(x, bias, activation))
+    reported(bias_activation(x, bias, activation))
 }
 
 /// Computes `silu(gate) · up`, where the last dimension of `x + bias` has the gate first and `up` second. So
@@ -36,5 +36,5 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor>
 /// # Errors
 /// When the bias does not fit, or the last dimension is odd.
 pub fn bias_swiglu(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    told(bias_activation(x, bias, Activation::SwiGlu))
+    reported(bias_activation(x, bias, Activation::SwiGlu))
 }

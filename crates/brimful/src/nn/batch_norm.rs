@@ -174,7 +174,7 @@ impl BatchNorm {
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        told(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
+        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
     }
 
     /// Normalises `input` and applies a ReLU, fused where there are kernels for it.
@@ -183,7 +183,7 @@ impl BatchNorm {
     /// As [`f_forward_t`](Self::f_forward_t).
     pub fn f_forward_relu(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        told(batch_norm(&self.over(input, &movement), Addend::Nothing, true))
+        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, true))
     }
 
     /// Normalises `input`, adds `residual` and applies a ReLU, fused where there are kernels for it.
@@ -197,7 +197,7 @@ impl BatchNorm {
         train: bool,
     ) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        told(batch_norm(&self.over(input, &movement), Addend::Tensor(residual), true))
+        reported(batch_norm(&self.over(input, &movement), Addend::Tensor(residual), true))
     }
 
     /// Normalises `input`, normalises `other_input` by `other`, and applies a ReLU to the sum, fused where
@@ -215,7 +215,7 @@ impl BatchNorm {
         let movement = self.movement(input, train)?;
         let other_movement = other.movement(other_input, train)?;
         let addend = Addend::Normed(other.over(other_input, &other_movement));
-        told(batch_norm(&self.over(input, &movement), addend, true))
+        reported(batch_norm(&self.over(input, &movement), addend, true))
     }
 
     /// Normalises `input`, then applies a ReLU and a max pooling of 3×3, stride 2 and padding 1, fused where
@@ -226,7 +226,7 @@ impl BatchNorm {
     /// As [`f_forward_t`](Self::f_forward_t), and when the input is not a batch of images.
     pub fn f_forward_relu_pool(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        told(batch_norm_relu_pool(&self.over(input, &movement)))
+        reported(batch_norm_relu_pool(&self.over(input, &movement)))
     }
 
     /// As [`f_forward_relu`](Self::f_forward_relu).

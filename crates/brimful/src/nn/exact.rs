@@ -151,7 +151,7 @@ impl WholeBatchNorm {
             momentum: 0.0,
             eps: self.eps,
         };
-        told(batch_norm(&norm, gradient.map_or(Addend::Nothing, Addend::Tensor), false))
+        reported(batch_norm(&norm, gradient.map_or(Addend::Nothing, Addend::Tensor), false))
     }
 }
 
@@ -177,7 +177,7 @@ pub(super) struct LentPlace(Arc<Mutex<Option<NormStatistics>>>);
 
 impl LentPlace {
     fn set(&self, norm: Option<NormStatistics>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = statistics;
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = norm;
     }
 
     /// Returns the statistics, which stay for a second use of the layer.

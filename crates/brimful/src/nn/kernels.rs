@@ -11,7 +11,7 @@ pub use brimful_torch::kernels::{State, enabled, set_enabled, state};
 
 /// Converts a layer's result. Logs once for each cause why libtorch's operations ran where a kernel of ours
 /// could have.
-pub(super) fn told<T>(done: std::result::Result<T, TorchError>) -> Result<T> {
+pub(super) fn reported<T>(done: std::result::Result<T, TorchError>) -> Result<T> {
     for cause in brimful_torch::kernels::refusals() {
         tracing::warn!(cause, "libtorch's kernels run in the place of our own");
     }

@@ -147,7 +147,7 @@ pub fn linear_cross_entropy(
     let LinearCrossEntropyConfig { ignored, smoothing, class_weights, chunk } = config;
     let chunk_bytes = chunk.map_or_else(|| chunk_on(hidden.device()), Ok)?.0;
     let head = LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes };
-    let done = told(torch::linear_cross_entropy(hidden, targets, head))?;
+    let done = reported(torch::linear_cross_entropy(hidden, targets, head))?;
     Ok(Loss::ratio(done.sum, done.divisor))
 }
 

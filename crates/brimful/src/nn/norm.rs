@@ -76,7 +76,7 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
     /// When the last dimension differs from the layer's.
     pub fn f_forward(&self, x: &Tensor) -> Result<Tensor> {
         self.check(x, None)?;
-        told(norm(x, self.how()))
+        reported(norm(x, self.how()))
     }
 
     /// Normalises the rows of `x`, and returns a second use of `x` before the result. If later layers take `x`
@@ -87,7 +87,7 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
     /// When the last dimension differs from the layer's.
     pub fn f_forward_beside(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         self.check(x, None)?;
-        told(norm_beside(x, self.how()))
+        reported(norm_beside(x, self.how()))
     }
 
     /// As [`f_forward_beside`](Self::f_forward_beside), for forwards that cannot return errors.
@@ -106,7 +106,7 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
     /// When the last dimension differs from the layer's, or the two differ in shape.
     pub fn f_forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         self.check(x, Some(residual))?;
-        told(add_norm(x, residual, self.how()))
+        reported(add_norm(x, residual, self.how()))
     }
 
     /// As [`f_forward_add`](Self::f_forward_add), for forwards that cannot return errors.

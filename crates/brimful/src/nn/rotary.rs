@@ -66,6 +66,6 @@ impl Rotary {
         let first = first.clamp(0, self.context());
         let sequence = x.size().get(1).copied().unwrap_or_default().min(self.context() - first);
         let of_sequence = |table: &Tensor| table.narrow(0, first, sequence);
-        told(rotary(x, &of_sequence(&self.cos), &of_sequence(&self.sin)))
+        reported(rotary(x, &of_sequence(&self.cos), &of_sequence(&self.sin)))
     }
 }

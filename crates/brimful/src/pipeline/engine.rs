@@ -186,7 +186,7 @@ impl Attempt<Pipeline> for PipelineAttempt {
         pipeline.workers().all(|worker| worker.detach()).map(drop)
     }
 
-    fn after(self, pipeline: &mut Pipeline, earlier: Option<Self>) -> Result<Self> {
+    fn merge(self, pipeline: &mut Pipeline, earlier: Option<Self>) -> Result<Self> {
         pipeline.workers().all(|worker| worker.keep())?;
         let Some(mut all) = earlier else { return Ok(Self { waits: true, ..self }) };
         all.actions = self.actions;
@@ -310,7 +310,7 @@ impl Pipeline {
         let report_options = self.report_options(plan.mode.is_last(), exchange);
         let idle = Idle { trains: plan.mode.trains(), unit: plan.unit, report_options };
         let attempt = move |worker: &mut Worker, job| worker.attempt(job, report_options);
-        Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
+        Ok(attempt_of(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Runs all forwards; returns each worker's outputs, by micro-batch.
@@ -348,7 +348,7 @@ impl Pipeline {
         let idle = Idle { trains: true, unit: plan.unit, report_options };
         let attempt =
             move |worker: &mut Worker, rows| worker.attempt_backward(rows, report_options);
-        Ok(attempt(plan, self.run_all(jobs, idle, exchange, attempt)?))
+        Ok(attempt_of(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
     /// Returns whether workers report at once: replicas of this process pool their statistics first.
@@ -500,7 +500,7 @@ impl Pipeline {
     }
 }
 
-fn attempt(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
+fn attempt_of(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
     // A replica's workers follow on each other, and each replica has the same layers.
     let workers = (done.len() / plan.portions.len().max(1)).max(1);
     let norms = |replica: &[WorkerDone]| replica.iter().map(|done| done.unmanaged_norms).sum();

@@ -373,7 +373,7 @@ fn listed(differences: &[String]) -> String {
         differences.iter().take(LISTED).map(String::as_str).collect::<Vec<_>>().join("; ");
     match differences.len().saturating_sub(LISTED) {
         0 => reported,
-        more => format!("{told}; and {more} more"),
+        more => format!("{reported}; and {more} more"),
     }
 }
 
@@ -389,7 +389,7 @@ mod tests {
         let reported = PipelineError::partly_updated(2, &out).to_string();
         assert!(
             reported.contains("asked for 4 bytes") && oom::recognise(&reported).is_none(),
-            "{told}"
+            "{reported}"
         );
         for undone in [
             LossError::NonFinite { term: 0, micro_batch: 1, value: f64::NAN, weight: 1.0 }.into(),
@@ -397,7 +397,7 @@ mod tests {
         ] {
             assert!(undone.to_string().contains(NOTHING_CHANGED), "{undone}");
             let reported = PipelineError::partly_updated(2, &undone).to_string();
-            assert!(!reported.contains("nothing was changed"), "{told}");
+            assert!(!reported.contains("nothing was changed"), "{reported}");
         }
     }
 }

@@ -146,7 +146,7 @@ pub(crate) struct Handshake {
 impl Handshake {
     /// Exchanges the messages of all ranks; all draw from the first rank's seed. Either all ranks send their
     /// trained parameters or none does.
-    pub(super) fn open(team: &Team, brought: StepRequest, own: Result<OwnPart>) -> Result<Self> {
+    pub(super) fn open(team: &Team, request: StepRequest, own: Result<OwnPart>) -> Result<Self> {
         let StepRequest { samples, kind, hash, .. } = request;
         if team.is_alone() {
             let OwnPart { seed, changed, rank, .. } = own?;

@@ -229,35 +229,35 @@ pub(crate) struct AttemptContext<'a> {
 /// Runs a step over one mini-batch until it fits into memory, and commits it, with all ranks.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
-    brought: StepRequest,
+    request: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let team = engine.state().team.clone();
-    let brought = match request.kind.is_training() {
+    let request = match request.kind.is_training() {
         true => request.provided(check_no_window(engine)),
         false => request,
     };
-    run_with(engine, &team, request, attempt)
+    run_with(engine, &team, request, run_attempt)
 }
 
 /// Runs a mini-batch without gradients and without other replicas; returns the outputs alone.
 pub(crate) fn map<E: Engine, O>(
     engine: &mut E,
-    brought: StepRequest,
+    request: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let team = engine.state().own_team(E::SPREADS_MODEL);
-    Ok(run_with(engine, &team, request, attempt)?.outputs)
+    Ok(run_with(engine, &team, request, run_attempt)?.outputs)
 }
 
 fn run_with<E: Engine, O>(
     engine: &mut E,
     team: &Team,
-    brought: StepRequest,
+    request: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let training = request.kind.is_training();
-    let (step, seed, log) = until_done(engine, team, request, attempt, finish)?;
+    let (step, seed, log) = until_done(engine, team, request, run_attempt, finish)?;
     if training {
         // The optimizer's state will be there before the next step.
         engine.state().reserved.clear();
@@ -268,16 +268,16 @@ fn run_with<E: Engine, O>(
 /// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
 pub(crate) fn accumulate<E: Engine, O>(
     engine: &mut E,
-    brought: StepRequest,
+    request: StepRequest,
     run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<O> {
     let is_first = engine.state().window.is_none();
     let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
     let noted = before.as_ref().map(drop).map_err(Error::clone);
-    let brought = request.provided(check_trained(engine).and(noted));
+    let request = request.provided(check_trained(engine).and(noted));
     // Replicas need not accumulate equally often: the commit compares and sums what they have.
     let team = engine.state().own_team(E::SPREADS_MODEL);
-    let (outputs, seed, log) = until_done(engine, &team, request, attempt, keep)?;
+    let (outputs, seed, log) = until_done(engine, &team, request, run_attempt, keep)?;
     let before = before?;
     if let Some(window) = &mut engine.state().window {
         window.log.extend(log);
@@ -355,7 +355,7 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
 fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
-    brought: StepRequest,
+    request: StepRequest,
     mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
     mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
 ) -> Result<(T, Option<u64>, SizeLog)> {
@@ -371,7 +371,7 @@ fn until_done<E: Engine, O, T>(
             // flight.
             let exchange = team.exchange()?;
             let context = AttemptContext { cut, handshake: &handshake, exchange: &exchange };
-            let ended = match attempt(engine, context) {
+            let ended = match run_attempt(engine, context) {
                 Ok((attempt, outputs)) => {
                     // Read before `end`, which may consume the attempt.
                     let lesson = attempt.lesson();
@@ -404,7 +404,7 @@ fn seeded<E: Engine, T>(
 pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,
-    brought: StepRequest,
+    request: StepRequest,
     seed: Result<Option<u64>>,
 ) -> Result<Handshake> {
     // Not `?`: the other ranks wait for this rank's part, even if it is an error.
@@ -419,7 +419,7 @@ pub(crate) fn open<E: Engine>(
 fn own_part<E: Engine>(
     engine: &mut E,
     team: &Team,
-    brought: &StepRequest,
+    request: &StepRequest,
     seed: Result<Option<u64>>,
 ) -> Result<OwnPart> {
     let seed = seed?;

@@ -50,7 +50,7 @@ impl PartFigures {
 }
 
 /// An engine on one device or on replicas, each of which has the whole model.
-pub(crate) trait PartsEngine: Engine<StoreAttempt = Parts> {
+pub(crate) trait PartsEngine: Engine<Attempt = Parts> {
     /// Memory in which sums are prepared and committed: the first replica's.
     fn main_memory(&self) -> Option<Memory>;
 }
@@ -87,7 +87,7 @@ impl<E: PartsEngine> Attempt<E> for Parts {
         self.attempt.detach(earlier.map(|earlier| &earlier.attempt))
     }
 
-    fn after(self, _engine: &mut E, earlier: Option<Self>) -> Result<Self> {
+    fn merge(self, _engine: &mut E, earlier: Option<Self>) -> Result<Self> {
         let Some(mut earlier) = earlier else { return Ok(self) };
         earlier.attempt.extend(self.attempt)?;
         for (before, now) in earlier.figures.iter_mut().zip(self.figures) {

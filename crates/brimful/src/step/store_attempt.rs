@@ -115,13 +115,13 @@ impl StoreAttempt {
         mut self,
         f: impl FnOnce(&mut Pending) -> Result<T>,
     ) -> Result<(Self, T)> {
-        let brought = oom::catch(|| {
+        let fetched = oom::catch(|| {
             let value = f(&mut self.undo.statistics)?;
             self.tally.fetch()?;
             Ok(value)
         });
         // Before a panic resumes, because no caller can roll back what is dropped while it unwinds.
-        self.unless_failed(request).map_err(into_error_or_panic)
+        self.unless_failed(fetched).map_err(into_error_or_panic)
     }
 
     /// Adds the result of other work for the step; rolls back if that has failed.

@@ -41,7 +41,7 @@ impl<W> SharedWorkers<W> {
     /// # Errors
     /// On a thread of these workers while another holder has locked them, because that holder waits for
     /// this thread.
-    pub(crate) fn apply(&self) -> Result<MutexGuard<'_, Workers<W>>> {
+    pub(crate) fn lock_outside_step(&self) -> Result<MutexGuard<'_, Workers<W>>> {
         match self.workers.try_lock() {
             Ok(workers) => Ok(workers),
             Err(TryLockError::Poisoned(workers)) => Ok(workers.into_inner()),

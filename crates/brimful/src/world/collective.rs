@@ -78,7 +78,7 @@ impl World {
             .as_ref()
             .map_err(Error::clone)
             .map(|named| named.iter().map(|(name, _)| name.clone()).collect::<Vec<String>>());
-        let names = self.settle("gather", names, Duration::ZERO)?;
+        let names = self.vote("gather", names, Duration::ZERO)?;
         let collective = self.collective()?;
         let gathered = named.and_then(|named| self.gather_in(&collective, named, names));
         let reported = gathered.as_ref().map(drop).map_err(Error::clone);

@@ -188,7 +188,7 @@ impl World {
     }
 
     /// Begins a collective of the ranks.
-    pub(crate) fn apply(&self) -> Result<Collective> {
+    pub(crate) fn collective(&self) -> Result<Collective> {
         Collective::begin(self.link(), self.rank())
     }
 

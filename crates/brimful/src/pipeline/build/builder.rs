@@ -206,7 +206,7 @@ impl Builder {
     /// device does not exist, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
-        let brought = self.bring();
+        let request = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, request)?;
         let ResolvedBalance { balance, recipe } = self.resolve_balance(&roster, &devices[0])?;

@@ -33,14 +33,14 @@ impl<'a> Roster<'a> {
         world: &'a World,
         replicas: usize,
         replicas_here: usize,
-        brought: Result<(Vec<DeviceSpec>, String)>,
+        request: Result<(Vec<DeviceSpec>, String)>,
     ) -> Result<(Vec<DeviceSpec>, Self)> {
         let reported = request.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
         });
         let all = world.vote("build", reported.map_err(Clone::clone), Duration::ZERO)?;
-        let common = all.iter().map(|brought| request.common.clone()).collect();
+        let common = all.iter().map(|request| request.common.clone()).collect();
         WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
@@ -68,7 +68,7 @@ impl<'a> Roster<'a> {
         let reported =
             |resolved: ResolvedBalance| (resolved.balance.sizes().to_vec(), resolved.recipe);
         let here = match self.world.rank() {
-            0 => question.resolve().map(|resolved| Some(told(resolved))),
+            0 => question.resolve().map(|resolved| Some(reported(resolved))),
             _ => Ok(None),
         };
         let first = self.world.vote("balance", here, Duration::ZERO)?.swap_remove(0);

@@ -48,7 +48,7 @@ impl Pipeline {
         let target = input.beside(target);
         let mode = Mode::Train { last: true };
         let step = self.in_order(|this| {
-            let brought = this.brought(Use::Train, &input, &target).provided(traced.clone());
+            let request = this.request(Use::Train, &input, &target).provided(traced.clone());
             step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
@@ -76,7 +76,7 @@ impl Pipeline {
         let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
         let outputs = self.in_order(|this| {
-            let brought = this.brought(Use::Train, &arranged, &target).provided(traced.clone());
+            let request = this.request(Use::Train, &arranged, &target).provided(traced.clone());
             step::accumulate(this, request, |this, context| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
             })
@@ -113,7 +113,7 @@ impl Pipeline {
         let input = Arranged::of(input);
         let target = input.beside(target);
         self.in_order(|this| {
-            let brought = this.brought(Use::Evaluate, &input, &target);
+            let request = this.request(Use::Evaluate, &input, &target);
             step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
             })
@@ -147,7 +147,7 @@ impl Pipeline {
         });
         let input = Arranged::of(input);
         self.in_order(|this| {
-            let brought = this.brought(Use::Map, &input, &input.beside(&()));
+            let request = this.request(Use::Map, &input, &input.beside(&()));
             step::map(this, request, |this, context| {
                 this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
             })
@@ -155,7 +155,7 @@ impl Pipeline {
     }
 
     /// Returns the request for a step with this mini-batch.
-    pub(crate) fn brought(
+    pub(crate) fn request(
         &self,
         used: Use,
         arranged: &Arranged<'_, impl Batch>,
@@ -163,9 +163,9 @@ impl Pipeline {
     ) -> StepRequest {
         let (input, sorted) = (arranged.batch(), target.samples().map(drop));
         let target = target.batch();
-        let brought = StepRequest::new(used, arranged);
+        let request = StepRequest::new(used, arranged);
         let fits = sorted.and_then(|()| check_common_len(input, target));
-        let brought = request.with(fits, batch::devices(target));
+        let request = request.with(fits, batch::devices(target));
         // Ranks of one pipeline must pass equal mini-batches: compares dtypes, shapes and a hash of values.
         match self.ranks.of_pipeline().len() {
             1 => request,

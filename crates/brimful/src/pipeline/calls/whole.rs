@@ -96,7 +96,7 @@ impl Pipeline {
         };
         let may = step::check_no_window(self).and(check_no_gradients(input)).and(is_given);
         let input = Arranged::of(input);
-        let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(may);
+        let request = self.request(Use::TrainWhole, &input, &input.beside(&())).provided(may);
         let devices = self.seeded_devices();
         with_step_seed(devices, |seed| {
             let handshake = step::open(self, &team, request, seed.map(Some))?;
@@ -177,7 +177,7 @@ impl Pipeline {
     ) -> Result<StepReport<Outputs>> {
         let traced = check_no_gradients(input);
         let input = Arranged::of(input);
-        let brought = self.brought(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
+        let request = self.request(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
         step::run(self, request, |this, context| this.try_whole(input.batch(), context, &mut loss))
     }
 

@@ -70,7 +70,7 @@ impl WorkerRun {
         let x = &input.values[0];
         let whole = match barrier.whole.take() {
             Some(whole) => whole,
-            None => exact.finalize(std::mem::take(&mut barrier.statistics), x.kind())?,
+            None => norm.finalize(std::mem::take(&mut barrier.statistics), x.kind())?,
         };
         let norm = Some(whole.statistics_of(x));
         barrier.whole = Some(whole);

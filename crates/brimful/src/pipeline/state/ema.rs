@@ -48,7 +48,7 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn warmup(self, warmup: bool) -> Result<Self> {
-        self.workers.lock()?.all(move |worker| {
+        self.workers.lock_outside_step()?.all(move |worker| {
             ema(worker)?.set_warmup(warmup);
             Ok(())
         })?;
@@ -60,7 +60,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::update`].
     pub fn update(&mut self) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let prepare = || workers.all(|worker| ema(worker)?.prepare());
         let scratch = self.ranks.all_or_none("update averages", prepare)?;
         workers.each_or_error(scratch, |worker, scratch| ema(worker)?.commit(&scratch)).map(drop)
@@ -71,7 +71,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::swap_in`].
     pub fn swap_in(&mut self) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let swap = || workers.all(|worker| ema(worker)?.swap_in());
         let swapped = self.ranks.all_or_none("swap averages in", swap);
         if swapped.is_err() {
@@ -85,7 +85,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::swap_out`].
     pub fn swap_out(&mut self) -> Result<()> {
-        self.workers.lock()?.all(|worker| ema(worker)?.swap_out()).map(drop)
+        self.workers.lock_outside_step()?.all(|worker| ema(worker)?.swap_out()).map(drop)
     }
 
     /// Returns the whole state in the form of [`Ema::state`]. In a world, rank 0 gets all of it, the others
@@ -94,7 +94,7 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers.lock()?.all(|worker| Ok(ema(worker)?.state()));
+        let parts = self.workers.lock_outside_step()?.all(|worker| Ok(ema(worker)?.state()));
         // All workers have the same texts.
         let mut texts = Metadata::new();
         let tensors = parts.map(|parts| {
@@ -110,7 +110,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let names = workers.all(|worker| Ok(names(ema(worker)?)));
         let names = self.ranks.of_workers("load averages", names)?;
         let mut parts = self.ranks.all_or_none("load averages", || portions(&names, tensors))?;

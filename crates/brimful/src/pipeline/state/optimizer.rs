@@ -64,7 +64,7 @@ impl PipelineOptimizer {
         config: impl Into<Method>,
     ) -> Result<()> {
         let (name, method) = (name.to_owned(), config.into());
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let names = workers.all(|worker| Ok(names(optimizer(worker)?)));
         let names = self.ranks.of_workers("group", names)?;
         let none = |parameters, first| {
@@ -91,7 +91,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::decay_only_matrices`].
     pub fn decay_only_matrices(&mut self) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let check = || workers.all(|worker| optimizer(worker)?.check_no_decay());
         self.ranks.all_or_none("group", check)?;
         let make = || workers.all(|worker| optimizer(worker)?.decay_only_matrices());
@@ -108,7 +108,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let prepare = || workers.all(|worker| optimizer(worker)?.prepare());
         let plans = self.ranks.all_or_none("optimizer step", prepare)?;
         // Copies of shared variables follow before the next step, not here: after an update nothing may
@@ -123,7 +123,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// Returns the error of a failed update.
     pub fn wait(&mut self) -> Result<()> {
-        self.workers.lock()?.all(|worker| worker.finish_update()).map(drop)
+        self.workers.lock_outside_step()?.all(|worker| worker.finish_update()).map(drop)
     }
 
     /// Updates offloaded stages in the backward, stage by stage, instead of after it: the updates overlap
@@ -140,7 +140,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When the pipeline has several devices, replicas or ranks.
     pub fn update_in_backward(&mut self, updates_in_backward: bool) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let hands_over = match (updates_in_backward, hands_over(workers.len(), &self.ranks)) {
             (true, HandsOver::AtTheStep) => return Err(PipelineError::PartsInBackward.into()),
             (true, _) => HandsOver::InBackward,
@@ -164,7 +164,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         saved::zero_grad(&workers)
     }
 
@@ -175,7 +175,7 @@ impl PipelineOptimizer {
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and with updates in the backward
     /// ([`update_in_backward`](Self::update_in_backward)).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let norms = workers.all(move |worker| {
             optim::check_max_norm(max_norm)?;
             let offloaded = worker.site.offloaded.as_ref();
@@ -213,7 +213,7 @@ impl PipelineOptimizer {
     /// When it is negative or not finite; the old rates then stay.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         optim::check_rate(rate)?;
-        self.workers.lock()?.all(move |worker| {
+        self.workers.lock_outside_step()?.all(move |worker| {
             // An optimizer at work takes the rate afterwards, without a wait here.
             let offloaded = worker.site.offloaded.as_mut();
             match offloaded.is_some_and(|offloaded| offloaded.give_rate(rate)) {
@@ -231,7 +231,7 @@ impl PipelineOptimizer {
     /// When there is no such group, or the rate is negative or not finite.
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
         // A worker does not know a group that has none of its parameters.
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let jobs = vec![group.to_owned(); workers.len()];
         let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker)?.set_group_learning_rate(&group, rate)

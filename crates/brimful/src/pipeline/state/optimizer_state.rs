@@ -18,7 +18,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers.lock()?.all(|worker| Ok(optimizer(worker)?.state()));
+        let parts = self.workers.lock_outside_step()?.all(|worker| Ok(optimizer(worker)?.state()));
         let (tensors, metadata) = match parts {
             Ok(parts) => {
                 let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
@@ -53,7 +53,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let workers = self.workers.lock()?;
+        let workers = self.workers.lock_outside_step()?;
         let known = workers.all(|worker| Ok(Known::of(optimizer(worker)?)));
         let known = self.ranks.of_workers("load state", known)?;
         let portions = || portions(&known, tensors, metadata);

@@ -419,7 +419,7 @@ impl Site {
     }
 
     /// Waits until no other worker draws from the same generator.
-    pub(crate) fn apply(&self) -> Option<MutexGuard<'_, ()>> {
+    pub(crate) fn lock_device(&self) -> Option<MutexGuard<'_, ()>> {
         self.device_lock.as_ref().map(taken)
     }
 
