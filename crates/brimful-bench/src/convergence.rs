@@ -37,19 +37,19 @@ impl Question {
     fn trainings(self) -> &'static [Training] {
         match self {
             Self::Cuts => &[
-                ("full batch", "--micro-batches 1"),
+                ("full batch", "--num-micro-batches 1"),
                 // In memory that does not hold the mini-batch.
-                ("micro-batches, auto", "--micro-batch auto --memory-limit LIMIT"),
+                ("micro-batches, auto", "--micro-batch-size auto --memory-limit LIMIT"),
                 // The micro-batches of the stages, on one device.
-                ("16 micro-batches", "--micro-batches 16"),
-                ("4 stages", "--micro-batches 16 --stages 4"),
+                ("16 micro-batches", "--num-micro-batches 16"),
+                ("4 stages", "--num-micro-batches 16 --stages 4"),
             ],
             Self::Norms => &[
                 // Starts from the same initial parameters as the exact pairs: these depend on the list of layers,
                 // which exact BatchNorms cut finer.
-                ("full batch", "--micro-batches 1 --batch-norm exact"),
-                ("pairs, exact", "--micro-batch 2 --batch-norm exact"),
-                ("pairs, deferred", "--micro-batch 2 --batch-norm deferred"),
+                ("full batch", "--num-micro-batches 1 --batch-norm exact"),
+                ("pairs, exact", "--micro-batch-size 2 --batch-norm exact"),
+                ("pairs, deferred", "--micro-batch-size 2 --batch-norm deferred"),
             ],
         }
     }

@@ -84,7 +84,7 @@ fn ranks_are_compared_with_one_process_and_with_the_peer() {
 #[test]
 fn a_saved_table_has_rows_tables_and_a_picture() {
     let folder = folder("saved");
-    let micro = "micro --device cpu --model mlp --batch-size 8 --micro-batch 4 --repeats 1";
+    let micro = "micro --device cpu --model mlp --batch-size 8 --micro-batch-size 4 --repeats 1";
     run(&format!("{micro} --into {}", text(&folder))).success();
     let rows = fs::read_to_string(folder.join("ours.jsonl")).expect("rows");
     let last: Value =
@@ -102,7 +102,8 @@ fn an_interrupted_run_keeps_its_rows_and_says_so() {
     let rows = folder.join("ours.jsonl");
     // Far more stages than can be measured before the first row is seen.
     let stages = vec!["1"; 1000].join(",");
-    let work = ["pipeline", "--model", "mlp", "--micro-batches", "2", "--micro-batch", "2"];
+    let work =
+        ["pipeline", "--model", "mlp", "--num-micro-batches", "2", "--micro-batch-size", "2"];
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful-bench"))
         .args(work)
         .args(["--repeats", "1", "--stages", &stages, "--into", text(&folder)])

@@ -13,7 +13,7 @@ const BF16_LOSS: f64 = 0.02;
 
 /// Small work on a folder's model.
 const FINETUNE: &str =
-    "finetune --device cpu --sequence 8 --batch-size 4 --micro-batch 2 --repeats 1";
+    "finetune --device cpu --sequence 8 --batch-size 4 --micro-batch-size 2 --repeats 1";
 
 #[test]
 fn losses_are_equal_on_the_device_and_offloaded() {

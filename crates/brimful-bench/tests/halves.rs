@@ -9,7 +9,7 @@ use program::{refused, rows, run};
 use serde_json::{Value, json};
 
 /// Smallest stages, in short turns.
-const HALVES: &str = "halves --device cpu --gpt 1x64x8 --micro-batch 2 --image 64";
+const HALVES: &str = "halves --device cpu --gpt 1x64x8 --micro-batch-size 2 --image 64";
 
 #[test]
 fn each_model_has_a_row_whose_halves_give_the_gradients_of_the_whole() {

@@ -8,7 +8,7 @@ use program::{contestants, refused, rows, run};
 #[test]
 fn each_contestant_has_a_row_and_the_last_line_has_all() {
     let (rows, environment) =
-        rows("micro --device cpu --model mlp --batch-size 10 --micro-batch 4 --repeats 2");
+        rows("micro --device cpu --model mlp --batch-size 10 --micro-batch-size 4 --repeats 2");
     assert_eq!(contestants(&rows), ["tch loop", "brimful", "brimful, batch on device"]);
     for row in &rows {
         assert_eq!((row["model"].as_str(), row["dtype"].as_str()), (Some("mlp"), Some("f32")));
@@ -22,7 +22,7 @@ fn each_contestant_has_a_row_and_the_last_line_has_all() {
 
 #[test]
 fn memory_is_compared_by_micro_batches() {
-    let flags = "--memory --model mlp --micro-batch 16 --training-set 3001";
+    let flags = "--memory --model mlp --micro-batch-size 16 --training-set 3001";
     let (rows, _) = rows(&format!("micro --device cpu {flags}"));
     let counts: Vec<_> = rows.iter().map(|row| row["micro_batches"].as_u64()).collect();
     assert_eq!(counts, [1, 2, 4, 8, 16, 32, 64, 128, 188].map(Some));
@@ -45,7 +45,7 @@ fn people_read_a_table() {
 fn what_cannot_be_measured_is_refused() {
     for (flags, words) in [
         ("--dtype tf32", "tf32 is an arithmetic of CUDA devices: use --dtype f32"),
-        ("--micro-batch 0", "0 is not in 1.."),
+        ("--micro-batch-size 0", "0 is not in 1.."),
         ("--gpt 2x100x8", "a multiple of 64"),
         ("--table --model mlp", "cannot be used with"),
     ] {

@@ -9,7 +9,7 @@ const NORMS: &str = "norms --device cpu --model resnet18 --image 32";
 
 #[test]
 fn exact_and_deferred_take_turns_and_agree_where_nothing_is_cut() {
-    let flags = "--batch-size 2,4 --micro-batch 4 --dtype f64 --repeats 1";
+    let flags = "--batch-size 2,4 --micro-batch-size 4 --dtype f64 --repeats 1";
     let (rows, environment) = rows(&format!("{NORMS} {flags}"));
     assert_eq!(contestants(&rows), ["brimful, deferred", "brimful, exact"].repeat(2));
     let batches: Vec<_> = rows.iter().filter_map(|row| row["batch"].as_u64()).collect();
@@ -28,7 +28,7 @@ fn exact_and_deferred_take_turns_and_agree_where_nothing_is_cut() {
 
 #[test]
 fn within_a_limit_exact_runs_alone_and_its_peak_stays_below_it() {
-    let flags = "--batch-size 8,32 --micro-batch 4 --memory-limit 170MB --repeats 1";
+    let flags = "--batch-size 8,32 --micro-batch-size 4 --memory-limit 170MB --repeats 1";
     let (rows, _) = rows(&format!("{NORMS} {flags}"));
     assert_eq!(contestants(&rows), ["brimful, exact"; 2]);
     for row in &rows {
@@ -43,7 +43,7 @@ fn within_a_limit_exact_runs_alone_and_its_peak_stays_below_it() {
 fn people_read_a_table_and_a_model_without_exact_norms_is_refused() {
     let table = predicate::str::contains("ResNet-18 32×32, f32, micro-batches of 2")
         .and(predicate::str::contains(": deferred"));
-    let flags = "--batch-size 3 --micro-batch 2 --repeats 1";
+    let flags = "--batch-size 3 --micro-batch-size 2 --repeats 1";
     run(&format!("{NORMS} {flags}")).success().stdout(table);
     let refused = run("norms --device cpu --model mlp").code(2);
     refused.stderr(predicate::str::contains("--model is mlp"));

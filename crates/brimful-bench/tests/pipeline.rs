@@ -10,7 +10,8 @@ use program::{refused, rows, run};
 use serde_json::Value;
 
 /// Small model in short steps.
-const PIPELINE: &str = "pipeline --model mlp --micro-batches 4 --micro-batch 2 --repeats 1";
+const PIPELINE: &str =
+    "pipeline --model mlp --num-micro-batches 4 --micro-batch-size 2 --repeats 1";
 
 #[test]
 fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
@@ -49,7 +50,7 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
 
 #[test]
 fn each_number_of_micro_batches_has_rows_of_its_own() {
-    let flags = "--stages 2 --schedule gpipe --micro-batches 8";
+    let flags = "--stages 2 --schedule gpipe --num-micro-batches 8";
     let (rows, _) = rows(&format!("{PIPELINE} {flags}"));
     let ours: Vec<_> = rows.iter().filter(|row| row["contestant"] == "brimful").collect();
     let numbers = ours.iter().map(|row| (&row["micro_batches"], &row["batch"], &row["limit"]));

@@ -53,10 +53,10 @@ fn each_command_takes_its_own_section() {
 #[test]
 fn the_command_line_overrules_the_file() {
     let path = config("config-overruled", RUN);
-    let epoch = last(&path, "train --epochs 1 --micro-batch 32");
+    let epoch = last(&path, "train --epochs 1 --micro-batch-size 32");
     assert_eq!((&epoch["epoch"], &epoch["micro_batch_size"]), (&1.into(), &32.into()));
     // The two flags conflict, so the file's one is left out.
-    let epoch = last(&path, "train --epochs 1 --micro-batches 8");
+    let epoch = last(&path, "train --epochs 1 --num-micro-batches 8");
     assert_eq!(epoch["micro_batch_size"], 180);
     let rows = &last(&path, "plan --schedule 1f1b -m 8")["rows"];
     assert_eq!((&rows[0]["schedule"], &rows[0]["micro_batches"]), (&"1f1b".into(), &8.into()));
@@ -97,7 +97,7 @@ fn what_cannot_be_is_refused_with_file_and_line() {
         ("[train]\noptimizer = \"adamx\"", "RUN line 2: invalid value 'adamx' for '--optimizer"),
         (
             "[train]\nmicro-batch = 2\nmicro-batches = 3",
-            "RUN line 2: the argument '--micro-batch <",
+            "RUN line 2: the argument '--micro-batch-size <",
         ),
         ("[trian]\nepochs = 1", "unknown section 'trian' in RUN line 1: did you mean 'train'?"),
         ("[plan]\nstage = 4", "unknown key 'stage' in RUN line 2: did you mean 'stages'?"),

@@ -35,11 +35,11 @@ fn assert_alike(found: &Value, trained: &Value) {
 #[test]
 fn images_are_judged_as_the_last_test_of_their_training() {
     let weights = folder("evaluate-images").join("mlp.safetensors").display().to_string();
-    let last = trained(&format!("--epochs 2 --micro-batch 64 --save {weights}"));
+    let last = trained(&format!("--epochs 2 --micro-batch-size 64 --save {weights}"));
     let found = evaluated(&format!("--weights {weights}"));
     assert_alike(&found, &last);
     assert_eq!((&found["samples"], found.get("perplexity")), (&360.into(), None));
-    let all = evaluated(&format!("--weights {weights} --all --micro-batch 100"));
+    let all = evaluated(&format!("--weights {weights} --all --micro-batch-size 100"));
     assert_eq!(all["samples"], 1797);
     let said = "loss .* accuracy .* %  of 360 samples\n";
     run(&format!("evaluate --device cpu --weights {weights}"))
@@ -56,7 +56,8 @@ fn a_folder_is_judged_before_and_after_its_training_and_with_an_adapter() {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-llama/config.json");
     fs::copy(config, folder.join("tiny/config.json")).expect("copied");
     let data = format!("--data {} --sequence 16", program::text(&folder));
-    let train = format!("{data} --batch-size 8 --micro-batch 4 --epochs 1 --learning-rate 0.01");
+    let train =
+        format!("{data} --batch-size 8 --micro-batch-size 4 --epochs 1 --learning-rate 0.01");
     let base = place("base");
     let last = trained(&format!("--model {} --from-scratch {train} --save {base}", place("tiny")));
     let found = evaluated(&format!("--model {base} {data}"));

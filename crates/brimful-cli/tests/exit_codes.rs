@@ -55,7 +55,7 @@ fn the_demo_runs_out_and_then_trains() {
 #[test]
 fn what_is_done_ends_with_0() {
     ends("plan -s 2 -m 4 --schedule 1f1b", 0, "1f1b");
-    ends("verify --batch-size 5 --micro-batch 2", 0, "the same, but for rounding");
+    ends("verify --batch-size 5 --micro-batch-size 2", 0, "the same, but for rounding");
     let folder = folder("done");
     let (run, page) = (folder.join("run.json"), folder.join("run.html"));
     ends(&format!("train --epochs 1 --device cpu --record {}", run.display()), 0, "epoch   1");
@@ -85,7 +85,7 @@ fn what_breaks_off_ends_with_1() {
 #[test]
 fn wrong_use_ends_with_2_and_names_what_was_meant() {
     ends("trian", 2, "'train'");
-    ends("train --micro-bacth 4", 2, "'--micro-batch'");
+    ends("train --micro-bacth 4", 2, "'--micro-batch-size'");
     ends("train --model resnet81", 2, "did you mean 'resnet18'?");
     ends("train --optimizer adamx", 2, "'adam'");
     ends("train -s 2 --schedule gpip", 2, "did you mean 'gpipe'?");
@@ -93,7 +93,7 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
     ends("plan -s 2 -m 4 --schedule 1b1f", 2, "did you mean '1f1b'?");
     ends("train --device cuda:99", 2, "there is no device 'cuda:99' here; there is cpu");
     ends("train --save /no/such/folder/model", 2, "there is no folder /no/such/folder");
-    ends("verify --micro-batch 0", 2, "give a whole number from 1 on");
+    ends("verify --micro-batch-size 0", 2, "give a whole number from 1 on");
     ends("completions tcsh", 2, "possible values: bash");
     ends("man trian", 2, "brimful has no command 'trian'; did you mean 'train'?");
     ends("doctor --quiet --verbose", 2, "cannot be used with");
@@ -103,8 +103,9 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
 
 #[test]
 fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
-    let train = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB --device cpu";
-    let says = "^brimful: out of memory in arena 'cpu': .*limit 8388608; try --micro-batch 719\n$";
+    let train = "train --batch-size all --micro-batch-size 1437 --memory-limit 8MiB --device cpu";
+    let says =
+        "^brimful: out of memory in arena 'cpu': .*limit 8388608; try --micro-batch-size 719\n$";
     run(train).code(3).stderr(like(says));
     ends("train --memory-limit 200KiB --device cpu", 3, "brimful: ");
     ends("plan -s 2 -m 4 --activations 3GiB --memory-limit 1GiB", 3, "");
@@ -112,13 +113,13 @@ fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
 
 #[test]
 fn a_check_that_finds_a_fault_ends_with_4() {
-    let verify = "verify --dtype f32 --batch-size 5 --micro-batch 2 --tolerance 0";
+    let verify = "verify --dtype f32 --batch-size 5 --micro-batch-size 2 --tolerance 0";
     run(verify).code(4).stdout(predicate::str::contains("NOT the same"));
 }
 
 #[test]
 fn verbose_tells_the_causes_and_the_log() {
-    let train = "train --verbose --epochs 1 --micro-batch 1437 --batch-size all --memory-limit 8MiB --device cpu";
+    let train = "train --verbose --epochs 1 --micro-batch-size 1437 --batch-size all --memory-limit 8MiB --device cpu";
     ends(train, 3, "\n  from out of memory in arena 'cpu'");
     let deadlock = "plan --schedule-file tests/data/deadlock.csv";
     ends(deadlock, 1, "device 1 waits in 1F1 for stage 0 (--verbose shows the rest)\n");

@@ -70,7 +70,7 @@ fn a_plan_refuses_parts_of_a_backward_that_do_not_add_up() {
 fn memory_that_no_micro_batch_is_small_enough_for_is_reported_with_its_numbers() {
     let words = "parameters (653 KiB), gradients (1.14 MiB) and the state of adamw (1.28 MiB) take \
                  3.05 MiB whatever the size of the micro-batches, and the limit is ";
-    for size in ["--micro-batch 32", "--micro-batch 1", "--micro-batches 4", ""] {
+    for size in ["--micro-batch-size 32", "--micro-batch-size 1", "--num-micro-batches 4", ""] {
         for limit in ["2MiB", "2600kB", "3MiB", "3200kB"] {
             let train = format!(
                 "train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}"
@@ -79,7 +79,7 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_reported_with_its_numbers()
             // One sample needs a little more than these limits; only the asserted combinations are certain.
             let is_told =
                 predicate::str::contains(words).and(predicate::str::contains("; try --").not());
-            let is_known = limit != "3200kB" || size == "--micro-batch 32";
+            let is_known = limit != "3200kB" || size == "--micro-batch-size 32";
             if is_known {
                 run.stderr(is_told);
             }
@@ -155,7 +155,7 @@ fn negative_numbers_are_values_that_cannot_be() {
         ),
         ("train --seed -1", "give a whole number from 0 on"),
         ("train --batch-size -5", "give a number from 1 on, or all"),
-        ("train --micro-batch -5", "give a number from 1 on, auto or largest"),
+        ("train --micro-batch-size -5", "give a number from 1 on, auto or largest"),
         ("train --memory-limit -5", "'-5' is not a number of bytes"),
         ("train --heartbeat-timeout -5", "give whole seconds from 1 on"),
         ("train --learning-rate -1", "--learning-rate -1: give it a number from 0 on"),
@@ -187,8 +187,11 @@ fn numbers_that_nothing_can_have_are_refused_before_anything_is_made() {
     let text = shown(&folder("numbers").join("text"));
     fs::write(&text, "a text. ".repeat(100)).expect("written");
     for (number, flags) in [
-        ("9223372036854775808", "--sequence --image --batch-size --micro-batch -m --lora"),
-        ("99999999999999999999", "--epochs --batch-size --micro-batch --micro-batches --stages"),
+        ("9223372036854775808", "--sequence --image --batch-size --micro-batch-size -m --lora"),
+        (
+            "99999999999999999999",
+            "--epochs --batch-size --micro-batch-size --num-micro-batches --stages",
+        ),
     ] {
         for flag in flags.split(' ') {
             let most = "it is too large: give at most 9223372036854775807";
@@ -242,8 +245,7 @@ fn a_model_that_is_not_even_built_is_reported_with_the_flags_that_help() {
     }
     let all = "train --device cpu --epochs 1 --memory-limit 100kB --offload all --dtype bf16";
     refused(all, 3, "limit 100000: raise --memory-limit\n");
-    let one =
-        "train --device cpu --epochs 1 --memory-limit 1100kB -s 2 --offload none --micro-batch 1";
+    let one = "train --device cpu --epochs 1 --memory-limit 1100kB -s 2 --offload none --micro-batch-size 1";
     refused(one, 3, "limit 1100000; raise --memory-limit, compute activations again by");
 }
 
@@ -336,7 +338,7 @@ fn data_that_changed_within_an_epoch_are_not_gone_on_with() {
     let (text, file) = (program::text(&folder), shown(&folder.join("gpt.safetensors")));
     let train = |steps| {
         format!(
-            "train --model gpt --device cpu --data {text} --batch-size 4 --max-steps {steps} --micro-batch 4"
+            "train --model gpt --device cpu --data {text} --batch-size 4 --max-steps {steps} --micro-batch-size 4"
         )
     };
     said(&format!("{} --save {file}", train(1)));
@@ -356,7 +358,7 @@ fn a_run_that_is_over_is_saved_to_another_place() {
     let text = program::text(&folder);
     let train = format!(
         "train --model ../../examples/tiny-llama --from-scratch --device cpu --data {text} --sequence 8 \
-         --batch-size 4 --micro-batch 4 --max-steps 1"
+         --batch-size 4 --micro-batch-size 4 --max-steps 1"
     );
     said(&format!("{train} --save {file}"));
     let generate = |weights: &str| format!("generate --device cpu --prompt a --tokens 1 {weights}");

@@ -19,7 +19,7 @@ fn the_same_choice_makes_the_same_text() {
     let folder = folder("generate");
     let weights = folder.join("gpt.safetensors").display().to_string();
     let text = program::text(&folder);
-    let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8";
+    let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch-size 8";
     run(&format!("{train} --data {text} --save {weights}")).success();
     // Longer than the model's context of 64 tokens.
     let greedy = generated(&weights, "--tokens 80 --temperature 0");
@@ -55,7 +55,7 @@ fn tune(folder: &Path, model: &str, save: &str, more: &str) -> String {
     let saved = folder.join(save).display().to_string();
     let text = program::text(folder);
     let steps = if more.contains("--max-steps") { "" } else { "--max-steps 2" };
-    let train = "train --device cpu --batch-size 4 --micro-batch 2 --sequence 16";
+    let train = "train --device cpu --batch-size 4 --micro-batch-size 2 --sequence 16";
     run(&format!("{train} --data {text} --model {model} --save {saved} {more} {steps}")).success();
     saved
 }
@@ -132,8 +132,8 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
         let last = program::lines(&format!("{train} {cut}")).pop().expect("an epoch");
         ["loss", "test_loss", "test_accuracy"].map(|key| last[key].as_f64().expect(key))
     };
-    let whole = figures("--micro-batch 8");
-    for cut in ["--micro-batch 1", "--replicas 2", "--offload all --micro-batches 3"] {
+    let whole = figures("--micro-batch-size 8");
+    for cut in ["--micro-batch-size 1", "--replicas 2", "--offload all --num-micro-batches 3"] {
         for (found, expected) in figures(cut).iter().zip(whole) {
             assert!((found - expected).abs() < 1e-9, "{cut}: {found} and {expected}");
         }

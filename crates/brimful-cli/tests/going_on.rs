@@ -14,7 +14,7 @@ use program::{folder, like, names, run_in, saved, start_in, train_in};
 
 const RUN: &str = "brimful_run.safetensors";
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
-const LINE: &str = "--data text --sequence 16 --batch-size 4 --micro-batch 2";
+const LINE: &str = "--data text --sequence 16 --batch-size 4 --micro-batch-size 2";
 
 /// Makes a folder with a text, and a model of random weights in `base`.
 fn with_base(name: &str) -> PathBuf {

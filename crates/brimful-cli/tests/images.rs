@@ -33,7 +33,7 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     let (data, saved) = (data.display().to_string(), saved.display().to_string());
 
     let line = format!(
-        "train --device cpu --model resnet18 --data {data} --image 16 --batch-size 16 --micro-batch 8 --epochs 4 \
+        "train --device cpu --model resnet18 --data {data} --image 16 --batch-size 16 --micro-batch-size 8 --epochs 4 \
          --save {saved} --json"
     );
     let trained = run(&line).success().stderr(

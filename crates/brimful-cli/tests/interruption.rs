@@ -53,7 +53,7 @@ impl Training {
 
 #[test]
 fn a_killed_run_goes_on_to_the_same_parameters() {
-    let training = Training::new("killed", "--micro-batch 4 --learning-rate-decay cosine");
+    let training = Training::new("killed", "--micro-batch-size 4 --learning-rate-decay cosine");
     training.finish("whole", false);
     let mut run = training.begun("killed");
     run.kill().expect("killed");
@@ -68,8 +68,8 @@ fn a_killed_run_goes_on_to_the_same_parameters() {
 #[test]
 fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
     for (name, more) in [
-        ("stopped", "--micro-batch 4"),
-        ("stopped-stages", "--stages 2 --micro-batches 3 --learning-rate-decay linear"),
+        ("stopped", "--micro-batch-size 4"),
+        ("stopped-stages", "--stages 2 --num-micro-batches 3 --learning-rate-decay linear"),
     ] {
         let training = Training::new(name, more);
         training.finish("whole", false);

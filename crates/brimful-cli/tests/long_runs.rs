@@ -48,7 +48,8 @@ fn a_run_tests_by_the_step_and_ends_with_its_last_one() {
 #[test]
 fn a_run_that_gets_no_better_stops_early() {
     let folder = folder("no-better");
-    let lines = json_lines(&folder, "--learning-rate 0 --micro-batch 64 --epochs 9 --stop-after 2");
+    let lines =
+        json_lines(&folder, "--learning-rate 0 --micro-batch-size 64 --epochs 9 --stop-after 2");
     assert_eq!(lines.len(), 3, "the best, and two that are no better");
     assert_eq!(lines[2]["done"], true);
 }
@@ -57,7 +58,7 @@ fn a_run_that_gets_no_better_stops_early() {
 fn mini_batches_that_are_added_up_are_one() {
     let folder = folder("added-up");
     train(&folder, "--data synthetic --max-steps 1 --save first").success();
-    let line = "--data synthetic --epochs 1 --micro-batch 8 --optimizer sgd --init first";
+    let line = "--data synthetic --epochs 1 --micro-batch-size 8 --optimizer sgd --init first";
     train(&folder, &format!("{line} --batch-size 64 --save whole")).success();
     for (stages, name) in [("", "parts"), ("--stages 2", "stages")] {
         let line = format!("{line} --batch-size 16 --accumulate 4 {stages} --save {name}");
@@ -71,7 +72,7 @@ fn mini_batches_that_are_added_up_are_one() {
 fn a_gradient_is_shortened_in_whole_models_and_in_pipelines() {
     let folder = folder("shortened");
     train(&folder, "--max-steps 2 --learning-rate 0 --save first").success();
-    let line = "--max-steps 2 --optimizer sgd --momentum 0 --learning-rate 1 --micro-batch 32 \
+    let line = "--max-steps 2 --optimizer sgd --momentum 0 --learning-rate 1 --micro-batch-size 32 \
                 --clip-norm 0.001 --init first";
     train(&folder, &format!("{line} --save one")).success();
     train(&folder, &format!("{line} --stages 2 --save two")).success();
@@ -122,7 +123,8 @@ fn the_best_and_the_newest_files_are_kept() {
 #[test]
 fn a_run_goes_on_with_its_own_flags_and_those_that_are_given_besides() {
     let folder = folder("told");
-    let line = "--batch-size 64 --clip-norm 1 --learning-rate 0.01 --micro-batch 32 --log log.csv";
+    let line =
+        "--batch-size 64 --clip-norm 1 --learning-rate 0.01 --micro-batch-size 32 --log log.csv";
     train(&folder, &format!("{line} --max-steps 4 --keep best --save whole")).success();
     train(&folder, &format!("{line} --max-steps 2 --keep best --save a")).code(2);
     fs::remove_file(folder.join("log.csv")).expect("removed");
@@ -152,7 +154,7 @@ fn a_run_goes_on_with_its_own_flags_and_those_that_are_given_besides() {
 fn data_that_were_moved_are_the_same_and_others_are_not() {
     let folder = folder("moved");
     program::text(&folder);
-    let line = "--model gpt --data text --batch-size 4 --micro-batch 4 --sequence 16";
+    let line = "--model gpt --data text --batch-size 4 --micro-batch-size 4 --sequence 16";
     train(&folder, &format!("{line} --max-steps 1 --save a")).success();
     fs::rename(folder.join("text"), folder.join("moved")).expect("moved");
     fs::write(folder.join("other"), "Another text altogether. ".repeat(200)).expect("written");
@@ -179,8 +181,8 @@ const LONG: &str = "--batch-size 32 --max-steps 200 --clip-norm 1 --warmup 20 \
                     --learning-rate-decay cosine";
 
 /// On the device, and offloaded, where the optimizer updates weights during the next step.
-const ON_THE_DEVICE: &str = "--micro-batch 8";
-const OFFLOADED: &str = "--offload all --micro-batches 4";
+const ON_THE_DEVICE: &str = "--micro-batch-size 8";
+const OFFLOADED: &str = "--offload all --num-micro-batches 4";
 
 struct LongRun {
     folder: PathBuf,

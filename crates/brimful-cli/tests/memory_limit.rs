@@ -9,7 +9,8 @@ fn enough(name: &str, limits: &[&str], more: &str) -> Vec<(bool, bool)> {
     let saved = folder(name).join("run.safetensors").display().to_string();
     let train = |flags: String| {
         // Without this, a model that does not fit would be offloaded.
-        let line = format!("train --device cpu --micro-batch 16 --offload none {more} {flags}");
+        let line =
+            format!("train --device cpu --micro-batch-size 16 --offload none {more} {flags}");
         brimful().args(line.split_whitespace()).ok().is_ok()
     };
     assert!(train(format!("--epochs 1 --save {saved}")));

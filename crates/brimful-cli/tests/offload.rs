@@ -12,13 +12,13 @@ use serde_json::Value;
 const LIMIT: &str = "2600kB";
 
 /// The mlp has six layers, three of them with parameters.
-const OFFLOADED: &str = "--offload all --micro-batches 4";
+const OFFLOADED: &str = "--offload all --num-micro-batches 4";
 /// Arguments of most runs.
-const TRAIN: &str = "train --device cpu --epochs 1 --micro-batches 4";
+const TRAIN: &str = "train --device cpu --epochs 1 --num-micro-batches 4";
 
 #[test]
 fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_too_little_memory() {
-    let train = "train --device cpu --epochs 3 --json --clip-norm 1 --micro-batches 4";
+    let train = "train --device cpu --epochs 3 --json --clip-norm 1 --num-micro-batches 4";
     let on_the_device = lines(&format!("{train} --stages 1"));
     run(&format!("{train} --memory-limit {LIMIT} --offload none")).failure();
     let on_host = lines(&format!("{train} --memory-limit {LIMIT} --offload all"));
@@ -83,7 +83,7 @@ fn where_offload_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
 /// The error is that of a run without a plan.
 #[test]
 fn what_fits_nowhere_is_reported_in_the_words_for_a_device() {
-    let train = "train --device cpu --epochs 1 --memory-limit 100kB --micro-batch 8";
+    let train = "train --device cpu --epochs 1 --memory-limit 100kB --micro-batch-size 8";
     // Compares the last line only, since planning prints what it measures first.
     let told = |more: &str| {
         let said = stderr(&run(&format!("{train} {more}")).code(3));
@@ -94,7 +94,7 @@ fn what_fits_nowhere_is_reported_in_the_words_for_a_device() {
 
 #[test]
 fn what_is_partly_offloaded_learns_what_it_learns_elsewhere() {
-    let train = "train --device cpu --epochs 2 --json --micro-batches 4";
+    let train = "train --device cpu --epochs 2 --json --num-micro-batches 4";
     let on_the_device = lines(&format!("{train} --stages 1"));
     let partly = lines(&format!("{train} --offload auto --memory-limit {LIMIT}"));
     for (partly, device) in partly.iter().zip(&on_the_device) {
@@ -106,7 +106,7 @@ fn what_is_partly_offloaded_learns_what_it_learns_elsewhere() {
 
 #[test]
 fn a_model_that_fits_is_trained_as_without_the_flag() {
-    let train = "train --device cpu --epochs 1 --json --memory-limit 32MB --micro-batch 32";
+    let train = "train --device cpu --epochs 1 --json --memory-limit 32MB --micro-batch-size 32";
     let losses = |offload: &str| -> Vec<Value> {
         let told = lines(&format!("{train} --offload {offload}"));
         told.iter().map(|line| line["loss"].clone()).collect()
@@ -121,7 +121,7 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     let record = folder.join("run.json").display().to_string();
     let text = text(&folder);
     run(&format!(
-        "train --model gpt --data {text} --device cpu --offload all --stages 2 --micro-batches 3 --max-steps 2 \
+        "train --model gpt --data {text} --device cpu --offload all --stages 2 --num-micro-batches 3 --max-steps 2 \
          --trace {trace} --record {record}"
     ))
     .success();

@@ -22,7 +22,7 @@ fn refusal(arguments: &str) -> String {
 
 #[test]
 fn compares_all_schedules() {
-    insta::assert_snapshot!(answer("--stages 8 --micro-batches 24 --forward 1 --backward 2"));
+    insta::assert_snapshot!(answer("--stages 8 --num-micro-batches 24 --forward 1 --backward 2"));
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn plans_a_profile() {
 #[test]
 fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
     let gpu = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
-                --micro-batches 8 --memory-limit 300MiB";
+                --num-micro-batches 8 --memory-limit 300MiB";
     // Without host memory nothing fits.
     refusal(gpu);
     let offloaded = format!("{gpu} --host-memory 4GiB --host-link 2GB,1GB");

@@ -11,7 +11,7 @@ use program::{complains, folder, lines, refused, run};
 /// File of an mlp trained for two epochs, and the accuracy of its last test.
 static TRAINED: LazyLock<(String, f64)> = LazyLock::new(|| {
     let weights = folder("predict-trained").join("mlp.safetensors").display().to_string();
-    let train = "train --device cpu --epochs 2 --micro-batch 64 --json --save";
+    let train = "train --device cpu --epochs 2 --micro-batch-size 64 --json --save";
     let last = lines(&format!("{train} {weights}")).pop().expect("a line");
     (weights, last["test_accuracy"].as_f64().expect("a number"))
 });
@@ -19,7 +19,7 @@ static TRAINED: LazyLock<(String, f64)> = LazyLock::new(|| {
 #[test]
 fn the_answers_are_as_right_as_the_training_said() {
     let (weights, accuracy) = &*TRAINED;
-    let predict = "predict --device cpu --micro-batch 50 --json --weights";
+    let predict = "predict --device cpu --micro-batch-size 50 --json --weights";
     let answers = lines(&format!("{predict} {weights}"));
     assert_eq!(answers.len(), 360);
     let right = answers.iter().filter(|answer| answer["class"] == answer["target"]).count();

@@ -21,7 +21,7 @@ fn train(ranks: Option<usize>, flags: &[&str]) -> Output {
             command
         }
     };
-    command.args(["train", "--device", "cpu", "--json", "--micro-batches", "4"]).args(flags);
+    command.args(["train", "--device", "cpu", "--json", "--num-micro-batches", "4"]).args(flags);
     // Parallel runs of mpirun would create and remove files in the same folder.
     let folder = tempfile::tempdir().expect("a folder");
     command.env("OMP_NUM_THREADS", "1").env("OMPI_MCA_orte_tmpdir_base", folder.path());

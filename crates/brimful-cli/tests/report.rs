@@ -21,7 +21,7 @@ fn folder(name: &str) -> PathBuf {
 /// Recording of a short run in two stages.
 static RECORDED: LazyLock<PathBuf> = LazyLock::new(|| {
     let path = folder("recorded").join("run.json");
-    let arguments = "train --epochs 2 --stages 2 --micro-batches 4 --batch-size 400 \
+    let arguments = "train --epochs 2 --stages 2 --num-micro-batches 4 --batch-size 400 \
                      --memory-limit 16MiB --device cpu --record";
     run(&format!("{arguments} {}", path.display())).success();
     path
@@ -81,7 +81,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
 fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     let folder = folder("failed");
     let (path, page) = (folder.join("run.json"), folder.join("run.html"));
-    let arguments = "train --micro-batch 128 --memory-limit 3MiB --offload none --device cpu";
+    let arguments = "train --micro-batch-size 128 --memory-limit 3MiB --offload none --device cpu";
     let files = format!("--record {} --report {}", path.display(), page.display());
     complains(&format!("{arguments} {files}"), 3, "out of memory in arena 'cpu'");
     let run = Run::read(&path).expect("a run");

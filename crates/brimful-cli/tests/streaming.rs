@@ -20,7 +20,7 @@ const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_si
 /// Trains seven steps at once and in two runs, the first of which ends within an epoch, and asserts that both save
 /// exactly the same.
 fn check_resumed(folder: &Path, line: &str) {
-    let line = format!("{line} --batch-size 8 --micro-batch 4");
+    let line = format!("{line} --batch-size 8 --micro-batch-size 4");
     for steps in [
         "--max-steps 7 --save whole.safetensors",
         "--max-steps 3 --save part.safetensors",
@@ -87,7 +87,7 @@ fn peak_of_training(folder: &Path, data: &str) -> u64 {
     let _ = fs::remove_file(&log);
     let mut training = process();
     training.current_dir(folder).env("OMP_NUM_THREADS", "1");
-    let line = "train --device cpu --model tiny --from-scratch --sequence 500 --batch-size 64 --micro-batch 64 \
+    let line = "train --device cpu --model tiny --from-scratch --sequence 500 --batch-size 64 --micro-batch-size 64 \
                 --log steps.csv --data";
     training.args(line.split_whitespace()).arg(data);
     let training = training.stdout(Stdio::null()).stderr(Stdio::null()).spawn();

@@ -12,7 +12,7 @@ use rexpect::session::{PtySession, spawn_command};
 /// Timeout that no step of these tests reaches, even on a busy machine.
 const HEARTBEAT_TIMEOUT: Option<u64> = Some(60_000);
 /// Arguments for training a model with dropout.
-const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
+const TRAIN: &str = "train --model gpt --device cpu --micro-batch-size 4 --data";
 
 fn on_a_terminal(arguments: &str) -> PtySession {
     on_a_terminal_of(160, arguments)
@@ -53,7 +53,8 @@ fn progress_shows_rate_time_size_and_memory() {
 #[test]
 fn a_long_step_shows_how_far_it_is() {
     let data = text(&folder("within"));
-    let one_step = "train --model gpt --device cpu --micro-batch 1 --batch-size all --epochs 1";
+    let one_step =
+        "train --model gpt --device cpu --micro-batch-size 1 --batch-size all --epochs 1";
     let mut session = on_a_terminal(&format!("{one_step} --data {data}"));
     session.exp_regex("[^0-9]([1-9]|[1-4][0-9])/63 samples").expect("a part of the only step");
     ends(session, 0);
@@ -76,7 +77,7 @@ fn a_long_plan_shows_how_far_it_is() {
 #[test]
 fn the_progress_line_is_no_wider_than_a_narrow_terminal() {
     const COLUMNS: usize = 40;
-    let arguments = "train --epochs 1 --device cpu --micro-batch 16";
+    let arguments = "train --epochs 1 --device cpu --micro-batch-size 16";
     let mut session = on_a_terminal_of(COLUMNS, arguments);
     let all = session.exp_eof().expect("the end");
     let drawn = all.split(['\r', '\n', '\u{1b}']).filter(|part| part.contains(" samples  "));

@@ -11,7 +11,7 @@ use serde_json::Value;
 #[test]
 fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {
     let lines = lines(
-        "train --batch-size all --micro-batch 64 --memory-limit 8MiB --epochs 20 --learning-rate 0.005 \
+        "train --batch-size all --micro-batch-size 64 --memory-limit 8MiB --epochs 20 --learning-rate 0.005 \
          --json --device cpu",
     );
     assert_eq!(lines.len(), 20);
@@ -32,19 +32,19 @@ fn replicas_learn_digits_in_a_memory_of_their_own_each() {
     let last = &lines[3];
     assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
     assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 4 << 20), "{last}");
-    let smaller = format!("{train} --memory-limit 1MiB --micro-batch 8");
+    let smaller = format!("{train} --memory-limit 1MiB --micro-batch-size 8");
     refused(&smaller, 3, "out of memory in arena 'device 0'");
 }
 
 #[test]
 fn a_stage_that_is_too_small_is_named_with_the_remedy() {
     let arguments =
-        "train --stages 2 --micro-batches 2 --memory-limit 1MiB --offload none --device cpu";
+        "train --stages 2 --num-micro-batches 2 --memory-limit 1MiB --offload none --device cpu";
     // The planner's warning comes first.
     refused(arguments, 3, "; needed: ").stderr(
         predicate::str::starts_with("brimful: warning: no balance fits by plan")
             .and(predicate::str::contains("\nbrimful: stage "))
-            .and(predicate::str::ends_with("; try --micro-batches 4\n"))
+            .and(predicate::str::ends_with("; try --num-micro-batches 4\n"))
             .and(predicate::str::contains("out of memory in arena 'device").count(1))
             .and(predicate::function(|text: &str| text.lines().count() == 2)),
     );
@@ -53,7 +53,7 @@ fn a_stage_that_is_too_small_is_named_with_the_remedy() {
 #[test]
 fn the_micro_batch_size_does_not_change_what_is_learnt() {
     let loss = |micro: usize| {
-        let train = format!("train --epochs 2 --dtype f64 --json --micro-batch {micro}");
+        let train = format!("train --epochs 2 --dtype f64 --json --micro-batch-size {micro}");
         lines(&train)[1]["loss"].as_f64().expect("a loss")
     };
     assert!((loss(128) - loss(7)).abs() < 1e-9);
@@ -65,7 +65,7 @@ fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
     let folder = folder("first-weights");
     let text = program::text(&folder);
     let begun = |model: &str, seed: &str, more: &str| {
-        let still = "--optimizer sgd --learning-rate 0 --max-steps 1 --micro-batches 2 --save run --overwrite";
+        let still = "--optimizer sgd --learning-rate 0 --max-steps 1 --num-micro-batches 2 --save run --overwrite";
         let data = if model == "gpt" { &text } else { "digits" };
         let of = format!("--model {model} --data {data} --seed {seed}");
         train_in(&folder, &format!("{of} {still} {more}")).success();
@@ -83,7 +83,7 @@ fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
 }
 
 const STAGES: &str =
-    "--stages 2 --schedule interleaved-2 --recompute except-last --micro-batches 5";
+    "--stages 2 --schedule interleaved-2 --recompute except-last --num-micro-batches 5";
 
 #[test]
 fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
@@ -113,7 +113,7 @@ fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     train("--epochs 1 --save one");
     train("--epochs 2 --resume one --save plain");
     train(&format!("--epochs 2 --resume one --save staged {STAGES}"));
-    train("--epochs 2 --resume one --save replicated --replicas 3 --micro-batch 20");
+    train("--epochs 2 --resume one --save replicated --replicas 3 --micro-batch-size 20");
     let (_, told) = saved(folder.join("plain"));
     for other in ["staged", "replicated"] {
         let (_, mut told_too) = saved(folder.join(other));
@@ -178,8 +178,8 @@ fn nonsense_on_the_command_line_is_one_clear_error() {
         ("--stages 9", "9 stages need as many layers, but the model has 6"),
         ("--stages 4 --schedule interleaved-2", "8 stages need as many layers"),
         ("--schedule gpipe", "--stages <S>"),
-        ("--micro-batches 2 --micro-batch 2", "cannot be used with"),
-        ("--micro-batch 0", "from 1 on, auto or largest"),
+        ("--num-micro-batches 2 --micro-batch-size 2", "cannot be used with"),
+        ("--micro-batch-size 0", "from 1 on, auto or largest"),
         ("--batch-size 0", "give a number from 1 on, or all"),
         ("--memory-limit much", "such as 96MiB"),
         ("--memory-limit 0 --device cpu", "limit of 0 bytes"),
@@ -192,7 +192,8 @@ fn nonsense_on_the_command_line_is_one_clear_error() {
 fn verify_finds_full_and_split_the_same() {
     for model in ["mlp", "gpt", "resnet18"] {
         let report =
-            &lines(&format!("verify --model {model} --batch-size 5 --micro-batch 2 --json"))[0];
+            &lines(&format!("verify --model {model} --batch-size 5 --micro-batch-size 2 --json"))
+                [0];
         assert!(report["max_relative_error"].as_f64() < Some(1e-10), "{report}");
         assert!(report["parameter"].as_str().is_some_and(|name| name.contains('.')), "{report}");
         assert_eq!(report["sizes"], serde_json::json!([2, 2, 1]));
@@ -202,7 +203,7 @@ fn verify_finds_full_and_split_the_same() {
 
 #[test]
 fn with_exact_batch_norms_verify_finds_them_the_same_in_training_mode() {
-    let verify = "verify --model resnet18 --batch-size 5 --micro-batch 2 --tolerance 1e-10";
+    let verify = "verify --model resnet18 --batch-size 5 --micro-batch-size 2 --tolerance 1e-10";
     let verify = |statistics: &str| run(&format!("{verify} --batch-norm {statistics}"));
     verify("exact").success().stdout(predicate::str::contains("[2, 2, 1]"));
     verify("deferred").failure().stdout(predicate::str::contains("NOT the same"));
@@ -211,7 +212,7 @@ fn with_exact_batch_norms_verify_finds_them_the_same_in_training_mode() {
 
 #[test]
 fn a_residual_network_trains_with_exact_batch_norms_on_one_device() {
-    let train = "train --model resnet18 --batch-size 16 --micro-batch 4 --max-steps 2 --device cpu \
+    let train = "train --model resnet18 --batch-size 16 --micro-batch-size 4 --max-steps 2 --device cpu \
                  --batch-norm exact";
     run(train).success();
     refused(&format!("{train} --stages 2"), 2, "--batch-norm exact is for one device");

@@ -30,7 +30,7 @@ use fine_tuned::{FineTuned, fine_tuned};
 Examples:
   brimful-bench finetune --model llama --lora 16 --device cuda:0
   brimful-bench finetune --model llama --offload host --memory-limit 16GB --device cuda:0
-  brimful-bench finetune --model examples/tiny-llama --from-scratch --sequence 16 --batch-size 4 --micro-batch 2")]
+  brimful-bench finetune --model examples/tiny-llama --from-scratch --sequence 16 --batch-size 4 --micro-batch-size 2")]
 pub(crate) struct FinetuneOptions {
     /// The model: a folder of Hugging Face's
     #[arg(long, value_name = "FOLDER")]

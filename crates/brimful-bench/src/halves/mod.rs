@@ -27,7 +27,7 @@ const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64, llama: fal
 #[command(after_help = "\
 Examples:
   brimful-bench halves                                a GPT and a ResNet-50, on one thread of a CPU
-  brimful-bench halves --device cuda --model gpt --dtype bf16 --micro-batch 8
+  brimful-bench halves --device cuda --model gpt --dtype bf16 --micro-batch-size 8
   brimful-bench halves --model gpt --gpt 2x64x16 --repeats 100")]
 pub(crate) struct HalvesOptions {
     #[arg(long, value_delimiter = ',', default_value = "gpt,resnet50", value_name = "NAME,…")]

@@ -24,9 +24,9 @@ use crate::work::{self, GptShape, Workload};
 #[command(after_help = "\
 Examples:
   brimful-bench micro --table --device cuda           the rows of the project's comparison
-  brimful-bench micro --model gpt --gpt 2x128x64 --batch-size 16 --micro-batch 4
-  brimful-bench micro --memory --micro-batch 2        memory by the number of micro-batches
-  brimful-bench micro --memory --model mlp --micro-batch 64 --training-set 60000
+  brimful-bench micro --model gpt --gpt 2x128x64 --batch-size 16 --micro-batch-size 4
+  brimful-bench micro --memory --micro-batch-size 2        memory by the number of micro-batches
+  brimful-bench micro --memory --model mlp --micro-batch-size 64 --training-set 60000
                                                       up to all of it as one mini-batch")]
 pub(crate) struct MicroOptions {
     #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]

@@ -30,7 +30,7 @@ use report::NormRows;
 Examples:
   brimful-bench norms --device cuda:0 --dtype bf16
   brimful-bench norms --device cuda:0 --dtype bf16 --batch-size 512,4096 --memory-limit 8GB
-  brimful-bench norms --device cpu --model resnet18 --image 32 --batch-size 32 --micro-batch 8")]
+  brimful-bench norms --device cpu --model resnet18 --image 32 --batch-size 32 --micro-batch-size 8")]
 pub(crate) struct NormsOptions {
     #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]
     model: ModelName,

@@ -22,10 +22,10 @@ use crate::setting::{
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful verify --model gpt --batch-size 65 --micro-batch 16
-  brimful verify --model resnet18 --batch-size 10 --micro-batch 4 --dtype f32
+  brimful verify --model gpt --batch-size 65 --micro-batch-size 16
+  brimful verify --model resnet18 --batch-size 10 --micro-batch-size 4 --dtype f32
 
-  brimful verify --model resnet18 --batch-size 10 --micro-batch 2 --batch-norm exact
+  brimful verify --model resnet18 --batch-size 10 --micro-batch-size 2 --batch-norm exact
 
 Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
 training mode: the models are compared in evaluation mode, where both are fixed. With --batch-norm

@@ -96,7 +96,7 @@ struct ConfigFile<'a> {
 /// A flag given in the file.
 struct Flag {
     name: String,
-    /// Word of the command line, such as `--micro-batch=16`.
+    /// Word of the command line, such as `--micro-batch-size=16`.
     word: OsString,
     line: usize,
 }

@@ -45,7 +45,7 @@ fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
 #[test]
 fn a_run_of_one_step_shows_its_loss_and_its_rate() {
     let Some(mut browser) = Browser::start("one-step") else { return };
-    browser.open(&trained("one-step.html", "--max-steps 1 --micro-batch 64"), WIDE);
+    browser.open(&trained("one-step.html", "--max-steps 1 --micro-batch-size 64"), WIDE);
     let dots = browser.evaluate("document.querySelectorAll('#progress circle.dot').length");
     assert_eq!(dots, 3, "loss, test loss and rate");
     assert_calm(&browser);
@@ -55,7 +55,7 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
 fn a_host_link_has_a_lane_each_way_and_says_what_was_waited_for() {
     let Some(mut browser) = Browser::start("host-link") else { return };
     let offloaded = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-state 2 \
-                  --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --host-link 200MB";
+                  --num-micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --host-link 200MB";
     let page = plan("host-link.html", offloaded);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {
@@ -91,7 +91,7 @@ fn a_host_link_has_a_lane_each_way_and_says_what_was_waited_for() {
 #[test]
 fn an_offloaded_run_shows_its_host_link_as_a_plan_does() {
     let Some(mut browser) = Browser::start("offload") else { return };
-    let on_host = "--epochs 1 --offload all --micro-batches 4 --batch-size 400";
+    let on_host = "--epochs 1 --offload all --num-micro-batches 4 --batch-size 400";
     let page = trained("offload.html", on_host);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {

@@ -165,7 +165,7 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     request.schedules = options.schedules();
     request.sums_apart = options.measured.sums_apart()?;
     request.optimizer_bytes = options.measured.optimizer_state;
-    if let Some(m) = options.micro_batches {
+    if let Some(m) = options.num_micro_batches {
         request.micro_batches = vec![m];
     }
     request.recompute = options.recompute;
@@ -191,8 +191,8 @@ fn from_file(options: &PlanOptions, path: &Path) -> Result<PlanAnswer> {
 }
 
 fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
-    let (Some(stages), Some(micro_batches)) = (options.stages, options.micro_batches) else {
-        bail!("plain numbers need --stages and --micro-batches");
+    let (Some(stages), Some(micro_batches)) = (options.stages, options.num_micro_batches) else {
+        bail!("plain numbers need --stages and --num-micro-batches");
     };
     let recompute = options.recompute.unwrap_or_default();
     let schedules = options.schedules();

@@ -22,7 +22,7 @@ pub struct PlanOptions {
     /// Micro-batches in a mini-batch [default for a model: the best of twelve numbers]
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(required_unless_present_any = ["model", "profile", "schedule_file"])]
-    pub(super) micro_batches: Option<usize>,
+    pub(super) num_micro_batches: Option<usize>,
 
     /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, breadth-first,
     /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, and, made for the stages' times, auto,
@@ -44,7 +44,7 @@ pub struct PlanOptions {
 
     /// Run the actions of this file instead: a line for each device, cells as 2F0.
     #[arg(long, value_name = "CSV")]
-    #[arg(conflicts_with_all = ["model", "profile", "schedule", "micro_batches", "stages", "recompute"])]
+    #[arg(conflicts_with_all = ["model", "profile", "schedule", "num_micro_batches", "stages", "recompute"])]
     pub(super) schedule_file: Option<PathBuf>,
 
     #[arg(long, help = words::JSON)]
@@ -140,7 +140,7 @@ pub(super) struct MeasuredModel {
 const EXAMPLES: &str = "\
 Examples:
   Compare all schedules on 8 devices:
-      brimful plan --stages 8 --micro-batches 24 --forward 1 --backward 2
+      brimful plan --stages 8 --num-micro-batches 24 --forward 1 --backward 2
 
   Look at one, and draw it:
       brimful plan -s 4 -m 8 --schedule 1f1b --svg 1f1b.svg

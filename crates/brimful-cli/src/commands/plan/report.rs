@@ -24,7 +24,7 @@ pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) 
         Some(path) => setting("schedule", Some(path.display().to_string())),
         None => setting("schedules", Some(schedules.join(", "))),
     }
-    setting("micro-batches", options.micro_batches.map(|count| count.to_string()));
+    setting("micro-batches", options.num_micro_batches.map(|count| count.to_string()));
     setting("recompute", options.recompute.map(|mode| mode.to_string()));
     if !in_seconds {
         setting("forward of a device", Some(numbers.forward.to_string()));

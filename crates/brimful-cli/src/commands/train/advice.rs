@@ -192,8 +192,10 @@ impl Trainer {
             let size = self.options.given_micro_batch(batch_size).filter(|size| *size > 1)?;
             let smaller = self.most_that_fits(oom).unwrap_or(size).min(size.div_ceil(2));
             Some(match self.options.size() {
-                Size::Count(_) => format!("try --micro-batches {}", batch_size.div_ceil(smaller)),
-                _ => format!("try --micro-batch {smaller}"),
+                Size::Count(_) => {
+                    format!("try --num-micro-batches {}", batch_size.div_ceil(smaller))
+                }
+                _ => format!("try --micro-batch-size {smaller}"),
             })
         })
     }

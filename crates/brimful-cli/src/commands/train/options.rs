@@ -30,11 +30,11 @@ Examples:
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
-  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB \\
+  brimful train --model gpt --data synthetic --stages 4 --num-micro-batches 16 --memory-limit 64MiB \\
                 --device cpu                              a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --micro-batches 16 --report report.html   two stages on each; what they did when
-  brimful train --model gpt --data book.txt --offload all --micro-batches 16 --memory-limit 8GB
+                --num-micro-batches 16 --report report.html   two stages on each; what they did when
+  brimful train --model gpt --data book.txt --offload all --num-micro-batches 16 --memory-limit 8GB
                                                       a model that lives on the host
   brimful train --model resnet50 --data flowers --batch-size 256 --save flowers.safetensors
                                                       a folder of images, with a subfolder a class
@@ -77,10 +77,10 @@ pub struct TrainOptions {
     /// to run
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     #[arg(value_parser = words::micro_batch)]
-    pub(crate) micro_batch: Size,
+    pub(crate) micro_batch_size: Size,
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
-    #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
-    pub(crate) micro_batches: Option<usize>,
+    #[arg(conflicts_with = "micro_batch_size", help = words::MICRO_BATCHES)]
+    pub(crate) num_micro_batches: Option<usize>,
     /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): model, gradients and activations take
     /// no more; on a GPU, of all that shares it
     #[arg(long, value_name = "BYTES")]
@@ -97,7 +97,7 @@ pub struct TrainOptions {
     #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
     pub(crate) batch_norm: Option<NormStatistics>,
     /// Where all random numbers start: the masks of dropout, and BatchNorm where a micro-batch has its own,
-    /// go by the micro-batches too: for the same numbers in every run give --micro-batch N
+    /// go by the micro-batches too: for the same numbers in every run give --micro-batch-size N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     pub(crate) seed: u64,
     #[arg(long, help = words::JSON_LINES)]
@@ -154,7 +154,7 @@ impl TrainOptions {
 
     /// Returns the micro-batch size.
     pub(super) fn size(&self) -> Size {
-        self.micro_batches.map_or(self.micro_batch, Size::Count)
+        self.num_micro_batches.map_or(self.micro_batch_size, Size::Count)
     }
 
     /// Returns the number of samples in the largest micro-batch, if the options give it.

@@ -29,7 +29,7 @@ pub struct RunFiles {
     #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
     pub(crate) keep: Keep,
     /// Go on from what --save has written, with the flags of that run, and save there again; flags that
-    /// are given besides change them. With a given --micro-batch, it ends with the same parameters as
+    /// are given besides change them. With a given --micro-batch-size, it ends with the same parameters as
     /// without the interruption
     #[arg(long, value_name = "FILE|FOLDER")]
     pub(crate) resume: Option<PathBuf>,
