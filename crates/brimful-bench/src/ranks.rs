@@ -37,7 +37,7 @@ pub(crate) struct RanksOptions {
     #[arg(long, value_name = "N", default_value_t = 16, help = words::BATCH_SIZE)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: u32,
-    #[arg(long, value_name = "N", default_value_t = 2, help = words::MICRO_BATCH)]
+    #[arg(long = "micro-batch-size", value_name = "N", default_value_t = 2, help = words::MICRO_BATCH)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: u32,
     /// Height and width of the images

@@ -48,7 +48,7 @@ pub(crate) struct FinetuneOptions {
     #[arg(long, value_name = "N", default_value_t = 32, help = words::BATCH_SIZE)]
     #[arg(value_parser = words::count)]
     batch_size: usize,
-    #[arg(long, value_name = "N", default_value_t = 8, help = words::MICRO_BATCH)]
+    #[arg(long = "micro-batch-size", value_name = "N", default_value_t = 8, help = words::MICRO_BATCH)]
     #[arg(value_parser = words::count)]
     micro_batch: usize,
     /// Measured steps of each contestant

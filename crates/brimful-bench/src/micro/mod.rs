@@ -41,7 +41,7 @@ pub(crate) struct MicroOptions {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,
     /// Samples in a micro-batch [default: by model and device]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long = "micro-batch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]

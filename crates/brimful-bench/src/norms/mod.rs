@@ -43,7 +43,7 @@ pub(crate) struct NormsOptions {
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = words::count)]
     batch_size: Vec<usize>,
     /// Samples in a micro-batch [default: 64 on CUDA, 4 on the CPU]
-    #[arg(long, value_name = "N", value_parser = words::count)]
+    #[arg(long = "micro-batch-size", value_name = "N", value_parser = words::count)]
     micro_batch: Option<usize>,
     /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]

@@ -53,11 +53,17 @@ pub(crate) struct PipelineOptions {
     #[arg(long, value_name = "WHEN,…", value_delimiter = ',', help = words::RECOMPUTE)]
     #[arg(default_value = "never", value_parser = setting::recompute)]
     recompute: Vec<Recompute>,
-    #[arg(long, short = 'm', value_delimiter = ',', default_value = "16", value_name = "M,…")]
+    #[arg(
+        long = "num-micro-batches",
+        short = 'm',
+        value_delimiter = ',',
+        default_value = "16",
+        value_name = "M,…"
+    )]
     #[arg(value_parser = words::count, help = words::MICRO_BATCHES)]
     micro_batches: Vec<usize>,
     /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long = "micro-batch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,

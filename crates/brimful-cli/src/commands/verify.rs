@@ -38,7 +38,7 @@ pub struct VerifyOptions {
     batch_size: usize,
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = words::count)]
     #[arg(help = words::MICRO_BATCH)]
-    micro_batch: usize,
+    micro_batch_size: usize,
     /// The largest relative error that passes for rounding [default: by the dtype]
     #[arg(long, value_name = "ERROR", value_parser = words::not_negative)]
     tolerance: Option<f64>,
@@ -59,7 +59,7 @@ pub struct VerifyOptions {
 pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
     let subject = VerifiedModel::new(options)?;
     let full = subject.gradients(Size::Count(1))?;
-    let size = Size::Fixed(options.micro_batch);
+    let size = Size::Fixed(options.micro_batch_size);
     let split = match options.batch_norm {
         Some(NormStatistics::Exact) => subject.exact_gradients(options, size)?,
         _ => subject.gradients(size)?,
