@@ -12,7 +12,7 @@ CLASSES = 1000
 HEAD_WIDTH = 64
 # Vocabulary of the GPT: GPT-2's 50,257 tokens, padded as usual for fast kernels, with a head that is tied to the
 # embedding; or bytes with an untied head in a pipeline, where a larger head would be the one large stage, and over ranks.
-VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "halves": 256, "offload": 50304}
+VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "split_backward": 256, "offload": 50304}
 
 
 class Block(nn.Module):

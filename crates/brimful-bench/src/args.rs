@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, finetune, halves, kernels, loader, memory, micro, norms,
-    offload, pipeline, plot, ragged, world,
+    arena, auto, compare, convergence, finetune, kernels, loader, memory, micro, norms, offload,
+    pipeline, plot, ragged, split_backward, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -43,8 +43,8 @@ enum Benchmark {
     Convergence(convergence::ConvergenceOptions),
     /// A folder's model, fine-tuned whole or by LoRA, on its device and from the host.
     Finetune(finetune::FinetuneOptions),
-    /// A backward in two halves against the whole backward of the same graph.
-    Halves(halves::HalvesOptions),
+    /// A split backward (dX, then dW) against the whole backward of the same graph.
+    SplitBackward(split_backward::SplitBackwardOptions),
     /// Kernels of our own: a head's loss beside libtorch's, and what their first use costs.
     Kernels(kernels::KernelsOptions),
     /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
@@ -82,7 +82,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Arena(options) => arena::run(options)?,
             Benchmark::Convergence(options) => convergence::run(options)?,
             Benchmark::Finetune(options) => finetune::run(options)?,
-            Benchmark::Halves(options) => halves::run(options)?,
+            Benchmark::SplitBackward(options) => split_backward::run(options)?,
             Benchmark::Kernels(options) => kernels::run(options)?,
             Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,

@@ -10,7 +10,6 @@ mod compare;
 mod convergence;
 mod finetune;
 mod gradients;
-mod halves;
 mod host_memory;
 mod interrupt;
 mod journal;
@@ -26,6 +25,7 @@ mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;
+mod split_backward;
 mod staged;
 mod steady;
 mod timed;

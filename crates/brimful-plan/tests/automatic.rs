@@ -25,8 +25,8 @@ fn stages(forwards: &[f64], [input, weight]: [f64; 2]) -> Costs {
     let stage = |(j, forward): (usize, &f64)| {
         let backward = 2.0 * forward;
         let [input, weight] = if j == 0 { [0.0, 1.0] } else { [input, weight] };
-        let halves = StageCost::new(*forward, input * backward, weight * backward);
-        StageCost { backward, activation_bytes: 1, ..halves }
+        let split = StageCost::new(*forward, input * backward, weight * backward);
+        StageCost { backward, activation_bytes: 1, ..split }
     };
     Costs { stages: forwards.iter().enumerate().map(stage).collect(), ..Costs::ticks(0) }
 }

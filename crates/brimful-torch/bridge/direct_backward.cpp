@@ -241,9 +241,9 @@ class DirectRun {
   // separate product or convolution. Empty if there are no such edges, or no others.
   std::vector<bool> weights_of(const BackwardGraph::Place& place) const {
     const auto* ours = dynamic_cast<const brimful::kernels::KernelNode*>(place.node);
-    const bool in_halves =
-        ours != nullptr ? ours->has_halves() : place.node->name() == "ConvolutionBackward0";
-    if (!in_halves) return {};
+    const bool split =
+        ours != nullptr ? ours->is_splittable() : place.node->name() == "ConvolutionBackward0";
+    if (!split) return {};
     std::vector<bool> is_weight(place.edges);
     bool weights = false, others = false;
     graph_.each_child(place, [&](auto edge, auto child) {

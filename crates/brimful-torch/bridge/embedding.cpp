@@ -17,7 +17,7 @@ namespace {
 struct EmbeddingNode final : KernelNode {
   std::string name() const override { return "BrimfulEmbeddingBackward"; }
   const char* what() const override { return "an embedding"; }
-  bool has_halves() const override { return true; }
+  bool is_splittable() const override { return true; }
 
   void let_go() override {
     table.reset_data();

@@ -48,7 +48,7 @@ class KernelNode : public torch::autograd::Node {
 
   // True if the backward can be split: the node gains from running for its inputs first and for its weights
   // later. False if one kernel computes both.
-  virtual bool has_halves() const { return false; }
+  virtual bool is_splittable() const { return false; }
 
  protected:
   virtual const char* what() const = 0;

@@ -71,7 +71,7 @@ struct ProjectionsNode final : KernelNode {
 
   std::string name() const override { return "BrimfulProjectionsBackward"; }
   const char* what() const override { return "a projection"; }
-  bool has_halves() const override { return true; }
+  bool is_splittable() const override { return true; }
 
   // Edge 0 is x's; each layer's weight and bias follow.
   static size_t weight_edge(size_t layer) { return 1 + 2 * layer; }

@@ -98,7 +98,7 @@ enum class Run {
 
 Run run_of(Node& node) {
   if (const auto* ours = dynamic_cast<brimful::kernels::KernelNode*>(&node)) {
-    return ours->has_halves() ? Run::kTwice : Run::kWhole;
+    return ours->is_splittable() ? Run::kTwice : Run::kWhole;
   }
   const std::string name = node.name();
   constexpr std::array kWholeKernels{"NormBackward", "Rnn", "ThnnFused", "PreluKernelBackward"};
@@ -156,7 +156,7 @@ class SplitBackward {
 
   // Returns a gradient for each input, or none. The group's roots are among those given at construction; after
   // the last group the graph is cut.
-  variable_list input_half(const variable_list& roots, const variable_list& gradients, bool last) {
+  variable_list input_gradients(const variable_list& roots, const variable_list& gradients, bool last) {
     DirectBackward inward;
     groups_.emplace_back();
     for (size_t i = 0; i < roots.size(); ++i) {
@@ -176,7 +176,7 @@ class SplitBackward {
   }
 
   // Adds the group's gradients to those of the leaves; call for groups in order.
-  void weight_half(size_t group) {
+  void add_weight_gradients(size_t group) {
     brimful::OwnedGradients owned;
     // This group's starting gradients may belong to the caller, and those of later groups are still needed.
     for (const auto& one : groups_) owned.add(one.gradients);
@@ -381,17 +381,17 @@ int32_t brimful_split_backward(
 }
 
 // `out` has an entry for each input, null if there is no gradient.
-int32_t brimful_split_input_half(
+int32_t brimful_split_input_gradients(
     SplitBackward* split, at::Tensor* const* roots, at::Tensor* const* gradients, size_t count,
     bool last, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto from = brimful::list_of(roots, count);
-    give(split->input_half(from, brimful::list_of(gradients, count), last), out);
+    give(split->input_gradients(from, brimful::list_of(gradients, count), last), out);
   });
 }
 
-int32_t brimful_split_weight_half(SplitBackward* split, size_t group, char** message) noexcept {
-  return brimful::guarded(message, [&] { split->weight_half(group); });
+int32_t brimful_split_weight_gradients(SplitBackward* split, size_t group, char** message) noexcept {
+  return brimful::guarded(message, [&] { split->add_weight_gradients(group); });
 }
 
 // `out` has an entry for each leaf, null if there is no gradient.

@@ -172,11 +172,11 @@ guarded! {
         roots: Tensors, count: usize, inputs: Tensors, input_count: usize,
         known: *const RawKnownLeaves, split: *mut *mut RawSplit,
     ) -> Made;
-    fn brimful_split_input_half(
+    fn brimful_split_input_gradients(
         split: *mut RawSplit, roots: Tensors, gradients: Tensors, count: usize, last: bool,
         out: *mut Made,
     );
-    fn brimful_split_weight_half(split: *mut RawSplit, group: usize);
+    fn brimful_split_weight_gradients(split: *mut RawSplit, group: usize);
     fn brimful_split_weight_gradients(
         split: *mut RawSplit, group: usize, leaves: Tensors, count: usize, out: *mut Made,
     );

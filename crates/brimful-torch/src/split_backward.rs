@@ -37,7 +37,7 @@ impl SplitBackward {
     ///
     /// # Errors
     /// When libtorch refuses: a shape does not match, or memory runs out.
-    pub fn input_half(
+    pub fn input_gradients(
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
     ) -> Result<Begun, TorchError> {
@@ -47,12 +47,12 @@ impl SplitBackward {
         }
     }
 
-    /// Runs [`input_half`](Self::input_half) if the roots lead only to known leaves and to the inputs. Otherwise
+    /// Runs [`input_gradients`](Self::input_gradients) if the roots lead only to known leaves and to the inputs. Otherwise
     /// returns one of the other leaves and runs nothing.
     ///
     /// # Errors
-    /// As [`input_half`](Self::input_half).
-    pub fn input_half_to(
+    /// As [`input_gradients`](Self::input_gradients).
+    pub fn input_gradients_to(
         known: &KnownLeaves,
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
@@ -99,7 +99,7 @@ impl SplitBackward {
         unsafe {
             let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
             let out = out.as_mut_ptr();
-            ffi::brimful_split_input_half(self.split, roots, gradients, count, last, out)
+            ffi::brimful_split_input_gradients(self.split, roots, gradients, count, last, out)
         }?;
         Ok(out.into_iter().map(owned_or_none).collect())
     }
@@ -114,15 +114,15 @@ impl SplitBackward {
     ///
     /// # Errors
     /// When there is no such group, or libtorch refuses: memory runs out, or a weight was changed meanwhile.
-    pub fn weight_half(&mut self, group: usize) -> Result<(), TorchError> {
+    pub fn add_weight_gradients(&mut self, group: usize) -> Result<(), TorchError> {
         // SAFETY: it lives as long as `self`, and checks the group.
-        unsafe { ffi::brimful_split_weight_half(self.split, group) }
+        unsafe { ffi::brimful_split_weight_gradients(self.split, group) }
     }
 
     /// Computes a group's gradients of these leaves only and returns them, without adding them anywhere.
     ///
     /// # Errors
-    /// As [`weight_half`](Self::weight_half).
+    /// As [`add_weight_gradients`](Self::add_weight_gradients).
     pub fn weight_gradients(
         &mut self,
         group: usize,

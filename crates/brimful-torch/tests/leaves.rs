@@ -50,13 +50,13 @@ impl Case {
     }
 
     /// Runs a split backward to these inputs; returns an unknown leaf, if it found one.
-    fn halves(&self, inputs: &[Tensor]) -> Option<Tensor> {
+    fn split_backward(&self, inputs: &[Tensor]) -> Option<Tensor> {
         let out = self.out();
         let groups = [vec![(out.shallow_clone(), out.ones_like())]];
-        match SplitBackward::input_half_to(&self.leaves, &groups, inputs).expect("a half") {
+        match SplitBackward::input_gradients_to(&self.leaves, &groups, inputs).expect("a half") {
             Reach::Other(leaf) => Some(leaf),
             Reach::Known((_, mut weights)) => {
-                weights.weight_half(0).expect("a half");
+                weights.add_weight_gradients(0).expect("a half");
                 None
             }
         }
@@ -104,9 +104,9 @@ fn halves_give_it_too_with_an_input_and_without() {
             if !has_input {
                 case.leaves.add([&case.x]).expect("a longer list");
             }
-            case.check_found(case.halves(&inputs), &case.other);
+            case.check_found(case.split_backward(&inputs), &case.other);
             case.leaves.add([&case.other]).expect("a longer list");
-            assert!(case.halves(&inputs).is_none());
+            assert!(case.split_backward(&inputs).is_none());
             case.check_ran();
         }
     });
@@ -117,7 +117,7 @@ fn an_input_that_nobody_has_named_is_another_leaf() {
     by_both(|| {
         let mut case = Case::new();
         case.leaves.add([&case.other]).expect("a longer list");
-        case.check_found(case.halves(&[]), &case.x);
+        case.check_found(case.split_backward(&[]), &case.x);
         let out = case.out();
         let found = other_leaf([&out], &case.leaves).expect("a look");
         case.check_found(found, &case.x);

@@ -63,13 +63,13 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         [gradients_of(&inputs), taken(&self.weights)]
     }
 
-    fn in_halves(&self) -> (Gradients, Option<String>) {
+    fn split(&self) -> (Gradients, Option<String>) {
         let (roots, inputs) = self.forward();
         let (mut gradients, mut split) =
-            SplitBackward::input_half(&[roots], &inputs).expect("an input half");
+            SplitBackward::input_gradients(&[roots], &inputs).expect("input gradients");
         assert!(taken(&self.weights).iter().all(Option::is_none), "only the weight half adds");
         assert!(gradients_of(&inputs).iter().all(Option::is_none), "inputs' are given, not added");
-        split.weight_half(0).expect("a weight half");
+        split.add_weight_gradients(0).expect("weight gradients");
         ([gradients.remove(0), taken(&self.weights)], split.run_whole())
     }
 
@@ -77,8 +77,8 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
     fn apart(&self) -> Gradients {
         let (roots, inputs) = self.forward();
         let (mut gradients, mut split) =
-            SplitBackward::input_half(&[roots], &inputs).expect("an input half");
-        let weights = split.weight_gradients(0, &self.weights).expect("a weight half");
+            SplitBackward::input_gradients(&[roots], &inputs).expect("input gradients");
+        let weights = split.weight_gradients(0, &self.weights).expect("weight gradients");
         assert!(taken(&self.weights).iter().all(Option::is_none), "nobody's are added to");
         [gradients.remove(0), weights]
     }
@@ -87,8 +87,8 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         let expected = self.expected();
         let check = || {
             assert_same(&self.whole(), &expected, what);
-            let (halves, unknown) = self.in_halves();
-            assert_same(&halves, &expected, what);
+            let (split, unknown) = self.split();
+            assert_same(&split, &expected, what);
             assert_eq!(unknown, None, "{what}");
             assert_same(&self.apart(), &expected, what);
         };
@@ -299,9 +299,10 @@ fn check_groups() {
     let stage = Stage { weights: copies(&[&w, &v]), inputs: input(&[4, 6]), run };
     let (roots, inputs) = stage.forward();
     let groups: Vec<_> = roots.into_iter().map(|root| vec![root]).chain([vec![]]).collect();
-    let (given, mut split) = SplitBackward::input_half(&groups, &inputs).expect("an input half");
+    let (given, mut split) =
+        SplitBackward::input_gradients(&groups, &inputs).expect("input gradients");
     for (group, given) in given.into_iter().enumerate() {
-        split.weight_half(group).expect("a weight half");
+        split.add_weight_gradients(group).expect("weight gradients");
         let got = [given, taken(&stage.weights)];
         let (mut roots, inputs) = stage.forward();
         if group == 3 {
@@ -313,7 +314,7 @@ fn check_groups() {
         let expected = [gradients_of(&inputs), taken(&stage.weights)];
         assert_same(&got, &expected, &format!("group {group}"));
     }
-    assert!(split.weight_half(4).is_err(), "there are four groups");
+    assert!(split.add_weight_gradients(4).is_err(), "there are four groups");
 }
 
 #[test]
@@ -323,10 +324,11 @@ fn what_is_given_is_nobody_elses() {
     let root = &inputs[0] + &inputs[1] + &b;
     let gradient = random(&[4, 6]);
     let groups = [vec![(root, gradient.shallow_clone())]];
-    let (given, mut split) = SplitBackward::input_half(&groups, &inputs).expect("an input half");
+    let (given, mut split) =
+        SplitBackward::input_gradients(&groups, &inputs).expect("input gradients");
     let mut places = vec![gradient.data_ptr()];
     places.extend(given[0].iter().flatten().map(Tensor::data_ptr));
-    split.weight_half(0).expect("a weight half");
+    split.add_weight_gradients(0).expect("weight gradients");
     places.push(b.grad().data_ptr());
     let distinct: std::collections::HashSet<_> = places.iter().collect();
     assert_eq!(distinct.len(), 4, "{places:?}");
@@ -345,15 +347,16 @@ fn in_use(layers: usize) -> [u64; 3] {
     let output = (0..layers).fold(&input * &scale, |x, _| x.tanh());
     let after_forward = arena.current() - before;
     let groups = [vec![(output, Tensor::ones([SIZE], options))]];
-    let (given, mut split) = SplitBackward::input_half(&groups, &[input]).expect("an input half");
+    let (given, mut split) =
+        SplitBackward::input_gradients(&groups, &[input]).expect("input gradients");
     drop(given);
     let after_inputs = arena.current() - before;
-    split.weight_half(0).expect("a weight half");
+    split.add_weight_gradients(0).expect("weight gradients");
     [after_forward, after_inputs, arena.current() - before].map(|bytes| bytes / (8 * SIZE as u64))
 }
 
 #[test]
-fn the_input_half_lets_go_of_all_that_it_alone_needs() {
+fn the_input_gradients_let_go_of_all_that_it_alone_needs() {
     // The test holds the root and its gradient; between the two parts one more gradient is kept.
     assert_eq!(in_use(4), [4, 3, 2]);
     assert_eq!(autograd::by_engine(|| in_use(4)), [4, 3, 2]);

@@ -64,7 +64,7 @@ fn times_and_both_halves_of_a_backward_are_there_and_a_larger_layer_takes_longer
     let step = |layer: &LayerCost| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
     assert!(measured.iter().all(|layer| step(layer) > 0.0), "{measured:?}");
     assert!(step(&measured[2]) > step(&measured[1]), "{measured:?}");
-    let (input, weight) = measured[0].halves();
+    let (input, weight) = measured[0].split_backward();
     assert_eq!(input, 0.0, "nobody waits for the gradient of the batch");
     assert!(weight > 0.0 || measured[0].overhead > 0.0, "{measured:?}");
     let halves = |layer: &LayerCost| {

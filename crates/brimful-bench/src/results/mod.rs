@@ -6,7 +6,6 @@ mod by_work;
 mod chart;
 mod convergence;
 mod finetune;
-mod halves;
 mod kernels;
 mod loader;
 mod memory;
@@ -17,6 +16,7 @@ mod pipeline;
 mod ragged;
 mod ranks;
 mod row;
+mod split_backward;
 mod table;
 
 use std::fmt::Write;
@@ -48,7 +48,7 @@ const BENCHES: [(&str, Views); 15] = [
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("finetune", (finetune::tables, finetune::panels)),
-    ("halves", (halves::tables, halves::panels)),
+    ("split_backward", (split_backward::tables, split_backward::panels)),
     ("kernels", (kernels::tables, kernels::panels)),
     ("loader", (loader::tables, loader::panels)),
     ("norms", (norms::tables, norms::panels)),

@@ -52,10 +52,10 @@ pub enum BalanceError {
     },
     /// Split backward that is shorter than the whole backward.
     #[error(
-        "the backward of layer {layer} takes {backward}, but its halves {input_gradient} and \
+        "the backward of layer {layer} takes {backward}, but its dX and dW {input_gradient} and \
          {weight_gradient}: together they take at least as long; correct one, or leave it out"
     )]
-    BadHalves {
+    BadSplit {
         /// Number of the layer.
         layer: usize,
         /// Time of the whole backward.

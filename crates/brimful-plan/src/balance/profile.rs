@@ -104,7 +104,7 @@ const WEIGHT_HALF: f64 = 0.45;
 impl LayerCost {
     /// Returns the times of one sample's input gradient and weight gradient.
     #[must_use]
-    pub fn halves(&self) -> (f64, f64) {
+    pub fn split_backward(&self) -> (f64, f64) {
         let together = self.backward * (INPUT_HALF + WEIGHT_HALF);
         let rest = |half: f64| f64::max(together - half, 0.0);
         match (self.input_gradient, self.weight_gradient) {
@@ -117,8 +117,8 @@ impl LayerCost {
 
     /// Returns the times of the input gradient and the weight gradient of so many samples, with their
     /// shares of the overhead.
-    pub(crate) fn halves_of(&self, samples: f64) -> (f64, f64) {
-        let (input, weight) = self.halves();
+    pub(crate) fn split_backward_of(&self, samples: f64) -> (f64, f64) {
+        let (input, weight) = self.split_backward();
         let both = input + weight;
         // If the backward takes no time, the input gradient, which others wait for, has all of the
         // overhead.
@@ -136,8 +136,8 @@ impl LayerCost {
         Self {
             forward: both(|layer| layer.forward),
             backward: both(|layer| layer.backward),
-            input_gradient: Some(self.halves().0 + loss.backward),
-            weight_gradient: Some(self.halves().1),
+            input_gradient: Some(self.split_backward().0 + loss.backward),
+            weight_gradient: Some(self.split_backward().1),
             overhead: both(|layer| layer.overhead),
             activation_bytes: kept.saturating_add(loss.activation_bytes),
             forward_peak: peak_of_both(self.forward_peak, kept, loss.forward_peak),
@@ -153,12 +153,12 @@ impl LayerCost {
     pub fn halves_add_up(&self) -> bool {
         /// One part in a million: the rounding error of a time written with seven digits.
         const ROUNDING: f64 = 1e-6;
-        let (input, weight) = self.halves();
+        let (input, weight) = self.split_backward();
         self.backward - (input + weight) <= ROUNDING * self.backward
     }
 
     fn times(&self) -> [(&'static str, f64); 5] {
-        let (input, weight) = self.halves();
+        let (input, weight) = self.split_backward();
         [
             ("forward", self.forward),
             ("backward", self.backward),
@@ -184,9 +184,9 @@ impl Profile {
                 }
             }
             if !costs.halves_add_up() {
-                let (input_gradient, weight_gradient) = costs.halves();
+                let (input_gradient, weight_gradient) = costs.split_backward();
                 let backward = costs.backward;
-                return Err(BalanceError::BadHalves {
+                return Err(BalanceError::BadSplit {
                     layer,
                     backward,
                     input_gradient,

@@ -106,7 +106,7 @@ impl<'a> StepCosts<'a> {
         // Sums of another dtype than the parameters' are cast on a device, which needs both; offloaded sums
         // stay as they are.
         let is_cast = summed != used;
-        let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
+        let (input_gradient, weight_gradient) = layer.split_backward_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
             backward: time(layer.backward),

@@ -72,14 +72,14 @@ fn an_automatic_list_is_planned_for_its_balance_and_can_be_made_again() {
 #[test]
 fn halves_that_were_not_measured_take_longer_than_the_whole() {
     let layer = LayerCost { backward: 100.0, ..LayerCost::default() };
-    let (input, weight) = layer.halves();
+    let (input, weight) = layer.split_backward();
     assert_eq!((input.round(), weight.round()), (57.0, 45.0));
     let measured = LayerCost { input_gradient: Some(60.0), ..layer.clone() };
-    assert_eq!(measured.halves().1.round(), 42.0);
+    assert_eq!(measured.split_backward().1.round(), 42.0);
     let less = LayerCost { input_gradient: Some(30.0), weight_gradient: Some(60.0), ..layer };
     let profile = Profile { layers: vec![less], ..Profile::default() };
     let error = profile.check().unwrap_err().to_string();
-    assert!(error.contains("takes 100, but its halves 30 and 60"), "{error}");
+    assert!(error.contains("takes 100, but its dX and dW 30 and 60"), "{error}");
 }
 
 /// The times of a split backward decide; a profile without them has a transformer's.

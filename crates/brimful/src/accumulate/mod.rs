@@ -170,7 +170,7 @@ impl Accumulator {
     ) -> Result<Begun> {
         self.expect_groups(groups.len());
         loop {
-            match SplitBackward::input_half_to(&self.known, groups, inputs)? {
+            match SplitBackward::input_gradients_to(&self.known, groups, inputs)? {
                 Reach::Known(begun) => return Ok(begun),
                 Reach::Other(leaf) => self.take_in(leaf)?,
             }
@@ -179,7 +179,7 @@ impl Accumulator {
 
     /// Runs the second part of a split backward (dW) for one group, and adds the gradients to the group's sums.
     pub(crate) fn add_split(&mut self, group: usize, split: &mut SplitBackward) -> Result<()> {
-        self.add_from(group, |_| split.weight_half(group))
+        self.add_from(group, |_| split.add_weight_gradients(group))
     }
 
     /// Runs a backward, and adds the parameters' gradients to the group's sums.

@@ -91,12 +91,12 @@ impl MeasuredLayer<'_> {
             self.parameters.iter().chain(&once.inputs).map(Tensor::shallow_clone).collect();
         let forward = once.seconds;
         // Without inputs the weight gradient is the whole backward.
-        let (_, backward) = self.halves(once.output, &[], &all)?;
+        let (_, backward) = self.split_backward(once.output, &[], &all)?;
         let again = self.traced(input, few)?;
         let forward = forward.min(again.seconds);
         let (input_gradient, weight_gradient) = match again.inputs.as_slice() {
             [] => (0.0, backward),
-            inputs => self.halves(again.output, inputs, &self.parameters)?,
+            inputs => self.split_backward(again.output, inputs, &self.parameters)?,
         };
         Ok(LayerTimes { forward, backward, input_gradient, weight_gradient })
     }
@@ -137,7 +137,7 @@ impl MeasuredLayer<'_> {
         let (gradients, all) = self.meter.weighed(before, || {
             let groups = [with_gradients(output)?];
             // Without inputs the weight gradient is the whole backward.
-            let (_, mut whole) = SplitBackward::input_half(&groups, &[])?;
+            let (_, mut whole) = SplitBackward::input_gradients(&groups, &[])?;
             Ok(whole.weight_gradients(0, &leaves)?)
         })?;
         let of_parameters = gradients.iter().rev().take(self.parameters.len());
@@ -165,7 +165,7 @@ impl MeasuredLayer<'_> {
         if groups[0].is_empty() || inputs.is_empty() {
             return Ok(None);
         }
-        let (gradients, weights) = SplitBackward::input_half(&groups, &inputs)?;
+        let (gradients, weights) = SplitBackward::input_gradients(&groups, &inputs)?;
         drop((groups, gradients));
         let kept = self.meter.in_use()?.saturating_sub(before);
         drop(weights);
@@ -203,7 +203,7 @@ impl MeasuredLayer<'_> {
 
     /// Returns the seconds of the gradients of `inputs`, and of those of `others` after it; zeros where no
     /// output requires a gradient. Leaves every `grad` untouched.
-    fn halves(
+    fn split_backward(
         &self,
         output: Vec<Tensor>,
         inputs: &[Tensor],
@@ -213,14 +213,14 @@ impl MeasuredLayer<'_> {
         if groups[0].is_empty() {
             return Ok((0.0, 0.0));
         }
-        let input_half = || Ok(SplitBackward::input_half(&groups, inputs)?);
-        let ((gradients, mut weights), input) = self.meter.timed(input_half)?;
+        let input_gradients = || Ok(SplitBackward::input_gradients(&groups, inputs)?);
+        let ((gradients, mut weights), input) = self.meter.timed(input_gradients)?;
         drop((groups, gradients));
         if others.is_empty() {
             return Ok((input, 0.0));
         }
-        let weight_half = || Ok(weights.weight_gradients(0, others)?);
-        Ok((input, self.meter.timed(weight_half)?.1))
+        let add_weight_gradients = || Ok(weights.weight_gradients(0, others)?);
+        Ok((input, self.meter.timed(add_weight_gradients)?.1))
     }
 }
 

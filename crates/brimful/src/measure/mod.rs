@@ -194,8 +194,8 @@ impl Measurement {
             (input, 0.0) => (input.max(whole.backward), 0.0),
             (input, weight) => (input, weight.max(whole.backward - input)),
         };
-        let halves = input + weight;
-        let share = |half: f64| if halves > 0.0 { each(halves) * half / halves } else { 0.0 };
+        let split = input + weight;
+        let share = |half: f64| if split > 0.0 { each(split) * half / split } else { 0.0 };
         LayerCost {
             forward: each(whole.forward),
             backward: each(whole.backward),

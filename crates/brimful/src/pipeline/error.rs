@@ -135,7 +135,7 @@ pub enum PipelineError {
     /// parameter is complete.
     #[error(
         "updates run in the backward, but by these actions stage {owner} has its last one before stage {user}, which \
-         adds to the gradient of a parameter that both have: run stage {user}'s weight halves before that, or let \
+         adds to the gradient of a parameter that both have: run stage {user}'s weight gradients before that, or let \
          updates come after the backward (`update_in_backward(false)`)"
     )]
     TooEarlyInBackward {

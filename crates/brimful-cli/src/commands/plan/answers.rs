@@ -303,7 +303,7 @@ impl PlainNumbers {
     /// Refuses an input and a weight gradient that together take less than the whole backward.
     fn check(&self) -> Result<()> {
         let device = self.whole_device();
-        let (input, weight) = device.halves();
+        let (input, weight) = device.split_backward();
         ensure_use!(
             device.halves_add_up(),
             "--backward {} is more than --input-gradient {input} and --weight-gradient {weight} \
@@ -316,7 +316,7 @@ impl PlainNumbers {
     /// Returns the costs of one of the stages that share a device.
     fn stage_cost(&self, per_device: f64) -> StageCost {
         let whole = self.whole_device();
-        let (input, weight) = whole.halves();
+        let (input, weight) = whole.split_backward();
         let [f, i, w] = [self.forward, input, weight].map(|time| time / per_device);
         let share =
             |bytes: Option<Bytes>| (bytes.map_or(0, |bytes| bytes.0) as f64 / per_device) as u64;

@@ -123,7 +123,7 @@ fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
 
 /// Lists all images of a folder's classes; if the folder is split, those of the test split.
 fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
-    let classes = match halves_of(folder) {
+    let classes = match split_backward_of(folder) {
         Some([_, test]) => subfolders(&test)?,
         None => subfolders(folder)?,
     };
@@ -155,7 +155,7 @@ fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
 }
 
 /// Returns the folders of the training and the test split, if there are both.
-fn halves_of(folder: &Path) -> Option<[PathBuf; 2]> {
+fn split_backward_of(folder: &Path) -> Option<[PathBuf; 2]> {
     let train = folder.join("train");
     let test = ["val", "test"].map(|name| folder.join(name)).into_iter().find(|path| path.is_dir());
     test.filter(|_| train.is_dir()).map(|test| [train, test])
@@ -163,7 +163,9 @@ fn halves_of(folder: &Path) -> Option<[PathBuf; 2]> {
 
 /// Returns the classes to train on, and those to test on if they have a folder of their own.
 fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
-    let Some([train, test]) = halves_of(folder) else { return Ok((classes(folder)?, None)) };
+    let Some([train, test]) = split_backward_of(folder) else {
+        return Ok((classes(folder)?, None));
+    };
     let [trained, tested] = [classes(&train)?, classes(&test)?];
     let lacks = |folder: &Path, has: &Classes, other: &Classes| {
         let missing = other.keys().find(|class| !has.contains_key(*class));

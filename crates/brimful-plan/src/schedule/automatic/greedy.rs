@@ -191,8 +191,8 @@ impl<'a> GreedyRun<'a> {
         if i == progress.forwards {
             return None;
         }
-        let halves = self.policy.halved.splits(i, self.work.micro_batches, self.stages.len());
-        let kind = if halves { ActionKind::InputGradient } else { ActionKind::Backward };
+        let split = self.policy.halved.splits(i, self.work.micro_batches, self.stages.len());
+        let kind = if split { ActionKind::InputGradient } else { ActionKind::Backward };
         let action = Action::new(stage, kind, MicroBatchId::at(i));
         let arrived = progress.gradients_in.get(i).copied();
         let at = arrived.unwrap_or_else(|| self.soonest(action, now));

@@ -76,11 +76,11 @@ impl Policy {
             halved: Halved::None,
         };
         let wholes = [whole, Self { forward_delay: 0.0, ..whole }].into_iter();
-        let rules = whole.with_halves().chain(wholes);
+        let rules = whole.with_splits().chain(wholes);
         rules.flat_map(|rule| Depth::CHOICES.map(|depth| Self { depth, ..rule }))
     }
 
-    fn with_halves(self) -> impl Iterator<Item = Self> {
+    fn with_splits(self) -> impl Iterator<Item = Self> {
         let first = [false, true].map(|forward_first| Self { forward_first, ..self }).into_iter();
         let delayed = first
             .flat_map(|policy| [0.5, 0.0, 1.0].map(|weight_delay| Self { weight_delay, ..policy }));

@@ -62,7 +62,7 @@ impl WorkerRun {
         // no activations.
         let mut gradients = match is_whole {
             true => self.run_whole(at, roots, input)?,
-            false => self.run_input_half(site, at, i, roots, input)?,
+            false => self.run_input_gradients(site, at, i, roots, input)?,
         };
         self.note_probe(site, at, &mut gradients)?;
         if is_whole {
@@ -93,7 +93,7 @@ impl WorkerRun {
     }
 
     /// Computes the input gradient (dX) from the roots; returns the same gradients as `run_whole`.
-    fn run_input_half(
+    fn run_input_gradients(
         &mut self,
         site: &mut Site,
         at: usize,

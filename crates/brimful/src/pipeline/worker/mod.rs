@@ -399,7 +399,7 @@ impl Site {
             let (first, last) = (self.layer_name(range.start), self.layer_name(range.end - 1));
             tracing::info!(
                 %stage, first, last, functions,
-                "functions that are not libtorch's own have no halves: their weights' gradients are \
+                "custom autograd functions cannot be split into dX and dW: their weights' gradients are \
                  computed with their inputs'"
             );
         }

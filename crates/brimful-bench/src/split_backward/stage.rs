@@ -36,7 +36,7 @@ pub(super) struct WholeSeconds {
 }
 
 /// Seconds of a forward and of its split backward.
-pub(super) struct HalvesSeconds {
+pub(super) struct SplitSeconds {
     pub(super) forward: f64,
     pub(super) input: f64,
     pub(super) weight: f64,
@@ -79,23 +79,23 @@ impl MiddleStage {
 
     /// Runs forward and a split backward. The input part includes the search for the cut; the weight part ends
     /// when the graph is freed.
-    pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, BackwardGradients)> {
+    pub(super) fn split(&mut self) -> Result<(SplitSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let groups = [roots];
-        let input_half = || {
-            let given = SplitBackward::input_half(&groups, &leaves)?;
+        let input_gradients = || {
+            let given = SplitBackward::input_gradients(&groups, &leaves)?;
             drop(groups);
             Ok(given)
         };
-        let ((inputs, mut weights), input) = timed(self.device, input_half)?;
-        let weight_half = || {
-            weights.weight_half(0)?;
+        let ((inputs, mut weights), input) = timed(self.device, input_gradients)?;
+        let add_weight_gradients = || {
+            weights.add_weight_gradients(0)?;
             drop(weights);
             Ok(())
         };
-        let ((), weight) = timed(self.device, weight_half)?;
+        let ((), weight) = timed(self.device, add_weight_gradients)?;
         let found = self.gradients(inputs.into_iter().flatten().flatten().collect());
-        Ok((HalvesSeconds { forward: seconds, input, weight }, found))
+        Ok((SplitSeconds { forward: seconds, input, weight }, found))
     }
 
     /// Runs a forward on new leaves, with gradients cleared.

@@ -1,4 +1,4 @@
-//! `brimful-bench halves`: a split backward against the whole backward of the same graph.
+//! `brimful-bench split-backward`: a split backward against the whole backward of the same graph.
 //!
 //! The graph is that of a stage in the middle of a pipeline: all layers but the first, whose output is the input
 //! and requires a gradient. Both backwards begin with the same output gradient, each after its own forward, and
@@ -22,14 +22,14 @@ use crate::work::{GptShape, Workload};
 /// Shape of the GPT on a CPU.
 const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64, llama: false };
 
-/// Options of `brimful-bench halves`.
+/// Options of `brimful-bench split-backward`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful-bench halves                                a GPT and a ResNet-50, on one thread of a CPU
-  brimful-bench halves --device cuda --model gpt --dtype bf16 --micro-batch-size 8
-  brimful-bench halves --model gpt --gpt 2x64x16 --repeats 100")]
-pub(crate) struct HalvesOptions {
+  brimful-bench split-backward                                a GPT and a ResNet-50, on one thread of a CPU
+  brimful-bench split-backward --device cuda --model gpt --dtype bf16 --micro-batch-size 8
+  brimful-bench split-backward --model gpt --gpt 2x64x16 --repeats 100")]
+pub(crate) struct SplitBackwardOptions {
     #[arg(long, value_delimiter = ',', default_value = "gpt,resnet50", value_name = "NAME,…")]
     #[arg(help = MODELS)]
     model: Vec<ModelName>,
@@ -56,13 +56,13 @@ pub(crate) struct HalvesOptions {
 }
 
 /// Measures a row for each model, and prints it.
-pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
+pub(crate) fn run(options: &SplitBackwardOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     // One thread, like a stage's in a pipeline.
     let _one = threads::limit_threads(1);
     let cuda = try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
-    let mut journal = Journal::begin("halves", device, &options.output, facts)?;
+    let mut journal = Journal::begin("split_backward", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.model.len() * turns(options.repeats));
     for &model in &options.model {
         let work = options.work(model, device);
@@ -72,7 +72,7 @@ pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
     journal.end()
 }
 
-impl HalvesOptions {
+impl SplitBackwardOptions {
     fn work(&self, model: ModelName, device: Device) -> Workload {
         let usual = Workload::of_bytes(model, device);
         let gpt = if device == Device::Cpu { GPT } else { usual.gpt };

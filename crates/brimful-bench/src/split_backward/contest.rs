@@ -5,7 +5,7 @@ use brimful_torch::autograd::by_engine;
 use serde::Serialize;
 use tch::Device;
 
-use super::stage::{HalvesSeconds, MiddleStage, WholeSeconds};
+use super::stage::{MiddleStage, SplitSeconds, WholeSeconds};
 use crate::columns::Columns;
 use crate::gradients::relative_difference;
 use crate::timed::{WARM_UP, turns};
@@ -15,7 +15,7 @@ use crate::work::Workload;
 
 /// Figures of a split backward beside the whole one.
 #[derive(Debug, Serialize)]
-pub(super) struct HalvesRow {
+pub(super) struct SplitBackwardRow {
     #[serde(flatten)]
     columns: Columns,
     repeats: usize,
@@ -26,7 +26,7 @@ pub(super) struct HalvesRow {
     input_seconds: f64,
     weight_seconds: f64,
     /// Seconds of both parts of the split backward together, measured on their own.
-    halves_seconds: f64,
+    split_seconds: f64,
     /// Split backward over the whole.
     ratio: f64,
     /// (Longest − shortest) / median of the whole backward, and of the split one.
@@ -42,7 +42,7 @@ pub(super) fn measure(
     device: Device,
     repeats: usize,
     progress: &TurnProgress,
-) -> Result<HalvesRow> {
+) -> Result<SplitBackwardRow> {
     let title = format!("{} {} {}", work.model, work.dtype, work.micro_batch);
     progress.row(&title);
     let mut stage = MiddleStage::new(work, device)?;
@@ -51,12 +51,12 @@ pub(super) fn measure(
         progress.turn(&title, "whole", turn, WARM_UP, repeats);
         let (engine, _) = by_engine(|| stage.whole())?;
         let (whole, expected) = stage.whole()?;
-        progress.turn(&title, "in halves", turn, WARM_UP, repeats);
-        let (halves, found) = stage.halves()?;
+        progress.turn(&title, "split", turn, WARM_UP, repeats);
+        let (split, found) = stage.split()?;
         if turn < WARM_UP {
             difference = relative_difference(&expected, &found, work.dtype)?;
         } else {
-            measured.push(BackwardTurn { engine, whole, halves });
+            measured.push(BackwardTurn { engine, whole, split });
         }
         progress.advance(1);
     }
@@ -68,26 +68,26 @@ pub(super) fn measure(
 struct BackwardTurn {
     engine: WholeSeconds,
     whole: WholeSeconds,
-    halves: HalvesSeconds,
+    split: SplitSeconds,
 }
 
-fn row(work: &Workload, turns: &[BackwardTurn], gradient_difference: f64) -> HalvesRow {
+fn row(work: &Workload, turns: &[BackwardTurn], gradient_difference: f64) -> SplitBackwardRow {
     let of = |part: fn(&BackwardTurn) -> f64| StepTimes(turns.iter().map(part).collect());
-    let forwards = turns.iter().flat_map(|turn| [turn.whole.forward, turn.halves.forward]);
+    let forwards = turns.iter().flat_map(|turn| [turn.whole.forward, turn.split.forward]);
     let whole = of(|turn| turn.whole.backward);
-    let halves = of(|turn| turn.halves.input + turn.halves.weight);
-    HalvesRow {
+    let split = of(|turn| turn.split.input + turn.split.weight);
+    SplitBackwardRow {
         columns: Columns::new("brimful", work),
         repeats: turns.len(),
         forward_seconds: StepTimes(forwards.collect()).median(),
         whole_seconds: whole.median(),
         engine_seconds: of(|turn| turn.engine.backward).median(),
-        input_seconds: of(|turn| turn.halves.input).median(),
-        weight_seconds: of(|turn| turn.halves.weight).median(),
-        halves_seconds: halves.median(),
-        ratio: halves.median() / whole.median(),
+        input_seconds: of(|turn| turn.split.input).median(),
+        weight_seconds: of(|turn| turn.split.weight).median(),
+        split_seconds: split.median(),
+        ratio: split.median() / whole.median(),
         whole_spread: whole.spread(),
-        spread: halves.spread(),
+        spread: split.spread(),
         gradient_difference,
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of `brimful-bench halves`: a split backward gives the gradients of the whole one.
+//! Tests of `brimful-bench split-backward`: a split backward gives the gradients of the whole one.
 
 mod program;
 
@@ -9,20 +9,19 @@ use program::{refused, rows, run};
 use serde_json::{Value, json};
 
 /// Smallest stages, in short turns.
-const HALVES: &str = "halves --device cpu --gpt 1x64x8 --micro-batch-size 2 --image 64";
+const SPLIT: &str = "split-backward --device cpu --gpt 1x64x8 --micro-batch-size 2 --image 64";
 
 #[test]
-fn each_model_has_a_row_whose_halves_give_the_gradients_of_the_whole() {
+fn each_model_has_a_row_whose_split_backward_gives_the_gradients_of_the_whole() {
     let models = "mlp,gpt,resnet18,unet:2x4,amoebanet:3x16";
-    let (rows, environment) = rows(&format!("{HALVES} --model {models} --dtype f64 --repeats 2"));
+    let (rows, environment) = rows(&format!("{SPLIT} --model {models} --dtype f64 --repeats 2"));
     let found: Vec<_> = rows.iter().filter_map(|row| row["model"].as_str()).collect();
     assert_eq!(found, models.split(',').collect::<Vec<_>>());
     assert_eq!(environment["threads"], 1);
     for row in &rows {
         assert!(row["gradient_difference"].as_f64() <= Some(1e-10), "{row}");
-        let halves = ["input_seconds", "weight_seconds", "ratio"];
-        for key in ["forward_seconds", "whole_seconds", "engine_seconds"].into_iter().chain(halves)
-        {
+        let split = ["input_seconds", "weight_seconds", "ratio"];
+        for key in ["forward_seconds", "whole_seconds", "engine_seconds"].into_iter().chain(split) {
             assert!(row[key].as_f64() > Some(0.0), "{key} in {row}");
         }
         assert_eq!((&row["batch"], &row["repeats"]), (&2.into(), &2.into()));
@@ -31,11 +30,11 @@ fn each_model_has_a_row_whose_halves_give_the_gradients_of_the_whole() {
 
 #[test]
 fn people_read_a_table_and_a_folder_keeps_it() {
-    let folder = program::folder("halves");
+    let folder = program::folder("split-backward");
     let into = folder.display();
-    run(&format!("{HALVES} --model gpt --repeats 1 --into {into}")).success().stdout(
+    run(&format!("{SPLIT} --model gpt --repeats 1 --into {into}")).success().stdout(
         predicate::str::contains("GPT 1×64×8, f32 on cpu, micro-batch 2")
-            .and(predicate::str::contains("halves : whole"))
+            .and(predicate::str::contains("split : whole"))
             .and(predicate::str::contains("peer").not()),
     );
     for name in ["ours.jsonl", "table.md", "plot.svg"] {
@@ -45,18 +44,18 @@ fn people_read_a_table_and_a_folder_keeps_it() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    refused(&format!("{HALVES} --dtype tf32"), "use --dtype f32 on the CPU");
-    refused(&format!("{HALVES} --repeats 0"), "give a whole number from 1 on");
+    refused(&format!("{SPLIT} --dtype tf32"), "use --dtype f32 on the CPU");
+    refused(&format!("{SPLIT} --repeats 0"), "give a whole number from 1 on");
 }
 
 #[test]
-fn the_halves_of_a_peer_stand_beside_ours() {
-    let rows = program::folder("halves-beside").join("rows.jsonl");
-    let row = |contestant: &str, halves: f64| {
+fn the_split_backward_of_a_peer_stands_beside_ours() {
+    let rows = program::folder("split-backward-beside").join("rows.jsonl");
+    let row = |contestant: &str, split: f64| {
         json!({
-            "bench": "halves", "contestant": contestant, "model": "gpt", "shape": "1×64×8", "dtype": "f32",
-            "device": "cpu", "micro_batch": 2, "whole_seconds": 0.01, "halves_seconds": halves,
-            "ratio": halves / 0.01,
+            "bench": "split_backward", "contestant": contestant, "model": "gpt", "shape": "1×64×8", "dtype": "f32",
+            "device": "cpu", "micro_batch": 2, "whole_seconds": 0.01, "split_seconds": split,
+            "ratio": split / 0.01,
         })
     };
     let lines = [row("brimful", 0.01), row("torch.distributed.pipelining", 0.03)];

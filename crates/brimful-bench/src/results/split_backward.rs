@@ -11,10 +11,10 @@ const COLUMNS: [TableColumn; 10] = [
     ("forward_ms", "forward, ms", Number),
     ("whole_ms", "whole, ms", Number),
     ("engine_ms", "by libtorch's engine, ms", Number),
-    ("input_ms", "input half, ms", Number),
-    ("weight_ms", "weight half, ms", Number),
-    ("ratio", "halves : whole", Ratio(3)),
-    ("over_peer", "peer's halves : ours", Ratio(3)),
+    ("input_ms", "dX, ms", Number),
+    ("weight_ms", "dW, ms", Number),
+    ("ratio", "split : whole", Ratio(3)),
+    ("over_peer", "peer's split : ours", Ratio(3)),
     ("spread", "spread", Percent(1)),
     ("gradient_difference", "gradients apart", Text),
 ];
@@ -22,8 +22,8 @@ const COLUMNS: [TableColumn; 10] = [
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     by_work::tables(rows, work, &COLUMNS, |row, group| {
         let peer = group.iter().find(|row| row.side() == Side::Peer);
-        let peer = peer.and_then(|row| row.number("halves_seconds"));
-        let ours = row.number("halves_seconds").filter(|_| row.side() == Side::Ours);
+        let peer = peer.and_then(|row| row.number("split_seconds"));
+        let ours = row.number("split_seconds").filter(|_| row.side() == Side::Ours);
         vec![
             ("forward_ms", row.milliseconds("forward_seconds").into()),
             ("whole_ms", row.milliseconds("whole_seconds").into()),
@@ -43,7 +43,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
             let label = format!("{}, {what}", row.contestant());
             row.milliseconds(key).map(|time| Bar::of(label, row.side(), time))
         };
-        let bars = [bar("whole", "whole_seconds"), bar("in halves", "halves_seconds")];
+        let bars = [bar("whole", "whole_seconds"), bar("split", "split_seconds")];
         bars.into_iter().flatten()
     })
 }

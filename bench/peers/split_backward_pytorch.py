@@ -1,8 +1,8 @@
 """Split backward of torch.distributed.pipelining's zero-bubble schedules, beside the whole one.
 
-    halves_pytorch.py --like OURS.jsonl [--repeats 25]
+    split_backward_pytorch.py --like OURS.jsonl [--repeats 25]
 
-Runs the works of `brimful-bench halves`: the same stage, all layers but the first, whose output is the input; on a
+Runs the works of `brimful-bench split-backward`: the same stage, all layers but the first, whose output is the input; on a
 CPU on one thread. `stage_backward_input` and `stage_backward_weight` alternate with `torch.autograd.backward`.
 """
 
@@ -60,7 +60,7 @@ class MiddleStage:
         _, backward = self.timed(lambda: torch.autograd.backward([output], [self.gradient]))
         return {"forward": forward, "whole": backward}, self.gradients(leaf)
 
-    def halves(self):
+    def split(self):
         leaf, output, forward = self.forward()
         roots = [output], [self.gradient], [leaf]
         (_, groups), first = self.timed(lambda: stage_backward_input(*roots, self.weights()))
@@ -85,11 +85,11 @@ def measure(work, settings, repeats):
     stage, difference = MiddleStage(work), 0.0
     seconds = {key: [] for key in ["forward", "whole", "input", "weight"]}
     for turn in range(WARM_UP + repeats):
-        (whole, expected), (halves, found) = stage.whole(), stage.halves()
+        (whole, expected), (split, found) = stage.whole(), stage.split()
         if turn < WARM_UP:
             difference = apart(expected, found)
             continue
-        for times in (whole, halves):
+        for times in (whole, split):
             for key, value in times.items():
                 seconds[key].append(value)
     return figures(seconds, difference)
@@ -98,13 +98,13 @@ def measure(work, settings, repeats):
 def figures(seconds, difference):
     middle = {f"{key}_seconds": statistics.median(values) for key, values in seconds.items()}
     both = [a + b for a, b in zip(seconds["input"], seconds["weight"])]
-    halves = statistics.median(both)
+    split = statistics.median(both)
     return {
-        **middle, "halves_seconds": halves, "ratio": halves / middle["whole_seconds"], "repeats": len(both),
-        "spread": (max(both) - min(both)) / halves, "gradient_difference": difference,
+        **middle, "split_seconds": split, "ratio": split / middle["whole_seconds"], "repeats": len(both),
+        "spread": (max(both) - min(both)) / split, "gradient_difference": difference,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
     named = lambda work, flags: [("torch.distributed.pipelining", {})]  # noqa: E731
-    contest.run("halves", named, measure, works)
+    contest.run("split_backward", named, measure, works)
