@@ -16,7 +16,7 @@ fn losses(rows: &[Value]) -> Vec<(&str, &Value)> {
 }
 
 #[test]
-fn halves_are_computed_by_all_three_and_a_first_use_is_reported() {
+fn half_precision_is_computed_by_all_three_and_a_first_use_is_reported() {
     let (rows, environment) = program::rows(KERNELS);
     let losses = losses(&rows);
     let names: Vec<_> = losses.iter().map(|(name, _)| *name).collect();

@@ -27,7 +27,7 @@ quiet = true
 [train]
 model = "mlp"
 batch-size = "all"       # or a number
-micro-batch = 64
+micro-batch-size = 64
 memory-limit = "8MiB"
 learning-rate = 5e-3
 device = "cpu"
@@ -36,7 +36,7 @@ json = true
 
 [plan]
 stages = 2
-micro-batches = 4
+num-micro-batches = 4
 schedule = ["gpipe", "1f1b"]
 json = true
 "#;
@@ -96,7 +96,7 @@ fn what_cannot_be_is_refused_with_file_and_line() {
         ),
         ("[train]\noptimizer = \"adamx\"", "RUN line 2: invalid value 'adamx' for '--optimizer"),
         (
-            "[train]\nmicro-batch = 2\nmicro-batches = 3",
+            "[train]\nmicro-batch-size = 2\nnum-micro-batches = 3",
             "RUN line 2: the argument '--micro-batch-size <",
         ),
         ("[trian]\nepochs = 1", "unknown section 'trian' in RUN line 1: did you mean 'train'?"),

@@ -158,7 +158,7 @@ fn of_equal_steps_the_one_that_holds_less_is_taken_though_no_bytes_are_known() {
 }
 
 #[test]
-fn backwards_stay_whole_where_halves_gain_nothing() {
+fn backwards_stay_whole_where_splits_gain_nothing() {
     // Split backwards that take twice as long as whole ones.
     let (actions, _) = auto(&stages(&[1.0; 4], [1.0, 1.0]), 4, 32, Recompute::Never);
     assert_eq!(weights(&actions), 0);

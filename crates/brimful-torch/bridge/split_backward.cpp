@@ -390,7 +390,7 @@ int32_t brimful_split_input_gradients(
   });
 }
 
-int32_t brimful_split_weight_gradients(SplitBackward* split, size_t group, char** message) noexcept {
+int32_t brimful_split_add_weight_gradients(SplitBackward* split, size_t group, char** message) noexcept {
   return brimful::guarded(message, [&] { split->add_weight_gradients(group); });
 }
 

@@ -176,7 +176,7 @@ guarded! {
         split: *mut RawSplit, roots: Tensors, gradients: Tensors, count: usize, last: bool,
         out: *mut Made,
     );
-    fn brimful_split_weight_gradients(split: *mut RawSplit, group: usize);
+    fn brimful_split_add_weight_gradients(split: *mut RawSplit, group: usize);
     fn brimful_split_weight_gradients(
         split: *mut RawSplit, group: usize, leaves: Tensors, count: usize, out: *mut Made,
     );

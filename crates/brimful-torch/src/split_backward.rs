@@ -116,7 +116,7 @@ impl SplitBackward {
     /// When there is no such group, or libtorch refuses: memory runs out, or a weight was changed meanwhile.
     pub fn add_weight_gradients(&mut self, group: usize) -> Result<(), TorchError> {
         // SAFETY: it lives as long as `self`, and checks the group.
-        unsafe { ffi::brimful_split_weight_gradients(self.split, group) }
+        unsafe { ffi::brimful_split_add_weight_gradients(self.split, group) }
     }
 
     /// Computes a group's gradients of these leaves only and returns them, without adding them anywhere.

@@ -292,8 +292,7 @@ mod tests {
     fn an_error_of_tch_keeps_its_sentence_and_loses_its_backtrace() {
         let error = TchError::Torch("sizes differ\nException raised from cat\nframe #0".into());
         assert_eq!(Error::from(error), Error::Torch("sizes differ".into()));
-        let error =
-            Error::from(TchError::Torch("CUDA out of memory. StoreAttempt to allocate".into()));
+        let error = Error::from(TchError::Torch("CUDA out of memory. Tried to allocate".into()));
         assert!(matches!(error, Error::OutOfMemory(_)), "{error:?}");
     }
 }

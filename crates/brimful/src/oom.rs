@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn cuda_is_read_with_its_numbers() {
         let oom = recognise(
-            "CUDA out of memory. StoreAttempt to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
+            "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
              GiB of which 17.81 MiB is free.",
         )
         .expect("CUDA's report");
@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(oom.asked, Some(Bytes(41 << 29)));
         assert_eq!(oom.limit.map(|b| b.to_string()), Some("140 GiB".into()));
         let oom = recognise(
-            "CUDA out of memory. StoreAttempt to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
+            "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
              GiB of which 17.81 MiB is free. 2.00 GiB allowed; Of the allocated memory 1 GiB is \
              allocated by PyTorch. If reserved but unallocated memory is large try setting",
         )

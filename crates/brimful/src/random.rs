@@ -75,7 +75,7 @@ impl StepRng {
 /// Generator of this thread on a device, seeded for each layer.
 ///
 /// On a CPU it is a generator of the thread's own. On an accelerator it is the device's default one, because
-/// kernels such as dropout's take no other: threads that share the device must take collectives, and restore its
+/// kernels such as dropout's take no other: threads that share the device must take turns, and restore its
 /// state in the end.
 #[derive(Debug)]
 pub(crate) struct Generator {

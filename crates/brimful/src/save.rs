@@ -83,7 +83,7 @@ pub fn write(
     write_beside(path, tensors, metadata)?.replace()
 }
 
-/// Writes tensors as [`write()`] does, each made by `make` when its collective comes, so that they never exist all at
+/// Writes tensors as [`write()`] does, each made by `make` when its turn comes, so that they never exist all at
 /// once. `make` keeps shapes and dtypes.
 ///
 /// ```

@@ -135,7 +135,7 @@ fn the_other_policies_do_what_they_say() {
 fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
     let _turn = alone();
     let x = batch(&[12, 3]);
-    let told = |size: usize| {
+    let reported = |size: usize| {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::batch_norm1d(store.root(), 3, Default::default());
         store.set_kind(Kind::Double);
@@ -150,8 +150,8 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
         (log.matches("WARN").count(), reported)
     };
     // Once in the log, and in every step's report.
-    assert_eq!(told(4), (1, vec![1; 3]));
-    assert_eq!(told(12), (0, vec![0; 3]));
+    assert_eq!(reported(4), (1, vec![1; 3]));
+    assert_eq!(reported(12), (0, vec![0; 3]));
 }
 
 /// An evaluation of such a layer says nothing about training.

@@ -211,7 +211,7 @@ fn replicas_that_draw_on_the_host_are_not_replayed() {
         });
         assert_eq!(done.expect("a step").replayed, 0);
     }
-    let cause = replicas.eager_cause().expect("told").expect("a cause");
+    let cause = replicas.eager_cause().expect("reported").expect("a cause");
     assert!(!replays() || cause.contains("host"), "{cause}");
 }
 
@@ -270,9 +270,10 @@ fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
     assert!(wrong.len() < 256 && wrong.iter().all(|step| (100..356).contains(step)), "{wrong:?}");
     assert_eq!(replayed_after > 0, replays(), "{:?}", two.eager_cause());
     if let (true, Some(cause)) = (replays(), two.eager_cause()) {
-        let told = cause.split("the last ").nth(1).and_then(|rest| rest.split(' ').next());
-        let told: usize = told.and_then(|number| number.parse().ok()).expect("a number of steps");
-        assert!(told >= wrong.len(), "{cause}: {wrong:?}");
+        let reported = cause.split("the last ").nth(1).and_then(|rest| rest.split(' ').next());
+        let reported: usize =
+            reported.and_then(|number| number.parse().ok()).expect("a number of steps");
+        assert!(reported >= wrong.len(), "{cause}: {wrong:?}");
     }
 }
 

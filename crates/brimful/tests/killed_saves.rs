@@ -89,8 +89,8 @@ fn what_is_there_after_a_kill_is_whole() {
             .spawn()
             .expect("a process");
         let lines = BufReader::new(saver.stdout.take().expect("a pipe")).lines();
-        let told = lines.map_while(Result::ok).any(|line| line.ends_with("saving"));
-        assert!(told, "it has ended by itself");
+        let reported = lines.map_while(Result::ok).any(|line| line.ends_with("saving"));
+        assert!(reported, "it has ended by itself");
         // A stride that covers the whole range, whatever the number of kills.
         let random = u64::from(saver.id()).wrapping_mul(0x9E37_79B9) + kill * 7919;
         sleep(Duration::from_micros(random % LONGEST_US));

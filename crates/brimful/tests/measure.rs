@@ -59,7 +59,7 @@ fn what_is_kept_beyond_the_output_counts() {
 }
 
 #[test]
-fn times_and_both_halves_of_a_backward_are_there_and_a_larger_layer_takes_longer() {
+fn times_and_both_parts_of_a_backward_are_there_and_a_larger_layer_takes_longer() {
     let measured = measure(&perceptron(), &Tensor::ones([64, 256], CPU));
     let step = |layer: &LayerCost| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
     assert!(measured.iter().all(|layer| step(layer) > 0.0), "{measured:?}");
@@ -74,7 +74,7 @@ fn times_and_both_halves_of_a_backward_are_there_and_a_larger_layer_takes_longer
     assert_eq!(halves(&measured[1]).1, 0.0, "it has no weights");
     let (input, weight) = halves(&measured[2]);
     assert!(input > 0.0 && weight > 0.0, "{measured:?}");
-    assert!(measured.iter().all(LayerCost::halves_add_up), "{measured:?}");
+    assert!(measured.iter().all(LayerCost::split_adds_up), "{measured:?}");
     let profile = Profile { layers: measured, ..Profile::default() };
     profile.check().expect("every time is one");
 }

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
-use support::ranks::{SOCKETS, as_process_or, text, told};
+use support::ranks::{SOCKETS, as_process_or, reported, text};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Size of a message that no MPI sends before its receiver asks for it.
@@ -65,7 +65,7 @@ fn receiver(mpi: &mut Mpi, seen: &Path) {
     arrives(mpi, go);
     assert_eq!(next(mpi), (2, vec![2]));
     assert_eq!(mpi.incoming(), Ok(None), "the large message is not there");
-    fs::write(seen, []).expect("told");
+    fs::write(seen, []).expect("reported");
     let (from, bytes) = next(mpi);
     assert_eq!((from, bytes.len(), bytes.iter().all(|byte| *byte == 7)), (1, LARGE, true));
     assert_eq!(next(mpi), (1, vec![8]));
@@ -74,8 +74,8 @@ fn receiver(mpi: &mut Mpi, seen: &Path) {
 fn third(mpi: &mut Mpi) {
     let go = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), 0, 0).expect("asked");
     arrives(mpi, go);
-    let told = send(mpi, MpiLine::Control, vec![2], 0);
-    arrives(mpi, told);
+    let reported = send(mpi, MpiLine::Control, vec![2], 0);
+    arrives(mpi, reported);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_sender_that_halts_after_its_announcement_makes_nobody_wait() {
     as_process_or(
         || {
             let mut mpi = Mpi::start(LIMIT).expect("MPI");
-            let seen = PathBuf::from(told());
+            let seen = PathBuf::from(reported());
             match mpi.rank() {
                 0 => receiver(&mut mpi, &seen),
                 1 => halting_sender(&mut mpi, &seen),

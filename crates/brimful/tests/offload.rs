@@ -530,10 +530,10 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
             assert_eq!(*value != *first, is_updated, "{name} at {place}");
             assert!(!name.starts_with(&odd) || *value == *first, "{name}");
         }
-        let told = refused.to_string();
-        assert_eq!(partly_updated(&refused), place + 1 < STAGES, "{told}");
-        assert_eq!(told.contains("nothing was changed"), place + 1 == STAGES, "{told}");
-        assert!(told.contains("a gradient is not finite"), "{told}");
+        let reported = refused.to_string();
+        assert_eq!(partly_updated(&refused), place + 1 < STAGES, "{reported}");
+        assert_eq!(reported.contains("nothing was changed"), place + 1 == STAGES, "{reported}");
+        assert!(reported.contains("a gradient is not finite"), "{reported}");
     }
 }
 
@@ -556,7 +556,7 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
         let builder = offloaded(mlp(), Offload::Host).devices([spec]).micro_batches(size);
         let (mut pipe, mut optimizer, before) =
             updating_in_backward(builder.host(Arena::new("host")));
-        let (mut told, mut refused) = (0, 0);
+        let (mut reported, mut refused) = (0, 0);
         for n in 1.. {
             pipe.set_variables(copies(&before)).expect("values");
             let refusals = device.refusals();
@@ -567,7 +567,7 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
             let values = pipe.variables().expect("variables");
             match ran {
                 Ok(()) => assert_close(&values, &expected, &format!("{size:?}, allocation {n}")),
-                Err(error) if partly_updated(&error) => told += 1,
+                Err(error) if partly_updated(&error) => reported += 1,
                 Err(error) => {
                     refused += 1;
                     assert!(error.out_of_memory().is_some(), "{error}");
@@ -578,7 +578,7 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
                 break;
             }
         }
-        assert!(told > 0, "{size:?}: what follows an update allocates");
+        assert!(reported > 0, "{size:?}: what follows an update allocates");
         assert_eq!(refused > 0, size == Size::Count(3), "an automatic size tries again");
     }
 }
@@ -594,7 +594,7 @@ fn an_update_in_the_backward_that_runs_out_of_memory_says_so_to_whoever_asks_nex
     let host = Arena::new("host");
     let builder = between_arenas(offloaded(mlp(), Offload::Host)).host(host.clone());
     let (mut pipe, _sgd, before) = updating_in_backward(builder);
-    let mut told = 0;
+    let mut reported = 0;
     for n in 1.. {
         pipe.set_variables(copies(&before)).expect("values");
         let mut optimizer = pipe.optimizer(AdamW::new(0.1)).expect("a new optimizer");
@@ -614,7 +614,7 @@ fn an_update_in_the_backward_that_runs_out_of_memory_says_so_to_whoever_asks_nex
             // The next step may hit the refusal itself.
             let is_own = matches!(error, Error::Stage(_));
             assert!(partly_updated(&error) || is_own, "allocation {n}: {error}");
-            told += usize::from(!is_own);
+            reported += usize::from(!is_own);
         }
         match ran {
             Err(error) if !partly_updated(&error) => {
@@ -626,7 +626,7 @@ fn an_update_in_the_backward_that_runs_out_of_memory_says_so_to_whoever_asks_nex
             break;
         }
     }
-    assert!(told > 0, "an update allocates");
+    assert!(reported > 0, "an update allocates");
 }
 
 /// The norm would cover only the stages on the device.
@@ -747,8 +747,8 @@ fn sorted(transfers: impl Iterator<Item = Transfer>) -> Vec<Transfer> {
 fn every_transfer_of_a_step_is_timed_once_and_in_its_order() {
     let _turn = alone();
     for timeline in timed(&MLP) {
-        let told = || host_link(&timeline).transfers.iter().map(|span| span.transfer);
-        assert_eq!(sorted(told()), sorted(planned(&timeline).into_iter()));
+        let reported = || host_link(&timeline).transfers.iter().map(|span| span.transfer);
+        assert_eq!(sorted(reported()), sorted(planned(&timeline).into_iter()));
         let mut ways = [TransferKind::is_inward, TransferKind::is_outward].map(|is_this_way| {
             host_link(&timeline)
                 .transfers
@@ -779,10 +779,10 @@ fn what_skips_bring_crosses_as_what_it_is_a_part_of() {
     let _turn = alone();
     for timeline in timed(&U_NET) {
         let name = |one: Transfer| (one.kind, one.stage, one.micro_batch);
-        let told: BTreeSet<_> =
+        let reported: BTreeSet<_> =
             host_link(&timeline).transfers.iter().map(|span| name(span.transfer)).collect();
         let expected: BTreeSet<_> = planned(&timeline).into_iter().map(name).collect();
-        assert_eq!(told, expected);
+        assert_eq!(reported, expected);
     }
 }
 

@@ -49,7 +49,7 @@ fn an_error_and_a_panic_are_recognised_and_the_next_call_works() {
     let by_panic = out_of_memory(oom::catch(|| Ok(Tensor::empty([size], options))));
     for oom in [by_error, by_panic] {
         assert_eq!(oom.place, expected_place(&memory));
-        let asked = oom.asked.expect("the size is told").0 as f64;
+        let asked = oom.asked.expect("the size is reported").0 as f64;
         assert!((asked / (size * 4) as f64 - 1.0).abs() < 0.01, "{oom}");
         assert!(!oom.message.contains("frame #"), "{oom}");
     }
@@ -123,8 +123,8 @@ fn a_limit_makes_a_device_as_small_as_wanted_and_can_be_lifted() {
 
     let refused = out_of_memory(block(28));
     assert_eq!(refused.place, expected_place(&memory));
-    let told = refused.limit.expect("the limit is told").0 as f64;
-    assert!((told / limit as f64 - 1.0).abs() < 0.01, "{refused}");
+    let reported = refused.limit.expect("the limit is reported").0 as f64;
+    assert!((reported / limit as f64 - 1.0).abs() < 0.01, "{refused}");
     drop(block(20).expect("it fits"));
 
     let refused = |bytes| memory.set_limit(Some(bytes)).expect_err("a limit that cannot be");

@@ -394,15 +394,19 @@ fn what_does_not_fit_is_not_loaded() {
     let before = copies(&pipe.variables().expect("variables"));
     let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
     let error = pipe.set_variables(other.variables().expect("variables")).expect_err("others");
-    let told = error.to_string();
+    let reported = error.to_string();
     let first = "'fc1.bias' is missing in the file, but of shape";
-    assert!(told.starts_with(first) && told.contains("'fc2.weight' is missing"), "{told}");
+    assert!(
+        reported.starts_with(first) && reported.contains("'fc2.weight' is missing"),
+        "{reported}"
+    );
     assert_close(&pipe.variables().expect("variables"), &before, "as before");
     let unknown = before.iter().map(|(name, value)| (name.clone(), value + 1.0));
     let unknown = unknown.chain([("fc9.bias".to_owned(), Tensor::ones([2], DOUBLE))]);
     let error = pipe.set_variables(unknown.collect()).expect_err("one more");
-    let told = "'fc9.bias' is of shape [2] in the file, but missing in the model: load what was";
-    assert!(error.to_string().starts_with(told), "{error}");
+    let reported =
+        "'fc9.bias' is of shape [2] in the file, but missing in the model: load what was";
+    assert!(error.to_string().starts_with(reported), "{error}");
     assert_close(&pipe.variables().expect("variables"), &before, "as before");
 
     let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");

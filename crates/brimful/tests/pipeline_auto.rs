@@ -91,7 +91,7 @@ fn the_tightest_stage_decides() {
 }
 
 /// Returns a step's loss, retries, and number of sizes.
-fn told<O>(step: StepReport<O>) -> (f64, usize, usize) {
+fn reported<O>(step: StepReport<O>) -> (f64, usize, usize) {
     (step.loss, step.retries, step.decisions.len())
 }
 
@@ -136,7 +136,7 @@ fn run_out_in_any_stage(run: impl Fn(&mut Pipeline) -> brimful::Result<(f64, usi
 #[test]
 fn a_step_that_runs_out_in_any_stage_is_run_again() {
     let _alone = alone();
-    run_out_in_any_stage(|pipe| step(pipe).map(told));
+    run_out_in_any_stage(|pipe| step(pipe).map(reported));
 }
 
 /// Forward, loss on all outputs, and backward form one step, wherever memory runs out.
@@ -145,7 +145,7 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
     let _alone = alone();
     let (x, _) = batch();
     let mean = |out: &Outputs| of_all(out) / SAMPLES as f64;
-    run_out_in_any_stage(|pipe| pipe.backward_whole(&x, mean).map(told));
+    run_out_in_any_stage(|pipe| pipe.backward_whole(&x, mean).map(reported));
 }
 
 #[test]

@@ -44,10 +44,12 @@ fn whole(
         let seed = drawn_seed();
         let cut = Cut { samples, replicas, micro_batches: MICRO_BATCHES };
         let own = case.pieces(cut, Some(seed)).into_iter();
-        pieces.extend(own.map(|Piece { rows, draws }| Piece {
-            rows: start + rows.start..start + rows.end,
-            draws,
-        }));
+        pieces.extend(
+            own.map(|Piece { rows, rng }| Piece {
+                rows: start + rows.start..start + rows.end,
+                rng,
+            }),
+        );
         start += samples;
         inputs.push(x);
         targets.push(y);

@@ -30,8 +30,8 @@ fn every_rank_is_told_what_each_has_to_say() {
     in_ranks(3, |world| {
         assert_eq!((world.size(), world.rank_on_host()), (3, world.rank()));
         for round in 0..100 {
-            let told = world.share("a sum", &(world.rank() * round)).expect("shared");
-            assert_eq!(told, [0, round, 2 * round]);
+            let reported = world.share("a sum", &(world.rank() * round)).expect("shared");
+            assert_eq!(reported, [0, round, 2 * round]);
         }
         let not_a_number = world.share("a float", &f64::NAN).expect("shared");
         assert!(not_a_number.iter().all(|value| value.is_nan()));

@@ -22,7 +22,7 @@ use brimful::{
 };
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::pipeline_cases::GPT;
-use support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, text, told};
+use support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, reported, text};
 use support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -153,7 +153,7 @@ fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     let mut optimizer = pipe.optimizer(Adam::new(0.01))?;
     let first = resume(&file, &mut pipe, &mut optimizer)?;
     fs::write(folder.join(format!("pid{}", world.rank())), process::id().to_string())
-        .expect("told");
+        .expect("reported");
     for number in first..STEPS {
         let (x, y) = GPT.data(9, number as i64);
         pipe.backward(&x, &y, GPT.loss)?;
@@ -242,7 +242,7 @@ fn assert_given_up(said: &str, ranks: &[usize], other: usize, words: &str) {
 
 /// Trains in the folder that the test has named.
 fn rank(world: World) {
-    if let Err(error) = train(&world, Path::new(&told())) {
+    if let Err(error) = train(&world, Path::new(&reported())) {
         end(world, &error);
     }
 }
@@ -410,7 +410,7 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
     let rank = || {
         if env::var("OMPI_COMM_WORLD_RANK").as_deref() == Ok("1") {
             let mpi = Mpi::start(LIMIT).expect("MPI");
-            return halt_within_a_message(mpi, Path::new(&told()));
+            return halt_within_a_message(mpi, Path::new(&reported()));
         }
         wait_for_a_large_value(World::start().expect("a world"));
     };
@@ -420,7 +420,7 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
         let launched = launcher.start(3, &[&RECOVERY[..], &SOCKETS[..]].concat(), &path);
         // A rank that was given up does not continue.
         sleep(3 * HEARTBEAT_TIMEOUT);
-        fs::write(&over, []).expect("told");
+        fs::write(&over, []).expect("reported");
         assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
     });
 }

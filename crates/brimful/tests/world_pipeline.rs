@@ -512,7 +512,7 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
         let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
         let (x, y) = MLP.data(4, 0);
         let second = world.rank() == 1;
-        let told = |error: brimful::Error, words: &str| {
+        let reported = |error: brimful::Error, words: &str| {
             let by_the_other =
                 matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
             assert!(by_the_other != second && error.to_string().contains(words), "{error}");
@@ -524,40 +524,43 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
             pipe.backward_whole(&traced, |out| out.mean(Kind::Double)).map(drop),
             pipe.forward(&traced).map(drop),
         ] {
-            told(error.expect_err("a gradient of an input"), "gradient");
+            reported(error.expect_err("a gradient of an input"), "gradient");
         }
         let old = pipe.forward(&x).expect("a forward");
         let new = pipe.forward(&x).expect("another");
         let (wrong, right) = if second { (old, new) } else { (new, old) };
-        told(pipe.backward_from(wrong).map(drop).expect_err("old outputs"), "earlier forward");
+        reported(pipe.backward_from(wrong).map(drop).expect_err("old outputs"), "earlier forward");
         drop(right);
         pipe.backward(&x, &y, MLP.loss).expect("the next step");
 
         let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
         let max_norm = if second { -1.0 } else { 1.0 };
-        told(optimizer.clip_gradient_norm(max_norm).map(drop).expect_err("below 0"), "max_norm");
+        reported(
+            optimizer.clip_gradient_norm(max_norm).map(drop).expect_err("below 0"),
+            "max_norm",
+        );
         let foreign =
             || vec![("foreign.momentum".to_owned(), Tensor::zeros([1], tch::kind::FLOAT_CPU))];
         let state = if second { foreign() } else { Vec::new() };
         let error = optimizer.load_state(&state, &Default::default()).expect_err("not its own");
-        told(error, "foreign");
+        reported(error, "foreign");
         let mut ema = pipe.ema(0.9).expect("averages");
         let error = ema.load_state(&state, &Default::default()).expect_err("not its own");
-        told(error, "foreign");
+        reported(error, "foreign");
         let before = copies(&pipe.variables().expect("variables"));
         let error = pipe.set_variables(foreign()).expect_err("others");
         assert!(error.to_string().contains("fc1.bias"), "{error}");
         assert_same("refused", &before, &pipe.variables().expect("variables"));
         let values = if second { foreign() } else { copies(&before) };
-        told(pipe.set_variables(values).expect_err("others on one rank"), "missing");
+        reported(pipe.set_variables(values).expect_err("others on one rank"), "missing");
         assert_same("refused", &before, &pipe.variables().expect("variables"));
         let name = if second { "nothing" } else { "fc1.weight" };
         let error = optimizer.group("own", |other| other == name, Adam::new(0.1));
-        told(error.expect_err("an empty group on one rank"), "own");
+        reported(error.expect_err("an empty group on one rank"), "own");
         let rate = if second { -1.0 } else { 0.1 };
         let error = optimizer.group("own", |other| other == "fc1.weight", Adam::new(rate));
-        told(error.expect_err("a rate below 0 on one rank"), "rate");
-        told(pipe.freeze(|other| other == name).expect_err("no such on one rank"), "fc1.bias");
+        reported(error.expect_err("a rate below 0 on one rank"), "rate");
+        reported(pipe.freeze(|other| other == name).expect_err("no such on one rank"), "fc1.bias");
         assert!(pipe.variables().expect("variables").iter().all(|(_, v)| v.requires_grad()));
         optimizer.step().expect("the next call");
     });

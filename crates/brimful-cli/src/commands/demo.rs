@@ -17,7 +17,7 @@ pub(crate) fn run() -> Result<Exit> {
     let options = BrimfulArgs::training(TRAIN.split_whitespace())?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
-    let plain = TrainOptions { micro_batches: Some(1), ..options.clone() };
+    let plain = TrainOptions { num_micro_batches: Some(1), ..options.clone() };
     let Err(error) = Trainer::new(&plain)?.run_epoch() else {
         bail!("the plain step fitted: this build of libtorch needs less than expected");
     };

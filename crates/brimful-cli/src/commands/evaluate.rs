@@ -173,7 +173,8 @@ impl Evaluated {
         let model = LossModel::build(&layers.kind(kind), &store.root());
         let model = model.context("the model was not built")?;
         weights.put_into(store.variables().into_iter().collect())?;
-        let mut micro = MicroBatcher::new(&store, options.place.micro_batch).memory(memory.clone());
+        let mut micro =
+            MicroBatcher::new(&store, options.place.micro_batch_size).memory(memory.clone());
         let judge = |(x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
         let Dataset { train, test, sample, .. } = &mut dataset;
         let mut sums = Sums::default();

@@ -148,7 +148,8 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let kind = options.dtype.kind();
     let model = layers.kind(kind).build(&store.root())?;
     weights.put_into(store.variables().into_iter().collect(), name)?;
-    let mut micro = MicroBatcher::new(&store, options.place.micro_batch).memory(memory.clone());
+    let mut micro =
+        MicroBatcher::new(&store, options.place.micro_batch_size).memory(memory.clone());
     let samples = asked.samples.len();
     let at_once = asked.samples.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);

@@ -14,6 +14,7 @@
 //! conflicts with it; `--json=false` leaves out a switch. Flags of a resumed run are appended in the same way, after
 //! the file's.
 
+mod renamed;
 mod run_flags;
 mod value;
 
@@ -36,6 +37,7 @@ const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
 /// Parses the command line, with the flags of the config file that it names and those of the run that it resumes.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
+    renamed::refuse_old_names(&command, &words)?;
     let (off, mut words): (Vec<OsString>, Vec<OsString>) =
         words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
     // A missing flag may be in a file, so only the last parse is strict.
@@ -159,6 +161,9 @@ impl ConfigFile<'_> {
         } else {
             ("key", in_files(command).filter_map(Arg::get_long).collect())
         };
+        if let Some(new) = renamed::new_name(name).filter(|new| known.contains(new)) {
+            return wrong_use(format!("{name} in {} is called {new} now", self.place_of(line)));
+        }
         let place = format!("unknown {what} '{name}' in {}", self.place_of(line));
         wrong_use(match nearest(name, known) {
             Some(known) => format!("{place}: did you mean '{known}'?"),

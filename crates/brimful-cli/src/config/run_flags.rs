@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use brimful::save::{Metadata, OpenedFile};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
-use super::{Flag, in_files, is_overruled};
+use super::{Flag, in_files, is_overruled, renamed};
 use crate::commands::train::place_of_run;
 use crate::saved_weights::{FLAGS, run_file};
 
@@ -29,7 +29,7 @@ pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
 
 fn flag(arg: &Arg, told: &Metadata) -> Option<Flag> {
     let name = arg.get_long()?;
-    let value = told.get(name)?;
+    let value = told.get(name).or_else(|| told.get(renamed::old_name(name)?))?;
     let word = match arg.get_action() {
         ArgAction::SetTrue => format!("--{name}"),
         _ => format!("--{name}={value}"),

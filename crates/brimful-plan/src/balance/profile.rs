@@ -150,7 +150,7 @@ impl LayerCost {
     /// Whether input gradient and weight gradient take at least as long as the whole backward, up to
     /// rounding.
     #[must_use]
-    pub fn halves_add_up(&self) -> bool {
+    pub fn split_adds_up(&self) -> bool {
         /// One part in a million: the rounding error of a time written with seven digits.
         const ROUNDING: f64 = 1e-6;
         let (input, weight) = self.split_backward();
@@ -183,7 +183,7 @@ impl Profile {
                     return Err(BalanceError::BadTime { layer, what, value });
                 }
             }
-            if !costs.halves_add_up() {
+            if !costs.split_adds_up() {
                 let (input_gradient, weight_gradient) = costs.split_backward();
                 let backward = costs.backward;
                 return Err(BalanceError::BadSplit {

@@ -70,7 +70,7 @@ fn an_automatic_list_is_planned_for_its_balance_and_can_be_made_again() {
 }
 
 #[test]
-fn halves_that_were_not_measured_take_longer_than_the_whole() {
+fn a_split_that_was_not_measured_takes_longer_than_the_whole() {
     let layer = LayerCost { backward: 100.0, ..LayerCost::default() };
     let (input, weight) = layer.split_backward();
     assert_eq!((input.round(), weight.round()), (57.0, 45.0));
@@ -105,7 +105,7 @@ fn a_split_is_proposed_only_where_it_wins() {
 
 /// A layer without weights has no weight gradient, and its input gradient has all of the overhead.
 #[test]
-fn halves_share_the_overhead_as_they_share_the_time() {
+fn a_split_shares_the_overhead_as_it_shares_the_time() {
     let mut profile = model(2);
     let relu = LayerCost {
         input_gradient: Some(2.0),
@@ -122,7 +122,7 @@ fn halves_share_the_overhead_as_they_share_the_time() {
 
 /// A weight gradient may need more than the forward has kept; whole backwards never hold it.
 #[test]
-fn what_is_held_between_halves_counts() {
+fn what_is_held_between_dx_and_dw_counts() {
     let peaks = |split_bytes: Option<u64>, schedule: Schedule| {
         let mut profile = model(4);
         profile.layers.iter_mut().for_each(|layer| layer.split_bytes = split_bytes);

@@ -12,23 +12,23 @@ use crate::oom::OutOfMemory;
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
      recompute activations, take a smaller model or dtype, or spread the layers over \
      more devices. The last report: {cause}",
-    tried_in_words(attempt), needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default()
+    tried_in_words(tried), needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default()
 )]
 #[non_exhaustive]
 pub struct DoesNotFit {
-    /// Sizes that were attempt.
-    pub attempt: Vec<usize>,
+    /// Sizes that were tried.
+    pub tried: Vec<usize>,
     /// Predicted need of one sample, where it is known.
     pub needed: Option<Bytes>,
     /// Bytes that were free.
     pub available: Bytes,
-    /// Error of the last attempt.
+    /// Error of the last tried.
     pub cause: Box<OutOfMemory>,
 }
 
 fn tried_in_words(sizes: &[usize]) -> String {
     match sizes {
         [] => "before the first one was run".into(),
-        sizes => format!("attempt {}", enumerate(sizes)),
+        sizes => format!("tried {}", enumerate(sizes)),
     }
 }

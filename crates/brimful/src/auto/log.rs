@@ -12,7 +12,7 @@ use crate::oom::OutOfMemory;
 pub(crate) struct SizeLog {
     pub(crate) decisions: Vec<Decision>,
     pub(crate) retries: usize,
-    /// Whether the last attempt failed with a single sample: one such failure may be bad luck, two in a row
+    /// Whether the last tried failed with a single sample: one such failure may be bad luck, two in a row
     /// are not.
     at_the_end: bool,
 }
@@ -28,7 +28,7 @@ impl SizeLog {
         self.retries += later.retries;
     }
 
-    /// Records a failed attempt with its decisions. Fails if a single sample, the `least` that a
+    /// Records a failed tried with its decisions. Fails if a single sample, the `least` that a
     /// micro-batch has, has failed twice; otherwise the step is retried.
     pub(crate) fn failed(
         &mut self,
@@ -45,14 +45,14 @@ impl SizeLog {
             return Ok(());
         }
         let failed = self.decisions.iter().filter(|decision| decision.failed);
-        let mut attempt: Vec<usize> = failed.map(|decision| decision.size).collect();
-        attempt.dedup();
+        let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
+        tried.dedup();
         let available = Bytes(tightest(free_memories));
         // The failure refutes a prediction that fits into what is free: the need is larger by this much at
         // least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
         let needed = sizer.predict(least).max(refuted).map(Bytes);
-        Err(DoesNotFit { attempt, needed, available, cause: Box::new(cause) }.into())
+        Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
     }
 }
 

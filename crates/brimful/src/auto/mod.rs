@@ -9,7 +9,7 @@
 //!   room       bytes free for a step
 //!   stopwatch  times of its micro-batches
 //!   remembered sizes found by earlier runs
-//!   watch      need and time of an attempt, in one memory or several
+//!   watch      need and time of an tried, in one memory or several
 //!
 //!   (P) pure: numbers in, numbers out, without tensors or devices
 //! ```

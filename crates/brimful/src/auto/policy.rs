@@ -67,7 +67,7 @@ pub(crate) struct Policy {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Climb {
-    /// Last size attempt.
+    /// Last size tried.
     rung: usize,
     /// Number of consecutive sizes that were no faster.
     misses: u32,
@@ -144,7 +144,7 @@ impl Policy {
 
     fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
         // A prediction from another shape may be wrong, and a failure costs the step so far: half of it is
-        // attempt first. A size that an earlier run measured is taken as it is.
+        // tried first. A size that an earlier run measured is taken as it is.
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
@@ -230,7 +230,7 @@ impl Policy {
     }
 
     /// Returns a size that is worth a whole step while the run is young: one beside the best that was never
-    /// attempt, or one as good as the best that was measured too seldom.
+    /// tried, or one as good as the best that was measured too seldom.
     fn doubtful(&self, top: usize, now: &Situation) -> Option<usize> {
         if !self.climb.over || !now.is_start() || self.steps >= LEARNING_STEPS {
             return None;

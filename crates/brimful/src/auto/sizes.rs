@@ -107,7 +107,7 @@ impl Sizes {
         }
     }
 
-    /// Returns twice the expected fastest size, because half of it is attempt first. The largest size is left
+    /// Returns twice the expected fastest size, because half of it is tried first. The largest size is left
     /// to the memory model.
     fn start(&self, best: usize, ratio: f64) -> usize {
         match self.goal {

@@ -2,7 +2,7 @@
 //! next.
 //!
 //! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). A step that runs in several memories
-//! at once, on one device each, is attempt whole ([`SizeWatch::whole`]): the tightest decides, and where one
+//! at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides, and where one
 //! runs out, all take a smaller size.
 
 use std::ops::Range;
@@ -26,7 +26,7 @@ use crate::{Error, Result, split};
 /// graphs need memory that no account shows.
 pub(crate) type Peaks = Vec<Option<Bytes>>;
 
-/// Sizer and measurements of one attempt.
+/// Sizer and measurements of one tried.
 #[derive(Debug)]
 pub(crate) struct SizeWatch {
     sizer: Sizer,
@@ -41,7 +41,7 @@ pub(crate) struct SizeWatch {
     rehearses: bool,
 }
 
-/// Memory as it was before the attempt. Without an account it counts as unlimited.
+/// Memory as it was before the tried. Without an account it counts as unlimited.
 #[derive(Debug)]
 struct Watched {
     counted: Option<(Memory, Usage)>,
@@ -64,13 +64,13 @@ impl Watched {
         &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 
-    /// Returns the usage now and before the attempt.
+    /// Returns the usage now and before the tried.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
         let Some((memory, before)) = &self.counted else { return Ok(None) };
         Ok(Some((memory.usage()?, *before)))
     }
 
-    /// Returns the bytes needed beyond those in use before the attempt.
+    /// Returns the bytes needed beyond those in use before the tried.
     fn need(&self, reported: Option<Bytes>) -> Result<u64> {
         Ok(self.usage()?.map_or(0, |(now, before)| {
             now.peak.max(reported.unwrap_or_default()).0.saturating_sub(before.current.0)
@@ -94,7 +94,7 @@ struct Piece {
 }
 
 impl SizeWatch {
-    /// Begins an attempt in these memories, less the bytes of each that are reserved for later. A rehearsal
+    /// Begins an tried in these memories, less the bytes of each that are reserved for later. A rehearsal
     /// (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
     pub(crate) fn new(
         sizer: Sizer,
@@ -181,7 +181,7 @@ impl SizeWatch {
         Ok(())
     }
 
-    /// Runs one attempt over all samples at once, with the smaller of the size that is due for the longest
+    /// Runs one tried over all samples at once, with the smaller of the size that is due for the longest
     /// part and the size that `agree` returns. No micro-batch of any rank has less than `least`. `run` also
     /// returns the memories' peaks.
     pub(crate) fn whole<T>(
@@ -194,7 +194,7 @@ impl SizeWatch {
         let free_memories = self.free_memories();
         let units = samples.units();
         // The least of all ranks: one sample that fails twice ends the step, which all ranks must decide at
-        // the same attempt.
+        // the same tried.
         self.least = least;
         let mut trial = self.sizer.next_whole(&free_memories, units.max(1));
         let own = trial.size.max(self.least);
@@ -233,14 +233,14 @@ impl SizeWatch {
         }
     }
 
-    /// Records that the attempt succeeded and returns the sizer. An attempt that captured CUDA graphs moves
+    /// Records that the tried succeeded and returns the sizer. An tried that captured CUDA graphs moves
     /// memory itself, so its allocator retries and refusals do not count.
     pub(crate) fn succeeded(
         mut self,
         captured: bool,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Ending)> {
-        // Size of the attempt's last decision.
+        // Size of the tried's last decision.
         let size = self.decisions.last().map_or(1, |decision| decision.size);
         let mut ending = Ending { retried: false, hidden: false, size };
         for watched in self.memories.iter().filter(|_| !captured) {
@@ -254,7 +254,7 @@ impl SizeWatch {
         Ok((self.sizer, ending))
     }
 
-    /// Records that memory ran out: empties the caches, and lowers the size for the next attempt unless a
+    /// Records that memory ran out: empties the caches, and lowers the size for the next tried unless a
     /// single sample has failed twice. Returns the sizer.
     pub(crate) fn failed(
         mut self,
@@ -288,7 +288,7 @@ impl SizeWatch {
         Ok((self.sizer, ended))
     }
 
-    /// Ends the attempt otherwise: its measurements stand. Returns the sizer.
+    /// Ends the tried otherwise: its measurements stand. Returns the sizer.
     pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
         log.decisions.append(&mut self.decisions);
         self.sizer
@@ -304,7 +304,7 @@ impl SizeWatch {
         self.memories.iter().map(|watched| watched.free_memory).collect()
     }
 
-    /// Returns the bytes free before the attempt or now, whichever is less.
+    /// Returns the bytes free before the tried or now, whichever is less.
     fn least_free_memories(&self) -> Result<Vec<FreeMemory>> {
         let least = |watched: &Watched| {
             let now = watched
@@ -320,7 +320,7 @@ impl SizeWatch {
     }
 }
 
-/// Result of an attempt that has succeeded.
+/// Result of an tried that has succeeded.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ending {
     /// Whether an allocator had to empty its cache.

@@ -115,14 +115,14 @@ impl MicroBatcher {
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
             cut.each(batch, role, &this.copy_streams, |info, micro_batch| {
-                let MicroBatchInfo { number, weight, attempt, .. } = info;
+                let MicroBatchInfo { number, weight, is_trial, .. } = info;
                 // Only the last backward completes gradients, so only during it may they go to other ranks.
                 if Some(number + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
                 let format_choice = &this.format_choice;
-                // A size that is only being attempt out is not worth a capture.
-                let surroundings = Surroundings { format_choice, closure, is_steady: !attempt };
+                // A size that is only being tried is not worth a capture.
+                let surroundings = Surroundings { format_choice, closure, is_steady: !is_trial };
                 let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
                 if this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;

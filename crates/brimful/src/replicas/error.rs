@@ -15,7 +15,7 @@ pub enum ReplicasError {
     NoDevices,
     /// Two replicas on one accelerator.
     #[error(
-        "{device} is given twice: two replicas on it would only share its memory and take collectives; \
+        "{device} is given twice: two replicas on it would only share its memory and take turns; \
          name each accelerator once"
     )]
     SameDevice {

@@ -2,7 +2,7 @@
 //! devices.
 //!
 //! A [`Recorder`] watches any training loop and returns a [`Run`], which the program's `brimful report`
-//! collectives into a page.
+//! turns into a page.
 //!
 //! ```
 //! use brimful::report::{Ended, Recorder, Run};
@@ -121,7 +121,7 @@ pub struct Decided {
 #[serde(rename_all = "lowercase")]
 pub enum RunOutcome {
     /// The size was run to measure its need or its rate.
-    StoreAttempt,
+    Tried,
     /// Memory ran out.
     Failed,
     /// The size was chosen.
@@ -168,7 +168,7 @@ impl Decided {
     fn new(step: usize, decision: &Decision) -> Self {
         let outcome = match decision.why {
             _ if decision.failed => RunOutcome::Failed,
-            Why::Probe | Why::Measure => RunOutcome::StoreAttempt,
+            Why::Probe | Why::Measure => RunOutcome::Tried,
             _ => RunOutcome::Chosen,
         };
         Self {

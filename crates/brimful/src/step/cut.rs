@@ -39,8 +39,8 @@ pub(crate) struct MicroBatchInfo {
     pub(crate) range: Range<usize>,
     /// Its weight in the step.
     pub(crate) weight: MicroBatchWeight,
-    /// True if this size is only being attempt out on a part of the mini-batch.
-    pub(crate) attempt: bool,
+    /// True if this size is only being tried on a part of the mini-batch.
+    pub(crate) is_trial: bool,
 }
 
 /// Measurements of a micro-batch that has run.
@@ -125,7 +125,7 @@ impl Cut {
             let ranges = self.next_piece(streams.device())?;
             // A piece that is less than the mini-batch tries out its size: a captured graph, for example, is
             // not worth preparing for it.
-            let attempt =
+            let is_trial =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, streams, |i, micro_batch| {
                 let (number, range) = (first + i, ranges[i].clone());
@@ -133,7 +133,7 @@ impl Cut {
                     generator.begin(number);
                 }
                 let weight = role.weight(number, range.len());
-                let ran = f(MicroBatchInfo { number, range, weight, attempt }, micro_batch)?;
+                let ran = f(MicroBatchInfo { number, range, weight, is_trial }, micro_batch)?;
                 self.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
             })?;
             self.watch.as_mut().map_or(Ok(()), SizeWatch::end)?;

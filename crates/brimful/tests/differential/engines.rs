@@ -218,7 +218,7 @@ pub struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    fn non_finite(&self) -> NonFinite {
+    fn non_finite(&self) -> NonFinitePolicy {
         if self.strict { NonFinitePolicy::RefuseGradients } else { NonFinitePolicy::RefuseLoss }
     }
 }

@@ -334,9 +334,9 @@ impl Plain {
 
     /// Returns the outputs of a mini-batch whose pieces run separately.
     fn outputs(&self, x: &Tensor, pieces: &[Piece]) -> Tensor {
-        let run = |Piece { rows, draws }: &Piece| {
+        let run = |Piece { rows, rng }: &Piece| {
             let x = x.narrow(0, rows.start as i64, rows.len() as i64);
-            self.model.forward_with_rng(&[x], true, *draws).swap_remove(0)
+            self.model.forward_with_rng(&[x], true, *rng).swap_remove(0)
         };
         Tensor::cat(&pieces.iter().map(run).collect::<Vec<_>>(), 0)
     }

@@ -44,7 +44,7 @@ pub fn as_process_or(body: impl FnOnce(), watch: impl FnOnce(&Launcher)) {
 }
 
 /// Returns the message of the test to its ranks.
-pub fn told() -> String {
+pub fn reported() -> String {
     env::var(TOLD).unwrap_or_default()
 }
 

@@ -305,7 +305,7 @@ impl PlainNumbers {
         let device = self.whole_device();
         let (input, weight) = device.split_backward();
         ensure_use!(
-            device.halves_add_up(),
+            device.split_adds_up(),
             "--backward {} is more than --input-gradient {input} and --weight-gradient {weight} \
                  add up to: leave one of them out",
             device.backward

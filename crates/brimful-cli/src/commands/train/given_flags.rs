@@ -91,7 +91,8 @@ mod tests {
         let Training { options } = clap::Parser::parse_from(words.split(' '));
         let mut told = Metadata::from([("seed".into(), "7".into())]);
         options.given.tell(&mut told);
-        let expected = r#"{"epochs":"3","json":"true","learning-rate":"-0","micro-batches":"4"}"#;
+        let expected =
+            r#"{"epochs":"3","json":"true","learning-rate":"-0","num-micro-batches":"4"}"#;
         assert_eq!(told[FLAGS], expected);
     }
 }

@@ -92,7 +92,7 @@ pub(super) struct Surroundings<'a> {
     pub(super) format_choice: &'a FormatChoice,
     /// Closure that runs on it.
     pub(super) closure: Closure,
-    /// True if its size is chosen. A size that is only being attempt out is not worth a capture.
+    /// True if its size is chosen. A size that is only being tried is not worth a capture.
     pub(super) is_steady: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Device buffers for offloaded stages, filled in collective and reused.
+//! Device buffers for offloaded stages, filled in turn and reused.
 
 use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Kind, Tensor};
