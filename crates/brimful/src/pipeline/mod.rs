@@ -163,7 +163,7 @@ impl Pipeline {
     }
 
     /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link,
-    /// and of compute's waits for them ([`Timeline::host_links`](crate::Timeline::host links)). Disabled by default.
+    /// and of compute's waits for them ([`Timeline::host_links`](crate::Timeline::host_links)). Disabled by default.
     /// In a world, all ranks set it alike.
     pub fn trace_transfers(&mut self, on: bool) {
         self.traces_transfers = on;
