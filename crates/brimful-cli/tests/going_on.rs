@@ -72,6 +72,21 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
 }
 
 #[test]
+fn a_run_does_not_go_on_over_another_base_model() {
+    let folder = with_base("other-base");
+    let line = format!("{LINE} --model base --lora 2 --max-steps 24 --save-every 2 --save run");
+    let run = start_in(&folder, &format!("train --device cpu {line}"));
+    stop(run, &folder.join("run").join(RUN));
+    let others = format!("--model {TINY} --from-scratch {LINE} --max-steps 1 --seed 1");
+    fs::rename(folder.join("base"), folder.join("first")).expect("moved");
+    train_in(&folder, &format!("{others} --save base")).success();
+    train_in(&folder, "--resume run").code(1).stderr(predicate::str::contains(
+        "--model base holds other weights or another description now than it was made with",
+    ));
+    train_in(&folder, "--resume run --model first --max-steps 25").success();
+}
+
+#[test]
 fn an_adapter_is_trained_on() {
     let folder = with_base("trained-on");
     let line = format!("{LINE} --model base --max-steps 1");
