@@ -8,9 +8,10 @@ use std::sync::Arc;
 use anyhow::Result;
 use brimful::Layers;
 use brimful::nn::Lora;
-use brimful::save::{self, SaveError};
+use brimful::save::SaveError;
 use brimful_models::pretrained::{
-    AdapterFolder, Pretrained, PretrainedError, check_adapter_place, check_model_place, is_adapter,
+    AdapterFolder, Pretrained, PretrainedError, SavedPart, check_adapter_place, check_model_place,
+    is_adapter,
 };
 use clap::Args;
 use tch::Kind;
@@ -249,20 +250,12 @@ impl FineTune {
         variables: &Named,
         add: impl FnOnce(&Path) -> brimful::Result<()>,
     ) -> brimful::Result<()> {
-        self.refuse_occupied(folder).map_err(|error| unwritten(folder, error))?;
-        save::replace_folder(folder, |new| {
-            self.write(new, variables)?;
-            add(new)
-        })
-    }
-
-    fn write(&self, folder: &Path, variables: &Named) -> brimful::Result<()> {
-        let Self { pretrained, lora, merge, .. } = self;
-        let saved = match (lora, merge) {
-            (None, _) => pretrained.save(folder, variables),
-            (Some(lora), false) => pretrained.save_adapter(folder, lora, variables),
-            (Some(lora), true) => pretrained.save_merged(folder, lora, variables),
+        let part = match (&self.lora, self.merge) {
+            (None, _) => SavedPart::Model,
+            (Some(lora), true) => SavedPart::Merged(lora),
+            (Some(lora), false) => SavedPart::Adapter(lora),
         };
+        let saved = self.pretrained.save_with(folder, part, variables, add);
         saved.map_err(|error| unwritten(folder, error))
     }
 }

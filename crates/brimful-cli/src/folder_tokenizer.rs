@@ -13,7 +13,7 @@ use crate::exit::wrong_use;
 use crate::files::text_of;
 use crate::tokenizer_config::{TokenizerConfig, json_of};
 
-const FILE: &str = "tokenizer.json";
+pub(crate) const FILE: &str = "tokenizer.json";
 /// Both files of a byte-level tokenizer in the older form.
 const VOCABULARY: &str = "vocab.json";
 const MERGES: &str = "merges.txt";

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::Value;
 
+use crate::exit::wrong_use;
 use crate::tokenizer_config::json_of;
 
 const FILE: &str = "generation_config.json";
@@ -65,15 +66,19 @@ impl Default for Sampling {
 impl GenerationConfig {
     /// Reads the folder's settings; without a file there are none.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
-        let told = json_of(&folder.join(FILE))?;
+        let path = folder.join(FILE);
+        let told = json_of(&path)?;
+        let file = SettingsFile { path: &path, told: &told };
         let settings = told.as_object().into_iter().flatten();
         let left_out = settings
             .filter(|(key, value)| !KNOWN.contains(&key.as_str()) && has_effect(key, value))
             .map(|(key, value)| format!("{key} {value}"));
+        let drawn = file.drawn()?;
+        let draws = file.setting("do_sample", "true or false", Value::as_bool)?;
         Ok(Self {
-            ends: numbers(&told["eos_token_id"]),
-            sampling: told["do_sample"].as_bool().map(|draws| match draws {
-                true => drawn(&told),
+            ends: file.setting("eos_token_id", "a token's number or a list of them", tokens)?,
+            sampling: draws.map(|draws| match draws {
+                true => drawn,
                 false => Sampling { temperature: 0.0, ..Sampling::default() },
             }),
             left_out: left_out.collect(),
@@ -81,14 +86,44 @@ impl GenerationConfig {
     }
 }
 
-fn drawn(told: &Value) -> Sampling {
-    let number = |key: &str| told[key].as_f64().unwrap_or(1.0);
-    let top_k = told["top_k"].as_u64().unwrap_or(TOP_K);
-    Sampling {
-        temperature: number("temperature"),
-        // 0 means all tokens.
-        top_k: Some(top_k as usize).filter(|k| *k > 0),
-        top_p: number("top_p"),
+/// The file, for its values and error messages.
+#[derive(Debug, Clone, Copy)]
+struct SettingsFile<'a> {
+    path: &'a Path,
+    told: &'a Value,
+}
+
+impl SettingsFile<'_> {
+    /// Reads a setting, or refuses its value; null counts as absent.
+    fn setting<T>(
+        self,
+        key: &str,
+        wanted: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let value = &self.told[key];
+        if value.is_null() {
+            return Ok(None);
+        }
+        let path = self.path.display();
+        let wrong = || wrong_use(format!("{path}: {key} is {value}: make it {wanted}"));
+        read(value).map(Some).ok_or_else(wrong)
+    }
+
+    fn drawn(self) -> Result<Sampling> {
+        let temperature = self.setting("temperature", "a number from 0 on", |value| {
+            value.as_f64().filter(|temperature| *temperature >= 0.0)
+        })?;
+        let top_p = self.setting("top_p", "a number above 0, 1 at most", |value| {
+            value.as_f64().filter(|top_p| *top_p > 0.0 && *top_p <= 1.0)
+        })?;
+        let top_k = self.setting("top_k", "a whole number from 0 on", Value::as_u64)?;
+        Ok(Sampling {
+            temperature: temperature.unwrap_or(1.0),
+            // 0 means all tokens.
+            top_k: Some(top_k.unwrap_or(TOP_K) as usize).filter(|k| *k > 0),
+            top_p: top_p.unwrap_or(1.0),
+        })
     }
 }
 
@@ -114,11 +149,12 @@ fn has_effect(key: &str, value: &Value) -> bool {
     }
 }
 
-/// Reads a number or a list of numbers.
-pub(crate) fn numbers(told: &Value) -> Option<Vec<i64>> {
+/// Reads a token's number or a list of them.
+fn tokens(told: &Value) -> Option<Vec<i64>> {
+    let token = |value: &Value| value.as_i64().filter(|token| *token >= 0);
     match told {
-        Value::Array(several) => Some(several.iter().filter_map(Value::as_i64).collect()),
-        one => one.as_i64().map(|one| vec![one]),
+        Value::Array(several) => several.iter().map(token).collect(),
+        one => Some(vec![token(one)?]),
     }
 }
 
@@ -127,11 +163,37 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::exit::Exit;
 
-    fn read(told: &str) -> GenerationConfig {
+    fn try_read(told: &str) -> Result<GenerationConfig> {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join(FILE), told).expect("written");
-        GenerationConfig::read(folder.path()).expect("settings")
+        GenerationConfig::read(folder.path())
+    }
+
+    fn read(told: &str) -> GenerationConfig {
+        try_read(told).expect("settings")
+    }
+
+    #[test]
+    fn values_that_cannot_be_are_refused_with_their_field() {
+        for (told, complaint) in [
+            (r#"{"temperature": -3}"#, "temperature is -3: make it a number from 0 on"),
+            (r#"{"do_sample": true, "temperature": "hot"}"#, "temperature is \"hot\": make it"),
+            (r#"{"top_p": 7}"#, "top_p is 7: make it a number above 0, 1 at most"),
+            (r#"{"top_k": -1}"#, "top_k is -1: make it a whole number from 0 on"),
+            (r#"{"do_sample": 1}"#, "do_sample is 1: make it true or false"),
+            (r#"{"eos_token_id": "x"}"#, "eos_token_id is \"x\": make it a token's number"),
+            (r#"{"eos_token_id": [7, -5]}"#, "eos_token_id is [7,-5]: make it a token's number"),
+            ("[]", "is no JSON object"),
+            ("{", "is no JSON object: EOF"),
+        ] {
+            let error = try_read(told).expect_err(told);
+            assert_eq!(Exit::of(&error), Exit::WrongUse, "{error:#}");
+            let error = format!("{error:#}");
+            assert!(error.contains(FILE) && error.contains(complaint), "{error}");
+        }
+        assert_eq!(read(r#"{"temperature": null, "eos_token_id": null}"#).ends, None);
     }
 
     #[test]

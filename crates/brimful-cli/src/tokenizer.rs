@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer as Vocabulary};
 
 use crate::folder_template::FolderTemplate;
@@ -53,7 +53,11 @@ impl Tokenizer {
         let (vocabulary, class) = folder_tokenizer::read(folder, &told)?;
         let template = FolderTemplate::read(folder, &told, class.usual_tokens())?;
         let way = match vocabulary {
-            Some(vocabulary) => Way::Words(Box::new(Words::new(vocabulary)?)),
+            Some(vocabulary) => {
+                let words = Words::new(vocabulary);
+                let path = || folder.join(folder_tokenizer::FILE).display().to_string();
+                Way::Words(Box::new(words.with_context(path)?))
+            }
             None => Way::Bytes,
         };
         let named_end = told.named_tokens(class.usual_tokens()).remove("eos_token");
@@ -194,6 +198,14 @@ impl Tokenizer {
             words <= known,
             "{whose} {words} tokens, but its model knows {known}: they do not go together"
         );
+        // A post-processor has numbers of its own, which need not be in the vocabulary.
+        if let Some(other) = self.around().concat().iter().find(|token| **token >= known) {
+            bail!(
+                "the post_processor of its {} adds the token {other}, but its model knows {known} tokens: they do not \
+                 go together",
+                folder_tokenizer::FILE
+            );
+        }
         Ok(())
     }
 }
@@ -261,6 +273,22 @@ mod tests {
         let error = words.check(6).expect_err("a smaller model").to_string();
         assert!(error.starts_with("its tokenizer has 7 tokens, but its model knows 6"), "{error}");
         words.check(7).expect("all are known");
+    }
+
+    #[test]
+    fn tokens_around_a_text_that_the_model_lacks_are_refused_with_their_number() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let frame = r#"{"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [90000], "tokens": ["<s>"]}}}"#;
+        let framed =
+            WORDS.replace(r#""post_processor": null"#, &format!("\"post_processor\": {frame}"));
+        fs::write(folder.path().join(FILE), framed).expect("written");
+        let words = Tokenizer::open(folder.path()).expect("a tokenizer");
+        let error = words.check(7).expect_err("a token too many").to_string();
+        let says = "the post_processor of its tokenizer.json adds the token 90000, but its model knows 7 tokens";
+        assert!(error.starts_with(says), "{error}");
+        words.check(90_001).expect("all are known");
     }
 
     #[test]

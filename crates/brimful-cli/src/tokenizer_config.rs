@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use serde_json::Value;
+use anyhow::Result;
+use serde_json::{Map, Value};
 
+use crate::exit::wrong_use;
 use crate::files::text_of;
 
 const FILE: &str = "tokenizer_config.json";
@@ -64,15 +65,37 @@ impl TokenizerConfig {
     }
 }
 
-/// Parses a JSON file; null if there is none.
+/// Reads the JSON object in a file; null if there is no file.
 pub(crate) fn json_of(path: &Path) -> Result<Value> {
     if !path.is_file() {
         return Ok(Value::Null);
     }
-    serde_json::from_str(&text_of(path)?).with_context(|| format!("{} is no JSON", path.display()))
+    let object: Result<Map<String, Value>, _> = serde_json::from_str(&text_of(path)?);
+    let wrong = |error| wrong_use(format!("{} is no JSON object: {error}", path.display()));
+    object.map(Value::Object).map_err(wrong)
 }
 
 /// Returns the text of a token, given as a string or as an object with its content.
 fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn settings_that_are_no_object_are_refused_by_their_file() {
+        for (file, text) in [(FILE, "[]"), (FILE, "7"), (OLDER_FILE, "\"text\"")] {
+            let folder = tempfile::tempdir().expect("a folder");
+            for name in [FILE, OLDER_FILE] {
+                let text = if name == file { text } else { r#"{"bos_token": "<s>"}"# };
+                fs::write(folder.path().join(name), text).expect("written");
+            }
+            let error = TokenizerConfig::read(folder.path()).expect_err(text).to_string();
+            assert!(error.contains(&format!("{file} is no JSON object: invalid type")), "{error}");
+        }
+    }
 }

@@ -72,6 +72,43 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
 }
 
 #[test]
+fn a_save_that_was_killed_leaves_one_folder_which_the_next_run_removes() {
+    let folder = with_base("killed-save");
+    let parts = || names(&folder).into_iter().filter(|name| name.ends_with(".part"));
+    let line = format!("{LINE} --model base --max-steps 60 --save-every 1 --save run");
+    let mut run = start_in(&folder, &format!("train --device cpu {line}"));
+    let mut most = 0;
+    while most == 0 || !folder.join("run").exists() {
+        most = most.max(parts().count());
+        assert!(run.try_wait().expect("a run").is_none(), "it has ended by itself");
+    }
+    for _ in 0..300 {
+        most = most.max(parts().count());
+    }
+    while parts().count() == 0 {}
+    run.kill().expect("killed");
+    run.wait().expect("gone");
+    assert_eq!(most, 1, "temporary folders at once");
+    train_in(&folder, "--resume run").success();
+    assert_eq!(parts().collect::<Vec<_>>(), Vec::<String>::new());
+}
+
+#[test]
+fn a_run_does_not_go_on_over_another_base_model() {
+    let folder = with_base("other-base");
+    let line = format!("{LINE} --model base --lora 2 --max-steps 24 --save-every 2 --save run");
+    let run = start_in(&folder, &format!("train --device cpu {line}"));
+    stop(run, &folder.join("run").join(RUN));
+    let others = format!("--model {TINY} --from-scratch {LINE} --max-steps 1 --seed 1");
+    fs::rename(folder.join("base"), folder.join("first")).expect("moved");
+    train_in(&folder, &format!("{others} --save base")).success();
+    train_in(&folder, "--resume run").code(1).stderr(predicate::str::contains(
+        "--model base holds other weights or another description now than it was made with",
+    ));
+    train_in(&folder, "--resume run --model first --max-steps 25").success();
+}
+
+#[test]
 fn an_adapter_is_trained_on() {
     let folder = with_base("trained-on");
     let line = format!("{LINE} --model base --max-steps 1");

@@ -167,6 +167,23 @@ fn data_that_were_moved_are_the_same_and_others_are_not() {
 }
 
 #[test]
+fn data_that_have_changed_are_refused_within_an_epoch_and_named_between_two() {
+    let folder = folder("changed");
+    let text = program::text(&folder);
+    let line = "--model gpt --data text --batch-size 4 --micro-batch 4 --sequence 16";
+    train(&folder, &format!("{line} --max-steps 1 --save within")).success();
+    train(&folder, &format!("{line} --epochs 1 --save between")).success();
+    let changed = fs::read_to_string(&text).expect("a text").replacen("stage", "place", 1);
+    fs::write(&text, changed).expect("written");
+    train(&folder, "--resume within --max-steps 2")
+        .code(1)
+        .stderr(predicate::str::contains("--data text has changed since"));
+    train(&folder, "--resume between --epochs 2").success().stderr(predicate::str::contains(
+        "--data text has changed since the run was saved; its next epoch is of the data as they are now",
+    ));
+}
+
+#[test]
 fn steps_that_are_asked_for_are_all_done() {
     let folder = folder("steps");
     // An epoch has 12 steps: ten epochs have 120.

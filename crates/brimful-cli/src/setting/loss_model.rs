@@ -10,7 +10,7 @@ use brimful_models::{LANGUAGE_HEAD, language_head_weight};
 use tch::nn::{ModuleT, Path};
 use tch::{Kind, Reduction, Tensor};
 
-use super::{counted, loss, right};
+use super::{counted, loss, right, summable};
 use crate::data::IGNORED;
 
 /// Number of logits computed at once in a test.
@@ -100,7 +100,7 @@ fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Los
     let parts = hidden.flatten(0, -2).split(rows, 0);
     let targets = y.flatten(0, -1).split(rows, 0);
     let judged = parts.iter().zip(&targets).map(|(part, targets)| {
-        let logits = head.forward_t(part, false);
+        let logits = summable(&head.forward_t(part, false));
         let none = None::<&Tensor>;
         let sum = logits.cross_entropy_loss(targets, none, Reduction::Sum, IGNORED, 0.0);
         (sum, right(&logits, targets))
@@ -203,6 +203,33 @@ mod tests {
             ];
             for found in losses {
                 assert!((found - expected).abs() < 1e-10, "{size}: {found} and {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn losses_in_bf16_are_sums_in_f32_however_the_batch_is_cut() {
+        let batch = samples();
+        let (mut store, model) = built(&tiny(true));
+        store.set_kind(Kind::BFloat16);
+        let LossModel::Text { body, head, .. } = &model else { panic!("a GPT has a head") };
+        let logits = |x: &Tensor| head.forward_t(&body.forward_t(x, false), false);
+        let expected = loss(&logits(&batch.0).to_kind(Kind::Double), &batch.1).double_value(&[]);
+        for size in [1, 2, 5] {
+            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            let trained = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true));
+            let tested = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y));
+            let of_logits = micro.evaluate(&batch, |(x, y)| {
+                let logits = logits(&x);
+                (mean_loss(&logits, &y, MeanOver::Targets), right(&logits, &y))
+            });
+            let losses = [
+                trained.expect("a step").loss,
+                tested.expect("a test").loss,
+                of_logits.expect("a test").loss,
+            ];
+            for found in losses {
+                assert!((found - expected).abs() < 1e-3, "{size}: {found} and {expected}");
             }
         }
     }

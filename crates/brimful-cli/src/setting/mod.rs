@@ -56,8 +56,9 @@ pub fn device_of(name: &str, world: &World) -> Result<Device> {
 }
 
 /// Returns the mean loss of logits. For classes or tokens, which are integers, it is the cross-entropy over the last
-/// dimension; for masks, which are floats, the binary cross-entropy of each pixel.
+/// dimension; for masks, which are floats, the binary cross-entropy of each pixel. Half precision is summed in f32.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
+    let logits = summable(logits);
     if targets.is_floating_point() {
         let targets = targets.to_kind(logits.kind());
         let none = None::<&Tensor>;
@@ -65,6 +66,14 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     }
     let (logits, targets) = (logits.flatten(0, -2), targets.flatten(0, -1));
     logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, IGNORED, 0.0)
+}
+
+/// Converts logits of half precision to f32: a sum of losses in bf16 has two correct digits.
+pub(crate) fn summable(logits: &Tensor) -> Tensor {
+    match logits.kind() {
+        Kind::BFloat16 | Kind::Half => logits.to_kind(Kind::Float),
+        _ => logits.shallow_clone(),
+    }
 }
 
 /// Counts the parameters that each layer computes with, including those that it shares with another layer: an

@@ -92,29 +92,20 @@ fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<St
 }
 
 impl Pretrained {
-    /// Writes the LoRA weights to a folder that PEFT loads with this model, with the tokenizer's files. The write is
-    /// atomic.
-    ///
-    /// # Errors
-    /// Fails if the folder holds something else, or the file system refuses.
-    pub fn save_adapter(
+    /// Writes the LoRA weights and their description into a folder.
+    pub(super) fn write_adapter(
         &self,
-        folder: impl AsRef<Path>,
+        new: &Path,
         lora: &Lora,
         variables: &[(String, Tensor)],
     ) -> Result<(), PretrainedError> {
-        let folder = folder.as_ref();
-        check_adapter_place(folder)?;
         let adapters = variables.iter().filter(|(name, _)| Lora::is_adapter(name));
         let adapters: Vec<_> = adapters
             .map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor.shallow_clone()))
             .collect();
-        save::replace_folder(folder, |new| {
-            let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
-            save::write(new.join(WEIGHTS), &adapters, &metadata)?;
-            files::write(&new.join(CONFIG), &self.adapter_config(lora))?;
-            self.copy_tokenizer(new)
-        })
+        let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
+        save::write(new.join(WEIGHTS), &adapters, &metadata)?;
+        files::write(&new.join(CONFIG), &self.adapter_config(lora))
     }
 
     fn adapter_config(&self, lora: &Lora) -> Value {

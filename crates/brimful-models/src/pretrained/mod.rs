@@ -62,6 +62,17 @@ const TOKENIZER_FILES: [&str; 9] = [
     "generation_config.json",
 ];
 
+/// Part of a model that [`Pretrained::save_with`] writes to a folder.
+#[derive(Debug, Clone, Copy)]
+pub enum SavedPart<'a> {
+    /// The model.
+    Model,
+    /// The model, with what LoRA adds merged into the weights.
+    Merged(&'a Lora),
+    /// The LoRA weights alone.
+    Adapter(&'a Lora),
+}
+
 /// A folder with a pretrained model.
 #[derive(Debug)]
 pub struct Pretrained {
@@ -159,7 +170,7 @@ impl Pretrained {
         folder: impl AsRef<Path>,
         variables: &[(String, Tensor)],
     ) -> Result<(), PretrainedError> {
-        self.save_made(folder.as_ref(), variables, |_, variable| Ok(variable.shallow_clone()))
+        self.save_with(folder, SavedPart::Model, variables, |_| Ok(()))
     }
 
     /// As [`Pretrained::save`], for variables with LoRA: what it adds is merged into the weights, one after the other as
@@ -173,27 +184,69 @@ impl Pretrained {
         lora: &Lora,
         variables: &[(String, Tensor)],
     ) -> Result<(), PretrainedError> {
-        let order = self.config.weight_order();
-        let own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
-        let own: Vec<_> = own.map(|(name, own)| (name.clone(), own.shallow_clone())).collect();
-        self.save_made(folder.as_ref(), &own, |name, weight| {
-            lora.merged_weight(name, weight, variables, order)
+        self.save_with(folder, SavedPart::Merged(lora), variables, |_| Ok(()))
+    }
+
+    /// As [`Pretrained::save`], for the LoRA weights alone, in a folder that PEFT loads with this model.
+    ///
+    /// # Errors
+    /// As [`Pretrained::save`].
+    pub fn save_adapter(
+        &self,
+        folder: impl AsRef<Path>,
+        lora: &Lora,
+        variables: &[(String, Tensor)],
+    ) -> Result<(), PretrainedError> {
+        self.save_with(folder, SavedPart::Adapter(lora), variables, |_| Ok(()))
+    }
+
+    /// Writes a part of a model to a folder, together with the files that `add` writes into the new folder. The write
+    /// is atomic.
+    ///
+    /// # Errors
+    /// As [`Pretrained::save`], and those of `add`.
+    pub fn save_with(
+        &self,
+        folder: impl AsRef<Path>,
+        part: SavedPart<'_>,
+        variables: &[(String, Tensor)],
+        add: impl FnOnce(&Path) -> brimful::Result<()>,
+    ) -> Result<(), PretrainedError> {
+        let folder = folder.as_ref();
+        match part {
+            SavedPart::Adapter(_) => check_adapter_place(folder)?,
+            SavedPart::Model | SavedPart::Merged(_) => check_model_place(folder)?,
+        }
+        save::replace_folder(folder, |new| {
+            match part {
+                SavedPart::Model => {
+                    self.write(new, variables, |_, variable| Ok(variable.shallow_clone()))?;
+                }
+                SavedPart::Merged(lora) => {
+                    let order = self.config.weight_order();
+                    let own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
+                    let own: Vec<_> =
+                        own.map(|(name, own)| (name.clone(), own.shallow_clone())).collect();
+                    self.write(new, &own, |name, weight| {
+                        lora.merged_weight(name, weight, variables, order)
+                    })?;
+                }
+                SavedPart::Adapter(lora) => self.write_adapter(new, lora, variables)?,
+            }
+            self.copy_tokenizer(new)?;
+            Ok(add(new)?)
         })
     }
 
-    fn save_made(
+    fn write(
         &self,
-        folder: &Path,
+        new: &Path,
         variables: &[(String, Tensor)],
         make: impl FnMut(&str, &Tensor) -> brimful::Result<Tensor>,
     ) -> Result<(), PretrainedError> {
-        check_model_place(folder)?;
-        save::replace_folder(folder, |new| {
-            let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
-            save::write_made(new.join(WEIGHTS), variables, &metadata, make)?;
-            json::write(&new.join(CONFIG), &self.told_of(variables))?;
-            self.copy_tokenizer(new)
-        })
+        let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
+        save::write_made(new.join(WEIGHTS), variables, &metadata, make)?;
+        json::write(&new.join(CONFIG), &self.told_of(variables))
     }
 
     /// Returns config.json for these variables, with their dtype.

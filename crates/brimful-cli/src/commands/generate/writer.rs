@@ -70,6 +70,7 @@ impl Writer {
         let adapter = options.adapter.as_ref().map(|from| AdapterFolder::open(from, config));
         let adapter = adapter.transpose().map_err(wrong)?;
         let tokenizer = checked_tokenizer(&pretrained)?;
+        let told = GenerationConfig::read(folder)?;
         let prompt = tokenizer.encode(&options.prompt)?;
         let cache = cache(config.context(), &prompt, options);
         let layers = config.layers_with_cache(&cache);
@@ -84,7 +85,6 @@ impl Writer {
         if let Some(adapter) = &adapter {
             adapter.load(&variables).map_err(wrong)?;
         }
-        let told = GenerationConfig::read(folder)?;
         if !told.left_out.is_empty() {
             let (folder, left_out) = (folder.display(), told.left_out.join(", "));
             progress::say(&format!(

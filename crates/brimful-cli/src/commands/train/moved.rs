@@ -1,7 +1,7 @@
-//! Fingerprints that recognise data and model folders under a new path.
+//! Fingerprints that recognise data and model folders: as the same under a new path, as others under the old one.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use brimful::save::Metadata;
@@ -11,11 +11,28 @@ use crate::setting::ModelSource;
 
 /// Bytes at the beginning of a file that its fingerprint covers.
 const BEGINNING: u64 = 1 << 20;
-/// Number of a folder's files whose sizes count; the others count by name only.
+/// Number of a folder's files whose sizes and samples count; the others count by name only.
 const SIZED: usize = 1000;
+/// Number of pieces that are sampled of all files together, at least one of each.
+const PIECES: u64 = 64;
+/// Bytes of a piece: the header of most safetensors files is within the first.
+const PIECE: u64 = 1 << 16;
+/// Files of a model's folder that a training depends on, beside its weights.
+const DESCRIPTIONS: [&str; 3] = ["config.json", "tokenizer.json", "adapter_config.json"];
 
-/// Suffix of the metadata keys of fingerprints, after the name of their flag.
-pub(super) const CONTENT: &str = "-content";
+/// Suffixes of the metadata keys of fingerprints, after the name of their flag: names, sizes and a file's beginning,
+/// and samples of the bytes, which runs of earlier versions lack.
+const CONTENT: &str = "-content";
+const SAMPLED: &str = "-sampled";
+
+/// Comparison of what a flag names with what it named when the run was saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Comparison {
+    Same,
+    Other,
+    /// One of them has no fingerprint.
+    Unknown,
+}
 
 /// Computes the fingerprints of what the run reads, for its file.
 pub(super) fn contents(options: &TrainOptions) -> Metadata {
@@ -23,25 +40,51 @@ pub(super) fn contents(options: &TrainOptions) -> Metadata {
         ModelSource::Folder(folder) => Some(folder.as_path()),
         ModelSource::Named(_) => None,
     };
-    let places = [
-        ("data", Some(Path::new(&options.data))),
-        ("model", model),
-        ("adapter", options.fine_tune.adapter.as_deref()),
+    let places: [(_, _, fn(&Path) -> bool); 3] = [
+        ("data", Some(Path::new(&options.data)), |_| true),
+        ("model", model, describes_model),
+        ("adapter", options.fine_tune.adapter.as_deref(), describes_model),
     ];
-    let marked = |(flag, path): (&str, Option<&Path>)| {
-        Some((format!("{flag}{CONTENT}"), content(path?).ok()??))
-    };
-    places.into_iter().filter_map(marked).collect()
+    let mut contents = Metadata::new();
+    for (flag, path, is_read) in places {
+        if let Some(Ok(Some([content, sampled]))) = path.map(|path| marks(path, is_read)) {
+            contents.insert(format!("{flag}{CONTENT}"), content);
+            contents.insert(format!("{flag}{SAMPLED}"), sampled);
+        }
+    }
+    contents
 }
 
-/// Fingerprints a file by its size and beginning, or a folder by the names and sizes in it. Returns none for pipes,
-/// which can be read only once.
-fn content(path: &Path) -> io::Result<Option<String>> {
+/// Returns whether a training depends on this file, by its path within a model's or an adapter's folder.
+fn describes_model(path: &Path) -> bool {
+    let is_weights = path.extension().is_some_and(|extension| extension == "safetensors");
+    let is_direct = path.parent() == Some(Path::new(""));
+    is_direct && (is_weights || DESCRIPTIONS.iter().any(|name| path == Path::new(name)))
+}
+
+/// Compares what a flag names now with what it named then, at the same path or another.
+pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: bool) -> Comparison {
+    let is_same = |suffix: &str| {
+        let key = format!("{flag}{suffix}");
+        Some(then.get(&key)? == now.get(&key)?)
+    };
+    // Into a model's folder, files that a training does not read may come.
+    let content = is_same(CONTENT).filter(|_| is_moved || flag == "data");
+    match (content, is_same(SAMPLED)) {
+        (None, None) => Comparison::Unknown,
+        (Some(false), _) | (_, Some(false)) => Comparison::Other,
+        _ => Comparison::Same,
+    }
+}
+
+/// Fingerprints a file by its size and beginning, or a folder by the names and sizes in it; and either by samples of
+/// the files that are read. Returns none for pipes, which can be read only once.
+fn marks(path: &Path, is_read: fn(&Path) -> bool) -> io::Result<Option<[String; 2]>> {
     let found = fs::metadata(path)?;
     if found.is_file() {
         let mut beginning = Vec::new();
         File::open(path)?.take(BEGINNING).read_to_end(&mut beginning)?;
-        return Ok(Some(mark(found.len(), &beginning)));
+        return Ok(Some([mark(found.len(), &beginning), samples(&[path.to_owned()])?]));
     }
     if !found.is_dir() {
         return Ok(None);
@@ -49,17 +92,38 @@ fn content(path: &Path) -> io::Result<Option<String>> {
     let mut files = Vec::new();
     list(path, &mut files)?;
     files.sort();
-    let mut names = Vec::new();
+    let (mut names, mut read) = (Vec::new(), Vec::new());
     for (number, file) in files.iter().enumerate() {
         let size = if number < SIZED { fs::metadata(file)?.len() } else { 0 };
-        let name = file.strip_prefix(path).unwrap_or(file).as_os_str().as_encoded_bytes();
-        names.extend([name, b"\0", &size.to_le_bytes()].concat());
+        let name = file.strip_prefix(path).unwrap_or(file);
+        names.extend([name.as_os_str().as_encoded_bytes(), b"\0", &size.to_le_bytes()].concat());
+        if is_read(name) && read.len() < SIZED {
+            read.push(file.clone());
+        }
     }
-    Ok(Some(mark(files.len() as u64, &names)))
+    Ok(Some([mark(files.len() as u64, &names), samples(&read)?]))
 }
 
 fn mark(size: u64, bytes: &[u8]) -> String {
     format!("{size}:{:08x}", crc32c::crc32c(bytes))
+}
+
+/// Fingerprints files by their sizes, and evenly spaced pieces of each.
+fn samples(files: &[PathBuf]) -> io::Result<String> {
+    let each = (PIECES / files.len().max(1) as u64).max(1);
+    let (mut sizes, mut sum, mut piece) = (0, 0, Vec::new());
+    for path in files {
+        let mut file = File::open(path)?;
+        let size = file.metadata()?.len();
+        for start in (0..size).step_by(size.div_ceil(each).max(PIECE) as usize) {
+            piece.clear();
+            file.seek(SeekFrom::Start(start))?;
+            file.by_ref().take(PIECE).read_to_end(&mut piece)?;
+            sum = crc32c::crc32c_append(sum, &piece);
+        }
+        sizes += size;
+    }
+    Ok(format!("{sizes}:{sum:08x}"))
 }
 
 /// Lists the files in a folder and its subfolders.
@@ -78,11 +142,15 @@ fn list(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    fn marked(path: &Path) -> [String; 2] {
+        marks(path, describes_model).expect("read").expect("marks")
+    }
+
     #[test]
     fn what_was_moved_is_known_again_and_what_is_other_is_not() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = |name: &str| folder.path().join(name);
-        let marked = |name: &str| content(&place(name)).expect("read").expect("a mark");
+        let marked = |name: &str| marked(&place(name));
         for (name, text) in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "one and more")] {
             fs::write(place(name), text).expect("written");
             fs::create_dir_all(place(&format!("{name}s/in"))).expect("a folder");
@@ -91,6 +159,33 @@ mod tests {
         assert_eq!((marked("a"), marked("as")), (marked("b"), marked("bs")));
         assert!(marked("a") != marked("c") && marked("a") != marked("d"));
         assert_ne!(marked("as"), marked("ds"));
-        assert_eq!(content(Path::new("/dev/null")).expect("read"), None);
+        assert_eq!(marks(Path::new("/dev/null"), describes_model).expect("read"), None);
+    }
+
+    #[test]
+    fn a_model_is_another_where_its_bytes_are_and_the_same_beside_other_files() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let weights = folder.path().join("model.safetensors");
+        let mut bytes = vec![7; 9 << 20];
+        fs::write(&weights, &bytes).expect("written");
+        let compared = |then: &[String; 2]| {
+            let metadata = |[content, sampled]: [String; 2]| {
+                let keys = [CONTENT, SAMPLED].map(|suffix| format!("model{suffix}"));
+                keys.into_iter().zip([content, sampled]).collect::<Metadata>()
+            };
+            let now = metadata(marked(folder.path()));
+            let then = metadata(then.clone());
+            [false, true].map(|is_moved| compare("model", &then, &now, is_moved))
+        };
+        let then = marked(folder.path());
+        assert_eq!(compared(&then), [Comparison::Same; 2]);
+        fs::write(folder.path().join("README.md"), "A model.").expect("written");
+        assert_eq!(compared(&then), [Comparison::Same, Comparison::Other]);
+        let then = marked(folder.path());
+        bytes[4 << 20..5 << 20].fill(8);
+        fs::write(&weights, &bytes).expect("written");
+        assert_eq!(compared(&then), [Comparison::Other; 2]);
+        let none = Metadata::new();
+        assert_eq!(compare("model", &none, &none, false), Comparison::Unknown);
     }
 }

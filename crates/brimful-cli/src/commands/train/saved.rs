@@ -11,12 +11,13 @@ use brimful::save::{self, Metadata, WrittenFile};
 use brimful_models::pretrained::RUN_FILE;
 
 use super::engine::Kept;
-use super::moved::CONTENT;
+use super::moved::{self, Comparison};
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 use crate::fine_tune::FineTune;
 use crate::named::Named;
+use crate::progress;
 use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, run_file, taken};
 
 /// Metadata keys: finished epochs, steps done in the next one, and their part of its loss.
@@ -173,6 +174,19 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
          with",
         then.map_or("", String::as_str)
     );
+    let data = &trainer.options.data;
+    if moved::compare("data", metadata, &trainer.contents, false) == Comparison::Other
+        && metadata.get("data") == Some(data)
+    {
+        ensure!(
+            running.steps == 0,
+            "it stopped within an epoch, and --data {data} has changed since: give it the data that it was made \
+             with"
+        );
+        progress::say(&format!(
+            "brimful: --data {data} has changed since the run was saved; its next epoch is of the data as they are now"
+        ));
+    }
     let classes = class_names(trainer)?;
     ensure!(
         metadata.get(CLASSES) == classes.as_ref(),
@@ -210,7 +224,8 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
     Ok(())
 }
 
-/// Checks that a run resumes with the options that it began with; a path may change if its content is the same.
+/// Checks that a run resumes with the options and the model that it began with; a path may change if its content is
+/// the same.
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
     for (flag, now) in flags(&trainer.options) {
@@ -218,12 +233,18 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
             // Reads the format of older files too.
             text.trim_start_matches("samples(").trim_end_matches(')')
         });
-        let content = format!("{flag}{CONTENT}");
-        let was_moved =
-            metadata.get(&content).is_some_and(|then| trainer.contents.get(&content) == Some(then));
-        if then != now.as_deref() && !was_moved {
-            then_told.push(shown(flag, then));
-            now_told.push(shown(flag, now.as_deref()));
+        let is_moved = then != now.as_deref();
+        match moved::compare(flag, metadata, &trainer.contents, is_moved) {
+            Comparison::Other | Comparison::Unknown if is_moved => {
+                then_told.push(shown(flag, then));
+                now_told.push(shown(flag, now.as_deref()));
+            }
+            // The data may grow between epochs.
+            Comparison::Other if flag != "data" => bail!(
+                "{} holds other weights or another description now than it was made with: give it those",
+                shown(flag, then)
+            ),
+            _ => {}
         }
     }
     ensure!(
