@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Offload;
 use brimful::schedule::{Awaited, HostLinkUse, Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Layers, Pipeline};
+use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
 use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
@@ -217,7 +217,7 @@ impl<'a> Contestant<'a> {
 
     fn measure(&mut self, count: usize, progress: &TurnProgress) -> Result<OffloadRow> {
         let Self { options, offload, training, parameters, why } = self;
-        training.pipeline.set_size(count);
+        training.pipeline.set_micro_batches(MicroBatches::Count(count));
         let samples = options.sequences * count as i64;
         let place = (Kind::Int64, training.pipeline.output_device());
         let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);

@@ -7,7 +7,7 @@ use std::fs;
 
 use anyhow::{Result, ensure};
 use brimful::batch::Sequences;
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches};
 use brimful_cli::setting::{self, words};
 use brimful_models::{Gpt, gpt};
 use clap::Args;
@@ -248,8 +248,9 @@ impl RaggedModel {
         let store = VarStore::new(device);
         let model = gpt(&shape).kind(kind).build(&store.root())?;
         let samples = (options.token_budget / LONGEST) as usize;
-        let by_samples = MicroBatcher::new(&store, Size::Fixed(samples));
-        let by_tokens = MicroBatcher::new(&store, Size::Tokens(options.token_budget as usize));
+        let by_samples = MicroBatcher::new(&store, MicroBatches::Samples(samples));
+        let by_tokens =
+            MicroBatcher::new(&store, MicroBatches::Tokens(options.token_budget as usize));
         Ok(Self { store, model, by_samples, by_tokens, samples })
     }
 

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::{Bytes, MicroBatcher, Size, World};
+use brimful::{Bytes, MicroBatcher, MicroBatches, World};
 use brimful_cli::setting::{self, LossModel, MODELS, ModelName, clear_gradients, words};
 use brimful_torch::threads;
 use clap::Args;
@@ -126,7 +126,7 @@ impl RanksContestant {
     fn new(work: &Workload, device: Device, world: Option<&World>) -> Result<Self> {
         let store = VarStore::new(device);
         let model = work.build(&store)?;
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(work.micro_batch));
         let (name, ranks, micro) = match world {
             Some(world) => ("brimful", world.size(), micro.world(world)?),
             None => ("brimful, one rank", 1, micro),

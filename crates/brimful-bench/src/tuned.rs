@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
-use brimful::{MicroBatcher, Size, split};
+use brimful::{MicroBatcher, MicroBatches, split};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -35,7 +35,7 @@ impl TunedModel {
         let model = work.build(&store)?;
         let memory_format =
             if tuning.channels_last { MemoryFormat::ChannelsLast } else { MemoryFormat::AsIs };
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(work.micro_batch));
         let micro = micro.cuda_graphs(tuning.cuda_graphs).memory_format(memory_format);
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { tuning, store, model, micro, kept })

@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use brimful::pipeline::BalanceBy;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Pipeline, World, device};
+use brimful::{Bytes, DeviceSpec, MicroBatches, Pipeline, World, device};
 use brimful_cli::commands::train::RankOptions;
 use brimful_cli::setting::{self, ModelName, words};
 use brimful_torch::threads;
@@ -160,7 +160,7 @@ fn pipeline(
         .devices(devices.iter().map(|device| DeviceSpec::from(*device).threads(1)))
         .balance(balance)
         .schedule(options.schedule)
-        .micro_batches(options.micro_batches as usize)
+        .micro_batches(MicroBatches::Count(options.micro_batches as usize))
         .world(world)
         .build()?)
 }

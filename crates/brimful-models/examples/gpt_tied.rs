@@ -5,7 +5,7 @@
 
 use brimful::optim::AdamW;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Loss, Pipeline, save};
+use brimful::{Loss, MicroBatches, Pipeline, save};
 use brimful_models::{Gpt, gpt};
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pipe = Pipeline::builder(layers)
         .devices([Device::Cpu; 2])
         .balance([5, 4]) // wte is on stage 0, lm_head on stage 1
-        .micro_batches(4)
+        .micro_batches(MicroBatches::Count(4))
         .schedule(Schedule::OneFOneB)
         .recompute(Recompute::ExceptLast) // draws the same dropout masks again
         .build()?;

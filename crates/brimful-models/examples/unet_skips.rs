@@ -5,7 +5,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{Loss, MicroBatcher, Pipeline, Result, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches, Pipeline, Result};
 use brimful_models::UNet;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ fn main() -> Result<()> {
     let mut pipe = Pipeline::builder(layers.clone())
         .devices([Device::Cpu; 3])
         .balance([15, 14, 14])
-        .micro_batches(3)
+        .micro_batches(MicroBatches::Count(3))
         .kind(Kind::Double)
         .build()?;
 
@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     let masks = images.narrow(1, 0, 1).gt(0.0).to_kind(Kind::Double);
     let mut stages = pipe.optimizer(Sgd::new(0.05))?;
     let mut whole = Optimizer::new(&store, Sgd::new(0.05))?;
-    let mut micro = MicroBatcher::new(&store, Size::Count(1));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Count(1));
     let batch = (images, masks);
     for number in 0..3 {
         let ours = pipe.backward(&batch.0, &batch.1, loss)?;

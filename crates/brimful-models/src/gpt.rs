@@ -114,7 +114,7 @@ fn with_head(config: &Gpt, body: Layers, owner: &str) -> Layers {
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
-/// use brimful::{MicroBatcher, Size};
+/// use brimful::{MicroBatcher, MicroBatches};
 /// use brimful_models::{Gpt, gpt_body};
 /// use tch::nn::{ModuleT, VarStore};
 /// use tch::{Device, Kind, Tensor};
@@ -124,7 +124,7 @@ fn with_head(config: &Gpt, body: Layers, owner: &str) -> Layers {
 /// let body = gpt_body(&shape).build(&store.root())?;
 /// let table = store.variables().remove("wte.weight").expect("the embedding's table");
 /// let tokens = Tensor::randint(50_257, [4, 9], (Kind::Int64, Device::Cpu));
-/// MicroBatcher::new(&store, Size::Fixed(2)).backward(&tokens, |tokens| {
+/// MicroBatcher::new(&store, MicroBatches::Samples(2)).backward(&tokens, |tokens| {
 ///     let hidden = body.forward_t(&tokens.narrow(1, 0, 8), true);
 ///     linear_cross_entropy(&hidden, &table, None, &tokens.narrow(1, 1, 8), Default::default())
 /// })?;

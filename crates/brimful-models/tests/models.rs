@@ -3,7 +3,7 @@
 use brimful::layers::Model;
 use brimful::memory::Arena;
 use brimful::nn::linear_cross_entropy;
-use brimful::{Layers, Loss, MicroBatcher, Size};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches};
 use brimful_models::{
     AmoebaNet, Gpt, ResNet, ShapeError, UNet, gpt, gpt_body, mlp, resnet18, resnet50, resnet101,
 };
@@ -257,11 +257,12 @@ fn a_body_and_the_loss_of_its_head_are_the_whole_gpt() {
         (built(&gpt(&tiny_gpt())), built(&gpt_body(&tiny_gpt())));
     second.copy(&first).expect("the same variables");
     let table = second.variables().remove("wte.weight").expect("a table");
-    let expected = MicroBatcher::new(&first, Size::Fixed(2)).backward(&batch, |(x, y)| {
-        let logits = whole.forward_t(&x, true).view([-1, 65]);
-        Loss::mean(logits.cross_entropy_for_logits(&y.reshape([-1])))
-    });
-    let found = MicroBatcher::new(&second, Size::Fixed(2)).backward(&batch, |(x, y)| {
+    let expected =
+        MicroBatcher::new(&first, MicroBatches::Samples(2)).backward(&batch, |(x, y)| {
+            let logits = whole.forward_t(&x, true).view([-1, 65]);
+            Loss::mean(logits.cross_entropy_for_logits(&y.reshape([-1])))
+        });
+    let found = MicroBatcher::new(&second, MicroBatches::Samples(2)).backward(&batch, |(x, y)| {
         linear_cross_entropy(&body.forward_t(&x, true), &table, None, &y, Default::default())
     });
     let losses = [expected, found].map(|step| step.expect("a step").loss);

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use brimful::layers::Model;
 use brimful::nn::BatchNormPolicy;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, StepRng};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, StepRng};
 use brimful_models::{AmoebaNet, ResNet, UNet};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -28,7 +28,7 @@ fn pipeline(layers: &Layers, balance: &[usize], m: usize, recompute: Recompute) 
     Pipeline::builder(layers.clone())
         .devices(devices)
         .balance(balance.to_vec())
-        .micro_batches(m)
+        .micro_batches(MicroBatches::Count(m))
         .schedule(Schedule::OneFOneB)
         .recompute(recompute)
         .kind(Kind::Double)
@@ -51,7 +51,13 @@ fn plain(layers: &Layers, pipe: &Pipeline) -> (VarStore, Model) {
 }
 
 /// Compares a step of both, with the plain model's cut into `size`, and the same random numbers.
-fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) -> Loss, size: Size) {
+fn compare(
+    layers: &Layers,
+    mut pipe: Pipeline,
+    x: &Tensor,
+    loss: fn(&Tensor) -> Loss,
+    size: MicroBatches,
+) {
     let what = format!("balance {}", pipe.balance());
     let (store, model) = plain(layers, &pipe);
     let step = pipe.backward(x, x, move |out: Tensor, _| loss(&out)).expect("a step");
@@ -94,7 +100,7 @@ fn a_u_net_in_stages_is_the_plain_one_on_the_whole_mini_batch() {
     for balance in [&[20, 23][..], &[8, 15, 20]] {
         for recompute in Recompute::ALL {
             let pipe = pipeline(&layers, balance, 3, recompute);
-            compare(&layers, pipe, &x, mean_square, Size::Count(1));
+            compare(&layers, pipe, &x, mean_square, MicroBatches::Count(1));
         }
     }
 }
@@ -105,7 +111,7 @@ fn a_u_net_in_stages_drops_the_plain_one_s_channels() {
     let layers = UNet { dropout: 0.3, ..UNet::new(2, 4) }.layers().expect("a shape");
     let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
     let pipe = pipeline(&layers, &[3, 30, 10], 2, Recompute::Always);
-    compare(&layers, pipe, &x, mean_square, Size::Count(2));
+    compare(&layers, pipe, &x, mean_square, MicroBatches::Count(2));
 }
 
 #[test]
@@ -117,7 +123,7 @@ fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
     for balance in [&[9][..], &[4, 5], &[3, 1, 5], &[1, 7, 1]] {
         for recompute in Recompute::ALL {
             let pipe = pipeline(&layers, balance, 2, recompute);
-            compare(&layers, pipe, &x, cross_entropy, Size::Count(2));
+            compare(&layers, pipe, &x, cross_entropy, MicroBatches::Count(2));
         }
     }
 }
@@ -127,8 +133,9 @@ fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
 fn compare_exact(exact: &Layers, coarse: &Layers, x: &Tensor, sizes: &[usize]) {
     for size in sizes {
         let pipe = Pipeline::builder(exact.clone()).kind(Kind::Double);
-        let pipe = pipe.micro_batches(Size::Fixed(*size)).recompute(Recompute::ExceptLast);
-        let whole = Size::Fixed(x.size()[0] as usize);
+        let pipe =
+            pipe.micro_batches(MicroBatches::Samples(*size)).recompute(Recompute::ExceptLast);
+        let whole = MicroBatches::Samples(x.size()[0] as usize);
         compare(coarse, pipe.build().expect("a pipeline"), x, mean_square, whole);
     }
 }

@@ -11,7 +11,7 @@
 mod timing;
 
 use brimful::schedule::Schedule;
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Result, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Result};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 use timing::report;
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
     let x = Tensor::ones([MICRO_BATCHES as i64, 1], (Kind::Float, Device::Cpu));
     let store = nn::VarStore::new(Device::Cpu);
     let model = empty(1).build(&store.root())?;
-    let mut micro = MicroBatcher::new(&store, Size::Count(MICRO_BATCHES));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Count(MICRO_BATCHES));
     report("plain", ACTIONS, || {
         let step = micro.backward(&x, |x| Loss::sum(model.forward_t(&x, true).sum(Kind::Float)));
         step.expect("a step")
@@ -41,7 +41,7 @@ fn main() -> Result<()> {
     for stages in [1, 2, 4] {
         let mut pipe = Pipeline::builder(empty(stages))
             .devices((0..stages).map(|_| DeviceSpec::cpu().threads(1)))
-            .micro_batches(MICRO_BATCHES)
+            .micro_batches(MicroBatches::Count(MICRO_BATCHES))
             .schedule(Schedule::OneFOneB)
             .build()?;
         report(&format!("1f1b/{stages}"), ACTIONS, || {

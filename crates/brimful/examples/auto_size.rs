@@ -5,7 +5,7 @@
 
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{Bytes, Loss, MicroBatcher, Result, Size};
+use brimful::{Bytes, Loss, MicroBatcher, MicroBatches, Result};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -18,7 +18,8 @@ fn main() -> Result<()> {
         .add_fn(|x| x.relu())
         .add(nn::linear(store.root() / "output", 1024, 64, Default::default()));
     let mut optimizer = Optimizer::new(&store, Sgd::new(0.1))?;
-    let mut micro = MicroBatcher::new(&store, Size::Auto).memory(Memory::Arena(device.clone()));
+    let mut micro =
+        MicroBatcher::new(&store, MicroBatches::Auto).memory(Memory::Arena(device.clone()));
     let x = Tensor::randn([8192, 64], (Kind::Float, Device::Cpu));
 
     let mut losses = Vec::new();

@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::memory::{Arena, Memory};
-use brimful::{MicroBatcher, Result, Size};
+use brimful::{MicroBatcher, MicroBatches, Result};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -37,7 +37,7 @@ fn main() -> Result<()> {
     memory.reset_peak()?;
 
     // Forward without graphs, the loss on all outputs, and each micro-batch again for its gradient.
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(32)).memory(memory);
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(32)).memory(memory);
     let step = micro.backward_whole(
         &(original, changed),
         |(a, b)| (encode(&a), encode(&b)),

@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::schedule::{Actions, Costs, Recompute, Schedule, render, simulate};
-use brimful::{Layers, Loss, Pipeline, Result};
+use brimful::{Layers, Loss, MicroBatches, Pipeline, Result};
 use tch::{Device, Kind, Tensor, nn};
 
 /// A line a device; `1F0` is stage 1, forward, micro-batch 0. The backwards run last to first, as
@@ -34,7 +34,10 @@ fn main() -> Result<()> {
     let layers = (0..3).fold(Layers::new(), |layers, number| {
         layers.add(format!("linear{number}"), |p| nn::linear(p, 16, 16, Default::default()))
     });
-    let mut pipe = Pipeline::builder(layers).devices([Device::Cpu; 3]).micro_batches(3).build()?;
+    let mut pipe = Pipeline::builder(layers)
+        .devices([Device::Cpu; 3])
+        .micro_batches(MicroBatches::Count(3))
+        .build()?;
     let x = Tensor::randn([12, 16], (Kind::Float, Device::Cpu));
     let loss = |out: Tensor, x: &Tensor| Loss::mean(out.mse_loss(x, tch::Reduction::Mean));
 

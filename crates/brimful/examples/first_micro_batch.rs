@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, Loss, MicroBatcher, Result, Size, oom};
+use brimful::{Bytes, Loss, MicroBatcher, MicroBatches, Result, oom};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -34,7 +34,8 @@ fn main() -> Result<()> {
 
     // The same in micro-batches. The closure gets each one, and says what its loss is a mean over.
     clear(&store);
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(256)).memory(Memory::Arena(device));
+    let mut micro =
+        MicroBatcher::new(&store, MicroBatches::Samples(256)).memory(Memory::Arena(device));
     let step = micro.backward(&(x, y), |(x, y)| Loss::mean(loss(&x, &y)))?;
 
     let error = difference(&gradients(&store), &expected);

@@ -7,7 +7,7 @@ use brimful::memory::Arena;
 use brimful::optim::AdamW;
 use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::schedule::Schedule;
-use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Result, StepReport};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, MicroBatches, Pipeline, Result, StepReport};
 use tch::{Device, Kind, Tensor, nn};
 
 const BLOCKS: usize = 12;
@@ -60,7 +60,7 @@ fn train(offload: Offload, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result
         .schedule(Schedule::BreadthFirst { stages_per_device: BLOCKS })
         .balance([2; BLOCKS])
         .offload(offload)
-        .micro_batches(8)
+        .micro_batches(MicroBatches::Count(8))
         .build()?;
     let mut optimizer = pipe.optimizer(AdamW::new(1e-3))?;
     (0..STEPS).map(|_| step(&mut pipe, &mut optimizer, x, y)).collect()

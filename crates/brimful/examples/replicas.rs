@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Result, Size};
+use brimful::{DeviceSpec, Loss, MicroBatcher, MicroBatches, Replicas, Result};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -23,14 +23,15 @@ fn main() -> Result<()> {
     // On a GPU machine: [Device::Cuda(0), Device::Cuda(1)]. The second one here counts as slower.
     tch::manual_seed(0);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
-    let mut replicas = Replicas::new(devices, Size::Fixed(32), build)?.speeds(&[2.0, 1.0])?;
+    let mut replicas =
+        Replicas::new(devices, MicroBatches::Samples(32), build)?.speeds(&[2.0, 1.0])?;
     let mut optimizer = Optimizer::new(replicas.store(), Sgd::new(0.1).momentum(0.9))?;
 
     // The plain model starts with the same values, from the same seed.
     tch::manual_seed(0);
     let store = nn::VarStore::new(Device::Cpu);
     let plain = build(&store.root());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(32));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(32));
     let mut expected = Optimizer::new(&store, Sgd::new(0.1).momentum(0.9))?;
 
     let x = Tensor::randn([200, 32], (Kind::Float, Device::Cpu));

@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, save};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline, save};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tch::manual_seed(0);
     let store = nn::VarStore::new(Device::Cpu);
     let model = layers().build(&store.root())?;
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(16));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(16));
     let mut optimizer = Optimizer::new(&store, Sgd::new(0.02).momentum(0.9))?;
     for step in 0..STEPS {
         if step == STOP {
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pipe = Pipeline::builder(layers())
         .devices([Device::Cpu, Device::Cpu])
         .balance([2, 1])
-        .micro_batches(Size::Fixed(16))
+        .micro_batches(MicroBatches::Samples(16))
         .build()?;
     let mut optimizer = pipe.optimizer(Sgd::new(0.02).momentum(0.9))?;
     pipe.load(&model_file)?;

@@ -3,7 +3,7 @@
 //! `cargo run -p brimful --example struct_batch`
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
-use brimful::{Batch, Loss, MicroBatcher, Result, Size, batch};
+use brimful::{Batch, Loss, MicroBatcher, MicroBatches, Result, batch};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
 
     let store = nn::VarStore::new(Device::Cpu);
     let see = nn::linear(store.root() / "see", 3 * 8 * 8, 16, Default::default());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     let mut seen = Vec::new();
     let step = micro.backward(&mini_batch, |part| {
         let Captioned { pictures, captions, weights, colours, .. } = part;

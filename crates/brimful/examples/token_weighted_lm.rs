@@ -3,7 +3,7 @@
 //! `cargo run -p brimful --example token_weighted_lm`
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
-use brimful::{Loss, MicroBatcher, Result, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches, Result};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -29,7 +29,7 @@ fn main() -> Result<()> {
     };
     let expected = mean(&tokens, &targets).double_value(&[]);
 
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     let batch = (tokens, targets);
     let by_samples = micro.evaluate(&batch, |(x, y)| Loss::mean(mean(&x, &y)))?;
     let by_tokens = micro.backward(&batch, |(x, y)| {

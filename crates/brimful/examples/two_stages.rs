@@ -6,7 +6,7 @@
 use brimful::memory::Arena;
 use brimful::optim::Sgd;
 use brimful::schedule::{Schedule, render};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatches, Pipeline};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pipe = Pipeline::builder(layers.clone())
         .devices([device("stage 0"), device("stage 1")]) // on a GPU machine: Device::Cuda(0), …
         .balance([2, 3])
-        .micro_batches(4)
+        .micro_batches(MicroBatches::Count(4))
         .schedule(Schedule::OneFOneB)
         .build()?;
     let mut optimizer = pipe.optimizer(Sgd::new(0.1))?;

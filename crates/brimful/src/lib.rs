@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use brimful::optim::{AdamW, Optimizer};
-//! use brimful::{Loss, MicroBatcher, Size};
+//! use brimful::{Loss, MicroBatcher, MicroBatches};
 //! use tch::nn::{self, ModuleT};
 //! use tch::{Device, Kind, Tensor};
 //!
@@ -22,7 +22,7 @@
 //! let model = nn::seq_t().add(nn::linear(store.root(), 8, 3, Default::default()));
 //! let mut optimizer = Optimizer::new(&store, AdamW::new(1e-3))?;
 //!
-//! let mut micro = MicroBatcher::new(&store, Size::Auto);
+//! let mut micro = MicroBatcher::new(&store, MicroBatches::Auto);
 //! for batch in loader {
 //!     let step = micro.backward(&batch, |(x, y)| {
 //!         Loss::mean(model.forward_t(&x, true).cross_entropy_for_logits(&y))
@@ -53,7 +53,7 @@
 //!     .add("output", |p| nn::linear(p, 64, 3, Default::default()));
 //! let mut pipe = Pipeline::builder(layers)
 //!     .devices([Device::Cpu, Device::Cpu]) // or Device::Cuda(0), Device::Cuda(1)
-//!     .micro_batches(4)
+//!     .micro_batches(MicroBatches::Count(4))
 //!     .schedule(Schedule::OneFOneB)
 //!     .recompute(Recompute::ExceptLast)
 //!     .build()?;
@@ -67,12 +67,12 @@
 //!
 //! | task | API |
 //! | --- | --- |
-//! | train with a batch that does not fit | [`MicroBatcher`], [`Size`] |
+//! | train with a batch that does not fit | [`MicroBatcher`], [`MicroBatches`] |
 //! | make a batch of a struct | [`Batch`], by derive |
 //! | set the denominator of a loss | [`Loss`] |
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
 //! | accumulate a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
-//! | find the micro-batch size automatically | [`Size::Auto`], [`mod@auto`] |
+//! | find the micro-batch size automatically | [`MicroBatches::Auto`], [`mod@auto`] |
 //! | make small micro-batches fast on CUDA, with CUDA graphs | [`MicroBatcher::cuda_graphs`] |
 //! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices, or offload it to the host | [`Layers`], [`Pipeline`] |
@@ -160,7 +160,7 @@ pub use pipeline::{Pipeline, is_recomputing};
 pub use random::StepRng;
 pub use replicas::Replicas;
 pub use retry_on_oom::retry_on_oom;
-pub use step::{IntoLoss, NonFinitePolicy, Size, StepError, StepReport, Timeline};
+pub use step::{IntoLoss, MicroBatches, NonFinitePolicy, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.
 pub use tch;
 pub use workers::{DeviceSpec, WorkerError};

@@ -15,12 +15,12 @@
 //! Three samples in micro-batches of two and one, with a penalty that counts once:
 //!
 //! ```
-//! use brimful::{Loss, MicroBatcher, Size};
+//! use brimful::{Loss, MicroBatcher, MicroBatches};
 //! use tch::{Device, Kind, Tensor, nn};
 //!
 //! let store = nn::VarStore::new(Device::Cpu);
 //! let weight = store.root().ones("weight", &[]);
-//! let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+//! let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
 //! let step = micro.backward(&Tensor::from_slice(&[1.0f32, 2.0, 6.0]), |x| {
 //!     Loss::mean((x * &weight).mean(Kind::Float)) + Loss::once(weight.square()) * 0.5
 //! })?;

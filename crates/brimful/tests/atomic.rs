@@ -9,7 +9,7 @@ use std::panic::{self, AssertUnwindSafe};
 use brimful::NonFinitePolicy;
 use brimful::StepError;
 use brimful::memory::{Arena, Memory};
-use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
+use brimful::{Error, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use support::state::{Net, samples, state};
 use support::{alone, assert_fails, assert_same, test_device};
@@ -35,7 +35,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let arena = Arena::new("faulty");
     let expected = {
         let net = net_with_a_gradient();
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
         micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
         state(&net.store)
     };
@@ -43,8 +43,8 @@ fn the_n_th_allocation_fails_for_every_n() {
     loop {
         n += 1;
         let net = net_with_a_gradient();
-        let mut micro =
-            MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4))
+            .memory(Memory::Arena(arena.clone()));
         let (batch, before) = (batch(), state(&net.store));
         arena.fail_nth_allocation(n);
         match micro.backward(&batch, |x| net.loss(&x)) {
@@ -66,7 +66,7 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
     let _alone = alone();
     let run = |fault: bool| {
         let net = Net::with_dropout();
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
         micro.accumulate(&batch(), |x| net.loss(&x)).expect("the first");
         if fault {
             let mut calls = 0;
@@ -90,7 +90,7 @@ fn a_panic_goes_on_after_everything_was_put_back() {
     let _alone = alone();
     let net = net_with_a_gradient();
     let before = state(&net.store);
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
     let mut calls = 0;
     let result = panic::catch_unwind(AssertUnwindSafe(|| {
         micro.backward(&batch(), |x| {
@@ -110,8 +110,8 @@ fn a_panic_goes_on_after_everything_was_put_back() {
 fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
     let net = net_with_a_gradient();
     let before = state(&net.store);
-    let mut micro =
-        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinitePolicy::RefuseGradients);
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(5))
+        .non_finite(NonFinitePolicy::RefuseGradients);
     assert_fails(micro.backward(&batch(), |x| loss(&net, &x)), &[words]);
     assert_same(words, &before, &state(&net.store));
 }
@@ -183,7 +183,7 @@ fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
     let x = Tensor::full([2, 1], 4e4, (Kind::Half, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Half);
-        let micro = || MicroBatcher::new(&store, Size::Fixed(1));
+        let micro = || MicroBatcher::new(&store, MicroBatches::Samples(1));
         let mut strict = micro().non_finite(NonFinitePolicy::RefuseGradients);
         let refused =
             Error::Step(StepError::NonFiniteSum { parameter: "weight".into(), kind: Kind::Half });
@@ -205,7 +205,7 @@ fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
     let x = Tensor::full([2, 1], 1e30, (Kind::Float, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Float);
-        let micro = MicroBatcher::new(&store, Size::Fixed(1));
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(1));
         run(&mut micro.non_finite(NonFinitePolicy::RefuseGradients), &weight, &x).expect(name);
         assert!((weight.grad().double_value(&[0]) / 2e30 - 1.0).abs() < 1e-6, "{name}");
     }
@@ -216,8 +216,8 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let _alone = alone();
     let net = net_with_a_gradient();
     let before = state(&net.store);
-    let mut micro =
-        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinitePolicy::RefuseGradients);
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(5))
+        .non_finite(NonFinitePolicy::RefuseGradients);
     let forward = |x: Tensor| net.layers.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.
     let root = |out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
@@ -230,7 +230,7 @@ fn bad_batches_and_sizes_are_refused() {
     let _alone = alone();
     let net = Net::with_dropout();
     let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
     assert_fails(micro.backward(&zeros(0), |x| net.loss(&x)), &["empty"]);
     let uneven = micro.backward(&(zeros(3), zeros(2)), |(x, _)| net.loss(&x));
     assert_fails(uneven, &["3 and 2 long"]);
@@ -238,12 +238,12 @@ fn bad_batches_and_sizes_are_refused() {
     micro.accumulate(&batch(), |x| net.loss(&x)).expect("a part");
     let open = micro.backward(&batch(), |x| net.loss(&x));
     assert_fails(open, &["12 samples have been accumulated"]);
-    for size in [Size::Fixed(0), Size::Count(0)] {
+    for size in [MicroBatches::Samples(0), MicroBatches::Count(0)] {
         let mut micro = MicroBatcher::new(&net.store, size);
         assert_fails(micro.backward(&batch(), |x| net.loss(&x)), &["0"]);
     }
     let mut calls = 0;
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
     let differ = micro.backward(&batch(), |x| {
         calls += 1;
         if calls == 1 { net.loss(&x) } else { Loss::sum(x.sum(Kind::Double)) + net.loss(&x) }
@@ -267,7 +267,7 @@ fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
 
     let store = nn::VarStore::new(Device::Cpu);
     let pair = build(&store.root());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
     micro.accumulate(&x, |x| loss(&pair, &x)).expect("the first");
     let _ = pair[0].set_requires_grad(false);
     refused(micro.commit().expect_err("another parameter"));
@@ -277,7 +277,7 @@ fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
     let expected = gradients(pair);
 
     let mut replicas =
-        Replicas::new([Device::Cpu, Device::Cpu], Size::Fixed(2), build).expect("two");
+        Replicas::new([Device::Cpu, Device::Cpu], MicroBatches::Samples(2), build).expect("two");
     let twins = || ["a", "b"].map(|name| replicas_variable(&replicas, name));
     let pair = twins();
     replicas.accumulate(&x, move |pair, x: Tensor| loss(pair, &x)).expect("the first");

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::{Error, Loss, MicroBatcher, Size, StepReport};
+use brimful::{Error, Loss, MicroBatcher, MicroBatches, StepReport};
 use support::state::{Net, samples, state};
 use support::{alone, assert_fails, assert_same, assert_within, logged, test_device};
 use tch::nn::{self, Module, ModuleT};
@@ -33,7 +33,7 @@ fn arena_of(memory: &str) -> (Arena, Memory) {
 /// Returns a `MicroBatcher` that runs two micro-batches per step because memory ran out once.
 fn settled(net: &Net, arena: &Arena) -> MicroBatcher {
     let mut micro =
-        MicroBatcher::new(&net.store, Size::Largest).memory(Memory::Arena(arena.clone()));
+        MicroBatcher::new(&net.store, MicroBatches::Largest).memory(Memory::Arena(arena.clone()));
     let mut step = || micro.backward(&batch(), |x| net.loss(&x)).expect("a step").sizes;
     assert_eq!([step(), step()].last(), Some(&vec![24]));
     arena.fail_nth_allocation(20);
@@ -57,7 +57,7 @@ fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
 
         net.restore(&before);
         let size = *step.sizes.first().expect("a micro-batch");
-        let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
+        let mut plain = MicroBatcher::new(&net.store, MicroBatches::Samples(size));
         let expected = plain.backward(&batch(), |x| net.loss(&x)).expect("an undisturbed step");
         assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
         assert_same(&format!("allocation {n}"), &state(&net.store), &after);
@@ -76,7 +76,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
     let run = |n: u64| {
         let net = Net::plain();
         let (arena, memory) = arena_of("faulty");
-        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory);
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Auto).memory(memory);
         // Adam would amplify rounding errors of gradients to the size of any other gradient.
         let mut optimizer = Optimizer::new(&net.store, Sgd::new(0.1)).expect("an optimizer");
         let mut retries = 0;
@@ -134,7 +134,8 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     let (arena, memory) = arena_of("faulty");
     let prepared = || {
         let net = Net::plain();
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(8)).memory(memory.clone());
+        let mut micro =
+            MicroBatcher::new(&net.store, MicroBatches::Samples(8)).memory(memory.clone());
         micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
         let optimizer = Optimizer::new(&net.store, Adam::new(0.1)).expect("an optimizer");
         (net, micro, optimizer)
@@ -175,7 +176,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
     let _alone = alone();
     let net = Net::plain();
     let (arena, memory) = arena_of("faulty");
-    let mut micro = MicroBatcher::new(&net.store, Size::Largest).memory(memory.clone());
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Largest).memory(memory.clone());
     let armed = Cell::new(false);
     let forward = |x: &Tensor| -> Result<Loss, Around> {
         if armed.replace(false) {
@@ -209,7 +210,7 @@ fn what_every_size_needs_is_not_taken_for_the_samples() {
     let _alone = alone();
     // If all of it belonged to the samples, only two would fit. The search for the fastest size beyond that
     // depends on timing.
-    for (size, most) in [(Size::Auto, 2), (Size::Largest, 8)] {
+    for (size, most) in [(MicroBatches::Auto, 2), (MicroBatches::Largest, 8)] {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::linear(store.root(), 16, 4, Default::default());
         store.set_kind(Kind::Double);
@@ -251,10 +252,10 @@ fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
         micro.evaluate(&batch(), forward).expect("it fails once")
     };
     let net = Net::with_dropout();
-    let expected = evaluate(&mut MicroBatcher::new(&net.store, Size::Count(1)), &net);
+    let expected = evaluate(&mut MicroBatcher::new(&net.store, MicroBatches::Count(1)), &net);
     let before = state(&net.store);
     for n in 1.. {
-        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Auto).memory(memory.clone());
         arena.fail_nth_allocation(n);
         let step = evaluate(&mut micro, &net);
         arena.fail_nth_allocation(0);
@@ -277,7 +278,7 @@ fn a_mapping_and_a_whole_loss_survive_too() {
     let net = Net::plain();
     let whole = net.layers.forward_t(&batch(), false);
     for n in [1, 5, 20] {
-        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Auto).memory(memory.clone());
         arena.fail_nth_allocation(n);
         let mapped = micro.map(&batch(), |x| net.layers.forward_t(&x, false)).expect("a mapping");
         assert!((mapped - &whole).abs().max().double_value(&[]) < 1e-12);
@@ -324,8 +325,8 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
         let sizes: Vec<usize> = (1..=2000).collect();
         let fits = |&size: &usize| {
             let wide = Wide::new();
-            let mut micro =
-                MicroBatcher::new(&wide.store, Size::Fixed(size)).memory(limited("given", limit));
+            let mut micro = MicroBatcher::new(&wide.store, MicroBatches::Samples(size))
+                .memory(limited("given", limit));
             (0..2).all(|_| wide.step(&mut micro, 4 * size as i64).is_ok())
         };
         let feasible = sizes.partition_point(fits);
@@ -334,7 +335,7 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
         assert_eq!(larger, None, "{limit}: {feasible} is not the largest");
         let wide = Wide::new();
         let mut micro =
-            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("auto", limit));
+            MicroBatcher::new(&wide.store, MicroBatches::Largest).memory(limited("auto", limit));
         let steps: Vec<StepReport> =
             (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
         let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
@@ -350,7 +351,7 @@ fn the_size_follows_a_limit_that_is_lowered_and_raised_with_a_log_line_each_time
     let wide = Wide::new();
     let arena = Arena::limited("shared", 2 << 20).expect("a limit");
     let mut micro =
-        MicroBatcher::new(&wide.store, Size::Largest).memory(Memory::Arena(arena.clone()));
+        MicroBatcher::new(&wide.store, MicroBatches::Largest).memory(Memory::Arena(arena.clone()));
     (0..3).for_each(|_| drop(wide.step(&mut micro, 4000).expect("a step")));
     let mut size_and_log = || {
         let mut step = None;
@@ -380,7 +381,8 @@ fn a_new_shape_is_predicted_from_the_known_ones() {
     tch::manual_seed(4);
     let store = nn::VarStore::new(Device::Cpu);
     let conv = nn::conv1d(store.root(), 3, 16, 3, Default::default());
-    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(limited("small", 4 << 20));
+    let mut micro =
+        MicroBatcher::new(&store, MicroBatches::Largest).memory(limited("small", 4 << 20));
     let mut step = |length: i64| {
         let batch = Tensor::ones([3000, 3, length], (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean(conv.forward(&x).relu().square().mean(Kind::Float));
@@ -398,7 +400,8 @@ fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
     let _alone = alone();
     let wide = Wide::new();
     for (limit, tried) in [(100, "before the first one was run"), (80 << 10, "tried 2 and 1")] {
-        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(limited("tiny", limit));
+        let mut micro =
+            MicroBatcher::new(&wide.store, MicroBatches::Auto).memory(limited("tiny", limit));
         let parts = [tried, " free; recompute", "out of memory in arena 'tiny'"];
         assert_fails(wide.step(&mut micro, 100), &parts);
         assert!(wide.store.trainable_variables().iter().all(|v| !v.grad().defined()));
@@ -409,7 +412,7 @@ fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
 fn without_a_limit_the_machine_s_memory_is_the_budget() {
     let _alone = alone();
     let wide = Wide::new();
-    let mut micro = MicroBatcher::new(&wide.store, Size::Largest);
+    let mut micro = MicroBatcher::new(&wide.store, MicroBatches::Largest);
     let steps: Vec<_> = (0..3).map(|_| wide.step(&mut micro, 500).expect("a step")).collect();
     let last = steps.last().expect("a step");
     assert_eq!((last.sizes.as_slice(), last.retries), ([500].as_slice(), 0));
@@ -424,7 +427,8 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     let path = folder.path().join("sizes.json");
     let start = |limit: u64| {
         let wide = Wide::new();
-        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(limited("cpu", limit));
+        let micro =
+            MicroBatcher::new(&wide.store, MicroBatches::Largest).memory(limited("cpu", limit));
         (wide, micro.remember(&path))
     };
     let (wide, mut micro) = start(1 << 20);
@@ -459,7 +463,7 @@ fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
         let y = (&y - y.mean_dim(0, true, None)) / (y.var_dim(0, false, true) + 1e-5).sqrt();
         (y - 1.0).pow_tensor_scalar(4).mean(None)
     };
-    for size in [Size::Auto, Size::Largest] {
+    for size in [MicroBatches::Auto, MicroBatches::Largest] {
         let mut ran = 0;
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         let step = micro.backward(&batch, |x| {
@@ -505,7 +509,7 @@ fn a_surprising_need_is_survived_on_any_device() {
     let layer = nn::linear(store.root(), 16, 4, Default::default());
     store.set_kind(Kind::Double);
     let batch = Tensor::arange(600 * 16, (Kind::Double, Device::Cpu)).sin().view([600, 16]);
-    let run = |size: Size| {
+    let run = |size: MicroBatches| {
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
         let mut retries = 0;
@@ -524,8 +528,8 @@ fn a_surprising_need_is_survived_on_any_device() {
         let gradient = layer.ws.grad().to_device(Device::Cpu);
         (gradient, losses, retries)
     };
-    let (expected, losses, _) = run(Size::Fixed(50));
-    let (got, losses_too, retries) = run(Size::Largest);
+    let (expected, losses, _) = run(MicroBatches::Samples(50));
+    let (got, losses_too, retries) = run(MicroBatches::Largest);
     assert!((1..=2).contains(&retries), "{retries}");
     assert!((expected - got).abs().max().double_value(&[]) < 1e-12);
     for (one, other) in losses.iter().zip(&losses_too) {

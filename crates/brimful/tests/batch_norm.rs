@@ -10,7 +10,7 @@ mod exact_waiting;
 mod support;
 
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches};
 use support::{Named, alone, assert_within, copies, logged, numbers, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -68,7 +68,7 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
         // three rounds.
         for size in [1, 2, 5, 12, 13, 100] {
             let split = layer(BatchNormPolicy::Deferred, shape.len());
-            let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));
+            let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(size));
             train(&split, &mut micro, &x);
             train(&split, &mut micro, &(&x * 2.0));
             assert_near(&format!("{shape:?} by {size}"), &expected, &statistics(&split));
@@ -88,7 +88,7 @@ fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
         second.layer.forward_t(&pooled, true).mean(Kind::Double)
     };
     let split = two();
-    let mut micro = MicroBatcher::new(&split[0].store, Size::Fixed(1));
+    let mut micro = MicroBatcher::new(&split[0].store, MicroBatches::Samples(1));
     micro.backward(&x, |x| Loss::mean(run(&split, &x))).expect("a step");
     let plain = layer(BatchNormPolicy::Deferred, 4);
     let _ = plain.layer.forward_t(&x, true);
@@ -102,7 +102,7 @@ fn a_window_moves_them_once() {
     let plain = layer(BatchNormPolicy::Deferred, 2);
     let _ = plain.layer.forward_t(&x, true);
     let split = layer(BatchNormPolicy::Deferred, 2);
-    let mut micro = MicroBatcher::new(&split.store, Size::Fixed(3));
+    let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(3));
     for (start, length) in [(0, 6), (6, 1), (7, 6)] {
         let loss = |x: Tensor| Loss::mean(split.layer.forward_t(&x, true).mean(Kind::Double));
         micro.accumulate(&x.narrow(0, start, length), loss).expect("a part");
@@ -117,12 +117,12 @@ fn the_other_policies_do_what_they_say() {
     let x = batch(&[12, 3]);
     let frozen = layer(BatchNormPolicy::Frozen, 2);
     let before = statistics(&frozen);
-    let mut micro = MicroBatcher::new(&frozen.store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&frozen.store, MicroBatches::Samples(4));
     train(&frozen, &mut micro, &x);
     assert_eq!(before, statistics(&frozen));
 
     let at_once = layer(BatchNormPolicy::PerMicroBatch, 2);
-    let mut micro = MicroBatcher::new(&at_once.store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&at_once.store, MicroBatches::Samples(4));
     train(&at_once, &mut micro, &x);
     let plain = layer(BatchNormPolicy::PerMicroBatch, 2);
     for x in x.split(4, 0) {
@@ -141,7 +141,7 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
         store.set_kind(Kind::Double);
         let mut reported = Vec::new();
         let log = logged(|| {
-            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(size));
             for _ in 0..3 {
                 let loss = |x: Tensor| Loss::mean(layer.forward_t(&x, true).mean(Kind::Double));
                 reported.push(micro.backward(&x, loss).expect("a step").unmanaged_norms);
@@ -162,7 +162,7 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
     let mut store = nn::VarStore::new(Device::Cpu);
     let layer = nn::batch_norm1d(store.root(), 3, Default::default());
     store.set_kind(Kind::Double);
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     let loss = |x: Tensor, train| layer.forward_t(&x, train).mean(Kind::Double);
     micro.evaluate(&x, |x| Loss::mean(loss(x, false))).expect("an evaluation");
     for _ in 0..2 {
@@ -185,7 +185,7 @@ fn the_layer_of_tch_moves_once_for_each_micro_batch_of_a_loss_on_all_outputs() {
         [&plain, &store].map(|store| nn::batch_norm1d(store.root(), 3, Default::default()));
     plain.set_kind(Kind::Double);
     store.set_kind(Kind::Double);
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     for number in 0..2 {
         for part in x.split(4, 0) {
             let _ = alike.forward_t(&part, true);
@@ -202,7 +202,7 @@ fn a_single_value_moves_the_mean_alone() {
     let _turn = alone();
     let only = layer(BatchNormPolicy::Deferred, 2);
     let before = statistics(&only);
-    let mut micro = MicroBatcher::new(&only.store, Size::Fixed(1));
+    let mut micro = MicroBatcher::new(&only.store, MicroBatches::Samples(1));
     train(&only, &mut micro, &batch(&[1, 3]));
     let after = statistics(&only);
     assert_ne!(after[0], before[0]);
@@ -217,7 +217,7 @@ fn a_loss_over_the_whole_counts_its_two_forwards_once() {
     let _ = plain.layer.forward_t(&x, true);
     for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
         let split = layer(policy, 2);
-        let mut micro = MicroBatcher::new(&split.store, Size::Fixed(12));
+        let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(12));
         let forward = |x: Tensor| split.layer.forward_t(&x, true);
         micro.backward_whole(&x, forward, |z| z.square().mean(Kind::Double)).expect("a step");
         assert_near(&format!("{policy:?}"), &statistics(&plain), &statistics(&split));

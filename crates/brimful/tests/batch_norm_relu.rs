@@ -9,7 +9,7 @@ use brimful::micro::MemoryFormat;
 use brimful::nn::{
     BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, kernels, second_use,
 };
-use brimful::{Loss, Size};
+use brimful::{Loss, MicroBatches};
 use support::{
     Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
     test_device, variables,
@@ -81,8 +81,8 @@ impl Net {
 /// Returns gradients and running statistics after three steps.
 fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) -> Named {
     let x = numbers_there(&[13, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
-    let mut micro =
-        micro_batcher(&net.store, Size::Fixed(size)).memory_format(MemoryFormat::ChannelsLast);
+    let mut micro = micro_batcher(&net.store, MicroBatches::Samples(size))
+        .memory_format(MemoryFormat::ChannelsLast);
     let mut last = Vec::new();
     for _ in 0..3 {
         let step = micro.backward(&x, |x| {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use brimful::batch::BatchError;
 use brimful::batch::{self, Leaf};
 use brimful::memory::Arena;
-use brimful::{Batch, Error, Layers, Loss, MicroBatcher, Pipeline, Shared, Size, split};
+use brimful::{Batch, Error, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Shared, split};
 use proptest::prelude::*;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -281,7 +281,7 @@ fn a_leaf_that_is_not_defined_is_refused() {
                     it an `Option` that is `None`";
     assert_eq!(message(batch::len(&batch)), expected);
     let store = VarStore::new(Device::Cpu);
-    let mut micro = MicroBatcher::new(&store, Size::Auto);
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Auto);
     let step = micro.backward(&batch, |_| Loss::sum(Tensor::new()));
     assert_eq!(message(step), expected);
     let layers = Layers::new().add_fn("same", Tensor::shallow_clone);
@@ -380,7 +380,7 @@ mod sequences {
     use brimful::batch::Sequences;
     use brimful::layers::Model;
     use brimful::memory::{Arena, Memory};
-    use brimful::{Layers, Loss, MicroBatcher, Replicas, Size};
+    use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Replicas};
     use proptest::prelude::*;
     use tch::nn::{self, ModuleT};
     use tch::{Device, Kind, Tensor};
@@ -474,13 +474,13 @@ mod sequences {
     fn the_gradient_does_not_depend_on_the_cut_and_outputs_are_in_order() {
         let (expected, mean, words) = plain(&LENGTHS);
         for size in [
-            Size::Tokens(32),
-            Size::Tokens(48),
-            Size::Tokens(1000),
-            Size::Fixed(2),
-            Size::Count(4),
-            Size::Auto,
-            Size::Largest,
+            MicroBatches::Tokens(32),
+            MicroBatches::Tokens(48),
+            MicroBatches::Tokens(1000),
+            MicroBatches::Samples(2),
+            MicroBatches::Count(4),
+            MicroBatches::Auto,
+            MicroBatches::Largest,
         ] {
             let (store, model) = store();
             let mut micro = micro_batcher(&store, size);
@@ -504,7 +504,7 @@ mod sequences {
     #[test]
     fn micro_batches_have_like_lengths_and_are_as_wide_as_their_own_longest() {
         let (store, model) = store();
-        let mut micro = micro_batcher(&store, Size::Tokens(32));
+        let mut micro = micro_batcher(&store, MicroBatches::Tokens(32));
         let mut shapes = Vec::new();
         let step = micro.backward(&batch(&LENGTHS), |(x, y)| {
             shapes.push(x.size());
@@ -517,7 +517,7 @@ mod sequences {
     #[test]
     fn replicas_share_tokens_and_give_the_same() {
         let (expected, mean, words) = plain(&LENGTHS);
-        for size in [Size::Tokens(32), Size::Count(2), Size::Auto] {
+        for size in [MicroBatches::Tokens(32), MicroBatches::Count(2), MicroBatches::Auto] {
             // An accelerator has one replica; a CPU may have several.
             let devices = [test_device(), Device::Cpu];
             let mut replicas = Replicas::new(devices, size, model).expect("replicas");
@@ -538,7 +538,7 @@ mod sequences {
     fn a_pipeline_gives_the_same_with_values_of_each_micro_batch_s_own_width() {
         let (expected, mean, words) = plain(&LENGTHS);
         let (from, _) = store();
-        for size in [Size::Tokens(32), Size::Count(3), Size::Auto] {
+        for size in [MicroBatches::Tokens(32), MicroBatches::Count(3), MicroBatches::Auto] {
             let pipe = builder(layers(), 2).balance([2, 2]).micro_batches(size).build();
             let mut pipe = pipe.expect("stages");
             let named = from.variables().into_iter().collect();
@@ -581,13 +581,13 @@ mod sequences {
             assert_eq!(found.len(), variables(&store).len(), "all have a gradient");
             found
         };
-        assert_close(&one(Size::Tokens(32)), &one(Size::Count(1)), "one");
+        assert_close(&one(MicroBatches::Tokens(32)), &one(MicroBatches::Count(1)), "one");
     }
 
     #[test]
     fn what_no_size_can_do_is_said_with_numbers() {
         let (store, model) = store();
-        let mut micro = micro_batcher(&store, Size::Tokens(20));
+        let mut micro = micro_batcher(&store, MicroBatches::Tokens(20));
         let run = |x: Sequences, y: Sequences| loss(&model.forward_t(&x, true), &y);
         assert_fails(micro.backward(&batch(&LENGTHS), |(x, y)| run(x, y)), &["32 tokens"]);
         let alike = Tensor::zeros([4, 8], (Kind::Int64, Device::Cpu));
@@ -601,7 +601,7 @@ mod sequences {
         let mut store = nn::VarStore::new(Device::Cpu);
         let model = model(&store.root());
         store.double();
-        let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Largest).memory(memory);
         let mut last = None;
         for _ in 0..3 {
             let step =
@@ -623,7 +623,7 @@ mod sequences {
         ) {
             let store = nn::VarStore::new(Device::Cpu);
             let tokens = 40 + spare;
-            let mut micro = MicroBatcher::new(&store, Size::Tokens(tokens));
+            let mut micro = MicroBatcher::new(&store, MicroBatches::Tokens(tokens));
             let inputs = Sequences::in_steps_of(STEP, &rows(&lengths), -1.0).expect("sequences");
             let mut most = 0;
             let (all, sums) = micro

@@ -8,7 +8,7 @@ mod support;
 use brimful::NonFinitePolicy;
 use brimful::loss::LossError;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::{Error, Loss, MicroBatcher, Size};
+use brimful::{Error, Loss, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
 use support::full_batch::{Batch, CLASSES, batch_from, losses, there};
@@ -84,7 +84,8 @@ fn replays() -> bool {
 /// Makes the same model twice, to run eagerly and with CUDA graphs in micro-batches of this size.
 fn pair(size: usize, net: impl Fn() -> NormedNet) -> ([NormedNet; 2], MicroBatcher, MicroBatcher) {
     let nets = [net(), net()];
-    let [one, two] = nets.each_ref().map(|net| MicroBatcher::new(&net.store, Size::Fixed(size)));
+    let [one, two] =
+        nets.each_ref().map(|net| MicroBatcher::new(&net.store, MicroBatches::Samples(size)));
     (nets, one, two.cuda_graphs(true))
 }
 
@@ -304,7 +305,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         }
         // The device stays usable: another micro-batcher captures.
         let net = NormedNet::plain(kind);
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(true);
+        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4)).cuda_graphs(true);
         let step =
             micro.backward(&batch_from(24, kind, 0), |(x, y, t): Batch| net.loss(&x, &y, &t));
         assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
@@ -371,11 +372,11 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
 fn an_automatic_size_backs_off_and_is_replayed() {
     let _alone = alone();
     let kind = Kind::Double;
-    for size in [Size::Auto, Size::Largest] {
+    for size in [MicroBatches::Auto, MicroBatches::Largest] {
         // Without normalisation, whose results depend on the size.
         let [eager, replayed] =
             [(); 2].map(|()| NormedNet::new(kind, BatchNormPolicy::Frozen, 0.0));
-        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+        let mut one = MicroBatcher::new(&eager.store, MicroBatches::Samples(4));
         let mut two = MicroBatcher::new(&replayed.store, size).cuda_graphs(true);
         let (mut retries, mut count) = (0, 0);
         for step in 0..6 {
@@ -403,7 +404,7 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let _alone = alone();
     let device = test_device();
     let net = NormedNet::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(true);
+    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4)).cuda_graphs(true);
     let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
     for step in 0..steps {
         let samples = batch_from(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);

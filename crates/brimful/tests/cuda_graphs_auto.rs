@@ -6,7 +6,7 @@
 mod support;
 
 use brimful::memory::Memory;
-use brimful::{Loss, MicroBatcher, Replicas, Result, Size, StepReport, World};
+use brimful::{Loss, MicroBatcher, MicroBatches, Replicas, Result, StepReport, World};
 use support::{alone, test_device};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
@@ -84,7 +84,7 @@ fn micro_batcher_holds(kind: &str, world: &World) {
     let store = VarStore::new(test_device());
     let model = wide(&store.root());
     let _limited = Limited::new();
-    let micro = MicroBatcher::new(&store, Size::Auto).cuda_graphs(true);
+    let micro = MicroBatcher::new(&store, MicroBatches::Auto).cuda_graphs(true);
     let mut micro = micro.world(world).expect("one model");
     let x = samples();
     holds(kind, || micro.backward(&x, |x: Tensor| loss(&model, &x)));
@@ -99,7 +99,7 @@ fn one_device() {
 #[test]
 fn replicas() {
     let _turn = alone();
-    let replicas = Replicas::new([test_device()], Size::Auto, wide).expect("replicas");
+    let replicas = Replicas::new([test_device()], MicroBatches::Auto, wide).expect("replicas");
     let mut replicas = replicas.cuda_graphs(true);
     let _limited = Limited::new();
     let x = samples();

@@ -9,7 +9,7 @@ mod support;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Size};
+use brimful::{DeviceSpec, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use support::{Named, alone, assert_within, fill, numbers_there, test_device, variables};
 use tch::nn::{self, Module, ModuleT};
@@ -75,7 +75,7 @@ fn assert_alike(got: &Named, expected: &Named, what: &str) {
 }
 
 fn micro(net: &TwoLayers, cuda_graphs: bool) -> MicroBatcher {
-    MicroBatcher::new(&net.store, Size::Fixed(4)).cuda_graphs(cuda_graphs)
+    MicroBatcher::new(&net.store, MicroBatches::Samples(4)).cuda_graphs(cuda_graphs)
 }
 
 /// Runs both over the same mini-batches, and compares after each; returns the number of replayed ones.
@@ -162,7 +162,7 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
 /// Replicas of the same model, on the tested device.
 fn replicated() -> Replicas<(nn::Linear, nn::Linear)> {
     let device = DeviceSpec::from(test_device());
-    let mut replicas = Replicas::new([device], Size::Fixed(4), layers).expect("replicas");
+    let mut replicas = Replicas::new([device], MicroBatches::Samples(4), layers).expect("replicas");
     replicas.store_mut().double();
     fill(replicas.store());
     replicas
@@ -440,7 +440,7 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
     let device = || [DeviceSpec::from(test_device())];
     let mut needs = Vec::new();
     for cuda_graphs in [false, true] {
-        let replicas = Replicas::new(device(), Size::Largest, wide).expect("replicas");
+        let replicas = Replicas::new(device(), MicroBatches::Largest, wide).expect("replicas");
         let mut replicas = replicas.cuda_graphs(cuda_graphs);
         let x = Tensor::randn([4096, 64], (Kind::Float, Device::Cpu));
         let mut last = None;

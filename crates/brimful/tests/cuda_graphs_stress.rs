@@ -6,7 +6,7 @@
 mod support;
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{Error, Loss, MicroBatcher, Size};
+use brimful::{Error, Loss, MicroBatcher, MicroBatches};
 use support::state::state;
 use support::{
     Update, assert_same, assert_within, numbers_there, set_values, test_device, variables,
@@ -47,7 +47,7 @@ impl Side {
         let two = nn::linear(store.root() / "two", 16, 4, Default::default());
         store.set_kind(Kind::Double);
         let optimizer = Optimizer::new(&store, Sgd::new(0.01).momentum(0.5)).expect("an optimizer");
-        let micro = MicroBatcher::new(&store, Size::Fixed(4)).cuda_graphs(cuda_graphs);
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(4)).cuda_graphs(cuda_graphs);
         Self { store, net: HungryNet { one, two }, optimizer, micro }
     }
 

@@ -13,7 +13,7 @@ use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Error, Loss, MicroBatcher, Replicas, Size, StepRng, World};
+use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Replicas, StepRng, World};
 use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients,
     assert_loss, batch, distance, losses, plain,
@@ -64,7 +64,7 @@ fn full_batch_gradients(world: World) {
     if world.rank() > 0 {
         tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
     }
-    for size in [Size::Fixed(2), Size::Count(3), Size::Fixed(1000)] {
+    for size in [MicroBatches::Samples(2), MicroBatches::Count(3), MicroBatches::Samples(1000)] {
         let mut micro = MicroBatcher::new(&store, size).world(&world).expect("one model");
         for (samples, uneven) in [(1, false), (13, false), (13, true)] {
             for Case { name, full, micro: loss } in &CASES {
@@ -99,7 +99,8 @@ fn steps_leave_the_plain_parameters_and_statistics() {
     in_ranks(2, |world| {
         for method in [Method::from(Sgd::new(0.1).momentum(0.9)), AdamW::new(0.01).into()] {
             let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-            let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one");
+            let mut micro =
+                MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one");
             let mut one = Optimizer::new(&plain_store, method).expect("an optimizer");
             let mut other = Optimizer::new(&store, method).expect("an optimizer");
             for step in 0..3 {
@@ -135,7 +136,8 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
             Classifier::after(nn::seq_t().add_fn_t(|x, train| x.dropout(0.5, train)), root)
         };
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one model");
         let whole = batch(9);
         let parts = parts(&world, 9, false);
         let loss = |net: &Classifier, (x, y, _): &Batch| {
@@ -163,7 +165,8 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
 fn what_fails_on_one_rank_has_failed_on_all() {
     in_ranks(3, |world| {
         let (store, model) = plain(net);
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
         let own = part(&world, &parts(&world, 20, false), &batch(20));
         micro.backward(&own, |batch| (MEAN.micro)(&model, &batch)).expect("an earlier step");
         let before = state(&store);
@@ -206,7 +209,7 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
         store.float();
         let limit = if world.rank() == 0 { 200 << 20 } else { 8 << 20 };
         let arena = Arena::limited("rank", limit).expect("a limit");
-        let mut micro = MicroBatcher::new(&store, Size::Largest)
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Largest)
             .memory(Memory::Arena(arena.clone()))
             .world(&world)
             .expect("one model");
@@ -246,7 +249,7 @@ fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
         let store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[]);
         let arena = Arena::new("rank");
-        let mut micro = MicroBatcher::new(&store, Size::Largest)
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Largest)
             .memory(Memory::Arena(arena.clone()))
             .world(&world)
             .expect("one model");
@@ -271,7 +274,8 @@ fn what_keeps_one_rank_from_a_step_is_told_to_all() {
     in_ranks(2, |world| {
         let store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[]);
-        let mut micro = MicroBatcher::new(&store, Size::Tokens(256)).world(&world).expect("one");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Tokens(256)).world(&world).expect("one");
         let own = sequences(&[60, 120]);
         let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
         let second = world.rank() == 1;
@@ -308,16 +312,19 @@ fn ranks_with_different_models_samples_or_sizes_are_all_reported() {
         let rank = world.rank() as i64;
         let other = nn::VarStore::new(test_device());
         let _other = nn::linear(other.root(), 2 + rank, 2, Default::default());
-        let error =
-            MicroBatcher::new(&other, Size::Fixed(1)).world(&world).expect_err("two models");
+        let error = MicroBatcher::new(&other, MicroBatches::Samples(1))
+            .world(&world)
+            .expect_err("two models");
         differs(error, "the model");
         let (store, model) = plain(net);
-        let mut micro =
-            MicroBatcher::new(&store, Size::Fixed(1 + world.rank())).world(&world).expect("one");
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(1 + world.rank()))
+            .world(&world)
+            .expect("one");
         let run = |x: Tensor| Loss::mean(model.logits(&x).mean(Kind::Double));
         let error = micro.backward(&numbers_there(&[4, 6], 0), run).expect_err("two sizes");
         differs(error, "the micro-batch size");
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one");
         let error = micro.backward(&numbers_there(&[4, 6 + rank], 0), run).expect_err("two shapes");
         differs(error, "a sample");
         let empty = numbers_there(&[4, 6], 0).narrow(0, 0, 0);
@@ -343,7 +350,8 @@ fn freeze(store: &nn::VarStore, prefix: &str, frozen: bool) {
 fn ranks_that_train_different_parameters_are_all_reported() {
     in_ranks(3, |world| {
         let (store, model) = plain(net);
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
         let own = part(&world, &parts(&world, 20, false), &batch(20));
         let run = |batch: Batch| (MEAN.micro)(&model, &batch);
         micro.backward(&own, run).expect("an earlier step");
@@ -376,7 +384,8 @@ fn ranks_that_train_different_parameters_are_all_reported() {
 fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     in_ranks(2, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one model");
         let whole = batch(15);
         (OVER_TOKENS.full)(&plain_net, &whole).backward();
         // One rank in two mini-batches, the other in three.
@@ -392,7 +401,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
 fn replicas(world: &World) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
-    let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
     let mut replicas = replicas.world(world).expect("one model");
     replicas.store_mut().double();
     replicas
@@ -420,7 +429,7 @@ fn a_window_of_replicas_is_one_step_of_all_ranks() {
 fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
     in_ranks(2, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-        let micro = MicroBatcher::new(&store, Size::Fixed(4)).cuda_graphs(true);
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(4)).cuda_graphs(true);
         let mut micro = micro.world(&world).expect("one model");
         let mut replayed = 0;
         for number in 0..6 {
@@ -476,7 +485,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
         let build = |root: &nn::Path| (root.ones("both", &[]), root.ones("later", &[]));
         let devices = [DeviceSpec::from(test_device()), DeviceSpec::cpu()];
         let devices = devices.map(|device| device.threads(1));
-        let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+        let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
         let mut replicas = replicas.world(&world).expect("a world");
         for step in 1..=2 {
             let x = Tensor::from_slice(&[1.0_f32, -2.0]);
@@ -503,7 +512,8 @@ fn a_sparse_gradient_of_one_rank_is_refused_by_all() {
         let config = nn::EmbeddingConfig { sparse: world.rank() == 1, ..Default::default() };
         let table = nn::embedding(store.root() / "table", 5, 3, config);
         let linear = nn::linear(store.root() / "linear", 3, 3, Default::default());
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one");
         let words = Tensor::arange(5, (Kind::Int64, Device::Cpu));
         let step = micro.backward(&words, |x| {
             Loss::mean(linear.forward(&table.forward(&x)).square().mean(Kind::Float))
@@ -523,7 +533,8 @@ fn a_step_sends_what_a_sum_over_ranks_must() {
             .add_fn(|x| x.relu())
             .add(nn::linear(&root / "two", 2000, 500, Default::default()));
         store.float();
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(4)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(4)).world(&world).expect("one model");
         let own = Tensor::ones([8, 500], (Kind::Float, Device::Cpu));
         let before = world.traffic().expect("counted").sent.0;
         micro.backward(&own, |x| Loss::mean(model.forward(&x).mean(Kind::Float))).expect("a step");
@@ -547,7 +558,8 @@ fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
             Classifier::after(layers, root)
         };
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let mut micro =
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
         let statistics = |store: &nn::VarStore| {
             let all = state(store).into_iter().filter(|(name, _)| name.contains("running"));
             all.collect::<Vec<_>>()
@@ -601,13 +613,13 @@ fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
         let x = numbers_there(&[4, 3, 5, 5], 0).to_kind(Kind::Float);
         let store = nn::VarStore::new(test_device());
         let conv = build(&store.root());
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(1))
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(1))
             .memory_format(MemoryFormat::ChannelsLast)
             .world(&world)
             .expect("one model");
         micro.backward(&x, |x| run(&conv, x)).expect("channels last");
         let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
-        let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+        let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
         let mut replicas =
             replicas.memory_format(MemoryFormat::ChannelsLast).world(&world).expect("one model");
         replicas.backward(&x, run).expect("channels last");

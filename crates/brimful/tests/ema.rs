@@ -6,7 +6,7 @@ mod support;
 
 use brimful::memory::Arena;
 use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
-use brimful::{Error, Pipeline, Size};
+use brimful::{Error, MicroBatches, Pipeline};
 use support::pipeline_cases::{CASES, CNN, Plain, builder, mlp};
 use support::{
     Named, Update, alone, assert_close, assert_fails, copies, numbers_there, set_values,
@@ -227,7 +227,10 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
     tch::manual_seed(3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder(layers.clone(), 3)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
         let mut own = Optimizer::new(&plain.store, Sgd::new(0.1)).expect("an optimizer");
@@ -236,7 +239,7 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
         for _ in 0..3 {
             let (x, y) = ((case.input)(6), (case.target)(6));
             let step = pipe.backward(&x, &y, case.loss).expect("a step");
-            plain.backward(case, &x, &y, Size::Count(2), step.seed);
+            plain.backward(case, &x, &y, MicroBatches::Count(2), step.seed);
             optimizer.update();
             own.update();
             ema.update().expect("an update");
@@ -260,7 +263,10 @@ fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
     tch::manual_seed(4);
     // Copies of shared weights are updated too.
     for case in &CASES {
-        let mut pipe = builder((case.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder((case.layers)(), 3)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         let (x, y) = ((case.input)(6), (case.target)(6));
         let judged = |pipe: &mut Pipeline| pipe.evaluate(&x, &y, case.loss).expect("judged").loss;
         let mut ema = pipe.ema(0.9).expect("averages");

@@ -5,7 +5,7 @@ mod support;
 
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
-use brimful::{Loss, MicroBatcher, Replicas, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches, Replicas};
 use support::pipeline_cases::builder;
 use support::{
     Named, alone, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
@@ -83,7 +83,7 @@ fn a_closure_s_guard_ends_with_its_micro_batch() {
     let (store, model) = filled();
     for outside in [true, false] {
         let _outside = (!outside).then(tch::no_grad_guard);
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
         let run = |(x, y): (Tensor, Tensor)| forgetful_loss(&model.forward_t(&x, true), &y);
         micro.backward(&batch(), run).expect("a step");
         assert_eq!(makes_graphs(), outside);
@@ -113,7 +113,7 @@ fn a_replica_s_guard_ends_with_its_micro_batch() {
     let _alone = alone();
     let expected = expected();
     let devices = [test_device(), test_device()];
-    let mut replicas = Replicas::new(devices, Size::Fixed(2), built).expect("replicas");
+    let mut replicas = Replicas::new(devices, MicroBatches::Samples(2), built).expect("replicas");
     replicas.store_mut().double();
     fill(replicas.store());
     for _ in 0..2 {
@@ -134,7 +134,8 @@ fn a_layer_s_guard_ends_with_its_action() {
     for (forgets, recompute) in
         [(false, Recompute::Never), (true, Recompute::Never), (true, Recompute::Always)]
     {
-        let pipe = builder(layers(forgets), 2).balance([2, 1]).micro_batches(3);
+        let pipe =
+            builder(layers(forgets), 2).balance([2, 1]).micro_batches(MicroBatches::Count(3));
         let mut pipe = pipe.recompute(recompute).build().expect("a pipeline");
         let mut values = pipe.variables().expect("variables");
         for (name, value) in &mut values {

@@ -7,7 +7,7 @@ mod support;
 use brimful::batch::BatchError;
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
-use brimful::{DeviceSpec, Error, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use support::{alone, gradients, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
@@ -43,7 +43,12 @@ fn a_micro_batcher_refuses_before_the_mini_batch_has_changed() {
         |x: &Tensor, y: &Tensor| Loss::mean((model.forward(x) - y).square().mean(Kind::Float));
     let first = |(x, y): (Tensor, Tensor)| loss(&halved(&x), &y);
     let second = |(x, y): (Tensor, Tensor)| loss(&x, &halved(&y));
-    for size in [Size::Fixed(5), Size::Count(1), Size::Auto, Size::Largest] {
+    for size in [
+        MicroBatches::Samples(5),
+        MicroBatches::Count(1),
+        MicroBatches::Auto,
+        MicroBatches::Largest,
+    ] {
         let mut micro = MicroBatcher::new(&store, size);
         for (leaf, name) in ["the input", "the target"].iter().enumerate() {
             unharmed(name, |batch| {
@@ -82,7 +87,7 @@ fn what_is_changed_later_than_in_the_first_micro_batch_is_refused_too() {
     let _alone = alone();
     let store = nn::VarStore::new(test_device());
     let model = nn::linear(store.root(), 4, 2, Default::default());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     let (x, _) = samples();
     let mut calls = 0;
     let result = micro.backward(&x, |x: Tensor| {
@@ -102,7 +107,7 @@ fn copies_from_another_device_may_be_changed() {
     }
     let store = nn::VarStore::new(test_device());
     let model = nn::linear(store.root(), 4, 2, Default::default());
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
     let (x, _) = samples();
     let x = x.to_device(Device::Cpu);
     let before = x.copy();
@@ -121,7 +126,7 @@ fn copies_from_another_device_may_be_changed() {
 fn replicas_refuse_before_the_mini_batch_has_changed() {
     let _alone = alone();
     let devices = [test_device()].map(DeviceSpec::from);
-    for size in [Size::Fixed(4), Size::Auto] {
+    for size in [MicroBatches::Samples(4), MicroBatches::Auto] {
         let build = |root: &nn::Path| nn::linear(root, 4, 2, Default::default());
         let mut replicas = Replicas::new(devices.clone(), size, build).expect("replicas");
         unharmed("replicas", |batch| {
@@ -156,7 +161,7 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
         let pipe = |in_place| {
             Pipeline::builder(layers(in_place))
                 .devices(vec![test_device(); stages])
-                .micro_batches(3)
+                .micro_batches(MicroBatches::Count(3))
                 .recompute(recompute)
                 .build()
                 .expect("a pipeline")
@@ -192,7 +197,7 @@ fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
         let mut pipe = Pipeline::builder(layers)
             .devices(vec![test_device(); balance.len()])
             .balance(balance)
-            .micro_batches(3)
+            .micro_batches(MicroBatches::Count(3))
             .build()
             .expect("a pipeline");
         let square = |out: Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Float));

@@ -6,7 +6,7 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy};
-use brimful::{Bytes, Error, MicroBatcher, Size};
+use brimful::{Bytes, Error, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
 use support::{
@@ -289,7 +289,7 @@ fn in_micro_batches_a_tied_head_has_the_gradient_of_the_whole_batch() {
         let mut table = store.variables().remove("table").unwrap_or(table);
         tch::no_grad(|| table.copy_(&numbers(&[23, 6], 5).to_kind(Kind::BFloat16)));
         let tokens = (numbers(&[10, 9], 7) * 1e4).remainder(23.0).to_kind(Kind::Int64);
-        let mut micro = micro_batcher(&store, Size::Fixed(size));
+        let mut micro = micro_batcher(&store, MicroBatches::Samples(size));
         let step = micro.backward(&tokens, |tokens| {
             let hidden = Tensor::embedding(&table, &tokens.narrow(1, 0, 8), -1, false, false);
             let config = LinearCrossEntropyConfig { ignored: 3, chunk, ..Default::default() };
@@ -344,7 +344,7 @@ fn gradient_beside(bytes: i64) -> Tensor {
     let weight = store.variables().remove("weight").expect("a weight");
     let hidden = numbers_there(&[tokens, 8], 1).to_kind(Kind::BFloat16);
     let targets = Tensor::arange(tokens, (Kind::Int64, device)).remainder(classes);
-    let step = MicroBatcher::new(&store, Size::Fixed(tokens as usize)).backward(
+    let step = MicroBatcher::new(&store, MicroBatches::Samples(tokens as usize)).backward(
         &(hidden, targets),
         |(hidden, targets)| {
             linear_cross_entropy(&hidden, &weight, None, &targets, Default::default())

@@ -12,7 +12,7 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm2d};
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::Offload;
 use brimful::save::{self, Metadata};
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use support::{Update, assert_within, fill, micro_batcher, numbers, test_device, variables};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Kind, Reduction, Tensor};
@@ -69,8 +69,9 @@ fn is_channels_last(tensor: &Tensor) -> bool {
 fn steps_in_any_order_of_memory_are_the_same() {
     for memory_format in [MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
         let [mut plain, mut formatted] = [(); 2].map(|()| ConvNet::new());
-        let mut one = MicroBatcher::new(&plain.store, Size::Fixed(4));
-        let mut two = micro_batcher(&formatted.store, Size::Fixed(4)).memory_format(memory_format);
+        let mut one = MicroBatcher::new(&plain.store, MicroBatches::Samples(4));
+        let mut two =
+            micro_batcher(&formatted.store, MicroBatches::Samples(4)).memory_format(memory_format);
         for step in 0..8 {
             let samples = batch(step);
             let (a, b) = (plain.step(&mut one, &samples), formatted.step(&mut two, &samples));
@@ -87,8 +88,8 @@ fn steps_in_any_order_of_memory_are_the_same() {
 #[test]
 fn a_saved_model_does_not_tell() {
     let [mut plain, mut formatted] = [(); 2].map(|()| ConvNet::new());
-    let mut one = MicroBatcher::new(&plain.store, Size::Count(1));
-    let mut two = MicroBatcher::new(&formatted.store, Size::Count(1))
+    let mut one = MicroBatcher::new(&plain.store, MicroBatches::Count(1));
+    let mut two = MicroBatcher::new(&formatted.store, MicroBatches::Count(1))
         .memory_format(MemoryFormat::ChannelsLast);
     let samples = batch(0);
     plain.step(&mut one, &samples);
@@ -103,7 +104,8 @@ fn a_saved_model_does_not_tell() {
 fn a_closure_that_asks_for_a_view_runs_as_before() {
     let store = VarStore::new(test_device());
     let convolution = nn::conv2d(store.root(), 3, 4, 3, Default::default());
-    let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
+    let mut micro =
+        micro_batcher(&store, MicroBatches::Samples(4)).memory_format(MemoryFormat::Measured);
     let samples = numbers(&[16, 3, 6, 6], 1).to_kind(Kind::Float);
     for _ in 0..8 {
         let step = micro.backward(&samples, |x: Tensor| {
@@ -135,7 +137,8 @@ fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
         &|micro| micro.backward_whole(&samples, rows, |out| mean(out)).map(drop),
     ];
     for (number, call) in calls.iter().enumerate() {
-        let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
+        let mut micro =
+            micro_batcher(&store, MicroBatches::Samples(4)).memory_format(MemoryFormat::Measured);
         for step in 0..8 {
             let done = micro.backward(&samples, |x: Tensor| {
                 Loss::mean(x.apply(&convolution).square().mean(Kind::Float))
@@ -150,7 +153,8 @@ fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
 #[test]
 fn a_call_that_fails_in_any_order_of_memory_ends_no_measurement() {
     let mut net = ConvNet::new();
-    let mut micro = micro_batcher(&net.store, Size::Fixed(4)).memory_format(MemoryFormat::Measured);
+    let mut micro =
+        micro_batcher(&net.store, MicroBatches::Samples(4)).memory_format(MemoryFormat::Measured);
     for step in 0.. {
         if micro.is_channels_last() {
             break;
@@ -167,7 +171,8 @@ fn a_call_that_fails_in_any_order_of_memory_ends_no_measurement() {
 fn a_model_without_convolutions_is_left_alone() {
     let store = VarStore::new(test_device());
     let linear = nn::linear(store.root(), 6, 4, Default::default());
-    let mut micro = micro_batcher(&store, Size::Fixed(4)).memory_format(MemoryFormat::ChannelsLast);
+    let mut micro =
+        micro_batcher(&store, MicroBatches::Samples(4)).memory_format(MemoryFormat::ChannelsLast);
     let samples = numbers(&[16, 6], 1).to_kind(Kind::Float);
     micro
         .backward(&samples, |x: Tensor| Loss::mean(x.apply(&linear).square().mean(Kind::Float)))
@@ -201,7 +206,8 @@ fn convolved() -> (Kind, f64) {
 fn pipeline(memory_format: MemoryFormat, offload: Offload) -> (Pipeline, Arc<AtomicUsize>) {
     let seen = Arc::new(AtomicUsize::new(0));
     let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
-    let builder = builder.kind(convolved().0).offload(offload).micro_batches(Size::Fixed(4));
+    let builder =
+        builder.kind(convolved().0).offload(offload).micro_batches(MicroBatches::Samples(4));
     let mut pipe = builder.memory_format(memory_format).build().expect("a pipeline");
     // Not by a seed, which concurrent tests would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {

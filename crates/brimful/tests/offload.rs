@@ -14,7 +14,9 @@ use brimful::schedule::{
     Action, ActionKind, Awaited, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
     StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
 };
-use brimful::{Bytes, DeviceSpec, Error, Layers, Loss, NonFinitePolicy, Pipeline, Size, Timeline};
+use brimful::{
+    Bytes, DeviceSpec, Error, Layers, Loss, MicroBatches, NonFinitePolicy, Pipeline, Timeline,
+};
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{
     Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
@@ -25,7 +27,7 @@ const STAGES: usize = 4;
 
 fn offloaded(layers: Layers, offload: Offload) -> Builder {
     let schedule = Schedule::BreadthFirst { stages_per_device: STAGES };
-    builder(layers, 1).schedule(schedule).offload(offload).micro_batches(3)
+    builder(layers, 1).schedule(schedule).offload(offload).micro_batches(MicroBatches::Count(3))
 }
 
 /// On a CPU, uses one arena for the device and one for the host.
@@ -165,7 +167,7 @@ fn peak(blocks: usize, micro_batches: usize) -> u64 {
     let device = Arena::new("device");
     let schedule = Schedule::BreadthFirst { stages_per_device: blocks };
     let builder = Pipeline::builder(deep(blocks)).schedule(schedule).offload(Offload::Host);
-    train_deep(builder.micro_batches(micro_batches), &device, micro_batches);
+    train_deep(builder.micro_batches(MicroBatches::Count(micro_batches)), &device, micro_batches);
     device.peak()
 }
 
@@ -333,7 +335,7 @@ fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_i
     assert_close(&pipe.variables().expect("variables"), &plain.values(), "refused");
     optimizer.update_in_backward(false).expect("as before");
     pipe.backward(&x, &y, TIED.loss).expect("a step");
-    let _loss = plain.backward(&TIED, &x, &y, Size::Count(1), None);
+    let _loss = plain.backward(&TIED, &x, &y, MicroBatches::Count(1), None);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the same list");
     optimizer.step().expect("an update");
 
@@ -550,7 +552,7 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
     undisturbed.backward(&x, &y, MLP.loss).expect("a step");
     optimizer.wait().expect("updated");
     let expected = undisturbed.variables().expect("variables");
-    for size in [Size::Count(3), Size::Largest] {
+    for size in [MicroBatches::Count(3), MicroBatches::Largest] {
         let device = Arena::limited("device", 1 << 20).expect("a limit");
         let spec = DeviceSpec::from(device.clone()).threads(1);
         let builder = offloaded(mlp(), Offload::Host).devices([spec]).micro_batches(size);
@@ -579,7 +581,7 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
             }
         }
         assert!(reported > 0, "{size:?}: what follows an update allocates");
-        assert_eq!(refused > 0, size == Size::Count(3), "an automatic size tries again");
+        assert_eq!(refused > 0, size == MicroBatches::Count(3), "an automatic size tries again");
     }
 }
 
@@ -689,7 +691,7 @@ fn every_schedule_offloaded_is_right_or_refused() {
             let [host, device] = [Offload::Host, Offload::Device].map(|location| {
                 tch::manual_seed(3);
                 let builder = builder(mlp(), 2).schedule(schedule).offload(location);
-                let mut pipe = builder.micro_batches(micro_batches).build()?;
+                let mut pipe = builder.micro_batches(MicroBatches::Count(micro_batches)).build()?;
                 // Fewer micro-batches than the pipeline was built for.
                 pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
                 pipe.backward(&x, &y, MLP.loss)?;

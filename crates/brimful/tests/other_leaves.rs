@@ -7,7 +7,7 @@ mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::schedule::Schedule;
-use brimful::{Error, Layers, Loss, MicroBatcher, Replicas, Size};
+use brimful::{Error, Layers, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use support::pipeline_cases::builder;
 use support::{
@@ -80,7 +80,12 @@ fn mean(out: &Tensor) -> Tensor {
     out.sin().mean(Kind::Double)
 }
 
-const SIZES: [Size; 4] = [Size::Fixed(1), Size::Fixed(4), Size::Fixed(100), Size::Auto];
+const SIZES: [MicroBatches; 4] = [
+    MicroBatches::Samples(1),
+    MicroBatches::Samples(4),
+    MicroBatches::Samples(100),
+    MicroBatches::Auto,
+];
 
 #[test]
 fn they_get_the_full_batchs_gradient() {
@@ -101,7 +106,7 @@ fn mini_batches_of_a_window_each_have_their_own() {
     let plain = Case::new();
     plain.full();
     let case = Case::new();
-    let mut micro = micro_batcher(&case.store, Size::Fixed(2));
+    let mut micro = micro_batcher(&case.store, MicroBatches::Samples(2));
     let rows = |start, end| case.x.slice(0, start, end, 1).detach().set_requires_grad(true);
     let parts = [rows(0, 3), rows(3, SAMPLES)];
     for part in &parts {
@@ -165,7 +170,7 @@ fn the_n_th_allocation_fails_for_every_n() {
         let case = Case::new();
         let before = case.gradients();
         let memory = Memory::Arena(arena.clone());
-        let mut micro = MicroBatcher::new(&case.store, Size::Fixed(4)).memory(memory);
+        let mut micro = MicroBatcher::new(&case.store, MicroBatches::Samples(4)).memory(memory);
         arena.fail_nth_allocation(n);
         let ended = micro.backward(&case.x, |x| case.loss(&x));
         arena.fail_nth_allocation(0);
@@ -185,7 +190,7 @@ fn half_precision_beside_a_wide_model_is_summed_in_f32() {
     let case = Case::new();
     let half = numbers_there(&[1], 1).to_kind(Kind::BFloat16).set_requires_grad(true);
     let x = numbers_there(&[300, 4], 3);
-    let mut micro = micro_batcher(&case.store, Size::Fixed(1));
+    let mut micro = micro_batcher(&case.store, MicroBatches::Samples(1));
     let mut calls = 0;
     micro
         .backward(&x, |x| {
@@ -207,8 +212,8 @@ fn half_precision_beside_a_wide_model_is_summed_in_f32() {
 fn replicas_refuse_them_before_anything_has_changed() {
     let _alone = alone();
     let build = |root: &nn::Path| nn::linear(root, 4, 3, Default::default());
-    let mut replicas =
-        Replicas::new([test_device()], Size::Fixed(3), build).expect("one replica is enough");
+    let mut replicas = Replicas::new([test_device()], MicroBatches::Samples(3), build)
+        .expect("one replica is enough");
     replicas.store_mut().double();
     let x = Case::new().x;
     let squares = |out: Tensor| out.square().sum(Kind::Double);
@@ -231,7 +236,10 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
         .add("one", |p| nn::linear(p, 4, 4, Default::default()))
         .add("two", |p| nn::linear(p, 4, 3, Default::default()));
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
-        let pipe = builder(layers.clone(), 2).schedule(schedule).micro_batches(3).build();
+        let pipe = builder(layers.clone(), 2)
+            .schedule(schedule)
+            .micro_batches(MicroBatches::Count(3))
+            .build();
         let mut pipe = pipe.expect("a pipeline");
         let x = Case::new().x.detach();
         let scale = numbers_there(&[3], 2).set_requires_grad(true);
@@ -252,7 +260,8 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
 fn a_loss_on_all_outputs_of_a_pipeline_refuses_leaves_of_its_own() {
     let _alone = alone();
     let layers = Layers::new().add("one", |p| nn::linear(p, 4, 3, Default::default()));
-    let mut pipe = builder(layers, 1).micro_batches(3).build().expect("a pipeline");
+    let mut pipe =
+        builder(layers, 1).micro_batches(MicroBatches::Count(3)).build().expect("a pipeline");
     let x = Case::new().x.detach();
     let scale = numbers_there(&[3], 2).set_requires_grad(true);
     refused(pipe.backward_whole(&x, |out| (&**out * &scale).square().sum(Kind::Double)), &[3]);

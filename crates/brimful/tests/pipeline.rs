@@ -15,7 +15,7 @@ use brimful::pipeline::{BalanceBy, Builder, Cause, Offload, PipelineError, Pipel
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
-    Batch, DeviceSpec, Error, Layers, Loss, NonFinitePolicy, Pipeline, Size, StepError,
+    Batch, DeviceSpec, Error, Layers, Loss, MicroBatches, NonFinitePolicy, Pipeline, StepError,
     WorkerError, is_recomputing,
 };
 use support::pipeline_cases::{
@@ -64,13 +64,15 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 #[test]
 fn what_a_step_could_not_give_back_is_refused() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
     let refused = PipelineError::InputGradient { leaf: 0 };
     assert_eq!(pipe.backward(&x, &x, mse).expect_err("traced"), refused.clone().into());
     assert_eq!(pipe.forward(&(&x * 2.0)).expect_err("traced"), refused.into());
-    let _out = eval(&mut pipe, &x, 1).expect("without gradients nothing is lost");
-    pipe.set_size(Size::Auto);
+    let _out =
+        eval(&mut pipe, &x, MicroBatches::Count(1)).expect("without gradients nothing is lost");
+    pipe.set_micro_batches(MicroBatches::Auto);
     let error = pipe.forward(&x.detach()).expect_err("it cannot be tried again");
     assert_eq!(error, PipelineError::AutomaticForward.into());
 }
@@ -79,7 +81,8 @@ fn what_a_step_could_not_give_back_is_refused() {
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = (MLP.input)(6);
     let sum = |out: &brimful::pipeline::Outputs| out.sum(Kind::Double);
     pipe.backward_whole(&x, sum).expect("a step");
@@ -114,7 +117,8 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
 #[test]
 fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE);
     let out = pipe.forward(&x).expect("a forward");
     let error = pipe.backward_from(out).expect_err("no gradient");
@@ -186,7 +190,7 @@ fn several_tensors_flow_through_stages() {
         for stages in 1..=5 {
             let what = format!("{stages} stages, {recompute}");
             let mut pipe = builder(many(), stages)
-                .micro_batches(3)
+                .micro_batches(MicroBatches::Count(3))
                 .recompute(recompute)
                 .build()
                 .expect("a pipeline");
@@ -201,10 +205,10 @@ fn several_tensors_flow_through_stages() {
             (out[1].mse_loss(&here(&target.0), tch::Reduction::Mean) * target.1).backward();
             assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
             assert_eq!(step.outputs, out[0], "{what}");
-            pipe.set_size(Size::Fixed(2));
+            pipe.set_micro_batches(MicroBatches::Samples(2));
             let evaluated = pipe.map(&batch, |out: Vec<Tensor>| out).expect("an evaluation");
             assert_eq!(evaluated[0], out[0], "{what}");
-            pipe.set_size(2);
+            pipe.set_micro_batches(MicroBatches::Count(2));
             let evaluated =
                 pipe.evaluate(&batch, &target, move |[classes, out]: [Tensor; 2], (y, weight)| {
                     (loss(&out, y, *weight), classes)
@@ -215,7 +219,7 @@ fn several_tensors_flow_through_stages() {
         }
     }
     let mut pipe = builder(many(), 2).build().expect("a pipeline");
-    let error = eval(&mut pipe, &batch, 1).expect_err("two outputs");
+    let error = eval(&mut pipe, &batch, MicroBatches::Count(1)).expect_err("two outputs");
     assert_eq!(of_closure(error), PipelineError::OutputCount { given: 2, taken: 1 }.into());
     let (classes, out) = pipe.map(&batch, |out: (Tensor, Tensor)| out).expect("two outputs");
     assert_eq!((classes.size(), out.size()), (vec![7], vec![7, 2]));
@@ -252,7 +256,7 @@ fn layers_can_tell_a_recompute() {
             .balance([2, 1])
             .schedule(Schedule::GPipe)
             .recompute(recompute)
-            .micro_batches(2)
+            .micro_batches(MicroBatches::Count(2))
             .build()
             .expect("a pipeline");
         SEEN.lock().expect("whole").clear();
@@ -261,7 +265,7 @@ fn layers_can_tell_a_recompute() {
         seen.sort_unstable();
         assert_eq!(seen, expected, "{recompute}");
         SEEN.lock().expect("whole").clear();
-        let _ = eval(&mut pipe, &x, 2).expect("an evaluation");
+        let _ = eval(&mut pipe, &x, MicroBatches::Count(2)).expect("an evaluation");
         assert!(SEEN.lock().expect("whole").iter().all(|(_, again)| !again));
     }
 }
@@ -272,7 +276,7 @@ fn frozen_layers_get_no_gradient_and_stay() {
     let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
     let others = [on_host(mlp()), builder(mlp(), 4).replicas(2)];
     for builder in on_devices.into_iter().chain(others) {
-        let mut pipe = built(builder.micro_batches(2), "frozen");
+        let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), "frozen");
         let plain = Plain::of(&mlp(), &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
         let before = copies(&pipe.variables().expect("variables"));
@@ -281,7 +285,7 @@ fn frozen_layers_get_no_gradient_and_stay() {
         pipe.freeze(frozen).expect("frozen");
         let (x, y) = ((MLP.input)(6), (MLP.target)(6));
         pipe.backward(&x, &y, MLP.loss).expect("a step");
-        plain.backward(&MLP, &x, &y, Size::Count(1), None);
+        plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
         let mut expected = plain.gradients();
         expected.retain(|(name, _)| !frozen(name));
         assert_eq!(expected.len(), 5);
@@ -302,11 +306,14 @@ fn frozen_layers_get_no_gradient_and_stay() {
 fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     let _turn = alone();
     tch::manual_seed(6);
-    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+    let mut pipe = builder((GPT.layers)(), 3)
+        .micro_batches(MicroBatches::Count(2))
+        .build()
+        .expect("a pipeline");
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
-        let out = eval(pipe, &x, 2).expect("an evaluation");
+        let out = eval(pipe, &x, MicroBatches::Count(2)).expect("an evaluation");
         assert_all_close(&out, &plain.answer(&x), what);
     };
     // A user-defined optimizer.
@@ -314,7 +321,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
         let what = format!("step {number}");
         let (x, y) = ((GPT.input)(6), (GPT.target)(6));
         let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
         descend(pipe.variables().expect("variables"));
         descend(plain.values());
@@ -339,7 +346,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     pipe.freeze(|name| name == "wte.weight").expect("frozen");
     let _itself = table(pipe.variables().expect("variables")).set_requires_grad(true);
     let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-    plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+    plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "trained again");
 }
 
@@ -356,7 +363,10 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
             pipe.backward(&x, &y, case.loss).expect("a step")
         };
         let build = |devices| {
-            builder((case.layers)(), devices).micro_batches(3).build().expect("a pipeline")
+            builder((case.layers)(), devices)
+                .micro_batches(MicroBatches::Count(3))
+                .build()
+                .expect("a pipeline")
         };
         let mut first = build(3);
         let mut optimizer = first.optimizer(Adam::new(0.01)).expect("an optimizer");
@@ -381,7 +391,7 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
         let values = first.variables().expect("variables");
         assert_close(&second.variables().expect("variables"), &values, case.name);
         let (x, y) = case.data(6, 1);
-        plain.backward(case, &x, &y, Size::Count(3), step.seed);
+        plain.backward(case, &x, &y, MicroBatches::Count(3), step.seed);
         plain.optimizer.step().expect("a step");
         assert_close(&first.variables().expect("variables"), &plain.values(), case.name);
     }
@@ -425,7 +435,7 @@ fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
     let arenas = ["first", "second"].map(Arena::new);
     let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
     let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
-    let mut pipe = builder.micro_batches(2).build().expect("a pipeline");
+    let mut pipe = builder.micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
     let (x, y) = MLP.data(6, 0);
     let mut train = |optimizer: &mut PipelineOptimizer| {
@@ -506,7 +516,10 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
     let _turn = alone();
     tch::manual_seed(8);
     // With this many stages, some have no parameter.
-    let mut pipe = builder((GPT.layers)(), 8).micro_batches(2).build().expect("a pipeline");
+    let mut pipe = builder((GPT.layers)(), 8)
+        .micro_batches(MicroBatches::Count(2))
+        .build()
+        .expect("a pipeline");
     let mut plain = Plain::of(&(GPT.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     let bias = |name: &str| name.ends_with("bias");
@@ -519,7 +532,7 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         plain.optimizer.set_group_learning_rate("biases", 2.0 * rate).expect("a rate");
         let (x, y) = ((GPT.input)(5), (GPT.target)(5));
         let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         let expected = plain.optimizer.clip_gradient_norm(0.05).expect("clipped");
         assert!((norm - expected.value().expect("a number")).abs() < 1e-10);
@@ -567,7 +580,8 @@ fn a_group_that_cannot_be_is_made_nowhere() {
 #[test]
 fn every_action_is_reported_with_its_time() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 3).micro_batches(5).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 3).micro_batches(MicroBatches::Count(5)).build().expect("a pipeline");
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
     let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
     let timeline = step.timeline.expect("a pipeline's");
@@ -589,8 +603,11 @@ fn a_balance_is_found_by_measuring() {
     let _turn = alone();
     let sample = (MLP.input)(4);
     for balance in [BalanceBy::by_time(&sample), BalanceBy::by_bytes(&sample)] {
-        let mut pipe =
-            builder(mlp(), 3).balance(balance).micro_batches(4).build().expect("a pipeline");
+        let mut pipe = builder(mlp(), 3)
+            .balance(balance)
+            .micro_batches(MicroBatches::Count(4))
+            .build()
+            .expect("a pipeline");
         assert_eq!(pipe.balance().sizes().iter().sum::<usize>(), 8);
         assert_eq!(pipe.balance().sizes().len(), 3);
         let y = (MLP.target)(4);
@@ -666,7 +683,11 @@ fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
 #[test]
 fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 6).balance([5, 3]).micro_batches(8).build().expect("a pipeline");
+    let mut pipe = builder(mlp(), 6)
+        .balance([5, 3])
+        .micro_batches(MicroBatches::Count(8))
+        .build()
+        .expect("a pipeline");
     assert_eq!(pipe.devices().len(), 2);
     let step = pipe.backward(&(MLP.input)(3), &(MLP.target)(3), MLP.loss).expect("a step");
     assert_eq!(step.sizes, [1, 1, 1]);
@@ -690,8 +711,14 @@ fn what_cannot_be_built_is_refused_with_numbers() {
         ),
         (error(base().devices(cpus(0))), "there is no stage to put the layers on"),
         (error(base().devices(cpus(9))), "9 stages need at least 9 layers, but the model has 8"),
-        (error(base().micro_batches(0)), "1 samples cannot be cut into 0 micro-batches"),
-        (error(base().micro_batches(Size::Fixed(0))), "a micro-batch cannot have 0 samples"),
+        (
+            error(base().micro_batches(MicroBatches::Count(0))),
+            "1 samples cannot be cut into 0 micro-batches",
+        ),
+        (
+            error(base().micro_batches(MicroBatches::Samples(0))),
+            "a micro-batch cannot have 0 samples",
+        ),
         (
             error(base().schedule(INTERLEAVED).balance([3, 3, 2])),
             "the schedule puts 2 stages on each device, which 3 stages do not fill",
@@ -735,14 +762,18 @@ fn devices_that_cannot_be_dealt_out_are_refused() {
 #[test]
 fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![4, 5] }));
     // A loss without targets passes none.
     pipe.backward(&(MLP.input)(4), &(), |out: Tensor, ()| Loss::mean(out.sum(Kind::Double)))
         .expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
-    assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::Batch(BatchError::Empty));
+    assert_eq!(
+        eval(&mut pipe, &empty, MicroBatches::Count(1)).expect_err("nothing"),
+        Error::Batch(BatchError::Empty)
+    );
     let wide = Tensor::zeros([4, 9], DOUBLE);
     let failed = pipe.backward(&wide, &(MLP.target)(4), MLP.loss);
     assert_fails(failed, &["micro-batch 0, in layer 'fc1'"]);
@@ -758,7 +789,11 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
         nn::func(move |x| x * &weight)
     };
     let layers = Layers::new().add("one", scale).add("two", scale);
-    let mut pipe = builder(layers, 2).kind(Kind::Half).micro_batches(2).build().expect("built");
+    let mut pipe = builder(layers, 2)
+        .kind(Kind::Half)
+        .micro_batches(MicroBatches::Count(2))
+        .build()
+        .expect("built");
     let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
     let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
     let step = pipe.backward(&x, &tokens, |out: Tensor, tokens| {
@@ -774,12 +809,12 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
 fn gradients_add_up_until_they_are_cleared() {
     let _turn = alone();
     for builder in [builder((GPT.layers)(), 3), on_host((GPT.layers)())] {
-        let mut pipe = built(builder.micro_batches(2), "GPT");
+        let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), "GPT");
         let plain = Plain::of(&(GPT.layers)(), &pipe);
         for _ in 0..2 {
             let (x, y) = ((GPT.input)(5), (GPT.target)(5));
             let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-            plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+            plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
             assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
         }
     }
@@ -797,9 +832,12 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     };
     let x = Tensor::ones([4, 2], DOUBLE);
     let sum = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
-    let mut pipe = builder(layers(), 3).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(layers(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     pipe.backward(&x, &x, sum).expect("nobody looks");
-    let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinitePolicy::RefuseGradients);
+    let strict = builder(layers(), 3)
+        .micro_batches(MicroBatches::Count(2))
+        .non_finite(NonFinitePolicy::RefuseGradients);
     let mut pipe = strict.build().expect("a pipeline");
     let error = pipe.backward(&x, &x, sum).expect_err("not finite");
     assert_eq!(error, Error::Step(StepError::NonFiniteGradient { micro_batch: 0 }));
@@ -819,7 +857,7 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
     let shared =
         || Layers::new().add("one", weight).add_sharing("two", "one", move |_, p| weight(p));
     let strict = |layers| {
-        let builder = builder(layers, 2).kind(Kind::Half).micro_batches(Size::Fixed(1));
+        let builder = builder(layers, 2).kind(Kind::Half).micro_batches(MicroBatches::Samples(1));
         builder.non_finite(NonFinitePolicy::RefuseGradients).build().expect("a pipeline")
     };
     let half = |samples| Tensor::full([samples, 1], 4e4, (Kind::Half, Device::Cpu));
@@ -855,8 +893,11 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
         copies(&all)
     };
     for recompute in Recompute::ALL {
-        let mut pipe =
-            builder(layers(), 2).balance([2, 1]).micro_batches(3).recompute(recompute).build();
+        let mut pipe = builder(layers(), 2)
+            .balance([2, 1])
+            .micro_batches(MicroBatches::Count(3))
+            .recompute(recompute)
+            .build();
         let pipe = pipe.as_mut().expect("a pipeline");
         let plain = Plain::of(&layers(), pipe);
         for _ in 0..2 {
@@ -893,7 +934,7 @@ fn changes_in_place_are_right_or_refused() {
     let x = Tensor::randn([6, 3], DOUBLE).to_device(test_device());
     for recompute in Recompute::ALL {
         let build = |layers, sizes: [usize; 2]| {
-            let builder = builder(layers, 2).balance(sizes).micro_batches(3);
+            let builder = builder(layers, 2).balance(sizes).micro_batches(MicroBatches::Count(3));
             builder.recompute(recompute).build().expect("a pipeline")
         };
         // In the middle of a stage a change affects no other stage.
@@ -960,7 +1001,7 @@ fn stages_without_parameters_are_fine() {
         let mut plain = Plain::of(&layers(), &pipe);
         let (x, y) = case.data(7, 0);
         let step = pipe.backward(&x, &y, case.loss).expect("a step");
-        plain.backward(&case, &x, &y, Size::Count(3), step.seed);
+        plain.backward(&case, &x, &y, MicroBatches::Count(3), step.seed);
         let norm = optimizer.clip_gradient_norm(0.1).expect("clipped");
         let expected = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
         assert!((norm - expected.value().expect("a number")).abs() < 1e-10, "{what}");
@@ -979,7 +1020,11 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
             .add("two", |p| nn::linear(p, 4, 4, Default::default()));
         tch::manual_seed(5);
         let devices = [Device::Cpu, Device::Cpu];
-        Pipeline::builder(layers).devices(devices).micro_batches(2).build().expect("a pipeline")
+        Pipeline::builder(layers)
+            .devices(devices)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline")
     };
     let x = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
     let loss = |out: &Tensor| out.square().sum(Kind::Float);
@@ -1022,7 +1067,8 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
 #[test]
 fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
     let _turn = alone();
-    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
     let averages = pipe.ema(0.9).expect("averages");
     let used = Arc::new(Mutex::new((optimizer, averages, Vec::new())));
@@ -1063,7 +1109,8 @@ fn leaves_and_boundaries_that_get_one_gradient_in_views_are_counted_once() {
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::GPipe] {
         for devices in 1..=3 {
             let what = format!("{schedule}, {devices} devices");
-            let builder = builder(tables(), devices).schedule(schedule).micro_batches(3);
+            let builder =
+                builder(tables(), devices).schedule(schedule).micro_batches(MicroBatches::Count(3));
             let mut pipe = built(builder, &what);
             let plain = Plain::of(&tables(), &pipe);
             let x = numbers_there(&[3, 3, 2], 5);

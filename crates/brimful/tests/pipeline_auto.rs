@@ -8,7 +8,7 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::Outputs;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, StepReport};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, StepReport};
 use support::pipeline_cases::{eval, of_all};
 use support::{Named, alone, assert_within, numbers};
 use tch::{Kind, Tensor, nn};
@@ -25,7 +25,7 @@ fn layers() -> Layers {
         .add("three", linear(64, 4))
 }
 
-fn pipeline(size: impl Into<Size>, arenas: &[Arena; 2]) -> Pipeline {
+fn pipeline(size: MicroBatches, arenas: &[Arena; 2]) -> Pipeline {
     tch::manual_seed(7);
     Pipeline::builder(layers())
         .devices(arenas.clone().map(DeviceSpec::from))
@@ -62,11 +62,11 @@ fn the_tightest_stage_decides() {
     let _alone = alone();
     let arenas = free();
     let expected = {
-        let mut pipe = pipeline(4, &free());
+        let mut pipe = pipeline(MicroBatches::Count(4), &free());
         let loss = step(&mut pipe).expect("a step").loss;
         (loss, pipe.gradients().expect("gradients"))
     };
-    let mut pipe = pipeline(Size::Largest, &arenas);
+    let mut pipe = pipeline(MicroBatches::Largest, &arenas);
     for turn in 0..4 {
         let step = step(&mut pipe).expect("a step");
         assert!((step.loss - expected.0).abs() < 1e-12);
@@ -97,12 +97,12 @@ fn reported<O>(step: StepReport<O>) -> (f64, usize, usize) {
 
 /// Fails every allocation of either stage, one at a time, and all at once.
 fn run_out_in_any_stage(run: impl Fn(&mut Pipeline) -> brimful::Result<(f64, usize, usize)>) {
-    let mut calm = pipeline(1, &free());
+    let mut calm = pipeline(MicroBatches::Count(1), &free());
     let (loss, ..) = run(&mut calm).expect("a step");
     let expected = calm.gradients().expect("gradients");
     for stage in [0, 1] {
         let arenas = free();
-        let mut pipe = pipeline(Size::Largest, &arenas);
+        let mut pipe = pipeline(MicroBatches::Largest, &arenas);
         for _ in 0..4 {
             run(&mut pipe).expect("a step");
         }
@@ -151,11 +151,11 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
 #[test]
 fn evaluation_has_a_size_of_its_own() {
     let _alone = alone();
-    let mut pipe = pipeline(Size::Auto, &free());
+    let mut pipe = pipeline(MicroBatches::Auto, &free());
     let (x, _) = batch();
-    let expected = eval(&mut pipe, &x, 3).expect("outputs");
+    let expected = eval(&mut pipe, &x, MicroBatches::Count(3)).expect("outputs");
     for _ in 0..3 {
-        let got = eval(&mut pipe, &x, Size::Auto).expect("outputs");
+        let got = eval(&mut pipe, &x, MicroBatches::Auto).expect("outputs");
         assert!((&got - &expected).abs().max().double_value(&[]) < 1e-12);
     }
 }

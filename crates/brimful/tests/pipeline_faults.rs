@@ -14,7 +14,7 @@ use brimful::nn::batch_norm1d;
 use brimful::oom::Place;
 use brimful::pipeline::{Cause, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, is_recomputing};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, is_recomputing};
 use support::pipeline_cases::eval;
 use support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
 use tch::nn;
@@ -101,7 +101,7 @@ fn pipeline(schedule: Schedule, recompute: Recompute, arenas: &[Arena]) -> Pipel
     Pipeline::builder(layers())
         .devices(arenas.iter().map(device))
         .balance([5, 4, 5])
-        .micro_batches(MICRO_BATCHES)
+        .micro_batches(MicroBatches::Count(MICRO_BATCHES))
         .schedule(schedule)
         .recompute(recompute)
         .kind(Kind::Double)
@@ -259,10 +259,12 @@ const CALLS: [(&str, Call); 3] = [
         let sums = gradients.iter().map(|(_, gradient)| gradient.abs().sum(Kind::Double));
         Ok(step.loss + sums.map(|sum| sum.double_value(&[])).sum::<f64>())
     }),
-    ("map", |pipe, x| Ok(eval(pipe, x, 3)?.abs().sum(Kind::Double).double_value(&[]))),
+    ("map", |pipe, x| {
+        Ok(eval(pipe, x, MicroBatches::Count(3))?.abs().sum(Kind::Double).double_value(&[]))
+    }),
     ("evaluate", |pipe, x| {
         let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-        pipe.set_size(3);
+        pipe.set_micro_batches(MicroBatches::Count(3));
         Ok(pipe.evaluate(x, x, loss)?.loss)
     }),
 ];
@@ -388,7 +390,7 @@ fn the_others_stop_as_soon_as_they_can() {
         .add_fn("fails", |_| panic!("at once"));
     let mut pipe = Pipeline::builder(layers)
         .devices((0..3).map(|_| DeviceSpec::cpu().threads(1)))
-        .micro_batches(64)
+        .micro_batches(MicroBatches::Count(64))
         .build()
         .expect("a pipeline");
     let x = Tensor::ones([64, 2], (Kind::Float, Device::Cpu));

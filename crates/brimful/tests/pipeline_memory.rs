@@ -9,7 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, balance, sums_apart};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, balance, sums_apart};
 use support::{alone, transformer};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
@@ -36,7 +36,7 @@ fn pipeline(arenas: &[Arena], schedule: Schedule, recompute: Recompute) -> Pipel
         .devices(arenas.iter().map(device))
         .schedule(schedule)
         .recompute(recompute)
-        .micro_batches(Size::Fixed(SAMPLES as usize))
+        .micro_batches(MicroBatches::Samples(SAMPLES as usize))
         .build()
         .expect("a pipeline")
 }
@@ -178,7 +178,7 @@ fn a_model_too_large_for_one_arena_trains_over_four_of_that_size() {
     let build = |stages, arenas: &[Arena]| {
         Pipeline::builder(layers(stages))
             .devices(arenas.iter().cloned())
-            .micro_batches(Size::Fixed(SAMPLES as usize))
+            .micro_batches(MicroBatches::Samples(SAMPLES as usize))
             .recompute(Recompute::ExceptLast)
             .build()
     };

@@ -5,7 +5,7 @@ mod support;
 
 use brimful::pipeline::Offload;
 use brimful::schedule::{Location, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss};
+use brimful::{DeviceSpec, Loss, MicroBatches};
 use support::pipeline_cases::{
     CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
 };
@@ -125,7 +125,8 @@ fn every_loss_and_kind_of_number() {
             for (schedule, (samples, m)) in schedules.into_iter().flat_map(|s| cuts.map(|c| (s, c)))
             {
                 let what = format!("{name}, {schedule}, {kind:?}, {samples}/{m}");
-                let builder = builder((MLP.layers)(), 3).kind(kind).micro_batches(m);
+                let builder =
+                    builder((MLP.layers)(), 3).kind(kind).micro_batches(MicroBatches::Count(m));
                 let mut pipe = built(builder.schedule(schedule), &what);
                 let plain = Plain::of(&(MLP.layers)(), &pipe);
                 let (x, y) = MLP.data(samples, 0);

@@ -8,7 +8,7 @@ use brimful::batch::BatchError;
 use brimful::optim::Adam;
 use brimful::pipeline::Offload;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Error, Loss, Pipeline, Size};
+use brimful::{Error, Loss, MicroBatches, Pipeline};
 use support::pipeline_cases::{
     CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
 };
@@ -101,7 +101,10 @@ fn several_mini_batches_are_one_step() {
         ] {
             let what = format!("{}, {devices} devices, {schedule}, {recompute}", case.name);
             let builder = builder((case.layers)(), devices).schedule(schedule).offload(locations);
-            let pipe = built(builder.recompute(recompute).micro_batches(MICRO_BATCHES), &what);
+            let pipe = built(
+                builder.recompute(recompute).micro_batches(MicroBatches::Count(MICRO_BATCHES)),
+                &what,
+            );
             compare(case, pipe, 1, &WINDOW, &what);
         }
     }
@@ -114,7 +117,9 @@ fn replicas_of_one_process_accumulate_too() {
     for case in &CASES {
         for lengths in [WINDOW, [1, 7, 4], [4, 7, 1], [1, 1, 1]] {
             let what = format!("{}, {lengths:?}", case.name);
-            let builder = builder((case.layers)(), 4).replicas(2).micro_batches(MICRO_BATCHES);
+            let builder = builder((case.layers)(), 4)
+                .replicas(2)
+                .micro_batches(MicroBatches::Count(MICRO_BATCHES));
             compare(case, built(builder, &what), 2, &lengths, &what);
         }
     }
@@ -130,7 +135,7 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
     {
         let build = || {
             let builder = builder((case.layers)(), devices).replicas(replicas);
-            built(builder.micro_batches(MICRO_BATCHES), case.name)
+            built(builder.micro_batches(MicroBatches::Count(MICRO_BATCHES)), case.name)
         };
         let (mut pipe, mut calm) = (build(), build());
         accumulate(&mut calm, case, 0, &WINDOW, case.name);
@@ -173,7 +178,8 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
 fn what_has_no_place_in_a_window_is_refused() {
     let _turn = alone();
     tch::manual_seed(24);
-    let mut pipe = builder(mlp(), 3).micro_batches(2).build().expect("a pipeline");
+    let mut pipe =
+        builder(mlp(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let plain = Plain::of(&mlp(), &pipe);
     assert_eq!(pipe.commit().expect_err("nothing"), Error::Step(StepError::NothingAccumulated));
     let (x, y) = ((MLP.input)(6), (MLP.target)(6));
@@ -196,7 +202,7 @@ fn what_has_no_place_in_a_window_is_refused() {
     // An evaluation is not part of the window.
     let evaluated = pipe.evaluate(&x, &y, MLP.loss).expect("an evaluation").loss;
     let step = pipe.commit().expect("what was accumulated");
-    let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);
+    let expected = plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
     assert!((step.loss - expected).abs() < 1e-10 && (evaluated - expected).abs() < 1e-10);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "after all");
     assert_eq!(

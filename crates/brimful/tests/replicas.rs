@@ -8,7 +8,7 @@ use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::replicas::ReplicasError;
-use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
     assert_loss, batch, devices, distance, losses, plain, replicated,
@@ -22,9 +22,14 @@ fn gradients_and_loss_are_the_full_batchs() {
     let _alone = alone();
     let (store, model) = plain(Classifier::new);
     for count in [2, 3] {
-        for size in [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(1000)] {
+        for size in [
+            MicroBatches::Samples(2),
+            MicroBatches::Samples(5),
+            MicroBatches::Count(3),
+            MicroBatches::Samples(1000),
+        ] {
             let mut replicas = replicated(count, size);
-            if size == Size::Fixed(5) {
+            if size == MicroBatches::Samples(5) {
                 let speeds: Vec<f64> = (1..=count).map(|n| n as f64).collect();
                 replicas = replicas.speeds(&speeds).expect("speeds");
             }
@@ -51,7 +56,8 @@ fn gradients_and_loss_are_the_full_batchs() {
 #[test]
 fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
     let _alone = alone();
-    let ((_, model), mut replicas) = (plain(Classifier::new), replicated(3, Size::Fixed(2)));
+    let ((_, model), mut replicas) =
+        (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
     let batch = batch(11);
     let expected = tch::no_grad(|| model.logits(&batch.0));
     let step = replicas.backward(&batch, |net, (x, y, _)| {
@@ -90,7 +96,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
             [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
         {
             let ((store, model), mut replicas) =
-                (plain(Classifier::new), replicated(3, Size::Fixed(3)));
+                (plain(Classifier::new), replicated(3, MicroBatches::Samples(3)));
             let mut plain = Optimizer::new(&store, method).expect("an optimizer");
             let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
             let mut seeds = Vec::new();
@@ -130,7 +136,8 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(3, Size::Fixed(2)));
+    let ((store, model), mut replicas) =
+        (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
     let (x, y, _) = batch(12);
     let flags = Tensor::arange(12, (Kind::Double, Device::Cpu)).ge(6.0);
     let loss = |net: &Classifier, (x, y, flags): (Tensor, Tensor, Tensor)| {
@@ -158,7 +165,8 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
 fn an_optimizer_of_tch_will_do() {
     use tch::nn::OptimizerConfig;
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(2, Size::Fixed(4)));
+    let ((store, model), mut replicas) =
+        (plain(Classifier::new), replicated(2, MicroBatches::Samples(4)));
     let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
     let mut other = nn::Sgd::default().build(replicas.store(), 0.1).expect("an optimizer");
     for _ in 0..2 {
@@ -181,7 +189,7 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("model.safetensors");
     store.save(&file).expect("saved");
-    let mut replicas = replicated(2, Size::Fixed(4));
+    let mut replicas = replicated(2, MicroBatches::Samples(4));
     replicas.store_mut().load(&file).expect("loaded");
     let frozen = |store: &nn::VarStore| {
         let _itself = store.variables()["one.weight"].set_requires_grad(false);
@@ -216,7 +224,8 @@ fn deferred_statistics_are_those_of_all_samples() {
     let model = layers(&store.root());
     store.double();
     for (count, speeds) in [(2, vec![1.0, 1.0]), (3, vec![1.0, 5.0, 2.0])] {
-        let replicas = Replicas::new(devices(count), Size::Fixed(3), layers).expect("replicas");
+        let replicas =
+            Replicas::new(devices(count), MicroBatches::Samples(3), layers).expect("replicas");
         let mut replicas = replicas.speeds(&speeds).expect("speeds");
         replicas.store_mut().double();
         replicas.store_mut().copy(&store).expect("the same model");
@@ -241,7 +250,8 @@ fn deferred_statistics_are_those_of_all_samples() {
 fn bad_replicas_are_refused_with_what_would_help() {
     let _alone = alone();
     let none: [Device; 0] = [];
-    let error = Replicas::new(none, Size::Fixed(1), Classifier::new).expect_err("no device");
+    let error =
+        Replicas::new(none, MicroBatches::Samples(1), Classifier::new).expect_err("no device");
     assert_eq!(error, Error::Replicas(ReplicasError::NoDevices));
     let calls = std::sync::atomic::AtomicI64::new(3);
     let unlike = move |root: &nn::Path| {
@@ -249,12 +259,18 @@ fn bad_replicas_are_refused_with_what_would_help() {
         nn::linear(root / "one", rows, 2, Default::default())
     };
     let cpus = || vec![DeviceSpec::cpu().threads(1); 2];
-    let two_models = Replicas::new(cpus(), Size::Fixed(1), unlike);
+    let two_models = Replicas::new(cpus(), MicroBatches::Samples(1), unlike);
     assert_fails(two_models, &["replica 1", "'one.weight'", "[2, 3]", "[2, 4]"]);
-    assert_fails(Replicas::new(cpus(), Size::Fixed(0), Classifier::new), &["0 samples"]);
-    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0]), &["1 speeds", "2 replicas"]);
-    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]), &["replica 1 cannot be 0"]);
-    let mut replicas = replicated(2, Size::Fixed(2));
+    assert_fails(Replicas::new(cpus(), MicroBatches::Samples(0), Classifier::new), &["0 samples"]);
+    assert_fails(
+        replicated(2, MicroBatches::Samples(2)).speeds(&[1.0]),
+        &["1 speeds", "2 replicas"],
+    );
+    assert_fails(
+        replicated(2, MicroBatches::Samples(2)).speeds(&[1.0, 0.0]),
+        &["replica 1 cannot be 0"],
+    );
+    let mut replicas = replicated(2, MicroBatches::Samples(2));
     let empty = replicas.backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch));
     assert_eq!(empty.expect_err("no sample"), Error::Batch(BatchError::Empty));
     let differ = replicas.backward(&batch(4), |net, (x, ..)| {

@@ -13,7 +13,7 @@ use brimful::StepError;
 use brimful::memory::Arena;
 use brimful::micro::MemoryFormat;
 use brimful::optim::Adam;
-use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
     plain, replicated,
@@ -30,7 +30,8 @@ fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
 #[test]
 fn a_window_of_mini_batches_is_one_step() {
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(Classifier::new), replicated(2, Size::Fixed(2)));
+    let ((store, model), mut replicas) =
+        (plain(Classifier::new), replicated(2, MicroBatches::Samples(2)));
     let whole = batch(16);
     for Case { name, full, micro } in &CASES {
         clear(&store);
@@ -75,7 +76,7 @@ fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
 fn a_loss_on_the_outputs_of_all_samples() {
     let _alone = alone();
     let (store, model) = plain(Classifier::new);
-    for size in [Size::Fixed(3), Size::Count(1), Size::Fixed(1)] {
+    for size in [MicroBatches::Samples(3), MicroBatches::Count(1), MicroBatches::Samples(1)] {
         let mut replicas = replicated(2, size);
         for samples in [1, 2, 13] {
             let what = format!("{samples} samples, {size:?}");
@@ -105,7 +106,7 @@ fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
     let arena = Arena::limited("first", 16 * FREE as u64).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
     let net = |root: &nn::Path| nn::linear(root, 3, 2, Default::default());
-    let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let mut replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
     let x = Tensor::ones([8, 3], (Kind::Float, Device::Cpu));
     let loss = |_: &nn::Linear, z: &Tensor| {
         let _room = Tensor::zeros([FREE], (Kind::Uint8, Device::Cpu));
@@ -120,7 +121,7 @@ fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
 fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot() {
     let _alone = alone();
     let net = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
-    let replicas = Replicas::new(devices(2), Size::Fixed(2), net).expect("replicas");
+    let replicas = Replicas::new(devices(2), MicroBatches::Samples(2), net).expect("replicas");
     let mut replicas = replicas.memory_format(MemoryFormat::Measured);
     let x = Tensor::ones([8, 3, 6, 6], (Kind::Float, Device::Cpu));
     for number in 0..8 {
@@ -141,7 +142,7 @@ fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot()
 #[test]
 fn what_fails_in_any_pass_leaves_nothing() {
     let _alone = alone();
-    let mut replicas = replicated(2, Size::Fixed(2));
+    let mut replicas = replicated(2, MicroBatches::Samples(2));
     let (x, ..) = batch(8);
     let calls = Arc::new(AtomicUsize::new(0));
     // Two replicas with two micro-batches each: the first forward, the loss, and the second pass.
@@ -174,7 +175,7 @@ fn what_fails_in_any_pass_leaves_nothing() {
 fn replayed_replicas_leave_the_full_batchs_gradient() {
     let _alone = alone();
     let (store, model) = plain(Classifier::new);
-    let mut replicas = replicated(2, Size::Fixed(4)).cuda_graphs(true);
+    let mut replicas = replicated(2, MicroBatches::Samples(4)).cuda_graphs(true);
     let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
     assert!(cause.contains("CUDA"), "{cause}");
     let mut replayed = 0;
@@ -212,7 +213,8 @@ fn the_order_in_memory_changes_no_gradient() {
         store.double();
         model.forward_t(&x, true).square().mean(Kind::Double).backward();
         tch::manual_seed(1);
-        let replicas = Replicas::new(devices(2), Size::Fixed(2), convolutions).expect("replicas");
+        let replicas =
+            Replicas::new(devices(2), MicroBatches::Samples(2), convolutions).expect("replicas");
         let mut replicas = replicas.memory_format(memory_format);
         replicas.store_mut().double();
         for step in 0..8 {
@@ -236,7 +238,7 @@ fn an_optimizers_memory_is_kept_free_on_the_first_device() {
     let size = |reserves: bool| {
         let arena = Arena::limited("first", 3 << 20).expect("a limit");
         let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
-        let replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
+        let replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
         let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("one each");
         if reserves {
             replicas = replicas.reserve(Adam::new(0.1));

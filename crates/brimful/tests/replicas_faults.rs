@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
-use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
 use support::{alone, assert_fails, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
@@ -26,7 +26,7 @@ fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
 }
 
 /// Makes replicas in these arenas, whose parameters already have gradients.
-fn replicas(arenas: &[Arena], size: Size) -> Replicas<nn::SequentialT> {
+fn replicas(arenas: &[Arena], size: MicroBatches) -> Replicas<nn::SequentialT> {
     tch::manual_seed(1);
     let devices = arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()));
     let mut replicas = Replicas::new(devices, size, dropout_layers).expect("replicas");
@@ -57,12 +57,12 @@ fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()
 fn fail_on_each_replica(run: Run) {
     let arenas = arenas(2);
     let expected = {
-        let mut replicas = replicas(&arenas, Size::Fixed(3));
+        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
         run(&mut replicas).expect("a step");
         state(replicas.store())
     };
     for (number, arena) in arenas.iter().enumerate() {
-        let mut replicas = replicas(&arenas, Size::Fixed(3));
+        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
         let what = format!("replica {number}");
         let now = |all: &Replicas<_>| state(all.store());
         let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
@@ -89,7 +89,7 @@ fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
     let arenas = arenas(2);
     for (number, arena) in arenas.iter().enumerate() {
         for n in (1..400).step_by(23) {
-            let mut replicas = replicas(&arenas, Size::Auto);
+            let mut replicas = replicas(&arenas, MicroBatches::Auto);
             let before = state(replicas.store());
             arena.fail_nth_allocation(n);
             let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
@@ -114,7 +114,7 @@ fn the_smallest_memory_decides_for_all() {
     let _alone = alone();
     let small = Arena::limited("small", 2 << 20).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(small)];
-    let mut replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
+    let mut replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
     let x = Tensor::randn([2048, 300], (Kind::Float, Device::Cpu));
     let run = |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
     let mut last = 0;
@@ -128,7 +128,7 @@ fn the_smallest_memory_decides_for_all() {
 
     let tiny = Arena::limited("tiny", 2 << 20).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(tiny.clone())];
-    let mut replicas = Replicas::new(devices, Size::Auto, wide).expect("replicas");
+    let mut replicas = Replicas::new(devices, MicroBatches::Auto, wide).expect("replicas");
     let before = state(replicas.store());
     tiny.set_limit(Some(tiny.current() + 1000)).expect("a limit");
     let error = replicas.backward(&x, run).expect_err("not even one sample fits");
@@ -144,7 +144,7 @@ fn ended_by_the_last(
     policy: NonFinitePolicy,
     f: fn(Tensor) -> Result<Tensor, &'static str>,
 ) -> thread::Result<Error> {
-    let mut replicas = replicas(&arenas(2), Size::Fixed(3)).non_finite(policy);
+    let mut replicas = replicas(&arenas(2), MicroBatches::Samples(3)).non_finite(policy);
     let before = state(replicas.store());
     let last = batch().double_value(&[11, 3]);
     let ended = panic::catch_unwind(AssertUnwindSafe(|| {
@@ -186,7 +186,7 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
     let _alone = alone();
     let build = |root: &nn::Path| root.ones("weight", &[1]);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
-    let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+    let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
     let mut replicas = replicas.non_finite(NonFinitePolicy::RefuseGradients);
     replicas.store_mut().half();
     let x = Tensor::full([2, 1], 4e4, (Kind::Half, Device::Cpu));
@@ -206,7 +206,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let _alone = alone();
     let arenas = arenas(2);
     let mut replicas =
-        replicas(&arenas, Size::Fixed(3)).non_finite(NonFinitePolicy::RefuseGradients);
+        replicas(&arenas, MicroBatches::Samples(3)).non_finite(NonFinitePolicy::RefuseGradients);
     let before = state(replicas.store());
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.
@@ -226,7 +226,7 @@ fn threads_end_where_a_model_cannot_be_built() {
         wide(root)
     };
     let cpus = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
-    assert_fails(Replicas::new(cpus, Size::Fixed(1), broken), &["no second model"]);
+    assert_fails(Replicas::new(cpus, MicroBatches::Samples(1), broken), &["no second model"]);
     assert_threads(0);
 }
 
@@ -236,7 +236,8 @@ fn sums_do_not_depend_on_the_threads_timing() {
     let run = |slow: usize| {
         tch::manual_seed(1);
         let cpus = (0..3).map(|_| DeviceSpec::cpu().threads(1));
-        let replicas = Replicas::new(cpus, Size::Fixed(2), dropout_layers).expect("replicas");
+        let replicas =
+            Replicas::new(cpus, MicroBatches::Samples(2), dropout_layers).expect("replicas");
         let mut replicas = replicas.speeds(&[1.0; 3]).expect("speeds");
         let starts: Vec<f64> = (0..3).map(|r| batch().double_value(&[4 * r, 0])).collect();
         let x = batch().to_kind(Kind::Float);

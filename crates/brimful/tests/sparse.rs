@@ -4,7 +4,7 @@
 
 mod support;
 
-use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::autograd::set_gradient;
 use support::{Named, alone, copies, gradients, test_device};
 use tch::nn::{self, Module, ModuleT};
@@ -53,7 +53,7 @@ fn one_device_refuses_them_by_name() {
     let store = nn::VarStore::new(test_device());
     let model = net(&store.root());
     let before = with_gradients(&store);
-    for size in [Size::Fixed(3), Size::Count(1)] {
+    for size in [MicroBatches::Samples(3), MicroBatches::Count(1)] {
         let mut micro = MicroBatcher::new(&store, size);
         refused(&micro.backward(&words(), |x| loss(&model, &x)).expect_err("sparse"));
         let (forward, weigh) =
@@ -77,7 +77,7 @@ fn one_that_is_there_already_is_refused_too() {
     linear.forward(&table.forward(&x)).square().mean(Kind::Float).backward();
     let before = linear.ws.grad().copy();
     let weight = store.variables()["b.weight"].shallow_clone();
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(3));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(3));
     let dense = |x: Tensor| {
         let rows = Tensor::embedding(&weight, &x, -1, false, false);
         Loss::mean(linear.forward(&rows).square().mean(Kind::Float))
@@ -91,7 +91,7 @@ fn one_that_is_there_already_is_refused_too() {
 fn replicas_refuse_them_by_name() {
     let _alone = alone();
     let devices = [DeviceSpec::from(test_device()).threads(1), DeviceSpec::cpu().threads(1)];
-    let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let mut replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
     let before = with_gradients(replicas.store());
     let error = replicas.backward(&words(), |net, x| loss(net, &x)).expect_err("sparse");
     refused(&error);
@@ -106,7 +106,7 @@ fn a_pipeline_refuses_them_by_name() {
     let device = || DeviceSpec::from(test_device()).threads(1);
     let mut pipe = Pipeline::builder(layers)
         .devices([device(), device()])
-        .micro_batches(3)
+        .micro_batches(MicroBatches::Count(3))
         .build()
         .expect("one");
     let mean = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));

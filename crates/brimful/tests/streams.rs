@@ -5,7 +5,7 @@
 mod support;
 
 use brimful::nn::{Projection, ProjectionConfig, WeightOrder, kernels};
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
 use brimful_torch::stream::{Event, Stream};
@@ -66,7 +66,7 @@ fn a_pipeline_waits_for_inputs_and_targets() {
         let mut pipe = Pipeline::builder(layers)
             .devices(devices.map(|device| DeviceSpec::from(device).threads(1)))
             .kind(Kind::Double)
-            .micro_batches(3)
+            .micro_batches(MicroBatches::Count(3))
             .build()
             .expect("a pipeline");
         let (x, y) = (samples(1), samples(2));
@@ -102,7 +102,8 @@ fn replicas_wait_for_a_batch() {
         let what = format!("{devices:?}");
         let devices = devices.into_iter().map(|device| DeviceSpec::from(device).threads(1));
         let build = |root: &nn::Path| nn::linear(root, WIDTH, WIDTH, Default::default());
-        let mut replicas = Replicas::new(devices, Size::Fixed(2), build).expect("replicas");
+        let mut replicas =
+            Replicas::new(devices, MicroBatches::Samples(2), build).expect("replicas");
         replicas.store_mut().double();
         let x = samples(1);
         let out = replicas.map(&x, |net, x| net.forward(&x)).expect("a map");
@@ -135,7 +136,7 @@ fn a_micro_batcher_waits_for_a_batch() {
         store.double();
         let x = samples(1);
         let out = tch::no_grad(|| layer.forward(&x.to_device(device)));
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
         on_each_stream(|stream| {
             // A part of the batch is on another device, so all of it is transferred.
             let batch = (late(&x), x.shallow_clone());
@@ -158,7 +159,7 @@ fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
     fill(&store);
     let x = numbers(&[rows, WIDTH], 1).to_kind(Kind::Float).to_device(device);
     let one = Tensor::eye(rows, (Kind::Float, device));
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(rows as usize));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(rows as usize));
     let step = micro.backward(&x, |x| {
         let main = Stream::current(device).expect("a stream");
         let other = Stream::new(device).expect("a stream");
@@ -209,7 +210,7 @@ fn steps_do_not_reserve_more_and_more_for_inputs() {
     };
     let store = nn::VarStore::new(device);
     let weight = store.root().ones("weight", &[]);
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(1));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(1));
     let fed = grown(&mut || {
         let loss = |x: Tensor| Loss::mean((x.mean(Kind::Float)) * &weight);
         micro.backward(&x, loss).expect("a step");
@@ -221,8 +222,11 @@ fn steps_do_not_reserve_more_and_more_for_inputs() {
             nn::func(move |x| x.mean_dim(1, false, Kind::Float) * &weight)
         })
         .add_fn("two", |x| x * 2.0);
-    let mut pipe =
-        Pipeline::builder(layers).devices([device, device]).micro_batches(4).build().expect("one");
+    let mut pipe = Pipeline::builder(layers)
+        .devices([device, device])
+        .micro_batches(MicroBatches::Count(4))
+        .build()
+        .expect("one");
     let taken = grown(&mut || {
         let sum = |out: Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
         pipe.backward(&x, &x.narrow(1, 0, 1), sum).expect("a step");

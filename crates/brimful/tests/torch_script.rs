@@ -3,7 +3,7 @@
 mod support;
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use support::{Named, Update, alone, assert_within, variables};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, TrainableCModule};
@@ -59,7 +59,7 @@ fn a_torch_script_module_is_trained_in_micro_batches_as_the_plain_model() {
     let store = VarStore::new(Device::Cpu);
     let model = script(&store.root());
     let mut optimizer = Optimizer::new(&store, Sgd::new(0.5)).expect("an optimizer");
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(3));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(3));
     for _ in 0..3 {
         let step = micro.backward(&data(), |(x, y)| loss(&model.forward_t(&x, true), &y));
         step.expect("a step");
@@ -76,7 +76,7 @@ fn a_torch_script_module_is_a_layer_of_a_pipeline() {
         .add("script", |path| TrainableCModule::load(FILE, path.clone()).expect("a module"));
     let mut pipe = Pipeline::builder(layers)
         .devices([Device::Cpu; 2])
-        .micro_batches(4)
+        .micro_batches(MicroBatches::Count(4))
         .build()
         .expect("a pipeline");
     let mut optimizer = pipe.optimizer(Sgd::new(0.5)).expect("an optimizer");

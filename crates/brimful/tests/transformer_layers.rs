@@ -6,7 +6,7 @@
 mod support;
 
 use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::backward;
 use brimful_torch::gradients::{collect, offering};
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
@@ -320,7 +320,7 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
         let mut store = store;
         store.set_kind(kind);
         let tokens = Tensor::arange(24, (Kind::Int64, Device::Cpu)).remainder(11).view([8, 3]);
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(size));
         let ran = micro.backward(&tokens, |tokens| {
             let x = embedding(&table, &tokens).expect("rows").view([-1, 16]);
             let x = projection(&x, &weight, Some(&bias), true).expect("a product").tanh();

@@ -4,7 +4,7 @@
 
 mod support;
 
-use brimful::{Loss, Shared, Size};
+use brimful::{Loss, MicroBatches, Shared};
 use brimful_torch::autograd::set_gradient;
 use support::full_batch::{CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there};
 use support::{
@@ -78,7 +78,7 @@ fn full(case: &Case, samples: i64, kind: Kind) -> Named {
     left(&store, loss.double_value(&[]))
 }
 
-fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Named {
+fn split(case: &Case, samples: i64, kind: Kind, size: MicroBatches) -> Named {
     let (store, net) = net(kind);
     let mut micro = micro_batcher(&store, size);
     let step = micro
@@ -97,10 +97,10 @@ fn check_all(kind: Kind, tolerance: f64) {
             let whole = usize::try_from(samples).expect("a count");
             for size in SIZES.into_iter().chain([whole]) {
                 let what = format!("{} of {samples} by {size}", case.name);
-                let got = split(&case, samples, kind, Size::Fixed(size));
+                let got = split(&case, samples, kind, MicroBatches::Samples(size));
                 assert_within(&got, &expected, tolerance, &what);
             }
-            let got = split(&case, samples, kind, Size::Count(3));
+            let got = split(&case, samples, kind, MicroBatches::Count(3));
             assert_within(&got, &expected, tolerance, &format!("{} of {samples} in 3", case.name));
         }
     }
@@ -135,7 +135,7 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
         let expected = left(&reference, loss.double_value(&[]));
         for size in SIZES {
             let (store, net) = net(Kind::Double);
-            let mut micro = micro_batcher(&store, Size::Fixed(size));
+            let mut micro = micro_batcher(&store, MicroBatches::Samples(size));
             let step = micro
                 .backward_whole(&x, |x| net.logits(&x), |z| contrastive(z, &heat(&store)))
                 .expect("a step");
@@ -152,7 +152,7 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
         let expected = full(&case, 65, Kind::Double);
         let (store, net) = net(Kind::Double);
         let (x, y, tokens) = batch_of(65, Kind::Double);
-        let mut micro = micro_batcher(&store, Size::Fixed(7));
+        let mut micro = micro_batcher(&store, MicroBatches::Samples(7));
         for (start, length) in [(0, 20), (20, 20), (40, 20), (60, 5)] {
             let cut = |t: &Tensor| t.narrow(0, start, length);
             let loaded = (cut(&x), cut(&y), cut(&tokens));
@@ -167,7 +167,7 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
 /// A factor belongs to the micro-batch that it was returned in, in the loss as in the gradient.
 #[test]
 fn a_factor_may_change_from_micro_batch_to_micro_batch() {
-    let run = |size: Size| {
+    let run = |size: MicroBatches| {
         let (store, net) = net(Kind::Double);
         let (x, y, _) = batch_of(12, Kind::Double);
         let factors = Tensor::arange(12, (Kind::Double, test_device())).floor_divide_scalar(4);
@@ -181,7 +181,12 @@ fn a_factor_may_change_from_micro_batch_to_micro_batch() {
         });
         left(&store, step.expect("a step").loss)
     };
-    assert_within(&run(Size::Fixed(4)), &run(Size::Fixed(12)), 1e-12, "factors");
+    assert_within(
+        &run(MicroBatches::Samples(4)),
+        &run(MicroBatches::Samples(12)),
+        1e-12,
+        "factors",
+    );
 }
 
 #[test]
@@ -189,7 +194,7 @@ fn outputs_come_back_in_sample_order_without_their_graphs() {
     let (store, net) = net(Kind::Double);
     let (x, y, _) = batch_of(65, Kind::Double);
     let expected = tch::no_grad(|| net.logits(&x.to_device(test_device())));
-    let mut micro = micro_batcher(&store, Size::Fixed(16));
+    let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
     let mut calls = 0;
     let step = micro
         .backward(&(x, y.shallow_clone()), |(x, y)| {
@@ -212,13 +217,13 @@ fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
         let expected = full(&case, 65, Kind::Double);
         let (store, net) = net(Kind::Double);
         let before = left(&store, 0.0);
-        let mut micro = micro_batcher(&store, Size::Fixed(16));
+        let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
         let step = micro.evaluate(&batch, |batch| (case.micro)(&net, &batch)).expect(case.name);
         assert!((step.loss - expected[0].1.double_value(&[])).abs() < 1e-10, "{}", case.name);
         assert_same(case.name, &before, &left(&store, 0.0));
     }
     let (store, net) = net(Kind::Double);
-    let mut micro = micro_batcher(&store, Size::Fixed(16));
+    let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
     let outputs = micro.map(&batch.0, |x| net.logits(&x)).expect("outputs");
     assert_eq!(outputs.size(), [65, CLASSES]);
     assert!(!outputs.requires_grad());
@@ -229,7 +234,7 @@ fn shared_values_reach_every_micro_batch_on_the_device() {
     let (store, net) = net(Kind::Double);
     let (x, y, _) = batch_of(65, Kind::Double);
     let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
-    let mut micro = micro_batcher(&store, Size::Fixed(16));
+    let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
     let step = micro.backward(&(x, y, Shared(weights)), |(x, y, weights)| {
         assert_eq!(weights.device(), x.device());
         let logits = net.logits(&x);
@@ -248,7 +253,7 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     store.set_kind(Kind::Half);
     let x = Tensor::full([256], 0.5, (Kind::Half, Device::Cpu));
     let tokens = Tensor::full([256], 2048, (Kind::Int64, Device::Cpu));
-    let mut micro = micro_batcher(&store, Size::Fixed(32));
+    let mut micro = micro_batcher(&store, MicroBatches::Samples(32));
     let step = micro.backward(&(x, tokens), |(x, tokens)| {
         Loss::mean_over((x * &weight).mean(Kind::Half), tokens.sum(Kind::Int64))
     });
@@ -269,7 +274,7 @@ fn half_precision_is_summed_in_f32() {
         store.set_kind(Kind::BFloat16);
         let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Float);
         if micro_batches {
-            micro_batcher(&store, Size::Fixed(1))
+            micro_batcher(&store, MicroBatches::Samples(1))
                 .backward(&x, |x| Loss::mean(loss(&x)))
                 .expect("a step");
         } else {
@@ -308,7 +313,7 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
     let expected = copies(&gradients(&store));
     for size in [1, 2, 5] {
         clear(&store);
-        let step = micro_batcher(&store, Size::Fixed(size)).backward(&x, |x| {
+        let step = micro_batcher(&store, MicroBatches::Samples(size)).backward(&x, |x| {
             let part = penalty() * (x.size()[0] as f64 / 5.0);
             Loss::once(penalty()) * 0.5 + Loss::mean(fit(&x)) + Loss::ratio(part, x.size()[0] * 3)
         });
@@ -330,7 +335,7 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     };
     let before = in_f64(gradients(&store));
     store.set_kind(Kind::Double);
-    let mut micro = micro_batcher(&store, Size::Fixed(2));
+    let mut micro = micro_batcher(&store, MicroBatches::Samples(2));
     let mut calls = 0;
     let failed = micro.backward(&x, |x| {
         calls += 1;
@@ -380,7 +385,7 @@ fn leaves_that_get_one_gradient_in_two_views_are_counted_once() {
         (plain.out(&x).square().sum(kind) / 5.0).backward();
         for size in [1, 2, 5] {
             let cut = Tables::new(kind);
-            let mut micro = micro_batcher(&cut.store, Size::Fixed(size));
+            let mut micro = micro_batcher(&cut.store, MicroBatches::Samples(size));
             // The second step adds to the first one's gradients.
             for step in 1..=2 {
                 micro.backward(&x, |x| cut.loss(&x)).expect("a step");
@@ -401,7 +406,7 @@ fn what_a_plain_backward_left_in_two_views_is_added_to_once_each() {
     let both = Tables::new(Kind::Double);
     both.out(&x).square().sum(Kind::Double).backward();
     let first = copies(&gradients(&both.store));
-    let mut micro = micro_batcher(&both.store, Size::Fixed(1));
+    let mut micro = micro_batcher(&both.store, MicroBatches::Samples(1));
     micro.backward(&x, |x| both.loss(&x)).expect("a step");
     let expected: Named = first.into_iter().map(|(name, gradient)| (name, gradient * 2)).collect();
     assert_close(&gradients(&both.store), &expected, "a plain backward before");

@@ -3,7 +3,7 @@
 mod support;
 
 use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
-use brimful::{Error, Size};
+use brimful::{Error, MicroBatches};
 use support::pipeline_cases::{CASES, Plain, builder};
 use support::{Update, alone, assert_close, test_device};
 use tch::nn::VarStore;
@@ -64,7 +64,10 @@ fn a_pipeline_decays_as_one_optimizer_and_reads_its_state() {
     let config = AdamW::new(0.01).weight_decay(0.3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder(layers.clone(), 3)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(config).expect("an optimizer");
         optimizer.decay_only_matrices().expect("a group");
@@ -73,7 +76,7 @@ fn a_pipeline_decays_as_one_optimizer_and_reads_its_state() {
         for _ in 0..2 {
             let (x, y) = ((case.input)(6), (case.target)(6));
             let step = pipe.backward(&x, &y, case.loss).expect("a step");
-            plain.backward(case, &x, &y, Size::Count(2), step.seed);
+            plain.backward(case, &x, &y, MicroBatches::Count(2), step.seed);
             optimizer.update();
             alone.update();
         }

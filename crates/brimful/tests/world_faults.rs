@@ -18,7 +18,8 @@ use brimful::optim::Adam;
 use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
 use brimful::{
-    DeviceSpec, Error, Layers, Loss, MicroBatcher, NonFinitePolicy, Pipeline, Size, World, save,
+    DeviceSpec, Error, Layers, Loss, MicroBatcher, MicroBatches, NonFinitePolicy, Pipeline, World,
+    save,
 };
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::pipeline_cases::GPT;
@@ -58,7 +59,7 @@ fn three_stages(world: &World) -> Pipeline {
         .devices([DeviceSpec::cpu().threads(1)])
         .balance([2, 2, 2])
         .kind(Kind::Double)
-        .micro_batches(4)
+        .micro_batches(MicroBatches::Count(4))
         .world(world)
         .build()
         .expect("a pipeline")
@@ -104,7 +105,7 @@ fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
     in_ranks(2, |world| {
         let store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[1]);
-        let micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
         let mut micro = micro.world(&world).expect("a world");
         let x = Tensor::full([4], world.rank() as f64, (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean((x.log().abs() * &weight).mean(Kind::Float));
@@ -121,8 +122,8 @@ fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
         let mut store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[1]);
         store.half();
-        let micro =
-            MicroBatcher::new(&store, Size::Fixed(1)).non_finite(NonFinitePolicy::RefuseGradients);
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(1))
+            .non_finite(NonFinitePolicy::RefuseGradients);
         let mut micro = micro.world(&world).expect("a world");
         let x = Tensor::full([1, 1], 4e4, (Kind::Half, Device::Cpu));
         let run = |x: Tensor| Loss::sum((x * &weight).to_kind(Kind::Float).sum(Kind::Float));
@@ -147,7 +148,7 @@ fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     let mut pipe = Pipeline::builder((GPT.layers)())
         .devices([DeviceSpec::cpu().threads(1)])
         .kind(Kind::Double)
-        .micro_batches(3)
+        .micro_batches(MicroBatches::Count(3))
         .world(world)
         .build()?;
     let mut optimizer = pipe.optimizer(Adam::new(0.01))?;

@@ -13,7 +13,7 @@ use brimful::optim::Adam;
 use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World, split};
 use support::pipeline_cases::{
     self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, linear,
     of_all,
@@ -42,7 +42,10 @@ fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
 
 /// Compares two steps and an evaluation on rank 0.
 fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
-    let mut pipe = built(builder.replicas(cut.replicas).micro_batches(cut.micro_batches), what);
+    let mut pipe = built(
+        builder.replicas(cut.replicas).micro_batches(MicroBatches::Count(cut.micro_batches)),
+        what,
+    );
     let lists = pipe.actions(cut.micro_batches).expect("lists").to_string();
     world.agree("the lists", &lists).expect(what);
     let part = |all: &Tensor| part(world, cut.replicas, all);
@@ -70,8 +73,8 @@ fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
         }
     }
     let (x, y) = case.data(cut.samples, 9);
-    let out = eval(&mut pipe, &part(&x), 3).expect("an evaluation");
-    pipe.set_size(3);
+    let out = eval(&mut pipe, &part(&x), MicroBatches::Count(3)).expect("an evaluation");
+    pipe.set_micro_batches(MicroBatches::Count(3));
     let evaluated = pipe.evaluate(&part(&x), &part(&y), case.loss_and_outputs());
     let evaluated = evaluated.expect("an evaluation");
     // A replica without a sample has no outputs.
@@ -92,7 +95,7 @@ fn compare(case: &Case, world: &World, builder: Builder, cut: Cut, what: &str) {
 
 /// Returns the loss of a whole mini-batch's outputs.
 fn whole_loss(case: &Case, out: &Tensor, y: &Tensor) -> f64 {
-    let mut one = MicroBatcher::new(&nn::VarStore::new(test_device()), Size::Count(1));
+    let mut one = MicroBatcher::new(&nn::VarStore::new(test_device()), MicroBatches::Count(1));
     let batch = (out.shallow_clone(), y.shallow_clone());
     one.evaluate(&batch, |(out, y)| (case.loss)(out, &y)).expect("a loss").loss
 }
@@ -147,7 +150,8 @@ fn automatic_lists_over_ranks() {
 /// Checks a user-defined optimizer: each rank updates the variables that it has.
 fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
     in_ranks(ranks, |world| {
-        let pipe = builder(&GPT, &world, devices).replicas(replicas).micro_batches(2);
+        let pipe =
+            builder(&GPT, &world, devices).replicas(replicas).micro_batches(MicroBatches::Count(2));
         let mut pipe = pipe.build().expect("a pipeline");
         let values = pipe.variables().expect("variables");
         let plain = (world.rank() == 0).then(|| Plain::with(&(GPT.layers)(), values));
@@ -158,7 +162,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
             let step = pipe.backward(&own_x, &own_y, GPT.loss).expect(&what);
             let gradients = pipe.gradients().expect("gradients");
             if let Some(plain) = &plain {
-                plain.backward(&GPT, &x, &y, Size::Count(2 * replicas), step.seed);
+                plain.backward(&GPT, &x, &y, MicroBatches::Count(2 * replicas), step.seed);
                 assert_close(&gradients, &plain.gradients(), &what);
                 descend(plain.values());
                 clear(&plain.store);
@@ -169,7 +173,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
         }
         let (x, _) = GPT.data(8, 9);
         let x = part(&world, replicas, &x);
-        let out = eval(&mut pipe, &x, 3).expect("an evaluation");
+        let out = eval(&mut pipe, &x, MicroBatches::Count(3)).expect("an evaluation");
         if let Some(plain) = &plain {
             assert_all_close(&out, &plain.answer(&x), "an evaluation");
         }
@@ -255,7 +259,7 @@ fn a_replica_without_a_sample_has_the_gradients_of_all_to_the_last_bit() {
         ] {
             let what = format!("{kind:?}, {locations:?}");
             let builder = builder(&MLP, &world, 1).kind(kind).offload(locations).replicas(3);
-            let mut pipe = built(builder.micro_batches(2), &what);
+            let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), &what);
             let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
             let loss = |out: Tensor, _: &()| Loss::ratio(out.square().sum(Kind::Float), 7.0);
             let x = |samples: usize| part(&world, 3, &MLP.data(samples, 0).0.to_kind(kind));
@@ -286,7 +290,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
         for (case, replicas) in [(&MLP, 1), (&U_NET, 1), (&MLP, 2), (&U_NET, 2)] {
             let mut pipe = builder(case, &world, 1)
                 .replicas(replicas)
-                .micro_batches(3)
+                .micro_batches(MicroBatches::Count(3))
                 .build()
                 .expect("a pipeline");
             let values = pipe.variables().expect("variables");
@@ -358,7 +362,10 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
         let folder = folder(&world);
         let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
         tch::manual_seed(5);
-        let mut pipe = builder(&GPT, &world, 1).micro_batches(3).build().expect("a pipeline");
+        let mut pipe = builder(&GPT, &world, 1)
+            .micro_batches(MicroBatches::Count(3))
+            .build()
+            .expect("a pipeline");
         let first = copies(&pipe.variables().expect("variables"));
         let mut opt = optimizer(&mut pipe);
         train(&mut pipe, &mut opt, 0..2);
@@ -374,7 +381,10 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
         if world.rank() > 0 {
             return;
         }
-        let mut alone = builder(&GPT, &World::alone(), 2).micro_batches(3).build().expect("built");
+        let mut alone = builder(&GPT, &World::alone(), 2)
+            .micro_batches(MicroBatches::Count(3))
+            .build()
+            .expect("built");
         alone.set_variables(first).expect("the first values");
         let mut opt = optimizer(&mut alone);
         train(&mut alone, &mut opt, 0..4);
@@ -389,7 +399,10 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
 #[test]
 fn frozen_layers_and_what_no_rank_has() {
     in_ranks(2, |world| {
-        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder(&MLP, &world, 1)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         assert_fails(pipe.freeze(|name| name == "nothing"), &["of 10 is 'fc1.bias'"]);
         pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
         let (x, y) = MLP.data(4, 0);
@@ -409,7 +422,7 @@ fn traffic_is_what_the_cut_needs() {
             .add("out", |p| nn::linear(p, 256, 4, Default::default()));
         let mut pipe = Pipeline::builder(layers)
             .devices([DeviceSpec::cpu().threads(1)])
-            .micro_batches(4)
+            .micro_batches(MicroBatches::Count(4))
             .world(&world)
             .build()
             .expect("a pipeline");
@@ -437,7 +450,7 @@ fn automatic_sizes_are_agreed() {
             .add("out", |p| nn::linear(p, 64, 4, Default::default()));
         let mut pipe = Pipeline::builder(layers)
             .devices([DeviceSpec::cpu().threads(1).arena(arena)])
-            .micro_batches(Size::Largest)
+            .micro_batches(MicroBatches::Largest)
             .world(&world)
             .build()
             .expect("a pipeline");
@@ -469,7 +482,10 @@ fn what_differs_is_told_to_every_rank() {
         let error = builder(&MLP, &world, 1).balance([8]).build().expect_err("one stage");
         assert_eq!(error, WorldError::TooManyRanks { ranks: 2, workers: 1 }.into());
 
-        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder(&MLP, &world, 1)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         let (x, y) = MLP.data(4, world.rank() as i64);
         let error = pipe.backward(&x, &y, MLP.loss).expect_err("other samples");
         assert!(error.to_string().starts_with("the mini-batch must be the same"), "{error}");
@@ -481,7 +497,8 @@ fn what_differs_is_told_to_every_rank() {
 #[test]
 fn pipelines_that_train_different_parameters_are_all_reported() {
     in_ranks(2, |world| {
-        let pipe = builder(&MLP, &world, 1).replicas(2).micro_batches(2).build();
+        let pipe =
+            builder(&MLP, &world, 1).replicas(2).micro_batches(MicroBatches::Count(2)).build();
         let mut pipe = pipe.expect("two pipelines");
         let (x, y) = MLP.data(8, 0);
         let (x, y) = (part(&world, 2, &x), part(&world, 2, &y));
@@ -509,7 +526,10 @@ fn pipelines_that_train_different_parameters_are_all_reported() {
 #[test]
 fn what_keeps_one_rank_from_a_call_is_told_to_all() {
     in_ranks(2, |world| {
-        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let mut pipe = builder(&MLP, &world, 1)
+            .micro_batches(MicroBatches::Count(2))
+            .build()
+            .expect("a pipeline");
         let (x, y) = MLP.data(4, 0);
         let second = world.rank() == 1;
         let reported = |error: brimful::Error, words: &str| {
@@ -570,7 +590,10 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
 #[test]
 fn replicas_clip_by_one_norm() {
     in_ranks(2, |world| {
-        let mut pipe = built(builder(&MLP, &world, 1).replicas(2).micro_batches(2), "two");
+        let mut pipe = built(
+            builder(&MLP, &world, 1).replicas(2).micro_batches(MicroBatches::Count(2)),
+            "two",
+        );
         let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
         let (x, y) = MLP.data(8, 0);
         pipe.backward(&part(&world, 2, &x), &part(&world, 2, &y), MLP.loss).expect("a step");

@@ -1,7 +1,7 @@
 //! Row of a model and a limit: sizes found by `auto` and `largest`, beside the best possible ones.
 
 use anyhow::Result;
-use brimful::{Bytes, Size, StepReport};
+use brimful::{Bytes, MicroBatches, StepReport};
 use brimful_cli::exit::Exit;
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
@@ -54,7 +54,7 @@ struct AutoFigures {
     best: Option<Best>,
 }
 
-/// Result of `Size::Largest`.
+/// Result of `MicroBatches::Largest`.
 #[derive(Debug, Serialize)]
 struct Largest {
     size: usize,
@@ -65,7 +65,7 @@ struct Largest {
     extra_steps: f64,
 }
 
-/// Result of `Size::Auto`.
+/// Result of `MicroBatches::Auto`.
 #[derive(Debug, Serialize)]
 struct Fastest {
     micro_batch: usize,
@@ -162,7 +162,7 @@ impl AutoFigures {
 
 /// Runs `auto`, then alternates its steps with those of the same fixed size and of the best one.
 fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Option<Best>)> {
-    let mut built = subject.build(Size::Auto)?;
+    let mut built = subject.build(MicroBatches::Auto)?;
     let (mut failed, first_step_s) = learn(&mut built, subject.cuda_graphs)?;
     let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
@@ -206,7 +206,7 @@ fn learn(built: &mut Built<'_>, cuda_graphs: bool) -> Result<(usize, f64)> {
 
 /// Runs `largest`; measures its extra time over as many first steps of the size that it found.
 fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
-    let mut built = subject.build(Size::Largest)?;
+    let mut built = subject.build(MicroBatches::Largest)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
     for _ in 0..LARGEST_STEPS {
         let (seconds, step) = built.step()?;
@@ -215,7 +215,7 @@ fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
         found = size(&step);
     }
     drop(built);
-    let mut given = subject.build(Size::Fixed(found))?;
+    let mut given = subject.build(MicroBatches::Samples(found))?;
     for _ in 0..LARGEST_STEPS {
         total -= given.step()?.0;
     }

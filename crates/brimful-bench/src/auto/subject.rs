@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
-use brimful::{Bytes, MicroBatcher, Size, StepReport};
+use brimful::{Bytes, MicroBatcher, MicroBatches, StepReport};
 use brimful_cli::setting::{LossModel, clear_gradients, within};
 use tch::Device;
 use tch::nn::VarStore;
@@ -40,7 +40,7 @@ impl LimitedWork {
     }
 
     /// Builds a new model with this micro-batch size.
-    pub(super) fn build(&self, size: Size) -> Result<Built<'_>> {
+    pub(super) fn build(&self, size: MicroBatches) -> Result<Built<'_>> {
         let memory = self.memory()?;
         let _inside = memory.enter();
         tch::manual_seed(0);
@@ -81,7 +81,8 @@ impl Built<'_> {
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
         let Self { store, model, memory, samples, .. } = self;
         let run = || -> Result<f64> {
-            let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
+            let mut micro =
+                MicroBatcher::new(store, MicroBatches::Samples(size)).memory(memory.clone());
             Ok(step(store, model, &mut micro, samples)?.0)
         };
         // Other sizes may have left the GPU's cache fragmented.

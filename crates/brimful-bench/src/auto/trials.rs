@@ -1,7 +1,7 @@
 //! Trials of fixed sizes: which fit, and their rates.
 
 use anyhow::{Result, ensure};
-use brimful::Size;
+use brimful::MicroBatches;
 use brimful_cli::exit::{does_not_fit, ran_out};
 
 use super::subject::LimitedWork;
@@ -50,7 +50,7 @@ pub(super) fn fastest(
 /// Returns samples per second with a fixed size; `None` if it does not fit.
 fn rate(subject: &LimitedWork, size: usize, repeats: usize) -> Result<Option<f64>> {
     let measured = || {
-        let mut built = subject.build(Size::Fixed(size))?;
+        let mut built = subject.build(MicroBatches::Samples(size))?;
         built.step()?;
         built.median(repeats)
     };

@@ -6,7 +6,8 @@ use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{
-    Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Size, StepReport, balance, retry_on_oom,
+    Bytes, DeviceSpec, Layers, MicroBatcher, MicroBatches, Pipeline, StepReport, balance,
+    retry_on_oom,
 };
 use brimful_cli::setting::{self, LossModel};
 use tch::nn::VarStore;
@@ -63,7 +64,7 @@ impl WholeTuned {
         let store = VarStore::new(device);
         let model = LossModel::build(&layers.clone().kind(Kind::BFloat16), &store.root())?;
         let method = AdamW::new(LEARNING_RATE);
-        let micro = MicroBatcher::new(&store, Size::Fixed(micro_batch))
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(micro_batch))
             .memory(memory.clone())
             .reserve(method)
             .cuda_graphs(device.is_cuda());
@@ -109,7 +110,7 @@ fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder
         .recompute(Recompute::Always)
         .kind(Kind::BFloat16)
         .offload(Offload::Host)
-        .micro_batches(Size::Fixed(micro_batch)))
+        .micro_batches(MicroBatches::Samples(micro_batch)))
 }
 
 impl FineTuned for StagedTraining {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, MicroBatcher, Size};
+use brimful::{Bytes, MicroBatcher, MicroBatches};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::Device;
 use tch::nn::VarStore;
@@ -101,7 +101,7 @@ impl CountedModel {
 
     /// Returns the peak and the seconds of the second of two steps over this mini-batch.
     fn step(&self, work: &Workload, batch: &Samples) -> Result<(Bytes, f64)> {
-        let size = Size::Fixed(work.micro_batch);
+        let size = MicroBatches::Samples(work.micro_batch);
         let mut micro = MicroBatcher::new(&self.store, size).memory(self.memory.clone());
         let mut step = || {
             clear_gradients(&self.store)?;

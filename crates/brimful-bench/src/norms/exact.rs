@@ -3,7 +3,7 @@
 use anyhow::Result;
 use brimful::memory::Arena;
 use brimful::micro::MemoryFormat;
-use brimful::{Bytes, DeviceSpec, Loss, Pipeline, Size};
+use brimful::{Bytes, DeviceSpec, Loss, MicroBatches, Pipeline};
 use brimful_cli::setting::{NormStatistics, loss};
 use tch::{Device, Tensor};
 
@@ -26,8 +26,9 @@ impl ExactModel {
         let builder = Pipeline::builder(exact.layers()?).devices([on]).kind(work.dtype.kind());
         let memory_format =
             if device == Device::Cpu { MemoryFormat::AsIs } else { MemoryFormat::ChannelsLast };
-        let builder =
-            builder.memory_format(memory_format).micro_batches(Size::Fixed(work.micro_batch));
+        let builder = builder
+            .memory_format(memory_format)
+            .micro_batches(MicroBatches::Samples(work.micro_batch));
         let pipeline = builder.build()?;
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { pipeline, kept })

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::Result;
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Loss, MicroBatcher, MicroBatches};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use brimful_torch::threads;
 use tch::Device;
@@ -25,7 +25,7 @@ impl OneThread {
     pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
         let store = VarStore::new(device);
         let model = work.build(&store)?;
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let micro = MicroBatcher::new(&store, MicroBatches::Samples(work.micro_batch));
         Ok(Self { store, model, micro })
     }
 

@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::Result;
 use brimful::layers::Model;
-use brimful::{Loss, MicroBatcher, Pipeline, Size, batch, device};
+use brimful::{Loss, MicroBatcher, MicroBatches, Pipeline, batch, device};
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
@@ -58,8 +58,8 @@ pub struct VerifyOptions {
 /// Compares the gradients, and returns a fault if one differs by more than rounding.
 pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
     let subject = VerifiedModel::new(options)?;
-    let full = subject.gradients(Size::Count(1))?;
-    let size = Size::Fixed(options.micro_batch_size);
+    let full = subject.gradients(MicroBatches::Count(1))?;
+    let size = MicroBatches::Samples(options.micro_batch_size);
     let split = match options.batch_norm {
         Some(NormStatistics::Exact) => subject.exact_gradients(options, size)?,
         _ => subject.gradients(size)?,
@@ -107,7 +107,7 @@ impl VerifiedModel {
         Ok(Self { store, model, examples: (inputs, targets), kind, trains })
     }
 
-    fn gradients(&self, size: Size) -> Result<Gradients> {
+    fn gradients(&self, size: MicroBatches) -> Result<Gradients> {
         let mut micro = MicroBatcher::new(&self.store, size);
         let whole = batch::slice(&self.examples, 0..batch::len(&self.examples)?)?;
         let step = micro.backward(&whole, |(x, y)| {
@@ -125,7 +125,7 @@ impl VerifiedModel {
 
     /// Computes the gradients in a pipeline with the same parameters and exact BatchNorms: a barrier across
     /// micro-batches.
-    fn exact_gradients(&self, options: &VerifyOptions, size: Size) -> Result<Gradients> {
+    fn exact_gradients(&self, options: &VerifyOptions, size: MicroBatches) -> Result<Gradients> {
         let sample = options.model.synthetic_sample();
         let layers = options.model.layers_normed(&sample, DROPOUT, options.batch_norm)?;
         let mut pipeline = Pipeline::builder(layers)

@@ -75,7 +75,7 @@ impl Batch for Rows {
 
 #[cfg(test)]
 mod tests {
-    use brimful::{MicroBatcher, Size};
+    use brimful::{MicroBatcher, MicroBatches};
     use tch::Device;
     use tch::nn::VarStore;
 
@@ -88,7 +88,7 @@ mod tests {
         assert_eq!(rows.size(), [3, 100]);
         let store = VarStore::new(Device::Cpu);
         let mut widths = Vec::new();
-        let sums = MicroBatcher::new(&store, Size::Fixed(1)).map(&rows, |part: Rows| {
+        let sums = MicroBatcher::new(&store, MicroBatches::Samples(1)).map(&rows, |part: Rows| {
             widths.push(part.size()[1]);
             part.sum_dim_intlist([1_i64].as_slice(), false, Kind::Int64)
         });

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use brimful::memory::Memory;
-use brimful::{Bytes, Size};
+use brimful::{Bytes, MicroBatches};
 use clap::Args;
 use tch::Device;
 
@@ -14,7 +14,7 @@ pub(crate) struct EvaluationPlace {
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     #[arg(value_parser = words::micro_batch)]
-    pub(crate) micro_batch_size: Size,
+    pub(crate) micro_batch_size: MicroBatches,
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
     memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]

@@ -114,7 +114,7 @@ fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Los
 mod tests {
     use std::collections::BTreeMap;
 
-    use brimful::{MicroBatcher, Size};
+    use brimful::{MicroBatcher, MicroBatches};
     use brimful_models::{Gpt, gpt};
     use tch::Device;
     use tch::nn::VarStore;
@@ -161,7 +161,7 @@ mod tests {
             let (store, model) = built(&tiny(tied));
             let (mut plain_store, plain) = built(&tiny(tied));
             plain_store.copy(&store).expect("the same variables");
-            let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+            let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
             let step = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true)).expect("a step");
             let expected = plain.plain_loss(&batch.0, &batch.1);
             expected.backward();
@@ -189,7 +189,7 @@ mod tests {
             answers.flatten(0, 1).index_select(0, &counts.flatten(0, 1).nonzero().view(-1));
         let expected = loss(&answers, &y.masked_select(&counts)).double_value(&[]);
         for size in [1, 2, 5] {
-            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(size));
             let trained = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true));
             let tested = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y));
             let of_logits = micro.evaluate(&batch, |(x, y)| {
@@ -216,7 +216,7 @@ mod tests {
         let logits = |x: &Tensor| head.forward_t(&body.forward_t(x, false), false);
         let expected = loss(&logits(&batch.0).to_kind(Kind::Double), &batch.1).double_value(&[]);
         for size in [1, 2, 5] {
-            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(size));
             let trained = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true));
             let tested = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y));
             let of_logits = micro.evaluate(&batch, |(x, y)| {
@@ -243,7 +243,7 @@ mod tests {
         let logits = head.forward_t(&hidden, false);
         let (_, found) = judge_tokens(&hidden, head, LOGITS_AT_ONCE / 7, &y);
         assert_eq!(found, right(&logits, &y));
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
         let batch = (x, y);
         let step = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y)).expect("a test");
         let expected = loss(&logits, &batch.1).double_value(&[]);

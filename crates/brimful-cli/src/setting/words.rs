@@ -6,7 +6,7 @@ use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
 use std::thread;
 
-use brimful::Size;
+use brimful::MicroBatches;
 use brimful::schedule::{Recompute, Schedule};
 
 use crate::nearest::did_you_mean;
@@ -64,11 +64,11 @@ pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
 }
 
 /// Parses the number of samples in a micro-batch.
-pub(crate) fn micro_batch(text: &str) -> Result<Size, String> {
+pub(crate) fn micro_batch(text: &str) -> Result<MicroBatches, String> {
     match text {
-        "auto" => Ok(Size::Auto),
-        "largest" => Ok(Size::Largest),
-        _ => counted(text, "give a number from 1 on, auto or largest").map(Size::Fixed),
+        "auto" => Ok(MicroBatches::Auto),
+        "largest" => Ok(MicroBatches::Largest),
+        _ => counted(text, "give a number from 1 on, auto or largest").map(MicroBatches::Samples),
     }
 }
 

@@ -13,7 +13,7 @@ use brimful::nn::Lora;
 use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, device, save};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline, device, save};
 use brimful_models::KeyValueCache;
 use brimful_models::pretrained::{AdapterFolder, Config, Pretrained, PretrainedError};
 use serde_json::{Map, Value, json};
@@ -121,7 +121,7 @@ fn trained(folder: &Path) -> (VarStore, Model) {
 
 /// Takes a step on each batch, in micro-batches of this size.
 fn train(store: &VarStore, model: &Model, size: usize, batches: &[(Tensor, Tensor)]) {
-    let mut micro = MicroBatcher::new(store, Size::Fixed(size));
+    let mut micro = MicroBatcher::new(store, MicroBatches::Samples(size));
     let mut optimizer = Optimizer::new(store, Sgd::new(RATE)).expect("an optimizer");
     for batch in batches {
         let mean = |(x, y): (Tensor, Tensor)| mean_loss(&model.forward_t(&x, true), &y);
@@ -188,7 +188,7 @@ fn a_model_that_lives_on_the_host_is_loaded_trained_and_saved_from_there() {
     let name = "llama_grouped";
     let expected = reference(name);
     let pretrained = Pretrained::open(folder(name)).expect("a folder");
-    let pipe = streamed(pretrained.config().layers()).micro_batches(3);
+    let pipe = streamed(pretrained.config().layers()).micro_batches(MicroBatches::Count(3));
     let mut pipe = pipe.build().expect("a pipeline");
     pretrained.load(&pipe.variables().expect("variables")).expect("loaded");
     train_piped(&mut pipe, &batches(&expected), |_| ());
@@ -594,7 +594,8 @@ impl LoraRun {
     fn new(name: &str, lora: &Lora) -> Self {
         let pretrained = Pretrained::open(folder(name)).expect("a folder");
         let layers = pretrained.config().layers().lora(lora);
-        let mut pipe = streamed(layers).micro_batches(3).build().expect("a pipeline");
+        let mut pipe =
+            streamed(layers).micro_batches(MicroBatches::Count(3)).build().expect("a pipeline");
         pretrained.load(&pipe.variables().expect("variables")).expect("loaded");
         let before = copied(pipe.variables().expect("variables"));
         train_piped(&mut pipe, &batches(&reference(name))[..2], |pipe| {

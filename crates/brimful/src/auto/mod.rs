@@ -19,14 +19,14 @@
 //!
 //! ```
 //! use brimful::memory::{Arena, Memory};
-//! use brimful::{Loss, MicroBatcher, Size};
+//! use brimful::{Loss, MicroBatcher, MicroBatches};
 //! use tch::nn::{self, Module};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let store = nn::VarStore::new(Device::Cpu);
 //! let model = nn::linear(store.root(), 1000, 1000, Default::default());
 //! let memory = Memory::Arena(Arena::limited("small", 16 << 20)?);
-//! let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
+//! let mut micro = MicroBatcher::new(&store, MicroBatches::Largest).memory(memory);
 //!
 //! let batch = Tensor::randn([4096, 1000], (Kind::Float, Device::Cpu));
 //! let step = micro.backward(&batch, |x| Loss::mean(model.forward(&x).square().mean(Kind::Float)))?;

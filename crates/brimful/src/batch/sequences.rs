@@ -13,19 +13,19 @@ const WIDTH_STEP: usize = 64;
 
 /// Sequences of different lengths: tokens, frames, or other items.
 ///
-/// A mini-batch of them is cut by tokens, not by samples ([`Size::Tokens`](crate::Size::Tokens), or an
+/// A mini-batch of them is cut by tokens, not by samples ([`MicroBatches::Tokens`](crate::MicroBatches::Tokens), or an
 /// automatic size): sequences of similar length run together, the longest first, and every micro-batch is
 /// padded only to its own longest. In a closure it is a tensor, `[samples, width, ...]`. Outputs return in the
 /// order of the mini-batch; those with one item per token are padded with zeros to the longest of all.
 ///
 /// ```
 /// use brimful::batch::Sequences;
-/// use brimful::{Loss, MicroBatcher, Size};
+/// use brimful::{Loss, MicroBatcher, MicroBatches};
 /// use tch::{Device, Kind, Tensor, nn};
 ///
 /// let store = nn::VarStore::new(Device::Cpu);
 /// let words = nn::embedding(store.root(), 100, 1, Default::default());
-/// let mut micro = MicroBatcher::new(&store, Size::Tokens(256));
+/// let mut micro = MicroBatcher::new(&store, MicroBatches::Tokens(256));
 ///
 /// let row = |length: i64| Tensor::randint(100, [length], (Kind::Int64, Device::Cpu));
 /// let batch = Sequences::new(&[row(3), row(200), row(70), row(60)], -1.0)?;

@@ -122,7 +122,7 @@ impl Layers {
     ///
     /// ```
     /// use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
-    /// use brimful::{Layers, Loss, Pipeline, Size};
+    /// use brimful::{Layers, Loss, Pipeline, MicroBatches};
     /// use tch::{Device, Kind, Tensor, nn};
     ///
     /// let exact = BatchNormConfig { policy: BatchNormPolicy::Exact, ..Default::default() };
@@ -130,7 +130,7 @@ impl Layers {
     ///     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
     ///     .add_norm("norm", move |p| batch_norm1d(p, 8, exact).with_relu())
     ///     .add("output", |p| nn::linear(p, 8, 3, Default::default()));
-    /// let mut pipe = Pipeline::builder(layers).micro_batches(Size::Fixed(2)).build()?;
+    /// let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Samples(2)).build()?;
     /// let x = Tensor::randn([16, 4], (Kind::Float, Device::Cpu));
     /// let y = Tensor::randint(3, [16], (Kind::Int64, Device::Cpu));
     /// pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;

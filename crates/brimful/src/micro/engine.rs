@@ -7,8 +7,8 @@ use crate::auto::{Kind, Use};
 use crate::bytes::Bytes;
 use crate::memory::{Arena, Memory};
 use crate::step::{
-    Engine, Hints, Parts, PartsEngine, Seeding, Size, StepState, Team, Trained, gradient_bytes,
-    names, parameters,
+    Engine, Hints, MicroBatches, Parts, PartsEngine, Seeding, StepState, Team, Trained,
+    gradient_bytes, names, parameters,
 };
 use crate::{Result, device};
 
@@ -75,13 +75,13 @@ impl PartsEngine for MicroBatcher {
 
 impl MicroBatcher {
     /// Bytes that a step's plan leaves out. CUDA graphs give way to training, but to nothing else.
-    pub(crate) fn captures_keep(&self, kind: &Kind, size: Size) -> Result<Bytes> {
+    pub(crate) fn captures_keep(&self, kind: &Kind, size: MicroBatches) -> Result<Bytes> {
         let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
         Ok(match (kind.is_training(), memory.usage()?.available) {
             (false, _) => self.graphs.kept(),
             // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
             // because of them.
-            (true, Some(available)) if size == Size::Auto => self.graphs.spare(available),
+            (true, Some(available)) if size == MicroBatches::Auto => self.graphs.spare(available),
             (true, _) => Bytes(0),
         })
     }

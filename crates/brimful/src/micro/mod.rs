@@ -1,14 +1,14 @@
 //! The micro-batched step on one device: split, stream in, forward, backward, accumulate.
 //!
 //! ```
-//! use brimful::{Loss, MicroBatcher, Size};
+//! use brimful::{Loss, MicroBatcher, MicroBatches};
 //! use tch::nn::{self, ModuleT, OptimizerConfig};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let store = nn::VarStore::new(Device::Cpu);
 //! let model = nn::seq_t().add(nn::linear(store.root(), 8, 3, Default::default()));
 //! let mut optimizer = nn::Sgd::default().build(&store, 0.1)?;
-//! let mut micro = MicroBatcher::new(&store, Size::Fixed(16));
+//! let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(16));
 //!
 //! let batch = (
 //!     Tensor::randn([65, 8], (Kind::Float, Device::Cpu)),
@@ -46,7 +46,8 @@ use crate::copy_streams::CopyStreams;
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, IntoLoss, Parts, Size, StepReport, StepRequest, StepState, UnmanagedStatistics,
+    self, BatchRole, IntoLoss, MicroBatches, Parts, StepReport, StepRequest, StepState,
+    UnmanagedStatistics,
 };
 pub(crate) use attempt::AttemptSettings;
 pub(crate) use graphs::Closure;
@@ -68,7 +69,7 @@ pub struct MicroBatcher {
 
 impl MicroBatcher {
     /// Creates a micro-batcher for the variables of this store, which may still grow, on its device.
-    pub fn new(store: &VarStore, size: Size) -> Self {
+    pub fn new(store: &VarStore, size: MicroBatches) -> Self {
         let device = store.device();
         Self {
             variables: store.variables_.clone(),

@@ -8,7 +8,7 @@ use super::{MemoryFormat, MicroBatcher};
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::optim::Method;
-use crate::step::{NonFinitePolicy, Size, Team, names, parameters};
+use crate::step::{MicroBatches, NonFinitePolicy, Team, names, parameters};
 use crate::world::World;
 use crate::{Error, Result, retry_on_oom};
 
@@ -109,13 +109,13 @@ impl MicroBatcher {
     }
 
     /// Returns how mini-batches are cut.
-    pub fn size(&self) -> Size {
+    pub fn micro_batches(&self) -> MicroBatches {
         self.state.size
     }
 
     /// Sets how mini-batches are cut from now on.
-    pub fn set_size(&mut self, size: Size) {
-        self.state.set_size(size);
+    pub fn set_micro_batches(&mut self, micro_batches: MicroBatches) {
+        self.state.set_size(micro_batches);
     }
 
     /// Runs work outside forward and backward, such as an optimizer's step, in this memory: see

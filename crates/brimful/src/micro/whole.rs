@@ -21,8 +21,8 @@ use crate::memory_format::InMemoryFormat;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
-    self, AttemptContext, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
-    StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
+    self, AttemptContext, Cut, Failed, MicroBatchInfo, MicroBatchRun, MicroBatches, PartSeed,
+    RowGradients, StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
 };
 use crate::{Result, feed};
 
@@ -125,7 +125,7 @@ impl MicroBatcher {
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(StoreAttempt, RowGradients)> {
-        let cut = Cut::given(Samples::default(), Size::Count(1))?;
+        let cut = Cut::given(Samples::default(), MicroBatches::Count(1))?;
         let ((summed, tally, gradients), undo) = self.guarded(|this| {
             let generator = seed.on(this.device);
             generator.begin(0);

@@ -37,7 +37,7 @@ pub enum BatchNormError {
          first, which a pipeline has, of a list in which the layer was added by `add_norm`:\n    \
          let layers = Layers::new().add(\"conv\", conv).add_norm(\"bn\", |p| batch_norm2d(p, \
          {channels}, exact)).add(\"rest\", rest);\n    \
-         let mut pipe = Pipeline::builder(layers).micro_batches(Size::Fixed(2)).build()?;\n    \
+         let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Samples(2)).build()?;\n    \
          pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;\n\
          In a closure, and in replicas of one, take BatchNormPolicy::Deferred"
     )]

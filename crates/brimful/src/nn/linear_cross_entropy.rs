@@ -116,13 +116,13 @@ pub enum LinearCrossEntropyError {
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
-/// use brimful::{MicroBatcher, Size};
+/// use brimful::{MicroBatcher, MicroBatches};
 /// use tch::{Device, Kind, Tensor, nn};
 ///
 /// let store = nn::VarStore::new(Device::Cpu);
 /// let table = store.root().randn_standard("table", &[1000, 16]);
 /// let tokens = Tensor::randint(1000, [8, 33], (Kind::Int64, Device::Cpu));
-/// let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+/// let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
 /// let step = micro.backward(&tokens, |tokens| {
 ///     let hidden = Tensor::embedding(&table, &tokens.narrow(1, 0, 32), -1, false, false);
 ///     linear_cross_entropy(&hidden, &table, None, &tokens.narrow(1, 1, 32), Default::default())

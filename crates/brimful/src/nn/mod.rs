@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use brimful::nn::batch_norm1d;
-//! use brimful::{Loss, MicroBatcher, Size};
+//! use brimful::{Loss, MicroBatcher, MicroBatches};
 //! use tch::nn::{ModuleT, VarStore};
 //! use tch::{Device, Kind, Tensor};
 //!
@@ -16,7 +16,7 @@
 //!     let mut store = VarStore::new(Device::Cpu);
 //!     let norm = batch_norm1d(store.root(), 3, Default::default());
 //!     store.double();
-//!     let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+//!     let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(size));
 //!     micro.backward(&x, |x| Loss::mean(norm.forward_t(&x, true).mean(Kind::Double)))?;
 //!     Ok::<_, brimful::Error>(store.variables()["running_mean"].copy())
 //! };

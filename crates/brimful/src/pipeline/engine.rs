@@ -19,7 +19,7 @@ use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
     self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures,
-    Handshake, Hints, Lesson, NonFinitePolicy, PartReport, Seeding, Size, StepState, Team,
+    Handshake, Hints, Lesson, MicroBatches, NonFinitePolicy, PartReport, Seeding, StepState, Team,
     TermGroup, Timeline, Trained, Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
@@ -266,7 +266,7 @@ impl Pipeline {
     pub(crate) fn plan_for(
         &mut self,
         handshake: &Handshake,
-        size: Size,
+        size: MicroBatches,
         mode: Mode,
         two_phases: bool,
     ) -> Result<AttemptPlan> {

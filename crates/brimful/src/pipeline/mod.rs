@@ -17,7 +17,7 @@
 //! let mut pipe = Pipeline::builder(layers)
 //!     .devices([DeviceSpec::cpu(), DeviceSpec::cpu()])
 //!     .balance([2, 1])
-//!     .micro_batches(4)
+//!     .micro_batches(MicroBatches::Count(4))
 //!     .schedule(Schedule::OneFOneB)
 //!     .build()?;
 //! let mut opt = pipe.optimizer(Sgd::new(0.1))?;
@@ -65,7 +65,7 @@ use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
-use crate::step::{Size, StepState};
+use crate::step::{MicroBatches, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
 use build::{StageLayout, check_offloaded_graphs, recompute_at_least};
@@ -153,13 +153,13 @@ impl Pipeline {
     }
 
     /// Returns the size by which mini-batches are cut.
-    pub fn size(&self) -> Size {
+    pub fn micro_batches(&self) -> MicroBatches {
         self.state.size
     }
 
-    /// Sets the number of micro-batches, or the [`Size`], by which mini-batches are cut from now on.
-    pub fn set_size(&mut self, size: impl Into<Size>) {
-        self.state.set_size(size.into());
+    /// Sets the number of micro-batches, or the [`MicroBatches`], by which mini-batches are cut from now on.
+    pub fn set_micro_batches(&mut self, micro_batches: MicroBatches) {
+        self.state.set_size(micro_batches);
     }
 
     /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::batch::{BatchError, Samples};
 use crate::loss::MicroBatchWeight;
-use crate::step::{BatchRole, Handshake, Size};
+use crate::step::{BatchRole, Handshake, MicroBatches};
 use crate::{Error, Result};
 
 /// Micro-batches of one pipeline in a step.
@@ -30,7 +30,7 @@ impl Portion {
 pub(crate) fn portions(
     handshake: &Handshake,
     role: BatchRole,
-    size: Size,
+    size: MicroBatches,
     replicas: usize,
 ) -> Result<Vec<Portion>> {
     let cut = |samples: &Samples| match samples.count() {

@@ -9,7 +9,7 @@ use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
 use crate::batch::{self, Batch, BatchError, Samples};
 use crate::oom::{self, Caught};
-use crate::step::{BatchRole, Parts, Size, StoreAttempt};
+use crate::step::{BatchRole, MicroBatches, Parts, StoreAttempt};
 use crate::workers::into_error;
 use crate::{Error, Result};
 
@@ -88,7 +88,7 @@ pub(super) fn jobs<B: Batch>(
     batch: &B,
     samples: &Samples,
     shares: &[Range<usize>],
-    size: Size,
+    size: MicroBatches,
     mut role: impl FnMut(usize) -> BatchRole,
 ) -> Result<Vec<Option<ReplicaJob<B>>>> {
     let job = |(replica, share): (usize, &Range<usize>)| {

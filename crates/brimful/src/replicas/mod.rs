@@ -10,13 +10,13 @@
 //!
 //! ```
 //! use brimful::optim::{Optimizer, Sgd};
-//! use brimful::{Loss, Replicas, Size};
+//! use brimful::{Loss, Replicas, MicroBatches};
 //! use tch::nn::{self, Module};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let devices = [Device::Cpu, Device::Cpu];
 //! let build = |root: &nn::Path| nn::linear(root, 8, 3, Default::default());
-//! let mut replicas = Replicas::new(devices, Size::Fixed(16), build)?;
+//! let mut replicas = Replicas::new(devices, MicroBatches::Samples(16), build)?;
 //! let mut optimizer = Optimizer::new(replicas.store(), Sgd::new(0.1))?;
 //!
 //! let batch = (
@@ -66,7 +66,7 @@ pub use error::ReplicasError;
 
 use crate::Result;
 use crate::random::preserving_generators;
-use crate::step::{Parts, Size, StepState, names};
+use crate::step::{MicroBatches, Parts, StepState, names};
 use crate::workers::{DeviceSpec, Workers, resolved};
 use mirror::ModelOutline;
 use replica::Replica;
@@ -103,7 +103,7 @@ impl<M: 'static> Replicas<M> {
     /// does not build the same model everywhere.
     pub fn new<D: Into<DeviceSpec>>(
         devices: impl IntoIterator<Item = D>,
-        size: Size,
+        size: MicroBatches,
         build: impl Fn(&Path<'_>) -> M + Send + Sync + 'static,
     ) -> Result<Self> {
         let mut devices = resolved(devices.into_iter().map(Into::into).collect())?;

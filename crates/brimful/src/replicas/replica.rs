@@ -10,7 +10,7 @@ use crate::batch::{Batch, Samples};
 use crate::memory_format::InMemoryFormat;
 use crate::micro::{AttemptSettings, Closure};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, IntoLoss, PartFigures, Size, StoreAttempt, names};
+use crate::step::{BatchRole, Cut, IntoLoss, MicroBatches, PartFigures, StoreAttempt, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
@@ -31,7 +31,7 @@ pub(super) struct Replica<M> {
 pub(super) struct ReplicaJob<B> {
     pub(super) batch: B,
     pub(super) samples: Samples,
-    pub(super) size: Size,
+    pub(super) size: MicroBatches,
     pub(super) role: BatchRole,
 }
 
@@ -63,7 +63,7 @@ impl<M> Replica<M> {
         let generator = (number > 0).then(|| Generator::new(device.device));
         let model = build(&store.root());
         drop(generator);
-        let mut micro = MicroBatcher::new(&store, Size::Count(1));
+        let mut micro = MicroBatcher::new(&store, MicroBatches::Count(1));
         if let Some(memory) = device.memory() {
             micro = micro.memory(memory);
         }

@@ -10,7 +10,7 @@ use super::shares::Speeds;
 use crate::Result;
 use crate::micro::{MemoryFormat, MicroBatcher};
 use crate::optim::Method;
-use crate::step::{Engine, NonFinitePolicy, Size, Team, names, parameters};
+use crate::step::{Engine, MicroBatches, NonFinitePolicy, Team, names, parameters};
 use crate::world::World;
 
 /// Setting that every replica's `MicroBatcher` gets before the next step.
@@ -95,13 +95,13 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Returns the size by which each replica's part is cut.
-    pub fn size(&self) -> Size {
+    pub fn micro_batches(&self) -> MicroBatches {
         self.state.size
     }
 
     /// Sets the size by which each replica's part is cut from now on.
-    pub fn set_size(&mut self, size: Size) {
-        self.state.set_size(size);
+    pub fn set_micro_batches(&mut self, micro_batches: MicroBatches) {
+        self.state.set_size(micro_batches);
     }
 
     fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {

@@ -6,12 +6,12 @@
 //!
 //! ```
 //! use brimful::report::{Ended, Recorder, Run};
-//! # use brimful::{Loss, MicroBatcher, Size};
+//! # use brimful::{Loss, MicroBatcher, MicroBatches};
 //! # use tch::nn::{self, Module};
 //! # use tch::{Device, Kind, Tensor};
 //! # let store = nn::VarStore::new(Device::Cpu);
 //! # let model = nn::linear(store.root(), 4, 1, Default::default());
-//! # let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+//! # let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
 //! # let batch = Tensor::randn([16, 4], (Kind::Float, Device::Cpu));
 //! # let path = std::env::temp_dir().join(format!("brimful-doc-{}.json", std::process::id()));
 //!

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use tch::Device;
 
+use super::micro_batches::MicroBatches;
 use super::role::BatchRole;
-use super::size::Size;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Samples};
 use crate::bytes::Bytes;
@@ -23,7 +23,7 @@ pub(crate) struct Cut {
     /// The first sample that has not been handed out.
     next: usize,
     /// Read only where the size is given.
-    size: Size,
+    size: MicroBatches,
     /// All micro-batches, where the size is given.
     given: Vec<Range<usize>>,
     /// Decides on the next piece, where the size is automatic.
@@ -58,7 +58,7 @@ impl MicroBatchRun {
 
 impl Cut {
     /// Cuts these samples by a given size; without samples there are no micro-batches.
-    pub(crate) fn given(samples: Samples, size: Size) -> Result<Self> {
+    pub(crate) fn given(samples: Samples, size: MicroBatches) -> Result<Self> {
         let given = match samples.count() {
             0 => Vec::new(),
             _ => size.cut(&samples)?.ok_or(BatchError::NothingToCut)?,
@@ -67,7 +67,7 @@ impl Cut {
     }
 
     /// Cuts these samples by an automatic size.
-    pub(crate) fn watched(samples: Samples, size: Size, watch: SizeWatch) -> Self {
+    pub(crate) fn watched(samples: Samples, size: MicroBatches, watch: SizeWatch) -> Self {
         let (given, watch) = (Vec::new(), Some(watch));
         Self { samples, next: 0, size, given, watch, sizes: Vec::new() }
     }
@@ -82,7 +82,7 @@ impl Cut {
     }
 
     /// Size by which each part is cut, where the whole mini-batch has one size.
-    pub(crate) fn size(&self) -> Option<Size> {
+    pub(crate) fn size(&self) -> Option<MicroBatches> {
         self.watch.is_none().then_some(self.size)
     }
 

@@ -30,7 +30,7 @@ pub enum StepError {
     /// A size in tokens for samples that are not sequences.
     #[error(
         "micro-batches of {tokens} tokens need sequences: put the samples into `batch::Sequences`, or \
-         give a number of samples by `Size::Fixed`"
+         give a number of samples by `MicroBatches::Samples`"
     )]
     NoSequences {
         /// Tokens that a micro-batch was to have.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
+use super::micro_batches::MicroBatches;
 use super::role::{BatchRole, PartSeed};
-use super::size::Size;
 use super::trained::Trained;
 use super::vote::Team;
 use crate::auto::{Kind, Use};
@@ -60,7 +60,7 @@ impl StepRequest {
 /// This rank's side of the handshake, beside its mini-batch.
 #[derive(Debug)]
 pub(super) struct OwnPart {
-    pub(super) size: Size,
+    pub(super) size: MicroBatches,
     pub(super) seed: Option<u64>,
     pub(super) trained: Option<Trained>,
     pub(super) changed: bool,

@@ -22,10 +22,10 @@ mod cut;
 mod error;
 mod handshake;
 mod into_loss;
+mod micro_batches;
 mod parts;
 mod report;
 mod role;
-mod size;
 mod sizing;
 mod store_attempt;
 mod tally;
@@ -46,11 +46,11 @@ pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
 pub use error::StepError;
 pub(crate) use handshake::{Handshake, StepRequest, described};
 pub use into_loss::IntoLoss;
+pub use micro_batches::MicroBatches;
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
 pub(crate) use role::{BatchRole, PartSeed};
-pub use size::Size;
 pub(crate) use sizing::{Hints, Lesson};
 pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
 pub use tally::NonFinitePolicy;
@@ -161,7 +161,7 @@ pub(crate) enum Seeding {
 /// Settings of every kind of engine, and its state from step to step.
 #[derive(Debug)]
 pub(crate) struct StepState<T> {
-    pub(crate) size: Size,
+    pub(crate) size: MicroBatches,
     pub(crate) sizes: Sizes,
     /// Bytes of each memory that an optimizer will allocate next.
     pub(crate) reserved: Vec<u64>,
@@ -185,7 +185,7 @@ pub(crate) struct Window<T> {
 }
 
 impl<T> StepState<T> {
-    pub(crate) fn new(size: Size) -> Self {
+    pub(crate) fn new(size: MicroBatches) -> Self {
         Self {
             size,
             sizes: Sizes::new(goal(size)),
@@ -204,7 +204,7 @@ impl<T> StepState<T> {
     }
 
     /// Sets how mini-batches are cut from now on.
-    pub(crate) fn set_size(&mut self, size: Size) {
+    pub(crate) fn set_size(&mut self, size: MicroBatches) {
         self.size = size;
         self.sizes.set_goal(goal(size));
     }
@@ -215,8 +215,8 @@ impl<T> StepState<T> {
     }
 }
 
-fn goal(size: Size) -> Goal {
-    if size == Size::Largest { Goal::Largest } else { Goal::Fastest }
+fn goal(size: MicroBatches) -> Goal {
+    if size == MicroBatches::Largest { Goal::Largest } else { Goal::Fastest }
 }
 
 /// One attempt at a mini-batch, as its engine receives it.

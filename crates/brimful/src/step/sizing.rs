@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::vote::Team;
-use super::{Cut, Engine, Size};
+use super::{Cut, Engine, MicroBatches};
 use crate::auto::{
     Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, hash_of_variables,
 };
@@ -89,7 +89,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
 /// Runs a size that the user has given; reruns it once where the engine can do with less memory.
 fn run_given<E: Engine, T>(
     engine: &mut E,
-    size: Size,
+    size: MicroBatches,
     to_cut: &ToCut<'_>,
     team: &Team,
     mut run: impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
@@ -184,7 +184,7 @@ fn run_whole<E: Engine, T>(
                 .inspect_err(|error| refused = Some(error.clone()))
         },
         |size| {
-            let size = Size::of_units(to_cut.samples, size);
+            let size = MicroBatches::of_units(to_cut.samples, size);
             let (value, mut lesson) = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
             let peaks = std::mem::take(&mut lesson.peaks);
             Ok(((value, lesson), peaks))

@@ -7,7 +7,7 @@ use brimful::nn::{
 use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Recompute;
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -79,7 +79,7 @@ pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
 
 /// Runs the plain model on the whole mini-batch; returns the loss.
 pub fn full_batch_backward(plain: &Plain, x: &Tensor) -> f64 {
-    let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(x.size()[0] as usize));
+    let mut whole = MicroBatcher::new(&plain.store, MicroBatches::Samples(x.size()[0] as usize));
     let step = whole.backward(x, |x| loss(&plain.model.forward_t(&x, true), &x));
     step.expect("the whole mini-batch").loss
 }
@@ -123,7 +123,8 @@ fn every_cut_is_the_full_batch() {
     for dimensions in 0..4 {
         for samples in [2, 5, 33] {
             for size in [1, 2, 7, samples] {
-                let pipe = builder(layers(dimensions, EXACT), 1).micro_batches(Size::Fixed(size));
+                let pipe = builder(layers(dimensions, EXACT), 1)
+                    .micro_batches(MicroBatches::Samples(size));
                 let (mut pipe, plain) = both(dimensions, EXACT, pipe.build().expect("a pipeline"));
                 let x = input(samples as i64, dimensions);
                 let what = format!("{dimensions} dimensions, {samples} by {size}");
@@ -141,7 +142,7 @@ fn whatever_is_recomputed_and_wherever_stages_live() {
             for affine in [true, false] {
                 let what = format!("{recompute}, {locations:?}, affine: {affine}");
                 let config = BatchNormConfig { affine, momentum: Some(0.3), ..EXACT };
-                let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(3));
+                let pipe = builder(layers(2, config), 1).micro_batches(MicroBatches::Samples(3));
                 let pipe = pipe.recompute(recompute).offload(locations.clone()).build();
                 let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
                 assert_exact(&mut pipe, &plain, &input(11, 2), 1e-10, &what);
@@ -153,7 +154,7 @@ fn whatever_is_recomputed_and_wherever_stages_live() {
 #[test]
 fn three_steps_of_sgd_stay_together() {
     let _turn = alone();
-    let pipe = builder(layers(2, EXACT), 1).micro_batches(Size::Fixed(2)).balance([4, 5]);
+    let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).balance([4, 5]);
     let pipe = pipe.schedule(brimful::schedule::Schedule::BreadthFirst { stages_per_device: 2 });
     let (mut pipe, plain) = both(2, EXACT, pipe.build().expect("a pipeline"));
     let mut ours = pipe.optimizer(Sgd::new(0.05)).expect("an optimizer");
@@ -174,7 +175,7 @@ fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
     // Without variance, each of the three layers multiplies rounding errors by 1 / √ε.
     let config = BatchNormConfig { eps: 0.1, ..EXACT };
     for (dimensions, x) in [(0, input(1, 0)), (2, input(1, 2)), (2, constant)] {
-        let pipe = builder(layers(dimensions, config), 1).micro_batches(Size::Fixed(2));
+        let pipe = builder(layers(dimensions, config), 1).micro_batches(MicroBatches::Samples(2));
         let (mut pipe, plain) = both(dimensions, config, pipe.build().expect("a pipeline"));
         assert_exact(&mut pipe, &plain, &x, 1e-10, &format!("{:?}", x.size()));
     }
@@ -197,7 +198,7 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
     tch::manual_seed(5);
     for (mean, part) in [(0.0, 1e-4), (1e4, 5e-3)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::Float);
-        let mut pipe = pipe.micro_batches(Size::Fixed(2)).build().expect("a pipeline");
+        let mut pipe = pipe.micro_batches(MicroBatches::Samples(2)).build().expect("a pipeline");
         let plain = Plain::of(&layers_of_inputs(DEFERRED), &pipe);
         let x = (input(33, 2) + mean).to_kind(Kind::Float);
         full_batch_backward(&plain, &x.to_kind(Kind::Double));
@@ -215,20 +216,20 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
 fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
     let _turn = alone();
     let made = || {
-        let pipe = builder(layers(1, EXACT), 1).micro_batches(Size::Fixed(2)).build();
+        let pipe = builder(layers(1, EXACT), 1).micro_batches(MicroBatches::Samples(2)).build();
         both(1, EXACT, pipe.expect("a pipeline"))
     };
     let x = input(7, 1);
     let (mut pipe, plain) = made();
     let root = |out: &Tensor| out.square().sum(Kind::Double).sqrt();
     pipe.backward_whole(&x, |out| root(&out.tensors()[0])).expect("a step");
-    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    let mut micro = MicroBatcher::new(&plain.store, MicroBatches::Samples(7));
     let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
     whole.expect("the whole mini-batch");
     assert_gradients(&pipe, &plain, 1e-10, "a loss of all outputs");
 
     let (mut pipe, plain) = made();
-    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    let mut micro = MicroBatcher::new(&plain.store, MicroBatches::Samples(7));
     for x in [&x, &(&x * 3.0)] {
         pipe.accumulate(x, x, |out: Tensor, x| loss(&out, x)).expect("a mini-batch");
         micro.accumulate(x, |x| loss(&plain.model.forward_t(&x, true), &x)).expect("a mini-batch");
@@ -241,7 +242,7 @@ fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
 #[test]
 fn frozen_layers_before_it_need_nothing_of_it() {
     let _turn = alone();
-    let pipe = builder(layers(2, EXACT), 1).micro_batches(Size::Fixed(2)).build();
+    let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).build();
     let (mut pipe, plain) = both(2, EXACT, pipe.expect("a pipeline"));
     let frozen = |name: &str| name.starts_with("first") || name.starts_with("norm1");
     pipe.freeze(frozen).expect("frozen");
@@ -266,7 +267,7 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
     let store = VarStore::new(test_device());
     let layer = batch_norm1d(store.root(), 3, EXACT);
     let x32 = x.to_kind(Kind::Float);
-    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+    let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
     let closure = |x: Tensor| {
         Ok::<_, brimful::Error>(Loss::sum(layer.f_forward_t(&x, true)?.sum(Kind::Float)))
     };
@@ -291,7 +292,10 @@ fn other_policies_run_in_the_same_list_without_a_cut() {
         [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch, BatchNormPolicy::Frozen]
     {
         let config = BatchNormConfig { policy, ..EXACT };
-        let mut pipe = builder(layers(1, config), 1).micro_batches(3).build().expect("a pipeline");
+        let mut pipe = builder(layers(1, config), 1)
+            .micro_batches(MicroBatches::Count(3))
+            .build()
+            .expect("a pipeline");
         assert_eq!(pipe.balance().sizes(), [9]);
         let x = input(6, 1);
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
@@ -321,7 +325,8 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let arena = Arena::new("device");
         arena.set_limit(limit).expect("a limit");
         let pipe = streamed(layers(EXACT), &arena).offload(locations.clone());
-        let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
+        let pipe =
+            pipe.micro_batches(MicroBatches::Samples(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
         let before = copies(&pipe.variables().expect("variables"));
         let left = |pipe: &Pipeline| {
@@ -334,7 +339,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         let failures = fail_every_allocation(&what, &arena, &mut pipe, left, step);
         assert!(failures > 100, "{failures} allocations were tried");
         let plain = Plain::on((Kind::Double, Device::Cpu), &layers(DEFERRED), before);
-        let whole = MicroBatcher::new(&plain.store, Size::Fixed(3))
+        let whole = MicroBatcher::new(&plain.store, MicroBatches::Samples(3))
             .backward(&x, |x| plain_loss(&plain.model.forward_t(&x, true)));
         whole.expect("the whole mini-batch");
         assert_left(&pipe, &plain, 1e-10, "after all failures");
@@ -346,7 +351,7 @@ fn with_offloaded_stages_on_the_host_memory_does_not_grow_with_the_mini_batch() 
     let _turn = alone();
     let peak = |samples: i64| {
         let arena = Arena::new("device");
-        let pipe = streamed(four_norms(), &arena).micro_batches(Size::Fixed(4));
+        let pipe = streamed(four_norms(), &arena).micro_batches(MicroBatches::Samples(4));
         let mut pipe = pipe.recompute(Recompute::Always).build().expect("a pipeline");
         let x = numbers(&[samples, 3, 32, 32], 7);
         for _ in 0..2 {

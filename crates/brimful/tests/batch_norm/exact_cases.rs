@@ -2,7 +2,7 @@
 //! precision.
 
 use brimful::nn::BatchNormConfig;
-use brimful::{Layers, MicroBatcher, Size};
+use brimful::{Layers, MicroBatcher, MicroBatches};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Kind, Tensor};
 
@@ -17,7 +17,7 @@ use crate::support::{Named, alone, assert_within, clear, test_device};
 fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
     let _turn = alone();
     let config = BatchNormConfig { momentum: None, ..EXACT };
-    let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(2)).build();
+    let pipe = builder(layers(2, config), 1).micro_batches(MicroBatches::Samples(2)).build();
     let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
     let first = plain.values().into_iter().find(|(name, _)| name == "first.weight");
     let (_, weight) = first.expect("the first layer");
@@ -58,10 +58,11 @@ fn gradients_of_what_enters_are_the_full_batchs() {
     let numbers = Tensor::arange(11, (Kind::Int64, test_device()));
     let weights = input(11, 2);
     for size in [1, 2, 7, 11] {
-        let pipe = builder(layers_of_samples(EXACT), 1).micro_batches(Size::Fixed(size)).build();
+        let pipe =
+            builder(layers_of_samples(EXACT), 1).micro_batches(MicroBatches::Samples(size)).build();
         let mut pipe = pipe.expect("a pipeline");
         let plain = Plain::of(&layers_of_samples(DEFERRED), &pipe);
-        let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(11));
+        let mut whole = MicroBatcher::new(&plain.store, MicroBatches::Samples(11));
         let batch = (numbers.shallow_clone(), weights.shallow_clone());
         let expected = whole.backward(&batch, |(x, weights): (Tensor, Tensor)| {
             loss(&plain.model.forward_t(&x, true), &weights)
@@ -92,7 +93,7 @@ fn bf16_loses_no_more_than_in_the_plain_layer() {
     // Near 10,000 neighbouring bf16 numbers are 64 apart: a deviation of 1 makes channels constant.
     for (mean, spread) in [(0.0, 1.0), (1e4, 64.0), (1e4, 1.0)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::BFloat16);
-        let mut pipe = pipe.micro_batches(Size::Fixed(4)).build().expect("a pipeline");
+        let mut pipe = pipe.micro_batches(MicroBatches::Samples(4)).build().expect("a pipeline");
         let reference = Plain::of(&layers_of_inputs(DEFERRED), &pipe);
         let values = pipe.variables().expect("variables");
         let narrow = (Kind::BFloat16, test_device());

@@ -2,7 +2,7 @@
 
 use brimful::memory::Arena;
 use brimful::schedule::{Recompute, TransferKind, TransferSpan};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, StepReport};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatches, Pipeline, Result, StepReport};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, four_norms, mix, norm};
@@ -26,7 +26,7 @@ impl Site {
         let (device, host) = (Arena::new("device"), Arena::new("host"));
         let spec = DeviceSpec::cpu().threads(1).arena(device.clone());
         let pipe = Pipeline::builder(layers).devices([spec]).host(host.clone()).kind(Kind::Double);
-        let pipe = pipe.recompute(recompute).micro_batches(Size::Fixed(SIZE));
+        let pipe = pipe.recompute(recompute).micro_batches(MicroBatches::Samples(SIZE));
         tch::manual_seed(3);
         Self { pipe: pipe.build().expect("a pipeline"), device, host }
     }
@@ -198,7 +198,7 @@ fn larger_micro_batches_are_learnt_of_anew() {
     let (few, _) = Site::new(Recompute::Never).steps(4);
     site.device.set_limit(Some(2 * few)).expect("a limit");
     site.steps(64);
-    site.pipe.set_size(Size::Fixed(2 * SIZE));
+    site.pipe.set_micro_batches(MicroBatches::Samples(2 * SIZE));
     let (most, on_host) = site.steps(64);
     assert!(most <= 2 * few && on_host > 0, "{most} bytes here, {on_host} there");
 }

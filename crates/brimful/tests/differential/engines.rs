@@ -10,8 +10,8 @@ use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
-    DeviceSpec, Loss, MicroBatcher, NonFinitePolicy, Pipeline, Replicas, Result, Size, StepReport,
-    World,
+    DeviceSpec, Loss, MicroBatcher, MicroBatches, NonFinitePolicy, Pipeline, Replicas, Result,
+    StepReport, World,
 };
 use proptest::prelude::*;
 use tch::nn::{ModuleT, VarStore};
@@ -30,12 +30,12 @@ pub enum Cut {
 }
 
 impl Cut {
-    pub fn size(self) -> Size {
+    pub fn size(self) -> MicroBatches {
         match self {
-            Self::Fixed(size) => Size::Fixed(size),
-            Self::Count(count) => Size::Count(count),
-            Self::Auto => Size::Auto,
-            Self::Largest => Size::Largest,
+            Self::Fixed(size) => MicroBatches::Samples(size),
+            Self::Count(count) => MicroBatches::Count(count),
+            Self::Auto => MicroBatches::Auto,
+            Self::Largest => MicroBatches::Largest,
         }
     }
 
@@ -396,7 +396,7 @@ impl Subject for OneDevice {
     }
 
     fn set_size(&mut self, cut: Cut) -> Result<()> {
-        self.micro.set_size(cut.size());
+        self.micro.set_micro_batches(cut.size());
         Ok(())
     }
 
@@ -534,7 +534,7 @@ impl Subject for Replicated {
     }
 
     fn set_size(&mut self, cut: Cut) -> Result<()> {
-        self.replicas.set_size(cut.size());
+        self.replicas.set_micro_batches(cut.size());
         Ok(())
     }
 
@@ -779,7 +779,7 @@ impl Subject for Piped {
     }
 
     fn set_size(&mut self, cut: Cut) -> Result<()> {
-        self.pipe.set_size(cut.size());
+        self.pipe.set_micro_batches(cut.size());
         Ok(())
     }
 

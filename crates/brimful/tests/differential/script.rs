@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use brimful::nn::linear_cross_entropy;
 use brimful::pipeline::PipelineError;
-use brimful::{Error, Loss, Size, StepRng, World, split};
+use brimful::{Error, Loss, MicroBatches, StepRng, World, split};
 use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -776,8 +776,8 @@ impl Duel<'_> {
     ) -> Vec<Range<usize>> {
         let lengths: Vec<usize> = match (self.cut.size(), reported) {
             _ if rows.is_empty() => Vec::new(),
-            (Size::Fixed(size), _) => lengths(split::by_size(rows.len(), size)),
-            (Size::Count(count), _) => lengths(split::by_count(rows.len(), count)),
+            (MicroBatches::Samples(size), _) => lengths(split::by_size(rows.len(), size)),
+            (MicroBatches::Count(count), _) => lengths(split::by_count(rows.len(), count)),
             (_, Some(reported)) => {
                 let mut start = 0;
                 let mut skip: usize = reported.shares[..part].iter().sum();

@@ -6,7 +6,7 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::nn::BatchNormPolicy;
 use brimful::optim::Adam;
-use brimful::{Error, Layers, Loss, Size, StepReport, World};
+use brimful::{Error, Layers, Loss, MicroBatches, StepReport, World};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -32,7 +32,7 @@ const LIMIT: u64 = 700 << 10;
 const MANY: i64 = 1000;
 
 fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn Engine> {
-    let setup = Setup::new(heavy, Size::Largest, world);
+    let setup = Setup::new(heavy, MicroBatches::Largest, world);
     let reserve = reserve.then(|| Adam::new(0.1).into());
     make(&Setup { limit: Some(limit), reserve, ..setup })
 }
@@ -85,7 +85,7 @@ pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
 pub fn sizes_are_remembered(make: Make, world: &World) {
     let folder = tempfile::tempdir().expect("a folder");
     let start = |limit| {
-        let setup = Setup::new(heavy, Size::Largest, world);
+        let setup = Setup::new(heavy, MicroBatches::Largest, world);
         let remember = Some(folder.path().join("sizes.json"));
         make(&Setup { limit: Some(limit), remember, ..setup })
     };
@@ -129,7 +129,7 @@ pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
     });
     // A small mini-batch is first tried in small parts, however much fits.
     for (count, limit, expected) in [(64, 5 << 20, 1), (64, 200 << 20, 0), (4, 200 << 20, 0)] {
-        let setup = Setup::new(NORMED.layers, Size::Largest, world);
+        let setup = Setup::new(NORMED.layers, MicroBatches::Largest, world);
         let mut engine = engine_of(make, &Setup { limit: Some(limit), ..setup }, NORMED);
         let log = logged(|| {
             for _ in 0..3 {
@@ -145,7 +145,7 @@ pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
 }
 
 pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
-    let setup = Setup::new(NORMED.layers, Size::Auto, world);
+    let setup = Setup::new(NORMED.layers, MicroBatches::Auto, world);
     let mut engine = engine_of(make, &Setup { limit: Some(8 << 20), ..setup }, NORMED);
     let hiding: LossFn = Arc::new(|out, target| {
         assert!(Tensor::f_zeros([100 << 20], (Kind::Float, Device::Cpu)).is_err(), "too large");
@@ -170,7 +170,7 @@ pub fn what_counts_once_counts_once(make: Make, world: &World) {
         let one = out.sum(Kind::Double) * 0.0 + 1.0;
         Ok(Loss::once(one) + Loss::mean(out.mean(Kind::Double)))
     });
-    let mut engine = engine(make, NORMED, Size::Fixed(2), world);
+    let mut engine = engine(make, NORMED, MicroBatches::Samples(2), world);
     let step = engine.backward(&samples(9, 10), &once).expect("a step");
     assert_eq!(step.terms[0], 1.0, "{}", engine.about().name);
     let own_matter = if engine.about().accumulates_apart { world.rank() } else { 0 };

@@ -5,14 +5,14 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
 use brimful::oom::Place;
-use brimful::{Result, Size, World};
+use brimful::{MicroBatches, Result, World};
 use tch::Tensor;
 
 use crate::kinds::{Engine, LossFn, Make, Samples, Target};
 use crate::plain::{DROPPED, OF_ALL, SEED, SEVERAL, engine, reset, samples, state};
 use crate::support::{Named, assert_same};
 
-const SIZE: Size = Size::Fixed(3);
+const SIZE: MicroBatches = MicroBatches::Samples(3);
 /// Stride between failing allocations over ranks, where each run takes longer.
 const STRIDE_OVER_RANKS: u64 = 19;
 

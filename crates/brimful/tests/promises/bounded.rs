@@ -1,7 +1,7 @@
 //! Bounded: at a fixed micro-batch size, a longer mini-batch needs no more memory.
 
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::{Layers, Size, World};
+use brimful::{Layers, MicroBatches, World};
 use tch::nn;
 
 use crate::kinds::{Make, Setup};
@@ -29,7 +29,7 @@ fn wide(policy: BatchNormPolicy) -> Layers {
 }
 
 pub fn holds(make: Make, world: &World) {
-    let size = Size::Fixed(SIZE as usize);
+    let size = MicroBatches::Samples(SIZE as usize);
     let peaks = |micro_batches: i64| {
         let within = |limit| make(&Setup { limit: Some(limit), ..Setup::new(wide, size, world) });
         let mut engine = within(LIMIT);

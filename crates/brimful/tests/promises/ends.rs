@@ -3,7 +3,7 @@
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
-use brimful::{Size, World};
+use brimful::{MicroBatches, World};
 
 use crate::kinds::{LossFn, Make};
 use crate::plain::{DROPPED, MEAN, engine, samples};
@@ -12,7 +12,7 @@ use crate::support::{Watchdog, assert_threads, threads};
 pub fn holds(make: Make, world: &World) {
     let before = threads();
     for failure in 0..3 {
-        let mut engine = engine(make, DROPPED, Size::Fixed(2), world);
+        let mut engine = engine(make, DROPPED, MicroBatches::Samples(2), world);
         let name = engine.about().name;
         assert_threads(before + engine.about().threads);
         let watchdog = Watchdog::new(format!("{name}, failure {failure}"));

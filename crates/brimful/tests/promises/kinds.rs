@@ -12,8 +12,8 @@ use brimful::optim::Method;
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{
-    DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, StepReport, World,
-    split,
+    DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas, Result, StepReport,
+    World, split,
 };
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -63,7 +63,7 @@ pub type MakeLayers = fn(BatchNormPolicy) -> Layers;
 /// Settings of an engine.
 pub struct Setup {
     pub layers: MakeLayers,
-    pub size: Size,
+    pub size: MicroBatches,
     /// Bytes of each memory beside the model.
     pub limit: Option<u64>,
     /// Optimizer whose state memory is reserved for.
@@ -73,7 +73,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    pub fn new(layers: MakeLayers, size: Size, world: &World) -> Self {
+    pub fn new(layers: MakeLayers, size: MicroBatches, world: &World) -> Self {
         let world = world.clone();
         Self { layers, size, limit: None, reserve: None, remember: None, world }
     }
@@ -106,7 +106,7 @@ pub struct About {
     parts: usize,
     /// Parts of this process.
     pub own: Range<usize>,
-    pub size: Size,
+    pub size: MicroBatches,
     pub drawing: Drawing,
     /// True if each rank handles a window's mini-batches alone until the commit.
     pub accumulates_apart: bool,
@@ -125,7 +125,7 @@ impl About {
         memories: usize,
         parts: usize,
         drawing: Drawing,
-        size: Size,
+        size: MicroBatches,
     ) -> Self {
         let arenas = (0..memories).map(|number| Arena::new(&format!("memory {number}"))).collect();
         Self {

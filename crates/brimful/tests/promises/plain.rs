@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::{Layers, Loss, MicroBatcher, Size, StepRng, World, split};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, StepRng, World, split};
 use brimful_torch::random::{generator_state, set_generator_state};
 use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -225,7 +225,7 @@ impl Plain {
         seed: Option<u64>,
         terms: impl Fn(&Tensor, &Target) -> Vec<Tensor>,
     ) -> Vec<f64> {
-        let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
+        let mut micro = MicroBatcher::new(&self.store, MicroBatches::Count(1));
         let whole = joined(window);
         let step = micro.backward(&whole.0, |_| {
             let outputs: Vec<Tensor> =
@@ -297,8 +297,8 @@ fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
         let ranges = match (part.len(), engine.about().size) {
             (0, _) => Ok(Vec::new()),
-            (samples, Size::Fixed(size)) => split::by_size(samples, size),
-            (samples, Size::Count(count)) => split::by_count(samples, count),
+            (samples, MicroBatches::Samples(size)) => split::by_size(samples, size),
+            (samples, MicroBatches::Count(count)) => split::by_count(samples, count),
             (_, other) => panic!("{other:?} is cut as it comes"),
         };
         let ranges = ranges.expect("a cut").into_iter();
@@ -314,7 +314,7 @@ pub fn own_sizes(engine: &dyn Engine, samples: usize) -> Vec<usize> {
 }
 
 /// Makes an engine with the plain model's initial values.
-pub fn engine(make: Make, net: Net, size: Size, world: &World) -> Box<dyn Engine> {
+pub fn engine(make: Make, net: Net, size: MicroBatches, world: &World) -> Box<dyn Engine> {
     engine_of(make, &Setup::new(net.layers, size, world), net)
 }
 

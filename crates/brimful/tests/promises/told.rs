@@ -1,6 +1,6 @@
 //! Reported: a step's report has consistent sizes, shares, peaks, times and decisions.
 
-use brimful::{Size, StepReport, World};
+use brimful::{MicroBatches, StepReport, World};
 
 use crate::kinds::{Drawing, Engine, Make};
 use crate::plain::{NORMED, SEVERAL, engine, own_sizes, reset, samples};
@@ -8,7 +8,7 @@ use crate::plain::{NORMED, SEVERAL, engine, own_sizes, reset, samples};
 const SAMPLES: usize = 11;
 
 pub fn holds(make: Make, world: &World) {
-    for size in [Size::Fixed(3), Size::Count(2), Size::Fixed(50)] {
+    for size in [MicroBatches::Samples(3), MicroBatches::Count(2), MicroBatches::Samples(50)] {
         let mut engine = engine(make, NORMED, size, world);
         let batch = samples(SAMPLES as i64, 10);
         let what = format!("{}, {size:?}", engine.about().name);
@@ -17,13 +17,13 @@ pub fn holds(make: Make, world: &World) {
         assert_eq!(step.sizes, own_sizes(&*engine, SAMPLES), "{what}");
         assert!(step.decisions.is_empty() && step.retries == 0, "{what}: {step:?}");
     }
-    for size in [Size::Auto, Size::Largest] {
+    for size in [MicroBatches::Auto, MicroBatches::Largest] {
         automatic(&mut *engine(make, NORMED, size, world), world, size);
     }
 }
 
 /// Checks the reported decisions of an automatic size, and its failures.
-fn automatic(engine: &mut dyn Engine, world: &World, size: Size) {
+fn automatic(engine: &mut dyn Engine, world: &World, size: MicroBatches) {
     let batch = samples(SAMPLES as i64, 10);
     for fails in [false, true, false] {
         let what = format!("{}, {size:?}, with a failure: {fails}", engine.about().name);

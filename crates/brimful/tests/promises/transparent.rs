@@ -1,7 +1,7 @@
 //! Transparent: a step gives the loss, terms, gradients and running statistics of the plain model on the whole
 //! mini-batch, whatever its length and micro-batch size.
 
-use brimful::{Error, Size, StepError, World};
+use brimful::{Error, MicroBatches, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
@@ -13,7 +13,12 @@ use crate::plain::{
 use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
 /// Even, ragged, and all in one.
-const SIZES: [Size; 4] = [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(100)];
+const SIZES: [MicroBatches; 4] = [
+    MicroBatches::Samples(2),
+    MicroBatches::Samples(5),
+    MicroBatches::Count(3),
+    MicroBatches::Samples(100),
+];
 /// Fewer samples than parts, odd ones, and more.
 const SAMPLES: [i64; 3] = [1, 7, 13];
 
@@ -32,7 +37,7 @@ pub fn holds(make: Make, world: &World) {
         }
     }
     for net in [PLAIN, NORMED] {
-        let mut engine = engine(make, net, Size::Fixed(3), world);
+        let mut engine = engine(make, net, MicroBatches::Samples(3), world);
         window(&mut *engine, &Plain::new(net), net);
     }
 }

@@ -1,7 +1,7 @@
 //! References for tests of several devices and ranks: a small model, its samples, the full batch's loss and
 //! gradients.
 
-use brimful::{DeviceSpec, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Loss, MicroBatches, Replicas};
 use tch::nn::{self, ModuleT};
 use tch::{Kind, Reduction, Tensor};
 
@@ -81,7 +81,7 @@ pub fn devices(replicas: usize) -> Vec<DeviceSpec> {
 }
 
 /// Makes replicas of the plain model with two linear layers only.
-pub fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
+pub fn replicated(replicas: usize, size: MicroBatches) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let mut replicas = Replicas::new(devices(replicas), size, Classifier::new).expect("replicas");
     replicas.store_mut().double();

@@ -17,7 +17,7 @@ use std::fmt::Display;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use brimful::{MicroBatcher, Size, device};
+use brimful::{MicroBatcher, MicroBatches, device};
 use brimful_torch::kernels::pretend_failure;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -55,7 +55,7 @@ pub fn test_device() -> Device {
 }
 
 /// Makes a micro-batcher; `BRIMFUL_TEST_CUDA_GRAPHS=1` turns CUDA graphs on.
-pub fn micro_batcher(store: &VarStore, size: Size) -> MicroBatcher {
+pub fn micro_batcher(store: &VarStore, size: MicroBatches) -> MicroBatcher {
     MicroBatcher::new(store, size)
         .cuda_graphs(std::env::var_os("BRIMFUL_TEST_CUDA_GRAPHS").is_some())
 }

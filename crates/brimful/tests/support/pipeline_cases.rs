@@ -8,7 +8,9 @@ use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
 use brimful::schedule::Schedule;
-use brimful::{Batch, DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, StepRng, split};
+use brimful::{
+    Batch, DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, StepRng, split,
+};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -212,11 +214,11 @@ pub fn builder(layers: Layers, devices: usize) -> Builder {
 }
 
 /// Returns the model's outputs for a batch cut with its own size.
-pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimful::Result<Tensor> {
-    let before = pipe.size();
-    pipe.set_size(size);
+pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: MicroBatches) -> brimful::Result<Tensor> {
+    let before = pipe.micro_batches();
+    pipe.set_micro_batches(size);
     let outputs = pipe.map(x, |out: Tensor| out);
-    pipe.set_size(before);
+    pipe.set_micro_batches(before);
     outputs
 }
 
@@ -314,10 +316,12 @@ impl Plain {
         case: &Case,
         x: &Tensor,
         y: &Tensor,
-        size: Size,
+        size: MicroBatches,
         seed: Option<u64>,
     ) -> f64 {
-        let Size::Count(micro_batches) = size else { panic!("{size:?} is cut as it comes") };
+        let MicroBatches::Count(micro_batches) = size else {
+            panic!("{size:?} is cut as it comes")
+        };
         let cut = Cut { samples: x.size()[0] as usize, replicas: 1, micro_batches };
         self.backward_pieces(case, x, y, &case.pieces(cut, seed.or(Some(0))))
     }
@@ -326,7 +330,7 @@ impl Plain {
     ///
     /// To the batcher it is one micro-batch, so no code for sums is shared with the compared pipeline.
     pub fn backward_pieces(&self, case: &Case, x: &Tensor, y: &Tensor, pieces: &[Piece]) -> f64 {
-        let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
+        let mut micro = MicroBatcher::new(&self.store, MicroBatches::Count(1));
         let batch = (x.shallow_clone(), y.shallow_clone());
         let step = micro.backward(&batch, |(x, y)| (case.loss)(self.outputs(&x, pieces), &y));
         step.expect("a plain step").loss
@@ -413,7 +417,7 @@ impl<'a> PlainRun<'a> {
         let Self { case, cut, .. } = self;
         let what = format!("{what}, {}/{}", cut.samples, cut.micro_batches);
         pipe.set_variables(copies(&self.first)).expect("the same variables");
-        pipe.set_size(cut.micro_batches);
+        pipe.set_micro_batches(MicroBatches::Count(cut.micro_batches));
         let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
         for (number, expected) in (0..).zip(&self.steps) {
             let what = format!("{what}, step {number}");
@@ -433,7 +437,7 @@ impl<'a> PlainRun<'a> {
         }
         let (x, _) = case.data(cut.samples, 3);
         for micro_batches in [1, cut.micro_batches + 1] {
-            let out = eval(pipe, &x, micro_batches).expect("an evaluation");
+            let out = eval(pipe, &x, MicroBatches::Count(micro_batches)).expect("an evaluation");
             assert!(!out.requires_grad(), "{what}");
             assert_all_close(&out, &self.answer, &what);
         }
@@ -442,7 +446,8 @@ impl<'a> PlainRun<'a> {
 
 /// Compares a loss on all outputs, of a pipeline in one step and in two calls, with the plain model.
 pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
-    let builder = builder.replicas(cut.replicas).micro_batches(cut.micro_batches);
+    let builder =
+        builder.replicas(cut.replicas).micro_batches(MicroBatches::Count(cut.micro_batches));
     let mut pipe = built(builder, what);
     let plain = Plain::of(&(case.layers)(), &pipe);
     let (x, _) = case.data(cut.samples, 0);

@@ -8,7 +8,7 @@ use brimful::loss::NonFiniteValue;
 use brimful::oom::OutOfMemory;
 use brimful::optim::Method;
 use brimful::schedule::Recompute;
-use brimful::{Bytes, Error, Layers, Size};
+use brimful::{Bytes, Error, Layers, MicroBatches};
 use tch::Tensor;
 use tch::nn::VarStore;
 
@@ -192,7 +192,7 @@ impl Trainer {
             let size = self.options.given_micro_batch(batch_size).filter(|size| *size > 1)?;
             let smaller = self.most_that_fits(oom).unwrap_or(size).min(size.div_ceil(2));
             Some(match self.options.size() {
-                Size::Count(_) => {
+                MicroBatches::Count(_) => {
                     format!("try --num-micro-batches {}", batch_size.div_ceil(smaller))
                 }
                 _ => format!("try --micro-batch-size {smaller}"),

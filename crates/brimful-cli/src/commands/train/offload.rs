@@ -5,7 +5,7 @@ use brimful::balance;
 use brimful::nn::Lora;
 use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, Pipeline, Size, World, gradient_factor};
+use brimful::{Bytes, Layers, MicroBatches, Pipeline, World, gradient_factor};
 use clap::ValueEnum;
 use tch::{Device, Tensor};
 
@@ -136,7 +136,7 @@ fn question(
         batch_size: inputs.batch_size,
         trained: trained_share(layers)?,
         kept_beside: usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some()),
-        adapts: !matches!(options.size(), Size::Fixed(_) | Size::Count(_)),
+        adapts: !matches!(options.size(), MicroBatches::Samples(_) | MicroBatches::Count(_)),
         schedule: Schedule::OneFOneB,
         recompute: options.stages.recompute.unwrap_or(Recompute::Never),
     })

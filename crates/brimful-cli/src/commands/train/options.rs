@@ -5,7 +5,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::Result;
-use brimful::{Bytes, Size, World, device};
+use brimful::{Bytes, MicroBatches, World, device};
 use clap::Args;
 use tch::Device;
 
@@ -77,7 +77,7 @@ pub struct TrainOptions {
     /// to run
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     #[arg(value_parser = words::micro_batch)]
-    pub(crate) micro_batch_size: Size,
+    pub(crate) micro_batch_size: MicroBatches,
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(conflicts_with = "micro_batch_size", help = words::MICRO_BATCHES)]
     pub(crate) num_micro_batches: Option<usize>,
@@ -153,15 +153,15 @@ impl TrainOptions {
     }
 
     /// Returns the micro-batch size.
-    pub(super) fn size(&self) -> Size {
-        self.num_micro_batches.map_or(self.micro_batch_size, Size::Count)
+    pub(super) fn size(&self) -> MicroBatches {
+        self.num_micro_batches.map_or(self.micro_batch_size, MicroBatches::Count)
     }
 
     /// Returns the number of samples in the largest micro-batch, if the options give it.
     pub(super) fn given_micro_batch(&self, batch_size: usize) -> Option<usize> {
         match self.size() {
-            Size::Fixed(size) => Some(size.min(batch_size)),
-            Size::Count(count) => Some(batch_size.div_ceil(count)),
+            MicroBatches::Samples(size) => Some(size.min(batch_size)),
+            MicroBatches::Count(count) => Some(batch_size.div_ceil(count)),
             _ => None,
         }
     }

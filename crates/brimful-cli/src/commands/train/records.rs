@@ -3,7 +3,7 @@
 use anyhow::Result;
 use brimful::report::{Device, Ended, Recorder};
 use brimful::schedule::Recompute;
-use brimful::{Size, libtorch, save};
+use brimful::{MicroBatches, libtorch, save};
 
 use super::engine::TrainingEngine;
 use super::{BatchSize, TrainOptions, Trainer};
@@ -78,11 +78,11 @@ fn settings(
     settings
 }
 
-fn size(size: Size) -> String {
+fn size(size: MicroBatches) -> String {
     match size {
-        Size::Fixed(samples) => format!("{samples} samples"),
-        Size::Count(count) => format!("{count} in a mini-batch"),
-        Size::Largest => "automatic: the largest that fits".into(),
+        MicroBatches::Samples(samples) => format!("{samples} samples"),
+        MicroBatches::Count(count) => format!("{count} in a mini-batch"),
+        MicroBatches::Largest => "automatic: the largest that fits".into(),
         _ => "automatic: the fastest that fits".into(),
     }
 }

@@ -27,7 +27,7 @@ use crate::random::with_step_seed;
 use crate::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
-use crate::step::{NonFinitePolicy, Size, StepState, Team};
+use crate::step::{MicroBatches, NonFinitePolicy, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, resolved};
 use crate::{Layers, Result, World};
 
@@ -38,7 +38,7 @@ pub struct Builder {
     pub(super) layers: Layers,
     pub(super) devices: Vec<DeviceSpec>,
     pub(super) balance: BalanceBy,
-    size: Size,
+    size: MicroBatches,
     pub(super) schedule: Schedule,
     /// Costs for automatic schedules, from a plan.
     pub(super) recipe: Option<ScheduleRecipe>,
@@ -65,7 +65,7 @@ impl Builder {
             layers,
             devices: vec![DeviceSpec::cpu()],
             balance: BalanceBy::default(),
-            size: Size::Count(1),
+            size: MicroBatches::Count(1),
             schedule: Schedule::OneFOneB,
             recipe: None,
             recompute: Recompute::Never,
@@ -126,9 +126,9 @@ impl Builder {
         Self { balance: balance.into(), ..self }
     }
 
-    /// Sets the number of micro-batches of a mini-batch, or a [`Size`]. The default is one.
-    pub fn micro_batches(self, size: impl Into<Size>) -> Self {
-        Self { size: size.into(), ..self }
+    /// Sets how mini-batches are cut into micro-batches. By default, they are not cut.
+    pub fn micro_batches(self, micro_batches: MicroBatches) -> Self {
+        Self { size: micro_batches, ..self }
     }
 
     /// Sets the schedule. The default is 1F1B.
@@ -158,7 +158,7 @@ impl Builder {
             device_buffers: row.device_buffers,
             ..self
         };
-        let size = Size::Count(micro_batches);
+        let size = MicroBatches::Count(micro_batches);
         Self { balance, schedule, recipe, size, recompute, ..of_stages }
     }
 
@@ -368,7 +368,7 @@ impl Builder {
     /// stage.
     fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
-            Size::Count(count) => count,
+            MicroBatches::Count(count) => count,
             _ => devices * self.schedule.stages_per_device(),
         }
     }

@@ -128,7 +128,7 @@ impl Pipeline {
     /// # use brimful::{Layers, Pipeline};
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 3, Default::default()));
-    /// # let mut pipe = Pipeline::builder(layers).micro_batches(2).build()?;
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Count(2)).build()?;
     /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
     /// let classes = pipe.map(&x, |out: Tensor| out.argmax(1, false))?;
     /// assert_eq!(classes.size(), [8]);

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::Result;
 use crate::pipeline::Pipeline;
 use crate::pipeline::build::check_offloaded_graphs;
 use crate::pipeline::error::PipelineError;
 use crate::schedule::Actions;
+use crate::{MicroBatches, Result};
 
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's own,
@@ -37,7 +37,7 @@ impl Pipeline {
         }
         check_offloaded_graphs(&actions, &self.locations, self.device_buffers)?;
         // Lists are found by their number of micro-batches: with another size, this one would not run.
-        self.set_size(actions.micro_batches());
+        self.set_micro_batches(MicroBatches::Count(actions.micro_batches()));
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
         Ok(())
     }
@@ -48,14 +48,14 @@ mod tests {
     use tch::{Device, Kind, Tensor, nn};
 
     use super::*;
-    use crate::{Layers, Loss, Size};
+    use crate::{Layers, Loss, MicroBatches};
 
     /// Builds two layers on two devices, with so many micro-batches.
     fn pipeline(micro_batches: usize) -> Pipeline {
         let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
         let layers = Layers::new().add("a", linear).add("b", linear);
         let builder = Pipeline::builder(layers).devices([Device::Cpu; 2]);
-        builder.micro_batches(micro_batches).build().expect("a pipeline")
+        builder.micro_batches(MicroBatches::Count(micro_batches)).build().expect("a pipeline")
     }
 
     #[test]
@@ -67,7 +67,7 @@ mod tests {
         };
         let placement = refusal("1F0,1B0\n0F0,0B0");
         assert!(placement.contains("on devices [1, 0]") && placement.contains("on [0, 1]"));
-        assert_eq!(pipe.state.size, Size::Count(1));
+        assert_eq!(pipe.state.size, MicroBatches::Count(1));
     }
 
     #[test]
@@ -83,7 +83,9 @@ mod tests {
             let layers = Layers::new().add("a", linear).add("b", linear).add("c", linear);
             let schedule = crate::schedule::Schedule::BreadthFirst { stages_per_device: 3 };
             let builder = Pipeline::builder(layers).schedule(schedule);
-            let builder = builder.offload(crate::pipeline::Offload::Host).micro_batches(2);
+            let builder = builder
+                .offload(crate::pipeline::Offload::Host)
+                .micro_batches(MicroBatches::Count(2));
             let mut pipe = builder.build().expect("a pipeline");
             // Bypasses the check of `set_actions`.
             pipe.actions.insert(2, Arc::new(list.parse().expect("a valid list")));

@@ -75,7 +75,7 @@ impl Pipeline {
     /// # use brimful::{Layers, Pipeline};
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 4, Default::default()));
-    /// # let mut pipe = Pipeline::builder(layers).micro_batches(4).build()?;
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Count(4)).build()?;
     /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
     /// let out = pipe.forward(&x)?;
     /// let likeness = out.matmul(&out.tr()); // every sample with every other
@@ -158,10 +158,10 @@ impl Pipeline {
     /// loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
-    /// # use brimful::{Layers, Pipeline, Size};
+    /// # use brimful::{Layers, Pipeline, MicroBatches};
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 4, Default::default()));
-    /// # let mut pipe = Pipeline::builder(layers).micro_batches(Size::Auto).build()?;
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Auto).build()?;
     /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
     /// let step = pipe.backward_whole(&x, |out| out.matmul(&out.tr()).square().mean(Kind::Float))?;
     /// assert!(step.loss.is_finite());

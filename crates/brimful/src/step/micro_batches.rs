@@ -9,9 +9,9 @@ use crate::{Result, split};
 /// Size of the micro-batches, or their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Size {
+pub enum MicroBatches {
     /// At most this many samples each.
-    Fixed(usize),
+    Samples(usize),
     /// This many micro-batches, or one per sample where there are fewer.
     Count(usize),
     /// At most this many tokens each, padding included: for [`Sequences`](crate::batch::Sequences).
@@ -22,11 +22,11 @@ pub enum Size {
     Largest,
 }
 
-impl Size {
+impl MicroBatches {
     /// Cuts the samples; `None` for an automatic size.
     pub(crate) fn cut(self, samples: &Samples) -> Result<Option<Vec<Range<usize>>>> {
         Ok(Some(match (self, samples.lengths()) {
-            (Self::Fixed(size), _) => split::by_size(samples.count(), size)?,
+            (Self::Samples(size), _) => split::by_size(samples.count(), size)?,
             (Self::Count(count), None) => split::by_count(samples.count(), count)?,
             (Self::Count(count), Some(lengths)) => split::by_count_of_tokens(lengths, count)?,
             (Self::Tokens(tokens), Some(lengths)) => split::by_tokens(lengths, tokens)?,
@@ -38,7 +38,7 @@ impl Size {
     /// Size in samples, or in tokens where samples are sequences of different lengths.
     pub(crate) fn of_units(samples: &Samples, units: usize) -> Self {
         match samples.lengths() {
-            None => Self::Fixed(units),
+            None => Self::Samples(units),
             Some(_) => Self::Tokens(units),
         }
     }
@@ -53,12 +53,5 @@ impl Size {
 
     pub(crate) fn is_automatic(self) -> bool {
         matches!(self, Self::Auto | Self::Largest)
-    }
-}
-
-impl From<usize> for Size {
-    /// This many micro-batches.
-    fn from(count: usize) -> Self {
-        Self::Count(count)
     }
 }
