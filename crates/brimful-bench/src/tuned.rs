@@ -3,8 +3,9 @@
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
-use brimful::{MicroBatcher, MicroBatches, split};
+use brimful::{MicroBatcher, MicroBatches};
 use brimful_cli::setting::{LossModel, clear_gradients};
+use brimful_plan::split;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 
 use brimful::Error;
 use brimful::balance::BalanceError;
+use brimful::internal::{self, Caught};
 use brimful::memory::MemoryError;
-use brimful::oom::{self, Caught};
 
 /// Section of `--help` and the man page about the codes.
 pub const CODES: &str = "\
@@ -136,13 +136,13 @@ pub fn ran_out(error: &anyhow::Error) -> bool {
 fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     match cause.downcast_ref::<Error>() {
         Some(error) => error.out_of_memory().is_some(),
-        None => oom::recognise(&cause.to_string()).is_some(),
+        None => internal::recognise(&cause.to_string()).is_some(),
     }
 }
 
 /// Runs a command. Turns a panic over memory, as in tch's infallible calls, into an error like any other.
 pub(crate) fn without_panic(run: impl FnOnce() -> anyhow::Result<Exit>) -> anyhow::Result<Exit> {
-    match oom::catch(|| Ok::<_, Infallible>(run())) {
+    match internal::catch(|| Ok::<_, Infallible>(run())) {
         Ok(outcome) => outcome,
         Err(Caught::OutOfMemory(oom)) => Err(Error::from(oom).into()),
         Err(Caught::Panic(panic)) => resume_unwind(panic),

@@ -5,11 +5,11 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
 use brimful::balance::Profile;
+use brimful::internal::{HostSpeed, gradient_factor, sums_apart};
 use brimful::optim::Method;
-use brimful::pipeline::HostSpeed;
 use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, batch, gradient_factor, memory, sums_apart};
+use brimful::{Bytes, Layers, batch, memory};
 use tch::{Device, Kind, Tensor};
 
 use crate::measured;

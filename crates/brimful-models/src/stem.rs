@@ -11,7 +11,7 @@
 //!
 //! Columns follow the same formula.
 
-use brimful::libtorch::allows_tf32;
+use brimful::device::allows_tf32;
 use tch::nn::{self, Module, Path};
 use tch::{Kind, Tensor};
 

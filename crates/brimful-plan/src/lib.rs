@@ -2,8 +2,7 @@
 //! Schedules, balances, plans and splits: all that brimful decides before a tensor exists.
 //!
 //! Nothing in here needs libtorch, so it builds, and its tests run, in seconds. The library
-//! `brimful` re-exports every module under its own name, and the examples on these pages use those
-//! paths: `brimful::schedule` is [`schedule`].
+//! `brimful` re-exports what most programs need of each module under the same name.
 //!
 //! | to | use |
 //! | --- | --- |

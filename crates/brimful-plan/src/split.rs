@@ -5,14 +5,13 @@
 //! of 13, not 4 of 16 and one of 1.
 //!
 //! ```
-//! # use brimful_plan as brimful;
-//! use brimful::split;
+//! use brimful_plan::split;
 //!
 //! assert_eq!(split::by_size(8, 3)?, [0..3, 3..6, 6..8]);
 //! assert_eq!(split::by_count(8, 2)?, [0..4, 4..8]);
 //! // Sequences, each micro-batch as wide as its longest: 1 × 900, 2 × 500 and 3 × 300 tokens.
 //! assert_eq!(split::by_tokens(&[900, 500, 400, 300, 200, 200], 1000)?, [0..1, 1..3, 3..6]);
-//! # Ok::<(), brimful::split::SplitError>(())
+//! # Ok::<(), brimful_plan::split::SplitError>(())
 //! ```
 
 use std::ops::Range;

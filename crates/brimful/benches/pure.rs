@@ -9,9 +9,10 @@ mod timing;
 
 use std::hint::black_box;
 
-use brimful::balance::{self, LayerCost, Load, Profile, Slot};
+use brimful::balance::{self, LayerCost, Profile};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
+use brimful_plan::balance::{Load, Slot, by_time_within};
 use timing::report;
 
 fn main() {
@@ -46,7 +47,7 @@ fn balancing() {
             balance::by_time(black_box(&loads), &like).unwrap()
         });
         report(&format!("balance/by_time_within_unlike/{size}"), 1, || {
-            balance::by_time_within(black_box(&loads), &unlike).unwrap()
+            by_time_within(black_box(&loads), &unlike).unwrap()
         });
     }
 }

@@ -4,7 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, Loss, MicroBatcher, MicroBatches, Result, oom};
+use brimful::{Bytes, Loss, MicroBatcher, MicroBatches, Result, internal};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
     let device = Arena::limited("device", 4 << 20)?;
     let whole = {
         let _inside = device.enter();
-        oom::catch(|| loss(&x, &y).f_backward())
+        internal::catch(|| loss(&x, &y).f_backward())
     };
     assert!(whole.is_err(), "the whole batch fits, so there is nothing to show");
     println!("4096 samples at once in {}: out of memory", Bytes(4 << 20));

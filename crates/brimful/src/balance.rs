@@ -1,7 +1,8 @@
 //! Measures the costs of layers, and chooses the number of layers of each stage.
 //!
 //! ```
-//! use brimful::balance::{self, Load, Slot};
+//! use brimful::balance::{self};
+//! use brimful_plan::balance::{Load, Slot};
 //!
 //! let layers = vec![Load { time: 1.0, ..Load::default() }; 7];
 //! let balance = balance::by_time(&layers, &[Slot::default(); 4])?;
@@ -12,9 +13,8 @@
 //! Among the balances with the smallest possible maximum, the one with the fewest bytes over the boundaries is
 //! chosen; among those of equal bytes, the one that spreads the layers evenly.
 
-pub use crate::measure::{measure, measure_of_kind, measure_watched};
+pub use crate::measure::{measure, measure_of_kind};
 #[doc(inline)]
 pub use brimful_plan::balance::{
-    Balance, BalanceError, LayerCost, Load, Profile, SharedParameters, Slot, by_bytes, by_time,
-    by_time_within, finest,
+    Balance, BalanceError, LayerCost, Profile, by_bytes, by_time, finest,
 };

@@ -89,3 +89,21 @@ fn no_device(asked: &str) -> Error {
     };
     NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }.into()
 }
+
+/// Allows CUDA to compute f32 matrix products and convolutions in TF32: several times faster, with 10 instead
+/// of 23 bits of a fraction. Applies to the whole process; by default libtorch allows it for convolutions only.
+///
+/// # Errors
+///
+/// When libtorch refuses, as it does if its newer precision settings were used.
+pub fn allow_tf32(allowed: bool) -> Result<()> {
+    Ok(cuda::allow_tf32(allowed)?)
+}
+
+/// Returns whether CUDA may compute f32 convolutions in TF32.
+///
+/// # Errors
+/// As [`allow_tf32`].
+pub fn allows_tf32() -> Result<bool> {
+    Ok(cuda::allows_tf32()?)
+}

@@ -131,27 +131,27 @@ pub mod memory;
 mod memory_format;
 pub mod micro;
 pub mod nn;
-pub mod oom;
+mod oom;
 pub mod optim;
 pub mod pipeline;
+pub mod plan;
 mod random;
 mod ranks;
 pub mod replicas;
 pub mod report;
 mod retry_on_oom;
 pub mod save;
+pub mod schedule;
 mod statistics;
 mod step;
 mod stream_fence;
 mod timed_event;
-pub mod workers;
+mod workers;
 pub mod world;
 
-pub use accumulate::{OtherLeaf, SparseGradient, gradient_factor, sums_apart};
+pub use accumulate::{OtherLeaf, SparseGradient};
 pub use batch::{Batch, Shared};
-pub use brimful_plan::bytes::Bytes;
-#[doc(inline)]
-pub use brimful_plan::{bytes, plan, schedule, split};
+pub use brimful_plan::bytes::{Bytes, BytesError};
 pub use error::{ClosureError, Error};
 pub use layers::Layers;
 pub use loss::Loss;
@@ -165,6 +165,14 @@ pub use step::{IntoLoss, MicroBatches, NonFinitePolicy, StepError, StepReport, T
 pub use tch;
 pub use workers::{DeviceSpec, WorkerError};
 pub use world::World;
+
+/// Shared with this project's program, benchmarks and tests; not part of the API.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::accumulate::{gradient_factor, sums_apart};
+    pub use crate::oom::{Caught, catch, recognise};
+    pub use crate::pipeline::HostSpeed;
+}
 
 /// Result of this library's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

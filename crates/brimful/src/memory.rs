@@ -35,8 +35,10 @@ pub use devices::{DeviceInfo, devices};
 pub use error::MemoryError;
 pub use host::{HostMemory, host};
 
+pub use crate::oom::{OutOfMemory, Place};
+
 use crate::Result;
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// CPU memory account with a name and an optional limit. Clones share it.
 #[derive(Debug, Clone)]

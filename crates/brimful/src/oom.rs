@@ -19,7 +19,7 @@ use brimful_torch::{ErrorKind, TorchError, arena};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
 /// contains them.

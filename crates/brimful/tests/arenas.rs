@@ -3,9 +3,10 @@
 use std::sync::mpsc;
 use std::thread;
 
+use brimful::internal::{self, Caught};
 use brimful::memory::Arena;
 use brimful::memory::MemoryError;
-use brimful::oom::{self, Caught, Place};
+use brimful::memory::Place;
 use brimful::{Bytes, Error};
 use brimful_torch::autograd;
 use proptest::prelude::*;
@@ -18,7 +19,7 @@ fn past_the_limit_an_allocation_fails_with_the_numbers_and_nothing_is_kept() {
     let arena = Arena::limited("small", 10_000).expect("a limit");
     let _inside = arena.enter();
     let kept = Tensor::zeros([1000], CPU);
-    let Err(Caught::OutOfMemory(oom)) = oom::catch(|| Tensor::f_zeros([2000], CPU)) else {
+    let Err(Caught::OutOfMemory(oom)) = internal::catch(|| Tensor::f_zeros([2000], CPU)) else {
         panic!("8,000 more bytes do not fit")
     };
     assert_eq!(oom.place, Place::Arena("small".into()));
@@ -36,13 +37,15 @@ fn past_the_limit_an_allocation_fails_with_the_numbers_and_nothing_is_kept() {
 fn a_panic_of_a_plain_method_is_caught_too() {
     let arena = Arena::limited("small", 1000).expect("a limit");
     let _inside = arena.enter();
-    let result: Result<Tensor, Caught<TchError>> = oom::catch(|| Ok(Tensor::zeros([1000], CPU)));
+    let result: Result<Tensor, Caught<TchError>> =
+        internal::catch(|| Ok(Tensor::zeros([1000], CPU)));
     assert!(matches!(result, Err(Caught::OutOfMemory(oom)) if oom.asked == Some(Bytes(4000))));
 }
 
 #[test]
 fn another_failure_of_libtorch_keeps_its_own_message() {
-    let result = oom::catch(|| Tensor::zeros([2, 3], CPU).f_matmul(&Tensor::zeros([2, 3], CPU)));
+    let result =
+        internal::catch(|| Tensor::zeros([2, 3], CPU).f_matmul(&Tensor::zeros([2, 3], CPU)));
     let Err(Caught::Error(TchError::Torch(message))) = result else { panic!("shapes differ") };
     assert!(message.starts_with("mat1 and mat2 shapes cannot be multiplied"), "{message}");
 }
@@ -199,7 +202,7 @@ fn every_single_allocation_of_a_training_step_may_fail() {
         forget(&mut weights);
         assert_eq!(arena.current(), before);
         arena.fail_nth_allocation(n);
-        let result = oom::catch(|| training_step(&weights));
+        let result = internal::catch(|| training_step(&weights));
         let Err(Caught::OutOfMemory(oom)) = result else { panic!("allocation {n} did not fail") };
         assert_eq!(oom.place, Place::Arena("faulty".into()));
         assert_eq!(oom.limit, None);

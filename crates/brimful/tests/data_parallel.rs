@@ -49,7 +49,7 @@ fn part(world: &World, parts: &[usize], whole: &Batch) -> Batch {
 fn window(world: &World, whole: &Batch, count: usize) -> Vec<Batch> {
     let samples = whole.0.size()[0] as usize;
     let own = part(world, &parts(world, samples, false), whole);
-    let cut = brimful::split::by_count(own.0.size()[0] as usize, count).expect("a cut");
+    let cut = brimful_plan::split::by_count(own.0.size()[0] as usize, count).expect("a cut");
     cut.into_iter().map(|range| rows(&own, range.start, range.len())).collect()
 }
 
@@ -150,7 +150,7 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
         let seed = step.seed.expect("a world's step has one");
         let mut start = 0;
         for (rank, samples) in parts.iter().enumerate() {
-            let cut = brimful::split::by_size(*samples, 2).expect("a cut");
+            let cut = brimful_plan::split::by_size(*samples, 2).expect("a cut");
             for (i, range) in cut.into_iter().enumerate() {
                 tch::manual_seed(StepRng::new(seed, i).seed(rank) as i64);
                 loss(&plain_net, &rows(&whole, start + range.start, range.len())).backward();

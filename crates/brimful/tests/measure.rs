@@ -39,7 +39,7 @@ fn sizes_are_exact_and_shown_layer_by_layer() {
     let mut seen = Vec::new();
     let watch = |layer: &LayerCost| seen.push(layer.name.clone());
     let _turn = alone();
-    let profile = balance::measure_watched(&perceptron(), Device::Cpu, &batch, watch);
+    let profile = balance::measure_of_kind(&perceptron(), Device::Cpu, &batch, Kind::Float, watch);
     let profile = profile.expect("a profile");
     assert_eq!(profile.input_bytes, 1024);
     let names: Vec<_> = profile.layers.iter().map(|layer| layer.name.as_str()).collect();

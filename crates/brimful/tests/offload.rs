@@ -9,13 +9,16 @@ use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::pipeline::{Builder, Offload, PipelineError, PipelineOptimizer};
-use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
+use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{
-    Action, ActionKind, Awaited, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
-    StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
+    Action, ActionKind, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
 };
 use brimful::{
     Bytes, DeviceSpec, Error, Layers, Loss, MicroBatches, NonFinitePolicy, Pipeline, Timeline,
+};
+use brimful_plan::plan::PlannedStep;
+use brimful_plan::schedule::{
+    Awaited, StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
 };
 use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{

@@ -5,11 +5,15 @@ mod support;
 use std::sync::Mutex;
 
 use brimful::balance::{self, LayerCost, Profile};
+use brimful::internal::{gradient_factor, sums_apart};
 use brimful::memory::Arena;
 use brimful::optim::{AdamW, Method};
-use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
-use brimful::schedule::{HostLinkCost, Location, Recompute, Schedule};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, gradient_factor, sums_apart};
+use brimful::plan::{PlanDevice, PlanRow, Request, plan};
+use brimful::schedule::{Location, Recompute, Schedule};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline};
+
+use brimful_plan::plan::PlannedStage;
+use brimful_plan::schedule::HostLinkCost;
 use support::{Update, alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 

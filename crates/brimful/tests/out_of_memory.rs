@@ -4,8 +4,9 @@
 //! statistics.
 
 use brimful::device::NoDevice;
+use brimful::internal::{self, Caught};
 use brimful::memory::{self, Arena, Memory, MemoryError};
-use brimful::oom::{self, Caught, OutOfMemory, Place};
+use brimful::memory::{OutOfMemory, Place};
 use brimful::{Bytes, Error, device};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -45,8 +46,8 @@ fn an_error_and_a_panic_are_recognised_and_the_next_call_works() {
     let options = (Kind::Float, memory.device());
     let (size, before) = (too_much(&memory), memory.usage().expect("usage").current);
 
-    let by_error = out_of_memory(oom::catch(|| Tensor::f_empty([size], options)));
-    let by_panic = out_of_memory(oom::catch(|| Ok(Tensor::empty([size], options))));
+    let by_error = out_of_memory(internal::catch(|| Tensor::f_empty([size], options)));
+    let by_panic = out_of_memory(internal::catch(|| Ok(Tensor::empty([size], options))));
     for oom in [by_error, by_panic] {
         assert_eq!(oom.place, expected_place(&memory));
         let asked = oom.asked.expect("the size is reported").0 as f64;
@@ -79,7 +80,7 @@ fn a_training_step_that_runs_out_leaves_nothing_behind_and_a_smaller_one_works()
     // One operand fits twice; the whole graph does not.
     let limit = memory.usage().expect("usage").available.expect("a limit").0;
     let large = i64::try_from(limit / 3 / (64 * 4)).expect("a size");
-    out_of_memory(oom::catch(|| step(large)));
+    out_of_memory(internal::catch(|| step(large)));
     memory.empty_cache().expect("empty");
     assert_eq!(memory.usage().expect("usage").current, before);
     assert!(step(1000).expect("1,000 samples fit").is_finite());
@@ -112,8 +113,9 @@ fn a_limit_makes_a_device_as_small_as_wanted_and_can_be_lifted() {
     let all = memory.usage().expect("usage").limit.expect("a limit");
     // A GPU's allocator takes 20 MiB and more at a time.
     let unit = if memory.device() == Device::Cpu { 1 << 20 } else { 16 << 20 };
-    let block =
-        |units: i64| oom::catch(|| Tensor::f_empty([units * unit], (Kind::Uint8, memory.device())));
+    let block = |units: i64| {
+        internal::catch(|| Tensor::f_empty([units * unit], (Kind::Uint8, memory.device())))
+    };
     let kept = block(8).expect("it fits");
     let limit = memory.usage().expect("usage").current.0 + 24 * unit as u64;
     memory.set_limit(Some(limit)).expect("a limit");

@@ -10,8 +10,8 @@ use std::thread;
 
 use brimful::loss::LossError;
 use brimful::memory::Arena;
+use brimful::memory::Place;
 use brimful::nn::batch_norm1d;
-use brimful::oom::Place;
 use brimful::pipeline::{Cause, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, is_recomputing};

@@ -5,11 +5,12 @@
 
 mod support;
 
+use brimful::internal::sums_apart;
 use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, balance, sums_apart};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, balance};
 use support::{alone, transformer};
 use tch::nn;
 use tch::{Device, Kind, Tensor};

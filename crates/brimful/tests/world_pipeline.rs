@@ -13,7 +13,8 @@ use brimful::optim::Adam;
 use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World, split};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World};
+use brimful_plan::split;
 use support::pipeline_cases::{
     self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, linear,
     of_all,

@@ -74,7 +74,7 @@ pub(crate) fn run(options: &AutoOptions) -> Result<()> {
     let progress = TurnProgress::new(rows.len());
     let mut fitted = false;
     for (work, limit) in rows {
-        brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
+        brimful::device::allow_tf32(work.dtype != NumberType::F32)?;
         let samples = work.samples(work.batch);
         let subject =
             LimitedWork { work, samples, device, limit, cuda_graphs: options.cuda_graphs };

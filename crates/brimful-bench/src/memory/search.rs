@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 
 use anyhow::{Context, Result};
+use brimful::Bytes;
 use brimful::balance::{self, LayerCost, Profile};
-use brimful::pipeline::HostSpeed;
-use brimful::plan::{self, PlanDevice, Request, plan};
+use brimful::internal::{HostSpeed, sums_apart};
+use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, sums_apart};
 use brimful_cli::setting::ModelName;
+use brimful_plan::plan::{self};
 
 use super::family::{Family, TYPICAL};
 use super::trial::MemoryCapacity;

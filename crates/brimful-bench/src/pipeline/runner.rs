@@ -3,10 +3,13 @@
 use anyhow::Result;
 use brimful::StepReport;
 use brimful::balance::Profile;
+use brimful::internal::sums_apart;
 use brimful::memory::Arena;
-use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
-use brimful::schedule::{Costs, ScheduleRecipe, simulate};
-use brimful::{Bytes, DeviceSpec, Pipeline, sums_apart};
+use brimful::plan::{PlanChoice, PlanRow, Request, plan};
+use brimful::schedule::{Costs, simulate};
+use brimful::{Bytes, DeviceSpec, Pipeline};
+use brimful_plan::plan::{self};
+use brimful_plan::schedule::ScheduleRecipe;
 use tch::{Device, Tensor};
 
 use crate::timed::pipeline_step;

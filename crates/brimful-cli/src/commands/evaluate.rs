@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use brimful::{Layers, MicroBatcher, split};
+use brimful::{Layers, MicroBatcher};
+use brimful_plan::split;
 use clap::Args;
 use serde::Serialize;
 use tch::Kind;

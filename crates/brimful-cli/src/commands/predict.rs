@@ -4,7 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use brimful::{MicroBatcher, split};
+use brimful::MicroBatcher;
+use brimful_plan::split;
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};

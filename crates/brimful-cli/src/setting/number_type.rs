@@ -1,7 +1,7 @@
 //! Dtype of a model, and the arithmetic that goes with it.
 
 use anyhow::Result;
-use brimful::libtorch;
+use brimful::device;
 use clap::ValueEnum;
 use serde::Serialize;
 use tch::{Device, Kind};
@@ -44,7 +44,7 @@ impl NumberType {
             device != Device::Cpu || self != Self::Tf32,
             "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
         );
-        Ok(libtorch::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
+        Ok(device::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
     }
 }
 

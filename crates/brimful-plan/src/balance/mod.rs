@@ -1,16 +1,16 @@
 //! Balances layers over stages: the exact min-max partition.
 //!
-//! `brimful::balance::measure`, which needs libtorch, measures the costs of layers; they can also be given
+//! `brimful_plan::balance::measure`, which needs libtorch, measures the costs of layers; they can also be given
 //! as plain numbers:
 //!
 //! ```
-//! # use brimful_plan as brimful;
-//! use brimful::balance::{self, Load, Slot};
+//! use brimful_plan::balance::{self};
+//! use brimful_plan::balance::{Load, Slot};
 //!
 //! let layers = vec![Load { time: 1.0, ..Load::default() }; 7];
 //! let balance = balance::by_time(&layers, &[Slot::default(); 4])?;
 //! assert_eq!(balance.sizes(), [1, 2, 2, 2]);
-//! # Ok::<(), brimful::balance::BalanceError>(())
+//! # Ok::<(), brimful_plan::balance::BalanceError>(())
 //! ```
 //!
 //! Among all balances with the smallest possible maximum, it chooses the one with the fewest bytes over the

@@ -8,8 +8,7 @@ use crate::schedule::is_time;
 /// Costs of a model's layers, in the order in which they run.
 ///
 /// ```
-/// # use brimful_plan as brimful;
-/// # use brimful::balance::Profile;
+/// # use brimful_plan::balance::Profile;
 /// let profile: Profile = serde_json::from_str(r#"{
 ///     "input_bytes": 4096,
 ///     "layers": [

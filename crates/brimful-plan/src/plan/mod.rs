@@ -2,9 +2,8 @@
 //! step that fits.
 //!
 //! ```
-//! # use brimful_plan as brimful;
-//! use brimful::balance::{LayerCost, Profile};
-//! use brimful::plan::{PlanDevice, Request, plan};
+//! use brimful_plan::balance::{LayerCost, Profile};
+//! use brimful_plan::plan::{PlanDevice, Request, plan};
 //!
 //! let times = LayerCost { forward: 0.01, backward: 0.02, ..LayerCost::default() };
 //! let layer = LayerCost { activation_bytes: 1 << 20, ..times };
@@ -14,7 +13,7 @@
 //! let plan = plan(&Request::new(&profile, vec![device; 4], 64))?;
 //! let best = plan.best().expect("something fits");
 //! println!("{}, balance {}: {:.2} s", best.choice, best.balance, best.makespan);
-//! # Ok::<(), brimful::plan::PlanError>(())
+//! # Ok::<(), brimful_plan::plan::PlanError>(())
 //! ```
 
 mod choice;

@@ -119,12 +119,11 @@ impl ActionKind {
 /// Unit of work: one kind of action of a stage on a micro-batch.
 ///
 /// ```
-/// # use brimful_plan as brimful;
-/// use brimful::schedule::{Action, ActionKind};
+/// use brimful_plan::schedule::{Action, ActionKind};
 /// let action: Action = "2F0".parse()?;
 /// assert_eq!(action.kind, ActionKind::Forward);
 /// assert_eq!(action.to_string(), "2F0");
-/// # Ok::<(), brimful::schedule::ScheduleError>(())
+/// # Ok::<(), brimful_plan::schedule::ScheduleError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Action {

@@ -10,14 +10,13 @@ use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, ScheduleError
 /// device:
 ///
 /// ```
-/// # use brimful_plan as brimful;
-/// use brimful::schedule::Actions;
+/// use brimful_plan::schedule::Actions;
 /// let mine: Actions = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n".parse()?;
 /// assert_eq!((mine.stages(), mine.micro_batches()), (2, 2));
 ///
 /// let error = "0F0,0F1,0B0\n1F0,1B0,1F1,1B1".parse::<Actions>().unwrap_err();
 /// assert!(error.to_string().starts_with("0B1 is missing"));
-/// # Ok::<(), brimful::schedule::ScheduleError>(())
+/// # Ok::<(), brimful_plan::schedule::ScheduleError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Actions {

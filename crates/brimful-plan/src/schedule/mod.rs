@@ -4,8 +4,7 @@
 //! list that is executed is the one that is validated, simulated, printed, drawn and traced:
 //!
 //! ```
-//! # use brimful_plan as brimful;
-//! use brimful::schedule::{Costs, Recompute, Schedule, render, simulate};
+//! use brimful_plan::schedule::{Costs, Recompute, Schedule, render, simulate};
 //!
 //! let actions = Schedule::OneFOneB.actions(4, 8, Recompute::Never)?;
 //! let simulation = simulate(&actions, &Costs::ticks(4))?;

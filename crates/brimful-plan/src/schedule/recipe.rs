@@ -9,8 +9,8 @@ use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 /// the memory of each device. It makes lists for any number of micro-batches.
 ///
 /// ```
-/// # use brimful_plan as brimful;
-/// use brimful::schedule::{Costs, Recompute, Schedule, ScheduleRecipe, StageCost, simulate};
+/// use brimful_plan::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
+/// use brimful_plan::schedule::{ScheduleRecipe};
 ///
 /// let mut costs = Costs::ticks(4);
 /// costs.stages[1] = StageCost::new(2.0, 2.0, 2.0);

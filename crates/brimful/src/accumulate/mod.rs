@@ -361,7 +361,7 @@ fn gather(
 
 /// Returns whether gradients of parameters of this dtype on this device are summed in tensors of their own,
 /// beside which a micro-batch's gradients exist until its backward is over: for
-/// [`plan::Request::sums_apart`](crate::plan::Request).
+/// [`plan::Request::sums_apart`](brimful_plan::plan::Request).
 ///
 /// True in half precision, whose sums are in f32, and on CUDA, where a few kernels add all gradients and
 /// autograd would launch one for each parameter. Stages with offloaded weights always sum so.
@@ -370,7 +370,7 @@ pub fn sums_apart(device: Device, kind: Kind) -> bool {
 }
 
 /// Bytes of summed gradients for each byte of parameters of this dtype: 1, or 2 in half precision, for
-/// [`plan::Request::gradient_bytes`](crate::plan::Request).
+/// [`plan::Request::gradient_bytes`](brimful_plan::plan::Request).
 pub fn gradient_factor(kind: Kind) -> f64 {
     summed_in(kind).elt_size_in_bytes() as f64 / kind.elt_size_in_bytes() as f64
 }

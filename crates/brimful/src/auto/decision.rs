@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Reason for taking a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]

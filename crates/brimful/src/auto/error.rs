@@ -3,8 +3,8 @@
 use thiserror::Error;
 
 use crate::batch::enumerate;
-use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
+use brimful_plan::bytes::Bytes;
 
 /// Out of memory at every size of the micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -4,8 +4,8 @@ use super::decision::Decision;
 use super::error::DoesNotFit;
 use super::sizer::{FreeMemory, Sizer, tightest};
 use crate::Result;
-use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
+use brimful_plan::bytes::Bytes;
 
 /// Decisions and retries of a step so far.
 #[derive(Debug, Default)]

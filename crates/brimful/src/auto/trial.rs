@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::decision::{Decision, Why};
 use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Situation at a decision.
 #[derive(Debug, Clone, Copy)]

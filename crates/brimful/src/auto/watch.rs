@@ -17,10 +17,11 @@ use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
 use super::stopwatch::Stopwatch;
 use super::trial::{SizeTrial, in_near_equal_parts};
 use crate::batch::Samples;
-use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
 use crate::oom::OutOfMemory;
-use crate::{Error, Result, split};
+use crate::{Error, Result};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::split;
 
 /// Peak bytes in use in each memory, where the engine knows them better than the memory's account: CUDA
 /// graphs need memory that no account shows.

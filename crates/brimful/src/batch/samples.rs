@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::sequences::widths;
 use super::{Batch, Leaf, join, leaves, len, map_cut};
 use crate::Result;
-use crate::split::{self, SplitError};
+use brimful_plan::split::{self, SplitError};
 
 /// Samples of a mini-batch, or of a part of it, in the order in which they run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

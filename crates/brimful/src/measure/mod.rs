@@ -44,27 +44,14 @@ use meter::Meter;
 /// When the batch has no samples, the device is missing, or a layer cannot be built or run; the error names
 /// the layer.
 pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Profile> {
-    measure_watched(layers, device, batch, |_| {})
-}
-
-/// Measures as [`measure`] does; calls `watch` with each layer as soon as it is measured.
-///
-/// # Errors
-/// As for [`measure`].
-pub fn measure_watched(
-    layers: &Layers,
-    device: Device,
-    batch: &impl Batch,
-    watch: impl FnMut(&LayerCost),
-) -> Result<Profile> {
     let tensors = batch::tensors(batch);
     let floating = tensors.iter().find(|value| value.is_floating_point());
     let kind = floating.map_or(Kind::Float, |value| value.kind());
-    measure_of_kind(layers, device, batch, kind, watch)
+    measure_of_kind(layers, device, batch, kind, |_| {})
 }
 
-/// Measures as [`measure_watched`] does, with parameters and floating-point inputs of this dtype, which
-/// cannot be derived from tokens.
+/// Measures as [`measure`] does, with parameters and floating-point inputs of this dtype, which cannot be derived
+/// from tokens. Calls `watch` with each layer as soon as it is measured.
 ///
 /// # Errors
 /// As for [`measure`].

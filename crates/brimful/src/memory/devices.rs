@@ -5,8 +5,8 @@ use tch::Device;
 
 use super::host::{HostMemory, host};
 use crate::Result;
-use crate::bytes::Bytes;
 use crate::device::name;
+use brimful_plan::bytes::Bytes;
 
 /// Device and its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Error of a memory limit.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

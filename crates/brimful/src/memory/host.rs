@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use crate::bytes::Bytes;
 use crate::{Error, Result};
+use brimful_plan::bytes::Bytes;
 
 /// Memory of the machine, or of the container that this process runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,13 +4,13 @@ use tch::Tensor;
 
 use super::MicroBatcher;
 use crate::auto::{Kind, Use};
-use crate::bytes::Bytes;
 use crate::memory::{Arena, Memory};
 use crate::step::{
     Engine, Hints, MicroBatches, Parts, PartsEngine, Seeding, StepState, Team, Trained,
     gradient_bytes, names, parameters,
 };
 use crate::{Result, device};
+use brimful_plan::bytes::Bytes;
 
 impl Engine for MicroBatcher {
     type Attempt = Parts;

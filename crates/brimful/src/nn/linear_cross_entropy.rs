@@ -4,11 +4,11 @@ use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
 use tch::{Device, Kind, Tensor};
 use thiserror::Error;
 
-use crate::bytes::Bytes;
 use crate::loss::Loss;
 use crate::memory::Memory;
 use crate::nn::kernels::reported;
 use crate::{Result, device};
+use brimful_plan::bytes::Bytes;
 
 /// Default memory of a chunk's logits: each chunk reads and writes the sum of the weight's gradient, which
 /// smaller chunks do more often.

@@ -16,7 +16,7 @@ use super::{Optimizer, Parameter};
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::memory;
-use crate::plan::LookAhead;
+use brimful_plan::plan::LookAhead;
 
 /// An eighth of the host's memory stays free: updates computed early must not starve other processes.
 const SPARED_SHARE: u64 = 8;
@@ -32,7 +32,7 @@ pub(crate) const FIRST_PART: usize = 0;
 
 impl Method {
     /// Returns the memory that computing updates early takes, for a
-    /// [plan](crate::plan::Request::look_ahead) with offloaded stages; `None` for a method whose update is
+    /// [plan](brimful_plan::plan::Request::look_ahead) with offloaded stages; `None` for a method whose update is
     /// a single addition.
     ///
     /// # Errors

@@ -10,12 +10,10 @@ use super::portion::{Portion, portions};
 use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
-use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{ActivationCache, End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
 use crate::pipeline::worker::{Idle, ReportOptions, Worker, WorkerDone};
-use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
     self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures,
@@ -24,6 +22,8 @@ use crate::step::{
 };
 use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Error, Result, device};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{Actions, Recompute};
 
 /// Mini-batch that all workers of this process have run, or several of an accumulation window; the workers
 /// keep what commits or undoes it.

@@ -5,12 +5,12 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::Error;
-use crate::bytes::Bytes;
 use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
-use crate::schedule::{Action, ActionKind, StageId};
 use crate::step::StepError;
 use crate::world::{RankCause, WorldError};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{Action, ActionKind, StageId};
 
 /// Pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -62,12 +62,12 @@ pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::memory_format::{FormatChoice, InMemoryFormat};
-use crate::schedule::{
-    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
-};
 use crate::step::{MicroBatches, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
+use brimful_plan::schedule::{
+    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
+};
 use build::{StageLayout, check_offloaded_graphs, recompute_at_least};
 use calls::OpenForward;
 use engine::PipelineAttempt;

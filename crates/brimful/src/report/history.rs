@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Record;
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Largest number of points; beyond it, neighbours are joined in pairs.
 const POINTS: usize = 4096;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::{Compared, Record, TimelineRecord, Unit};
-use crate::bytes::Bytes;
-use crate::schedule::{Costs, Simulation, simulate};
 use crate::step::Timeline;
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{Costs, Simulation, simulate};
 
 /// Largest number of actions in all kept steps together, which keeps the report page small.
 const ACTIONS: usize = 100_000;
@@ -102,7 +102,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::schedule::{Recompute, Schedule};
+    use brimful_plan::schedule::{Recompute, Schedule};
 
     /// Records steps that took so many seconds each; returns the titles of those that are kept.
     fn kept(micro_batches: usize, seconds: &[u64]) -> Vec<String> {

@@ -51,7 +51,7 @@ pub use recorder::Recorder;
 pub use timeline::{HostLinkLane, Lane, TimelineRecord, Unit, WaitLane};
 
 use crate::auto::{Decision, Why};
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Recorded run, as far as it went.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::auto::Decision;
-use crate::bytes::Bytes;
 use crate::step::{StepReport, Timeline};
+use brimful_plan::bytes::Bytes;
 
 /// Result of one step. Every kind of step converts into it.
 #[derive(Debug, Default)]

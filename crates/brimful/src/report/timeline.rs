@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::{
+use brimful_plan::schedule::{
     ActionKind, Actions, Awaited, DeviceUse, HostLinkUse, Simulation, Span, TransferKind,
     TransferSpan, WaitSpan,
 };
@@ -268,7 +268,7 @@ fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{
+    use brimful_plan::schedule::{
         Costs, HostLinkCost, Location, Recompute, Schedule, StageCost, StageLocation, Transfers,
         simulate, simulate_transfers,
     };

@@ -11,10 +11,10 @@ use super::micro_batches::MicroBatches;
 use super::role::BatchRole;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Samples};
-use crate::bytes::Bytes;
 use crate::copy_streams::CopyStreams;
 use crate::loss::MicroBatchWeight;
 use crate::{Result, feed};
+use brimful_plan::bytes::Bytes;
 
 /// A mini-batch that is being handed out micro-batch by micro-batch.
 #[derive(Debug)]

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use super::StepError;
+use crate::Result;
 use crate::batch::Samples;
-use crate::{Result, split};
+use brimful_plan::split;
 
 /// Size of the micro-batches, or their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use super::sizing::Lesson;
 use super::store_attempt::StoreAttempt;
 use super::{Attempt, Engine, Exchange, PartReport, Whole};
 use crate::Result;
-use crate::bytes::Bytes;
 use crate::memory::Memory;
+use brimful_plan::bytes::Bytes;
 
 /// All replicas' parts of one or several mini-batches, not committed.
 #[derive(Debug)]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::auto::{Decision, SizeLog};
-use crate::bytes::Bytes;
-use crate::schedule::{Actions, HostLinkUse, Span, render};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{Actions, HostLinkUse, Span, render};
 
 /// Report of one step, which is one mini-batch or several up to their commit, or of an evaluation.
 #[derive(Debug)]

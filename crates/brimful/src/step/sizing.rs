@@ -9,8 +9,8 @@ use crate::auto::{
     Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, hash_of_variables,
 };
 use crate::batch::Samples;
-use crate::bytes::Bytes;
 use crate::{Error, Result, memory};
+use brimful_plan::bytes::Bytes;
 
 /// Measurements of an attempt, from which an automatic size learns.
 #[derive(Debug)]

@@ -14,10 +14,10 @@ use super::undo::Undo;
 use super::vote::{PartReport, SeenPart, Whole};
 use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
 use crate::batch::tensor_bytes;
-use crate::bytes::Bytes;
 use crate::ranks::RankSum;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};
+use brimful_plan::bytes::Bytes;
 
 /// Bucket number of summed statistics: buckets of gradients count from 0, and never reach 4,294,967,294.
 const STATISTICS_BUCKET: usize = u32::MAX as usize;

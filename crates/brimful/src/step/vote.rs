@@ -11,13 +11,13 @@ use super::caught::{Failed, caught};
 use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
 use super::{Attempt, Engine};
-use crate::bytes::Bytes;
 use crate::ranks::RankSum;
-use crate::schedule::{HostLinkUse, Span};
 use crate::statistics::ReportedLayer;
 use crate::workers::into_error;
 use crate::world::{Collective, World};
 use crate::{Error, Result};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{HostLinkUse, Span};
 
 /// Ranks that take part in a step and make up replicas of the model. Each replica brings samples of its own;
 /// the ranks of one replica bring the same.

@@ -18,7 +18,8 @@ use tch::Tensor;
 use super::message::Channel;
 use super::messenger::Messenger;
 use super::outbox::{OutgoingMessage, is_reached};
-use crate::{Result, split};
+use crate::Result;
+use brimful_plan::split;
 
 /// All-reduce in progress.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::batch::tensor_bytes;
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Data that a rank has sent to others since it started: contents of tensors, without the short messages
 /// around them.

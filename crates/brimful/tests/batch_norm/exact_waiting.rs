@@ -1,8 +1,9 @@
 //! Activations held at a barrier stay on the device while they fit there; the rest is on the host.
 
 use brimful::memory::Arena;
-use brimful::schedule::{Recompute, TransferKind, TransferSpan};
+use brimful::schedule::Recompute;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatches, Pipeline, Result, StepReport};
+use brimful_plan::schedule::{TransferKind, TransferSpan};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, four_norms, mix, norm};

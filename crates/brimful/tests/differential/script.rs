@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use brimful::nn::linear_cross_entropy;
 use brimful::pipeline::PipelineError;
-use brimful::{Error, Loss, MicroBatches, StepRng, World, split};
+use brimful::{Error, Loss, MicroBatches, StepRng, World};
+use brimful_plan::split;
 use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};

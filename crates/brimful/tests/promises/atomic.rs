@@ -4,7 +4,7 @@
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
-use brimful::oom::Place;
+use brimful::memory::Place;
 use brimful::{MicroBatches, Result, World};
 use tch::Tensor;
 

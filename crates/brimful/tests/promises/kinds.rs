@@ -13,8 +13,9 @@ use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas, Result, StepReport,
-    World, split,
+    World,
 };
+use brimful_plan::split;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use brimful::layers::Model;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::{Layers, Loss, MicroBatcher, MicroBatches, StepRng, World, split};
+use brimful::{Layers, Loss, MicroBatcher, MicroBatches, StepRng, World};
+use brimful_plan::split;
 use brimful_torch::random::{generator_state, set_generator_state};
 use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};

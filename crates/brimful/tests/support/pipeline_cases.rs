@@ -8,9 +8,8 @@ use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::Builder;
 use brimful::schedule::Schedule;
-use brimful::{
-    Batch, DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, StepRng, split,
-};
+use brimful::{Batch, DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, StepRng};
+use brimful_plan::split;
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 

@@ -6,13 +6,10 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
-use brimful::plan::{
-    Misfit, Plan, PlanChoice, PlanRow, PlannedStep, Request, misfits, plan_watched,
-};
-use brimful::schedule::{
-    Actions, Costs, Recompute, Schedule, ScheduleRecipe, StageCost, StageLocation, Transfers,
-    simulate,
-};
+use brimful::plan::{Plan, PlanChoice, PlanRow, Request};
+use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate};
+use brimful_plan::plan::{Misfit, PlannedStep, misfits, plan_watched};
+use brimful_plan::schedule::{ScheduleRecipe, StageLocation, Transfers};
 use serde::Serialize;
 
 use super::measure;

@@ -1,11 +1,11 @@
 //! Host of the devices: its memory and the host link, given or measured.
 
 use anyhow::Result;
+use brimful::internal::HostSpeed;
 use brimful::optim::{Adam, Method, Sgd};
-use brimful::pipeline::HostSpeed;
 use brimful::plan::Request;
-use brimful::schedule::HostLinkCost;
 use brimful::{Bytes, device, memory};
+use brimful_plan::schedule::HostLinkCost;
 
 use super::measure::KIND;
 use super::options::MeasuredModel;

@@ -2,7 +2,8 @@
 
 use anyhow::Result;
 use brimful::balance::Profile;
-use brimful::{device, sums_apart};
+use brimful::device;
+use brimful::internal::sums_apart;
 use brimful_models::pretrained::Pretrained;
 use tch::Kind;
 

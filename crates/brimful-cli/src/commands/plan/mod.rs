@@ -9,9 +9,9 @@ mod stage_table;
 mod table;
 
 use anyhow::{Result, ensure};
-use brimful::plan::PlannedStep;
 use brimful::schedule::ActionKind;
 use brimful::schedule::render::{self, Panel};
+use brimful_plan::plan::PlannedStep;
 
 use crate::exit::Exit;
 use crate::{output, page};

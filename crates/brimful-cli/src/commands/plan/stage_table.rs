@@ -2,8 +2,9 @@
 
 use brimful::Bytes;
 use brimful::balance::Profile;
-use brimful::plan::{PlanRow, PlannedStage};
+use brimful::plan::PlanRow;
 use brimful::schedule::{Location, Recompute};
+use brimful_plan::plan::PlannedStage;
 use serde::Serialize;
 
 use super::answers::PlanLine;

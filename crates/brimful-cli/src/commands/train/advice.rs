@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Result;
 use brimful::auto::DoesNotFit;
 use brimful::loss::NonFiniteValue;
-use brimful::oom::OutOfMemory;
+use brimful::memory::OutOfMemory;
 use brimful::optim::Method;
 use brimful::schedule::Recompute;
 use brimful::{Bytes, Error, Layers, MicroBatches};

@@ -2,10 +2,11 @@
 
 use anyhow::Result;
 use brimful::balance;
+use brimful::internal::gradient_factor;
 use brimful::nn::Lora;
 use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, MicroBatches, Pipeline, World, gradient_factor};
+use brimful::{Bytes, Layers, MicroBatches, Pipeline, World};
 use clap::ValueEnum;
 use tch::{Device, Tensor};
 

@@ -9,7 +9,8 @@ use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
 use brimful::save::Metadata;
-use brimful::{Bytes, World, split};
+use brimful::{Bytes, World};
+use brimful_plan::split;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use brimful::split;
+use brimful_plan::split;
 use tch::Tensor;
 
 use super::super::{SampleRequest, SampleSet, Shuffle};

@@ -2,9 +2,9 @@
 //! within the devices' memory.
 //!
 //! ```
-//! # use brimful_plan as brimful;
-//! use brimful::plan::offload::{OffloadRequest, choose};
-//! use brimful::schedule::{HostLinkCost, Costs, Schedule, StageCost};
+//! use brimful_plan::plan::offload::{OffloadRequest, choose};
+//! use brimful_plan::schedule::{Costs, Schedule, StageCost};
+//! use brimful_plan::schedule::{HostLinkCost};
 //!
 //! let stage = StageCost {
 //!     parameter_bytes: 400, gradient_bytes: 400, optimizer_bytes: 800, offloaded_bytes: 600,
@@ -17,7 +17,7 @@
 //! let choice = choose(&request)?;
 //! assert!(choice.peak_bytes()[0] <= 6_000);
 //! println!("{} of 12 stages live on the host: {} s", choice.at_host(), choice.simulation.makespan());
-//! # Ok::<(), brimful::plan::offload::OffloadError>(())
+//! # Ok::<(), brimful_plan::plan::offload::OffloadError>(())
 //! ```
 //!
 //! The search first estimates the cost of each stage in each of its ways, separately. A knapsack for each

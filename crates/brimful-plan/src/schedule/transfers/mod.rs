@@ -184,8 +184,8 @@ impl Payload {
 /// they can always be run with their actions.
 ///
 /// ```
-/// # use brimful_plan as brimful;
-/// use brimful::schedule::{TransferKind, Transfers, Recompute, Schedule, StageLocation};
+/// use brimful_plan::schedule::{Recompute, Schedule};
+/// use brimful_plan::schedule::{TransferKind, Transfers, StageLocation};
 ///
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;

@@ -11,11 +11,11 @@ use super::trial::{Eager, ReplayTrial};
 use super::{MicroGraphs, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
-use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
 use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
 use crate::{Error, Result, device};
+use brimful_plan::bytes::Bytes;
 
 impl MicroGraphs {
     /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the bytes

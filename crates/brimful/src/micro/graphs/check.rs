@@ -9,12 +9,12 @@ use super::trial::{Eager, ReplayTrial};
 use super::trust::Trust;
 use super::{MicroGraphs, ShapeEntry, ShapeState, WARM_UP, room};
 use crate::batch::Batch;
-use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
 use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
 use crate::{Error, Result};
+use brimful_plan::bytes::Bytes;
 
 impl MicroGraphs {
     /// Replays the micro-batch as a trial, and runs it eagerly for its mini-batch.

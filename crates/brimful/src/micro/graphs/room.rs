@@ -4,7 +4,7 @@ use brimful_torch::memory::{device_memory, empty_cache, reset_peak};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::bytes::Bytes;
+use brimful_plan::bytes::Bytes;
 
 /// Multiple of the need from which on the cache stays as it is: emptying it makes eager work allocate from the
 /// device anew.

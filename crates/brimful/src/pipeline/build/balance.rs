@@ -6,14 +6,15 @@ use tch::Tensor;
 use super::Builder;
 use crate::Result;
 use crate::accumulate::{gradient_factor, sums_apart};
-use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
-use crate::bytes::Bytes;
+use crate::measure::measure_of_kind;
 use crate::memory::Memory;
 use crate::optim::Method;
-use crate::plan::{self, Misfit, Request};
-use crate::schedule::{DeviceId, ScheduleRecipe, StageId};
 use crate::workers::DeviceSpec;
+use brimful_plan::balance::{self, LayerCost, Load, Profile, Slot};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::plan::{self, Misfit, Request};
+use brimful_plan::schedule::{DeviceId, ScheduleRecipe, StageId};
 
 /// Balance of the layers over the stages: given, or found by measurement.
 ///
@@ -175,7 +176,7 @@ impl Question<'_> {
         // With its worker's threads: with all of the caller's they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         let Builder { layers, kind, .. } = self.builder;
-        balance::measure_of_kind(layers, self.first.device, sample, *kind, |_| {})
+        measure_of_kind(layers, self.first.device, sample, *kind, |_| {})
     }
 }
 

@@ -22,14 +22,14 @@ use crate::pipeline::offload::DEVICE_BUFFERS;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
-use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{
-    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
-};
 use crate::step::{MicroBatches, NonFinitePolicy, StepState, Team};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, resolved};
 use crate::{Layers, Result, World};
+use brimful_plan::plan::{PlanChoice, PlanRow};
+use brimful_plan::schedule::{
+    Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
+};
 
 /// Builder of a pipeline.
 #[derive(Debug)]

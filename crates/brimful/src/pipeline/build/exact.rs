@@ -4,7 +4,7 @@ use super::Builder;
 use crate::Result;
 use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
-use crate::schedule::Schedule;
+use brimful_plan::schedule::Schedule;
 
 impl Builder {
     /// Returns the balance with a cut before each exact BatchNorm, the breadth-first schedule, and whether

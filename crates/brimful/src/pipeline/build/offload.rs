@@ -8,23 +8,23 @@ use tch::{Device, Tensor};
 
 use super::Builder;
 use crate::balance::Balance;
-use crate::bytes::Bytes;
 use crate::memory;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
-use crate::plan::PlanRow;
 use crate::ranks::summed_in;
-use crate::schedule::{
+use crate::{Layers, Result};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::plan::PlanRow;
+use brimful_plan::schedule::{
     ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
 };
-use crate::{Layers, Result};
 
 /// Memory of the stages' weights, gradients and optimizer state between their uses.
 ///
 /// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
 /// their use, its gradients go to the host when they are complete, and the optimizer updates the weights
 /// there. So a model may be as large as host memory. With a
-/// [breadth-first](crate::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
+/// [breadth-first](brimful_plan::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
 /// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]

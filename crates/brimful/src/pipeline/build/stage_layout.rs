@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::layers::{Layers, Skip};
-use crate::schedule::{DeviceId, StageId};
 use crate::{Result, balance};
+use brimful_plan::schedule::{DeviceId, StageId};
 
 /// Model, cut into stages and spread over workers.
 #[derive(Debug)]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::pipeline::Pipeline;
 use crate::pipeline::build::check_offloaded_graphs;
 use crate::pipeline::error::PipelineError;
-use crate::schedule::Actions;
 use crate::{MicroBatches, Result};
+use brimful_plan::schedule::Actions;
 
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's own,
@@ -81,7 +81,7 @@ mod tests {
         for (list, action) in lists.into_iter().zip(["2B0", "2W0"]) {
             let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
             let layers = Layers::new().add("a", linear).add("b", linear).add("c", linear);
-            let schedule = crate::schedule::Schedule::BreadthFirst { stages_per_device: 3 };
+            let schedule = brimful_plan::schedule::Schedule::BreadthFirst { stages_per_device: 3 };
             let builder = Pipeline::builder(layers).schedule(schedule);
             let builder = builder
                 .offload(crate::pipeline::Offload::Host)

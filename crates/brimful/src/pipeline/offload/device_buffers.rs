@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::OffloadedStage;
 use crate::Result;
 use crate::pipeline::run::TransferClock;
-use crate::schedule::{Awaited, Transfer};
+use brimful_plan::schedule::{Awaited, Transfer};
 
 /// Device buffers of a worker.
 #[derive(Debug)]

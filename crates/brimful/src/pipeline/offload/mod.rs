@@ -32,7 +32,7 @@ use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
 use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
 use crate::pipeline::run::{HostStaging, TransferClock};
-use crate::schedule::{Awaited, Transfer};
+use brimful_plan::schedule::{Awaited, Transfer};
 use device_buffers::DeviceBuffers;
 
 /// Default number of device buffers: one stage computes while the next one's weights arrive.

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::optim::{Method, Optimizer};
-use crate::schedule::HostLinkCost;
+use brimful_plan::schedule::HostLinkCost;
 
 /// Bytes that are copied each way: enough to separate bandwidth from a copy's latency.
 const MOVED: i64 = 32 << 20;

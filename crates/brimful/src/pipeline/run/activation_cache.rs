@@ -22,9 +22,9 @@ use super::stage::Boundary;
 use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::batch::tensor_bytes;
-use crate::bytes::Bytes;
 use crate::memory::Memory;
-use crate::schedule::Awaited;
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::Awaited;
 
 /// Sixteenths of all memory that are left free for fragmentation; at 16 nothing is cached on the device.
 const ALL_APART: u64 = 16;

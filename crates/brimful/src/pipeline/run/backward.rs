@@ -11,8 +11,8 @@ use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
-use crate::schedule::Action;
 use crate::step::{NonFinitePolicy, TermGroup, as_wide_as, roots};
+use brimful_plan::schedule::Action;
 
 /// Tensors to start a backward from, each with its gradient, for every group of loss terms.
 type Roots = Vec<Vec<(Tensor, Tensor)>>;

@@ -10,7 +10,7 @@ use super::wiring::StageOutlet;
 use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::pipeline::worker::Site;
-use crate::schedule::{Action, MicroBatchId, StageId, Transfer, TransferKind};
+use brimful_plan::schedule::{Action, MicroBatchId, StageId, Transfer, TransferKind};
 
 impl WorkerRun {
     /// Receives the stage's input, with its copy on the host if it waited there.

@@ -9,7 +9,7 @@ use super::wiring::Ports;
 use crate::Result;
 use crate::loss::{Loss, MicroBatchWeight};
 use crate::ranks::RankSum;
-use crate::schedule::Actions;
+use brimful_plan::schedule::Actions;
 
 /// Function from a micro-batch's number and outputs to its loss, if it has one.
 pub(crate) type LossFn = Box<dyn FnMut(usize, &[Tensor]) -> Result<Option<Loss>> + Send>;

@@ -48,11 +48,11 @@ use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::StepRng;
-use crate::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, TransferKind};
 use crate::step::{NonFinitePolicy, Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
 use barrier::Barrier;
+use brimful_plan::schedule::{Action, ActionKind, MicroBatchId, StageId, Transfer, TransferKind};
 use intake::Intake;
 use timeline::ActionClock;
 

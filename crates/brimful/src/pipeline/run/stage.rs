@@ -6,7 +6,7 @@ use crate::Result;
 use crate::layers::{Model, Stashed};
 use crate::nn::{ExactNorm, NormStatistics};
 use crate::pipeline::build::{Export, StagePlan};
-use crate::schedule::StageId;
+use brimful_plan::schedule::StageId;
 
 /// Consecutive layers on one device.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use tch::Device;
 use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::memory::{Arena, Memory};
-use crate::schedule::{Action, HostLinkUse, Span};
 use crate::timed_event::TimedEvent;
+use brimful_plan::schedule::{Action, HostLinkUse, Span};
 
 /// Times of one worker's actions since the step's start.
 #[derive(Debug)]

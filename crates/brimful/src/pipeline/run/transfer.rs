@@ -14,9 +14,9 @@ use crate::Result;
 use crate::batch::{copy_of, tensor_bytes};
 use crate::copy_streams::{Arriving, CopyStreams};
 use crate::memory::Arena;
-use crate::schedule::{Awaited, Transfer};
 /// Tensors of a transfer; gradients have one list for each group of loss terms.
 pub(crate) use crate::world::Tensors;
+use brimful_plan::schedule::{Awaited, Transfer};
 
 /// Host staging memory for transfers that wait.
 #[derive(Debug, Clone)]

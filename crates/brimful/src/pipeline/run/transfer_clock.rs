@@ -3,8 +3,10 @@
 use tch::Device;
 
 use crate::Result;
-use crate::schedule::{Awaited, HostLinkUse, Transfer, TransferKind, TransferSpan, WaitSpan};
 use crate::timed_event::TimedEvent;
+use brimful_plan::schedule::{
+    Awaited, HostLinkUse, Transfer, TransferKind, TransferSpan, WaitSpan,
+};
 
 /// Times of one worker's transfers, by the clock on a CPU and by events on the copy streams.
 #[derive(Debug)]
@@ -117,7 +119,7 @@ fn one_at_a_time(mut transfers: Vec<TransferSpan>) -> Vec<TransferSpan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::StageId;
+    use brimful_plan::schedule::StageId;
 
     #[test]
     fn a_direction_of_the_host_link_carries_one_copy_at_a_time() {

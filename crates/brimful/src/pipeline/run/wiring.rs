@@ -20,8 +20,8 @@ use crate::Result;
 use crate::memory::Memory;
 use crate::pipeline::build::StageLayout;
 use crate::pipeline::ranks::Ranks;
-use crate::schedule::Actions;
 use crate::world::{self, Collective, Stopped};
+use brimful_plan::schedule::Actions;
 
 /// Sending end of a channel.
 #[derive(Debug)]

@@ -4,17 +4,17 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
-use crate::bytes::Bytes;
 use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::{HandsOver, OffloadedStages};
 use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, WorkerRun};
 use crate::random::Randomness;
-use crate::schedule::{ActionKind, Awaited};
 use crate::statistics::Pending;
 use crate::step::{PartReport, StoreAttempt, Tally, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{ActionKind, Awaited};
 
 /// Result of a worker's part of a step; the worker keeps what commits or undoes it.
 #[derive(Debug, Default)]

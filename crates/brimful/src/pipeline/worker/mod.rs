@@ -15,7 +15,6 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use crate::Result;
-use crate::bytes::Bytes;
 use crate::copy_streams::CopyStreams;
 use crate::memory::{Arena, Memory};
 use crate::memory_format::{convert_convolutions, with_channels_last};
@@ -27,11 +26,12 @@ use crate::pipeline::run::{
     StageTransfer, TransferClock, WorkerRun, run_again,
 };
 use crate::random::{Generator, StepRng};
-use crate::schedule::{
-    Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
-};
 use crate::step::{NonFinitePolicy, StoreAttempt, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{
+    Action, HostLinkUse, Location, Span, StageId, StageLocation, Transfer, Transfers,
+};
 
 /// Specification that a worker is built from.
 #[derive(Debug)]
