@@ -128,7 +128,7 @@ impl RanksContestant {
         let model = work.build(&store)?;
         let micro = MicroBatcher::new(&store, MicroBatches::Samples(work.micro_batch));
         let (name, ranks, micro) = match world {
-            Some(world) => ("brimful", world.size(), micro.world(world)?),
+            Some(world) => ("brimful", world.size(), micro.join(world)?),
             None => ("brimful, one rank", 1, micro),
         };
         Ok(Self { name, ranks, store, model, micro, times: StepTimes::default(), sent: Bytes(0) })

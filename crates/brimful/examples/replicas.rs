@@ -23,8 +23,8 @@ fn main() -> Result<()> {
     // On a GPU machine: [Device::Cuda(0), Device::Cuda(1)]. The second one here counts as slower.
     tch::manual_seed(0);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
-    let mut replicas =
-        Replicas::new(devices, MicroBatches::Samples(32), build)?.speeds(&[2.0, 1.0])?;
+    let mut replicas = Replicas::new(devices, MicroBatches::Samples(32), build)?;
+    replicas.set_speeds(&[2.0, 1.0])?;
     let mut optimizer = Optimizer::new(replicas.store(), Sgd::new(0.1).momentum(0.9))?;
 
     // The plain model starts with the same values, from the same seed.

@@ -85,7 +85,7 @@ fn micro_batcher_holds(kind: &str, world: &World) {
     let model = wide(&store.root());
     let _limited = Limited::new();
     let micro = MicroBatcher::new(&store, MicroBatches::Auto).cuda_graphs(true);
-    let mut micro = micro.world(world).expect("one model");
+    let mut micro = micro.join(world).expect("one model");
     let x = samples();
     holds(kind, || micro.backward(&x, |x: Tensor| loss(&model, &x)));
 }

@@ -65,7 +65,7 @@ fn full_batch_gradients(world: World) {
         tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
     }
     for size in [MicroBatches::Samples(2), MicroBatches::Count(3), MicroBatches::Samples(1000)] {
-        let mut micro = MicroBatcher::new(&store, size).world(&world).expect("one model");
+        let mut micro = MicroBatcher::new(&store, size).join(&world).expect("one model");
         for (samples, uneven) in [(1, false), (13, false), (13, true)] {
             for Case { name, full, micro: loss } in &CASES {
                 let what = format!("{name}, {samples} samples, {size:?}, uneven: {uneven}");
@@ -100,7 +100,7 @@ fn steps_leave_the_plain_parameters_and_statistics() {
         for method in [Method::from(Sgd::new(0.1).momentum(0.9)), AdamW::new(0.01).into()] {
             let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
             let mut micro =
-                MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one");
+                MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one");
             let mut one = Optimizer::new(&plain_store, method).expect("an optimizer");
             let mut other = Optimizer::new(&store, method).expect("an optimizer");
             for step in 0..3 {
@@ -137,7 +137,7 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
         };
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).join(&world).expect("one model");
         let whole = batch(9);
         let parts = parts(&world, 9, false);
         let loss = |net: &Classifier, (x, y, _): &Batch| {
@@ -166,7 +166,7 @@ fn what_fails_on_one_rank_has_failed_on_all() {
     in_ranks(3, |world| {
         let (store, model) = plain(net);
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one model");
         let own = part(&world, &parts(&world, 20, false), &batch(20));
         micro.backward(&own, |batch| (MEAN.micro)(&model, &batch)).expect("an earlier step");
         let before = state(&store);
@@ -211,7 +211,7 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
         let arena = Arena::limited("rank", limit).expect("a limit");
         let mut micro = MicroBatcher::new(&store, MicroBatches::Largest)
             .memory(Memory::Arena(arena.clone()))
-            .world(&world)
+            .join(&world)
             .expect("one model");
         let own = Tensor::ones([1500, 500], (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean(model.forward(&x).square().mean(Kind::Float));
@@ -251,7 +251,7 @@ fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
         let arena = Arena::new("rank");
         let mut micro = MicroBatcher::new(&store, MicroBatches::Largest)
             .memory(Memory::Arena(arena.clone()))
-            .world(&world)
+            .join(&world)
             .expect("one model");
         let own = sequences([[60, 50], [120, 100]][world.rank()].as_slice());
         let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
@@ -275,7 +275,7 @@ fn what_keeps_one_rank_from_a_step_is_told_to_all() {
         let store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[]);
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Tokens(256)).world(&world).expect("one");
+            MicroBatcher::new(&store, MicroBatches::Tokens(256)).join(&world).expect("one");
         let own = sequences(&[60, 120]);
         let run = |x: Sequences| Loss::sum((&*x * &weight).square().sum(Kind::Float));
         let second = world.rank() == 1;
@@ -313,18 +313,18 @@ fn ranks_with_different_models_samples_or_sizes_are_all_reported() {
         let other = nn::VarStore::new(test_device());
         let _other = nn::linear(other.root(), 2 + rank, 2, Default::default());
         let error = MicroBatcher::new(&other, MicroBatches::Samples(1))
-            .world(&world)
+            .join(&world)
             .expect_err("two models");
         differs(error, "the model");
         let (store, model) = plain(net);
         let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(1 + world.rank()))
-            .world(&world)
+            .join(&world)
             .expect("one");
         let run = |x: Tensor| Loss::mean(model.logits(&x).mean(Kind::Double));
         let error = micro.backward(&numbers_there(&[4, 6], 0), run).expect_err("two sizes");
         differs(error, "the micro-batch size");
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one");
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).join(&world).expect("one");
         let error = micro.backward(&numbers_there(&[4, 6 + rank], 0), run).expect_err("two shapes");
         differs(error, "a sample");
         let empty = numbers_there(&[4, 6], 0).narrow(0, 0, 0);
@@ -351,7 +351,7 @@ fn ranks_that_train_different_parameters_are_all_reported() {
     in_ranks(3, |world| {
         let (store, model) = plain(net);
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one model");
         let own = part(&world, &parts(&world, 20, false), &batch(20));
         let run = |batch: Batch| (MEAN.micro)(&model, &batch);
         micro.backward(&own, run).expect("an earlier step");
@@ -385,7 +385,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     in_ranks(2, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).join(&world).expect("one model");
         let whole = batch(15);
         (OVER_TOKENS.full)(&plain_net, &whole).backward();
         // One rank in two mini-batches, the other in three.
@@ -402,7 +402,7 @@ fn replicas(world: &World) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
     let replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
-    let mut replicas = replicas.world(world).expect("one model");
+    let mut replicas = replicas.join(world).expect("one model");
     replicas.store_mut().double();
     replicas
 }
@@ -430,7 +430,7 @@ fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
     in_ranks(2, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let micro = MicroBatcher::new(&store, MicroBatches::Samples(4)).cuda_graphs(true);
-        let mut micro = micro.world(&world).expect("one model");
+        let mut micro = micro.join(&world).expect("one model");
         let mut replayed = 0;
         for number in 0..6 {
             let (x, y, tokens) = batch(32);
@@ -486,7 +486,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
         let devices = [DeviceSpec::from(test_device()), DeviceSpec::cpu()];
         let devices = devices.map(|device| device.threads(1));
         let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
-        let mut replicas = replicas.world(&world).expect("a world");
+        let mut replicas = replicas.join(&world).expect("a world");
         for step in 1..=2 {
             let x = Tensor::from_slice(&[1.0_f32, -2.0]);
             let step_done = replicas.backward(&x, |(both, later), x| {
@@ -513,7 +513,7 @@ fn a_sparse_gradient_of_one_rank_is_refused_by_all() {
         let table = nn::embedding(store.root() / "table", 5, 3, config);
         let linear = nn::linear(store.root() / "linear", 3, 3, Default::default());
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(2)).world(&world).expect("one");
+            MicroBatcher::new(&store, MicroBatches::Samples(2)).join(&world).expect("one");
         let words = Tensor::arange(5, (Kind::Int64, Device::Cpu));
         let step = micro.backward(&words, |x| {
             Loss::mean(linear.forward(&table.forward(&x)).square().mean(Kind::Float))
@@ -534,7 +534,7 @@ fn a_step_sends_what_a_sum_over_ranks_must() {
             .add(nn::linear(&root / "two", 2000, 500, Default::default()));
         store.float();
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(4)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(4)).join(&world).expect("one model");
         let own = Tensor::ones([8, 500], (Kind::Float, Device::Cpu));
         let before = world.traffic().expect("counted").sent.0;
         micro.backward(&own, |x| Loss::mean(model.forward(&x).mean(Kind::Float))).expect("a step");
@@ -559,7 +559,7 @@ fn statistics_that_move_at_every_micro_batch_are_the_first_ranks_on_all() {
         };
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(3)).world(&world).expect("one model");
+            MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one model");
         let statistics = |store: &nn::VarStore| {
             let all = state(store).into_iter().filter(|(name, _)| name.contains("running"));
             all.collect::<Vec<_>>()
@@ -615,13 +615,13 @@ fn convolutions_of_all_ranks_and_replicas_have_their_channels_last() {
         let conv = build(&store.root());
         let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(1))
             .memory_format(MemoryFormat::ChannelsLast)
-            .world(&world)
+            .join(&world)
             .expect("one model");
         micro.backward(&x, |x| run(&conv, x)).expect("channels last");
         let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
         let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
         let mut replicas =
-            replicas.memory_format(MemoryFormat::ChannelsLast).world(&world).expect("one model");
+            replicas.memory_format(MemoryFormat::ChannelsLast).join(&world).expect("one model");
         replicas.backward(&x, run).expect("channels last");
     });
 }

@@ -31,7 +31,7 @@ fn gradients_and_loss_are_the_full_batchs() {
             let mut replicas = replicated(count, size);
             if size == MicroBatches::Samples(5) {
                 let speeds: Vec<f64> = (1..=count).map(|n| n as f64).collect();
-                replicas = replicas.speeds(&speeds).expect("speeds");
+                replicas.set_speeds(&speeds).expect("speeds");
             }
             for samples in [1, 2, 7, 20] {
                 for Case { name, full, micro } in &CASES {
@@ -224,9 +224,9 @@ fn deferred_statistics_are_those_of_all_samples() {
     let model = layers(&store.root());
     store.double();
     for (count, speeds) in [(2, vec![1.0, 1.0]), (3, vec![1.0, 5.0, 2.0])] {
-        let replicas =
+        let mut replicas =
             Replicas::new(devices(count), MicroBatches::Samples(3), layers).expect("replicas");
-        let mut replicas = replicas.speeds(&speeds).expect("speeds");
+        replicas.set_speeds(&speeds).expect("speeds");
         replicas.store_mut().double();
         replicas.store_mut().copy(&store).expect("the same model");
         for samples in [40, 23] {
@@ -263,11 +263,11 @@ fn bad_replicas_are_refused_with_what_would_help() {
     assert_fails(two_models, &["replica 1", "'one.weight'", "[2, 3]", "[2, 4]"]);
     assert_fails(Replicas::new(cpus(), MicroBatches::Samples(0), Classifier::new), &["0 samples"]);
     assert_fails(
-        replicated(2, MicroBatches::Samples(2)).speeds(&[1.0]),
+        replicated(2, MicroBatches::Samples(2)).set_speeds(&[1.0]),
         &["1 speeds", "2 replicas"],
     );
     assert_fails(
-        replicated(2, MicroBatches::Samples(2)).speeds(&[1.0, 0.0]),
+        replicated(2, MicroBatches::Samples(2)).set_speeds(&[1.0, 0.0]),
         &["replica 1 cannot be 0"],
     );
     let mut replicas = replicated(2, MicroBatches::Samples(2));

@@ -238,8 +238,8 @@ fn an_optimizers_memory_is_kept_free_on_the_first_device() {
     let size = |reserves: bool| {
         let arena = Arena::limited("first", 3 << 20).expect("a limit");
         let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
-        let replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
-        let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("one each");
+        let mut replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
+        replicas.set_speeds(&[1.0, 1.0]).expect("one each");
         if reserves {
             replicas = replicas.reserve(Adam::new(0.1));
         }

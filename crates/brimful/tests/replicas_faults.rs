@@ -236,9 +236,9 @@ fn sums_do_not_depend_on_the_threads_timing() {
     let run = |slow: usize| {
         tch::manual_seed(1);
         let cpus = (0..3).map(|_| DeviceSpec::cpu().threads(1));
-        let replicas =
+        let mut replicas =
             Replicas::new(cpus, MicroBatches::Samples(2), dropout_layers).expect("replicas");
-        let mut replicas = replicas.speeds(&[1.0; 3]).expect("speeds");
+        replicas.set_speeds(&[1.0; 3]).expect("speeds");
         let starts: Vec<f64> = (0..3).map(|r| batch().double_value(&[4 * r, 0])).collect();
         let x = batch().to_kind(Kind::Float);
         for _ in 0..3 {

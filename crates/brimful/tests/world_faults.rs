@@ -106,7 +106,7 @@ fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
         let store = nn::VarStore::new(Device::Cpu);
         let weight = store.root().ones("weight", &[1]);
         let micro = MicroBatcher::new(&store, MicroBatches::Samples(2));
-        let mut micro = micro.world(&world).expect("a world");
+        let mut micro = micro.join(&world).expect("a world");
         let x = Tensor::full([4], world.rank() as f64, (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean((x.log().abs() * &weight).mean(Kind::Float));
         let error = micro.backward(&x, run).expect_err("rank 0 takes the logarithm of 0");
@@ -124,7 +124,7 @@ fn a_sum_over_ranks_that_is_not_finite_is_refused_on_all() {
         store.half();
         let micro = MicroBatcher::new(&store, MicroBatches::Samples(1))
             .non_finite(NonFinitePolicy::RefuseGradients);
-        let mut micro = micro.world(&world).expect("a world");
+        let mut micro = micro.join(&world).expect("a world");
         let x = Tensor::full([1, 1], 4e4, (Kind::Half, Device::Cpu));
         let run = |x: Tensor| Loss::sum((x * &weight).to_kind(Kind::Float).sum(Kind::Float));
         let error = micro.backward(&x, run).expect_err("not finite");

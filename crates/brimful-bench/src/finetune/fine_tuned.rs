@@ -101,7 +101,7 @@ impl FineTuned for WholeTuned {
 
 /// Describes the finest stages, which come to the device in turn and recompute their activations in the backward.
 fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder> {
-    let balance = balance::finest(&setting::parameters_used(&layers)?, layers.len())?;
+    let balance = balance::finest(&layers.parameters_used()?, layers.len())?;
     let stages_per_device = balance.sizes().len();
     Ok(Pipeline::builder(layers)
         .devices([DeviceSpec::from(device)])

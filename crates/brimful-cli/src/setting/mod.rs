@@ -76,19 +76,6 @@ pub(crate) fn summable(logits: &Tensor) -> Tensor {
     }
 }
 
-/// Counts the parameters that each layer computes with, including those that it shares with another layer: an
-/// offloaded stage brings all of them to the device.
-///
-/// # Errors
-/// As [`Layers::parameter_counts`].
-pub fn parameters_used(layers: &Layers) -> Result<Vec<u64>> {
-    let mut counts = layers.parameter_counts()?;
-    for (user, owner) in layers.shared()? {
-        counts[user] += counts[owner];
-    }
-    Ok(counts)
-}
-
 /// Unit that the loss of a mini-batch is a mean over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MeanOver {

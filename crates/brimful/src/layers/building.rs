@@ -138,4 +138,16 @@ impl Layers {
         };
         self.list.iter().enumerate().map(count).collect()
     }
+
+    /// Number of trained parameters that each layer uses: shared ones count for every layer that uses them.
+    ///
+    /// # Errors
+    /// As [`Layers::build`].
+    pub fn parameters_used(&self) -> Result<Vec<u64>> {
+        let mut counts = self.parameter_counts()?;
+        for (user, owner) in self.shared()? {
+            counts[user] += counts[owner];
+        }
+        Ok(counts)
+    }
 }

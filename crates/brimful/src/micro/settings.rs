@@ -58,7 +58,7 @@ impl MicroBatcher {
 
     /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
     /// strides of inputs and of parameters of four or five dimensions, so a closure must not `view` across
-    /// them; a closure that does runs as before. In a [world](MicroBatcher::world) no format is measured.
+    /// them; a closure that does runs as before. In a [world](MicroBatcher::join) no format is measured.
     pub fn memory_format(mut self, memory_format: MemoryFormat) -> Self {
         self.set_memory_format(memory_format);
         self
@@ -99,7 +99,7 @@ impl MicroBatcher {
     ///
     /// # Errors
     /// When the ranks have different models, or one is lost.
-    pub fn world(mut self, world: &World) -> Result<Self> {
+    pub fn join(mut self, world: &World) -> Result<Self> {
         if world.size() > 1 {
             names(&self.variables).join(world)?;
             self.measure_no_format();

@@ -74,18 +74,18 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// When there is not one number for each replica, or one is not above 0.
-    pub fn speeds(mut self, speeds: &[f64]) -> Result<Self> {
+    pub fn set_speeds(&mut self, speeds: &[f64]) -> Result<()> {
         error::check_speeds(speeds, self.devices.len())?;
         self.speeds = Speeds::given(speeds);
-        Ok(self)
+        Ok(())
     }
 
     /// Trains together with the other ranks of a world, each of which passes its own part of every
-    /// mini-batch, as [`MicroBatcher::world`] does.
+    /// mini-batch, as [`MicroBatcher::join`] does.
     ///
     /// # Errors
-    /// As [`MicroBatcher::world`].
-    pub fn world(mut self, world: &World) -> Result<Self> {
+    /// As [`MicroBatcher::join`].
+    pub fn join(mut self, world: &World) -> Result<Self> {
         if world.size() == 1 {
             return Ok(self);
         }

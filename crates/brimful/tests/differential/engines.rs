@@ -313,7 +313,7 @@ impl OneDevice {
             micro = micro.memory(Memory::Arena(arenas[0].clone()));
         }
         let graphs = std::env::var_os("BRIMFUL_TEST_CUDA_GRAPHS").is_some();
-        let micro = micro.cuda_graphs(graphs).non_finite(setup.non_finite()).world(setup.world)?;
+        let micro = micro.cuda_graphs(graphs).non_finite(setup.non_finite()).join(setup.world)?;
         let optimizer = Optimizer::new(&store, sgd(setup.rate))?;
         let world = setup.world.clone();
         Ok(Box::new(Self { store, model, head, micro, optimizer, arenas, world }))
@@ -466,7 +466,8 @@ impl Replicated {
         let layers = setup.model.layers();
         let build = move |root: &tch::nn::Path| layers.build(root).expect("built");
         let replicas = Replicas::new(devices, setup.cut.size(), build)?;
-        let mut replicas = replicas.non_finite(setup.non_finite()).speeds(&vec![1.0; count])?;
+        let mut replicas = replicas.non_finite(setup.non_finite());
+        replicas.set_speeds(&vec![1.0; count])?;
         replicas.store_mut().set_kind(setup.kind);
         let optimizer = Optimizer::new(replicas.store(), sgd(setup.rate))?;
         Ok(Box::new(Self { replicas, optimizer, arenas }))

@@ -223,7 +223,7 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
         None => micro,
     };
     let micro = setup.remember.iter().fold(micro, MicroBatcher::remember);
-    let micro = micro.world(&setup.world).expect("one model");
+    let micro = micro.join(&setup.world).expect("one model");
     Box::new(OneDevice { store, model, micro, about })
 }
 
@@ -300,9 +300,9 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     let layers = setup.layers;
     let build =
         move |root: &tch::nn::Path| layers(BatchNormPolicy::Deferred).build(root).expect("built");
-    let replicas = Replicas::new(about.devices(), setup.size, build).expect("replicas");
+    let mut replicas = Replicas::new(about.devices(), setup.size, build).expect("replicas");
     // Measured speeds would vary the parts from run to run.
-    let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
+    replicas.set_speeds(&[1.0, 1.0]).expect("speeds");
     replicas.store_mut().set_kind(Kind::Double);
     let mut replicas = match setup.reserve {
         Some(reserve) => replicas.reserve(reserve),

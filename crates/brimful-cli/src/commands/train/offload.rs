@@ -13,9 +13,7 @@ use tch::{Device, Tensor};
 use super::TrainOptions;
 use crate::exit::{ensure_use, ran_out};
 use crate::offload_plan::{OffloadPlan, OffloadQuestion};
-use crate::setting::{
-    MeanOver, NormStatistics, capacity, loss, parameters_used, shown_as_given, typed,
-};
+use crate::setting::{MeanOver, NormStatistics, capacity, loss, shown_as_given, typed};
 
 /// Where weights, gradients and the optimizer's state live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -103,12 +101,19 @@ impl OffloadPlan {
         options: &TrainOptions,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Builder> {
-        let ((balance, schedule), offload) = match self {
-            Self::Device => (resident(&layers, devices, options, &inputs()?)?, Offload::Device),
-            Self::Host => (on_host(&layers, devices, options.stages.schedule)?, Offload::Host),
-            Self::Planned { row, .. } => return Ok(Pipeline::builder(layers).plan(&row)),
-        };
-        Ok(Pipeline::builder(layers).balance(balance).schedule(schedule).offload(offload))
+        Ok(match self {
+            Self::Device => {
+                let (balance, schedule) = resident(&layers, devices, options, &inputs()?)?;
+                Pipeline::builder(layers).balance(balance).schedule(schedule)
+            }
+            Self::Host => {
+                let schedule = options.stages.schedule;
+                check_offloaded_stages(&layers, devices, schedule)?;
+                let builder = Pipeline::builder(layers).offload(Offload::Host);
+                schedule.into_iter().fold(builder, Builder::schedule)
+            }
+            Self::Planned { row, .. } => Pipeline::builder(layers).plan(&row),
+        })
     }
 }
 
@@ -182,7 +187,7 @@ pub(super) struct LeastBytes {
 impl LeastBytes {
     pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
         let kind = options.dtype().kind();
-        let mut bytes = parameters_used(layers)?;
+        let mut bytes = layers.parameters_used()?;
         bytes.iter_mut().for_each(|numbers| *numbers *= kind.elt_size_in_bytes() as u64);
         bytes.sort_unstable_by(|a, b| b.cmp(a));
         let [largest, second] = [0, 1].map(|place| bytes.get(place).copied().unwrap_or(0));
@@ -218,19 +223,16 @@ fn resident(
     Ok((BalanceBy::by_time(&sample).optimizer(options.recipe.method()), schedule))
 }
 
-/// Cuts as finely as possible, unless the schedule gives the number of stages: a device buffer is as large as the
-/// largest stage.
-fn on_host(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<StageCut> {
-    let counts = parameters_used(layers)?;
+/// Checks that every offloaded stage gets a layer that has parameters.
+fn check_offloaded_stages(
+    layers: &Layers,
+    devices: usize,
+    schedule: Option<Schedule>,
+) -> Result<()> {
+    let counts = layers.parameters_used()?;
     let finest = balance::finest(&counts, counts.len())?.sizes().len();
-    let stages_per_device = match schedule {
-        Some(schedule) => schedule.stages_per_device(),
-        None => (finest / devices).max(1),
-    };
-    let stages = devices * stages_per_device;
-    check_stages(stages, finest, " with parameters", "lower --stages")?;
-    let balance = balance::finest(&counts, stages)?.into();
-    Ok((balance, schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device })))
+    let stages = devices * schedule.map_or(1, Schedule::stages_per_device);
+    check_stages(stages, finest, " with parameters", "lower --stages")
 }
 
 /// Checks that every stage gets a layer.

@@ -104,7 +104,7 @@ impl Runner {
             .reserve(options.recipe.method())
             .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
             .memory_format(memory_format(device))
-            .world(world)?;
+            .join(world)?;
         Ok(Self::One { micro: Box::new(micro), model, store })
     }
 
@@ -122,16 +122,16 @@ impl Runner {
             let built = LossModel::build_with_rng(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
         };
-        let replicas =
+        let mut replicas =
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;
+        // The devices are alike, and a split by measured speed would make results depend on timing.
+        replicas.set_speeds(&vec![1.0; each])?;
         let device = replicas.device();
         let replicas = replicas
-            // The devices are alike, and a split by measured speed would make results depend on timing.
-            .speeds(&vec![1.0; each])?
             .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
             .memory_format(memory_format(device))
             .reserve(options.recipe.method())
-            .world(world)?;
+            .join(world)?;
         Ok(Self::Several(Box::new(replicas)))
     }
 

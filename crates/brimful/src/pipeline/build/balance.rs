@@ -58,6 +58,21 @@ impl BalanceBy {
     }
 }
 
+impl BalanceBy {
+    /// Returns whether no balance was set.
+    pub(super) fn is_even(&self) -> bool {
+        matches!(self.choice, Choice::Even)
+    }
+
+    /// Returns the number of stages, if the balance is given in numbers.
+    pub(super) fn stages(&self) -> Option<usize> {
+        match &self.choice {
+            Choice::Given(sizes) => Some(sizes.len()),
+            _ => None,
+        }
+    }
+}
+
 impl<const N: usize> From<[usize; N]> for BalanceBy {
     fn from(sizes: [usize; N]) -> Self {
         Choice::Given(sizes.into()).into()
@@ -121,20 +136,20 @@ impl Question<'_> {
 
     fn evenly(&self) -> Result<balance::Balance> {
         let load = Load { time: 1.0, ..Load::default() };
-        let Builder { layers, schedule, .. } = self.builder;
-        let stages = self.limits.len() * schedule.stages_per_device();
+        let Builder { layers, .. } = self.builder;
+        let stages = self.limits.len() * self.builder.order().stages_per_device();
         Ok(balance::by_time(&vec![load; layers.len()], &vec![Slot::default(); stages])?)
     }
 
     /// Returns the planner's balance for this schedule, with the sample as a micro-batch.
     fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<ResolvedBalance> {
-        let &Builder { schedule, recompute, kind, .. } = self.builder;
+        let &Builder { recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
         let device = |memory: &Option<u64>| plan::PlanDevice { memory: *memory, speed: 1.0 };
         let devices = self.limits.iter().map(device).collect();
         let mut request = Request::new(&profile, devices, samples);
-        request.schedules = vec![schedule];
+        request.schedules = vec![self.builder.order()];
         request.micro_batches = vec![self.micro_batches];
         request.recompute = Some(recompute);
         request.gradient_bytes = gradient_factor(kind);
@@ -149,7 +164,7 @@ impl Question<'_> {
     }
 
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
-        let &Builder { schedule, recompute, kind, .. } = self.builder;
+        let &Builder { recompute, kind, .. } = self.builder;
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? as u64;
         let of_parameters = 1.0 + gradient_factor(kind) + state;
@@ -160,7 +175,7 @@ impl Question<'_> {
             output_bytes: layer.output_bytes * samples,
         };
         let (devices, m) = (self.limits.len(), self.micro_batches);
-        let actions = schedule.actions(devices, m, recompute)?;
+        let actions = self.builder.order().actions(devices, m, recompute)?;
         let slot = |(j, device): (usize, &DeviceId)| Slot {
             speed: 1.0,
             memory: self.limits[device.index()],

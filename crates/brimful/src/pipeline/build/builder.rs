@@ -39,14 +39,15 @@ pub struct Builder {
     pub(super) devices: Vec<DeviceSpec>,
     pub(super) balance: BalanceBy,
     size: MicroBatches,
-    pub(super) schedule: Schedule,
+    /// Unless set, 1F1B, or breadth-first with offloaded stages.
+    pub(super) schedule: Option<Schedule>,
     /// Costs for automatic schedules, from a plan.
     pub(super) recipe: Option<ScheduleRecipe>,
     pub(super) recompute: Recompute,
     /// Recomputation of each stage, if a plan sets it.
     recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
-    offload: Offload,
+    pub(super) offload: Offload,
     /// Device or host for each stage's boundaries, if a plan sets it.
     boundaries: Vec<Location>,
     device_buffers: usize,
@@ -66,7 +67,7 @@ impl Builder {
             devices: vec![DeviceSpec::cpu()],
             balance: BalanceBy::default(),
             size: MicroBatches::Count(1),
-            schedule: Schedule::OneFOneB,
+            schedule: None,
             recipe: None,
             recompute: Recompute::Never,
             recompute_each: Vec::new(),
@@ -131,12 +132,12 @@ impl Builder {
         Self { size: micro_batches, ..self }
     }
 
-    /// Sets the schedule. The default is 1F1B.
+    /// Sets the schedule. The default is 1F1B, or breadth-first if stages are [offloaded](Self::offload).
     ///
     /// [`Schedule::Auto`] uses the stages' times if they are known: from a [plan](Self::plan), or from a
     /// balance that measures layers [by time](BalanceBy::by_time). Over ranks, rank 0's times count.
     pub fn schedule(self, schedule: Schedule) -> Self {
-        Self { schedule, ..self }
+        Self { schedule: Some(schedule), ..self }
     }
 
     /// Sets activation recomputation. The default is none.
@@ -149,6 +150,7 @@ impl Builder {
     pub fn plan(self, row: &PlanRow) -> Self {
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let (balance, recipe) = ((&row.balance).into(), row.recipe.clone());
+        let schedule = Some(schedule);
         let recompute_each = row.stages.iter().map(|stage| stage.recompute).collect();
         let boundaries = row.stages.iter().map(|stage| stage.boundaries).collect();
         let of_stages = Self {
@@ -170,7 +172,8 @@ impl Builder {
     /// Sets which stages are offloaded: their weights, gradients and optimizer state are in host memory. By
     /// default, every stage stays on its device.
     ///
-    /// An offloaded stage computes on its device: see [`Offload`].
+    /// An offloaded stage computes on its device: see [`Offload`]. Unless they are set, the order of offloaded stages
+    /// is breadth-first, and with [`Offload::Host`] every layer that has parameters begins a stage.
     pub fn offload(self, offload: impl Into<Offload>) -> Self {
         Self {
             offload: offload.into(),
@@ -208,8 +211,16 @@ impl Builder {
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
         let request = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
-        let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, request)?;
-        let ResolvedBalance { balance, recipe } = self.resolve_balance(&roster, &devices[0])?;
+        let world = self.world.clone();
+        let (devices, roster) = Roster::handshake(&world, replicas, replicas_here, request)?;
+        let builder = self.cut_for_offload(roster.limits.len())?;
+        builder.build_on(devices, &roster)
+    }
+
+    /// Builds the pipeline on these devices of this rank.
+    fn build_on(self, devices: Vec<DeviceSpec>, roster: &Roster<'_>) -> Result<Pipeline> {
+        let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
+        let ResolvedBalance { balance, recipe } = self.resolve_balance(roster, &devices[0])?;
         let (balance, schedule, has_barriers) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
         // A plan's costs may be for another schedule, if one was set after the plan.
@@ -342,7 +353,7 @@ impl Builder {
         let Self { device_buffers, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with device buffers for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule:?} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with device buffers for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
@@ -364,12 +375,17 @@ impl Builder {
         self.size.check()
     }
 
+    /// Returns the schedule that was set, or the default.
+    pub(super) fn order(&self) -> Schedule {
+        self.schedule.unwrap_or(Schedule::OneFOneB)
+    }
+
     /// Returns the number of micro-batches, if it does not depend on the mini-batch; otherwise one for each
     /// stage.
     fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
             MicroBatches::Count(count) => count,
-            _ => devices * self.schedule.stages_per_device(),
+            _ => devices * self.order().stages_per_device(),
         }
     }
 }

@@ -12,7 +12,7 @@ impl Builder {
     pub(super) fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
         let norms = self.layers.exact_norms()?;
         match norms.first() {
-            None => return Ok((balance, self.schedule, false)),
+            None => return Ok((balance, self.order(), false)),
             Some(0) => {
                 let layer = self.layers.names().next().unwrap_or_default().to_owned();
                 return Err(PipelineError::ExactFirst { layer }.into());

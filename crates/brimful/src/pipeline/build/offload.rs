@@ -7,7 +7,7 @@ use brimful_torch::meta;
 use tch::{Device, Tensor};
 
 use super::Builder;
-use crate::balance::Balance;
+use crate::balance::{self, Balance};
 use crate::memory;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
@@ -16,7 +16,8 @@ use crate::{Layers, Result};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::PlanRow;
 use brimful_plan::schedule::{
-    ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
+    ActionKind, Actions, DeviceId, Location, Recompute, Schedule, StageLocation, TransferKind,
+    Transfers,
 };
 
 /// Memory of the stages' weights, gradients and optimizer state between their uses.
@@ -167,6 +168,31 @@ pub(super) fn stage_locations(
 }
 
 impl Builder {
+    /// Sets what an offloaded pipeline on so many devices leaves open. In breadth-first order, weights cross the host
+    /// link twice a step, however many micro-batches there are. Stages are as small as can be, because a device buffer
+    /// is as large as the largest of them.
+    pub(super) fn cut_for_offload(self, devices: usize) -> Result<Self> {
+        let given = match &self.offload {
+            Offload::Device => return Ok(self),
+            Offload::Host => self.balance.stages(),
+            Offload::Each(locations) if locations.contains(&Location::Host) => {
+                Some(locations.len())
+            }
+            Offload::Each(_) => return Ok(self),
+        };
+        let counts = self.layers.parameters_used()?;
+        let finest = balance::finest(&counts, counts.len())?.sizes().len();
+        let stages_per_device = match self.schedule {
+            Some(schedule) => schedule.stages_per_device(),
+            None => (given.unwrap_or(finest) / devices).max(1),
+        };
+        let schedule = self.schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device });
+        let stages = devices * stages_per_device;
+        let is_cut = self.offload == Offload::Host && self.balance.is_even() && stages <= finest;
+        let balance = if is_cut { balance::finest(&counts, stages)?.into() } else { self.balance };
+        Ok(Self { balance, schedule: Some(schedule), ..self })
+    }
+
     /// Refuses offloaded stages of these sizes that exceed the host's free memory, before any of it is
     /// allocated.
     pub(super) fn check_host(
