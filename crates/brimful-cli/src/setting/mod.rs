@@ -10,7 +10,7 @@ mod number_type;
 pub mod words;
 
 use anyhow::{Result, ensure};
-use brimful::{Layers, Loss, World, device};
+use brimful::{Loss, World, device};
 use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};

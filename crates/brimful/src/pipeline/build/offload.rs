@@ -171,7 +171,7 @@ impl Builder {
     /// Sets what an offloaded pipeline on so many devices leaves open. In breadth-first order, weights cross the host
     /// link twice a step, however many micro-batches there are. Stages are as small as can be, because a device buffer
     /// is as large as the largest of them.
-    pub(super) fn cut_for_offload(self, devices: usize) -> Result<Self> {
+    pub(super) fn cut_for_offload(mut self, devices: usize) -> Result<Self> {
         let given = match &self.offload {
             Offload::Device => return Ok(self),
             Offload::Host => self.balance.stages(),
@@ -189,8 +189,11 @@ impl Builder {
         let schedule = self.schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device });
         let stages = devices * stages_per_device;
         let is_cut = self.offload == Offload::Host && self.balance.is_even() && stages <= finest;
-        let balance = if is_cut { balance::finest(&counts, stages)?.into() } else { self.balance };
-        Ok(Self { balance, schedule: Some(schedule), ..self })
+        if is_cut {
+            self.balance = balance::finest(&counts, stages)?.into();
+        }
+        self.schedule = Some(schedule);
+        Ok(self)
     }
 
     /// Refuses offloaded stages of these sizes that exceed the host's free memory, before any of it is
