@@ -38,7 +38,7 @@
 //! are always equal, bit by bit. If every replica made the optimizer's step, each would read and write the
 //! optimizer's state, which takes more memory traffic than one copy of the parameters.
 //!
-//! *Parts* are in proportion to the replicas' speeds, measured in real steps; see [`Replicas::speeds`].
+//! *Parts* are in proportion to the replicas' speeds, measured in real steps; see [`Replicas::set_speeds`].
 //! Sums are in the replicas' order, so results depend on timing only through the parts.
 //!
 //! *Random numbers* belong to a step, a replica and a micro-batch ([`StepReport::seed`](crate::StepReport::seed)).
