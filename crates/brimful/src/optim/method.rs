@@ -29,7 +29,7 @@ pub(super) struct Lists {
     pub(super) gradients: Vec<Tensor>,
     /// One list for each name in [`Method::moments`].
     pub(super) moments: Vec<Vec<Tensor>>,
-    /// StepReport counters; empty where the method does not count.
+    /// Step counters; empty where the method does not count.
     pub(super) steps: Vec<Tensor>,
     /// Whether this is the first step of all of them.
     pub(super) first: bool,
