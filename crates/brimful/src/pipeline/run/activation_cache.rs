@@ -109,7 +109,7 @@ pub(crate) struct ActivationCache {
     fitted: Option<StepExtent>,
     /// Sixteenths of all memory that stay free for fragmentation.
     apart: u64,
-    /// StepReport under way.
+    /// Step under way.
     step: Option<CachedStep>,
     space: Space,
 }
