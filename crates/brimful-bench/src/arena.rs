@@ -29,7 +29,7 @@ pub(crate) struct ArenaOptions {
     #[arg(long, value_name = "N", default_value_t = 8, help = words::BATCH_SIZE)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     batch_size: i64,
-    /// Height and width of the images
+    /// Image size in pixels
     #[arg(long, value_name = "N", default_value_t = 96)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     image: i64,

@@ -30,34 +30,34 @@ Examples:
   brimful-bench pipeline             stages against one thread, beside what bubble and machine allow
   brimful-bench compare *.jsonl      our rows and the peers', joined into tables";
 
-/// What can be measured.
+/// Benchmarks.
 #[derive(Debug, Subcommand)]
 enum Benchmark {
-    /// What counting memory costs: a ResNet-50 training step on the CPU, with an arena and without.
+    /// Cost of counting memory: a ResNet-50 training step on the CPU, with an arena and without.
     Arena(arena::ArenaOptions),
-    /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
+    /// Micro-batched training: the library against a hand-written loop, and peak memory.
     Micro(micro::MicroOptions),
-    /// The automatic size against every size that could have been given, in limited memory.
+    /// Automatic micro-batch size against every fixed size, in limited memory.
     Auto(auto::AutoOptions),
-    /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
+    /// Convergence of full batch, micro-batches and stages, trained side by side.
     Convergence(convergence::ConvergenceOptions),
-    /// A folder's model, fine-tuned whole or by LoRA, on its device and from the host.
+    /// Fine-tuning of a Hugging Face folder, full or with LoRA, on the device and offloaded.
     Finetune(finetune::FinetuneOptions),
     /// A split backward (dX, then dW) against the whole backward of the same graph.
     SplitBackward(split_backward::SplitBackwardOptions),
-    /// Kernels of our own: a head's loss beside libtorch's, and what their first use costs.
+    /// Custom kernels: a head's loss against libtorch's, and the cost of their first use.
     Kernels(kernels::KernelsOptions),
-    /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
+    /// Image loading: decoded, cropped, resized and normalised.
     Loader(loader::LoaderOptions),
-    /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
+    /// Largest U-Net and AmoebaNet-D that fit on devices of one size, on one device and in stages.
     Memory(memory::MemoryOptions),
-    /// Exact BatchNorms, by the statistics of the whole mini-batch, against deferred ones.
+    /// Exact BatchNorm statistics against deferred ones.
     Norms(norms::NormsOptions),
-    /// A model that lives on the host, against the same one on its device.
+    /// An offloaded model against the same model on its device.
     Offload(offload::OffloadOptions),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::PipelineOptions),
-    /// Text of unlike lengths, cut by tokens against cut by samples.
+    /// Sequences of different lengths, split by tokens against split by samples.
     Ragged(ragged::RaggedOptions),
     /// A pipeline over the ranks of mpirun against the same pipeline in one process.
     World(world::WorldOptions),
@@ -66,7 +66,7 @@ enum Benchmark {
     Ranks(ranks::RanksOptions),
     /// Join our rows and the peers' into tables with ratios.
     Compare(compare::CompareOptions),
-    /// Draw rows, ours and the peers'.
+    /// Plot rows, ours and the peers'.
     Plot(plot::PlotOptions),
 }
 

@@ -72,22 +72,22 @@ pub(crate) struct ConvergenceOptions {
     #[arg(long, value_name = "N", default_value_t = 1024)]
     #[arg(value_parser = words::count, help = words::BATCH_SIZE)]
     batch_size: usize,
-    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): of the contestant whose micro-batches are
-    /// automatic, less than the mini-batch needs
+    /// Memory limit of each device, such as 96MiB or 16GB: for automatic micro-batches
     #[arg(long, default_value = "2GiB", value_name = "BYTES")]
     memory_limit: Bytes,
     #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
     #[arg(value_parser = words::count)]
     epochs: usize,
-    #[arg(long, value_enum, default_value = "cosine", help = words::LEARNING_RATE_DECAY)]
+    #[arg(long, value_enum, default_value = "cosine")]
+    #[arg(help = words::LEARNING_RATE_DECAY, hide_possible_values = true)]
     learning_rate_decay: Decay,
-    /// What is compared with the full batch
+    /// Question: variants to compare with the full batch
     #[arg(long, value_enum, default_value = "cuts")]
     question: Question,
-    /// A run of each contestant for each, with first parameters and an order of its own
+    /// Random seeds, with a run of each contestant for each
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
-    #[arg(long, value_name = "NAME", help = words::DEVICES)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
     #[command(flatten)]
     output: Output,

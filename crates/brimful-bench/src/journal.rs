@@ -21,7 +21,7 @@ use crate::results::{self, Newest, OURS, ResultRow, Results};
 pub(crate) struct Output {
     #[arg(long, help = words::JSON_LINES)]
     json: bool,
-    /// Keep the rows in this folder as they come (ours.jsonl), with their tables and a picture
+    /// Write rows (ours.jsonl), tables and a plot to this folder
     #[arg(long, value_name = "FOLDER")]
     into: Option<PathBuf>,
 }

@@ -32,19 +32,19 @@ Examples:
   brimful-bench loader --data build/images --workers 16 --batch-size 256
   brimful-bench loader --data build/few --images 100 --image 64 --repeats 1")]
 pub(crate) struct LoaderOptions {
-    /// The samples: a folder of images, which is made where there is none
+    /// Data: a folder of images, which is made if it does not exist
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// Images of a folder that is made
+    /// Images in a new folder
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = words::count)]
     images: usize,
-    /// Height and width of the images: as the model gets them
+    /// Image size in pixels
     #[arg(long, value_name = "PIXELS", default_value_t = 224)]
     image: u32,
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = words::count)]
     #[arg(help = words::BATCH_SIZE)]
     batch_size: usize,
-    /// Threads that decode [default: one a core]
+    /// Decoding threads [default: one a core]
     #[arg(long, value_name = "N", value_parser = words::count)]
     workers: Option<usize>,
     /// Measured steps of each contestant: passes over all images

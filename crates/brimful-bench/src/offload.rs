@@ -37,25 +37,25 @@ pub(crate) struct OffloadOptions {
     /// Transformer blocks
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = words::count)]
     layers: usize,
-    /// Numbers that stand for a token
+    /// Width of the embedding
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: i64,
     /// Attention heads of a block
     #[arg(long, value_name = "N", default_value_t = 16)]
     heads: i64,
-    /// Tokens in a sequence of a text
+    /// Tokens in a sequence
     #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
-    /// Sequences of a micro-batch
+    /// Sequences in a micro-batch
     #[arg(long, value_name = "N", default_value_t = 4)]
     sequences: i64,
-    /// Numbers of micro-batches, each a row
-    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8,16")]
+    /// Micro-batches in a mini-batch: each number is a row
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "8,16")]
     counts: Vec<usize>,
-    /// Where stages live, each a contestant
+    /// Offload model state to host memory: each mode is a contestant
     #[arg(
         long,
-        value_name = "WHERE,..",
+        value_name = "MODE,…",
         value_delimiter = ',',
         default_value = "device,host,host-in-backward"
     )]

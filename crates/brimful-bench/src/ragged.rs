@@ -47,7 +47,7 @@ pub(crate) struct RaggedOptions {
     /// Transformer blocks
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = words::count)]
     layers: usize,
-    /// Numbers that stand for a token
+    /// Width of the embedding
     #[arg(long, value_name = "N", default_value_t = 256)]
     width: i64,
     /// Attention heads of a block
@@ -56,7 +56,7 @@ pub(crate) struct RaggedOptions {
     #[arg(long, value_name = "N", default_value_t = 64, help = words::BATCH_SIZE)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     batch_size: i64,
-    /// Tokens of a micro-batch, padding included
+    /// Tokens in a micro-batch, with padding
     #[arg(long, value_name = "N", default_value_t = 4 * LONGEST)]
     #[arg(value_parser = clap::value_parser!(i64).range(LONGEST..))]
     token_budget: i64,

@@ -30,13 +30,14 @@ const WARM_UP: usize = 1;
 Examples:
   mpirun -n 2 --bind-to none brimful-bench world     two ranks, one thread each, a transformer")]
 pub(crate) struct WorldOptions {
-    #[arg(long, value_name = "NAME", help = words::SCHEDULE, default_value_t = Schedule::OneFOneB)]
-    #[arg(value_parser = setting::schedule)]
+    #[arg(long, value_name = "NAME", default_value_t = Schedule::OneFOneB)]
+    #[arg(help = words::SCHEDULE, long_help = words::SCHEDULES, value_parser = setting::schedule)]
     schedule: Schedule,
-    #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
+    #[arg(long = "num-micro-batches", short = 'm', value_name = "M", default_value_t = 16)]
+    #[arg(help = words::MICRO_BATCHES)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    /// GPT shape as layers x width x sequence: a head is 64 wide; there are 256 tokens
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]

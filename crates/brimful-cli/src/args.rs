@@ -19,61 +19,65 @@ use crate::{files, idle_threads};
 #[command(name = "brimful", version, arg_required_else_help = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{CODES}"))]
 pub struct BrimfulArgs {
-    /// What to do.
+    /// Command.
     #[command(subcommand)]
     pub command: BrimfulCommand,
-    /// Everywhere.
+    /// Flags of all commands.
     #[command(flatten)]
     pub global: Global,
 }
 
-/// Help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a link.
-const CONFIG: &str = "Take flags from this TOML file: a section for each command, such as [train], \
-                      whose keys are its flags. The command line overrules it";
+/// Help text of `--config`.
+const CONFIG: &str = "Read flags from this TOML file; the command line overrides it";
 
-/// What can be said to every command.
+/// Long help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a link.
+const CONFIG_LONG: &str = "Read flags from this TOML file; the command line overrides it. The file has a section for \
+                           each command, such as [train], whose keys are the command's flags";
+
+/// Flags of all commands.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Everywhere")]
+#[command(next_help_heading = "Global")]
 pub struct Global {
-    /// A file of flags.
-    #[arg(long, global = true, value_name = "FILE", help = CONFIG)]
+    /// Config file.
+    #[arg(long, global = true, value_name = "FILE", help = CONFIG, long_help = CONFIG_LONG)]
     pub config: Option<PathBuf>,
-    /// Show the library's log, and all causes of an error
+    /// Print the library's log, and all causes of an error
     #[arg(long, global = true)]
     pub verbose: bool,
-    /// Show results and errors alone: no progress
-    #[arg(long, global = true, conflicts_with = "verbose")]
+    /// Print no progress, only results and errors
+    #[arg(long, global = true, conflicts_with = "verbose", hide_short_help = true)]
     pub quiet: bool,
-    /// Threads that libtorch computes with on a CPU [default: one a core]
+    /// CPU threads of libtorch [default: one a core]
     #[arg(long, global = true, value_name = "N", value_parser = words::threads)]
+    #[arg(hide_short_help = true)]
     pub threads: Option<usize>,
 }
 
-/// What the program can do.
+/// Commands.
 #[derive(Debug, Subcommand)]
 pub enum BrimfulCommand {
-    /// Say what this machine has, what is wrong with its set-up, and how to mend it.
+    /// Check this machine: libtorch, CUDA, devices; and how to fix what is wrong.
     Doctor(doctor::DoctorOptions),
     /// Train on a mini-batch that does not fit: a plain step runs out of memory, micro-batches do not.
     #[command(after_help = "Examples:\n  brimful demo")]
     Demo,
     /// Train a model on data, in micro-batches, inside a memory limit.
     Train(Box<TrainOptions>),
-    /// Tell what a trained model answers, sample by sample.
+    /// Classify samples with a trained model.
     Predict(predict::PredictOptions),
-    /// Tell a model's loss, perplexity and accuracy on data.
+    /// Compute a model's loss, perplexity and accuracy on data.
     Evaluate(evaluate::EvaluateOptions),
-    /// Write text with a trained GPT.
+    /// Generate text with a trained language model.
     Generate(generate::GenerateOptions),
     /// Predict the time, the bubble and the memory of a step before anything runs.
     Plan(Box<plan::PlanOptions>),
-    /// Make a page of a run: timeline, memory, sizes, loss and rate.
+    /// Make a page of a run: timeline, memory, micro-batch sizes, loss and throughput.
     Report(report::ReportOptions),
     /// Compare the full batch's gradients with those of its micro-batches.
     Verify(verify::VerifyOptions),
-    /// Print what lets a shell complete commands and flags.
+    /// Print shell completions.
     Completions(completions::CompletionsOptions),
-    /// Print the manual, as a man page.
+    /// Print the man page.
     Man(man::ManOptions),
 }
 
@@ -87,16 +91,16 @@ impl BrimfulCommand {
 
 const EXAMPLES: &str = "\
 Examples:
-  brimful demo                       a batch that does not fit, trained all the same
+  brimful demo                       train on a batch that does not fit
   brimful train --help               train a model on digits, images or text
-  brimful train --config run.toml    the same, with flags from a file
-  brimful predict --help             what a trained model answers
+  brimful train --config run.toml    with flags from a file
+  brimful predict --help             classify samples
   brimful evaluate --help            loss, perplexity and accuracy on data
-  brimful generate --help            text by a trained GPT
+  brimful generate --help            generate text
   brimful plan --help                predict time and memory of a pipeline before it runs
-  brimful report run.json            a page of what happened
-  brimful verify --model gpt         full and split gradients, side by side
-  brimful doctor                     what this machine has, and what is wrong with its set-up";
+  brimful report run.json            page of a run: timeline, memory, loss
+  brimful verify --model gpt         compare gradients of full batch and micro-batches
+  brimful doctor                     check this machine";
 
 impl BrimfulArgs {
     /// Parses the command line of a training, `brimful train …`.

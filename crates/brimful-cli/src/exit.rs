@@ -15,11 +15,11 @@ pub const CODES: &str = "\
 Exit codes:
   0    done
   1    failed: a file that cannot be read or written, a run that broke off
-  2    wrong use: a flag, a key of the config or a value that cannot be
+  2    wrong use: a flag, a key of the config file or a value that is not valid
   3    does not fit: memory ran out, or nothing that was planned fits
-  4    a check found a fault: verify a difference, doctor a problem
-  130  interrupted by Ctrl-C (143 by SIGTERM, 141 by output that nobody reads any more): after the
-       running step, saved with --save";
+  4    a check failed: verify found a difference, or doctor a problem
+  130  interrupted by Ctrl-C (143 by SIGTERM, 141 by a closed output): after the running step,
+       saved with --save";
 
 /// Result of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -25,20 +25,25 @@ use crate::tokenizer::Tokenizer;
 /// Default limit on the tokens of a sequence in fine-tuning.
 const TUNED_SEQUENCE: i64 = 2048;
 
-/// How a folder's model is trained.
+/// Fine-tuning of a Hugging Face folder.
 #[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "A model of a folder")]
+#[command(next_help_heading = "Model")]
 pub struct FineTuneOptions {
-    #[arg(long, value_name = "RANK[:ALPHA]")]
-    #[arg(help = format!("{}: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]", words::LORA))]
+    /// Train LoRA adapters of this rank; the base weights stay frozen
+    ///
+    /// RANK:ALPHA, as in 8:16, sets the scale ALPHA / RANK too [default of ALPHA: twice the rank]. The adapters are on
+    /// every projection of the blocks. --save writes them alone, in PEFT's format
+    #[arg(long, value_name = "RANK")]
     pub(crate) lora: Option<LoraFlag>,
-    /// A folder with a LoRA adapter of the model: train it on, as --save or PEFT has written it
-    #[arg(long, value_name = "FOLDER", conflicts_with = "lora")]
+    /// LoRA adapter: a folder written by --save or PEFT
+    ///
+    /// It is trained further
+    #[arg(long, value_name = "FOLDER", conflicts_with = "lora", hide_short_help = true)]
     pub(crate) adapter: Option<PathBuf>,
-    /// Write the whole model with --save, LoRA's part added to its weights
-    #[arg(long)]
+    /// Merge the LoRA adapter into the weights that --save writes
+    #[arg(long, hide_short_help = true)]
     pub(crate) merge: bool,
-    #[arg(long, help = words::FROM_SCRATCH)]
+    #[arg(long, help = words::FROM_SCRATCH, hide_short_help = true)]
     pub(crate) from_scratch: bool,
 }
 

@@ -43,7 +43,7 @@ fn a_run_goes_on_offloaded_and_back_on_the_device() {
     let back = "--offload none --memory-limit 64MB";
     train(&format!("--epochs 2 --resume one --save device {back}"));
     assert_alike(folder.join("device"), folder.join("offload"));
-    train(&format!("--epochs 3 --resume home --save back {back}"));
+    train(&format!("--epochs 3 --resume offload --save back {back}"));
 }
 
 /// Most parameters are in the mlp's first layer: within the limit, one of the other layers stays on the device.
@@ -60,24 +60,33 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
 }
 
 #[test]
-fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
+fn without_the_flag_a_model_that_does_not_fit_is_offloaded() {
     let said = |more: &str| run(&format!("{TRAIN} {more}")).success();
     let on_host = || predicate::str::contains("stages offloaded to the host");
     said(&format!("--memory-limit {LIMIT}")).stdout(on_host());
     said("--memory-limit 2300kB --stages 2").stdout(on_host());
-    // With enough memory or without a limit, nothing is measured or offloaded.
-    for more in ["--memory-limit 32MB", "--stages 2", ""] {
-        said(more).stdout(on_host().not()).stderr(predicate::str::contains("measured").not());
+    // With enough memory or without a limit, nothing is measured or offloaded, with the flag or without.
+    for more in ["--memory-limit 32MB", "--memory-limit 32MB --offload auto", "--stages 2", ""] {
+        said(more).stdout(on_host().not()).stderr(predicate::str::contains("measur").not());
     }
 }
 
 #[test]
-fn where_offload_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
-    for more in ["--stages 2 --schedule gpipe", "--replicas 2"] {
-        let within = |limit: &str| run(&format!("{TRAIN} --memory-limit {limit} {more}"));
-        within("1500kB").code(3);
-        within("8MB").success().stdout(predicate::str::contains("on the host").not());
-    }
+fn replicas_are_offloaded_if_one_does_not_fit_on_its_device() {
+    let within = |limit: &str| run(&format!("{TRAIN} --memory-limit {limit} --replicas 2"));
+    within(LIMIT).success().stdout(predicate::str::contains("offloaded to the host"));
+    within("8MB").success().stdout(predicate::str::contains("on the host").not());
+}
+
+#[test]
+fn a_schedule_that_cannot_be_offloaded_stays_on_the_device() {
+    let train = "train --model gpt --data synthetic --device cpu --max-steps 1 --num-micro-batches 8 --stages 1";
+    let told = |more: &str| {
+        let schedule = "--schedule interleaved-zero-bubble-3 --memory-limit 4MB";
+        stderr(&run(&format!("{train} {schedule} {more}")).failure())
+    };
+    assert!(told("--offload all").contains("splits the backward"), "{}", told("--offload all"));
+    assert_eq!(told(""), told("--offload none"));
 }
 
 /// The error is that of a run without a plan.
@@ -184,13 +193,13 @@ fn what_cannot_be_is_one_clear_line() {
         ),
         (
             "--offload all --schedule interleaved-zero-bubble-3",
-            "splits backwards, for which 2 stages of a model on the host are the most",
+            "splits the backward, which --offload all supports with at most 2 stages a device",
         ),
         (
             "--offload auto --schedule gpipe",
-            "--schedule is for a model in stages: give --stages <S> or --offload all too",
+            "--schedule is for a pipeline: give --stages or --offload all too",
         ),
-        ("--trace trace.json", "--trace is for a model in stages"),
+        ("--trace trace.json", "--trace is for a pipeline"),
     ] {
         refused(&format!("train {flags}"), 2, expected);
     }

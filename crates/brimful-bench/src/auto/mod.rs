@@ -29,36 +29,35 @@ Examples:
   brimful-bench auto --table                        all models and limits of the project's table
   brimful-bench auto --model mlp --memory-limit 32MiB,64MiB --batch-size 4096
   brimful-bench auto --model resnet50 --device cuda --memory-limit 24GB --batch-size 2048 --steps-only
-                                                    what a user sees: the first step, and the rate")]
+                                                    the first step, and the throughput")]
 pub(crate) struct AutoOptions {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): on CUDA, what the process may take of it
+    /// Memory limit of each device, such as 96MiB or 16GB
     #[arg(long, value_delimiter = ',', value_name = "BYTES,…")]
     memory_limit: Vec<Bytes>,
     /// Samples in a mini-batch [default: by model and device]
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,
-    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
+    /// Precision of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
-    /// Height and width of the images [default: 224 on CUDA, 32 on the CPU]
+    /// Image size in pixels [default: 224 on CUDA, 32 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
-    /// The shape of the GPT as layers x width x sequence
+    /// GPT shape as layers x width x sequence
     #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
-    /// All rows of the project's comparison: smaller ones on the CPU
+    /// Measure all rows of the project's comparison: smaller ones on the CPU
     #[arg(long, conflicts_with_all = ["model", "memory_limit", "batch_size", "dtype"])]
     table: bool,
-    /// Only what `auto` does: the time of the first step, and the rate after ten; no search
+    /// Measure automatic sizes alone: the time of the first step, and the throughput after ten
     #[arg(long)]
     steps_only: bool,
-    /// Replay captured micro-batches, and lay convolutions out as they run fastest (CUDA), as
-    /// `brimful train` does; without the search
+    /// Run micro-batches as CUDA graphs, and convolutions in the fastest memory format
     #[arg(long, requires = "steps_only")]
     cuda_graphs: bool,
     #[command(flatten)]

@@ -32,17 +32,17 @@ Examples:
   brimful-bench finetune --model llama --offload host --memory-limit 16GB --device cuda:0
   brimful-bench finetune --model examples/tiny-llama --from-scratch --sequence 16 --batch-size 4 --micro-batch-size 2")]
 pub(crate) struct FinetuneOptions {
-    /// The model: a folder of Hugging Face's
+    /// Model: a Hugging Face folder
     #[arg(long, value_name = "FOLDER")]
     model: PathBuf,
     #[arg(long, help = words::FROM_SCRATCH)]
     from_scratch: bool,
-    #[arg(long, value_name = "RANK[:ALPHA]", help = words::LORA)]
+    #[arg(long, value_name = "RANK", help = words::LORA)]
     lora: Option<LoraFlag>,
-    /// Where stages live, each a contestant
-    #[arg(long, value_name = "WHERE,..", value_delimiter = ',', default_value = "device")]
+    /// Offload model state to host memory: each mode is a contestant
+    #[arg(long, value_name = "MODE,…", value_delimiter = ',', default_value = "device")]
     offload: Vec<OffloadArgument>,
-    /// Tokens in a sequence of a text
+    /// Tokens in a sequence
     #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
     #[arg(long, value_name = "N", default_value_t = 32, help = words::BATCH_SIZE)]

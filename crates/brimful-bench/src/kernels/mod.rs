@@ -26,20 +26,20 @@ Examples:
   brimful-bench kernels --device cpu --dtype f64 --repeats 3
 
 Compiled kernels are kept in $XDG_CACHE_HOME/brimful/kernels, without that in ~/.cache/brimful/kernels.
-What their first use costs with an empty cache and with a full one, two runs tell:
+To measure their first use with an empty and a full cache, run it twice:
   export XDG_CACHE_HOME=$(mktemp -d)
   brimful-bench kernels --device cuda:0
   brimful-bench kernels --device cuda:0")]
 pub(crate) struct KernelsOptions {
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Places of a text at which the next word is guessed [default: 8192 on CUDA, 256 on the CPU]
+    /// Number of tokens, each with a prediction [default: 8192 on CUDA, 256 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..))]
     places: Option<i64>,
-    /// Words to guess among [default: 50304 on CUDA, 1000 on the CPU]
+    /// Vocabulary size [default: 50304 on CUDA, 1000 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..))]
     words: Option<i64>,
-    /// Numbers that stand for a token [default: 2048 on CUDA, 64 on the CPU]
+    /// Width of the embedding [default: 2048 on CUDA, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..))]
     width: Option<i64>,
     #[arg(long, value_enum, default_value = "bf16", help = words::DTYPE)]

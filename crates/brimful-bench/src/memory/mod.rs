@@ -36,18 +36,16 @@ use trial::{MemoryCapacity, StepMemory};
 Examples:
   brimful-bench memory                               arenas of 80 MiB on the CPU
   brimful-bench memory --memory-limit 256MiB --family unet --channels 16 --stages 1,2
-  brimful-bench memory --host-memory 0B              without stages that live on the host
+  brimful-bench memory --host-memory 0B              without offloading
   brimful-bench memory --device cuda --image 192     on as many GPUs as there are, with all their memory")]
 pub(crate) struct MemoryOptions {
-    /// Kinds of models whose largest is looked for
+    /// Model families to search
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
     family: Vec<Family>,
-    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB) [default: 80MiB on the CPU, on CUDA what a GPU
-    /// has free]
+    /// Memory limit of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA what is free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Memory of the host for stages that do not fit on their devices, such as 128GB
-    /// [default: eight times a device's on the CPU, on CUDA what it has free]
+    /// Host memory for offloaded stages [default: 8 devices' memory on the CPU, on CUDA what is free]
     #[arg(long, value_name = "BYTES")]
     host_memory: Option<Bytes>,
     #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
@@ -56,14 +54,14 @@ pub(crate) struct MemoryOptions {
     #[arg(long, value_name = "N", default_value_t = 16, help = words::BATCH_SIZE)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: u32,
-    /// Height and width of the images: multiples of 32 for a U-Net, and at least 64
+    /// Image size in pixels: for a U-Net a multiple of 32, at least 64
     #[arg(long, value_name = "N", default_value_t = 64)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// Channels of the U-Net, C; what is looked for is B [default: 8 on the CPU, 128 on CUDA]
+    /// Channels of the U-Net [default: 8 on the CPU, 128 on CUDA]
     #[arg(long, value_name = "C")]
     channels: Option<u16>,
-    /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 48 on the CPU, 512 on CUDA]
+    /// Filters of the AmoebaNet-D [default: 48 on the CPU, 512 on CUDA]
     #[arg(long, value_name = "F")]
     filters: Option<u16>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]

@@ -33,7 +33,7 @@ pub(crate) struct MicroOptions {
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
+    /// Precision of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
     /// Samples in a mini-batch [default: by model and device]
@@ -43,27 +43,27 @@ pub(crate) struct MicroOptions {
     /// Samples in a micro-batch [default: by model and device]
     #[arg(long = "micro-batch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
-    /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
+    /// Image size in pixels [default: 224 on CUDA, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
-    /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
+    /// GPT shape as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
     /// the CPU]. A head is 64 wide; there are 50,304 tokens.
     #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
-    /// A Llama of this shape, layers x width x sequence, is measured instead, with as many tokens.
+    /// Llama of this shape, layers x width x sequence, in place of the GPT
     #[arg(long, value_name = "LxWxS", conflicts_with_all = ["model", "gpt", "table"])]
     llama: Option<GptShape>,
-    /// Measured steps of each contestant.
+    /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 5)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// All rows of the project's comparison: smaller ones on the CPU
+    /// Measure all rows of the project's comparison: smaller ones on the CPU
     #[arg(long, conflicts_with_all = ["model", "dtype", "batch_size", "micro_batch"])]
     table: bool,
-    /// Measure peak memory instead, of mini-batches of 1, 2, 4, … 128 micro-batches.
+    /// Measure the peak memory of mini-batches of 1, 2, 4, … 128 micro-batches
     #[arg(long, conflicts_with_all = ["batch_size", "repeats"])]
     memory: bool,
-    /// Samples in a whole training set, which is then a mini-batch too
+    /// Samples in a training set, which is measured as a mini-batch too
     #[arg(long, value_name = "N", requires = "memory")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     training_set: Option<u32>,

@@ -36,19 +36,19 @@ pub(crate) struct NormsOptions {
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
+    /// Precision of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
     /// Samples in a mini-batch: each is a row [default: 512 on CUDA, 16 on the CPU]
-    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = words::count)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = words::count)]
     batch_size: Vec<usize>,
     /// Samples in a micro-batch [default: 64 on CUDA, 4 on the CPU]
     #[arg(long = "micro-batch-size", value_name = "N", value_parser = words::count)]
     micro_batch: Option<usize>,
-    /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
+    /// Image size in pixels [default: 224 on CUDA, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
-    /// Measured steps of each contestant.
+    /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = words::count)]
     repeats: usize,
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]

@@ -44,7 +44,7 @@ pub(crate) struct PipelineOptions {
     #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
     #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE)]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE, long_help = words::SCHEDULES)]
     #[arg(
         default_value = "gpipe,1f1b,interleaved-2,interleaved-4,zero-bubble-h1,interleaved-zero-bubble-2,zero-bubble-v,auto,auto-interleaved-2,auto-v"
     )]
@@ -67,11 +67,11 @@ pub(crate) struct PipelineOptions {
     micro_batch: Option<u32>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
-    /// Height and width of the images
+    /// Image size in pixels
     #[arg(long, value_name = "N", default_value_t = 64)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    /// GPT shape as layers x width x sequence: a head is 64 wide; there are 256 tokens
     // These 32 equal blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
@@ -79,10 +79,10 @@ pub(crate) struct PipelineOptions {
     #[arg(long, value_name = "N", default_value_t = 3)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// All rows of the project's comparison
+    /// Measure all rows of the project's comparison
     #[arg(long, conflicts_with = "model")]
     table: bool,
-    /// Draw the schedules to scale into this file: the last model's, simulated and measured
+    /// Draw the schedules to this file: the last model's, simulated and measured
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     #[command(flatten)]

@@ -16,7 +16,7 @@ Examples:
   brimful completions zsh > ~/.zfunc/_brimful          with ~/.zfunc on the fpath
   brimful completions fish > ~/.config/fish/completions/brimful.fish")]
 pub struct CompletionsOptions {
-    /// The shell that is to read it
+    /// Shell
     shell: Shell,
 }
 

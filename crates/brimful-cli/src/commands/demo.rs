@@ -25,7 +25,7 @@ pub(crate) fn run() -> Result<Exit> {
         Some(oom) => line(&format!("  {oom}"))?,
         None => bail!("the plain step failed for another reason: {error:#}"),
     }
-    line(&format!("\nThe same in micro-batches, whose size is found while it trains:\n  {TRAIN}"))?;
+    line(&format!("\nIn micro-batches, with an automatic size:\n  {TRAIN}"))?;
     line("")?;
     train::run(&options)
 }

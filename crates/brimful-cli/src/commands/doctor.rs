@@ -163,7 +163,7 @@ fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<SetupProble
     match (&cuda.driver, cuda.loaded, accelerators) {
         (Some(driver), false, _) => problems.push(problem(
             format!(
-                "there is an NVIDIA driver (CUDA {driver}), but libtorch's CUDA half cannot be loaded: {}",
+                "there is an NVIDIA driver (CUDA {driver}), but libtorch's CUDA libraries cannot be loaded: {}",
                 cuda.error.as_deref().unwrap_or("no reason was given")
             ),
             "remove .libtorch and run scripts/libtorch, which brings the CUDA libraries where there is a driver",

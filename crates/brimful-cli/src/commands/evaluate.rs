@@ -21,7 +21,8 @@ use crate::output;
 use crate::progress::Progress;
 use crate::saved_weights::{PIXELS, SavedWeights};
 use crate::setting::{
-    EvaluationPlace, LossModel, MODELS, ModelName, ModelSource, NumberType, counted, typed, words,
+    ANY_MODEL, ANY_MODELS, EvaluationPlace, LossModel, ModelName, ModelSource, NumberType, counted,
+    typed, words,
 };
 
 /// Samples held in memory at once when they are streamed.
@@ -33,34 +34,38 @@ const AT_ONCE: usize = 256;
 Examples:
   brimful evaluate --weights digits.safetensors
   brimful evaluate --weights gpt.safetensors --data book.txt
-  brimful evaluate --model llama --data chat.jsonl --sequence 1024 --dtype bf16     before a training
+  brimful evaluate --model llama --data chat.jsonl --sequence 1024 --dtype bf16
   brimful evaluate --model llama --adapter llama-chat --data held-out.jsonl --all --json
 
-The samples are those that brimful train tests on, or all of them with --all.")]
+The samples are those that train holds out for tests, or all of them with --all.")]
 pub struct EvaluateOptions {
-    #[arg(long, value_name = "NAME|FOLDER")]
-    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    #[arg(long, value_name = "MODEL")]
+    #[arg(help = format!("{ANY_MODEL} [default: stored]"))]
+    #[arg(long_help = format!("{ANY_MODELS} [default: stored in the file]"))]
     model: Option<ModelSource>,
-    /// A file of brimful train --save, or a safetensors file with the model's names
+    /// Weights: a file of train --save, or any safetensors file
+    ///
+    /// The tensors of any other file have the model's names
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
-    /// A folder with a LoRA adapter of the model: of brimful train --lora or of PEFT
+    /// LoRA adapter: a folder written by train --save or PEFT
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
+    #[arg(long, default_value = "digits", value_name = "DATA")]
+    #[arg(help = words::DATA, long_help = words::DATA_FORMS)]
     data: String,
-    /// Tokens in a sequence of a text [default: 64, or as many as the weights are for]
+    /// Tokens in a sequence [default: as trained, else 64]
     #[arg(long, value_name = "N", value_parser = words::count)]
     sequence: Option<usize>,
-    /// Height and width of the images: of a folder of these [default: as the model was trained, else 224]
+    /// Image size in pixels [default: as trained, else 224]
     #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
-    /// All samples, not only those that brimful train tests on
+    /// Evaluate all samples, not only those that train holds out
     #[arg(long)]
     all: bool,
     #[command(flatten)]
     place: EvaluationPlace,
-    #[arg(long, value_enum, help = format!("{} [default: as the weights are stored]", words::DTYPE))]
+    #[arg(long, value_enum, help = format!("{} [default: stored in the file]", words::DTYPE))]
     dtype: Option<NumberType>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
@@ -115,15 +120,13 @@ impl Evaluated {
         match (&options.model, &options.weights) {
             (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
             (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
-                "--weights is for a model that is named: a folder has weights of its own",
+                "--weights is for a built-in model: a --model folder has its own weights",
             )),
             (Some(ModelSource::Named(name)), Some(file)) => {
                 Self::of_file(file, Some(*name), options)
             }
             (None, Some(file)) => Self::of_file(file, None, options),
-            (_, None) => {
-                Err(wrong_use("there are no weights: give --weights FILE, or --model FOLDER"))
-            }
+            (_, None) => Err(wrong_use("no weights: give --weights FILE, or --model FOLDER")),
         }
     }
 
@@ -136,7 +139,7 @@ impl Evaluated {
 
     fn of_file(file: &Path, asked: Option<ModelName>, options: &EvaluateOptions) -> Result<Self> {
         let flags = [("adapter", options.adapter.is_some())];
-        ensure_unsaid(&flags, "a folder's model: give --model FOLDER")?;
+        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
         let weights = SavedWeights::read(file)?;
         let name = weights.model(asked)?;
         let number = |key| weights.told(key).and_then(|number| number.parse().ok());
@@ -150,10 +153,10 @@ impl Evaluated {
         let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
         ensure_use!(
             known == dataset.class_names,
-            "the model knows the classes {}, but the data have {}: give it data with the same ones",
+            "the model has the classes {}, but the data {}: give data with the same classes",
             known.join(", "),
             match dataset.class_names.is_empty() {
-                true => "none with a name".to_owned(),
+                true => "none with names".to_owned(),
                 false => dataset.class_names.join(", "),
             }
         );
@@ -191,7 +194,7 @@ impl Evaluated {
                 progress.advance(places.len());
             }
         }
-        ensure!(sums.loss.is_finite(), "the model's loss is no number: was its training?");
+        ensure!(sums.loss.is_finite(), "the model's loss is not finite: the weights may be broken");
         Ok(sums.evaluation(matches!(sample, Sample::Sequence { .. })))
     }
 }

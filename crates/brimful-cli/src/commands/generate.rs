@@ -22,45 +22,48 @@ Examples:
   brimful train --model gpt --data book.txt --save gpt.safetensors
   brimful generate --weights gpt.safetensors --prompt 'Once upon a time'
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0.8 --top-k 20 --seed 7
-  brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   always the likeliest
-  brimful generate --model llama --prompt 'Once' --dtype f32           a folder of Hugging Face's
+  brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   greedy
+  brimful generate --model llama --prompt 'Once' --dtype f32           a Hugging Face folder
   brimful generate --model llama --adapter llama-book --from-host --prompt 'Once'
-                                                      with LoRA, from the host's memory")]
+                                                      with LoRA, from host memory")]
 pub struct GenerateOptions {
-    /// A file of brimful train --save, or a safetensors file with the model's names
+    /// Weights: a file of train --save, or any safetensors file
+    ///
+    /// The tensors of any other file have the model's names
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
-    #[arg(long, value_name = "NAME|FOLDER")]
-    #[arg(help = format!("{TEXT_MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    #[arg(long, value_name = "MODEL")]
+    #[arg(help = "Model: gpt, gpt2, … or a Hugging Face folder [default: stored in the file]")]
+    #[arg(long_help = format!("{TEXT_MODELS} [default: stored in the file]"))]
     model: Option<ModelSource>,
-    /// A folder with a LoRA adapter of the model: of brimful train --lora or of PEFT
+    /// LoRA adapter: a folder written by train --save or PEFT
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Keep a folder's model on the host; its layers come to the device one after the other
+    /// Offload the weights, and copy one layer at a time to the device
     #[arg(long)]
     from_host: bool,
-    /// What the text begins with
+    /// Prompt: beginning of the text
     #[arg(long, value_name = "TEXT", default_value = "\n", hide_default_value = true)]
     prompt: String,
-    /// Tokens to write after it; a folder's model may end before
+    /// Number of tokens to generate, at most
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = words::count)]
     tokens: usize,
-    /// How freely it chooses: 0 takes the likeliest token, 1 draws as the model says [default: as a folder's
-    /// generation_config.json says, else 1]
+    /// Sampling temperature, 0 for greedy [default: the model's, else 1]
+    ///
+    /// A folder's generation_config.json has the model's temperature, top-k and top-p
     #[arg(long, value_name = "T")]
     temperature: Option<f64>,
-    /// Draw among the K likeliest tokens alone [default: as a folder's generation_config.json says, else all]
+    /// Sample from the K most probable tokens [default: the model's, else all]
     #[arg(long, value_name = "K", value_parser = words::count)]
     top_k: Option<usize>,
-    /// Draw among the likeliest tokens that have probability P together [default: as a folder's
-    /// generation_config.json says, else 1]
+    /// Sample from the top tokens of probability P [default: the model's, else 1]
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    #[arg(long, value_enum, help = format!("{} [default: as the weights are stored]", words::DTYPE))]
+    #[arg(long, value_enum, help = format!("{} [default: stored in the file]", words::DTYPE))]
     dtype: Option<NumberType>,
 }
 
@@ -91,13 +94,13 @@ impl GenerateOptions {
         if let Some(temperature) = self.temperature {
             ensure_use!(
                 temperature.is_finite() && temperature >= 0.0,
-                "--temperature {temperature}: give it a number from 0 on"
+                "--temperature {temperature}: give a number from 0 on"
             );
         }
         if let Some(top_p) = self.top_p {
             ensure_use!(
                 top_p > 0.0 && top_p <= 1.0,
-                "--top-p {top_p}: give it a number above 0, 1 at most"
+                "--top-p {top_p}: give a number above 0, 1 at most"
             );
         }
         ensure_use!(!self.prompt.is_empty(), "--prompt is empty: give it a character");

@@ -15,14 +15,14 @@ use crate::output;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  brimful man | man -l -                               read the page of the program
-  brimful man train | man -l -                         read that of a command
-  brimful man --folder ~/.local/share/man/man1         write a page for each command")]
+  brimful man | man -l -                               page of the program
+  brimful man train | man -l -                         page of a command
+  brimful man --folder ~/.local/share/man/man1         a page for each command")]
 pub struct ManOptions {
-    /// The command whose page is printed, such as train [default: the program]
+    /// Command whose page to print, such as train [default: the program]
     #[arg(value_name = "COMMAND", conflicts_with = "folder")]
     command: Vec<String>,
-    /// Write a page for each command into this folder instead
+    /// Write a page for each command to this folder
     #[arg(long, value_name = "FOLDER")]
     folder: Option<PathBuf>,
 }

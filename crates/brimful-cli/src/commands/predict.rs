@@ -37,18 +37,24 @@ Examples:
   brimful predict --weights flowers.safetensors --data new-photos --json    a folder, with or without classes
   brimful predict --model resnet18 --weights resnet18.safetensors --data ~/fashion-mnist -o answers.jsonl
 
-Of digits, synthetic and IDX files, the samples are those that brimful train tests on.")]
+Of digits, synthetic and IDX files, the samples are those that train holds out for tests.")]
 pub struct PredictOptions {
-    /// A file of brimful train --save, or a safetensors file with the model's names
+    /// Weights: a file of train --save, or any safetensors file
+    ///
+    /// The tensors of any other file have the model's names
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
-    #[arg(long, value_name = "NAME", help = format!("{IMAGE_MODELS} [default: as the file tells]"))]
+    #[arg(long, value_name = "MODEL")]
+    #[arg(help = "Model: mlp, resnet18, resnet50, … [default: stored in the file]")]
+    #[arg(long_help = format!("{IMAGE_MODELS} [default: stored in the file]"))]
     model: Option<ModelName>,
-    /// The samples: images (.jpg, .jpeg, .png), a folder of images, with a subfolder a class or without, or of
-    /// MNIST-format IDX files; digits (shipped) or synthetic (made up)
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH", num_args = 1..)]
+    /// Data: digits, synthetic, image files or image folder
+    ///
+    /// Images are .jpg, .jpeg or .png files. A folder holds images, with a subfolder a class or without, or MNIST-format
+    /// IDX files
+    #[arg(long, default_value = "digits", value_name = "DATA", num_args = 1..)]
     data: Vec<String>,
-    /// Height and width of the images: of files [default: as the model was trained, else 224]
+    /// Image size in pixels [default: as trained, else 224]
     #[arg(long, value_name = "PIXELS", value_parser = words::count)]
     image: Option<usize>,
     #[command(flatten)]
@@ -57,10 +63,10 @@ pub struct PredictOptions {
     dtype: NumberType,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
-    /// Print JSON instead of text: an object a line, one for each sample
+    /// Print JSON instead of text: an object a line for each sample
     #[arg(long)]
     json: bool,
-    /// The file to write: JSON lines; printed is how many answers are right
+    /// File to write: JSON lines; prints only the accuracy
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -185,12 +191,12 @@ impl Asked {
         let dataset = name.data(&options.data[0], wishes, options.seed)?;
         ensure_use!(
             matches!(dataset.sample, Sample::Image { .. }),
-            "predict tells the class of images: for text there is brimful generate"
+            "predict classifies images: for text use brimful generate"
         );
         let names = weights.class_names().unwrap_or_default();
         ensure_use!(
             names.is_empty(),
-            "the model knows the classes {}, but the data have none with a name: give it images",
+            "the model has the classes {}, but the data none with names: give a folder of images",
             names.join(", ")
         );
         let (samples, sample) = (dataset.test, dataset.sample);
@@ -209,12 +215,12 @@ impl Asked {
             ensure_use!(
                 !name.stems_differ(asked, told),
                 "--image {asked}: the model was trained with --image {told}, and below 64 pixels the first \
-                 convolution of {name} is another one: leave --image out"
+                 convolution of {name} is a different one: leave --image out"
             );
         }
         let opened = data::open_new(paths, options.image.or(told), weights.class_names())?;
         let NewImages { samples, files, class_names, side } = opened;
-        ensure_use!(!files.is_empty(), "{}: there is no image", options.data.join(", "));
+        ensure_use!(!files.is_empty(), "{} has no images", options.data.join(", "));
         let classes = match class_names.len() {
             0 => weights.rows("fc.weight"),
             named => Some(named as i64),
@@ -222,7 +228,7 @@ impl Asked {
         let classes = classes.with_context(|| {
             let path = options.weights.display();
             wrong_use(format!(
-                "{path} does not tell how many classes it knows: give --data a folder with a subfolder for each"
+                "{path} does not store its number of classes: give --data a folder with a subfolder for each class"
             ))
         })?;
         let sample = Sample::Image { shape: [3, side, side], classes };

@@ -14,15 +14,15 @@ use crate::{output, page};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful train --record run.json               write down what happens
-  brimful report run.json -o report.html        make a page of it
+  brimful train --record run.json               record a run
+  brimful report run.json -o report.html        make its page
   brimful train --report report.html            both at once
-  brimful plan -s 4 -m 8 --report plan.html     the same for steps that are only simulated")]
+  brimful plan -s 4 -m 8 --report plan.html     a page of simulated steps")]
 pub struct ReportOptions {
-    /// What train --record has written
+    /// Run file, as written by train --record
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// The file to write: a page, which needs no network
+    /// File to write: a page that any browser opens
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
 }

@@ -15,7 +15,8 @@ use crate::data::{self, Examples, Synthetic};
 use crate::exit::Exit;
 use crate::output;
 use crate::setting::{
-    DROPOUT, MODELS, ModelName, NormStatistics, NumberType, clear_gradients, loss, typed, words,
+    DROPOUT, MODEL, MODELS, ModelName, NormStatistics, NumberType, clear_gradients, loss, typed,
+    words,
 };
 
 /// Options of `brimful verify`.
@@ -27,11 +28,12 @@ Examples:
 
   brimful verify --model resnet18 --batch-size 10 --micro-batch-size 2 --batch-norm exact
 
-Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
-training mode: the models are compared in evaluation mode, where both are fixed. With --batch-norm
-they are compared in training mode: exact BatchNorms are the full batch's there too.")]
+The gradients are compared in evaluation mode: in training mode, dropout and BatchNorm depend on the
+micro-batches. With --batch-norm they are compared in training mode, where only exact statistics
+are those of the full batch.")]
 pub struct VerifyOptions {
-    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
+    #[arg(long, default_value = "mlp", value_name = "MODEL")]
+    #[arg(help = MODEL, long_help = MODELS)]
     model: ModelName,
     #[arg(long, value_name = "N", default_value_t = 65, value_parser = words::count)]
     #[arg(help = words::BATCH_SIZE)]
@@ -39,12 +41,12 @@ pub struct VerifyOptions {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = words::count)]
     #[arg(help = words::MICRO_BATCH)]
     micro_batch_size: usize,
-    /// The largest relative error that passes for rounding [default: by the dtype]
+    /// Largest relative error to accept as rounding [default: by --dtype]
     #[arg(long, value_name = "ERROR", value_parser = words::not_negative)]
     tolerance: Option<f64>,
     #[arg(long, value_enum, default_value = "f64", help = words::DTYPE)]
     dtype: NumberType,
-    #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
+    #[arg(long, value_enum, value_name = "WHICH", help = words::BATCH_NORM)]
     batch_norm: Option<NormStatistics>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,

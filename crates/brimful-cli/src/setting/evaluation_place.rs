@@ -8,11 +8,10 @@ use tch::Device;
 
 use super::{device, within, words};
 
-/// Where a model is evaluated, in which memory and in which pieces.
+/// Device, memory and micro-batches of an evaluation.
 #[derive(Debug, Args)]
 pub(crate) struct EvaluationPlace {
-    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
-    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    #[arg(long, default_value = "auto", value_name = "N", help = words::ANY_MICRO_BATCH)]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch_size: MicroBatches,
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
@@ -22,7 +21,7 @@ pub(crate) struct EvaluationPlace {
 }
 
 impl EvaluationPlace {
-    /// Returns the device that is meant.
+    /// Returns the chosen device.
     pub(crate) fn device(&self) -> Result<Device> {
         device(self.device.as_deref())
     }

@@ -19,7 +19,9 @@ use crate::data::IGNORED;
 pub(crate) use evaluation_place::EvaluationPlace;
 pub use loss_model::LossModel;
 pub use memory::{accounts, capacity, within};
-pub(crate) use model::{DROPOUT, IMAGE_MODELS, SEQUENCE, TEXT_MODELS};
+pub(crate) use model::{
+    ANY_MODEL, ANY_MODELS, DROPOUT, IMAGE_MODELS, MODEL, SEQUENCE, TEXT_MODELS,
+};
 pub use model::{MODELS, ModelName};
 pub use model_source::ModelSource;
 pub use norm_statistics::NormStatistics;

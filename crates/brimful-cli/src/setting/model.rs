@@ -44,12 +44,29 @@ macro_rules! names {
     };
 }
 
-/// Help text of `--model`.
-pub const MODELS: &str = concat!("The model: ", names!());
-/// Help text of `--model` for images only.
-pub(crate) const IMAGE_MODELS: &str = concat!("The model: ", image_names!(), ", ", amoebanet!());
-/// Help text of `--model` for text only.
-pub(crate) const TEXT_MODELS: &str = concat!("The model: ", text_names!());
+/// Help text of `--model` for built-in models.
+pub(crate) const MODEL: &str = "Model: mlp, resnet50, gpt, … (--help lists all)";
+
+/// Long help text of `--model` for built-in models.
+pub const MODELS: &str = concat!("Model: ", names!());
+
+/// Help text of `--model` for built-in models and folders.
+pub(crate) const ANY_MODEL: &str = "Model: mlp, resnet50, gpt, … or a Hugging Face folder";
+
+/// Long help text of `--model` for built-in models and folders.
+pub(crate) const ANY_MODELS: &str =
+    concat!("Model: ", names!(), "; or a Hugging Face folder of a gpt2, llama, mistral or qwen2");
+
+/// Long help text of `--model` for images only.
+pub(crate) const IMAGE_MODELS: &str = concat!("Model: ", image_names!(), ", ", amoebanet!());
+
+/// Long help text of `--model` for text only.
+pub(crate) const TEXT_MODELS: &str = concat!(
+    "Model: ",
+    text_names!(),
+    "; or a Hugging Face folder of a gpt2, llama, mistral or qwen2"
+);
+
 /// Dropout probability of the models with dropout.
 pub(crate) const DROPOUT: f64 = 0.1;
 /// Default number of tokens in a sequence.

@@ -5,16 +5,16 @@ use clap::ValueEnum;
 
 use super::shown_as_given;
 
-/// What BatchNorms make of micro-batches.
+/// Statistics that BatchNorms normalise with in training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum NormStatistics {
-    /// The whole mini-batch normalises, whatever the cut, on one device
+    /// Statistics of the whole mini-batch, for any micro-batches; on one device
     Exact,
-    /// Each micro-batch normalises itself; what evaluation uses moves once a step
+    /// Statistics of each micro-batch; running statistics are updated once a step
     Deferred,
-    /// The same, but it moves at every micro-batch
+    /// Statistics of each micro-batch; running statistics are updated at every micro-batch
     PerMicroBatch,
-    /// What evaluation uses normalises in training too, and never moves
+    /// Running statistics, which are not updated
     Frozen,
 }
 

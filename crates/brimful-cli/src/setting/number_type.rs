@@ -8,13 +8,13 @@ use tch::{Device, Kind};
 
 use crate::exit::ensure_use;
 
-/// The type of the model's numbers.
+/// Precision of a model's parameters and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NumberType {
     F64,
     F32,
-    /// f32 whose products CUDA computes in TF32
+    /// f32, with matrix products in TF32 on CUDA
     Tf32,
     /// Parameters and activations in bf16
     Bf16,
@@ -42,7 +42,7 @@ impl NumberType {
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure_use!(
             device != Device::Cpu || self != Self::Tf32,
-            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
+            "--dtype tf32 is for CUDA devices: give --dtype f32 on the CPU"
         );
         Ok(device::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
     }

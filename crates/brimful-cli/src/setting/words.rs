@@ -11,42 +11,62 @@ use brimful::schedule::{Recompute, Schedule};
 
 use crate::nearest::did_you_mean;
 
-pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
+pub const DEVICE: &str = "Device: cpu, cuda or cuda:1";
+
 /// Help of `--device` with a default.
-pub const ANY_DEVICE: &str =
-    "Where it runs: cpu, cuda or cuda:1 [default: cuda where there is one]";
-/// Help of `--device` for several devices.
-pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each stage and rank \
-                                  of a machine takes one [default: cuda where there is one]";
-pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
-                               images (a subfolder a class) or of MNIST-format IDX files, or a text \
-                               file (.jsonl, .json: documents or conversations)";
-pub const IMAGE: &str = "Height and width of the images: of a folder of these; below 64 the first convolution of a resnet is \
-                               one for small images [default: 224]";
-pub const BATCH_NORM: &str =
-    "What normalises in the BatchNorms of a resnet or an amoebanet [default: deferred]";
-pub const DTYPE: &str = "Numbers of parameters and activations";
+pub const ANY_DEVICE: &str = "Device: cpu, cuda or cuda:1 [default: cuda if there is a GPU]";
+
+pub const DATA: &str = "Data: digits, synthetic, text file or image folder";
+
+/// Long help of `--data`.
+pub(crate) const DATA_FORMS: &str = "\
+    Data: digits (shipped), synthetic, a folder of images (a subfolder a class) or of MNIST-format IDX files, or a text \
+    file (.jsonl, .json: documents or conversations)";
+
+pub const IMAGE: &str = "Image size in pixels [default: 224]";
+
+pub const BATCH_NORM: &str = "BatchNorm statistics in training [default: deferred]";
+
+pub const DTYPE: &str = "Precision of parameters and activations";
+
 pub const BATCH_SIZE: &str = "Samples in a mini-batch";
+
 pub const MICRO_BATCH: &str = "Samples in a micro-batch";
+
+/// Help of `--micro-batch-size` with automatic sizes.
+pub(crate) const ANY_MICRO_BATCH: &str = "Samples in a micro-batch: a number, auto or largest";
+
 pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
-pub const LORA: &str = "Freeze the model, and train a way of this rank beside each projection of its blocks (LoRA), \
-     times ALPHA / RANK";
-pub const FROM_SCRATCH: &str = "Begin with random numbers: the folder needs a config.json alone";
-pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
-pub const STAGES: &str = "Devices to cut the layers over, a stage on each: interleaved-V and breadth-first-V put V stages on \
-     each";
-/// Help of `--schedule` for a schedule that is executed.
-pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, \
-     interleaved-zero-bubble-V, zero-bubble-v, auto, auto-interleaved-V or auto-v";
-pub const RECOMPUTE: &str =
-    "Which activations are computed again to save memory: never, except-last or always";
-pub const EPOCHS: &str = "Passes over the training set";
-pub const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all steps";
-pub const SEED: &str = "Where all random numbers start";
+
+pub const LORA: &str = "Train LoRA adapters of this rank; the base weights stay frozen";
+
+pub const FROM_SCRATCH: &str =
+    "Initialize a folder's model at random; only its config.json is read";
+
+pub const MEMORY_LIMIT: &str = "Memory limit of each device, such as 96MiB or 16GB";
+
+pub const STAGES: &str = "Pipeline stages, one a device (V with interleaved-V, breadth-first-V)";
+
+pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
+
+/// Long help of `--schedule` for a schedule that is executed.
+pub const SCHEDULES: &str = "\
+    Pipeline schedule: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, interleaved-zero-bubble-V, \
+    zero-bubble-v, or one made for the measured times: auto, auto-interleaved-V, auto-v";
+
+pub const RECOMPUTE: &str = "Activation recomputation: never, except-last, always";
+
+pub const EPOCHS: &str = "Number of epochs";
+
+pub const LEARNING_RATE_DECAY: &str = "Learning rate decay: none, linear or cosine";
+
+pub const SEED: &str = "Random seed";
+
 pub const JSON: &str = "Print JSON instead of text: one object";
+
 /// Help of `--json` for rows or epochs printed as they come.
 pub const JSON_LINES: &str =
-    "Print JSON instead of text: an object a line as they come, the last with \"done\": true";
+    "Print JSON instead of text: an object a line, the last with \"done\": true";
 
 /// Limit of any number: libtorch counts with signed integers.
 const MOST: u64 = i64::MAX as u64;

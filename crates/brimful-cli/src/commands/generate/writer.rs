@@ -53,12 +53,10 @@ impl Writer {
         match (&options.model, &options.weights) {
             (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
             (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
-                "--weights is for a model that is named: a folder has weights of its own",
+                "--weights is for a built-in model: a --model folder has its own weights",
             )),
             (_, Some(weights)) => Self::of_file(weights, options),
-            (_, None) => {
-                Err(wrong_use("there are no weights: give --weights FILE, or --model FOLDER"))
-            }
+            (_, None) => Err(wrong_use("no weights: give --weights FILE, or --model FOLDER")),
         }
     }
 
@@ -99,7 +97,7 @@ impl Writer {
 
     fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
         let flags = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
-        ensure_unsaid(&flags, "a folder's model: give --model FOLDER")?;
+        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
         let asked = match options.model {
             Some(ModelSource::Named(name)) => Some(name),
             _ => None,
@@ -107,14 +105,14 @@ impl Writer {
         let weights = SavedWeights::read(path)?;
         let name = weights.model(asked)?;
         let shown = path.display();
-        let no_gpt = || wrong_use(format!("{shown} has no weights of a gpt: generate needs some"));
+        let no_gpt = || wrong_use(format!("{shown} has no weights of a gpt, which generate needs"));
         let vocabulary = weights.rows("wte.weight").ok_or_else(no_gpt)?;
         let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
         let tokenizer = Tokenizer::bytes();
         let bytes = tokenizer.vocabulary();
         ensure_use!(
             vocabulary == bytes,
-            "{shown} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {bytes}"
+            "{shown} has a vocabulary of {vocabulary} tokens: generate writes bytes, a vocabulary of {bytes}"
         );
         let prompt = tokenizer.encode(&options.prompt)?;
         let cache = cache(context, &prompt, options);

@@ -9,7 +9,7 @@ use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
 use crate::files::{self, FlagFile};
-use crate::setting::{self, MODELS, ModelSource, words};
+use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, words};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
@@ -19,30 +19,32 @@ pub struct PlanOptions {
     #[arg(required_unless_present = "schedule_file")]
     pub(super) stages: Option<usize>,
 
-    /// Micro-batches in a mini-batch [default for a model: the best of twelve numbers]
+    /// Micro-batches in a mini-batch [default: the best of a model]
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(required_unless_present_any = ["model", "profile", "schedule_file"])]
     pub(super) num_micro_batches: Option<usize>,
 
-    /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, breadth-first,
-    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, and, made for the stages' times, auto,
-    /// auto-interleaved, auto-v
+    /// Pipeline schedule: all, or some of gpipe, 1f1b, interleaved, auto, …
+    ///
+    /// Also breadth-first, zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, and, made for the stages' times, auto,
+    /// auto-interleaved and auto-v
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
     pub(super) schedule: Vec<ScheduleChoice>,
 
-    /// Stages that each device holds in interleaved and breadth-first schedules without a number
+    /// Stages a device (V) of interleaved and breadth-first schedules
     #[arg(long, short = 'v', value_name = "V", default_value_t = 2, value_parser = words::count)]
     pub(super) virtual_stages: usize,
 
-    /// Which activations are computed again to save memory: never, except-last or always [default:
-    /// never, for a model the best]
+    /// Activation recomputation: never, except-last, always [default: never, a model the best]
     #[arg(long, value_name = "WHEN", value_parser = setting::recompute)]
     pub(super) recompute: Option<Recompute>,
 
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
     pub(super) memory_limit: Option<Bytes>,
 
-    /// Run the actions of this file instead: a line for each device, cells as 2F0.
+    /// Simulate the schedule in this file: lines of cells such as 2F0
+    ///
+    /// A line for each device
     #[arg(long, value_name = "CSV")]
     #[arg(conflicts_with_all = ["model", "profile", "schedule", "num_micro_batches", "stages", "recompute"])]
     pub(super) schedule_file: Option<PathBuf>,
@@ -50,15 +52,15 @@ pub struct PlanOptions {
     #[arg(long, help = words::JSON)]
     pub(super) json: bool,
 
-    /// Draw the schedules to scale into this file
+    /// Draw the schedules to this file
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write a step's actions to this file, which ui.perfetto.dev opens: the best one's
+    /// Write a trace for ui.perfetto.dev: the best step
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
-    /// Write a page that any browser opens: the best step of each schedule
+    /// Write a report page: the best step of each schedule
     #[arg(long, value_name = "FILE")]
     pub(super) report: Option<PathBuf>,
 
@@ -69,41 +71,41 @@ pub struct PlanOptions {
     pub(super) measured: MeasuredModel,
 }
 
-/// What one micro-batch costs on one device, in plain numbers.
+/// Cost of a micro-batch on a device, in plain numbers.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Plain numbers")]
+#[command(next_help_heading = "Costs in plain numbers")]
 pub(super) struct PlainNumbers {
-    /// Time of a device's forward, in any unit.
+    /// Time of a device's forward, in any unit
     #[arg(long, value_parser = words::not_negative, value_name = "TIME", default_value_t = 1.0)]
     pub(super) forward: f64,
 
-    /// Time of a device's whole backward [default: its two parts, or 2].
+    /// Time of a device's backward [default: the sum of dX and dW, or 2]
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) backward: Option<f64>,
 
-    /// The half of the backward that the stage before waits for [default: half the time].
+    /// Time of the input gradient (dX) [default: half the backward]
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) input_gradient: Option<f64>,
 
-    /// The half of the backward that can wait [default: the rest]; both may take longer than the whole.
+    /// Time of the weight gradient (dW) [default: the rest of the backward]
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) weight_gradient: Option<f64>,
 
-    /// Bytes that a device's forward keeps for the backward of one micro-batch.
+    /// Activation bytes of a micro-batch on a device
     #[arg(long, value_name = "BYTES")]
     pub(super) activations: Option<Bytes>,
 
-    /// Bytes of a device's parameters with their gradients and optimizer state.
+    /// Bytes of parameters, gradients and optimizer state on a device
     #[arg(long, value_name = "BYTES")]
     pub(super) parameters: Option<Bytes>,
 }
 
-/// A model whose layers are or were measured.
+/// Model with measured layers.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "A measured model")]
+#[command(next_help_heading = "Measured model")]
 pub(super) struct MeasuredModel {
-    #[arg(long, value_name = "NAME|FOLDER", requires = "batch_size")]
-    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's"))]
+    #[arg(long, value_name = "MODEL", requires = "batch_size")]
+    #[arg(help = ANY_MODEL, long_help = ANY_MODELS)]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
     pub(super) model: Option<ModelSource>,
@@ -111,7 +113,7 @@ pub(super) struct MeasuredModel {
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     pub(super) device: String,
 
-    /// Layers with their times and sizes, as TOML or JSON.
+    /// Profile of the layers, as TOML or JSON
     #[arg(long, value_name = "FILE", requires = "batch_size")]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters"])]
@@ -121,18 +123,15 @@ pub(super) struct MeasuredModel {
     #[arg(help = words::BATCH_SIZE)]
     pub(super) batch_size: Option<usize>,
 
-    /// Bytes of optimizer state for each byte of parameters: 0 for SGD, 1 with momentum, 2 for
-    /// Adam.
+    /// Bytes of optimizer state a byte of parameters: SGD 0, with momentum 1, Adam 2
     #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_state: f64,
 
-    /// Memory of the host for stages that do not fit on their devices, such as 128GB [default: what it has
-    /// free; of a --profile none]
+    /// Host memory for offloaded stages [default: what is free; with --profile none]
     #[arg(long, value_name = "BYTES", requires = "batch_size")]
     pub(super) host_memory: Option<Bytes>,
 
-    /// Bytes a second between the host and a device: to the device, and back where that differs, such as
-    /// 55GB or 55GB,50GB [default: measured]
+    /// Bytes a second of the host link: to the device and back, such as 55GB,50GB [default: measured]
     #[arg(long, value_name = "BYTES[,BYTES]", value_delimiter = ',', requires = "batch_size")]
     pub(super) host_link: Vec<Bytes>,
 }
@@ -142,24 +141,24 @@ Examples:
   Compare all schedules on 8 devices:
       brimful plan --stages 8 --num-micro-batches 24 --forward 1 --backward 2
 
-  Look at one, and draw it:
+  Draw one schedule:
       brimful plan -s 4 -m 8 --schedule 1f1b --svg 1f1b.svg
 
-  What fits into 16 GiB, when a micro-batch keeps 3 GiB on each device?
+  Find what fits into 16 GiB, with activations of 3 GiB a micro-batch:
       brimful plan -s 4 -m 16 --activations 3GiB --parameters 2GiB --memory-limit 16GiB
 
-  The best way to train a model, measured on the spot:
+  Find the best plan for a model, with measured layers:
       brimful plan --model resnet18 --batch-size 64 --stages 2 --memory-limit 512MiB
 
-  The same from measurements of your own:
+  Find the best plan for a profile:
       brimful plan --profile model.toml --batch-size 256 --stages 4 --memory-limit 16GiB \
                    --optimizer-state 2
 
-  What stays on a GPU of 8 GB, and what lives on a host of 64 GB:
+  Plan offloading from a GPU of 8 GB to a host of 64 GB:
       brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
                    --optimizer-state 2 --host-memory 64GB --host-link 55GB
 
-  A schedule of your own:
+  Simulate a custom schedule:
       brimful plan --schedule-file mine.csv --trace mine.json
 
 A profile holds a list of layers; times are seconds a sample, sizes bytes a sample:

@@ -81,7 +81,7 @@ impl ModelSize {
     /// Lists the options that are not in use yet, save memory and may be enough.
     fn remedies(self, options: &TrainOptions) -> Vec<&'static str> {
         let stages = &options.stages;
-        let is_offloaded = stages.offload == Some(OffloadArgument::All);
+        let is_offloaded = stages.offload == OffloadArgument::All;
         let fits = |least: u64| options.memory_limit.is_none_or(|limit| least <= limit.0);
         let recomputes = stages.recompute == Some(Recompute::Always);
         let has_finer = stages.stages.unwrap_or(1) < self.layers;

@@ -9,23 +9,23 @@ const EPOCHS: usize = 10;
 /// Default number of epochs for fine-tuning pretrained weights.
 const TUNING_EPOCHS: usize = 3;
 
-/// When to test, and when to stop.
+/// Length of a training, and how often it tests.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Length and tests")]
+#[command(next_help_heading = "Optimizer")]
 pub struct Length {
     #[arg(long, value_name = "N", value_parser = words::count_or_none)]
-    #[arg(help = format!("{} [default: 10; of a folder's weights 3]", words::EPOCHS))]
+    #[arg(help = format!("{} [default: 10; fine-tuning 3]", words::EPOCHS))]
     pub(crate) epochs: Option<usize>,
-    /// Train for so many steps, in place of --epochs
+    /// Number of steps, in place of --epochs
     #[arg(long, value_name = "STEPS", value_parser = words::count, conflicts_with = "epochs")]
     pub(crate) max_steps: Option<usize>,
-    /// Test after every so many steps, besides after every epoch
-    #[arg(long, value_name = "STEPS", value_parser = words::count)]
+    /// Test every N steps, besides after every epoch
+    #[arg(long, value_name = "N", value_parser = words::count, hide_short_help = true)]
     pub(crate) eval_every: Option<usize>,
-    /// Stop when so many tests in a row had no lower loss than the best one before
-    #[arg(long, value_name = "TESTS", value_parser = words::count)]
+    /// Stop early after N tests without a lower loss than the best
+    #[arg(long, value_name = "N", value_parser = words::count, hide_short_help = true)]
     pub(crate) stop_after: Option<usize>,
-    /// Whether weights that others have trained are tuned.
+    /// True if pretrained weights are fine-tuned.
     #[arg(skip)]
     pub(super) tunes: bool,
 }

@@ -15,14 +15,14 @@ use crate::exit::{ensure_use, ran_out};
 use crate::offload_plan::{OffloadPlan, OffloadQuestion};
 use crate::setting::{MeanOver, NormStatistics, capacity, loss, shown_as_given, typed};
 
-/// Where weights, gradients and the optimizer's state live.
+/// Value of `--offload`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OffloadArgument {
-    /// On the device as far as they fit there, else on the host; layers are measured for it
+    /// As much as needed
     Auto,
-    /// On the device
+    /// Nothing
     None,
-    /// On the host; a stage's weights come to the device when it is their turn
+    /// Everything
     All,
 }
 
@@ -39,23 +39,8 @@ pub(super) struct MeasuredInputs {
     pub(super) batch_size: usize,
 }
 
-impl TrainOptions {
-    /// Returns the place of the model's weights, and whether the options name it. Naming stages or a memory limit
-    /// suggests that the model may not fit: offloading is then planned stage by stage, if it can be.
-    pub(super) fn offload(&self, world: &World) -> (OffloadArgument, bool) {
-        let may_not_fit = self.stages.stages.is_some() || self.memory_limit.is_some();
-        match self.stages.offload {
-            Some(said) => (said, true),
-            None if may_not_fit && !is_all_or_nothing(world, self) => {
-                (OffloadArgument::Auto, false)
-            }
-            None => (OffloadArgument::None, false),
-        }
-    }
-}
-
 impl OffloadPlan {
-    /// Resolves the options for a model on `devices` devices of each rank.
+    /// Resolves the options for a model on `devices` devices of each rank. Collective: every rank takes part.
     pub(super) fn settle(
         layers: &Layers,
         devices: usize,
@@ -64,31 +49,38 @@ impl OffloadPlan {
         over: MeanOver,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
-        let is_said = match options.offload(world) {
-            (OffloadArgument::None, _) => return Ok(Self::Device),
-            (OffloadArgument::All, _) => return Ok(Self::Host),
-            (OffloadArgument::Auto, is_said) => is_said,
-        };
+        match options.stages.offload {
+            OffloadArgument::None => return Ok(Self::Device),
+            OffloadArgument::All => return Ok(Self::Host),
+            OffloadArgument::Auto => {}
+        }
         let device = options.devices(world, 1)?[0];
-        let Some(capacity) = capacity(device, options.memory_limit)? else {
+        let here = capacity(device, options.memory_limit)?.map(|capacity| capacity.0);
+        // All ranks decide by the least capacity, and so alike.
+        let capacities = world.share("capacity", &here)?;
+        let Some(capacity) = capacities.into_iter().flatten().min() else {
             return Ok(Self::Device);
         };
-        let (needed, capacity_of_all) =
-            (resident_bytes(layers, options)?, capacity.0 * devices as u64);
-        if is_all_or_nothing(world, options) {
-            return Ok(if needed <= capacity_of_all { Self::Device } else { Self::Host });
-        }
-        // Does not measure layers without being asked to, if there is plenty of free memory.
-        if !is_said && needed <= capacity_of_all / 2 {
+        let needed = resident_bytes(layers, options)?;
+        let capacity_of_all = capacity.saturating_mul(devices as u64);
+        // Measures no layers if there is plenty of memory.
+        if needed <= capacity_of_all / 2 {
             return Ok(Self::Device);
         }
-        let inputs = inputs()?;
-        let question = question(device, vec![capacity; devices], options, over, &inputs, layers)?;
+        // A model that does not fit offloaded either fails on its devices, with the more precise error.
+        let fits_offloaded = options.stages.schedule.is_none_or(is_offloadable)
+            && LeastBytes::of(layers, options)?.offloaded <= capacity;
+        let all = || if fits_offloaded { Self::Host } else { Self::Device };
+        let all_or_nothing = || if needed <= capacity_of_all { Self::Device } else { all() };
+        if is_all_or_nothing(world, options) {
+            return Ok(all_or_nothing());
+        }
+        let (inputs, capacities) = (inputs()?, vec![Bytes(capacity); devices]);
+        let question = question(device, capacities, options, over, &inputs, layers)?;
         let planned = OffloadPlan::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
-            // The plan is optional here: if none fits, the run stays on the device and fails with the device's error.
-            Ok(Self::Host) if !is_said => Ok(Self::Device),
-            Err(error) if !is_said && ran_out(&error) => Ok(Self::Device),
+            Ok(Self::Host) => Ok(all()),
+            Err(error) if ran_out(&error) => Ok(all_or_nothing()),
             planned => planned,
         }
     }
@@ -159,6 +151,12 @@ fn trained_share(layers: &Layers) -> Result<f64> {
     Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
 }
 
+/// Returns whether offloaded stages can run this schedule: with a split backward, at most two of them on a device, one for
+/// each device buffer.
+pub(super) fn is_offloadable(schedule: Schedule) -> bool {
+    !schedule.splits_backward() || schedule.stages_per_device() <= 2
+}
+
 /// Returns whether offloading cannot be planned stage by stage: ranks and replicas would each measure their own plan,
 /// while exact BatchNorms and a given schedule cut stages of their own.
 fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
@@ -212,7 +210,7 @@ fn resident(
     let fewer = match (options.stages.stages, schedule.stages_per_device()) {
         (None, _) => "start fewer ranks",
         (Some(_), 1) => "lower --stages",
-        (Some(_), _) => "lower --stages, or take a --schedule with fewer on each device",
+        (Some(_), _) => "lower --stages, or give a --schedule with fewer stages a device",
     };
     check_stages(count, layers.len(), "", fewer)?;
     if count == 1 {

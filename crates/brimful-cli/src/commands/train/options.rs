@@ -17,103 +17,134 @@ use super::run_files::RunFiles;
 use super::stages::Stages;
 use crate::files::{self, FlagFile};
 use crate::fine_tune::{FineTuneOptions, is_folder};
-use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
+use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, NormStatistics, NumberType, words};
 
 /// Default number of samples in a mini-batch.
 const BATCH_SIZE: usize = 128;
 
-/// Options of `brimful train`.
-#[derive(Debug, Clone, Args)]
-#[command(after_help = "\
+/// Values of `--dtype`, in its long help.
+const DTYPES: &str = ": f64, f32, tf32 (f32 with TF32 matrix products on CUDA) or bf16";
+
+/// Examples of `brimful train -h`.
+const EXAMPLES: &str = "\
+Examples:
+  brimful train                                       the shipped digits, an mlp
+  brimful train --model resnet18 --batch-size all --memory-limit 256MiB
+  brimful train --model gpt --data book.txt --device cuda --dtype bf16 --save book.safetensors
+  brimful train --resume book.safetensors             continue an interrupted run
+  brimful train --model llama --data book.txt --lora 16 --save llama-book";
+
+/// Examples of `brimful train --help`.
+const ALL_EXAMPLES: &str = "\
 Examples:
   brimful train                                       the shipped digits, an mlp
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
   brimful train --model gpt --data synthetic --stages 4 --num-micro-batches 16 --memory-limit 64MiB \\
-                --device cpu                              a model over four devices of 64 MiB each
+                --device cpu                          a pipeline over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --num-micro-batches 16 --report report.html   two stages on each; what they did when
+                --num-micro-batches 16 --report report.html   two stages on each device; a timeline
   brimful train --model gpt --data book.txt --offload all --num-micro-batches 16 --memory-limit 8GB
-                                                      a model that lives on the host
+                                                      weights and optimizer state in host memory
   brimful train --model resnet50 --data flowers --batch-size 256 --save flowers.safetensors
                                                       a folder of images, with a subfolder a class
   brimful train --data ~/fashion-mnist --save model.safetensors
-  brimful train --resume model.safetensors            goes on with that run, if it was interrupted
+  brimful train --resume model.safetensors            continue an interrupted run
   brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\
                 --learning-rate-decay cosine --eval-every 200 --save book.safetensors \\
                 --save-every 100 --keep best --log book.csv      a longer run, and its log
   brimful train --model resnet50 --replicas 4 --device cuda
-                                                      on four GPUs, each with a part of every batch
+                                                      data parallel on four GPUs
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
   brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
-                                                      a folder of Hugging Face's, fine-tuned
+                                                      fine-tuning of a Hugging Face folder
   brimful train --model llama --data notes.txt --adapter llama-book --save llama-notes
-                                                      begins with the adapter of another training
+                                                      starts from the adapter of another training
   brimful train --model llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
-                --save llama-whole                        all of its weights, from the host's memory
-  brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
+                --save llama-whole                    full fine-tuning, offloaded to the host
+  brimful train --config run.toml --epochs 20         flags from a file, one of them changed";
+
+/// Options of `brimful train`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = EXAMPLES, after_long_help = ALL_EXAMPLES)]
 pub struct TrainOptions {
     #[command(flatten)]
     pub(crate) given: GivenFlags,
-    #[arg(long, default_value = "mlp", value_name = "NAME|FOLDER")]
-    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's: gpt2, llama, mistral, qwen2"))]
+    #[arg(long, default_value = "mlp", value_name = "MODEL", help_heading = "Model")]
+    #[arg(help = ANY_MODEL, long_help = ANY_MODELS)]
     pub(crate) model: ModelSource,
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
-    pub(crate) data: String,
-    /// Tokens in a sequence of a text [default: 64; of a folder's weights as many as the model takes and the
-    /// text has, up to 2048]
-    #[arg(long, value_name = "N", value_parser = words::count)]
-    pub(crate) sequence: Option<usize>,
-    #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
-    pub(crate) image: Option<usize>,
-    /// Samples in a mini-batch: a number, or all of the training set [default: 128; of a folder's weights
-    /// 16384 tokens]
-    #[arg(long, value_name = "N|all")]
-    pub(crate) batch_size: Option<BatchSize>,
-    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
-    /// gradient does not depend on it, but for what --seed says; what is the fastest may be another from run
-    /// to run
-    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    #[arg(value_parser = words::micro_batch)]
-    pub(crate) micro_batch_size: MicroBatches,
-    #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
-    #[arg(conflicts_with = "micro_batch_size", help = words::MICRO_BATCHES)]
-    pub(crate) num_micro_batches: Option<usize>,
-    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): model, gradients and activations take
-    /// no more; on a GPU, of all that shares it
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) memory_limit: Option<Bytes>,
-    #[arg(long, value_name = "NAME", help = words::DEVICES)]
-    pub(crate) device: Option<String>,
-    /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
-    /// CUDA alone
-    #[arg(long)]
-    pub(crate) no_cuda_graphs: bool,
-    #[arg(long, value_enum)]
-    #[arg(help = format!("{} [default: f32; of a folder's weights as they are stored]", words::DTYPE))]
+    #[arg(long, value_enum, help_heading = "Model")]
+    #[arg(help = format!("{} [default: f32; fine-tuning as stored]", words::DTYPE))]
+    #[arg(long_help = format!("{}{DTYPES} [default: f32; fine-tuning as stored]", words::DTYPE))]
+    #[arg(hide_possible_values = true)]
     pub(crate) dtype: Option<NumberType>,
-    #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
+    #[command(flatten)]
+    pub(crate) fine_tune: FineTuneOptions,
+    #[arg(long, value_enum, value_name = "WHICH", help = words::BATCH_NORM)]
+    #[arg(help_heading = "Model", hide_short_help = true)]
     pub(crate) batch_norm: Option<NormStatistics>,
-    /// Where all random numbers start: the masks of dropout, and BatchNorm where a micro-batch has its own,
-    /// go by the micro-batches too: for the same numbers in every run give --micro-batch-size N
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
-    pub(crate) seed: u64,
-    #[arg(long, help = words::JSON_LINES)]
-    pub(crate) json: bool,
+    #[arg(long, default_value = "digits", value_name = "DATA", help_heading = "Data")]
+    #[arg(help = words::DATA, long_help = words::DATA_FORMS)]
+    pub(crate) data: String,
+    /// Tokens in a sequence [default: 64; fine-tuning up to 2048]
+    ///
+    /// Fine-tuning takes as many tokens as the model takes and the text has, up to 2048
+    #[arg(long, value_name = "N", value_parser = words::count, help_heading = "Data")]
+    pub(crate) sequence: Option<usize>,
+    /// Image size in pixels [default: 224]
+    ///
+    /// Images of a folder get this height and width. Below 64, a resnet has the first convolution for small images
+    #[arg(long, value_name = "PIXELS", value_parser = words::count, help_heading = "Data")]
+    pub(crate) image: Option<usize>,
+    /// Samples in a mini-batch: N or all [default: 128; fine-tuning 16384 tokens]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    pub(crate) batch_size: Option<BatchSize>,
     #[command(flatten)]
     pub(crate) recipe: Recipe,
     #[command(flatten)]
     pub(crate) length: Length,
-    #[command(flatten)]
-    pub(crate) files: RunFiles,
-    #[command(flatten)]
-    pub(crate) fine_tune: FineTuneOptions,
+    /// Random seed
+    ///
+    /// Dropout masks, and BatchNorm with statistics of each micro-batch, depend on the micro-batch size too: runs are
+    /// equal with the same --seed and --micro-batch-size N
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
+    #[arg(help_heading = "Optimizer")]
+    pub(crate) seed: u64,
+    /// Samples in a micro-batch: a number, auto or largest
+    ///
+    /// auto finds the fastest size that fits, largest the largest one. The gradient does not depend on it, except as
+    /// --seed says; the fastest size may differ between runs
+    #[arg(long, default_value = "auto", value_name = "N", help_heading = "Memory")]
+    #[arg(value_parser = words::micro_batch)]
+    pub(crate) micro_batch_size: MicroBatches,
+    #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
+    #[arg(conflicts_with = "micro_batch_size", help = words::MICRO_BATCHES)]
+    #[arg(help_heading = "Memory")]
+    pub(crate) num_micro_batches: Option<usize>,
+    /// Memory limit of each device, such as 96MiB or 16GB
+    ///
+    /// Units are KB, MB, GB, TB, or KiB, MiB, GiB, TiB (in short K, M, G, T). Model, gradients and activations take no
+    /// more; on a GPU, together with other programs
+    #[arg(long, value_name = "BYTES", help_heading = "Memory")]
+    pub(crate) memory_limit: Option<Bytes>,
     #[command(flatten)]
     pub(crate) stages: Stages,
+    /// Device: cpu, cuda or cuda:1 [default: cuda if there is a GPU]
+    ///
+    /// With cuda, each stage and each rank of a machine takes a GPU of its own
+    #[arg(long, value_name = "NAME", help_heading = "Devices")]
+    pub(crate) device: Option<String>,
     #[command(flatten)]
     pub(crate) ranks: RankOptions,
+    /// Do not capture and replay micro-batches as CUDA graphs
+    #[arg(long, help_heading = "Devices", hide_short_help = true)]
+    pub(crate) no_cuda_graphs: bool,
+    #[command(flatten)]
+    pub(crate) files: RunFiles,
+    #[arg(long, help = words::JSON_LINES, help_heading = "Output", hide_short_help = true)]
+    pub(crate) json: bool,
 }
 
 impl TrainOptions {

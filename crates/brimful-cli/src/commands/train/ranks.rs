@@ -17,20 +17,21 @@ use crate::setting::{NormStatistics, words};
 /// Environment variables that launchers set for the processes that they start.
 const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
-/// How the ranks that mpirun or srun has started are used.
+/// Replicas, and timeouts of the ranks that mpirun or srun has started.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Several devices and processes")]
+#[command(next_help_heading = "Devices")]
 pub struct RankOptions {
-    /// Copies of the model, each with its part of every mini-batch: on devices of one process, or each
-    /// in as many ranks of mpirun or srun as the others
+    /// Data-parallel replicas, each with a part of every mini-batch
+    ///
+    /// On devices of one process, or over the ranks of mpirun or srun, each replica on as many ranks
     #[arg(long, value_name = "R", value_parser = words::count, default_value_t = 1)]
     pub(crate) replicas: usize,
-    /// Seconds of silence after which a rank is given up
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    /// Seconds without a heartbeat after which a rank counts as lost
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, hide_short_help = true)]
     #[arg(value_parser = words::seconds)]
     pub(crate) heartbeat_timeout: u64,
-    /// Seconds after which a rank is given up that others wait for, although it gives signs of life
-    #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
+    /// Seconds after which a collective that waits for a rank fails
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800, hide_short_help = true)]
     #[arg(value_parser = words::seconds)]
     pub(crate) timeout: u64,
 }

@@ -7,41 +7,43 @@ use clap::{Args, ValueEnum};
 use crate::exit::ensure_use;
 use crate::setting::{shown_as_given, words};
 
-/// What a step does to the parameters.
+/// Optimizer, and changes to gradients and weights.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Updates")]
+#[command(next_help_heading = "Optimizer")]
 pub struct Recipe {
-    /// What updates the parameters
-    #[arg(long, value_enum, default_value = "adamw")]
+    /// Optimizer
+    #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     pub(crate) optimizer: OptimizerName,
-    /// Learning rate [default: 0.05 for sgd, 0.001 for the others; of a folder's weights 2e-5, with --lora
-    /// 2e-4]
-    #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
+    /// Learning rate [default: 1e-3, SGD 0.05; tuning 2e-5, LoRA 2e-4]
+    ///
+    /// --lr for short. Fine-tuning and LoRA have these defaults with Adam and AdamW
+    #[arg(long, alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
-    #[arg(long, value_enum, default_value = "none", help = words::LEARNING_RATE_DECAY)]
+    #[arg(long, value_enum, default_value = "none", value_name = "C")]
+    #[arg(help = words::LEARNING_RATE_DECAY, hide_possible_values = true)]
     pub(crate) learning_rate_decay: Decay,
-    /// Steps over which the learning rate rises to its full height at first [default: 0; of a folder's
-    /// weights 3 % of all]
+    /// Linear warm-up of the learning rate [default: 0; tuning 3 %]
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// How strongly weights are drawn to 0; biases and norms are not [default: 0.01 for adamw, 0 for
-    /// the others]
+    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
-    /// How much of the last step goes into the next, of sgd [default: 0.9]
-    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    /// SGD momentum [default: 0.9]
+    #[arg(long, value_name = "M", allow_negative_numbers = true, hide_short_help = true)]
     pub(crate) momentum: Option<f64>,
-    /// Shorten a step's gradient to this length where it is longer
-    #[arg(long, value_name = "LENGTH", allow_negative_numbers = true)]
+    /// Clip the gradient to this L2 norm
+    #[arg(long, value_name = "NORM", allow_negative_numbers = true)]
     pub(crate) clip_norm: Option<f64>,
-    /// Average the weights over the steps, the older by this factor a step, such as 0.999: tests, the
-    /// best file and predictions use the averages
-    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true)]
+    /// Exponential moving average of the weights, with this decay a step
+    ///
+    /// Such as 0.999. Tests, the best file and predictions use the averages
+    #[arg(long, value_name = "DECAY", allow_negative_numbers = true, hide_short_help = true)]
     pub(crate) ema: Option<f64>,
-    /// Mini-batches that are run one after the other and make one step together
+    /// Gradient accumulation: mini-batches in a step
     #[arg(long, value_name = "N", value_parser = words::count, default_value_t = 1)]
+    #[arg(hide_short_help = true)]
     pub(crate) accumulate: usize,
-    /// Whether weights that others have trained are tuned, for which rates are lower.
+    /// Pretrained weights that are fine-tuned, for which learning rates are lower.
     #[arg(skip)]
     pub(super) tunes: Option<TunedWeights>,
 }
@@ -67,23 +69,23 @@ impl Recipe {
         for (flag, number) in from_0 {
             let is_right = number.is_none_or(|number| number.is_finite() && number >= 0.0);
             let shown = number.unwrap_or_default();
-            ensure_use!(is_right, "--{flag} {shown}: give it a number from 0 on");
+            ensure_use!(is_right, "--{flag} {shown}: give a number from 0 on");
         }
         let momentum = self.momentum.unwrap_or_default();
         ensure_use!(
             momentum.total_cmp(&1.0).is_lt(),
-            "--momentum {momentum}: give it a number from 0 to below 1, such as 0.9"
+            "--momentum {momentum}: give a number from 0 to below 1, such as 0.9"
         );
         if let Some(length) = self.clip_norm {
             ensure_use!(
                 length.is_finite() && length > 0.0,
-                "--clip-norm {length}: give it a number above 0"
+                "--clip-norm {length}: give a number above 0"
             );
         }
         if let Some(factor) = self.ema {
             ensure_use!(
                 (0.0..1.0).contains(&factor),
-                "--ema {factor}: give it a number from 0 to below 1, such as 0.999"
+                "--ema {factor}: give a number from 0 to below 1, such as 0.999"
             );
         }
         ensure_use!(
@@ -123,8 +125,7 @@ impl Recipe {
         let warmup = self.warmup(steps);
         ensure_use!(
             warmup <= steps,
-            "--warmup {warmup}: the training has {steps} steps, so that the learning rate would not reach its full \
-             height: give it {steps} at most"
+            "--warmup {warmup}: the training has only {steps} steps: give {steps} at most"
         );
         Ok(())
     }
@@ -140,7 +141,7 @@ impl Recipe {
     }
 }
 
-/// What updates the parameters.
+/// Optimizer by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OptimizerName {
     /// Stochastic gradient descent, with momentum
@@ -151,14 +152,14 @@ pub(crate) enum OptimizerName {
 
 shown_as_given!(OptimizerName);
 
-/// How the learning rate falls to 0 over the whole training.
+/// Decay of the learning rate to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Decay {
-    /// Not at all
+    /// Constant learning rate
     None,
-    /// In a straight line
+    /// Linear decay
     Linear,
-    /// By half a cosine: slowly at first and at last
+    /// Cosine decay
     Cosine,
 }
 

@@ -47,7 +47,7 @@ fn settings(
         ("learning rate", method.learning_rate().to_string()),
         ("learning rate decay", options.recipe.learning_rate_decay.to_string()),
         ("batch size", batch_size),
-        ("micro-batch", size(options.size())),
+        ("micro-batch size", size(options.size())),
         ("dtype", options.dtype().to_string()),
         match options.length.max_steps {
             Some(steps) => ("steps", steps.to_string()),
@@ -68,7 +68,7 @@ fn settings(
             asked => asked.to_string(),
         };
         settings.push(("recompute", recompute));
-        settings.extend(stages.offload.map(|offload| ("offload", offload.to_string())));
+        settings.push(("offload", stages.offload.to_string()));
     }
     settings.extend([
         ("threads", libtorch::threads().to_string()),

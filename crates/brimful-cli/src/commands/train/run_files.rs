@@ -12,46 +12,51 @@ use crate::files::{self, FileUse, FlagFile};
 use crate::log_files;
 use crate::setting::words;
 
-/// The files of a run.
+/// Files of a run.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Files")]
+#[command(next_help_heading = "Output")]
 pub struct RunFiles {
-    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
-    /// interrupted; of a folder's model, the model or its adapter to this folder, unless it ends in
-    /// .safetensors, with what the run needs to go on beside it until it is done
-    #[arg(long, value_name = "FILE|FOLDER")]
+    /// Save model, optimizer and progress after every epoch and when interrupted
+    ///
+    /// To a safetensors file. Fine-tuning saves the model, or with --lora the adapter, to a folder, unless the path ends
+    /// in .safetensors; until the run is done, the folder also holds the file that --resume needs
+    #[arg(long, value_name = "PATH")]
     pub(crate) save: Option<PathBuf>,
-    /// Write it after every so many steps too, while the next one runs
-    #[arg(long, value_name = "STEPS", value_parser = words::count, requires = "save")]
+    /// Save every N steps too, while the next step runs
+    #[arg(long, value_name = "N", value_parser = words::count, requires = "save")]
+    #[arg(hide_short_help = true)]
     pub(crate) save_every: Option<usize>,
-    /// What to keep beside it: last (nothing), best (the one with the lowest test loss, FILE with
-    /// .best), or so many of the newest (FILE with .step-N)
+    /// Checkpoints to keep: last, last and best, or the newest N
+    ///
+    /// best keeps the one with the lowest test loss in FILE.best, N keeps the newest in FILE.step-N
     #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
+    #[arg(hide_short_help = true)]
     pub(crate) keep: Keep,
-    /// Go on from what --save has written, with the flags of that run, and save there again; flags that
-    /// are given besides change them. With a given --micro-batch-size, it ends with the same parameters as
-    /// without the interruption
-    #[arg(long, value_name = "FILE|FOLDER")]
+    /// Resume the run that --save has written, with its flags
+    ///
+    /// It saves to the same path. Flags of the command line override those of the run. With a fixed
+    /// --micro-batch-size, it ends with the same parameters as without the interruption
+    #[arg(long, value_name = "PATH")]
     pub(crate) resume: Option<PathBuf>,
-    /// Begin with the weights of this safetensors file, by their names
-    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    /// Initialize the weights from this safetensors file, by name
+    #[arg(long, value_name = "FILE", conflicts_with = "resume", hide_short_help = true)]
     pub(crate) init: Option<PathBuf>,
-    /// Take those that the model has in the same shape, and leave the others as they are
-    #[arg(long, requires = "init")]
+    /// Initialize only the weights that the file has in the same shape
+    #[arg(long, requires = "init", hide_short_help = true)]
     pub(crate) init_partial: bool,
-    /// Write a line for each step to this CSV file as it runs
+    /// Log each step as a line of this CSV file
     #[arg(long, value_name = "FILE")]
     pub(crate) log: Option<PathBuf>,
-    /// Write what each step came to into this folder, for TensorBoard
-    #[arg(long, value_name = "FOLDER")]
+    /// Log each step to this folder for TensorBoard
+    #[arg(long, value_name = "FOLDER", hide_short_help = true)]
     pub(crate) events: Option<PathBuf>,
-    /// Write over what is there already: another run's files, logs or folder
-    #[arg(long)]
+    /// Overwrite files, logs or the folder of an earlier run
+    #[arg(long, hide_short_help = true)]
     pub(crate) overwrite: bool,
-    /// Write what happened to this file, for brimful report
-    #[arg(long, value_name = "FILE")]
+    /// Record the run in this file, for brimful report
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(crate) record: Option<PathBuf>,
-    /// Write a page that any browser opens: what happened
+    /// Write a report page: timeline, memory, micro-batch sizes, loss
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
 }
@@ -96,7 +101,7 @@ impl RunFiles {
     pub(super) fn check(&self) -> Result<()> {
         if let Some(path) = &self.events {
             let (shown, is_file) = (path.display(), path.exists() && !path.is_dir());
-            ensure_use!(!is_file, "--events {shown}: it is a file: name a folder");
+            ensure_use!(!is_file, "--events {shown} is a file: name a folder");
         }
         Ok(())
     }
