@@ -14,6 +14,8 @@ pub(crate) const ANSWERS: &str = "assistant";
 pub(crate) struct ChatMessage {
     pub(crate) role: String,
     pub(crate) content: String,
+    /// False for a message of weight 0, which is context alone.
+    is_learnt: bool,
     /// All fields of the message in the data, which chat templates may read.
     pub(crate) told: Map<String, Value>,
 }
@@ -24,12 +26,28 @@ impl ChatMessage {
         let (role, content) = (role.into(), content.into());
         let fields = [("role", &role), ("content", &content)];
         let told = fields.map(|(key, text)| (key.to_owned(), text.as_str().into()));
-        Self { told: told.into_iter().collect(), role, content }
+        Self { told: told.into_iter().collect(), role, content, is_learnt: true }
     }
 
-    /// Returns whether the message is one that the model should produce.
+    /// Sets the weight that the data give a message: 0 for context alone, or 1.
+    pub(crate) fn weighted(self, weight: Option<&Value>) -> Result<Self, String> {
+        let is_learnt = match weight {
+            None | Some(Value::Null) => true,
+            Some(weight) if weight.as_f64() == Some(1.0) => true,
+            Some(weight) if weight.as_f64() == Some(0.0) => false,
+            Some(weight) => return Err(format!("a message's weight is {weight}: give 0 or 1")),
+        };
+        Ok(Self { is_learnt, ..self })
+    }
+
+    /// Returns whether the message is one that the model should learn to produce.
     pub(crate) fn is_answer(&self) -> bool {
-        self.role == ANSWERS
+        self.role == ANSWERS && self.is_learnt
+    }
+
+    /// Returns whether the message is an answer that is context alone.
+    pub(crate) fn is_unlearnt_answer(&self) -> bool {
+        self.role == ANSWERS && !self.is_learnt
     }
 }
 
@@ -49,7 +67,8 @@ impl TryFrom<Map<String, Value>> for ChatMessage {
         };
         let role = role.to_owned();
         told.insert("content".into(), content.as_str().into());
-        Ok(Self { role, content, told })
+        let weight = told.remove("weight");
+        Self { role, content, told, is_learnt: true }.weighted(weight.as_ref())
     }
 }
 

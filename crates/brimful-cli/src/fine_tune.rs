@@ -136,17 +136,17 @@ impl FineTune {
         let adapter = options.adapter.as_deref().map(|from| AdapterFolder::open(from, config));
         let adapter = adapter.transpose();
         let adapter = adapter.map_err(|error| wrong_use(format!("--adapter: {error}")))?;
-        let lora = match &adapter {
-            Some(adapter) => Some(adapter.lora().clone()),
-            None => options.lora.clone().map(|LoraFlag(lora)| lora),
-        };
-        if let Some(Lora { rank, .. }) = &lora {
-            let width = pretrained.config().width();
+        let width = config.width();
+        if let Some(LoraFlag(Lora { rank, .. })) = &options.lora {
             ensure_use!(
                 *rank <= width,
                 "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
             );
         }
+        let lora = match &adapter {
+            Some(adapter) => Some(adapter.lora().clone()),
+            None => options.lora.clone().map(|LoraFlag(lora)| lora),
+        };
         let FineTuneOptions { merge, from_scratch, .. } = *options;
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }

@@ -65,6 +65,12 @@ impl JinjaTemplate {
         );
         let text = self.render(messages, false)?;
         if self.is_marked {
+            ensure!(
+                !messages.iter().any(ChatMessage::is_unlearnt_answer),
+                "a message has weight 0, but {} marks the answers that are learnt by itself: take the weight out, or \
+                 the marks",
+                self.place
+            );
             return Ok(without_marks(&text));
         }
         let answers = self.answers(messages, &text)?;

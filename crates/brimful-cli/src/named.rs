@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Tensors with their names.
 pub(crate) type Named = Vec<(String, Tensor)>;
@@ -14,11 +14,13 @@ const NAMES_LISTED: usize = 5;
 /// Comparison of a file's tensors with a model's.
 #[derive(Debug)]
 pub(crate) struct Comparison {
-    /// Tensors with the name and shape of one of the model's.
+    /// Tensors of floats with the name and shape of one of the model's.
     pub(crate) fitting: Named,
     missing: Vec<String>,
     left_over: Vec<String>,
     misshapen: Vec<String>,
+    /// Integers and f8, which are no weights without their scales.
+    mistyped: Vec<String>,
 }
 
 impl Comparison {
@@ -28,19 +30,26 @@ impl Comparison {
         let mut fitting = Named::new();
         let mut left_over = Vec::new();
         let mut misshapen = Vec::new();
+        let mut mistyped = Vec::new();
         for (name, tensor) in saved {
             match missing.remove(name.as_str()) {
-                Some(own) if own.size() == tensor.size() => fitting.push((name, tensor)),
-                Some(own) => {
+                Some(own) if own.size() != tensor.size() => {
                     misshapen.push(format!("{name} {:?} (here {:?})", tensor.size(), own.size()));
                 }
+                Some(_) => match tensor.kind() {
+                    Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16 => {
+                        fitting.push((name, tensor));
+                    }
+                    other => mistyped.push(format!("{name} {other:?}")),
+                },
                 None => left_over.push(name),
             }
         }
         let missing = missing.into_keys().map(str::to_owned).collect();
         left_over.sort();
         misshapen.sort();
-        Self { fitting, missing, left_over, misshapen }
+        mistyped.sort();
+        Self { fitting, missing, left_over, misshapen, mistyped }
     }
 
     /// Describes why the two do not go together, or returns none if they do.
@@ -49,6 +58,7 @@ impl Comparison {
             ("it lacks", &self.missing),
             ("it has", &self.left_over),
             ("of other shapes are", &self.misshapen),
+            ("of other numbers than floats are", &self.mistyped),
         ];
         let told = lists.into_iter().filter(|(_, names)| !names.is_empty());
         let told: Vec<String> =
@@ -81,11 +91,15 @@ fn listed(names: &[String]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::{Device, Kind};
+    use tch::Device;
 
     fn named(list: &[(&str, i64)]) -> Named {
         let zeros = |length| Tensor::zeros([length], (Kind::Float, Device::Cpu));
         list.iter().map(|(name, length)| ((*name).to_owned(), zeros(*length))).collect()
+    }
+
+    fn copied(list: &[(String, Tensor)]) -> Named {
+        list.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
     }
 
     #[test]
@@ -97,8 +111,13 @@ mod tests {
             compared.differences().as_deref(),
             Some("it lacks a; it has d; of other shapes are c [4] (here [3])")
         );
-        let whole = Comparison::new(&model, named(&[("a", 1), ("b", 2), ("c", 3)]));
-        assert_eq!(whole.differences(), None);
+        let mut whole = named(&[("a", 1), ("b", 2), ("c", 3)]);
+        assert_eq!(Comparison::new(&model, copied(&whole)).differences(), None);
+        whole[1].1 = whole[1].1.to_kind(Kind::Int8);
+        let compared = Comparison::new(&model, whole);
+        assert_eq!(compared.fitting.len(), 2);
+        let says = "of other numbers than floats are b Int8";
+        assert_eq!(compared.differences().as_deref(), Some(says));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::process::{Child, Command as Process};
 use std::thread::sleep;
 use std::time::Duration;
 
+use brimful::save;
 use predicates::prelude::*;
 use program::{folder, like, names, run_in, saved, start_in, train_in};
 
@@ -108,6 +109,23 @@ fn a_run_does_not_go_on_over_another_base_model() {
     train_in(&folder, "--resume run --model first --max-steps 25").success();
 }
 
+/// Writes an adapter with zeros up to this rank.
+fn widen(from: &Path, to: &Path, rank: i64) {
+    fs::create_dir(to).expect("a folder");
+    let (tensors, metadata) = saved(from.join("adapter_model.safetensors"));
+    let widened = tensors.into_iter().map(|(name, tensor)| {
+        let rank_first = name.ends_with("lora_A.weight");
+        let more = rank - tensor.size()[usize::from(!rank_first)];
+        let pads = if rank_first { [0, 0, 0, more] } else { [0, more, 0, 0] };
+        (name, tensor.constant_pad_nd(pads))
+    });
+    let widened: Vec<_> = widened.collect();
+    save::write(to.join("adapter_model.safetensors"), &widened, &metadata).expect("written");
+    let config = fs::read_to_string(from.join("adapter_config.json")).expect("read");
+    let config = config.replace("\"r\": 2", &format!("\"r\": {rank}"));
+    fs::write(to.join("adapter_config.json"), config).expect("written");
+}
+
 #[test]
 fn an_adapter_is_trained_on() {
     let folder = with_base("trained-on");
@@ -122,6 +140,9 @@ fn an_adapter_is_trained_on() {
     train_in(&folder, &format!("{line} --adapter first --learning-rate 0.1 --save third"))
         .success();
     assert_ne!(weights("first"), weights("third"));
+    widen(&folder.join("first"), &folder.join("wide"), 300);
+    train_in(&folder, &format!("{line} --adapter wide --learning-rate 0 --save fourth")).success();
+    train_in(&folder, &format!("{line} --lora 300")).code(2).stderr(like("give at most 64"));
     for (flags, says) in [
         ("--adapter first --save first", "would overwrite what --adapter reads"),
         ("--adapter first --lora 2", "cannot be used with"),

@@ -31,8 +31,18 @@ fn the_answers_are_as_right_as_the_training_said() {
     let file = folder("predict").join("answers.jsonl");
     let within = "predict --device cpu --model mlp --memory-limit 8MiB --weights";
     let percent = format!("{right} of 360 are right: {:.1} %\n", accuracy * 100.0);
-    run(&format!("{within} {weights} -o {}", file.display())).success().stdout(percent);
-    assert_eq!(fs::read_to_string(file).expect("written").lines().count(), 360);
+    let output = format!("{within} {weights} -o {}", file.display());
+    run(&output).success().stdout(percent);
+    assert_eq!(fs::read_to_string(&file).expect("written").lines().count(), 360);
+    fs::write(&file, "mine").expect("written");
+    complains(
+        &output,
+        2,
+        "is there already: name another, or give --overwrite to lose what is there",
+    );
+    assert_eq!(fs::read_to_string(&file).expect("still there"), "mine");
+    run(&format!("{output} --overwrite")).success();
+    assert_eq!(fs::read_to_string(&file).expect("written").lines().count(), 360);
 }
 
 #[test]

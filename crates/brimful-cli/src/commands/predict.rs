@@ -69,13 +69,17 @@ pub struct PredictOptions {
     /// File to write: JSON lines; prints only the accuracy
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Write over the file of --output, if it is there already
+    #[arg(long)]
+    overwrite: bool,
 }
 
 impl PredictOptions {
     /// Lists the given files, each with its flag.
     pub(crate) fn files(&self) -> Vec<FlagFile> {
+        let output = files::written("--output", self.output.as_ref());
         let files = [
-            files::written("--output", self.output.as_ref()),
+            output.map(|output| FlagFile { is_new: !self.overwrite, ..output }),
             files::read("--weights", Some(&self.weights)),
         ];
         let data = self.data.iter().filter_map(|data| files::read_data(data));

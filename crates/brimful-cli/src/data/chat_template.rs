@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 pub(super) use crate::chat_message::{ChatMessage, ChatText};
 use crate::folder_template::FolderTemplate;
@@ -48,6 +48,12 @@ impl<'a> ChatTemplate<'a> {
         messages: &[ChatMessage],
         tokenizer: &Tokenizer,
     ) -> Result<MarkedTokens> {
+        let calls = messages.iter().any(|message| message.told.contains_key("tool_calls"));
+        ensure!(
+            !calls || matches!(self, Self::Own(_)),
+            "a message has tool_calls, which a folder's chat template alone can write, and the folder has none: give \
+             their text as the content"
+        );
         match self {
             Self::Own(template) => {
                 let chat = template.understood()?.write(messages)?;

@@ -339,6 +339,22 @@ mod tests {
                 r#"{"instruction": "hi", "input": "so", "output": "yo", "system": "s"}"#,
                 ["<|system|>\ns\n<|user|>\nhi\n\nso\n<|assistant|>\nyo\n", "yo\n~"],
             ),
+            (
+                r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "s", "tools": "[]"}"#,
+                ["<|system|>\ns\n<|user|>\nhi\n<|assistant|>\nyo\n", "yo\n~"],
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "system": "s", "tools": []}"#,
+                ["<|system|>\ns\n<|user|>\nhi\n<|assistant|>\nyo\n", "yo\n~"],
+            ),
+            (
+                r#"{"messages": [{"role": "assistant", "content": "no", "weight": 0}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 1}]}"#,
+                ["<|assistant|>\nno\n<|user|>\nhi\n<|assistant|>\nyo\n", "yo\n~"],
+            ),
+            (
+                r#"{"conversations": [{"from": "gpt", "value": "no", "weight": 0.0}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}"#,
+                ["<|assistant|>\nno\n<|user|>\nhi\n<|assistant|>\nyo\n", "yo\n~"],
+            ),
         ] {
             let lines = read_file("chat.ndjson", &format!("{record}\n{record}\n"));
             assert_eq!(lines.expect(record), [expected; 2]);
@@ -388,6 +404,37 @@ mod tests {
                 "its history is not read",
             ),
             ("a.jsonl", r#"{"prompt": "a", "completion": []}"#.into(), "are not both text"),
+            (
+                "a.jsonl",
+                r#"{"prompt": "a", "completion": "b", "system": "c"}"#.into(),
+                "its system is not read beside a prompt of text",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "system", "content": "a"}"#)
+                    .replace("]}", "], \"system\": \"b\"}"),
+                "it has system beside a message of system",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "user", "content": "a"}"#).replace("]}", "], \"tools\": [7]}"),
+                "its tools are not read",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "gpt", "content": "a"}"#),
+                "a message's role is gpt: known are system, user and assistant; make it assistant",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "assistant", "content": "a", "weight": 0.5}"#),
+                "a message's weight is 0.5: give 0 or 1",
+            ),
+            (
+                "a.jsonl",
+                talk(r#"{"role": "assistant", "content": "a", "tool_calls": [{}]}"#),
+                "a message has tool_calls, which a folder's chat template alone can write",
+            ),
         ] {
             let error = format!("{:#}", read_file(name, &content).expect_err(complaint));
             assert!(error.contains(complaint), "{error}");

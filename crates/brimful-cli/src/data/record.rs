@@ -25,6 +25,9 @@ const SPEAKERS: [(&str, &str); 7] = [
     ("system", "system"),
 ];
 
+/// Keys that change a conversation's text in other programs, and are not read.
+const UNREAD: [&str; 3] = ["tools", "functions", "documents"];
+
 /// A sample.
 #[derive(Debug)]
 pub(super) enum Record {
@@ -47,6 +50,8 @@ pub(super) enum ReadRecord {
 struct Turn {
     from: String,
     value: String,
+    #[serde(default)]
+    weight: Option<Value>,
 }
 
 /// An instruction in Alpaca's form.
@@ -56,8 +61,6 @@ struct Instruction {
     #[serde(default)]
     input: Option<String>,
     output: String,
-    #[serde(default)]
-    system: Option<String>,
     #[serde(default)]
     history: Vec<Value>,
 }
@@ -79,7 +82,10 @@ impl Record {
     /// Reads an object as a sample.
     pub(super) fn of(mut told: Map<String, Value>) -> Result<Self> {
         told.retain(|_, value| !value.is_null());
-        match (told.remove("text"), told.remove("messages")) {
+        let system = told.remove("system").filter(|system| !is_empty(system));
+        let is_given = |key: &&str| told.get(*key).is_some_and(|value| !is_empty(value));
+        let unread = UNREAD.into_iter().find(is_given);
+        let record = match (told.remove("text"), told.remove("messages")) {
             (Some(_), Some(_)) => bail!(TOGETHER),
             (Some(text), None) => read(text).map(Self::Document),
             (None, Some(messages)) => read(messages).map(Self::Conversation),
@@ -97,7 +103,33 @@ impl Record {
                 "it has neither \"text\" nor \"messages\", nor \"conversations\", \"prompt\" with \"completion\", or \
                  \"instruction\" with \"output\": give one of them"
             ),
+        }?;
+        match (&record, unread) {
+            (Self::Conversation(_) | Self::Completion(_), Some(key)) => bail!(
+                "its {key} are not read: write them into its system message, as the model is to see them, and take \
+                 {key} out"
+            ),
+            _ => record.with_system(system),
         }
+    }
+
+    /// Puts the system message in front that some files have beside a conversation.
+    fn with_system(self, system: Option<Value>) -> Result<Self> {
+        Ok(match (self, system) {
+            (Self::Conversation(mut messages), system) => {
+                if let Some(system) = system {
+                    let is_there = messages.iter().any(|message| message.role == "system");
+                    ensure!(!is_there, "it has system beside a message of system: leave one out");
+                    messages.insert(0, ChatMessage::new("system", read::<String>(system)?));
+                }
+                messages.iter().try_for_each(check_role)?;
+                Self::Conversation(messages)
+            }
+            (Self::Completion(_), Some(_)) => bail!(
+                "its system is not read beside a prompt of text: write it into the prompt, or give messages"
+            ),
+            (record, _) => record,
+        })
     }
 
     pub(super) fn encode(
@@ -129,19 +161,42 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value).map_err(|error| anyhow!("{WANTED}: {error}"))
 }
 
+/// Returns whether a value says nothing, as in a column that only some rows fill.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.is_empty() || text == "[]",
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
+/// Refuses a speaker of another form, whose answers would not be learnt.
+fn check_role(message: &ChatMessage) -> Result<()> {
+    let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == message.role);
+    match known.filter(|(speaker, role)| speaker != role) {
+        Some((speaker, role)) => {
+            bail!(
+                "a message's role is {speaker}: known are system, user and {ANSWERS}; make it {role}"
+            )
+        }
+        None => Ok(()),
+    }
+}
+
 fn shared(turns: Vec<Turn>) -> Result<Vec<ChatMessage>> {
-    let message = |Turn { from, value }: Turn| {
+    let message = |Turn { from, value, weight }: Turn| {
         let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == from);
         let (_, role) = known.ok_or_else(|| {
             anyhow!("a turn of its conversations is from {from}: known are human, gpt and system")
         })?;
-        Ok(ChatMessage::new(*role, value))
+        ChatMessage::new(*role, value).weighted(weight.as_ref()).map_err(|error| anyhow!(error))
     };
     turns.into_iter().map(message).collect()
 }
 
 fn instructed(told: Instruction) -> Result<Vec<ChatMessage>> {
-    let Instruction { instruction, input, output, system, history } = told;
+    let Instruction { instruction, input, output, history } = told;
     ensure!(
         history.is_empty(),
         "its history is not read: write the whole conversation as \"messages\""
@@ -150,10 +205,7 @@ fn instructed(told: Instruction) -> Result<Vec<ChatMessage>> {
         Some(input) => format!("{instruction}\n\n{input}"),
         None => instruction,
     };
-    let system = system.filter(|system| !system.is_empty());
-    let system = system.map(|system| ChatMessage::new("system", system));
-    let turns = [ChatMessage::new("user", asked), ChatMessage::new(ANSWERS, output)];
-    Ok(system.into_iter().chain(turns).collect())
+    Ok(vec![ChatMessage::new("user", asked), ChatMessage::new(ANSWERS, output)])
 }
 
 fn completed(prompt: Said, completion: Said) -> Result<Record> {

@@ -11,7 +11,7 @@ use tch::Tensor;
 use super::adapter_targets::lora_of;
 use super::fields::Fields;
 use super::taken_place::check_place;
-use super::weights::check_not_of_python;
+use super::weights::{check_not_of_python, mistyped};
 use super::{Config, Pretrained, PretrainedError, json as files, keys};
 
 const CONFIG: &str = "adapter_config.json";
@@ -80,7 +80,7 @@ fn differences(file: &OpenedFile, shapes: &BTreeMap<String, Vec<i64>>) -> Vec<St
     for (name, wanted) in shapes.iter().filter(|(name, _)| Lora::is_adapter(name)) {
         let full = format!("{PREFIX}{name}");
         match file.shape(&full) {
-            Some(found) if found == *wanted => {}
+            Some(found) if found == *wanted => differences.extend(mistyped(name, file.kind(&full))),
             Some(found) => differences.push(format!("{name} is {found:?}, not {wanted:?}")),
             None => differences.push(format!("{name} is missing")),
         }

@@ -94,7 +94,8 @@ impl Weights {
         Ok(is_one)
     }
 
-    /// Checks that the weights are exactly these, in their shapes; names with the suffixes `passed_over` are ignored.
+    /// Checks that the weights are exactly these, in their shapes and of floats; names with the suffixes `passed_over`
+    /// are ignored.
     pub(super) fn check(
         &self,
         wanted: &BTreeMap<String, Vec<i64>>,
@@ -107,11 +108,16 @@ impl Weights {
             let found = self.files[place.file].shape(&place.name).unwrap_or_default();
             (found != *wanted).then(|| format!("{name} is {found:?}, not {wanted:?}"))
         });
+        let mistyped = wanted.keys().filter_map(|name| {
+            let place = self.places.get(name)?;
+            mistyped(name, self.files[place.file].kind(&place.name))
+        });
         let left_over = self.places.keys().filter(|name| {
             !wanted.contains_key(*name) && !passed_over.iter().any(|end| name.ends_with(end))
         });
         let left_over = left_over.map(|name| format!("{name} belongs nowhere"));
-        let differences: Vec<String> = missing.chain(misshapen).chain(left_over).collect();
+        let differences: Vec<String> =
+            missing.chain(misshapen).chain(mistyped).chain(left_over).collect();
         match differences.is_empty() {
             true => Ok(()),
             false => Err(PretrainedError::Tensors { folder: self.folder.clone(), differences }),
@@ -131,6 +137,17 @@ impl Weights {
             None => Ok(()),
         }
     }
+}
+
+/// Says why a tensor of this dtype is no weight: integers and f8 are of a quantized model, and mean nothing without its
+/// scales.
+pub(super) fn mistyped(name: &str, kind: Option<Kind>) -> Option<String> {
+    let found = match kind {
+        Some(Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) => return None,
+        Some(other) => format!("{other:?}"),
+        None => "a dtype that libtorch lacks".to_owned(),
+    };
+    Some(format!("{name} is of {found}, not of floats: give the model that was not quantized"))
 }
 
 /// Refuses a folder with a pickled file and without the wanted one.

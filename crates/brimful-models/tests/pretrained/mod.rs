@@ -309,6 +309,25 @@ fn files_that_run_code_and_tensors_that_are_there_twice_are_refused() {
 }
 
 #[test]
+fn integers_and_f8_in_place_of_weights_are_refused_by_name_and_dtype() {
+    let to = scratch("quantized");
+    fs::copy(folder("llama/config.json"), to.join("config.json")).expect("copied");
+    let (tensors, _) = save::read(folder("llama").join("model.safetensors")).expect("read");
+    for kind in [Kind::Int8, Kind::Uint8, Kind::Float8e4m3fn] {
+        let changed = tensors.iter().map(|(name, tensor)| {
+            let is_quantized = name.ends_with("layers.0.mlp.up_proj.weight");
+            (name.clone(), tensor.to_kind(if is_quantized { kind } else { Kind::Half }))
+        });
+        let changed: Vec<_> = changed.collect();
+        save::write(to.join("model.safetensors"), &changed, &save::Metadata::new())
+            .expect("written");
+        let error = Pretrained::open(&to).expect_err("quantized").to_string();
+        let says = format!("model.layers.0.mlp.up_proj.weight is of {kind:?}, not of floats");
+        assert!(error.contains(&says), "{error}");
+    }
+}
+
+#[test]
 fn names_without_their_prefix_are_the_same_names() {
     let (tensors, _) = save::read(folder("gpt2").join("model.safetensors")).expect("read");
     let to = scratch("prefix");
