@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use anyhow::Result;
-use brimful::report::Run;
 use brimful::save;
+use brimful_report::Run;
 
 const PAGE: &str = include_str!("../page/page.html");
 /// Rules for narrow screens come last, so that they take precedence.

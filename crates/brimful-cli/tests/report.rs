@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use std::sync::LazyLock;
 
-use brimful::report::{Ended, Run};
+use brimful_report::{Ended, Run};
 use predicates::prelude::*;
 use program::{complains, names, run};
 use serde_json::{Value, json};
@@ -62,7 +62,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
         assert_eq!(measured.lanes[1].kinds, simulated.lanes[1].kinds);
         assert!(measured.lanes.iter().all(|lane| lane.bytes.iter().all(|bytes| *bytes > 0)));
         // Both do the same work; the simulation only lacks waiting that the schedule does not require.
-        let busy = |timeline: &brimful::report::TimelineRecord| timeline.lanes[0].busy;
+        let busy = |timeline: &brimful_report::TimelineRecord| timeline.lanes[0].busy;
         assert!((busy(measured) - busy(simulated)).abs() < 1e-9);
     }
 

@@ -24,7 +24,6 @@ use crate::oom::{self, OutOfMemory};
 use crate::optim::OptimError;
 use crate::pipeline::{PipelineError, StageError};
 use crate::replicas::ReplicasError;
-use crate::report::RunError;
 use crate::save::SaveError;
 use crate::step::StepError;
 use crate::workers::WorkerError;
@@ -152,10 +151,6 @@ pub enum Error {
     /// A request that the planner cannot satisfy.
     #[error(transparent)]
     Plan(#[from] PlanError),
-
-    /// A file that cannot be read as the record of a run.
-    #[error(transparent)]
-    Run(#[from] RunError),
 
     /// A worker thread of a pipeline or of replicas that failed.
     #[error(transparent)]

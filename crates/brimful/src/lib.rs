@@ -138,7 +138,6 @@ pub mod plan;
 mod random;
 mod ranks;
 pub mod replicas;
-pub mod report;
 mod retry_on_oom;
 pub mod save;
 pub mod schedule;
@@ -151,7 +150,7 @@ pub mod world;
 
 pub use accumulate::{OtherLeaf, SparseGradient};
 pub use batch::{Batch, Shared};
-pub use brimful_plan::bytes::{Bytes, BytesError};
+pub use brimful_plan::bytes::Bytes;
 pub use error::{ClosureError, Error};
 pub use layers::Layers;
 pub use loss::Loss;

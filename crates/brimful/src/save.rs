@@ -36,6 +36,7 @@ use crate::{Error, Result};
 pub use error::SaveError;
 pub use opened::OpenedFile;
 use whole_file::unwritable;
+#[doc(hidden)]
 pub use whole_file::{
     WrittenFile, place, probe, remove_left_over, replace, replace_by_copy, replace_by_link,
 };

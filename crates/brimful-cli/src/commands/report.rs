@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use brimful::report::Run;
+use brimful_report::Run;
 use clap::Args;
 
 use crate::exit::Exit;

@@ -12,7 +12,7 @@ mod tensorboard;
 use std::path::Path;
 
 use anyhow::Result;
-use brimful::report::Record;
+use brimful_report::Record;
 use serde::Serialize;
 
 pub(crate) use event_log::events_file;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
-use brimful::report::Record;
+use brimful_report::Record;
 
 use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures};

@@ -5,10 +5,10 @@ use std::io::Write;
 use std::path::Path;
 
 use brimful::Bytes;
-use brimful::report::{
+use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
+use brimful_report::{
     Compared, Decided, Device, Ended, Run, RunOutcome, Test, TimelineRecord, Unit,
 };
-use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
 use serde_json::{Value, json};
 
 use super::chromium::{Browser, Look};

@@ -57,6 +57,7 @@ use tch::Device;
 pub use build::{BalanceBy, Builder, Offload};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
+#[doc(hidden)]
 pub use offload::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};

@@ -44,6 +44,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use error::{RankCause, WorldError};
+#[doc(hidden)]
 pub use traffic::Traffic;
 
 use crate::Result;

@@ -1,8 +1,8 @@
 //! Simulated steps as a run without any real steps, for its report page.
 
-use brimful::report::{Compared, Device, Run, TimelineRecord, Unit};
 use brimful::schedule::Recompute;
 use brimful_plan::plan::PlannedStep;
+use brimful_report::{Compared, Device, Run, TimelineRecord, Unit};
 
 use super::answers::{PlanAnswer, PlanLine};
 use super::options::PlanOptions;

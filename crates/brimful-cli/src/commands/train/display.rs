@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::Bytes;
 use brimful::auto::{Decision, Why};
 use brimful::nn::Lora;
-use brimful::report::Record;
+use brimful_report::Record;
 use serde::Serialize;
 use tch::Tensor;
 

@@ -3,10 +3,10 @@
 
 use anyhow::{Result, bail};
 use brimful::micro::MemoryFormat;
-use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
+use brimful_report::Record;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
@@ -73,7 +73,7 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     fn place(&self) -> String;
 
     /// Returns the devices whose peaks the steps report, with their memory limits.
-    fn devices(&self) -> Result<Vec<report::Device>>;
+    fn devices(&self) -> Result<Vec<brimful_report::Device>>;
 }
 
 /// Builds the engine that the options ask for; `inputs` returns a micro-batch to measure layers with.

@@ -28,7 +28,7 @@ mod usual;
 mod whole_model;
 
 use anyhow::{Context, Result};
-use brimful::report::Ended;
+use brimful_report::Ended;
 
 use crate::exit::{Exit, ensure_use};
 use crate::log_files::{LogFiles, StepFigures};

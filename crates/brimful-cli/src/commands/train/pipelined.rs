@@ -5,9 +5,9 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::pipeline::{Builder, PipelineEma, PipelineOptimizer};
-use brimful::report::{self, Record};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline, StepReport, World};
+use brimful_report::Record;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
@@ -198,9 +198,9 @@ impl TrainingEngine for Pipelined {
         }
     }
 
-    fn devices(&self) -> Result<Vec<report::Device>> {
+    fn devices(&self) -> Result<Vec<brimful_report::Device>> {
         let device =
-            |number| report::Device { name: format!("device {number}"), limit: self.limit };
+            |number| brimful_report::Device { name: format!("device {number}"), limit: self.limit };
         let devices = self.pipeline.devices().len() * self.place.ranks;
         Ok((0..devices).map(device).collect())
     }

@@ -1,9 +1,9 @@
 //! Records of a run: its run file, its report page, and the trace of its last step.
 
 use anyhow::Result;
-use brimful::report::{Device, Ended, Recorder};
 use brimful::schedule::Recompute;
 use brimful::{MicroBatches, libtorch, save};
+use brimful_report::{Device, Ended, Recorder};
 
 use super::engine::TrainingEngine;
 use super::{BatchSize, TrainOptions, Trainer};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use brimful::Bytes;
 use brimful::auto::Decision;
-use brimful::report::Record;
+use brimful_report::Record;
 
 /// Totals of an epoch so far.
 #[derive(Debug, Default)]

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use brimful::auto::Decision;
-use brimful::report::{Record, Recorder};
 use brimful::save::Metadata;
 use brimful::{Bytes, World};
 use brimful_plan::split;
+use brimful_report::{Record, Recorder};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 

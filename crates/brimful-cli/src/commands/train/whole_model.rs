@@ -5,10 +5,10 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::optim::{Ema, Optimizer};
-use brimful::report::{self, Record};
 use brimful::{
     DeviceSpec, Layers, MicroBatcher, Replicas, StepReport, StepRng, World, retry_on_oom,
 };
+use brimful_report::Record;
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -265,11 +265,11 @@ impl TrainingEngine for WholeModel {
         }
     }
 
-    fn devices(&self) -> Result<Vec<report::Device>> {
+    fn devices(&self) -> Result<Vec<brimful_report::Device>> {
         let limit = self.memory.usage()?.limit;
         let device = |(number, device): (usize, &Device)| match self.devices.len() {
-            1 => report::Device { name: brimful::device::name(*device), limit },
-            _ => report::Device { name: format!("device {number}"), limit },
+            1 => brimful_report::Device { name: brimful::device::name(*device), limit },
+            _ => brimful_report::Device { name: format!("device {number}"), limit },
         };
         Ok(self.devices.iter().enumerate().map(device).collect())
     }

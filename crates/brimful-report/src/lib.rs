@@ -1,3 +1,4 @@
+#![forbid(unsafe_code)]
 //! Records a run in one file: its settings, the result of each step, and timelines and memory of the
 //! devices.
 //!
@@ -5,7 +6,7 @@
 //! turns into a page.
 //!
 //! ```
-//! use brimful::report::{Ended, Recorder, Run};
+//! use brimful_report::{Ended, Recorder, Run};
 //! # use brimful::{Loss, MicroBatcher, MicroBatches};
 //! # use tch::nn::{self, Module};
 //! # use tch::{Device, Kind, Tensor};
@@ -25,7 +26,7 @@
 //! recorder.run(Ended::Finished).write(&path)?;
 //! assert_eq!(Run::read(&path)?.steps.number, [1, 2, 3]);
 //! # std::fs::remove_file(&path).expect("removed");
-//! # Ok::<(), brimful::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # The file
@@ -50,7 +51,7 @@ pub use record::Record;
 pub use recorder::Recorder;
 pub use timeline::{HostLinkLane, Lane, TimelineRecord, Unit, WaitLane};
 
-use crate::auto::{Decision, Why};
+use brimful::auto::{Decision, Why};
 use brimful_plan::bytes::Bytes;
 
 /// Recorded run, as far as it went.

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::auto::Decision;
-use crate::step::{StepReport, Timeline};
+use brimful::auto::Decision;
+use brimful::{StepReport, Timeline};
 use brimful_plan::bytes::Bytes;
 
 /// Result of one step. Every kind of step converts into it.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::history::History;
 use super::kept::Kept;
 use super::{Decided, Device, Ended, Record, Run, Test};
-use crate::step::Timeline;
+use brimful::Timeline;
 use brimful_plan::bytes::Bytes;
 
 /// Largest number of decisions kept: an automatic size has converged long before.

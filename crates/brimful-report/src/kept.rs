@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Compared, Record, TimelineRecord, Unit};
-use crate::step::Timeline;
+use brimful::Timeline;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Costs, Simulation, simulate};
 

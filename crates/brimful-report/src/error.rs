@@ -1,11 +1,15 @@
 //! Errors of reading run files.
 
+use brimful::save::SaveError;
 use thiserror::Error;
 
 /// Error for a file that cannot be read as a run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RunError {
+    /// File that cannot be read.
+    #[error(transparent)]
+    Unreadable(#[from] SaveError),
     /// File of another kind.
     #[error(
         "'{path}' is not a run file ({reason}): give it one that 'brimful train --record' has written"

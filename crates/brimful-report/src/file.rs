@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{Compared, Run, RunError};
-use crate::{Result, save};
+use brimful::save::{self, SaveError};
 
 /// Format name at the beginning of every run file.
 const FORMAT: &str = "brimful run";
@@ -39,7 +39,7 @@ impl Run {
     ///
     /// # Errors
     /// When the file system refuses; the error names the remedy.
-    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+    pub fn write(&self, path: impl AsRef<Path>) -> brimful::Result<()> {
         save::replace(path, self.to_json().as_bytes())
     }
 
@@ -47,10 +47,15 @@ impl Run {
     ///
     /// # Errors
     /// When the file cannot be read, is not a run file or has another version, or its contents are invalid.
-    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+    pub fn read(path: impl AsRef<Path>) -> Result<Self, RunError> {
         let path = path.as_ref();
-        let text = fs::read(path).map_err(|error| save::unreadable(path, error))?;
-        Ok(parse(&text, path.display().to_string())?)
+        let file = path.display().to_string();
+        let text = fs::read(path).map_err(|error| SaveError::File {
+            action: "read",
+            path: file.clone(),
+            reason: error.to_string(),
+        })?;
+        parse(&text, file)
     }
 
     /// Checks that columns have the same length and valid entries.
