@@ -16,7 +16,7 @@ use tch::Device;
 use crate::interrupt;
 use crate::results::{self, Newest, OURS, ResultRow, Results};
 
-/// Where rows go.
+/// Destination of the rows.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Output {
     #[arg(long, help = words::JSON_LINES)]

@@ -1,4 +1,4 @@
-//! What the executor itself costs: a step of stages that do next to nothing, an action at a time.
+//! Overhead of the executor: a step whose stages do next to nothing, an action at a time.
 //!
 //! Each stage adds a number to one value, so that there is a gradient to pass on. What libtorch and
 //! the loss take is in the plain micro-batched step of one such layer. The difference to that is the

@@ -1,4 +1,4 @@
-//! How long the pure modules take, and how that grows.
+//! Times of the modules without libtorch, and their growth with the size.
 //!
 //! `cargo bench -p brimful --bench pure` (`-- simulate`: those alone)
 

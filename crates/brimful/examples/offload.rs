@@ -1,4 +1,4 @@
-//! A model that does not fit its device trains all the same, with stages that live on the host.
+//! A model that does not fit its device trains all the same, with stages offloaded to the host.
 //!
 //! `cargo run -p brimful --example offload`
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor, nn};
 
 const BLOCKS: usize = 12;
 const WIDTH: i64 = 256;
-/// Of the device: a quarter of what weights, gradients and AdamW's moments take.
+/// Memory of the device: a quarter of the bytes of weights, gradients and AdamW's moments.
 const LIMIT: u64 = 3 << 20;
 const STEPS: usize = 5;
 
@@ -32,7 +32,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let on_the_device = train(Offload::Device, None, &x, &y)?;
     for (on_host, on_the_device) in on_host.iter().zip(&on_the_device) {
         println!(
-            "loss {:.6} on the host, {:.6} on a device with room",
+            "loss {:.6} on the host, {:.6} on a device with enough memory",
             on_host.loss, on_the_device.loss
         );
         assert!((on_host.loss - on_the_device.loss).abs() < 1e-5 * on_the_device.loss);

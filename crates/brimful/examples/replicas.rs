@@ -1,4 +1,4 @@
-//! The same model on several devices, each with its part of the mini-batch: the plain model's step.
+//! Trains one model on several devices, each with its part of the mini-batch: the step equals the plain model's.
 //!
 //! `cargo run -p brimful --example replicas`
 #![allow(clippy::print_stdout)] // Printing is what this program is for.

@@ -13,7 +13,7 @@ struct Captioned {
     pictures: Tensor,
     captions: Vec<Tensor>,
     weights: Option<Tensor>,
-    /// The same for every micro-batch, as numbers and strings always are.
+    /// Shared by all micro-batches, as numbers and strings always are.
     #[batch(shared)]
     colours: Tensor,
     source: String,

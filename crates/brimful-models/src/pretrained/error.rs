@@ -19,7 +19,7 @@ pub enum PretrainedError {
         reason: String,
     },
     /// An unsupported type of model.
-    #[error("'{path}' tells of a model of the type '{found}': those known are {}", MODEL_TYPES.join(", "))]
+    #[error("'{path}' is of a model of the type '{found}': those known are {}", MODEL_TYPES.join(", "))]
     ModelType {
         /// Path of the file.
         path: String,

@@ -82,7 +82,7 @@ fn what_cannot_be_made_is_said() {
     );
     assert_eq!(
         refused(&[StageLocation::HOST; 3], 0),
-        "stage 0 lives on the host, but the devices have no buffer to fetch it into: give at least one"
+        "stage 0 is offloaded, but its device has no buffer to fetch it into: set at least one"
     );
 }
 

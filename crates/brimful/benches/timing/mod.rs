@@ -1,4 +1,4 @@
-//! What the benchmarks here share: a word from the command line, and the median of several runs.
+//! Shared by the benchmarks here: a word of the command line, and the median of several runs.
 
 #![allow(dead_code, reason = "not every benchmark uses all of it")]
 
@@ -14,7 +14,7 @@ pub fn argument() -> Option<String> {
     std::env::args().skip(1).find(|word| !word.starts_with("--"))
 }
 
-/// What the columns of [`report`] are.
+/// Names of the columns of [`report`].
 pub fn heading() {
     println!("{:<46}{:>12}{:>12}", "", "median", "least");
 }

@@ -52,7 +52,7 @@ impl UnmanagedStatistics {
         self.reported.get_or_insert_default().extend(ours.map(|(running, _)| place(running)));
     }
 
-    /// How many layers move their statistics at every micro-batch, as far as training steps have shown.
+    /// Number of layers that move their statistics at every micro-batch, as far as training steps have shown.
     pub(crate) fn moving_layers(&self) -> usize {
         self.moving_layers
     }

@@ -110,7 +110,7 @@ pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
 
 /// Refuses ranks with different options, which would train different models.
 fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
-    let all = world.share("what the run was told", &saved::told(options))?;
+    let all = world.share("the flags of the run", &saved::told(options))?;
     // Paths may differ between machines.
     let is_place = |flag: &str| ["adapter", "data", "model"].contains(&flag);
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));

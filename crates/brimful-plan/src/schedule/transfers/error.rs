@@ -31,7 +31,7 @@ pub enum TransferError {
     },
     /// No device buffer to fetch weights into.
     #[error(
-        "stage {stage} lives on the host, but the devices have no buffer to fetch it into: give at least one"
+        "stage {stage} is offloaded, but its device has no buffer to fetch it into: set at least one"
     )]
     NoDeviceBuffer {
         /// First stage that is offloaded.
