@@ -30,7 +30,7 @@ fn the_answers_are_as_right_as_the_training_said() {
 
     let file = folder("predict").join("answers.jsonl");
     let within = "predict --device cpu --model mlp --memory-limit 8MiB --weights";
-    let percent = format!("{right} of 360 are right: {:.1} %\n", accuracy * 100.0);
+    let percent = format!("{right} of 360 are correct: {:.1} %\n", accuracy * 100.0);
     run(&format!("{within} {weights} -o {}", file.display())).success().stdout(percent);
     assert_eq!(fs::read_to_string(file).expect("written").lines().count(), 360);
 }

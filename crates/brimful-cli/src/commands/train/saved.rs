@@ -135,7 +135,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     ensure!(
         file == path || file.exists(),
         "it is a folder without {RUN_FILE}: name a file of --save, or a folder of --save whose run is not done; \
-         a model goes into --model, an adapter into --adapter"
+         give a model to --model, an adapter to --adapter"
     );
     let (tensors, metadata) = save::read(&file)?;
     check_told(&metadata, trainer)?;
@@ -161,7 +161,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
 fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
-        "it has {} steps of an epoch, but here one has {}: give it the data that it was made with",
+        "it has {} steps of an epoch, but here one has {}: give the data of the first run",
         running.steps,
         trainer.steps()
     );
@@ -169,14 +169,13 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
     let (then, now) = (metadata.get(SAMPLES), trainer.dataset.train.len().to_string());
     ensure!(
         running.steps == 0 || then.is_none_or(|then| *then == now),
-        "it stopped within an epoch of {} samples, but here one has {now}: give it the data that it was made \
-         with",
+        "it stopped within an epoch of {} samples, but here one has {now}: give the data of the first run",
         then.map_or("", String::as_str)
     );
     let classes = class_names(trainer)?;
     ensure!(
         metadata.get(CLASSES) == classes.as_ref(),
-        "its classes are {}, but those of the data are {}: give it the data that it was made with",
+        "its classes are {}, but those of the data are {}: give the data of the first run",
         metadata.get(CLASSES).map_or("without names", String::as_str),
         classes.as_deref().unwrap_or("without names"),
     );
@@ -201,7 +200,7 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
 /// pretrained model.
 fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
     let Some(folder) = &trainer.folder else {
-        bail!("it is a folder of a folder's model: give --model FOLDER")
+        bail!("it is the folder of a fine-tuned model: give --model FOLDER")
     };
     let variables = trainer.engine.variables()?;
     folder.load_saved(path, &variables)?;
@@ -213,6 +212,7 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
 /// Checks that a run resumes with the options that it began with; a path may change if its content is the same.
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
+    let (mut again, mut out) = (Vec::new(), Vec::new());
     for (flag, now) in flags(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
             // Reads the format of older files too.
@@ -224,15 +224,30 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
         if then != now.as_deref() && !was_moved {
             then_told.push(shown(flag, then));
             now_told.push(shown(flag, now.as_deref()));
+            match then {
+                Some(text) => again.push(format!("--{flag} {text}")),
+                None => out.push(format!("--{flag}")),
+            }
         }
     }
     ensure!(
         then_told.is_empty(),
-        "it was made with {}, but this run has {}: say the same",
+        "it was made with {}, but this run has {}: {}",
         then_told.join(", "),
-        now_told.join(", ")
+        now_told.join(", "),
+        remedy(&again, &out)
     );
     Ok(())
+}
+
+/// Says which flags to pass again, and which to leave out.
+fn remedy(again: &[String], out: &[String]) -> String {
+    let (again, out) = (again.join(" "), out.join(" "));
+    match (&*again, &*out) {
+        (again, "") => format!("pass {again} again"),
+        ("", out) => format!("leave {out} out"),
+        (again, out) => format!("pass {again} again and leave {out} out"),
+    }
 }
 
 /// Shows a flag with its value, or that it was not given.
@@ -245,7 +260,7 @@ pub(super) fn shown(flag: &str, text: Option<&str>) -> String {
 
 fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
     let number = metadata.get(key).and_then(|text| text.parse().ok());
-    number.with_context(|| format!("it does not say its {key}: is it a file of --save?"))
+    number.with_context(|| format!("it does not store its {key}: was it written by --save?"))
 }
 
 /// Returns the options that a resumed run must share with its first one.
