@@ -139,7 +139,7 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
         }
     }
     let follow = format!("{train} --offload all --update-in-backward");
-    refused(&follow, 2, "--update-in-backward needs a loss of all tokens");
+    refused(&follow, 2, "--update-in-backward needs a loss over all tokens");
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn folders_that_do_not_do_are_wrong_use() {
         (format!("train --model {tiny} --data {text}"), "model.safetensors"),
         (format!("train --model {strange} --data {text}"), "known are gpt2, llama, mistral, qwen2"),
         (format!("train --model {folder}/none", folder = folder.display()), "there is no folder"),
-        (format!("train --model {tiny} --from-scratch"), "a folder's model needs text"),
+        (format!("train --model {tiny} --from-scratch"), "a model of a folder needs text"),
         (
             format!("{train} --sequence 300"),
             "--sequence 300 is longer than the 256 tokens that the model takes",

@@ -48,7 +48,7 @@ fn weights_that_do_not_go_with_the_model_the_data_or_the_command_are_wrong_use()
         complains(&predict, 2, complaint).stdout("");
     }
     let generate = format!("generate --device cpu --weights {weights}");
-    complains(&generate, 2, "has no weights of a gpt: generate needs some\n");
+    complains(&generate, 2, "has no weights of a gpt, which generate needs\n");
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn weights_that_are_no_numbers_have_no_answers() {
     let weights = folder("predict-no-numbers").join("mlp.safetensors");
     save::write(&weights, &tensors, &metadata).expect("written");
     let predict = format!("predict --device cpu --weights {}", weights.display());
-    refused(&predict, 1, "numbers that are not finite").stdout("");
+    refused(&predict, 1, "outputs are not finite").stdout("");
 }
 
 /// The training images beside the test images may be other ones; the scale of the model's is in its file.
