@@ -26,9 +26,9 @@ function headFacts({ steps, tests, timelines, devices }) {
   if (accuracy !== null) facts.push(["Test accuracy", percent(accuracy)]);
   if (steps.number.length > 0) {
     facts.push(["Samples/s", number(median(steps.samples_per_s), 3)]);
-    facts.push(["Micro-batch", plural(steps.micro_batch.at(-1), "sample")]);
+    facts.push(["Micro-batch size", plural(steps.micro_batch.at(-1), "sample")]);
     const retries = steps.retries.reduce((sum, count) => sum + count, 0);
-    if (retries > 0) facts.push(["Run again", plural(retries, "time")]);
+    if (retries > 0) facts.push(["Retries", plural(retries, "time")]);
   }
   const step = timelines.at(-1)?.measured ?? timelines[0]?.simulated;
   if (step) {

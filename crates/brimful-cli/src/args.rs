@@ -145,6 +145,44 @@ mod tests {
         BrimfulArgs::command().debug_assert();
     }
 
+    /// Returns every command, with all below it.
+    fn commands() -> Vec<clap::Command> {
+        let mut found = vec![BrimfulArgs::command()];
+        found[0].build();
+        let mut next = 0;
+        while let Some(command) = found.get(next) {
+            let below: Vec<_> = command.get_subcommands().cloned().collect();
+            found.extend(below);
+            next += 1;
+        }
+        found
+    }
+
+    #[test]
+    fn the_short_help_of_a_flag_is_one_line_that_begins_with_a_noun_or_a_verb() {
+        for command in commands() {
+            for flag in command.get_arguments() {
+                let help = flag.get_help().map(ToString::to_string).unwrap_or_default();
+                let first = help.split_whitespace().next().unwrap_or_default();
+                let is_filler = ["What", "Where", "How", "Who", "Of", "The"].contains(&first);
+                let is_line = !help.contains('\n') && !first.is_empty() && help.len() <= 110;
+                assert!(is_line && !is_filler, "{} {}: {help}", command.get_name(), flag.get_id());
+            }
+        }
+    }
+
+    #[test]
+    fn the_short_help_of_a_training_fits_a_screen() {
+        let mut commands = commands().into_iter();
+        let train = commands.find(|command| command.get_name() == "train").expect("a command");
+        let help = train.term_width(100).render_help().to_string();
+        assert!(help.lines().count() <= 60, "{help}");
+        for heading in ["Model:", "Data:", "Optimizer:", "Memory:", "Devices:", "Output:"] {
+            assert!(help.contains(&format!("\n{heading}\n")), "{heading}");
+        }
+        assert!(help.contains("\n\nExamples:\n"), "{help}");
+    }
+
     #[test]
     fn commands_in_the_guide_and_the_readme_can_be_given() {
         let pages = [

@@ -77,7 +77,7 @@ fn text_of_part(part: &Value) -> Result<&str, String> {
     let text = part.as_str().or_else(|| part["text"].as_str());
     text.ok_or_else(|| {
         let kind = part["type"].as_str().unwrap_or("an unknown type");
-        format!("a message's content has a part of {kind}, but text alone is learnt")
+        format!("a message's content has a part of {kind}, but only text is supported")
     })
 }
 

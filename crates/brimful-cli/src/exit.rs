@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(Exit::of(&anyhow!("a plain one")), Exit::Failed);
         assert_eq!(Exit::of(&wrong_use("--stages 0").context("it is so")), Exit::WrongUse);
         assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);
-        let wrapped = Err::<(), _>(zero()).context("the model was not built");
+        let wrapped = Err::<(), _>(zero()).context("the model cannot be built");
         assert_eq!(Exit::of(&wrapped.expect_err("wrapped")), Exit::WrongUse);
     }
 

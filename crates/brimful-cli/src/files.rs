@@ -116,12 +116,12 @@ impl FlagFile {
         };
         let (flag, path) = (self.flag, self.path.display());
         let going_on = match flag {
-            "--save" if run_file(&place).is_file() => format!("go on with it by --resume {path}, "),
+            "--save" if run_file(&place).is_file() => format!("resume it by --resume {path}, "),
             _ => String::new(),
         };
         ensure_use!(
             is_empty,
-            "{flag} {path} is there already: {going_on}name another, or give --overwrite to lose what is there"
+            "{flag} {path} exists already: {going_on}name another, or give --overwrite"
         );
         Ok(())
     }

@@ -100,7 +100,7 @@ impl FineTuneOptions {
         );
         ensure_use!(
             !self.from_scratch || self.adapter.is_none(),
-            "--adapter {} belongs to weights that --from-scratch does not read: leave one of them out",
+            "--adapter {} needs the base weights, which --from-scratch does not read: leave one of them out",
             self.adapter.as_deref().unwrap_or(Path::new("")).display()
         );
         Ok(())
@@ -128,7 +128,7 @@ impl FineTune {
             false => Pretrained::open(folder),
         };
         let pretrained = pretrained.map_err(|error| match without_weights(folder, &error) {
-            true => wrong_use(format!("{error}: --from-scratch begins with random numbers")),
+            true => wrong_use(format!("{error}: --from-scratch initializes the weights at random")),
             false => unopened(folder, &error),
         })?;
         let tokenizer = checked_tokenizer(&pretrained)?;
@@ -140,7 +140,7 @@ impl FineTune {
         if let Some(LoraFlag(Lora { rank, .. })) = &options.lora {
             ensure_use!(
                 *rank <= width,
-                "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
+                "--lora {rank}: the rank is above the model's width: give at most {width}"
             );
         }
         let lora = match &adapter {
@@ -167,9 +167,9 @@ impl FineTune {
             "--sequence {length} is longer than the {context} tokens that the model takes"
         );
         match name {
-            path if path == "digits" || Path::new(path).is_dir() => {
-                Err(wrong_use("a folder's model needs text: give --data a text file, or synthetic"))
-            }
+            path if path == "digits" || Path::new(path).is_dir() => Err(wrong_use(
+                "a model of a folder needs text: give --data a text file, or synthetic",
+            )),
             "synthetic" => {
                 let sample = Sample::Sequence { length, vocabulary };
                 data::synthetic(&Synthetic::usual(sample, seed))
@@ -224,8 +224,8 @@ impl FineTune {
         let shown = folder.display();
         ensure_use!(
             !(self.from_scratch && self.writes_adapter()),
-            "--save {shown} would write an adapter of a model that --from-scratch makes and nobody has: add --merge to \
-             write the whole model"
+            "--save {shown} would write an adapter without the random base weights of --from-scratch: add \
+             --merge to write the whole model"
         );
         self.refuse_occupied(folder).map_err(|error| wrong_use(format!("--save {shown}: {error}")))
     }
@@ -269,8 +269,8 @@ impl FineTune {
 pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error {
     match is_adapter(folder) {
         true => wrong_use(format!(
-            "{} holds what LoRA has added to a model, not a model: give --model the folder of that one, and this \
-             one to --adapter",
+            "{} holds a LoRA adapter, not a model: give --model the folder of its base model, and this one to \
+             --adapter",
             folder.display()
         )),
         false => wrong_use(error.to_string()),

@@ -33,7 +33,7 @@ pub(crate) fn listen() -> Result<()> {
         if let Some(first) = signals.forever().next() {
             SIGNAL.store(first as u8, Ordering::Relaxed);
             asked.store(true, Ordering::Relaxed);
-            progress::say("brimful: finishing the step; once more ends at once");
+            progress::say("brimful: finishing the step; press again to end at once");
         }
     })?;
     LISTENS.store(true, Ordering::Relaxed);

@@ -101,8 +101,8 @@ impl JinjaTemplate {
             let added = added.filter(|_| done <= asked.len()).with_context(|| {
                 let (place, number) = (&self.place, at + 1);
                 format!(
-                    "{place} writes message {number} otherwise once others follow it, so where its answer is \
-                     cannot be told: put {{% generation %}} and {{% endgeneration %}} around answers in it, or take it out"
+                    "{place} writes message {number} differently if others follow it, so its answer cannot be \
+                     located: put {{% generation %}} and {{% endgeneration %}} around answers in it, or take it out"
                 )
             })?;
             done = asked.len() + self.said(added);

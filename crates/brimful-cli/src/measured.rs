@@ -15,7 +15,7 @@ pub(crate) fn profile(
     kind: Kind,
 ) -> Result<Profile> {
     progress::note(&format!(
-        "brimful: measuring the time and the memory of {} layers on {}",
+        "brimful: measuring time and memory of {} layers on {}",
         layers.len(),
         device::name(device)
     ));

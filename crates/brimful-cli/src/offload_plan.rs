@@ -169,7 +169,7 @@ impl OffloadPlanner {
         let again = row.stages.iter().filter(|stage| stage.recompute != Recompute::Never).count();
         let capacity = self.question.capacities[0];
         format!(
-            "{at_host} of {stages} stages offloaded to the host ({}), {again} computed again: all on the \
+            "{at_host} of {stages} stages offloaded to the host ({}), {again} recomputed: all of it on the \
              device would take {} of its {capacity}",
             Bytes(row.host_bytes + row.ahead_bytes),
             Bytes(needed),

@@ -76,7 +76,7 @@ impl SavedWeights {
             }
             (asked, told) => asked
                 .or(told)
-                .ok_or_else(|| wrong_use(format!("{path} does not tell its model: give --model"))),
+                .ok_or_else(|| wrong_use(format!("{path} does not store its model: give --model"))),
         }
     }
 
@@ -106,7 +106,7 @@ impl SavedWeights {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
             let path = self.path.display();
-            return Err(wrong_use(format!("{path} does not go with {model}: {differences}")));
+            return Err(wrong_use(format!("{path} does not fit {model}: {differences}")));
         }
         named::put(variables, compared.fitting)
     }
@@ -122,7 +122,7 @@ fn of_python(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();
     format!(
-        "{from} is a file of torch.save, which Python alone reads: turn it into {to} with \
+        "{from} is a file of torch.save, which only Python reads: convert it to {to} with \
          python3 -c 'import torch, safetensors.torch as s; s.save_file(torch.load(\"{from}\", weights_only=True), \"{to}\")'"
     )
 }
@@ -132,8 +132,8 @@ fn of_tch(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();
     format!(
-        "{from} is a file of tch, whose reader runs what is in it: where you trust it, turn it into {to} with \
-         python3 -c 'import torch, safetensors.torch as s; s.save_file({{k.replace(\"|\", \".\"): v.contiguous() for \
+        "{from} is a TorchScript file of tch, which runs code when it is read: if you trust it, convert it to {to} \
+         with python3 -c 'import torch, safetensors.torch as s; s.save_file({{k.replace(\"|\", \".\"): v.contiguous() for \
          k, v in torch.jit.load(\"{from}\").state_dict().items()}}, \"{to}\")'"
     )
 }
@@ -166,7 +166,7 @@ mod tests {
             SavedWeights::read(Path::new("weights/resnet50.pth")).expect_err("no file of ours");
         let error = error.to_string();
         assert!(error.starts_with("weights/resnet50.pth is a file of torch.save"), "{error}");
-        assert!(error.contains("turn it into weights/resnet50.safetensors"), "{error}");
+        assert!(error.contains("convert it to weights/resnet50.safetensors"), "{error}");
         assert!(
             error.contains("torch.load(\"weights/resnet50.pth\", weights_only=True)"),
             "{error}"

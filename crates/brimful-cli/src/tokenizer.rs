@@ -191,12 +191,12 @@ impl Tokenizer {
     pub(crate) fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
         let whose = match self.is_bytes() {
-            true => "it has no tokenizer, and bytes as tokens are",
+            true => "it has no tokenizer, and bytes make",
             false => "its tokenizer has",
         };
         ensure!(
             words <= known,
-            "{whose} {words} tokens, but its model knows {known}: they do not go together"
+            "{whose} {words} tokens, but its model has a vocabulary of {known}"
         );
         // A post-processor has numbers of its own, which need not be in the vocabulary.
         if let Some(other) = self.around().concat().iter().find(|token| **token >= known) {
@@ -271,7 +271,10 @@ mod tests {
         let words = Tokenizer::open(folder.path()).expect("a tokenizer");
         assert_eq!(words.answer_ends(), [6]);
         let error = words.check(6).expect_err("a smaller model").to_string();
-        assert!(error.starts_with("its tokenizer has 7 tokens, but its model knows 6"), "{error}");
+        assert!(
+            error.starts_with("its tokenizer has 7 tokens, but its model has a vocabulary of 6"),
+            "{error}"
+        );
         words.check(7).expect("all are known");
     }
 

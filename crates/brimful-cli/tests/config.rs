@@ -5,8 +5,9 @@ mod program;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use brimful::save;
 use predicates::prelude::*;
-use program::{complains, folder, lines, run};
+use program::{complains, folder, json_lines, lines, run, saved, train_in};
 use serde_json::Value;
 
 /// Writes a file with this text in a folder of its own.
@@ -79,20 +80,20 @@ fn what_cannot_be_is_refused_with_file_and_line() {
     let cases = [
         (
             "[train]\nepochs = 1\nmicro_batchs = 4",
-            "unknown key 'micro_batchs' in RUN line 3: did you mean 'micro-batch'?",
+            "unknown key 'micro_batchs' in RUN line 3: did you mean 'micro-batch-size'?",
         ),
         ("[train]\nepochs = \"1\"", "RUN line 2: epochs is a whole number"),
         ("[train]\nepochs = 1.5", "RUN line 2: epochs is a whole number"),
         ("[train]\nlearning-rate = \"fast\"", "RUN line 2: learning-rate is a number"),
         (
             "[train]\nmodel = 3",
-            "RUN line 2: invalid value '3' for '--model <NAME|FOLDER>': there is no such model",
+            "RUN line 2: invalid value '3' for '--model <MODEL>': there is no such model",
         ),
         ("[train]\njson = 1", "RUN line 2: json is true or false"),
         ("[train]\nmodel = [\"mlp\"]", "RUN line 2: model is "),
         (
             "[train]\n\nbatch-size = 0",
-            "RUN line 3: invalid value '0' for '--batch-size <N|all>': give a number from 1 on, or all",
+            "RUN line 3: invalid value '0' for '--batch-size <N>': give a number from 1 on, or all",
         ),
         ("[train]\noptimizer = \"adamx\"", "RUN line 2: invalid value 'adamx' for '--optimizer"),
         (
@@ -111,4 +112,34 @@ fn what_cannot_be_is_refused_with_file_and_line() {
         let expected = expected.replace("RUN", &path.display().to_string());
         complains(&format!("train --config {}", path.display()), 2, &expected);
     }
+}
+
+#[test]
+fn old_names_of_flags_are_answered_with_the_new_ones() {
+    for (line, words) in [
+        ("train --micro-batch 4", "--micro-batch is called --micro-batch-size now"),
+        ("train --micro-batches=4", "--micro-batches is called --num-micro-batches now"),
+        ("train --homes all", "--homes is called --offload now"),
+        ("plan -s 2 --micro-batches 4", "--micro-batches is called --num-micro-batches now"),
+    ] {
+        complains(line, 2, words);
+    }
+    let path = config("config-renamed", "[train]\nmicro-batch = 4");
+    let shown = path.display();
+    let words = format!("micro-batch in {shown} line 2 is called micro-batch-size now");
+    complains(&format!("train --config {shown}"), 2, &words);
+}
+
+#[test]
+fn a_run_that_was_saved_with_old_names_of_flags_is_resumed_with_its_flags() {
+    let folder = folder("renamed");
+    train_in(&folder, "--micro-batch-size 32 --max-steps 1 --save run").success();
+    let (tensors, mut metadata) = saved(folder.join("run"));
+    let old = metadata["flags"].replace("micro-batch-size", "micro-batch");
+    assert_ne!(old, metadata["flags"]);
+    metadata.insert("flags".into(), old);
+    save::write(&folder.join("run"), &tensors, &metadata).expect("written");
+    let resumed = train_in(&folder, "--resume run --max-steps 12 --json").success();
+    let epoch = json_lines(&resumed).pop().expect("an epoch");
+    assert_eq!(epoch["micro_batch_size"], 32, "{epoch}");
 }

@@ -50,7 +50,11 @@ fn outputs_that_cannot_be_written_are_found_before_the_run() {
     run("train --save /proc/model").code(1).stderr(words).stdout("");
     refused("plan -s 2 -m 2 --svg /no/such/folder/a.svg", 2, "there is no folder /no/such/folder");
     let folder = folder("probed");
-    refused(&format!("train --save {}/model --data /no/data", folder.display()), 1, "no data at");
+    refused(
+        &format!("train --save {}/model --data /no/data", folder.display()),
+        1,
+        "/no/data does not exist",
+    );
     assert_eq!(names(&folder), Vec::<String>::new(), "a probe leaves nothing behind");
 }
 
@@ -68,8 +72,8 @@ fn a_plan_refuses_parts_of_a_backward_that_do_not_add_up() {
 
 #[test]
 fn memory_that_no_micro_batch_is_small_enough_for_is_reported_with_its_numbers() {
-    let words = "parameters (653 KiB), gradients (1.14 MiB) and the state of adamw (1.28 MiB) take \
-                 3.05 MiB whatever the size of the micro-batches, and the limit is ";
+    let words = "parameters (653 KiB), gradients (1.14 MiB) and the optimizer state of adamw (1.28 MiB) take \
+                 3.05 MiB at any micro-batch size, and the limit is ";
     for size in ["--micro-batch-size 32", "--micro-batch-size 1", "--num-micro-batches 4", ""] {
         for limit in ["2MiB", "2600kB", "3MiB", "3200kB"] {
             let train = format!(
@@ -93,7 +97,7 @@ fn what_a_step_needs_whatever_its_size_is_named_where_nothing_fits() {
         let train = format!(
             "train --optimizer sgd --device cpu --epochs 1 --offload none --memory-limit {limit}"
         );
-        refused(&train, 3, "the state of sgd");
+        refused(&train, 3, "the optimizer state of sgd");
     }
 }
 
@@ -158,7 +162,7 @@ fn negative_numbers_are_values_that_cannot_be() {
         ("train --micro-batch-size -5", "give a number from 1 on, auto or largest"),
         ("train --memory-limit -5", "'-5' is not a number of bytes"),
         ("train --heartbeat-timeout -5", "give whole seconds from 1 on"),
-        ("train --learning-rate -1", "--learning-rate -1: give it a number from 0 on"),
+        ("train --learning-rate -1", "--learning-rate -1: give a number from 0 on"),
         ("plan -s -1 -m 2", "give a whole number from 1 on"),
         ("plan -s 2 -m 2 --forward -1", "give a number from 0 on"),
         ("verify --tolerance -1", "give a number from 0 on"),
@@ -170,7 +174,7 @@ fn negative_numbers_are_values_that_cannot_be() {
 
 #[test]
 fn what_cannot_be_asked_for_ends_with_2() {
-    refused("train --dtype tf32 --device cpu", 2, "use --dtype f32 on the CPU");
+    refused("train --dtype tf32 --device cpu", 2, "give --dtype f32 on the CPU");
     let limit = "--memory-limit 1.00 MiB has nothing to be compared with";
     refused("plan -s 4 -m 4 --memory-limit 1MiB", 2, limit);
 }
@@ -178,8 +182,8 @@ fn what_cannot_be_asked_for_ends_with_2() {
 #[test]
 fn sizes_that_were_tried_are_followed_by_the_one_that_was_taken() {
     let text = said("train --epochs 1 --device cpu --batch-size 1400");
-    let tried = text.find("  tried micro-batches of").expect("tries");
-    assert!(text[tried..].contains("\n  took "), "{text}");
+    let tried = text.find("  tried micro-batch sizes ").expect("tries");
+    assert!(text[tried..].contains("\n  micro-batch size "), "{text}");
 }
 
 #[test]
@@ -229,15 +233,12 @@ fn data_that_cannot_be_trained_on_leaves_no_file() {
 fn a_model_that_is_not_even_built_is_reported_with_the_flags_that_help() {
     for (flags, says) in [
         // If the largest layer does not fit, neither stages nor the host are a remedy.
-        ("500kB", "or take --dtype bf16"),
-        ("1000kB -s 2", "compute activations again by --recompute always, or take --dtype bf16"),
-        (
-            "1100kB -s 2 --offload none",
-            "compute activations again by --recompute always, give more",
-        ),
+        ("500kB", "or use --dtype bf16"),
+        ("1000kB -s 2", "recompute activations by --recompute always, or use --dtype bf16"),
+        ("1100kB -s 2 --offload none", "recompute activations by --recompute always, give more"),
         (
             "1150kB -s 2 --offload none --recompute always",
-            "give more --stages, or take --dtype bf16",
+            "give more --stages, or use --dtype bf16",
         ),
     ] {
         let train = format!("train --device cpu --epochs 1 --memory-limit {flags}");
@@ -246,7 +247,7 @@ fn a_model_that_is_not_even_built_is_reported_with_the_flags_that_help() {
     let all = "train --device cpu --epochs 1 --memory-limit 100kB --offload all --dtype bf16";
     refused(all, 3, "limit 100000: raise --memory-limit\n");
     let one = "train --device cpu --epochs 1 --memory-limit 1100kB -s 2 --offload none --micro-batch-size 1";
-    refused(one, 3, "limit 1100000; raise --memory-limit, compute activations again by");
+    refused(one, 3, "limit 1100000; raise --memory-limit, recompute activations by");
 }
 
 #[test]
@@ -256,23 +257,23 @@ fn a_folder_that_is_no_whole_model_is_told_what_it_is() {
     let tiny = "--model ../../examples/tiny-llama";
     let train =
         format!("train --device cpu --data {text} --sequence 8 --max-steps 1 --batch-size 4");
-    refused(&format!("{train} {tiny}"), 2, "--from-scratch begins with random numbers");
+    refused(&format!("{train} {tiny}"), 2, "--from-scratch initializes the weights at random");
     refused(
         &format!("{train} {tiny} --from-scratch --lora 99999"),
         2,
-        "--lora 99999: a rank above the model's width adds nothing: give at most 64",
+        "--lora 99999: the rank is above the model's width: give at most 64",
     );
     let nobody = format!("{train} {tiny} --from-scratch --lora 2 --save {adapter}");
     refused(
         &nobody,
         2,
-        "an adapter of a model that --from-scratch makes and nobody has: add --merge",
+        "an adapter without the random base weights of --from-scratch: add --merge",
     );
     let base = shown(&folder.join("base"));
     said(&format!("{train} {tiny} --from-scratch --save {base}"));
     said(&format!("{train} --model {base} --lora 2 --save {adapter}"));
     for command in [format!("{train} --model {adapter}"), format!("generate --model {adapter}")] {
-        refused(&command, 2, "holds what LoRA has added to a model, not a model: give --model");
+        refused(&command, 2, "holds a LoRA adapter, not a model: give --model");
     }
 }
 
@@ -346,7 +347,7 @@ fn data_that_changed_within_an_epoch_are_not_gone_on_with() {
     refused(
         &format!("{} --resume {file}", train(2)),
         1,
-        "it stopped within an epoch of 63 samples, but here one has 126: give it the data",
+        "it stopped within an epoch of 63 samples, but here one has 126: give the data",
     );
 }
 

@@ -73,7 +73,7 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     let folder = folder("broken-off");
     let file = folder.join("run.safetensors");
     let train = "train --device cpu --optimizer sgd --learning-rate 1e30 --save-every 1 --save";
-    let words = "step 2: this step was not taken; lower --learning-rate";
+    let words = "step 2: this step was not applied; lower --learning-rate";
     refused(&format!("{train} {}", file.display()), 1, words);
     assert_eq!(names(&folder), ["run.safetensors"]);
     let (_, told) = program::saved(&file);
@@ -105,7 +105,7 @@ fn a_full_disk_is_refused_before_the_first_step() {
         let refused = run(&format!("{train} --model {model} {more} --save {save}")).code(1);
         assert_eq!(names(&folder), ["model", "text"]);
         refused.stderr(like(&format!(
-            "^brimful: --save {save}: it needs {needs}, but its disk has [0-9.]+ .i?B free: make room there, or \
+            "^brimful: --save {save}: it needs {needs}, but its disk has [0-9.]+ .i?B free: free some space, or \
              save elsewhere\n$"
         )));
     }
@@ -123,7 +123,7 @@ fn a_log_that_outgrows_the_disk_ends_with_a_whole_line_and_the_run_goes_on() {
     );
     let (code, said) = shell(&line);
     assert_eq!(code, Some(0), "{said}");
-    assert_eq!(said.matches("the run goes on without this log").count(), 2, "{said}");
+    assert_eq!(said.matches("the run continues without this log").count(), 2, "{said}");
     let log = fs::read_to_string(&log).expect("a log");
     assert!(log.ends_with('\n') && log.lines().count() > 3, "{log}");
     let columns: Vec<usize> = log.lines().map(|line| line.split(',').count()).collect();

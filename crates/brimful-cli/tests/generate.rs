@@ -33,7 +33,7 @@ fn the_same_choice_makes_the_same_text() {
 
     for (arguments, complaint) in [
         ("--model gpt2", "was trained as --model gpt, not gpt2"),
-        ("--temperature nan", "--temperature NaN: give it a number from 0 on"),
+        ("--temperature nan", "--temperature NaN: give a number from 0 on"),
     ] {
         let generate = format!("generate --device cpu --weights {weights} {arguments}");
         refused(&generate, 2, complaint).stdout("");
@@ -139,7 +139,7 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
         }
     }
     let follow = format!("{train} --offload all --update-in-backward");
-    refused(&follow, 2, "--update-in-backward needs a loss of all tokens");
+    refused(&follow, 2, "--update-in-backward needs a loss over all tokens");
 }
 
 #[test]
@@ -166,12 +166,12 @@ fn folders_that_do_not_do_are_wrong_use() {
         ),
         (
             format!("train --model {wordy} --from-scratch --data {text}"),
-            "its tokenizer has 257 tokens, but its model knows 256: they do not go together",
+            "its tokenizer has 257 tokens, but its model has a vocabulary of 256",
         ),
         (format!("train --model {tiny} --data {text}"), "model.safetensors"),
         (format!("train --model {strange} --data {text}"), "known are gpt2, llama, mistral, qwen2"),
         (format!("train --model {folder}/none", folder = folder.display()), "there is no folder"),
-        (format!("train --model {tiny} --from-scratch"), "a folder's model needs text"),
+        (format!("train --model {tiny} --from-scratch"), "a model of a folder needs text"),
         (
             format!("{train} --sequence 300"),
             "--sequence 300 is longer than the 256 tokens that the model takes",
@@ -179,7 +179,7 @@ fn folders_that_do_not_do_are_wrong_use() {
         (format!("{train} --save {tiny}"), "would overwrite what --model reads"),
         (format!("{train} --save {tiny} --overwrite"), "would overwrite what --model reads"),
         (format!("{train} --save {}", folder.display()), "would overwrite what --data reads"),
-        (format!("{train} --save {others}"), "is there already: name another, or give --overwrite"),
+        (format!("{train} --save {others}"), "exists already: name another, or give --overwrite"),
         (format!("{train} --save {others} --overwrite"), "which would be lost"),
         (format!("{train} --save {tiny}2 --keep 3"), "--keep N is for a file of --save"),
         ("train --lora 4".into(), "--lora is for a model of a folder: give --model FOLDER"),
@@ -231,5 +231,5 @@ fn a_folder_says_how_its_model_writes_and_where_it_ends() {
     let first = likeliest.as_bytes()[1];
     told(&format!(r#"{{"do_sample": false, "eos_token_id": [255, {first}]}}"#));
     run(&generate).success().stdout("x\n");
-    complains(&format!("{generate} --top-p 0"), 2, "--top-p 0: give it a number above 0");
+    complains(&format!("{generate} --top-p 0"), 2, "--top-p 0: give a number above 0");
 }

@@ -146,7 +146,10 @@ fn an_adapter_is_trained_on() {
     for (flags, says) in [
         ("--adapter first --save first", "would overwrite what --adapter reads"),
         ("--adapter first --lora 2", "cannot be used with"),
-        ("--adapter first --from-scratch", "belongs to weights that --from-scratch does not read"),
+        (
+            "--adapter first --from-scratch",
+            "needs the base weights, which --from-scratch does not read",
+        ),
         ("--adapter base", "--adapter: "),
         ("--merge", "--merge is for an adapter: give --lora or --adapter too"),
     ] {

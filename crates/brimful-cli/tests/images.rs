@@ -57,8 +57,8 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
     let predict = format!("predict --device cpu --weights {saved} --data {data}");
     for (arguments, complaint) in [
-        ("", "the model knows the classes cold, warm, but the data have cold, hot"),
-        ("--image 64", "and below 64 pixels the first convolution of resnet18 is another one"),
+        ("", "the model has the classes cold, warm, but the data cold, hot"),
+        ("--image 64", "and below 64 pixels the first convolution of resnet18 is a different one"),
         (
             "/no/such.png",
             "weather is no .jpg, .jpeg or .png file: give images, or one folder of them",
@@ -91,7 +91,7 @@ fn assert_all_are_answered(saved: &str, data: &str) {
         let sum: f64 = top.iter().filter_map(|one| one["probability"].as_f64()).sum();
         assert!((sum - 1.0).abs() < 1e-5, "{answer}");
     }
-    let said = predicate::str::contains("59 of 59 are right: 100.0 %");
+    let said = predicate::str::contains("59 of 59 are correct: 100.0 %");
     run(&predict).success().stdout(said.and(predicate::str::contains("warm/002.jpg  class   1")));
     // A folder with only some of the classes.
     let one = format!("{data}-one");
@@ -138,7 +138,7 @@ fn halves_of_their_own_are_trained_and_tested_on() {
     );
     fs::remove_dir_all(folder.join("val/cold")).expect("removed");
     fill(&folder.join("val/windy"), 3, false);
-    complains(&line, 1, "val lacks the class cold: give both halves the same classes");
+    complains(&line, 1, "val lacks the class cold: give both splits the same classes");
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn folders_without_classes_or_images_are_reported_in_a_line() {
     let train = format!("train --device cpu --model resnet18 --data {data}");
     complains(&train, 1, "nor a subfolder");
     fill(&folder.join("warm"), 3, true);
-    complains(&train, 1, "has 1 subfolders with images, but 2 are needed");
+    complains(&train, 1, "has 1 subfolders with images, but at least 2 are needed");
     fs::create_dir(folder.join("cold")).expect("a folder");
     complains(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
     for class in ["one/warm", "one/cold"] {
@@ -158,9 +158,9 @@ fn folders_without_classes_or_images_are_reported_in_a_line() {
     fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
     refused(&train, 1, "no image of the class cold can be read");
-    let none = "--image is for a folder of images, but --data digits is none";
+    let none = "--image is for a folder of images, but --data digits is not one";
     complains("train --image 32", 2, none);
     let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
     let train = format!("train --model {tiny} --from-scratch --data {data}");
-    complains(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");
+    complains(&train, 2, "a model of a folder needs text: give --data a text file, or synthetic");
 }

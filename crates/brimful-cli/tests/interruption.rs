@@ -80,7 +80,7 @@ fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
         run.stderr.take().expect("a pipe").read_to_string(&mut told).expect("text");
         assert_eq!(run.wait().expect("an end").code(), Some(143), "{told}");
         assert!(told.contains("finishing the step"), "{told}");
-        assert!(told.contains("stopped; go on with\n  "), "{told}");
+        assert!(told.contains("stopped; resume with\n  "), "{told}");
         training.finish("stopped", true);
         training.compare("whole", "stopped");
         assert_eq!(names(&training.folder), ["stopped", "text", "whole"]);

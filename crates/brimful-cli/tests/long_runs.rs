@@ -96,7 +96,7 @@ fn weights_of_a_file_are_what_a_run_begins_with() {
     );
     train(&folder, &format!("{line} --init-partial"))
         .code(2)
-        .stderr(predicate::str::contains("none of its weights is the model's"));
+        .stderr(predicate::str::contains("none of its weights fit the model"));
     train(&folder, "--init a.safetensors --resume a.safetensors").code(2);
 }
 
@@ -139,11 +139,13 @@ fn a_run_goes_on_with_its_own_flags_and_those_that_are_given_besides() {
     // The best file belongs to the same run, which continues to save at its own path.
     train(&folder, "--resume a.best --max-steps 5").success();
     assert_eq!(names(&folder), ["a", "a.best", "log.csv", "whole", "whole.best"]);
-    let words = "it was made with --clip-norm 1, no --ema, but this run has --clip-norm 2, --ema 0.9: say the same";
+    let words = "it was made with --clip-norm 1, no --ema, but this run has --clip-norm 2, --ema 0.9: pass \
+                 --clip-norm 1 again and leave --ema out";
     train(&folder, "--resume a --clip-norm 2 --ema 0.9")
         .code(1)
         .stderr(predicate::str::contains(words));
-    let other = "it was made with no --batch-norm, but this run has --batch-norm frozen";
+    let other = "it was made with no --batch-norm, but this run has --batch-norm frozen: \
+                 leave --batch-norm out";
     train(&folder, "--model resnet18 --batch-size 16 --max-steps 1 --save r").success();
     train(&folder, "--resume r --max-steps 2 --batch-norm frozen")
         .code(1)
@@ -160,7 +162,7 @@ fn data_that_were_moved_are_the_same_and_others_are_not() {
     fs::write(folder.join("other"), "Another text altogether. ".repeat(200)).expect("written");
     train(&folder, "--resume a --max-steps 2 --data other").code(1).stderr(
         predicate::str::contains(
-            "it was made with --data text, but this run has --data other: say the same",
+            "it was made with --data text, but this run has --data other: pass --data text again",
         ),
     );
     train(&folder, "--resume a --max-steps 2 --data moved").success();

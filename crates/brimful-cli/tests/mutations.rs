@@ -96,7 +96,7 @@ fn an_adapter_of_another_model_is_refused_by_name() {
     assert!(said.contains("target_modules means no layer of this model"), "{said}");
     // The error says what a folder is that is not a model.
     let line = format!("generate --device cpu --model {}", llama.adapter.display());
-    complains(&line, 2, "holds what LoRA has added to a model, not a model");
+    complains(&line, 2, "holds a LoRA adapter, not a model");
 }
 
 fn number(variable: &str, usual: u64) -> u64 {

@@ -52,8 +52,8 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let within = |limit| run(&format!("{TRAIN} --offload auto --memory-limit {limit}")).success();
     let stages = "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, ";
     let why = like(
-        "breadth-first-3, [12] of 3 stages offloaded to the host \\(.*\\), [1-3] computed again: all on the device \
-         would take .* of its 2.48 MiB",
+        "breadth-first-3, [12] of 3 stages offloaded to the host \\(.*\\), [1-3] recomputed: all of it on the \
+         device would take .* of its 2.48 MiB",
     );
     within(LIMIT).stdout(predicate::str::contains(stages).and(why));
     within("32MB").stdout(predicate::str::contains("on the host").not());

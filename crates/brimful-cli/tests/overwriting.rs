@@ -24,7 +24,7 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
     train_in(&folder, &keep).success();
     train_in(&folder, &format!("{train} --save b.safetensors --keep best --record r.json"))
         .success();
-    let other = "is there already: name another, or give --overwrite";
+    let other = "exists already: name another, or give --overwrite";
     refuses(
         &folder,
         &format!("{train} --save a.safetensors"),
@@ -47,7 +47,7 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
         "--keep b.best.safetensors is there",
     );
     // A resumed run does not overwrite another run.
-    refuses(&folder, "--resume c --save d --max-steps 3", "--save d is there already");
+    refuses(&folder, "--resume c --save d --max-steps 3", "--save d exists already");
     train_in(&folder, "--resume c --save d --max-steps 3 --overwrite").success();
     assert_eq!(saved(folder.join("d")).1["step"], "3");
     fs::write(folder.join("empty"), "").expect("written");

@@ -56,7 +56,7 @@ fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
     refusal(gpu);
     let offloaded = format!("{gpu} --host-memory 4GiB --host-link 2GB,1GB");
     let shown = answer(&offloaded);
-    assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
+    assert!(shown.contains("on the host") && shown.contains("weights are on the host"), "{shown}");
     let best = &rows(&offloaded)[0];
     assert_eq!(best["fits"], true);
     assert!(best["host_bytes"].as_u64() > Some(0), "{best}");
@@ -68,7 +68,7 @@ fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
         assert!(stage["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{stage}");
         assert!(stage["recompute"].is_string() && stage["boundaries"].is_string(), "{stage}");
     }
-    insta::assert_snapshot!(refusal(&format!("{gpu} --host-memory 4GiB")), @"brimful: --host-memory needs --host-link beside a --profile, which does not tell it");
+    insta::assert_snapshot!(refusal(&format!("{gpu} --host-memory 4GiB")), @"brimful: --host-memory with --profile needs --host-link too");
     insta::assert_snapshot!(refusal(&format!("{gpu} --host-link 0B")), @"brimful: --host-link has a rate above 0 to the device, and one back where that differs");
 }
 
@@ -145,5 +145,5 @@ fn a_folder_s_model_is_measured_and_planned() {
     let run = run(&format!("{plan} -m 2 --json")).success();
     let said: Value = serde_json::from_str(&stdout(&run)).expect("JSON");
     assert_eq!(said["rows"][0]["schedule"], "1f1b", "{said}");
-    run.stderr(predicates::str::contains("measuring the time and the memory of "));
+    run.stderr(predicates::str::contains("measuring time and memory of "));
 }

@@ -30,7 +30,7 @@ fn the_answers_are_as_right_as_the_training_said() {
 
     let file = folder("predict").join("answers.jsonl");
     let within = "predict --device cpu --model mlp --memory-limit 8MiB --weights";
-    let percent = format!("{right} of 360 are right: {:.1} %\n", accuracy * 100.0);
+    let percent = format!("{right} of 360 are correct: {:.1} %\n", accuracy * 100.0);
     let output = format!("{within} {weights} -o {}", file.display());
     run(&output).success().stdout(percent);
     assert_eq!(fs::read_to_string(&file).expect("written").lines().count(), 360);
@@ -58,7 +58,7 @@ fn weights_that_do_not_go_with_the_model_the_data_or_the_command_are_wrong_use()
         complains(&predict, 2, complaint).stdout("");
     }
     let generate = format!("generate --device cpu --weights {weights}");
-    complains(&generate, 2, "has no weights of a gpt: generate needs some\n");
+    complains(&generate, 2, "has no weights of a gpt, which generate needs\n");
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn weights_that_are_no_numbers_have_no_answers() {
     let weights = folder("predict-no-numbers").join("mlp.safetensors");
     save::write(&weights, &tensors, &metadata).expect("written");
     let predict = format!("predict --device cpu --weights {}", weights.display());
-    refused(&predict, 1, "numbers that are not finite").stdout("");
+    refused(&predict, 1, "outputs are not finite").stdout("");
 }
 
 /// The training images beside the test images may be other ones; the scale of the model's is in its file.

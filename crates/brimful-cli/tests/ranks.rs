@@ -93,7 +93,8 @@ fn ranks_that_were_told_different_things_are_refused_before_they_train() {
     let program = env!("CARGO_BIN_EXE_brimful");
     let other = [":", "-n", "1", program, "train", "--device", "cpu", "--replicas", "2"];
     let flags = [&["--replicas", "2", "--batch-size", "64"], &other[..]].concat();
-    let words = "rank 1 has --batch-size 128, but rank 0 has --batch-size 64: say the same to all";
+    let words = "rank 1 has --batch-size 128, but rank 0 has --batch-size 64: give all ranks the same \
+                 --batch-size";
     assert_all_say(&train(Some(1), &flags), 2, 2, &[words]);
 }
 
@@ -107,7 +108,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
         ),
         (
             &["--replicas", "2"],
-            "3 ranks cannot be divided into 2 replicas of as many ranks each: start a multiple of 2, as in mpirun -n 2",
+            "3 ranks cannot be divided into 2 replicas of equal size: start a multiple of 2, as in mpirun -n 2",
         ),
     ] {
         assert_all_say(&train(Some(3), flags), 3, 2, &[words]);
@@ -118,7 +119,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
 fn a_loss_that_is_no_number_is_reported_by_every_rank_in_the_words_of_the_program() {
     for way in ["--replicas", "--stages"] {
         let flags = [way, "2", "--optimizer", "sgd", "--learning-rate", "1e30", "--epochs", "1"];
-        let words = "in epoch 1, step 2: this step was not taken; lower --learning-rate (it is 1e30), or look at \
+        let words = "in epoch 1, step 2: this step was not applied; lower --learning-rate (it is 1e30), or look at \
                      the data\n";
         assert_all_say(&train(Some(2), &flags), 2, 1, &["brimful: the loss is ", words]);
     }

@@ -86,7 +86,10 @@ fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     complains(&format!("{arguments} {files}"), 3, "out of memory in arena 'cpu'");
     let run = Run::read(&path).expect("a run");
     let Ended::Failed(why) = &run.ended else { panic!("it {:?}", run.ended) };
-    assert!(why.starts_with("out of memory") && why.contains("the state of adamw"), "{why}");
+    assert!(
+        why.starts_with("out of memory") && why.contains("the optimizer state of adamw"),
+        "{why}"
+    );
     assert_eq!(run.steps.number, [1], "the first step, before the optimizer has its state");
     assert!(page.exists());
 }

@@ -41,11 +41,11 @@ fn progress_shows_rate_time_size_and_memory() {
     let data = text(&folder("progress"));
     let limits = "--batch-size 8 --epochs 1 --memory-limit 1GiB";
     let mut session = on_a_terminal(&format!("{TRAIN} {data} {limits}"));
-    let seen = "[0-9]+/[0-9]+ samples  [0-9.]+ samples/s  [0-9]+ s left  epoch 1/1  micro-batch 4  \
+    let seen = "[0-9]+/[0-9]+ samples  [0-9.]+ samples/s  [0-9]+ s left  epoch 1/1  micro-batch size 4  \
                 [0-9.]+ MiB of 1.00 GiB  loss [0-9.]+";
     session.exp_regex(seen).expect("a bar");
     session
-        .exp_regex("epoch +1  loss .* % right .* samples/s  [0-9.]+ MiB")
+        .exp_regex("epoch +1  loss .* acc .* % .* samples/s  [0-9.]+ MiB")
         .expect("the epoch's line");
     ends(session, 0);
 }
@@ -112,7 +112,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     let mut session = on_a_terminal(&train(&stopped));
     session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
-    session.exp_string("finishing the step; once more ends at once").expect("a notice");
+    session.exp_string("finishing the step; press again to end at once").expect("a notice");
     session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
     let rest = ends(session, 130);
     let (_, told) = saved(&stopped);
@@ -133,9 +133,7 @@ fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once
     let mut session = on_a_terminal(&format!("{TRAIN} {data} --batch-size 8 --epochs 50"));
     session.exp_regex("epoch 1/50").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
-    session
-        .exp_string("nothing was saved: --save FILE lets the next run go on")
-        .expect("a warning");
+    session.exp_string("nothing was saved: give --save FILE to resume").expect("a warning");
     ends(session, 130);
 
     // One step takes long enough that both signals arrive within it.

@@ -162,7 +162,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
         (
             &format!("{save} --seed 1 --batch-size 64 --optimizer sgd"),
             "it was made with --batch-size 128, --optimizer adamw, --seed 0, but this run has --batch-size 64, \
-             --optimizer sgd, --seed 1: say the same",
+             --optimizer sgd, --seed 1: pass --batch-size 128 --optimizer adamw --seed 0 again",
         ),
         ("/proc/version", "/proc/version"),
     ] {
@@ -206,7 +206,7 @@ fn with_exact_batch_norms_verify_finds_them_the_same_in_training_mode() {
     let verify = "verify --model resnet18 --batch-size 5 --micro-batch-size 2 --tolerance 1e-10";
     let verify = |statistics: &str| run(&format!("{verify} --batch-norm {statistics}"));
     verify("exact").success().stdout(predicate::str::contains("[2, 2, 1]"));
-    verify("deferred").failure().stdout(predicate::str::contains("NOT the same"));
+    verify("deferred").failure().stdout(predicate::str::contains("NOT equal"));
     refused("verify --batch-norm exact", 2, "--batch-norm is for resnet18");
 }
 

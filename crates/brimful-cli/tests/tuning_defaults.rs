@@ -33,12 +33,12 @@ fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_fro
     let run = train_in(&folder, "--model model --data text --save tuned");
     let said = stdout(&run.success());
     let expected = [
-        "--learning-rate 0.00002 usual for a folder's weights",
+        "--learning-rate 0.00002 default for fine-tuning",
         "--warmup 1 3 % of all steps",
-        "--epochs 3 usual for a folder's weights",
-        "--sequence 256 tokens, up to 2048 of what model and text have",
+        "--epochs 3 default for fine-tuning",
+        "--sequence 256 tokens, at most 2048, the model's or the text's",
         "--batch-size 64 16384 tokens",
-        "--dtype bf16 as the weights are stored",
+        "--dtype bf16 dtype of the stored weights",
     ];
     assert_eq!(settings(&said), expected, "{said}");
     let (tensors, _) = save::read(folder.join("tuned/model.safetensors")).expect("saved");
@@ -59,8 +59,8 @@ fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_fro
     fs::write(folder.join("short"), "Once upon a time. ".repeat(60)).expect("written");
     let run = train_in(&folder, "--model model --data short --lora 2 --max-steps 40").success();
     let said = settings(&stdout(&run));
-    assert_eq!(said[0], "--learning-rate 0.0002 usual for LoRA");
-    assert_eq!(said[3], "--sequence 26 tokens, up to 2048 of what model and text have");
+    assert_eq!(said[0], "--learning-rate 0.0002 default for LoRA");
+    assert_eq!(said[3], "--sequence 26 tokens, at most 2048, the model's or the text's");
     assert_eq!(said[1..3], ["--warmup 2 3 % of all steps", "--max-steps 40 given"]);
 }
 
@@ -103,7 +103,7 @@ fn numbers_that_no_training_can_have_are_refused_in_words() {
     refused(
         "train --optimizer sgd --momentum 2",
         2,
-        "--momentum 2: give it a number from 0 to below 1",
+        "--momentum 2: give a number from 0 to below 1",
     );
     refused(
         "train --max-steps 5 --warmup 6 --device cpu",

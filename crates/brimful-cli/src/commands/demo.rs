@@ -19,7 +19,7 @@ pub(crate) fn run() -> Result<Exit> {
     line("\nA plain step:")?;
     let plain = TrainOptions { num_micro_batches: Some(1), ..options.clone() };
     let Err(error) = Trainer::new(&plain)?.run_epoch() else {
-        bail!("the plain step fitted: this build of libtorch needs less than expected");
+        bail!("the plain step fits: this build of libtorch needs less memory than expected");
     };
     match error.chain().find_map(|cause| cause.downcast_ref::<Error>()?.out_of_memory()) {
         Some(oom) => line(&format!("  {oom}"))?,

@@ -175,7 +175,7 @@ impl Evaluated {
         let store = VarStore::new(device);
         let kind = dtype.kind();
         let model = LossModel::build(&layers.kind(kind), &store.root());
-        let model = model.context("the model was not built")?;
+        let model = model.context("the model cannot be built")?;
         weights.put_into(store.variables().into_iter().collect())?;
         let mut micro =
             MicroBatcher::new(&store, options.place.micro_batch_size).memory(memory.clone());

@@ -280,7 +280,7 @@ fn summary(predictions: &[Prediction]) -> String {
     }
     let right = predictions.iter().filter(|one| one.target == Some(one.answer.class)).count();
     let share = 100.0 * right as f64 / known as f64;
-    format!("{right} of {known} are right: {share:.1} %")
+    format!("{right} of {known} are correct: {share:.1} %")
 }
 
 impl fmt::Display for Prediction {

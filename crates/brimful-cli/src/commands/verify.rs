@@ -210,7 +210,7 @@ impl fmt::Display for VerifyReport {
             "largest relative error  {:.2e}, of {}",
             self.max_relative_error, self.parameter
         )?;
-        let verdict = if self.ok { "the same, but for rounding" } else { "NOT the same" };
+        let verdict = if self.ok { "equal up to rounding" } else { "NOT equal" };
         writeln!(f, "full and split are      {verdict} (at most {:.0e})", self.tolerance)
     }
 }

@@ -217,7 +217,7 @@ mod tests {
             ("one\n{% for %}", &said[..], "tokenizer_config.json, line 2: "),
             (TURNS, &[("system", "x")], "tokenizer_config.json, line 3: who is system?: mend it"),
             ("{{ messages[7].content.oh() }}", &said, "tokenizer_config.json, line 1: "),
-            (last, &said, "writes message 2 otherwise once others follow it"),
+            (last, &said, "writes message 2 differently if others follow it"),
         ] {
             let error = tried(&with_template(template), said).expect_err(template).to_string();
             assert!(error.contains(words), "{error}");

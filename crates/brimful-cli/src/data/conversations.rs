@@ -59,14 +59,15 @@ impl Conversations {
         let (path, count) = (path.display(), ends.len());
         ensure!(
             count > 1,
-            "{path} does not do: {count} of its {} conversations have a part of an answer within {length} \
-             tokens, but 2 are needed, so that one is for testing: take more of them, or a longer --sequence",
+            "{path} is too short: {count} of its {} conversations have a part of an answer within {length} \
+             tokens, but at least 2 are needed, one to train on and one to test on: give more of them, or a \
+             longer --sequence",
             count + left_out
         );
         let mut others = match cut {
             0 => String::new(),
             _ => format!(
-                "; {cut} of {count} are longer and cut there: raise --sequence to learn all"
+                "; {cut} of {count} are longer and truncated: raise --sequence to train on all of them"
             ),
         };
         if left_out > 0 {
@@ -176,7 +177,7 @@ mod tests {
         assert_eq!(targets, Tensor::from_slice(&[NO, 3, NO, NO, NO]).view([1, 5]));
         assert_eq!(test.inputs, Tensor::from_slice(&[1, 2, 3, 4, 5_i64]).view([1, 5]));
         assert_eq!(data.sample, Sample::Sequence { length: 5, vocabulary: 9 });
-        let counted = "; 1 of 3 are longer and cut there: raise --sequence to learn all; 3 without an \
+        let counted = "; 1 of 3 are longer and truncated: raise --sequence to train on all of them; 3 without an \
                        answer in them are left out";
         assert!(data.description.ends_with(counted), "{}", data.description);
     }

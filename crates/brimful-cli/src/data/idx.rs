@@ -55,7 +55,7 @@ fn examples(folder: &Path, half: &str) -> Result<Examples> {
     ensure!(samples > 0, "there are no images for {half} in {}", folder.display());
     ensure!(
         samples == named,
-        "{} has {named} labels for {samples} images: fetch both files anew",
+        "{} has {named} labels for {samples} images: download both files again",
         labels_path.display()
     );
     let inputs = images.unsqueeze(1).to_kind(Kind::Float);
@@ -104,7 +104,7 @@ fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     };
     ensure!(
         kind == UNSIGNED_BYTES,
-        "its numbers are of kind {kind:#04x}, not unsigned bytes (0x08)"
+        "its values are of type {kind:#04x}, not unsigned bytes (0x08)"
     );
     ensure!(usize::from(count) == dimensions, "it has {count} dimensions, not {dimensions}");
     let header = read_up_to(file, 4 * dimensions as u64)?;
@@ -121,7 +121,7 @@ fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     };
     ensure!(
         expected == numbers.len() as u64,
-        "its header says {shape:?}, {expected} bytes, but {follow} follow: fetch it anew"
+        "its header says {shape:?}, {expected} bytes, but {follow} follow: download it again"
     );
     Ok(Tensor::from_slice(&numbers).view(&*shape))
 }
@@ -215,7 +215,7 @@ mod tests {
             (b"GIF89a", "not an IDX file"),
             (&images[..9], "ends after 9 bytes, within its header"),
             (&images[..20], "says [3, 2, 2], 12 bytes, but 4 follow"),
-            (&floats, "of kind 0x0d"),
+            (&floats, "of type 0x0d"),
             (&idx(&[12], &[0; 12]), "has 1 dimensions, not 3"),
             (&idx(&[4, 2, 2], &[0; 16]), "has 3 labels for 4 images"),
             (&idx(&[3, 4, 1], &[0; 12]), "have [4, 1] pixels for training and [2, 2]"),

@@ -54,8 +54,8 @@ impl JsonForm {
         });
         ensure!(
             has_lines || !is_json || is_array || object.is_some() || !line.starts_with('{'),
-            "{} is one JSON object over several lines: give an array of objects, or an object a line; to learn its \
-             text as it stands, call it .txt",
+            "{} is one JSON object over several lines: give an array of objects, or an object a line; to train \
+             on its text as it is, name it .txt",
             path.display()
         );
         Ok(match object {
@@ -283,7 +283,7 @@ mod tests {
                 "{\"messages\": [{\"role\": \"user\"}]}",
                 "line 3: no JSON object with text or messages: missing",
             ),
-            ("{\"messages\": []}", "line 3: text and messages do not go together"),
+            ("{\"messages\": []}", "line 3: text and messages cannot be in one file"),
             ("{\"words\": \"ab\"}", "data.jsonl, line 3: it has neither \"text\" nor"),
         ] {
             let lines = format!("{{\"text\": \"ab\"}}\n\n{line}\n");
@@ -391,12 +391,12 @@ mod tests {
             (
                 "a.jsonl",
                 r#"{"conversations": [{"from": "bing", "value": "x"}]}"#.into(),
-                "is from bing: known are human, gpt and system",
+                "is from bing: give human, gpt or system",
             ),
             (
                 "a.jsonl",
                 talk(r#"{"role": "user", "content": [{"type": "image_url"}]}"#),
-                "a part of image_url, but text alone is learnt",
+                "a part of image_url, but only text is supported",
             ),
             (
                 "a.jsonl",

@@ -23,7 +23,7 @@ mod text;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use brimful::{Bytes, memory};
 use tch::Tensor;
 
@@ -188,10 +188,9 @@ const SIDE: i64 = 224;
 /// Opens the data at this path: a folder of images or of MNIST-format files, or a text file, which is cut into
 /// sequences of the given length.
 pub(crate) fn open(path: &Path, length: i64, wishes: SampleWishes) -> Result<Dataset> {
-    let what = path
-        .metadata()
-        .with_context(|| format!("no data at {}: give a folder or a file", path.display()))?;
-    match what.is_dir() {
+    let shown = path.display();
+    ensure!(path.try_exists()?, "{shown} does not exist");
+    match path.is_dir() {
         true if images::has_classes(path)? => {
             images::load(path, wishes.image.map_or(SIDE, |pixels| pixels as i64))
         }
@@ -248,7 +247,7 @@ mod tests {
     fn a_path_without_data_is_an_error_that_names_it() {
         let error = open(Path::new("/no/such/data"), 8, SampleWishes::default())
             .expect_err("nothing there");
-        assert!(format!("{error:#}").starts_with("no data at /no/such/data"), "{error:#}");
+        assert!(format!("{error:#}").starts_with("/no/such/data does not exist"), "{error:#}");
     }
 
     #[test]

@@ -90,7 +90,7 @@ impl NumberWriter {
 
 fn unwritten(folder: &Path) -> String {
     format!(
-        "the tokens cannot be kept in {}: make room there, or let XDG_CACHE_HOME name a folder on a larger disk",
+        "the tokens cannot be written to {}: free some space, or set XDG_CACHE_HOME to a folder on a larger disk",
         folder.display()
     )
 }

@@ -17,10 +17,7 @@ impl PixelScale {
     /// Computes the scale of these images; an error calls them by `name`.
     pub(super) fn of(images: &Tensor, name: &str) -> Result<Self> {
         let deviation = images.std(true).double_value(&[]);
-        ensure!(
-            deviation.is_normal(),
-            "every training image in {name} has the same pixels: there is nothing to learn"
-        );
+        ensure!(deviation.is_normal(), "every training image in {name} has the same pixels");
         Ok(Self { mean: images.mean(None).double_value(&[]), deviation })
     }
 

@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 
 pub(super) const WANTED: &str = "no JSON object with text or messages";
 pub(super) const TOGETHER: &str =
-    "text and messages do not go together: give each a file of its own";
+    "text and messages cannot be in one file: give each a file of its own";
 /// Keys that mark the known forms; other keys are ignored.
 const KEYS: [&str; 5] = ["text", "messages", "conversations", "prompt", "instruction"];
 /// Speakers in ShareGPT's form, and their roles.
@@ -188,7 +188,7 @@ fn shared(turns: Vec<Turn>) -> Result<Vec<ChatMessage>> {
     let message = |Turn { from, value, weight }: Turn| {
         let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == from);
         let (_, role) = known.ok_or_else(|| {
-            anyhow!("a turn of its conversations is from {from}: known are human, gpt and system")
+            anyhow!("a message of its conversations is from {from}: give human, gpt or system")
         })?;
         ChatMessage::new(*role, value).weighted(weight.as_ref()).map_err(|error| anyhow!(error))
     };
@@ -219,7 +219,7 @@ fn completed(prompt: Said, completion: Said) -> Result<Record> {
         (Said::Messages(prompt), Said::Messages(completion)) => {
             ensure!(
                 !prompt.iter().any(ChatMessage::is_answer),
-                "its prompt has an answer, which would be learnt too: write the whole as \"messages\""
+                "its prompt has an answer, which would be trained on too: write all of it as \"messages\""
             );
             Ok(Record::Conversation(prompt.into_iter().chain(completion).collect()))
         }

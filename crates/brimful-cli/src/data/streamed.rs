@@ -88,13 +88,13 @@ impl StreamedSamples {
         self.brought.recv().unwrap_or_else(|_| match self.thread.take() {
             Some(Ok(thread)) => {
                 thread.join().unwrap_or_else(|panic| resume_unwind(panic));
-                Err(anyhow!("the thread that brings samples has ended"))
+                Err(anyhow!("the loader thread has ended"))
             }
             Some(Err(cause)) => {
-                let (what, cause) = ("the reading of samples".to_owned(), cause.to_string());
+                let (what, cause) = ("data loading".to_owned(), cause.to_string());
                 Err(Error::NoThread { what, cause }.into())
             }
-            None => Err(anyhow!("there is no thread that brings samples")),
+            None => Err(anyhow!("there is no loader thread")),
         })
     }
 }
@@ -161,6 +161,6 @@ mod tests {
         let mut streamed = StreamedSamples::start(Builder::new().stack_size(1 << 60), Counting);
         streamed.prepare(SampleRequest::plain([1]));
         let error = streamed.bring(&SampleRequest::plain([1])).expect_err("no thread").to_string();
-        assert!(error.starts_with("no thread could be started for the reading of"), "{error}");
+        assert!(error.starts_with("no thread could be started for data loading"), "{error}");
     }
 }

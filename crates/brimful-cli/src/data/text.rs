@@ -43,7 +43,7 @@ pub(super) fn of_tokens(
     tokenizer: &Tokenizer,
 ) -> Result<Dataset> {
     let halves =
-        split(tokens, length).with_context(|| format!("{} does not do", path.display()))?;
+        split(tokens, length).with_context(|| format!("{} is too short", path.display()))?;
     Ok(Dataset::of(
         halves.map(SampleSet::streamed),
         Sample::Sequence { length, vocabulary: tokenizer.vocabulary() },

@@ -58,7 +58,7 @@ impl AppendedFile {
                 let _ = cut(file, self.length);
                 self.file = None;
                 progress::say(&format!(
-                    "brimful: {}: {error}: the run goes on without this log",
+                    "brimful: {}: {error}: the run continues without this log",
                     unwritable(&self.path)
                 ));
             }

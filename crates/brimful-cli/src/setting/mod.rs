@@ -113,7 +113,7 @@ pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
 pub(crate) fn check_answers(answers: &Tensor) -> Result<()> {
     ensure!(
         bool::try_from(answers.f_isfinite()?.f_all()?)?,
-        "the model answers with numbers that are not finite: was its training?"
+        "the model's outputs are not finite: its weights may be broken"
     );
     Ok(())
 }

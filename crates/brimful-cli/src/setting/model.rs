@@ -132,7 +132,9 @@ impl SizedFamily {
     /// Says which numbers are expected.
     fn wanted(&self) -> String {
         let Self { numbers, example, .. } = self;
-        format!("two numbers follow the colon: {numbers}, as in {example}, with --data synthetic")
+        format!(
+            "give two numbers after the colon: {numbers}, as in {example}, with --data synthetic"
+        )
     }
 }
 
@@ -293,7 +295,7 @@ impl FromStr for ModelName {
             bail!("there is no such model: give one of {}{slip}", names!());
         };
         let Some(sized) = SIZED.iter().find(|sized| sized.family == family) else {
-            bail!("only unet and amoebanet are followed by numbers");
+            bail!("only unet and amoebanet take numbers");
         };
         let pair = || {
             let (first, second) = numbers.split_once('x')?;

@@ -33,8 +33,8 @@ impl FromStr for ModelSource {
         }
         if FOLDERS_ALONE.iter().any(|family| text.to_lowercase().starts_with(family)) {
             bail!(
-                "there is no folder {text} here, which is where such a model comes from: give the path of a folder with \
-                 its config.json, model.safetensors and tokenizer.json"
+                "there is no folder {text} here, and such a model is read from one: give the path of a folder \
+                 with its config.json, model.safetensors and tokenizer.json"
             );
         }
         let named: Result<_> = text.parse();
@@ -52,8 +52,8 @@ impl ModelSource {
             [ModelName::Gpt2, ModelName::Gpt2Medium, ModelName::Gpt2Large, ModelName::Gpt2Xl];
         published.contains(name).then(|| {
             format!(
-                "--model {name}: there is no folder {name} here, so this is its shape with random weights; for the \
-                 published one give the path of its folder"
+                "--model {name}: there is no folder {name} here, so this is its architecture with random \
+                 weights; for the published weights give the path of their folder"
             )
         })
     }

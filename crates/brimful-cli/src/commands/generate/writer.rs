@@ -162,7 +162,7 @@ impl TextRunner {
         if !options.from_host {
             let store = VarStore::new(device);
             let model = layers.kind(kind).build(&store.root());
-            let model = model.context("the model was not built")?;
+            let model = model.context("the model cannot be built")?;
             return Ok((Self::Whole { model, store }, device));
         }
         let stages_per_device = layers.len();
@@ -173,7 +173,7 @@ impl TextRunner {
             .offload(Offload::Host)
             .kind(kind)
             .build()
-            .context("the model was not built")?;
+            .context("the model cannot be built")?;
         Ok((Self::Streamed(Box::new(pipeline)), device))
     }
 

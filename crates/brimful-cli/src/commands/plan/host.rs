@@ -30,7 +30,7 @@ impl MeasuredModel {
             Some(host_link) => request.host_link = host_link,
             None => ensure_use!(
                 is_measured || request.host_memory.is_none(),
-                "--host-memory needs --host-link beside a --profile, which does not tell it"
+                "--host-memory with --profile needs --host-link too"
             ),
         }
         Ok(())

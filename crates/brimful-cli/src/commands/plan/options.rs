@@ -161,7 +161,7 @@ Examples:
   Simulate a custom schedule:
       brimful plan --schedule-file mine.csv --trace mine.json
 
-A profile holds a list of layers; times are seconds a sample, sizes bytes a sample:
+A profile has a list of layers; times are seconds a sample, sizes bytes a sample:
       [[layers]]
       name = \"stem\"
       forward = 0.0011

@@ -34,8 +34,8 @@ pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) 
     }
     setting("model", measured.model.as_ref().map(|model| model.to_string()));
     setting("profile", measured.profile.as_ref().map(|path| path.display().to_string()));
-    setting("mini-batch", measured.batch_size.map(|samples| format!("{samples} samples")));
-    setting("memory of a device", options.memory_limit.map(|memory| memory.to_string()));
+    setting("batch size", measured.batch_size.map(|samples| samples.to_string()));
+    setting("memory limit", options.memory_limit.map(|memory| memory.to_string()));
     setting("brimful", Some(env!("CARGO_PKG_VERSION").to_owned()));
     let device = |number| Device { name: format!("device {number}"), limit: options.memory_limit };
     run.devices = (0..devices).map(device).collect();

@@ -39,8 +39,8 @@ impl StageLine {
     fn activations(&self) -> &'static str {
         match (self.planned.recompute, self.planned.boundaries) {
             (Recompute::Never, _) => "kept",
-            (_, Location::Device) => "computed again, from inputs on the device",
-            (_, Location::Host) => "computed again, from inputs on the host",
+            (_, Location::Device) => "recomputed from inputs on the device",
+            (_, Location::Host) => "recomputed from inputs on the host",
         }
     }
 }
@@ -94,7 +94,7 @@ pub(super) fn table(stages: &[StageLine]) -> String {
         };
         let stage = &alike[0];
         text += &format!(
-            "{numbers} ({layers}): weights live on the {}, activations are {}\n",
+            "{numbers} ({layers}): weights are on the {}, activations are {}\n",
             stage.weights(),
             stage.activations()
         );

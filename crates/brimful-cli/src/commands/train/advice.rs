@@ -59,7 +59,7 @@ impl fmt::Display for FixedBytes {
                 .map(Bytes);
         write!(
             f,
-            "parameters ({parameters}), gradients ({gradients}) and the state of {} ({state}) take \
+            "parameters ({parameters}), gradients ({gradients}) and the optimizer state of {} ({state}) take \
              {total}",
             self.optimizer
         )
@@ -90,21 +90,18 @@ impl ModelSize {
         let cut = if stages.stages.is_some() {
             "give more --stages"
         } else {
-            "cut the model by --stages"
+            "split the model by --stages"
         };
         let remedies = [
             (options.memory_limit.is_some(), "raise --memory-limit"),
-            (options.memory_limit.is_none(), "take a smaller model"),
-            (
-                stages.stages.is_some() && !recomputes,
-                "compute activations again by --recompute always",
-            ),
+            (options.memory_limit.is_none(), "use a smaller model"),
+            (stages.stages.is_some() && !recomputes, "recompute activations by --recompute always"),
             (has_finer && !is_offloaded && fits(self.least.of_stage), cut),
             (
                 !is_offloaded && fits(self.least.offloaded),
-                "let it live on the host by --offload all",
+                "offload it to the host by --offload all",
             ),
-            (is_wide, "take --dtype bf16"),
+            (is_wide, "use --dtype bf16"),
         ];
         remedies.into_iter().filter_map(|(helps, remedy)| helps.then_some(remedy)).collect()
     }
@@ -140,8 +137,8 @@ impl Trainer {
         let (steps, learning_rate) = (self.steps_done(), self.rate);
         match cause.non_finite() {
             Some(value) => anyhow::anyhow!(
-                "{value} in the test after step {steps}: the weights are no numbers that can be gone on from; \
-                 lower --learning-rate (it is {learning_rate:?}), or look at the data"
+                "{value} in the test after step {steps}: the weights are broken; lower --learning-rate (it is \
+                 {learning_rate:?}), or look at the data"
             ),
             None => self.advise(cause),
         }
@@ -171,7 +168,7 @@ impl Trainer {
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
     fn smaller(&self, end: &DoesNotFit) -> String {
         format!(
-            "a micro-batch of one sample does not fit into the {} that are free either: {}",
+            "a micro-batch of one sample does not fit into the {} of free memory either: {}",
             end.available,
             listed(&self.size.remedies(&self.options))
         )
@@ -181,7 +178,7 @@ impl Trainer {
         let (epoch, step) = (self.epoch + 1, self.running.steps + 1);
         let learning_rate = self.learning_rate();
         anyhow::anyhow!(
-            "{value} in epoch {epoch}, step {step}: this step was not taken; lower --learning-rate (it \
+            "{value} in epoch {epoch}, step {step}: this step was not applied; lower --learning-rate (it \
              is {learning_rate:?}), or look at the data"
         )
     }
@@ -207,10 +204,10 @@ impl Trainer {
         fits_none.then(|| {
             let mut remedies = self.size.remedies(&self.options);
             if fixed.state > 0 {
-                remedies.insert(1, "take --optimizer sgd, which keeps less");
+                remedies.insert(1, "use --optimizer sgd, which has less state");
             }
             format!(
-                "{fixed} whatever the size of the micro-batches, and the limit is {limit}: {}",
+                "{fixed} at any micro-batch size, and the limit is {limit}: {}",
                 listed(&remedies)
             )
         })

@@ -65,7 +65,7 @@ impl Display {
         let peak = step.peak();
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(
-            "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
+            "epoch {epoch}/{epochs}  micro-batch size {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
         // Sets the count: repeated steps have counted some samples twice.
         self.progress.reach(trainer.samples_done());
@@ -93,10 +93,12 @@ impl Display {
             (Some(Decision { size, why, .. }), _)
                 if mem::replace(&mut self.said, *size) != *size =>
             {
-                lines.push(format!("  took micro-batches of {size}: {why}"));
+                lines.push(format!("  micro-batch size {size}: {why}"));
             }
             (None, Some(Decision { size, .. })) if self.said == 0 => {
-                lines.push(format!("  took {size} for now: too few steps to compare them all"));
+                lines.push(format!(
+                    "  micro-batch size {size} for now: too few steps to compare all"
+                ));
             }
             _ => {}
         }
@@ -125,7 +127,7 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
         |decision: &&Decision| Some((decision.size, decision.measured?, decision.available));
     let (size, needed, available) = decisions.iter().rev().find_map(fitted)?;
     Some(format!(
-        "  tried micro-batches of {}: {size} samples needed {needed} of the {available} free",
+        "  tried micro-batch sizes {}: {size} needed {needed} of {available} free memory",
         sizes.join(", ")
     ))
 }
@@ -167,8 +169,8 @@ impl fmt::Display for TestFigures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, loss, accuracy, best, .. } = self;
         let accuracy = accuracy * 100.0;
-        let best = if *best { "  the best so far" } else { "" };
-        write!(f, "  step {step}  test {loss:.4}  {accuracy:5.1} % right{best}")
+        let best = if *best { "  best so far" } else { "" };
+        write!(f, "  step {step}  test {loss:.4}  acc {accuracy:5.1} %{best}")
     }
 }
 
@@ -179,7 +181,7 @@ impl fmt::Display for Epoch {
         write!(
             f,
             // At most 80 columns wide, so that an epoch fits on one line of a narrow terminal.
-            "epoch {epoch:>3}  loss {loss:.4}  test {test_loss:.4}  {:5.1} % right  \
+            "epoch {epoch:>3}  loss {loss:.4}  test {test_loss:.4}  acc {:5.1} %  \
              {samples_per_s:5.0} samples/s  {peak}",
             test_accuracy * 100.0
         )

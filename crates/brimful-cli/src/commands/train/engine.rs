@@ -87,8 +87,7 @@ pub(super) fn build(
     let stages = &options.stages;
     ensure_use!(
         over == MeanOver::Samples || !stages.update_in_backward,
-        "--update-in-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
-             out"
+        "--update-in-backward needs a loss over all tokens, but with messages only answers count: leave it out"
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);

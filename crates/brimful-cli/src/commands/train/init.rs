@@ -14,15 +14,15 @@ use crate::saved_weights::SavedWeights;
 pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
     let weights = SavedWeights::read(path)
         .map(SavedWeights::into_tensors)
-        .with_context(|| format!("cannot begin with the weights of {}", path.display()))?;
+        .with_context(|| format!("cannot load the weights of {}", path.display()))?;
     let variables = trainer.engine.variables()?;
     let compared = Comparison::new(&variables, weights);
     let count = compared.fitting.len();
     let differences = compared.differences();
     let shown = path.display();
     let refused = differences.as_ref().and_then(|differences| match (partial, count) {
-        (false, _) => Some(format!("{differences}; --init-partial takes the others")),
-        (true, 0) => Some(format!("none of its weights is the model's: {differences}")),
+        (false, _) => Some(format!("{differences}; --init-partial loads the others")),
+        (true, 0) => Some(format!("none of its weights fit the model: {differences}")),
         (true, _) => None,
     });
     // In a pipeline over ranks, only the first rank knows all variables.
@@ -31,7 +31,7 @@ pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<
         return Err(wrong_use(format!("--init {shown}: {reason}")));
     }
     if let Some(differences) = differences.filter(|_| trainer.is_first()) {
-        progress::say(&format!("brimful: {count} weights of {shown} were taken; {differences}"));
+        progress::say(&format!("brimful: {count} weights of {shown} are loaded; {differences}"));
     }
     named::put(variables, compared.fitting)
 }

@@ -70,8 +70,7 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
 /// Loads the weights, or the whole run, that the training starts from.
 fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     if let Some(path) = &options.files.resume {
-        saved::load(path, trainer)
-            .with_context(|| format!("cannot go on from {}", path.display()))?;
+        saved::load(path, trainer).with_context(|| format!("cannot resume {}", path.display()))?;
     } else if let Some(folder) = &trainer.folder {
         folder.load(&trainer.engine.variables()?)?;
     }

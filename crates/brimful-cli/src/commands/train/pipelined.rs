@@ -73,7 +73,7 @@ impl Pipelined {
             .reserve(options.recipe.method())
             .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
-        let mut pipeline = builder.build().context("the pipeline was not built")?;
+        let mut pipeline = builder.build().context("the pipeline cannot be built")?;
         pipeline.trace_transfers(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;

@@ -79,8 +79,7 @@ impl RankOptions {
         let ranks = self.ranks_of_pipeline(world);
         ensure_use!(
             devices.is_multiple_of(ranks),
-            "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks for them: give it a \
-                 multiple of {ranks}",
+            "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks a replica: give a multiple of {ranks}",
             world.size(),
             self.replicas
         );
@@ -97,8 +96,8 @@ pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
     check_same(world, options)?;
     ensure_use!(
         ranks.is_multiple_of(replicas) || replicas.is_multiple_of(ranks),
-        "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of as many ranks \
-             each: start a multiple of {replicas}, as in mpirun -n {replicas}, or srun"
+        "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of equal size: start a \
+         multiple of {replicas}, as in mpirun -n {replicas}, or srun"
     );
     ensure_use!(
         options.batch_norm != Some(NormStatistics::Exact),
@@ -117,11 +116,11 @@ fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let differing = all.iter().enumerate().find_map(|(rank, told)| {
         let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;
         let shown = |told: &Metadata| saved::shown(flag, told.get(flag).map(String::as_str));
-        Some((rank, [told, &all[0]].map(shown)))
+        Some((flag, rank, [told, &all[0]].map(shown)))
     });
     match differing {
-        Some((rank, [there, first])) => Err(wrong_use(format!(
-            "rank {rank} has {there}, but rank 0 has {first}: say the same to all"
+        Some((flag, rank, [there, first])) => Err(wrong_use(format!(
+            "rank {rank} has {there}, but rank 0 has {first}: give all ranks the same --{flag}"
         ))),
         None => Ok(()),
     }

@@ -16,15 +16,15 @@ pub(super) fn story(trainer: &Trainer) -> String {
         }
     };
     let Some(place) = trainer.options.files.save.as_deref() else {
-        return format!("{stopped}; nothing was saved: --save FILE lets the next run go on");
+        return format!("{stopped}; nothing was saved: give --save FILE to resume");
     };
     let shown = place.display();
     if trainer.is_over() {
-        return format!("{stopped} and saved to {shown}; nothing is left to train");
+        return format!("{stopped} and saved to {shown}; the training is complete");
     }
     let program = env::args().next().unwrap_or_else(|| "brimful".to_owned());
     let command = command(&program, trainer.world.size(), place);
-    format!("{stopped} and saved to {shown}; go on with\n  {command}")
+    format!("{stopped} and saved to {shown}; resume with\n  {command}")
 }
 
 /// Returns the command that resumes a saved run over `ranks` ranks; the saved run has its own flags.

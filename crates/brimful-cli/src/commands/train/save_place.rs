@@ -54,12 +54,12 @@ impl ToSave<'_> {
         let kept = match files {
             1 => String::new(),
             _ => format!(
-                " ({files} files of {each}: the next one is written before the last one goes)"
+                " ({files} files of {each}: the next one is written before the last one is removed)"
             ),
         };
         ensure!(
             needed <= free,
-            "it needs {needed}{kept}, but its disk has {free} free: make room there, or save elsewhere"
+            "it needs {needed}{kept}, but its disk has {free} free: free some space, or save elsewhere"
         );
         Ok(())
     }

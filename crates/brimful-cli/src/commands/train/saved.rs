@@ -136,7 +136,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     ensure!(
         file == path || file.exists(),
         "it is a folder without {RUN_FILE}: name a file of --save, or a folder of --save whose run is not done; \
-         a model goes into --model, an adapter into --adapter"
+         give a model to --model, an adapter to --adapter"
     );
     let (tensors, metadata) = save::read(&file)?;
     check_told(&metadata, trainer)?;
@@ -162,7 +162,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
 fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
-        "it has {} steps of an epoch, but here one has {}: give it the data that it was made with",
+        "it has {} steps of an epoch, but here one has {}: give the data of the first run",
         running.steps,
         trainer.steps()
     );
@@ -170,8 +170,7 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
     let (then, now) = (metadata.get(SAMPLES), trainer.dataset.train.len().to_string());
     ensure!(
         running.steps == 0 || then.is_none_or(|then| *then == now),
-        "it stopped within an epoch of {} samples, but here one has {now}: give it the data that it was made \
-         with",
+        "it stopped within an epoch of {} samples, but here one has {now}: give the data of the first run",
         then.map_or("", String::as_str)
     );
     let data = &trainer.options.data;
@@ -190,7 +189,7 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
     let classes = class_names(trainer)?;
     ensure!(
         metadata.get(CLASSES) == classes.as_ref(),
-        "its classes are {}, but those of the data are {}: give it the data that it was made with",
+        "its classes are {}, but those of the data are {}: give the data of the first run",
         metadata.get(CLASSES).map_or("without names", String::as_str),
         classes.as_deref().unwrap_or("without names"),
     );
@@ -215,7 +214,7 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
 /// pretrained model.
 fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
     let Some(folder) = &trainer.folder else {
-        bail!("it is a folder of a folder's model: give --model FOLDER")
+        bail!("it is the folder of a fine-tuned model: give --model FOLDER")
     };
     let variables = trainer.engine.variables()?;
     folder.load_saved(path, &variables)?;
@@ -228,6 +227,7 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
 /// the same.
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
+    let (mut again, mut out) = (Vec::new(), Vec::new());
     for (flag, now) in flags(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
             // Reads the format of older files too.
@@ -238,6 +238,10 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
             Comparison::Other | Comparison::Unknown if is_moved => {
                 then_told.push(shown(flag, then));
                 now_told.push(shown(flag, now.as_deref()));
+                match then {
+                    Some(text) => again.push(format!("--{flag} {text}")),
+                    None => out.push(format!("--{flag}")),
+                }
             }
             // The data may grow between epochs.
             Comparison::Other if flag != "data" => bail!(
@@ -249,11 +253,22 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     }
     ensure!(
         then_told.is_empty(),
-        "it was made with {}, but this run has {}: say the same",
+        "it was made with {}, but this run has {}: {}",
         then_told.join(", "),
-        now_told.join(", ")
+        now_told.join(", "),
+        remedy(&again, &out)
     );
     Ok(())
+}
+
+/// Says which flags to pass again, and which to leave out.
+fn remedy(again: &[String], out: &[String]) -> String {
+    let (again, out) = (again.join(" "), out.join(" "));
+    match (&*again, &*out) {
+        (again, "") => format!("pass {again} again"),
+        ("", out) => format!("leave {out} out"),
+        (again, out) => format!("pass {again} again and leave {out} out"),
+    }
 }
 
 /// Shows a flag with its value, or that it was not given.
@@ -266,7 +281,7 @@ pub(super) fn shown(flag: &str, text: Option<&str>) -> String {
 
 fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
     let number = metadata.get(key).and_then(|text| text.parse().ok());
-    number.with_context(|| format!("it does not say its {key}: is it a file of --save?"))
+    number.with_context(|| format!("it does not store its {key}: was it written by --save?"))
 }
 
 /// Returns the options that a resumed run must share with its first one.

@@ -33,7 +33,7 @@ impl TrainedModel {
                     folder.check_place(place)?;
                     ensure_use!(
                         !matches!(options.files.keep, Keep::Newest(_)),
-                        "--keep N is for a file of --save: keep last or best of a folder"
+                        "--keep N is for a file of --save: give last or best with a folder"
                     );
                 }
                 Ok(Self::Folder(folder))
@@ -51,11 +51,11 @@ impl TrainedModel {
         }?;
         ensure_use!(
             sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
-            "--sequence is for text, but --data {data} is none"
+            "--sequence is for text, but --data {data} is not text"
         );
         ensure_use!(
             image.is_none() || !dataset.class_names.is_empty(),
-            "--image is for a folder of images, but --data {data} is none"
+            "--image is for a folder of images, but --data {data} is not one"
         );
         Ok(dataset)
     }
@@ -69,8 +69,7 @@ impl TrainedModel {
         match self {
             Self::Named(name) => name.layers_normed(sample, DROPOUT, statistics),
             Self::Folder(_) if statistics.is_some() => Err(wrong_use(
-                "--batch-norm is for residual networks, and the model is a folder's, which has none: leave \
-                 it out"
+                "--batch-norm is for residual networks, but the model is a language model: leave it out"
                     .to_owned(),
             )),
             Self::Folder(folder) => Ok(folder.layers()),

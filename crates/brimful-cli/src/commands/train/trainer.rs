@@ -163,12 +163,12 @@ impl Trainer {
         self.running.steps == self.steps()
     }
 
-    /// Returns whether nothing is left to train.
+    /// Returns whether the training is complete.
     pub(super) fn is_over(&self) -> bool {
         self.steps_done() >= self.all_steps() || self.has_stopped_improving()
     }
 
-    /// Says why nothing is left to train, and which flag gives more.
+    /// Says why the training is complete, and which flag gives more.
     pub(super) fn why_over(&self) -> String {
         let epochs = self.options.length.epochs(self.steps());
         let steps = self.steps_done();
@@ -178,13 +178,12 @@ impl Trainer {
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
             }
             (_, Some(most)) if steps >= most => {
-                format!("{steps} steps are done already: raise --max-steps to go on")
+                format!("{steps} steps are done already: raise --max-steps to continue")
             }
             _ => {
                 let done = self.epoch;
                 format!(
-                    "{done} epochs are done already, and --epochs is {epochs}: give a larger number \
-                     to go on"
+                    "{done} epochs are done already, and --epochs is {epochs}: give a larger number to continue"
                 )
             }
         }

@@ -57,10 +57,10 @@ impl UsualSettings {
         let TrainOptions { recipe, length, files, .. } = &trainer.options;
         let steps = length.steps(trainer.steps());
         let weights = match weights {
-            TunedWeights::Lora => "usual for LoRA",
-            TunedWeights::All => "usual for a folder's weights",
+            TunedWeights::Lora => "default for LoRA",
+            TunedWeights::All => "default for fine-tuning",
         };
-        let rate = if files.resume.is_some() { "that of the run so far" } else { weights };
+        let rate = if files.resume.is_some() { "of the resumed run" } else { weights };
         let (ends, ends_said) = match length.max_steps {
             Some(steps) => (("--max-steps", steps), true),
             None => (("--epochs", length.epochs(trainer.steps())), said.length.epochs.is_some()),
@@ -83,7 +83,7 @@ impl UsualSettings {
                 "--sequence",
                 trainer.options.sequence.unwrap_or_default().to_string(),
                 said.sequence.is_some(),
-                "tokens, up to 2048 of what model and text have",
+                "tokens, at most 2048, the model's or the text's",
             ),
             (
                 "--batch-size",
@@ -114,7 +114,7 @@ impl Tuning {
 /// Returns the reason for the dtype of a training from weights stored in this dtype.
 fn stored_as(kind: Kind) -> &'static str {
     match kind {
-        Kind::Half => "the weights are stored in f16, which is not trained in",
-        _ => "as the weights are stored",
+        Kind::Half => "the weights are stored in f16, which cannot be trained",
+        _ => "dtype of the stored weights",
     }
 }

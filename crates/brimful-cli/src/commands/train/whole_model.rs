@@ -98,7 +98,7 @@ impl Runner {
         let _inside = memory.enter();
         let store = VarStore::new(device);
         let built = LossModel::build_with_rng(layers, &store.root(), StepRng::of_first_values()?);
-        let model = built.context("the model was not built")?;
+        let model = built.context("the model cannot be built")?;
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
             .reserve(options.recipe.method())
@@ -123,7 +123,7 @@ impl Runner {
             built.unwrap_or_else(|error| panic!("{error}"))
         };
         let mut replicas =
-            Replicas::new(accounts, options.size(), build).context("the model was not built")?;
+            Replicas::new(accounts, options.size(), build).context("the model cannot be built")?;
         // The devices are alike, and a split by measured speed would make results depend on timing.
         replicas.set_speeds(&vec![1.0; each])?;
         let device = replicas.device();

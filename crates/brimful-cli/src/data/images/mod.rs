@@ -35,7 +35,7 @@ pub(super) fn has_classes(folder: &Path) -> Result<bool> {
 
 /// Loads the images of a folder as squares of this side.
 pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
-    let (train, given) = halves(folder)?;
+    let (train, given) = splits(folder)?;
     let (mut train, broken) = readable(train)?;
     let (test, broken) = match given {
         Some(test) => {
@@ -47,8 +47,8 @@ pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
     let shown = folder.display();
     ensure!(
         test.values().any(|images| !images.is_empty()),
-        "{shown} has one image in each class, so that none is left for testing: put another one into one of \
-         them, or make two halves of it, train and val"
+        "{shown} has one image in each class, and none to test on: add an image to a class, or split it into \
+         folders train and val"
     );
     let class_names: Vec<String> = train.keys().cloned().collect();
     let classes = class_names.len();
@@ -123,7 +123,7 @@ fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
 
 /// Lists all images of a folder's classes; if the folder is split, those of the test split.
 fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
-    let classes = match split_backward_of(folder) {
+    let classes = match splits_of(folder) {
         Some([_, test]) => subfolders(&test)?,
         None => subfolders(folder)?,
     };
@@ -135,8 +135,8 @@ fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>
             let had: Vec<_> = classes.keys().map(String::as_str).collect();
             let (names, had) = (names.join(", "), had.join(", "));
             wrong_use(format!(
-                "the model knows the classes {names}, but the data have {had}: name subfolders after its classes, or \
-                 give it images without any"
+                "the model has the classes {names}, but the data {had}: name subfolders after its classes, or \
+                 give images without subfolders"
             ))
         })?;
         let file = |path: &PathBuf| ImageFile { path: path.clone(), class: class as i64 };
@@ -155,15 +155,15 @@ fn streamed(classes: Classes, side: i64, threads: usize) -> SampleSet {
 }
 
 /// Returns the folders of the training and the test split, if there are both.
-fn split_backward_of(folder: &Path) -> Option<[PathBuf; 2]> {
+fn splits_of(folder: &Path) -> Option<[PathBuf; 2]> {
     let train = folder.join("train");
     let test = ["val", "test"].map(|name| folder.join(name)).into_iter().find(|path| path.is_dir());
     test.filter(|_| train.is_dir()).map(|test| [train, test])
 }
 
 /// Returns the classes to train on, and those to test on if they have a folder of their own.
-fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
-    let Some([train, test]) = split_backward_of(folder) else {
+fn splits(folder: &Path) -> Result<(Classes, Option<Classes>)> {
+    let Some([train, test]) = splits_of(folder) else {
         return Ok((classes(folder)?, None));
     };
     let [trained, tested] = [classes(&train)?, classes(&test)?];
@@ -172,7 +172,7 @@ fn halves(folder: &Path) -> Result<(Classes, Option<Classes>)> {
         missing.map(|class| format!("{} lacks the class {class}", folder.display()))
     };
     match lacks(&test, &tested, &trained).or_else(|| lacks(&train, &trained, &tested)) {
-        Some(reason) => bail!("{reason}: give both halves the same classes"),
+        Some(reason) => bail!("{reason}: give both splits the same classes"),
         None => Ok((trained, Some(tested))),
     }
 }
@@ -182,7 +182,7 @@ fn classes(folder: &Path) -> Result<Classes> {
     let classes = subfolders(folder)?;
     ensure!(
         classes.len() > 1,
-        "{} has {} subfolders with images, but 2 are needed: give it one for each class",
+        "{} has {} subfolders with images, but at least 2 are needed: give one for each class",
         folder.display(),
         classes.len()
     );
@@ -232,7 +232,7 @@ fn is_image(path: &Path) -> bool {
 /// Leaves out files that do not begin like an image, names the first of them, and returns their number.
 fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     let all = classes.values().map(Vec::len).sum();
-    let progress = (all > AT_A_LOOK).then(|| Progress::new(all, "images looked at"));
+    let progress = (all > AT_A_LOOK).then(|| Progress::new(all, "images checked"));
     let mut broken = 0;
     for (class, images) in &mut classes {
         let mut kept = Vec::with_capacity(images.len());
@@ -251,10 +251,7 @@ fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
             }
             progress.iter().for_each(|progress| progress.advance(some.len()));
         }
-        ensure!(
-            !kept.is_empty(),
-            "no image of the class {class} can be read: see what is said above"
-        );
+        ensure!(!kept.is_empty(), "no image of the class {class} can be read: see the lines above");
         *images = kept;
     }
     Ok((classes, broken))
