@@ -172,7 +172,7 @@ fn data_that_were_moved_are_the_same_and_others_are_not() {
 fn data_that_have_changed_are_refused_within_an_epoch_and_named_between_two() {
     let folder = folder("changed");
     let text = program::text(&folder);
-    let line = "--model gpt --data text --batch-size 4 --micro-batch 4 --sequence 16";
+    let line = "--model gpt --data text --batch-size 4 --micro-batch-size 4 --sequence 16";
     train(&folder, &format!("{line} --max-steps 1 --save within")).success();
     train(&folder, &format!("{line} --epochs 1 --save between")).success();
     let changed = fs::read_to_string(&text).expect("a text").replacen("stage", "place", 1);

@@ -42,7 +42,7 @@
 //! ```
 //! use brimful::optim::Sgd;
 //! use brimful::schedule::{Recompute, Schedule};
-//! use brimful::{Layers, Loss, Pipeline};
+//! use brimful::{Layers, Loss, MicroBatches, Pipeline};
 //! use tch::{Device, Kind, Tensor, nn};
 //!
 //! # let x = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));

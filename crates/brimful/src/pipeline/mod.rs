@@ -7,7 +7,7 @@
 //! ```
 //! use brimful::optim::Sgd;
 //! use brimful::schedule::Schedule;
-//! use brimful::{DeviceSpec, Layers, Loss, Pipeline};
+//! use brimful::{DeviceSpec, Layers, Loss, MicroBatches, Pipeline};
 //! use tch::{Device, Kind, Tensor, nn};
 //!
 //! let layers = Layers::new()

@@ -125,7 +125,7 @@ impl Pipeline {
     /// the outputs themselves.
     ///
     /// ```
-    /// # use brimful::{Layers, Pipeline};
+    /// # use brimful::{Layers, MicroBatches, Pipeline};
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 3, Default::default()));
     /// # let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Count(2)).build()?;

@@ -72,7 +72,7 @@ impl Pipeline {
     /// [`Pipeline::map`].
     ///
     /// ```
-    /// # use brimful::{Layers, Pipeline};
+    /// # use brimful::{Layers, MicroBatches, Pipeline};
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 4, Default::default()));
     /// # let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Count(4)).build()?;
