@@ -154,7 +154,7 @@ fn folders_without_classes_or_images_are_reported_in_a_line() {
     for class in ["one/warm", "one/cold"] {
         fill(&folder.join(class), 1, class == "one/warm");
     }
-    complains(&format!("{train}/one"), 1, "has one image in each class, so that none is left");
+    complains(&format!("{train}/one"), 1, "has one image in each class, and none to test on");
     fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
     refused(&train, 1, "no image of the class cold can be read");

@@ -28,7 +28,7 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
     refuses(
         &folder,
         &format!("{train} --save a.safetensors"),
-        "go on with it by --resume a.safetensors",
+        "resume it by --resume a.safetensors",
     );
     for flags in ["--log log.csv", "--events events", "--record r.json", "--report r.json"] {
         refuses(&folder, &format!("--max-steps 2 {flags}"), other);

@@ -51,7 +51,7 @@ fn weights_that_do_not_go_with_the_model_the_data_or_the_command_are_wrong_use()
     let text = program::text(&folder("predict-wrong"));
     for (arguments, complaint) in [
         ("--model resnet18", "was trained as --model mlp, not resnet18"),
-        (&format!("--data {text}"), "for text there is brimful generate"),
+        (&format!("--data {text}"), "for text use brimful generate"),
         ("--output /no/such/folder/file", "there is no folder /no/such/folder"),
     ] {
         let predict = format!("predict --device cpu --weights {weights} {arguments}");

@@ -110,7 +110,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     ends(on_a_terminal(&train(&whole)), 0);
 
     let mut session = on_a_terminal(&train(&stopped));
-    session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
+    session.exp_regex("epoch 1/3  micro-batch size 4").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
     session.exp_string("finishing the step; press again to end at once").expect("a notice");
     session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
@@ -141,7 +141,7 @@ fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once
     session.exp_string("samples to train on").expect("a beginning");
     session.exp_string("0/25600 samples").expect("a bar");
     session.send_control('c').expect("Ctrl-C");
-    session.exp_string("once more ends at once").expect("a notice");
+    session.exp_string("press again to end at once").expect("a notice");
     session.send_control('c').expect("Ctrl-C");
     ends(session, 130);
 }
