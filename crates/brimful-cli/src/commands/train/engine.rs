@@ -87,7 +87,7 @@ pub(super) fn build(
     let stages = &options.stages;
     ensure_use!(
         over == MeanOver::Samples || !stages.update_in_backward,
-        "--update-in-backward needs a loss over all tokens, but with messages only answers count: leave it out"
+        "--update-in-backward needs a loss over all tokens; with conversations only the answers count: remove the flag"
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
