@@ -54,7 +54,7 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// Loads the state that another run has saved. Changes nothing if it does not fit.
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
 
-    /// Returns the bytes that a step needs for any size of its micro-batches, if they are known.
+    /// Returns the bytes of a step that do not depend on the micro-batch size, if they are known.
     fn fixed_bytes(&self) -> Option<FixedBytes> {
         None
     }
