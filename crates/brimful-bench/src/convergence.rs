@@ -84,7 +84,7 @@ pub(crate) struct ConvergenceOptions {
     /// Question: variants to compare with the full batch
     #[arg(long, value_enum, default_value = "cuts")]
     question: Question,
-    /// Random seeds, with a run of each contestant for each
+    /// Random seeds: each contestant runs once per seed
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]

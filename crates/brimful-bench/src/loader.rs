@@ -44,7 +44,7 @@ pub(crate) struct LoaderOptions {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = words::count)]
     #[arg(help = words::BATCH_SIZE)]
     batch_size: usize,
-    /// Decoding threads [default: one a core]
+    /// Decoding threads [default: one per core]
     #[arg(long, value_name = "N", value_parser = words::count)]
     workers: Option<usize>,
     /// Measured steps of each contestant: passes over all images

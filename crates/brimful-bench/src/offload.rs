@@ -40,19 +40,19 @@ pub(crate) struct OffloadOptions {
     /// Width of the embedding
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: i64,
-    /// Attention heads of a block
+    /// Attention heads per block
     #[arg(long, value_name = "N", default_value_t = 16)]
     heads: i64,
-    /// Tokens in a sequence
+    /// Tokens per sequence
     #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
-    /// Sequences in a micro-batch
+    /// Sequences per micro-batch
     #[arg(long, value_name = "N", default_value_t = 4)]
     sequences: i64,
-    /// Micro-batches in a mini-batch: each number is a row
+    /// Micro-batches per mini-batch: one row per number
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "8,16")]
     counts: Vec<usize>,
-    /// Offload model state to host memory: each mode is a contestant
+    /// Offload modes to compare: each is a contestant
     #[arg(
         long,
         value_name = "MODE,…",

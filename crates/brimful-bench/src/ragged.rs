@@ -50,13 +50,13 @@ pub(crate) struct RaggedOptions {
     /// Width of the embedding
     #[arg(long, value_name = "N", default_value_t = 256)]
     width: i64,
-    /// Attention heads of a block
+    /// Attention heads per block
     #[arg(long, value_name = "N", default_value_t = 4)]
     heads: i64,
     #[arg(long, value_name = "N", default_value_t = 64, help = words::BATCH_SIZE)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     batch_size: i64,
-    /// Tokens in a micro-batch, with padding
+    /// Tokens per micro-batch, with padding
     #[arg(long, value_name = "N", default_value_t = 4 * LONGEST)]
     #[arg(value_parser = clap::value_parser!(i64).range(LONGEST..))]
     token_budget: i64,

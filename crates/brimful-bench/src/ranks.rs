@@ -44,7 +44,7 @@ pub(crate) struct RanksOptions {
     #[arg(long, value_name = "N", default_value_t = 64)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// GPT shape as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    /// GPT shape as layers x width x sequence: heads are 64 wide, and the vocabulary has 256 tokens
     #[arg(long, value_name = "LxWxS", default_value = "12x256x64")]
     gpt: GptShape,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]

@@ -37,7 +37,7 @@ pub(crate) struct WorldOptions {
     #[arg(help = words::MICRO_BATCHES)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// GPT shape as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    /// GPT shape as layers x width x sequence: heads are 64 wide, and the vocabulary has 256 tokens
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]

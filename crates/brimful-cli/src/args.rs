@@ -47,7 +47,7 @@ pub struct Global {
     /// Print no progress, only results and errors
     #[arg(long, global = true, conflicts_with = "verbose", hide_short_help = true)]
     pub quiet: bool,
-    /// CPU threads of libtorch [default: one a core]
+    /// CPU threads of libtorch [default: one per core]
     #[arg(long, global = true, value_name = "N", value_parser = words::threads)]
     #[arg(hide_short_help = true)]
     pub threads: Option<usize>,

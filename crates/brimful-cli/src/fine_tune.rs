@@ -31,13 +31,11 @@ const TUNED_SEQUENCE: i64 = 2048;
 pub struct FineTuneOptions {
     /// Train LoRA adapters of this rank; the base weights stay frozen
     ///
-    /// RANK:ALPHA, as in 8:16, sets the scale ALPHA / RANK too [default of ALPHA: twice the rank]. The adapters are on
-    /// every projection of the blocks. --save writes them alone, in PEFT's format
+    /// RANK:ALPHA, as in 8:16, also sets the scale, which is ALPHA / RANK [default of ALPHA: twice the rank]. Every
+    /// projection of the blocks gets an adapter. --save writes only the adapters, in PEFT's format
     #[arg(long, value_name = "RANK")]
     pub(crate) lora: Option<LoraFlag>,
-    /// LoRA adapter: a folder written by --save or PEFT
-    ///
-    /// It is trained further
+    /// LoRA adapter to train further: a folder written by --save or PEFT
     #[arg(long, value_name = "FOLDER", conflicts_with = "lora", hide_short_help = true)]
     pub(crate) adapter: Option<PathBuf>,
     /// Merge the LoRA adapter into the weights that --save writes

@@ -169,7 +169,10 @@ fn folders_that_do_not_do_are_wrong_use() {
             "its tokenizer has 257 tokens, but its model has a vocabulary of 256",
         ),
         (format!("train --model {tiny} --data {text}"), "model.safetensors"),
-        (format!("train --model {strange} --data {text}"), "known are gpt2, llama, mistral, qwen2"),
+        (
+            format!("train --model {strange} --data {text}"),
+            "supported are gpt2, llama, mistral, qwen2",
+        ),
         (format!("train --model {folder}/none", folder = folder.display()), "there is no folder"),
         (format!("train --model {tiny} --from-scratch"), "a model of a folder needs text"),
         (

@@ -193,7 +193,7 @@ fn what_cannot_be_is_one_clear_line() {
         ),
         (
             "--offload all --schedule interleaved-zero-bubble-3",
-            "splits the backward, which --offload all supports with at most 2 stages a device",
+            "splits the backward, which --offload all supports with at most 2 stages per device",
         ),
         (
             "--offload auto --schedule gpipe",

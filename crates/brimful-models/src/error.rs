@@ -13,7 +13,9 @@ pub enum ShapeError {
         blocks: usize,
     },
     /// A U-Net ends at half of its channels.
-    #[error("a U-Net ends at half of its channels, of which there are {channels}: give it 2, 4, …")]
+    #[error(
+        "a U-Net ends at half of its channels, but {channels} cannot be halved: give an even number"
+    )]
     UNetChannels {
         /// Number of channels requested.
         channels: i64,

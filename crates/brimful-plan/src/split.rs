@@ -43,8 +43,8 @@ pub enum SplitError {
     },
     /// Sequence that is longer than a micro-batch.
     #[error(
-        "the longest sequence takes {longest} tokens, for which a micro-batch of {tokens} has no room: \
-         give micro-batches at least {longest} tokens, or cut the sequence"
+        "the longest sequence has {longest} tokens and does not fit a micro-batch of {tokens}: give \
+         micro-batches at least {longest} tokens, or cut the sequence"
     )]
     SequenceTooLong {
         /// Tokens of the longest sequence, padding included.
@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(by_count_of_tokens(&[3], 0), Err(SplitError::CountOfZero { samples: 1 }));
         assert_eq!(
             by_tokens(&[10, 64], 63).expect_err("too long").to_string(),
-            "the longest sequence takes 64 tokens, for which a micro-batch of 63 has no room: give \
+            "the longest sequence has 64 tokens and does not fit a micro-batch of 63: give \
              micro-batches at least 64 tokens, or cut the sequence"
         );
     }

@@ -114,7 +114,7 @@ fn numbers_of_nothing() {
 fn costs_that_are_none() {
     let actions = Schedule::GPipe.actions(2, 2, Recompute::Never).unwrap();
     let refused = |costs: &Costs| simulate(&actions, costs).unwrap_err().to_string();
-    insta::assert_snapshot!(refused(&Costs::ticks(3)), @"costs of 3 stages were given, but the schedule has 2: give one for each");
+    insta::assert_snapshot!(refused(&Costs::ticks(3)), @"costs of 3 stages were given, but the schedule has 2 stages: give the costs of each stage");
     insta::assert_snapshot!(refused(&Costs::equal(2, StageCost::new(1.0, -1.0, 1.0))), @"the input gradient time of stage 0 is -1: it must be finite and not negative");
     insta::assert_snapshot!(refused(&Costs::equal(2, StageCost::new(f64::NAN, 1.0, 1.0))), @"the forward time of stage 0 is NaN: it must be finite and not negative");
     insta::assert_snapshot!(refused(&Costs::equal(2, StageCost::new(f64::MAX, 1.0, 1.0))), @"the times add up to more than a number can hold: give them in a larger unit");

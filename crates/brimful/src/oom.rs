@@ -83,7 +83,7 @@ const ARENA: &str = "out of memory in arena '";
 const ADVICE: &str = " If reserved but unallocated memory is large";
 
 /// Phrase of an error after which nothing can be retried, though its message may mention out of memory.
-const OF_NO_STEP: &str = "so the parameters are of no step";
+const INCONSISTENT: &str = "so the parameters are inconsistent";
 
 /// Failure of a guarded call.
 #[derive(Debug)]
@@ -123,7 +123,7 @@ pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caugh
 
 /// Parses an out-of-memory message; `None` for any other text.
 pub fn recognise(text: &str) -> Option<OutOfMemory> {
-    if text.contains(OF_NO_STEP) {
+    if text.contains(INCONSISTENT) {
         return None;
     }
     of_arena(text).or_else(|| {

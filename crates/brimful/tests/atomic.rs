@@ -221,7 +221,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let forward = |x: Tensor| net.layers.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.
     let root = |out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
-    assert_fails(micro.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
+    assert_fails(micro.backward_whole(&batch(), forward, root), &["is not finite in Double"]);
     assert_same("refused", &before, &state(&net.store));
 }
 

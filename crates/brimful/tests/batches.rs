@@ -256,8 +256,8 @@ fn leaves_of_different_length_are_listed() {
     let batch = (counted(&[8, 2]), Shared(counted(&[3])), vec![counted(&[8]), counted(&[6])]);
     assert_eq!(
         message(batch::len(&batch)),
-        "the leaves of a batch must have one length, but are 8, 8 and 6 long: give each the same \
-         samples, and wrap what all micro-batches share in `Shared`"
+        "the leaves of a batch must have the same length, but are 8, 8 and 6 long: give each leaf the \
+         same samples, and wrap what all micro-batches share in `Shared`"
     );
     let zero = (counted(&[0, 2]), counted(&[3]));
     assert_eq!(
@@ -347,8 +347,8 @@ fn a_number_that_differs_from_part_to_part_is_not_lost() {
     let parts = vec![(counted(&[2]), 0.5), (counted(&[2]), 0.5), (counted(&[2]), 0.75)];
     assert_eq!(
         message(batch::join(parts)),
-        "part 2 (counted from 0) cannot be joined to part 0: it has 0.75 where that has 0.5; parts \
-         may differ in their samples alone, so make a number that differs a tensor"
+        "part 2 (counted from 0) cannot be joined to part 0: part 2 has 0.75 where part 0 has 0.5; \
+         only tensors may differ between parts, so turn the differing number into a tensor"
     );
 }
 

@@ -255,17 +255,17 @@ fn a_host_without_free_memory_says_so_and_a_wrong_number_of_locations_too() {
     };
     let numbers = mlp().parameter_count().expect("a model");
     let refused = refusal(8 * numbers, None);
-    let said = format!("4 stages that live on the host need {}", Bytes(16 * numbers));
+    let said = format!("4 offloaded stages need {}", Bytes(16 * numbers));
     assert!(refused.starts_with(&said), "{refused}");
     assert!(refused.contains(&format!("but it has {}:", Bytes(8 * numbers))), "{refused}");
     // Weights and gradients would fit, but not Adam's moments.
     let refused = refusal(20 * numbers, Some(Adam::new(0.1).into()));
-    assert!(refused.contains("optimizer that keeps less"), "{refused}");
+    assert!(refused.contains("optimizer with less state"), "{refused}");
     // Two replicas each have weights and gradients.
     let device = || DeviceSpec::cpu().threads(1);
     let small = Arena::limited("host", 31 * numbers).expect("a limit");
     let two = offloaded(mlp(), Offload::Host).devices([device(), device()]).replicas(2).host(small);
-    let said = format!("8 stages that live on the host need {}", Bytes(32 * numbers));
+    let said = format!("8 offloaded stages need {}", Bytes(32 * numbers));
     assert_fails(two.build().map(drop), &[&said]);
     assert_fails(
         offloaded(mlp(), vec![].into()).build().map(drop),
@@ -474,7 +474,7 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(refused.to_string().contains("Loss::mean"), "{refused}");
     assert_same("refused", &pipe.variables().expect("variables"), &before);
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop);
-    assert_fails(failed, &["had followed the backward", "no second time"]);
+    assert_fails(failed, &["were updated in the backward", "no second time"]);
     optimizer.update_in_backward(false).expect("as before");
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no step").to_string();
     assert!(!failed.contains("followed"), "{failed}");

@@ -729,8 +729,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
                     .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
                     .offload(Offload::Host),
             ),
-            "3W0 goes back through a graph that looks at stage 3's weights on device 1, but that has device buffers \
-             for 2 stages that live on the host at a time",
+            "3W0 needs stage 3's weights, but device 1 has 2 buffers for offloaded stages",
         ),
         (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
         (
@@ -866,12 +865,12 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
         let mut pipe = strict(layers);
         let x = half(samples);
         let one = pipe.backward(&x, &x, move |out: Tensor, _: &Tensor| Loss::sum(sum(&out)));
-        assert_fails(one.map(drop), &["weight' is not finite as Half"]);
+        assert_fails(one.map(drop), &["weight' is not finite in Half"]);
         let two = pipe.backward_whole(&x, |out| sum(out)).map(drop);
-        assert_fails(two, &["weight' is not finite as Half"]);
+        assert_fails(two, &["weight' is not finite in Half"]);
         let out = pipe.forward(&x).expect("outputs");
         sum(&out).backward();
-        assert_fails(pipe.backward_from(out).map(drop), &["weight' is not finite as Half"]);
+        assert_fails(pipe.backward_from(out).map(drop), &["weight' is not finite in Half"]);
         assert!(pipe.gradients().expect("gradients").is_empty());
     }
 }

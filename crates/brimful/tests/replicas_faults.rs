@@ -196,7 +196,7 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
         .backward_whole(&x, |weight, x| x * weight, move |_, out: &Tensor| sum(out.shallow_clone()))
         .map(drop);
     for ended in [one, two] {
-        assert_fails(ended, &["'weight' is not finite as Half"]);
+        assert_fails(ended, &["'weight' is not finite in Half"]);
         assert!(!replicas.store().variables()["weight"].grad().defined());
     }
 }
@@ -211,7 +211,7 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
     // The root of 0 is finite; its slope is not.
     let root = |_: &nn::SequentialT, out: &Tensor| (out * 0.0).sqrt().sum(Kind::Double);
-    assert_fails(replicas.backward_whole(&batch(), forward, root), &["is not finite as Double"]);
+    assert_fails(replicas.backward_whole(&batch(), forward, root), &["is not finite in Double"]);
     assert_same("refused", &before, &state(replicas.store()));
     in_two_passes(&mut replicas).expect("the next step");
 }

@@ -330,7 +330,7 @@ fn a_stopped_rank_is_given_up() {
         signal("-STOP", &stopped);
         sleep(HEARTBEAT_TIMEOUT + Duration::from_secs(3));
         signal("-CONT", &stopped);
-        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
+        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has sent no heartbeat for");
     });
 }
 
@@ -366,7 +366,7 @@ fn rank_that_hangs(world: World) {
 fn a_rank_that_hangs_is_given_up() {
     as_rank_or(rank_that_hangs, |launcher| {
         let said = text(&launcher.start(3, &RECOVERY, "").wait(LIMIT));
-        assert_given_up(&said, &[0, 1, 2], 2, "has been waited for");
+        assert_given_up(&said, &[0, 1, 2], 2, "has kept others waiting for");
     });
 }
 
@@ -422,6 +422,6 @@ fn a_rank_that_halts_within_a_message_is_given_up() {
         // A rank that was given up does not continue.
         sleep(3 * HEARTBEAT_TIMEOUT);
         fs::write(&over, []).expect("reported");
-        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has not been heard of");
+        assert_given_up(&text(&launched.wait(LIMIT)), &[0, 2], 1, "has sent no heartbeat for");
     });
 }

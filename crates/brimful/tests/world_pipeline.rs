@@ -631,7 +631,7 @@ fn every_rank_looks_for_free_memory_on_its_own_host() {
         build(room).expect("each has room for one stage");
         let second = world.rank() == 1;
         let error = build(if second { needed - 1 } else { room }).expect_err("too little memory");
-        assert!(error.to_string().contains("1 stages that live on the host need"), "{error}");
+        assert!(error.to_string().contains("1 offloaded stages need"), "{error}");
         let is_told =
             matches!(error, brimful::Error::World(WorldError::RankFailed { rank: 1, .. }));
         assert_eq!(is_told, !second, "{error}");

@@ -38,7 +38,7 @@ pub(crate) struct AutoOptions {
     /// Memory limit of each device, such as 96MiB or 16GB
     #[arg(long, value_delimiter = ',', value_name = "BYTES,…")]
     memory_limit: Vec<Bytes>,
-    /// Samples in a mini-batch [default: by model and device]
+    /// Samples per mini-batch [default: by model and device]
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,

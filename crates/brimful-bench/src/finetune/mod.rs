@@ -39,10 +39,10 @@ pub(crate) struct FinetuneOptions {
     from_scratch: bool,
     #[arg(long, value_name = "RANK", help = words::LORA)]
     lora: Option<LoraFlag>,
-    /// Offload model state to host memory: each mode is a contestant
+    /// Offload modes to compare: each is a contestant
     #[arg(long, value_name = "MODE,…", value_delimiter = ',', default_value = "device")]
     offload: Vec<OffloadArgument>,
-    /// Tokens in a sequence
+    /// Tokens per sequence
     #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
     #[arg(long, value_name = "N", default_value_t = 32, help = words::BATCH_SIZE)]

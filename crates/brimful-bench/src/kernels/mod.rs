@@ -33,7 +33,7 @@ To measure their first use with an empty and a full cache, run it twice:
 pub(crate) struct KernelsOptions {
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Number of tokens, each with a prediction [default: 8192 on CUDA, 256 on the CPU]
+    /// Number of predicted tokens [default: 8192 on CUDA, 256 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..))]
     places: Option<i64>,
     /// Vocabulary size [default: 50304 on CUDA, 1000 on the CPU]

@@ -42,10 +42,10 @@ pub(crate) struct MemoryOptions {
     /// Model families to search
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
     family: Vec<Family>,
-    /// Memory limit of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA what is free]
+    /// Memory limit of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA all free memory]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Host memory for offloaded stages [default: 8 devices' memory on the CPU, on CUDA what is free]
+    /// Host memory for offloaded stages [default: 8 devices' memory on the CPU, on CUDA all free memory]
     #[arg(long, value_name = "BYTES")]
     host_memory: Option<Bytes>,
     #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]

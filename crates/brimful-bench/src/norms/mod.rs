@@ -39,10 +39,10 @@ pub(crate) struct NormsOptions {
     /// Precision of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
-    /// Samples in a mini-batch: each is a row [default: 512 on CUDA, 16 on the CPU]
+    /// Samples per mini-batch: one row per number [default: 512 on CUDA, 16 on the CPU]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = words::count)]
     batch_size: Vec<usize>,
-    /// Samples in a micro-batch [default: 64 on CUDA, 4 on the CPU]
+    /// Samples per micro-batch [default: 64 on CUDA, 4 on the CPU]
     #[arg(long = "micro-batch-size", value_name = "N", value_parser = words::count)]
     micro_batch: Option<usize>,
     /// Image size in pixels [default: 224 on CUDA, 64 on the CPU]

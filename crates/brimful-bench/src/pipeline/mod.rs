@@ -62,7 +62,7 @@ pub(crate) struct PipelineOptions {
     )]
     #[arg(value_parser = words::count, help = words::MICRO_BATCHES)]
     micro_batches: Vec<usize>,
-    /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
+    /// Samples per micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
     #[arg(long = "micro-batch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
@@ -71,7 +71,7 @@ pub(crate) struct PipelineOptions {
     #[arg(long, value_name = "N", default_value_t = 64)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// GPT shape as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    /// GPT shape as layers x width x sequence: heads are 64 wide, and the vocabulary has 256 tokens
     // These 32 equal blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,

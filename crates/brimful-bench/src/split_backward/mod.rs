@@ -38,14 +38,14 @@ pub(crate) struct SplitBackwardOptions {
     /// Precision of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
-    /// Samples in a micro-batch [default: by model and device]
+    /// Samples per micro-batch [default: by model and device]
     #[arg(long = "micro-batch-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     /// Image size in pixels [default: 224 on CUDA, 64 on the CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
     /// GPT shape as layers x width x sequence [default: 12x768x512 on CUDA, 4x256x64 on
-    /// the CPU]. A head is 64 wide; there are 256 tokens.
+    /// the CPU]. Heads are 64 wide, and the vocabulary has 256 tokens.
     #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
     /// Measured steps of each contestant

@@ -45,7 +45,7 @@ pub struct EvaluateOptions {
     model: Option<ModelSource>,
     /// Weights: a file of train --save, or any safetensors file
     ///
-    /// The tensors of any other file have the model's names
+    /// In any other file, the tensors must have the names of the model's variables
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     /// LoRA adapter: a folder written by train --save or PEFT
@@ -54,7 +54,7 @@ pub struct EvaluateOptions {
     #[arg(long, default_value = "digits", value_name = "DATA")]
     #[arg(help = words::DATA, long_help = words::DATA_FORMS)]
     data: String,
-    /// Tokens in a sequence [default: as trained, else 64]
+    /// Tokens per sequence [default: as trained, else 64]
     #[arg(long, value_name = "N", value_parser = words::count)]
     sequence: Option<usize>,
     /// Image size in pixels [default: as trained, else 224]

@@ -29,7 +29,7 @@ Examples:
 pub struct GenerateOptions {
     /// Weights: a file of train --save, or any safetensors file
     ///
-    /// The tensors of any other file have the model's names
+    /// In any other file, the tensors must have the names of the model's variables
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     #[arg(long, value_name = "MODEL")]
@@ -39,7 +39,7 @@ pub struct GenerateOptions {
     /// LoRA adapter: a folder written by train --save or PEFT
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// Offload the weights, and copy one layer at a time to the device
+    /// Keep the weights in host memory, and copy one layer at a time to the device
     #[arg(long)]
     from_host: bool,
     /// Prompt: beginning of the text

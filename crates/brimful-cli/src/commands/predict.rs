@@ -41,7 +41,7 @@ Of digits, synthetic and IDX files, the samples are those that train holds out f
 pub struct PredictOptions {
     /// Weights: a file of train --save, or any safetensors file
     ///
-    /// The tensors of any other file have the model's names
+    /// In any other file, the tensors must have the names of the model's variables
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
     #[arg(long, value_name = "MODEL")]
@@ -50,8 +50,8 @@ pub struct PredictOptions {
     model: Option<ModelName>,
     /// Data: digits, synthetic, image files or image folder
     ///
-    /// Images are .jpg, .jpeg or .png files. A folder holds images, with a subfolder a class or without, or MNIST-format
-    /// IDX files
+    /// Images are .jpg, .jpeg or .png files. A folder holds images, with or without one subfolder per class, or
+    /// MNIST-format IDX files
     #[arg(long, default_value = "digits", value_name = "DATA", num_args = 1..)]
     data: Vec<String>,
     /// Image size in pixels [default: as trained, else 224]
@@ -63,13 +63,13 @@ pub struct PredictOptions {
     dtype: NumberType,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
-    /// Print JSON instead of text: an object a line for each sample
+    /// Print JSON instead of text: one line with one object per sample
     #[arg(long)]
     json: bool,
-    /// File to write: JSON lines; prints only the accuracy
+    /// Write JSON lines to this file, and print only the accuracy
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Write over the file of --output, if it is there already
+    /// Overwrite the file of --output
     #[arg(long)]
     overwrite: bool,
 }

@@ -69,8 +69,8 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
 /// Error for a text too short for one sequence in each of its parts.
 #[derive(Debug, Error)]
 #[error(
-    "it has {tokens} tokens, but at least {} are needed, so that the tenth of it that is for testing holds a \
-     sequence of {length} and one more: take a longer text{}", length.saturating_add(1).saturating_mul(10), self.shorter()
+    "it has {tokens} tokens, but at least {} are needed: a tenth is held out for testing, and must have at least \
+     {length} tokens and one more; take a longer text{}", length.saturating_add(1).saturating_mul(10), self.shorter()
 )]
 struct ShortText {
     tokens: u64,
@@ -166,7 +166,7 @@ mod tests {
             ("", 1, "holds a sequence of 1 and one more: take a longer text$"),
             (&"x".repeat(29), 4, "take a longer text, or --sequence 1 at most$"),
             ("abc", i64::MAX, "it has 3 tokens, but at least 18446744073709551615 are needed"),
-            (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed, so that the tenth"),
+            (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed: a tenth"),
             ("abc", 0, "give at least 1"),
         ] {
             let error = load_once(text.as_bytes(), length);

@@ -8,9 +8,9 @@ use super::shown_as_given;
 /// Statistics that BatchNorms normalise with in training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum NormStatistics {
-    /// Statistics of the whole mini-batch, for any micro-batches; on one device
+    /// Statistics of the whole mini-batch, whatever the micro-batch size; one device only
     Exact,
-    /// Statistics of each micro-batch; running statistics are updated once a step
+    /// Statistics of each micro-batch; running statistics are updated once per step
     Deferred,
     /// Statistics of each micro-batch; running statistics are updated at every micro-batch
     PerMicroBatch,

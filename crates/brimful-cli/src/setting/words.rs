@@ -20,8 +20,8 @@ pub const DATA: &str = "Data: digits, synthetic, text file or image folder";
 
 /// Long help of `--data`.
 pub(crate) const DATA_FORMS: &str = "\
-    Data: digits (shipped), synthetic, a folder of images (a subfolder a class) or of MNIST-format IDX files, or a text \
-    file (.jsonl, .json: documents or conversations)";
+    Data: digits (shipped), synthetic, a folder of images (one subfolder per class) or of MNIST-format IDX files, or a \
+    text file (.jsonl, .json: documents or conversations)";
 
 pub const IMAGE: &str = "Image size in pixels [default: 224]";
 
@@ -29,14 +29,14 @@ pub const BATCH_NORM: &str = "BatchNorm statistics in training [default: deferre
 
 pub const DTYPE: &str = "Precision of parameters and activations";
 
-pub const BATCH_SIZE: &str = "Samples in a mini-batch";
+pub const BATCH_SIZE: &str = "Samples per mini-batch";
 
-pub const MICRO_BATCH: &str = "Samples in a micro-batch";
+pub const MICRO_BATCH: &str = "Samples per micro-batch";
 
 /// Help of `--micro-batch-size` with automatic sizes.
-pub(crate) const ANY_MICRO_BATCH: &str = "Samples in a micro-batch: a number, auto or largest";
+pub(crate) const ANY_MICRO_BATCH: &str = "Samples per micro-batch: a number, auto or largest";
 
-pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
+pub const MICRO_BATCHES: &str = "Micro-batches per mini-batch";
 
 pub const LORA: &str = "Train LoRA adapters of this rank; the base weights stay frozen";
 
@@ -45,16 +45,27 @@ pub const FROM_SCRATCH: &str =
 
 pub const MEMORY_LIMIT: &str = "Memory limit of each device, such as 96MiB or 16GB";
 
-pub const STAGES: &str = "Pipeline stages, one a device (V with interleaved-V, breadth-first-V)";
+pub const STAGES: &str = "Number of pipeline stages, one per device";
+
+/// Long help of `--stages`.
+pub(crate) const STAGES_LONG: &str = "\
+    Number of pipeline stages, one per device. With --schedule interleaved-V or breadth-first-V there are V per device \
+    (V is a number), with zero-bubble-v and auto-v two";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 
 /// Long help of `--schedule` for a schedule that is executed.
 pub const SCHEDULES: &str = "\
     Pipeline schedule: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, interleaved-zero-bubble-V, \
-    zero-bubble-v, or one made for the measured times: auto, auto-interleaved-V, auto-v";
+    zero-bubble-v, or one made from measured times: auto, auto-interleaved-V, auto-v. V is the number of stages per device";
 
 pub const RECOMPUTE: &str = "Activation recomputation: never, except-last, always";
+
+/// Long help of `--recompute`.
+pub(crate) const RECOMPUTE_LONG: &str = "\
+    Activation recomputation: never, except-last, always. A stage that recomputes keeps only its input, and reruns its \
+    forward before its backward. except-last does not recompute a micro-batch whose backward directly follows its \
+    forward, such as the last one";
 
 pub const EPOCHS: &str = "Number of epochs";
 
@@ -66,7 +77,7 @@ pub const JSON: &str = "Print JSON instead of text: one object";
 
 /// Help of `--json` for rows or epochs printed as they come.
 pub const JSON_LINES: &str =
-    "Print JSON instead of text: an object a line, the last with \"done\": true";
+    "Print JSON instead of text: one object per line, the last with \"done\": true";
 
 /// Limit of any number: libtorch counts with signed integers.
 const MOST: u64 = i64::MAX as u64;

@@ -336,7 +336,7 @@ fn rotary(fields: &Fields<'_>) -> Result<(f64, RotaryScaling), PretrainedError> 
         }
         "llama3" => (keys::ROPE_SCALED_LLAMA3, llama3(&inner)?),
         other => {
-            let reason = format!("is '{other}': those known are default, linear, llama3");
+            let reason = format!("is '{other}': supported are default, linear, llama3");
             return Err(inner.wrong(kind, reason));
         }
     };

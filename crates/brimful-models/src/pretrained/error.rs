@@ -19,7 +19,10 @@ pub enum PretrainedError {
         reason: String,
     },
     /// An unsupported type of model.
-    #[error("'{path}' is of a model of the type '{found}': those known are {}", MODEL_TYPES.join(", "))]
+    #[error(
+        "'{path}' has the model type '{found}': supported are {}",
+        MODEL_TYPES.join(", ")
+    )]
     ModelType {
         /// Path of the file.
         path: String,
@@ -57,8 +60,8 @@ pub enum PretrainedError {
     },
     /// Weights that differ from those of the adapter that its config describes for this model.
     #[error(
-        "the weights of '{folder}' are not those of its adapter_config.json beside this model: {}: give the model that \
-         it was trained with",
+        "the weights of '{folder}' do not match its adapter_config.json and this model: {}: give the model \
+         that the adapter was trained with",
         shown(differences)
     )]
     Adapter {
@@ -69,7 +72,7 @@ pub enum PretrainedError {
     },
     /// A folder that holds something else.
     #[error(
-        "'{folder}' holds {other}, which would be lost: name a folder that is new, or was saved before"
+        "'{folder}' holds {other}, which would be lost: name a new folder, or one that was saved before"
     )]
     Occupied {
         /// Path of the folder.

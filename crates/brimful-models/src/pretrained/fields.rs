@@ -107,7 +107,7 @@ impl<'a> Fields<'a> {
         }
         let found = self.text(field)?;
         self.check(field, words.contains(&found), || {
-            format!("is '{found}': those known are {}", words.join(", "))
+            format!("is '{found}': supported are {}", words.join(", "))
         })
     }
 

@@ -364,8 +364,8 @@ fn refused(field: &str, value: Value) -> PretrainedError {
 #[test]
 fn folders_that_are_wrong_are_refused_before_anything_is_built() {
     for (field, value, words) in [
-        ("model_type", json!("mamba"), "'mamba': those known are gpt2, llama, mistral, qwen2"),
-        ("hidden_act", json!("relu"), "hidden_act is 'relu': those known are silu"),
+        ("model_type", json!("mamba"), "'mamba': supported are gpt2, llama, mistral, qwen2"),
+        ("hidden_act", json!("relu"), "hidden_act is 'relu': supported are silu"),
         ("num_hidden_layers", json!(-2), "num_hidden_layers is missing, or is no whole number"),
         ("num_key_value_heads", json!(3), "is 3, which 2 is no multiple of"),
         ("intermediate_size", json!(25), "mlp.down_proj.weight is [16, 24], not [16, 25]"),
@@ -374,7 +374,7 @@ fn folders_that_are_wrong_are_refused_before_anything_is_built() {
         (
             "rope_parameters",
             json!({"rope_type": "yarn"}),
-            "rope_type is 'yarn': those known are default, linear, llama3",
+            "rope_type is 'yarn': supported are default, linear, llama3",
         ),
     ] {
         let error = refused(field, value).to_string();
@@ -658,12 +658,12 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
 fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
     let gpt2 = Pretrained::open(folder("gpt2")).expect("a folder");
     for (field, value, words) in [
-        ("peft_type", json!("IA3"), "peft_type is 'IA3': those known are LORA"),
+        ("peft_type", json!("IA3"), "peft_type is 'IA3': supported are LORA"),
         ("peft_type", json!(null), "peft_type is missing, or is no text"),
-        ("task_type", json!("SEQ_CLS"), "task_type is 'SEQ_CLS': those known are CAUSAL_LM"),
+        ("task_type", json!("SEQ_CLS"), "task_type is 'SEQ_CLS': supported are CAUSAL_LM"),
         ("use_dora", json!(true), "use_dora is given, which is not known here: merge it"),
         ("use_dora", json!("yes"), "use_dora is given, which is not known here"),
-        ("bias", json!("all"), "bias is 'all': those known are none"),
+        ("bias", json!("all"), "bias is 'all': supported are none"),
         ("modules_to_save", json!(["wte"]), "modules_to_save is given, which is not known here"),
         (
             "init_lora_weights",

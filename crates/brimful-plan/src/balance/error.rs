@@ -33,7 +33,7 @@ pub enum BalanceError {
         layers: usize,
     },
     /// Stage without a layer.
-    #[error("stage {stage} of balance {sizes:?} is empty: give it a layer, or use one stage less")]
+    #[error("stage {stage} of balance {sizes:?} is empty: give it a layer, or use one stage fewer")]
     EmptyStage {
         /// Balance as given.
         sizes: Vec<usize>,
@@ -52,8 +52,8 @@ pub enum BalanceError {
     },
     /// Split backward that is shorter than the whole backward.
     #[error(
-        "the backward of layer {layer} takes {backward}, but its dX and dW {input_gradient} and \
-         {weight_gradient}: together they take at least as long; correct one, or leave it out"
+        "layer {layer}: dX ({input_gradient}) plus dW ({weight_gradient}) is shorter than the whole \
+         backward ({backward}), which cannot be: correct one of the times, or leave dX and dW out"
     )]
     BadSplit {
         /// Number of the layer.
@@ -78,9 +78,9 @@ pub enum BalanceError {
     },
     /// Too little memory, wherever the model is cut.
     #[error(
-        "no cut into {stages} stages fits: the layers need {} in all and the largest one {}, \
-         the devices have {} in all and the largest {}; \
-         use more devices, smaller micro-batches or recompute",
+        "no cut into {stages} stages fits: the layers need {} in all, and the largest layer {}; the \
+         devices have {} in all, and the largest device {}; use more devices, smaller micro-batches or \
+         activation recomputation",
         Bytes(*.needed), Bytes(*.largest_layer), Bytes(*.available), Bytes(*.largest_device)
     )]
     DoesNotFit {

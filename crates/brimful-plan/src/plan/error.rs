@@ -20,14 +20,12 @@ pub enum PlanError {
         what: &'static str,
     },
     /// Invalid number of bytes, or invalid time.
-    #[error("{what} {value}{}{unit} for each parameter byte: it must be finite and not negative", if unit.is_empty() { "" } else { " " })]
+    #[error("the {what} per parameter byte is {value}: it must be finite and not negative")]
     BadNumber {
-        /// Subject and verb for the message.
+        /// Name of the number.
         what: &'static str,
         /// Number as given.
         value: f64,
-        /// Unit; empty for a time.
-        unit: &'static str,
     },
     /// No combination can be built.
     #[error("none of the {count} combinations can be built; the first: {first}")]

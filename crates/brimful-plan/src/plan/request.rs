@@ -136,13 +136,13 @@ impl<'a> Request<'a> {
         }
         let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
         let numbers = [
-            ("gradients take", self.gradient_bytes, "bytes"),
-            ("the optimizer takes", self.optimizer_bytes, "bytes"),
-            ("the optimizer takes", ahead, "bytes"),
-            ("the update on the host takes", self.host_update, ""),
+            ("number of gradient bytes", self.gradient_bytes),
+            ("number of optimizer bytes", self.optimizer_bytes),
+            ("number of bytes of precomputed updates", ahead),
+            ("time of the update on the host", self.host_update),
         ];
-        if let Some((what, value, unit)) = numbers.into_iter().find(|number| !is_time(number.1)) {
-            return Err(PlanError::BadNumber { what, value, unit });
+        if let Some((what, value)) = numbers.into_iter().find(|number| !is_time(number.1)) {
+            return Err(PlanError::BadNumber { what, value });
         }
         // The balancer checks the devices, because it defines which speeds are valid.
         Ok(self.profile.check()?)

@@ -159,7 +159,10 @@ fn list(waits: &[BlockedDevice]) -> String {
 #[non_exhaustive]
 pub enum CostError {
     /// Costs for another number of stages.
-    #[error("costs of {given} stages were given, but the schedule has {needed}: give one for each")]
+    #[error(
+        "costs of {given} stages were given, but the schedule has {needed} stages: give the costs of each \
+         stage"
+    )]
     WrongStages {
         /// Number of stages with costs.
         given: usize,

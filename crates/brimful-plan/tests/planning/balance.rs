@@ -58,7 +58,7 @@ fn errors_carry_the_numbers() {
     );
     assert_eq!(
         message(Balance::new([8, 0], 8)),
-        "stage 1 of balance [8, 0] is empty: give it a layer, or use one stage less"
+        "stage 1 of balance [8, 0] is empty: give it a layer, or use one stage fewer"
     );
     assert_eq!(
         message(balance::by_time(&loads(&[1.0; 3]), &[Slot::default(); 4])),
@@ -72,8 +72,9 @@ fn errors_carry_the_numbers() {
     let slots = [Slot { memory: Some(4 << 30), ..Slot::default() }; 2];
     assert_eq!(
         message(balance::by_time_within(&fat, &slots)),
-        "no cut into 2 stages fits: the layers need 12.0 GiB in all and the largest one 3.00 GiB, the devices have \
-         8.00 GiB in all and the largest 4.00 GiB; use more devices, smaller micro-batches or recompute"
+        "no cut into 2 stages fits: the layers need 12.0 GiB in all, and the largest layer 3.00 GiB; the devices have \
+         8.00 GiB in all, and the largest device 4.00 GiB; use more devices, smaller micro-batches or activation \
+         recomputation"
     );
     assert!(matches!(Balance::new([], 0), Err(BalanceError::NoStages)));
     assert!(matches!(balance::by_bytes(&fat, &[]), Err(BalanceError::NoStages)));

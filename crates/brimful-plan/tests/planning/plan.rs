@@ -307,7 +307,10 @@ fn questions_without_an_answer() {
         ask(|r| r.micro_batches.push(0)),
         "the number of micro-batches is 0: a schedule needs at least 1"
     );
-    assert!(ask(|r| r.gradient_bytes = -1.0).starts_with("gradients take -1 bytes"));
+    assert!(
+        ask(|r| r.gradient_bytes = -1.0)
+            .starts_with("the number of gradient bytes per parameter byte is -1")
+    );
     assert!(ask(|r| r.optimizer_bytes = f64::NAN).contains("NaN"));
     assert!(ask(|r| r.devices[1].speed = -1.0).starts_with("the speed of device 1 is -1"));
     assert!(ask(|r| r.link.bandwidth = -1.0).starts_with("the bandwidth of the link is -1"));

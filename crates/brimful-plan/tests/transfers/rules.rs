@@ -78,7 +78,7 @@ fn what_cannot_be_made_is_said() {
     };
     assert_eq!(
         refused(&[StageLocation::HOST; 2], 2),
-        "locations of 2 stages were given, but the schedule has 3: give one for each"
+        "locations of 2 stages were given, but the schedule has 3 stages: give one per stage"
     );
     assert_eq!(
         refused(&[StageLocation::HOST; 3], 0),

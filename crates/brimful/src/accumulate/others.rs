@@ -12,9 +12,9 @@ use crate::Result;
 /// A tensor that requires a gradient where only the model's own parameters may.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
-    "the loss depends on a tensor of shape {shape:?} that requires a gradient and is no parameter of \
-     the model: nothing was changed; make it a variable of the model or detach it, or use a \
-     `MicroBatcher` without a world, or `Pipeline::forward` and `backward_from`, which give it its gradient"
+    "the loss depends on a tensor of shape {shape:?} that requires a gradient and is not a parameter of \
+     the model: nothing was changed; make it a variable of the model or detach it, or use a `MicroBatcher` \
+     without a world, or `Pipeline::forward` and `backward_from`, which compute its gradient"
 )]
 #[non_exhaustive]
 pub struct OtherLeaf {

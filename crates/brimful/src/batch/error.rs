@@ -11,7 +11,7 @@ pub enum BatchError {
     Empty,
     /// A micro-batch that was changed in place, although it is a view of the mini-batch.
     #[error(
-        "tensor {leaf} of a micro-batch was changed in place, but it is the mini-batch itself, which \
+        "tensor {leaf} of a micro-batch was changed in place, but it shares memory with the mini-batch, which \
          may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
     )]
     Changed {
@@ -20,8 +20,8 @@ pub enum BatchError {
     },
     /// Leaves of a batch with different numbers of samples.
     #[error(
-        "the leaves of a batch must have one length, but are {} long: give each the same samples, \
-         and wrap what all micro-batches share in `Shared`",
+        "the leaves of a batch must have the same length, but are {} long: give each leaf the same \
+         samples, and wrap what all micro-batches share in `Shared`",
         enumerate(lengths)
     )]
     LeafLengthsDiffer {
@@ -69,8 +69,8 @@ pub enum BatchError {
     NothingToJoin,
     /// Parts that are not cuts of one batch.
     #[error(
-        "part {part} (counted from 0) cannot be joined to part 0: it has {other} where that has \
-         {first}; parts may differ in their samples alone, so make a number that differs a tensor"
+        "part {part} (counted from 0) cannot be joined to part 0: part {part} has {other} where part 0 has \
+         {first}; only tensors may differ between parts, so turn the differing number into a tensor"
     )]
     PartsDiffer {
         /// Index of the part that differs from the first.

@@ -44,8 +44,8 @@ pub enum LayersError {
     },
     /// A layer that shares with one that is not before it.
     #[error(
-        "layer {position}, '{name}', shares the variables of '{owner}', which is not among the \
-         layers before it: put that one first, or correct the name"
+        "layer {position}, '{name}', shares the variables of '{owner}', which is not among the layers \
+         before it: put '{owner}' first, or correct the name"
     )]
     Shares {
         /// Its position in the list, counted from 0.
@@ -57,8 +57,8 @@ pub enum LayersError {
     },
     /// A layer with more than one exact BatchNorm.
     #[error(
-        "layer {position}, '{name}', has {norms} exact BatchNorms, and all micro-batches meet before one \
-         at a time: make each a layer of its own, by `add_norm`"
+        "layer {position}, '{name}', has {norms} exact BatchNorms, but a stage can wait for all \
+         micro-batches at only one: make each a layer of its own, by `add_norm`"
     )]
     ExactNorms {
         /// Its position in the list, counted from 0.
@@ -70,8 +70,8 @@ pub enum LayersError {
     },
     /// A pop without a stash.
     #[error(
-        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
-         one around it: add `.stash(\"{skip}\")` before it"
+        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in an \
+         enclosing list: add `.stash(\"{skip}\")` before the layer"
     )]
     SkipUnknown {
         /// The layer's position in the list, counted from 0.

@@ -40,8 +40,8 @@ pub enum LossError {
     },
     /// A loss with other terms than those of earlier micro-batches.
     #[error(
-        "a micro-batch's loss has {now} terms where the ones before had {before}, or of other \
-         kinds: build the same loss for every micro-batch"
+        "a micro-batch's loss has {now} terms, but earlier ones had {before}, or terms of different kinds: \
+         build the same loss for every micro-batch"
     )]
     TermsDiffer {
         /// Number of terms in earlier micro-batches.
@@ -61,8 +61,9 @@ pub enum LossError {
     /// A loss that is not finite.
     #[error(
         "term {term} of the loss (counted from 0) is {value} (weight {weight}) in micro-batch \
-         {micro_batch}: nothing was changed; lower the learning rate or look at the data, use \
-         `Loss::ratio` where a micro-batch may have a weight of 0, or allow it by `NonFinite::Allow`"
+         {micro_batch}: nothing was changed; lower the learning rate, check the data, use `Loss::ratio` \
+         where a micro-batch may have a weight of 0, or accept non-finite losses with \
+         `NonFinitePolicy::Allow`"
     )]
     NonFinite {
         /// The term's index, counted from 0.

@@ -47,8 +47,8 @@ pub enum BatchNormError {
     },
     /// An exact layer whose input is not the tensor that its layer in the list was given.
     #[error(
-        "a layer added by `add_norm` normalises the first tensor that it is given, as it is, but this one \
-         has made one of shape {shape:?} from it: do that in a layer before it"
+        "a layer added by `add_norm` must normalise its first input unchanged, but this layer first made a \
+         tensor of shape {shape:?} from it: do that in the layer before"
     )]
     OtherInput {
         /// Shape of the input.

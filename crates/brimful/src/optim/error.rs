@@ -26,8 +26,8 @@ pub enum OptimError {
     },
     /// Parameter group without a parameter.
     #[error(
-        "group '{group}' matches none of the {parameters} parameters (the first is '{first}'): \
-         mend its condition or leave it out"
+        "group '{group}' matches none of the {parameters} parameters (the first is '{first}'): correct the \
+         group's condition, or remove the group"
     )]
     EmptyGroup {
         /// The group's name.
@@ -80,9 +80,7 @@ pub enum OptimError {
         here: String,
     },
     /// Update of averages that are swapped in.
-    #[error(
-        "the averages are in the place of the model's own weights: put those back with `swap_out` first"
-    )]
+    #[error("the averages are swapped in: put the model's own weights back with `swap_out` first")]
     AveragesInPlace,
     /// Clipping without any gradient.
     #[error("none of the {parameters} parameters has a gradient: run backward first")]

@@ -47,8 +47,8 @@ impl Optimizer {
     }
 
     /// Loads a state that [`Optimizer::state`] returned, with the learning rates and options of its groups.
-    /// It does not contain the parameters themselves. The tensors are copied into the memory that the
-    /// caller has entered, as by [`retry_on_oom`](crate::retry_on_oom()).
+    /// It does not contain the parameters themselves. The copies are allocated in the arena that the caller has
+    /// entered, as [`retry_on_oom`](crate::retry_on_oom()) does.
     ///
     /// # Errors
     /// When it belongs to other parameters, shapes, groups or methods (the error names the first
@@ -74,7 +74,7 @@ impl Optimizer {
         self.check_names(metadata)?;
         let mut left: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-        // The new state may need the memory of the second states, whose values belong to the old one.
+        // Frees precomputed updates: they belong to the old state, and the new one may need their memory.
         self.drop_ahead();
         let mut states = Vec::new();
         for parameter in &self.parameters {
@@ -160,7 +160,10 @@ fn read_method(group: &ParameterGroup, metadata: &Metadata) -> Result<Method> {
     Ok(saved)
 }
 
-/// Takes the parameter's tensors out of `left`: all that it needs, or none.
+/// Removes this parameter's tensors from `left`. `None` if there are none.
+///
+/// # Errors
+/// When only some are there, or one has a different shape or dtype.
 fn read_state(
     parameter: &Parameter,
     method: &Method,
@@ -182,7 +185,7 @@ fn read_state(
         }
         tensor.shallow_clone().f_copy_(saved)?;
     }
-    // The model may be loaded before or after: the next step compares it with the master.
+    // Weights that are loaded too, before or after, may differ from this master: the next step compares them.
     state.version = UNKNOWN_VERSION;
     Ok(Some(state))
 }

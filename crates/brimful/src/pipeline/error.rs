@@ -57,9 +57,9 @@ pub enum PipelineError {
     },
     /// Backward of an offloaded stage through a graph that was made before its weights left.
     #[error(
-        "{action} goes back through a graph that looks at stage {}'s weights on device {device}, but that has room for \
-         {device_buffers} stages that live on the host at a time, and others lie there since: run {} right before it, choose \
-         breadth-first, or let at most {device_buffers} stages of a device live on the host",
+        "{action} needs stage {}'s weights, but device {device} has {device_buffers} buffers for offloaded \
+         stages, and a different stage has reused the buffer since the graph was made: run {} right before \
+         {action}, choose breadth-first, or offload at most {device_buffers} stages per device",
         action.stage,
         remade(*action)
     )]
@@ -73,8 +73,8 @@ pub enum PipelineError {
     },
     /// Backward of an offloaded stage whose weights have left, noticed when it is about to run.
     #[error(
-        "its graph looks at weights that have left the device since, and others lie there: compute it again (R) right \
-         before its backward"
+        "its graph refers to weights whose device buffer was reused: recompute the stage (R) right before \
+         its backward"
     )]
     WeightsLeft,
     /// Model with another number of output tensors than the closure takes.
@@ -90,7 +90,8 @@ pub enum PipelineError {
     },
     /// Devices that cannot be divided evenly among several pipelines.
     #[error(
-        "{devices} devices cannot be dealt out to {replicas} replicas of a pipeline: give each as many"
+        "{devices} devices cannot be divided equally among {replicas} replicas: give a multiple of \
+         {replicas} devices"
     )]
     UnevenReplicas {
         /// Number of devices.
@@ -100,8 +101,8 @@ pub enum PipelineError {
     },
     /// Input that has a graph or requires a gradient.
     #[error(
-        "input {leaf} requires a gradient, which a pipeline does not give back: make what computes it \
-         a layer, or detach it"
+        "input {leaf} requires a gradient, but a pipeline does not compute gradients of inputs: make the \
+         computation of the input a layer, or detach the input"
     )]
     InputGradient {
         /// Index of the tensor in the mini-batch, from 0.
@@ -121,22 +122,22 @@ pub enum PipelineError {
     OldOutputs,
     /// Updates in the backward, with a loss whose denominator is known only at the end.
     #[error(
-        "updates run in the backward, but what this loss is divided by is known only at its end: use \
-         `Loss::mean`, or update after it (`update_in_backward(false)`)"
+        "updates run in the backward, but the denominator of this loss is known only after all \
+         micro-batches: use `Loss::mean`, or update after the backward (`update_in_backward(false)`)"
     )]
     UnknownInBackward,
     /// Updates in the backward, in a step of several mini-batches or several workers.
     #[error(
-        "updates run in the backward, which needs a step of one mini-batch in one pipeline on one device: \
-         let them come after it (`update_in_backward(false)`)"
+        "updates in the backward need a step of one mini-batch in one pipeline on one device: update after \
+         the backward (`update_in_backward(false)`)"
     )]
     PartsInBackward,
     /// Updates in the backward, with actions that end a stage's backward before the gradient of a shared
     /// parameter is complete.
     #[error(
-        "updates run in the backward, but by these actions stage {owner} has its last one before stage {user}, which \
-         adds to the gradient of a parameter that both have: run stage {user}'s weight gradients before that, or let \
-         updates come after the backward (`update_in_backward(false)`)"
+        "updates run in the backward, but stages {owner} and {user} share a parameter, and these actions \
+         end stage {owner}'s backward first: run stage {user}'s weight gradients before the end of stage \
+         {owner}'s backward, or update after the backward (`update_in_backward(false)`)"
     )]
     TooEarlyInBackward {
         /// Stage that owns the parameter.
@@ -146,8 +147,8 @@ pub enum PipelineError {
     },
     /// Step that failed after some of its updates in the backward.
     #[error(
-        "the updates of {stages} stages had followed the backward, or were about to, when the step failed, so the \
-         parameters are of no step: load the model that was saved last. It failed because: {cause}"
+        "the step failed after {stages} stages were updated in the backward, or were about to be, so the \
+         parameters are inconsistent: load the last checkpoint. Cause: {cause}"
     )]
     PartlyUpdated {
         /// Number of updated stages.
@@ -157,8 +158,8 @@ pub enum PipelineError {
     },
     /// Gradients that cannot be clipped, because updates in the backward have consumed some.
     #[error(
-        "updates run in the backward, so the gradients of {stages} stages that live on the host are gone, and the norm \
-         would be that of the others: to clip, update after it (`update_in_backward(false)`)"
+        "updates run in the backward, so the gradients of {stages} offloaded stages are gone, and the norm \
+         would miss them: to clip, update after the backward (`update_in_backward(false)`)"
     )]
     ClippedInBackward {
         /// Number of stages without gradients.
@@ -166,7 +167,7 @@ pub enum PipelineError {
     },
     /// Offload settings for another number of stages than the pipeline's.
     #[error(
-        "locations of {given} stages were given, but the pipeline has {stages}: give one for each"
+        "locations of {given} stages were given, but the pipeline has {stages} stages: give one per stage"
     )]
     WrongLocations {
         /// Number of settings given.
@@ -176,9 +177,9 @@ pub enum PipelineError {
     },
     /// Host memory too small for the offloaded stages.
     #[error(
-        "{stages} stages that live on the host need {needed} there (weights, gradients and the optimizer's \
-         state), but it has {free}: let fewer live there, choose a smaller dtype or an optimizer that \
-         keeps less, or use more devices"
+        "{stages} offloaded stages need {needed} of host memory (weights, gradients and the optimizer's \
+         state), but {free} are free: offload fewer stages, choose a smaller dtype or an optimizer with \
+         less state, or use more devices"
     )]
     HostTooSmall {
         /// Number of offloaded stages.
@@ -207,8 +208,8 @@ pub enum PipelineError {
     },
     /// Exact BatchNorms on several devices, replicas or ranks.
     #[error(
-        "exact BatchNorms are of the samples of one device, but there are {devices} devices, {replicas} \
-         replicas and {ranks} ranks: give the pipeline one device, or take `BatchNormPolicy::Deferred`"
+        "exact BatchNorm needs all samples on one device, but there are {devices} devices, {replicas} \
+         replicas and {ranks} ranks: give the pipeline one device, or use `BatchNormPolicy::Deferred`"
     )]
     ExactOnSeveral {
         /// Devices of this process.
@@ -220,8 +221,8 @@ pub enum PipelineError {
     },
     /// Exact BatchNorm without a layer before it.
     #[error(
-        "'{layer}' is an exact BatchNorm and the first layer, but all micro-batches must pass a layer \
-         before they meet: put one before it, such as `.add_fn(\"input\", |x| x * 1.0)`"
+        "'{layer}' is an exact BatchNorm and the first layer, but it needs a layer before it whose outputs \
+         of all micro-batches it can wait for: add one, such as `.add_fn(\"input\", |x| x * 1.0)`"
     )]
     ExactFirst {
         /// Name of the layer.
@@ -229,8 +230,9 @@ pub enum PipelineError {
     },
     /// Actions that let a micro-batch pass an exact BatchNorm before all have reached it.
     #[error(
-        "{came} of {micro_batches} micro-batches have come to an exact BatchNorm that one of them is to \
-         pass: give a list of actions in which each stage runs all before the next stage runs one"
+        "{came} of {micro_batches} micro-batches have reached an exact BatchNorm that the next action \
+         passes: give a list of actions in which each stage runs all micro-batches before the next stage \
+         runs one"
     )]
     NotAllMet {
         /// Micro-batches that have reached it.
@@ -240,14 +242,14 @@ pub enum PipelineError {
     },
     /// Input that recomputation needs, but that a layer changed in place.
     #[error(
-        "a layer changed the stage's input in place, but it is to be computed from again: let the \
-         stage's first layer make a tensor of its own, or do not recompute"
+        "a layer changed the stage's input in place, but recomputation needs the input: let the stage's \
+         first layer make a new tensor, or do not recompute"
     )]
     InputChanged,
     /// In-place change of a tensor that gets a gradient, which libtorch refuses.
     #[error(
-        "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let it make a \
-         tensor of its own (`relu` for `relu_`), or be one layer with what comes before it"
+        "it changes in place a tensor that needs a gradient, its stage's input or a parameter: make a new \
+         tensor (`relu` for `relu_`), or make it one layer with the layer before"
     )]
     ChangesInPlace,
 }

@@ -24,8 +24,8 @@ pub enum ReplicasError {
     },
     /// Replicas of different models.
     #[error(
-        "replica {replica} is another model than the first: '{variable}' is {here} there and {first} \
-         in the first; let the closure build the same on every device"
+        "replica {replica} differs from the first: '{variable}' is {here} in replica {replica} and {first} \
+         in the first; let the closure build the same model on every device"
     )]
     ModelsDiffer {
         /// Index of the replica, from 0.
@@ -38,7 +38,7 @@ pub enum ReplicasError {
         here: String,
     },
     /// Another number of speeds than of replicas.
-    #[error("{given} speeds are given for {replicas} replicas: give one each")]
+    #[error("{given} speeds are given for {replicas} replicas: give one per replica")]
     SpeedsCount {
         /// Number of speeds given.
         given: usize,

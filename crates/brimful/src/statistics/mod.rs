@@ -179,9 +179,8 @@ impl Pending {
         }
     }
 
-    /// Returns whether a layer has normalised micro-batches, each by its own statistics: a whole mini-batch
-    /// does not depend on its cut.
-    pub(crate) fn show_the_cut(&self) -> bool {
+    /// Returns whether results depend on the cut, because some layer normalised by a micro-batch's own statistics.
+    pub(crate) fn depends_on_cut(&self) -> bool {
         !self.changed.is_empty() || self.deferred.values().any(|seen| !seen.is_of_whole)
     }
 
@@ -221,7 +220,7 @@ impl Pending {
     }
 }
 
-/// The outer step while an inner one runs; when dropped, even by a panic, it is the thread's step again.
+/// Saves the outer step during an inner one, and restores it on drop, even after a panic.
 struct Outer(Option<Pending>);
 
 impl Drop for Outer {

@@ -10,7 +10,7 @@ pub enum StepError {
     /// A gradient that is not finite.
     #[error(
         "a gradient is not finite from micro-batch {micro_batch} on: nothing was changed; lower the \
-         learning rate or look at the data, or allow it by `NonFinitePolicy::RefuseLoss`"
+         learning rate, check the data, or accept non-finite gradients with `NonFinitePolicy::RefuseLoss`"
     )]
     NonFiniteGradient {
         /// The micro-batch, counted from 0.
@@ -18,8 +18,9 @@ pub enum StepError {
     },
     /// A gradient that is not finite once it is summed up, divided and cast to this dtype.
     #[error(
-        "the gradient of '{parameter}' is not finite as {kind:?}: nothing was changed; lower the learning \
-         rate or the factor of the loss, look at the data, or allow it by `NonFinitePolicy::RefuseLoss`"
+        "the gradient of '{parameter}' is not finite in {kind:?}: nothing was changed; lower the learning rate \
+         or the loss scale, check the data, or accept non-finite gradients with \
+         `NonFinitePolicy::RefuseLoss`"
     )]
     NonFiniteSum {
         /// The parameter's name.
@@ -50,8 +51,8 @@ pub enum StepError {
     },
     /// A window whose sums belong to other parameters than those that are trained now.
     #[error(
-        "{samples} samples have been accumulated for {then} trained parameters, and now {now} are, or \
-         others: freeze and thaw parameters before a window's first `accumulate` or after its `commit`"
+        "{samples} samples were accumulated for {then} parameters, but a different set ({now}) is trained \
+         now: freeze and unfreeze parameters before a window's first `accumulate` or after its `commit`"
     )]
     TrainedChanged {
         /// Samples that wait for the commit.
@@ -72,8 +73,8 @@ pub enum StepError {
     },
     /// An output through which a loss over the whole mini-batch cannot run backward.
     #[error(
-        "output {leaf} (counted from 0) cannot take a gradient in parts: return one row a sample, \
-         and nothing in `Shared`"
+        "output {leaf} (counted from 0) cannot take a gradient in parts: return one row per sample, and \
+         nothing in `Shared`"
     )]
     OutputNotRows {
         /// The output's index, counted from 0.

@@ -83,7 +83,7 @@ impl StoreAttempt {
 
     /// Returns whether layers of this library normalised micro-batches, each by its own statistics.
     pub(crate) fn normalises(&self) -> bool {
-        self.undo.statistics.show_the_cut()
+        self.undo.statistics.depends_on_cut()
     }
 
     /// Fails if the trained parameters have changed since the sums were computed.

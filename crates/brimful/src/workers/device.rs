@@ -43,7 +43,7 @@ impl DeviceSpec {
         Self { arena: Some(arena), ..self }
     }
 
-    /// Adds an arena if the device's memory is not counted yet, as automatic sizes need.
+    /// Adds an arena to a CPU without one: automatic sizes need counted memory.
     pub(crate) fn counted(self) -> Self {
         match (&self.arena, self.device) {
             (None, Device::Cpu) => self.arena(Arena::new("cpu")),
@@ -51,7 +51,8 @@ impl DeviceSpec {
         }
     }
 
-    /// Returns the device's memory, if it is counted.
+    /// Returns the device's memory, if it is tracked: an accelerator's, or an arena's. `None` for a CPU without an
+    /// arena.
     pub(crate) fn memory(&self) -> Option<Memory> {
         match (&self.arena, self.device) {
             (Some(arena), Device::Cpu) => Some(Memory::Arena(arena.clone())),
@@ -82,17 +83,17 @@ impl From<Memory> for DeviceSpec {
     }
 }
 
-/// Checks that the devices exist; CPUs without a number of threads share the caller's.
+/// Checks that the devices exist. CPU devices without a number of threads share the caller's threads equally.
 pub(crate) fn resolved(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
-    // With all threads each, they would outnumber the cores and slow each other down many times.
+    // If each CPU device used all threads, there would be more threads than cores, which slows all of them down.
     let share = (threads::threads() / cpus.max(1)).max(1);
-    let resolve = |mut stage: DeviceSpec| {
-        stage.device = device::find(&device::name(stage.device))?;
-        if stage.device == Device::Cpu {
-            stage.threads.get_or_insert(share);
+    let resolve = |mut spec: DeviceSpec| {
+        spec.device = device::find(&device::name(spec.device))?;
+        if spec.device == Device::Cpu {
+            spec.threads.get_or_insert(share);
         }
-        Ok(stage)
+        Ok(spec)
     };
     devices.into_iter().map(resolve).collect()
 }

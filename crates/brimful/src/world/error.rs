@@ -20,8 +20,8 @@ pub enum WorldError {
     },
     /// Lost rank: its heartbeat has stopped.
     #[error(
-        "rank {rank} on {host} has not been heard of for {} s: it was killed, stopped or cut off; \
-         start again from the last saved model",
+        "rank {rank} on {host} has sent no heartbeat for {} s: it was killed, stopped or cut off; start \
+         again from the last saved model",
         silent.as_secs()
     )]
     RankLost {
@@ -34,9 +34,8 @@ pub enum WorldError {
     },
     /// Rank whose heartbeat continues but that keeps others waiting.
     #[error(
-        "rank {rank} on {host} gives signs of life, but has been waited for for {} s: it hangs, or is \
-         at something that takes longer than the longest wait that was set; start again from the last \
-         saved model",
+        "rank {rank} on {host} sends heartbeats, but has kept others waiting for {} s, longer than \
+         `timeout`: it hangs, or needs a longer timeout; start again from the last saved model",
         waited.as_secs()
     )]
     RankHangs {
@@ -58,7 +57,9 @@ pub enum WorldError {
         words: Option<String>,
     },
     /// This rank, whose heartbeat the others do not receive.
-    #[error("the other ranks have given up this one, rank {rank}, because they did not hear of it")]
+    #[error(
+        "the other ranks have given up this one, rank {rank}, because they received no heartbeat from it"
+    )]
     GivenUp {
         /// Its number.
         rank: usize,
@@ -98,8 +99,8 @@ pub enum WorldError {
     },
     /// Number of ranks that the replicas do not divide.
     #[error(
-        "{ranks} rank{} cannot be divided into {replicas} replicas of as many ranks each: start a \
-         multiple of {replicas}, as in mpirun -n {replicas}, or srun",
+        "{ranks} rank{} cannot be divided into {replicas} replicas of equal size: start a multiple of \
+         {replicas}, as in mpirun -n {replicas}, or srun",
         if *ranks == 1 { "" } else { "s" }
     )]
     DoesNotDivide {
@@ -136,7 +137,7 @@ pub enum WorldError {
         name: String,
     },
     /// Message that could not be sent or decoded.
-    #[error("messages between the ranks: {0}")]
+    #[error("a message between ranks could not be sent or decoded: {0}")]
     Message(String),
 }
 

@@ -16,35 +16,34 @@ use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, words};
 #[command(after_help = EXAMPLES)]
 pub struct PlanOptions {
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
+    #[arg(long_help = words::STAGES_LONG)]
     #[arg(required_unless_present = "schedule_file")]
     pub(super) stages: Option<usize>,
 
-    /// Micro-batches in a mini-batch [default: the best of a model]
+    /// Micro-batches per mini-batch [default: the best number for the model]
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(required_unless_present_any = ["model", "profile", "schedule_file"])]
     pub(super) num_micro_batches: Option<usize>,
 
     /// Pipeline schedule: all, or some of gpipe, 1f1b, interleaved, auto, …
     ///
-    /// Also breadth-first, zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, and, made for the stages' times, auto,
-    /// auto-interleaved and auto-v
+    /// Also breadth-first, zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v; and auto, auto-interleaved and auto-v,
+    /// which are made from the stages' times
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
     pub(super) schedule: Vec<ScheduleChoice>,
 
-    /// Stages a device (V) of interleaved and breadth-first schedules
+    /// Stages per device (V) of interleaved and breadth-first schedules
     #[arg(long, short = 'v', value_name = "V", default_value_t = 2, value_parser = words::count)]
     pub(super) virtual_stages: usize,
 
-    /// Activation recomputation: never, except-last, always [default: never, a model the best]
+    /// Activation recomputation: never, except-last, always [default: never; for a model the best]
     #[arg(long, value_name = "WHEN", value_parser = setting::recompute)]
     pub(super) recompute: Option<Recompute>,
 
     #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
     pub(super) memory_limit: Option<Bytes>,
 
-    /// Simulate the schedule in this file: lines of cells such as 2F0
-    ///
-    /// A line for each device
+    /// Simulate the schedule in this file: one line per device, of cells such as 2F0
     #[arg(long, value_name = "CSV")]
     #[arg(conflicts_with_all = ["model", "profile", "schedule", "num_micro_batches", "stages", "recompute"])]
     pub(super) schedule_file: Option<PathBuf>,
@@ -56,11 +55,11 @@ pub struct PlanOptions {
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write a trace for ui.perfetto.dev: the best step
+    /// Write the timeline of the best step, for ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
-    /// Write a report page: the best step of each schedule
+    /// Write an HTML page with the best step of each schedule
     #[arg(long, value_name = "FILE")]
     pub(super) report: Option<PathBuf>,
 
@@ -75,11 +74,11 @@ pub struct PlanOptions {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Costs in plain numbers")]
 pub(super) struct PlainNumbers {
-    /// Time of a device's forward, in any unit
+    /// Time of a micro-batch's forward on one device, in any unit
     #[arg(long, value_parser = words::not_negative, value_name = "TIME", default_value_t = 1.0)]
     pub(super) forward: f64,
 
-    /// Time of a device's backward [default: the sum of dX and dW, or 2]
+    /// Time of a micro-batch's backward on one device [default: the sum of dX and dW, or 2]
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) backward: Option<f64>,
 
@@ -123,15 +122,15 @@ pub(super) struct MeasuredModel {
     #[arg(help = words::BATCH_SIZE)]
     pub(super) batch_size: Option<usize>,
 
-    /// Bytes of optimizer state a byte of parameters: SGD 0, with momentum 1, Adam 2
+    /// Bytes of optimizer state per byte of parameters: SGD 0, SGD with momentum 1, Adam 2
     #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_state: f64,
 
-    /// Host memory for offloaded stages [default: what is free; with --profile none]
+    /// Host memory for offloaded stages [default: all free memory; with --profile none]
     #[arg(long, value_name = "BYTES", requires = "batch_size")]
     pub(super) host_memory: Option<Bytes>,
 
-    /// Bytes a second of the host link: to the device and back, such as 55GB,50GB [default: measured]
+    /// Bytes per second of the host link, to the device and back, such as 55GB,50GB [default: measured]
     #[arg(long, value_name = "BYTES[,BYTES]", value_delimiter = ',', requires = "batch_size")]
     pub(super) host_link: Vec<Bytes>,
 }
@@ -144,7 +143,7 @@ Examples:
   Draw one schedule:
       brimful plan -s 4 -m 8 --schedule 1f1b --svg 1f1b.svg
 
-  Find what fits into 16 GiB, with activations of 3 GiB a micro-batch:
+  Find what fits into 16 GiB, with activations of 3 GiB per micro-batch:
       brimful plan -s 4 -m 16 --activations 3GiB --parameters 2GiB --memory-limit 16GiB
 
   Find the best plan for a model, with measured layers:
@@ -161,7 +160,7 @@ Examples:
   Simulate a custom schedule:
       brimful plan --schedule-file mine.csv --trace mine.json
 
-A profile has a list of layers; times are seconds a sample, sizes bytes a sample:
+A profile has a list of layers; times are in seconds per sample, sizes in bytes per sample:
       [[layers]]
       name = \"stem\"
       forward = 0.0011

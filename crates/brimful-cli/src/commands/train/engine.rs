@@ -54,7 +54,7 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// Loads the state that another run has saved. Changes nothing if it does not fit.
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
 
-    /// Returns the bytes that a step needs for any size of its micro-batches, if they are known.
+    /// Returns the bytes of a step that do not depend on the micro-batch size, if they are known.
     fn fixed_bytes(&self) -> Option<FixedBytes> {
         None
     }
@@ -87,7 +87,7 @@ pub(super) fn build(
     let stages = &options.stages;
     ensure_use!(
         over == MeanOver::Samples || !stages.update_in_backward,
-        "--update-in-backward needs a loss over all tokens, but with messages only answers count: leave it out"
+        "--update-in-backward needs a loss over all tokens; with conversations only the answers count: remove the flag"
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);

@@ -19,10 +19,10 @@ pub struct Length {
     /// Number of steps, in place of --epochs
     #[arg(long, value_name = "STEPS", value_parser = words::count, conflicts_with = "epochs")]
     pub(crate) max_steps: Option<usize>,
-    /// Test every N steps, besides after every epoch
+    /// Evaluate every N steps, as well as after each epoch
     #[arg(long, value_name = "N", value_parser = words::count, hide_short_help = true)]
     pub(crate) eval_every: Option<usize>,
-    /// Stop early after N tests without a lower loss than the best
+    /// Stop early after N evaluations in a row without a new lowest loss
     #[arg(long, value_name = "N", value_parser = words::count, hide_short_help = true)]
     pub(crate) stop_after: Option<usize>,
     /// True if pretrained weights are fine-tuned.

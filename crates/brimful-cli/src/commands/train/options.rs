@@ -41,14 +41,14 @@ Examples:
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
-  brimful train --model gpt --data synthetic --stages 4 --num-micro-batches 16 --memory-limit 64MiB \\
-                --device cpu                          a pipeline over four devices of 64 MiB each
+  brimful train --model gpt --data synthetic --stages 4 -m 16 --memory-limit 64MiB --device cpu
+                                                      a pipeline over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --num-micro-batches 16 --report report.html   two stages on each device; a timeline
+                --num-micro-batches 16 --report report.html   two stages per device; a timeline
   brimful train --model gpt --data book.txt --offload all --num-micro-batches 16 --memory-limit 8GB
                                                       weights and optimizer state in host memory
   brimful train --model resnet50 --data flowers --batch-size 256 --save flowers.safetensors
-                                                      a folder of images, with a subfolder a class
+                                                      a folder of images, one subfolder per class
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --resume model.safetensors            continue an interrupted run
   brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\
@@ -61,7 +61,7 @@ Examples:
   brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
                                                       fine-tuning of a Hugging Face folder
   brimful train --model llama --data notes.txt --adapter llama-book --save llama-notes
-                                                      starts from the adapter of another training
+                                                      trains a saved adapter further
   brimful train --model llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
                 --save llama-whole                    full fine-tuning, offloaded to the host
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed";
@@ -88,17 +88,18 @@ pub struct TrainOptions {
     #[arg(long, default_value = "digits", value_name = "DATA", help_heading = "Data")]
     #[arg(help = words::DATA, long_help = words::DATA_FORMS)]
     pub(crate) data: String,
-    /// Tokens in a sequence [default: 64; fine-tuning up to 2048]
+    /// Tokens per sequence [default: 64; fine-tuning up to 2048]
     ///
-    /// Fine-tuning takes as many tokens as the model takes and the text has, up to 2048
+    /// Fine-tuning uses the smallest of the model's context, the text's length and 2048
     #[arg(long, value_name = "N", value_parser = words::count, help_heading = "Data")]
     pub(crate) sequence: Option<usize>,
     /// Image size in pixels [default: 224]
     ///
-    /// Images of a folder get this height and width. Below 64, a resnet has the first convolution for small images
+    /// Images of a folder are resized to this height and width. Below 64 pixels, a ResNet uses a first convolution
+    /// suited to small images
     #[arg(long, value_name = "PIXELS", value_parser = words::count, help_heading = "Data")]
     pub(crate) image: Option<usize>,
-    /// Samples in a mini-batch: N or all [default: 128; fine-tuning 16384 tokens]
+    /// Samples per mini-batch: N or all [default: 128; fine-tuning 16384 tokens]
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub(crate) batch_size: Option<BatchSize>,
     #[command(flatten)]
@@ -107,15 +108,15 @@ pub struct TrainOptions {
     pub(crate) length: Length,
     /// Random seed
     ///
-    /// Dropout masks, and BatchNorm with statistics of each micro-batch, depend on the micro-batch size too: runs are
-    /// equal with the same --seed and --micro-batch-size N
+    /// Dropout masks and per-micro-batch BatchNorm also depend on the micro-batch size. Two runs are equal if they have
+    /// the same --seed and the same --micro-batch-size N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     #[arg(help_heading = "Optimizer")]
     pub(crate) seed: u64,
-    /// Samples in a micro-batch: a number, auto or largest
+    /// Samples per micro-batch: a number, auto or largest
     ///
-    /// auto finds the fastest size that fits, largest the largest one. The gradient does not depend on it, except as
-    /// --seed says; the fastest size may differ between runs
+    /// auto finds the fastest size that fits, largest the largest size. The gradient does not depend on the size, except
+    /// through dropout and per-micro-batch BatchNorm (see --seed). auto may find different sizes in two runs
     #[arg(long, default_value = "auto", value_name = "N", help_heading = "Memory")]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch_size: MicroBatches,
@@ -125,15 +126,16 @@ pub struct TrainOptions {
     pub(crate) num_micro_batches: Option<usize>,
     /// Memory limit of each device, such as 96MiB or 16GB
     ///
-    /// Units are KB, MB, GB, TB, or KiB, MiB, GiB, TiB (in short K, M, G, T). Model, gradients and activations take no
-    /// more; on a GPU, together with other programs
+    /// Units are KB, MB, GB, TB, or KiB, MiB, GiB, TiB (in short K, M, G, T). Everything that the run keeps on the device
+    /// counts: weights, gradients, optimizer state, activations, and on a GPU memory that libtorch caches. Memory of
+    /// other programs does not count
     #[arg(long, value_name = "BYTES", help_heading = "Memory")]
     pub(crate) memory_limit: Option<Bytes>,
     #[command(flatten)]
     pub(crate) stages: Stages,
     /// Device: cpu, cuda or cuda:1 [default: cuda if there is a GPU]
     ///
-    /// With cuda, each stage and each rank of a machine takes a GPU of its own
+    /// With cuda, each device of a pipeline and each rank of a machine takes a separate GPU
     #[arg(long, value_name = "NAME", help_heading = "Devices")]
     pub(crate) device: Option<String>,
     #[command(flatten)]
@@ -167,7 +169,8 @@ impl TrainOptions {
         files
     }
 
-    /// Returns the folder to save a folder's model to. A path that is named like a file gets the run's file instead.
+    /// Returns the folder to save a folder's model to. `None` if the path looks like a file: the run is then saved to
+    /// that file.
     pub(super) fn saved_folder(&self) -> Option<&Path> {
         let is_folders = matches!(self.model, ModelSource::Folder(_));
         self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
@@ -203,11 +206,11 @@ impl TrainOptions {
         self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
     }
 
-    /// Returns `each` devices for this rank, prepared for the dtype.
-    pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
+    /// Returns `count` devices for this rank, prepared for the dtype.
+    pub(super) fn devices(&self, world: &World, count: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
         let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
-        let devices = device::spread(name, before * each..(before + 1) * each)?;
+        let devices = device::spread(name, before * count..(before + 1) * count)?;
         devices.iter().try_for_each(|device| self.dtype().prepare(*device))?;
         Ok(devices)
     }

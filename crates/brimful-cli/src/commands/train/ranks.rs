@@ -23,14 +23,14 @@ const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 pub struct RankOptions {
     /// Data-parallel replicas, each with a part of every mini-batch
     ///
-    /// On devices of one process, or over the ranks of mpirun or srun, each replica on as many ranks
+    /// In one process, each replica has its own devices. With mpirun or srun, ranks are divided equally among the replicas
     #[arg(long, value_name = "R", value_parser = words::count, default_value_t = 1)]
     pub(crate) replicas: usize,
     /// Seconds without a heartbeat after which a rank counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, hide_short_help = true)]
     #[arg(value_parser = words::seconds)]
     pub(crate) heartbeat_timeout: u64,
-    /// Seconds after which a collective that waits for a rank fails
+    /// Seconds that a rank may keep the others waiting before the step fails
     #[arg(long, value_name = "SECONDS", default_value_t = 1800, hide_short_help = true)]
     #[arg(value_parser = words::seconds)]
     pub(crate) timeout: u64,
@@ -79,7 +79,7 @@ impl RankOptions {
         let ranks = self.ranks_of_pipeline(world);
         ensure_use!(
             devices.is_multiple_of(ranks),
-            "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks a replica: give a multiple of {ranks}",
+            "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks per replica: give a multiple of {ranks}",
             world.size(),
             self.replicas
         );

@@ -14,18 +14,18 @@ pub struct Recipe {
     /// Optimizer
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     pub(crate) optimizer: OptimizerName,
-    /// Learning rate [default: 1e-3, SGD 0.05; tuning 2e-5, LoRA 2e-4]
+    /// Learning rate [default: 1e-3, SGD 0.05; fine-tuning 2e-5, LoRA 2e-4]
     ///
-    /// --lr for short. Fine-tuning and LoRA have these defaults with Adam and AdamW
-    #[arg(long, alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
+    /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW
+    #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
     #[arg(help = words::LEARNING_RATE_DECAY, hide_possible_values = true)]
     pub(crate) learning_rate_decay: Decay,
-    /// Linear warm-up of the learning rate [default: 0; tuning 3 %]
+    /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
+    /// Weight decay (not applied to biases and norms) [default: AdamW 0.01]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]
@@ -34,12 +34,12 @@ pub struct Recipe {
     /// Clip the gradient to this L2 norm
     #[arg(long, value_name = "NORM", allow_negative_numbers = true)]
     pub(crate) clip_norm: Option<f64>,
-    /// Exponential moving average of the weights, with this decay a step
+    /// Exponential moving average of the weights, with this decay per step
     ///
-    /// Such as 0.999. Tests, the best file and predictions use the averages
+    /// For example 0.999. Evaluation, FILE.best and predict use the averaged weights
     #[arg(long, value_name = "DECAY", allow_negative_numbers = true, hide_short_help = true)]
     pub(crate) ema: Option<f64>,
-    /// Gradient accumulation: mini-batches in a step
+    /// Gradient accumulation: mini-batches per step
     #[arg(long, value_name = "N", value_parser = words::count, default_value_t = 1)]
     #[arg(hide_short_help = true)]
     pub(crate) accumulate: usize,

@@ -18,8 +18,8 @@ use crate::setting::words;
 pub struct RunFiles {
     /// Save model, optimizer and progress after every epoch and when interrupted
     ///
-    /// To a safetensors file. Fine-tuning saves the model, or with --lora the adapter, to a folder, unless the path ends
-    /// in .safetensors; until the run is done, the folder also holds the file that --resume needs
+    /// PATH is a safetensors file. When fine-tuning, PATH is a folder for the model, or with --lora for the adapter,
+    /// unless PATH ends in .safetensors. Until the run is done, the folder also holds the file that --resume needs
     #[arg(long, value_name = "PATH")]
     pub(crate) save: Option<PathBuf>,
     /// Save every N steps too, while the next step runs
@@ -28,14 +28,14 @@ pub struct RunFiles {
     pub(crate) save_every: Option<usize>,
     /// Checkpoints to keep: last, last and best, or the newest N
     ///
-    /// best keeps the one with the lowest test loss in FILE.best, N keeps the newest in FILE.step-N
+    /// last: the newest. best: also the one with the lowest test loss, as FILE.best. N: the newest N, as FILE.step-STEP
     #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
     #[arg(hide_short_help = true)]
     pub(crate) keep: Keep,
     /// Resume the run that --save has written, with its flags
     ///
-    /// It saves to the same path. Flags of the command line override those of the run. With a fixed
-    /// --micro-batch-size, it ends with the same parameters as without the interruption
+    /// The resumed run saves to the same path. Flags of the command line override those of the run. With a fixed
+    /// --micro-batch-size, the run ends with the same parameters as without the interruption
     #[arg(long, value_name = "PATH")]
     pub(crate) resume: Option<PathBuf>,
     /// Initialize the weights from this safetensors file, by name
@@ -44,19 +44,19 @@ pub struct RunFiles {
     /// Initialize only the weights that the file has in the same shape
     #[arg(long, requires = "init", hide_short_help = true)]
     pub(crate) init_partial: bool,
-    /// Log each step as a line of this CSV file
+    /// Log each step to this CSV file, one line per step
     #[arg(long, value_name = "FILE")]
     pub(crate) log: Option<PathBuf>,
-    /// Log each step to this folder for TensorBoard
+    /// Log each step to this folder, for TensorBoard
     #[arg(long, value_name = "FOLDER", hide_short_help = true)]
     pub(crate) events: Option<PathBuf>,
     /// Overwrite files, logs or the folder of an earlier run
     #[arg(long, hide_short_help = true)]
     pub(crate) overwrite: bool,
-    /// Record the run in this file, for brimful report
+    /// Record the run in this file, from which brimful report makes a page
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(crate) record: Option<PathBuf>,
-    /// Write a report page: timeline, memory, micro-batch sizes, loss
+    /// Write an HTML page of the run: timeline, memory, micro-batch sizes, loss
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
 }

@@ -15,31 +15,32 @@ use crate::setting::{self, words};
 pub(crate) struct Stages {
     /// Offload model state to host memory: auto, none or all
     ///
-    /// Model state is the weights, gradients and optimizer state. auto keeps all of it on the device if it fits, and
-    /// otherwise offloads as much as needed. It measures the layers only if model state takes more than half of the
-    /// memory; over ranks or replicas, with --schedule or with exact BatchNorms it offloads all or nothing. all offloads
-    /// every layer: two at a time are on the device
+    /// Model state is the weights, gradients and optimizer state. auto keeps model state on the device if it fits, and
+    /// otherwise offloads as many stages as needed. If model state takes more than half of the memory, auto first
+    /// measures the layers. With several ranks or replicas, with --schedule, and with exact BatchNorm, auto offloads all
+    /// layers or none. all offloads every layer, of which at most two at a time are on the device
     #[arg(long, value_enum, value_name = "WHICH", default_value = "auto")]
     #[arg(help_heading = "Memory", hide_possible_values = true)]
     pub(crate) offload: OffloadArgument,
     #[arg(long, value_name = "WHEN", value_parser = setting::recompute, help_heading = "Memory")]
     #[arg(help = format!("{} [default: never]", words::RECOMPUTE))]
+    #[arg(long_help = format!("{} [default: never]", words::RECOMPUTE_LONG))]
     pub(crate) recompute: Option<Recompute>,
     /// Update offloaded weights during the backward, layer by layer
     ///
-    /// Faster than an update after the backward. But a step that fails has updated some of the weights, and only a saved
-    /// run can continue
+    /// Faster than an update after the backward. If a step fails, some weights are already updated: resume from the last
+    /// --save
     #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
     #[arg(help_heading = "Memory", hide_short_help = true)]
     pub(crate) update_in_backward: bool,
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
-    #[arg(help_heading = "Devices")]
+    #[arg(long_help = words::STAGES_LONG, help_heading = "Devices")]
     pub(crate) stages: Option<usize>,
     #[arg(long, value_name = "NAME", value_parser = setting::schedule, help_heading = "Devices")]
     #[arg(help = format!("{} [default: 1f1b]", words::SCHEDULE))]
     #[arg(long_help = format!("{} [default: 1f1b; with --offload all, breadth-first]", words::SCHEDULES))]
     pub(crate) schedule: Option<Schedule>,
-    /// Write a trace for ui.perfetto.dev: the last step
+    /// Write the timeline of the last step, for ui.perfetto.dev
     #[arg(long, value_name = "FILE", help_heading = "Output", hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
 }
@@ -61,12 +62,12 @@ impl Stages {
         let Some(schedule) = self.schedule else { return Ok(()) };
         ensure_use!(
             schedule.stages_per_device() > 0,
-            "--schedule {schedule}: give at least 1 stage a device"
+            "--schedule {schedule}: give at least 1 stage per device"
         );
         ensure_use!(
             self.offload != OffloadArgument::All || is_offloadable(schedule),
             "--schedule {schedule} splits the backward, which --offload all supports with at most 2 \
-                 stages a device: give --schedule breadth-first-{}, or leave --offload all out",
+                 stages per device: give --schedule breadth-first-{}, or leave --offload all out",
             schedule.stages_per_device()
         );
         Ok(())

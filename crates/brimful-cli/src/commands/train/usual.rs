@@ -36,7 +36,7 @@ impl UsualSettings {
         Self(model.folder().and_then(|folder| folder.stored_kind()).map(tuning))
     }
 
-    /// Fills in the options that were not given, for such samples.
+    /// Fills in the options that were not given, for samples like `sample`.
     pub(super) fn fill_in(&self, options: &TrainOptions, sample: &Sample) -> TrainOptions {
         let mut options = options.clone();
         let (Some(tuning), Sample::Sequence { length, .. }) = (&self.0, sample) else {

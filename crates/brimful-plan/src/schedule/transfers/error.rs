@@ -11,7 +11,7 @@ use super::Transfer;
 pub enum TransferError {
     /// Places for another number of stages.
     #[error(
-        "locations of {given} stages were given, but the schedule has {needed}: give one for each"
+        "locations of {given} stages were given, but the schedule has {needed} stages: give one per stage"
     )]
     WrongStages {
         /// Number of places given.
@@ -21,7 +21,7 @@ pub enum TransferError {
     },
     /// Transfers for another number of devices.
     #[error(
-        "moves of {given} devices were given, but the schedule has {needed}: give a list for each"
+        "transfers of {given} devices were given, but the schedule has {needed}: give a list for each"
     )]
     WrongDevices {
         /// Number of lists given.
@@ -57,13 +57,13 @@ pub enum TransferRule {
     )]
     OutOfOrder(Transfer),
     /// Only offloaded stages of this device move.
-    #[error("{0} transfers what is not offloaded: leave it out")]
+    #[error("{0} belongs to a stage or boundary that is not offloaded: remove it")]
     NotAtHost(Transfer),
     /// Weights are fetched before they are used.
-    #[error("{0} comes while its weights are on the host: fetch them before")]
+    #[error("{0} runs while the weights of its stage are on the host: fetch the stage first")]
     NotFetched(Action),
     /// A stage is in one device buffer.
-    #[error("{0} fetches what is there already: leave it out")]
+    #[error("{0} fetches a stage that is already on the device: remove it")]
     FetchedTwice(Transfer),
     /// Stages in device buffers are at most as many as the buffers.
     #[error(
@@ -76,13 +76,13 @@ pub enum TransferRule {
         device_buffers: usize,
     },
     /// Only a fetched stage can be released.
-    #[error("{0} releases what is not there: leave it out")]
+    #[error("{0} releases a stage that is not on the device: remove it")]
     NothingToRelease(Transfer),
     /// Every fetched stage is released.
     #[error("stage {0} is fetched and never released: release it after its last action")]
     NeverReleased(StageId),
     /// Gradients are complete before they are sent to the host.
-    #[error("{gradients} comes before {action}: move it after the last backward")]
+    #[error("{gradients} comes before {action}: move {gradients} after the stage's last backward")]
     GradientsTooEarly {
         /// Gradients that were sent.
         gradients: Transfer,
@@ -90,20 +90,25 @@ pub enum TransferRule {
         action: Action,
     },
     /// Gradients are sent once, and only for trained stages that are offloaded.
-    #[error("{0} has nothing to send: the stage has run no backward, or they are gone already")]
+    #[error(
+        "{0} has no gradients to send: the stage has not run a backward, or they were already sent"
+    )]
     NoGradients(Transfer),
     /// The optimizer on the host needs all gradients.
     #[error("the gradients of stage {0} never go to the host: send them after its last backward")]
     GradientsKept(StageId),
     /// A boundary or its gradient is sent once, after it is made.
     #[error(
-        "{0} has nothing to transfer: it is not made yet, is not where it starts, or is used up"
+        "{0} has nothing to transfer: the tensor does not exist yet, is on the other side, or was already \
+         consumed"
     )]
     NothingToTransfer(Transfer),
     /// A boundary and its gradient are back when they are needed.
-    #[error("{0} comes while what it needs is on the host: bring it back before")]
+    #[error(
+        "{0} runs while a tensor that it needs is on the host: copy the tensor to the device first"
+    )]
     BoundaryAway(Action),
     /// Data that are offloaded must be sent to the host.
-    #[error("what {0} makes never leaves for the host, where it is to wait: send it after it")]
+    #[error("the output of {0} is offloaded but never sent to the host: add a transfer after {0}")]
     BoundaryKept(Action),
 }
