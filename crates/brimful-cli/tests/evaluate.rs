@@ -72,7 +72,10 @@ fn a_folder_is_judged_before_and_after_its_training_and_with_an_adapter() {
     assert_alike(&evaluated(&format!("--model {base} --adapter {adapter} {data}")), &last);
     for (arguments, complaint) in [
         ("", "no weights: give --weights FILE, or --model FOLDER"),
-        (&*format!("--model {base} --weights {base}/model.safetensors"), "a folder has weights"),
+        (
+            &*format!("--model {base} --weights {base}/model.safetensors"),
+            "a --model folder has its own weights",
+        ),
         (&*format!("--model {base}"), "a model of a folder needs text"),
     ] {
         complains(&format!("evaluate --device cpu {arguments}"), 2, complaint);

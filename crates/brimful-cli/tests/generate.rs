@@ -188,7 +188,10 @@ fn folders_that_do_not_do_are_wrong_use() {
         ("train --lora 4".into(), "--lora is for a model of a folder: give --model FOLDER"),
         ("train --lora four".into(), "give a rank from 1 on"),
         ("generate".into(), "give --weights FILE, or --model FOLDER"),
-        (format!("generate --model {tiny} --weights {text}"), "a folder has weights of its own"),
+        (
+            format!("generate --model {tiny} --weights {text}"),
+            "a --model folder has its own weights",
+        ),
     ] {
         refused(&arguments, 2, complaint).stdout("");
     }

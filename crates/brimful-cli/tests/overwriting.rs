@@ -39,12 +39,12 @@ fn what_an_earlier_run_has_left_stays_unless_it_is_given_up() {
     refuses(
         &folder,
         &format!("{train} --save a.safetensors --keep 2"),
-        "--keep a.step-2.safetensors is there",
+        "--keep a.step-2.safetensors exists",
     );
     refuses(
         &folder,
         &format!("{train} --save b.safetensors --keep best"),
-        "--keep b.best.safetensors is there",
+        "--keep b.best.safetensors exists",
     );
     // A resumed run does not overwrite another run.
     refuses(&folder, "--resume c --save d --max-steps 3", "--save d exists already");

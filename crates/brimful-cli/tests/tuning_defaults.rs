@@ -108,7 +108,7 @@ fn numbers_that_no_training_can_have_are_refused_in_words() {
     refused(
         "train --max-steps 5 --warmup 6 --device cpu",
         2,
-        "--warmup 6: the training has 5 steps",
+        "--warmup 6: the training has only 5 steps",
     );
     run("train --max-steps 5 --warmup 5 --device cpu").success();
 }
