@@ -5,11 +5,11 @@
 //!              │          └─► trial     its answer
 //!              ├─────► memory_model (P)  need of a size, predicted from others
 //!              └─────► rates (P)         rate of each size
-//!   log        a step's decisions and number of retries
-//!   room       bytes free for a step
-//!   stopwatch  times of its micro-batches
-//!   remembered sizes found by earlier runs
-//!   watch      need and time of an tried, in one memory or several
+//!   log          a step's decisions and number of retries
+//!   free_memory  bytes free for a step
+//!   stopwatch    times of its micro-batches
+//!   remembered   sizes found by earlier runs
+//!   watch        need and time of an attempt, in one memory or several
 //!
 //!   (P) pure: numbers in, numbers out, without tensors or devices
 //! ```

@@ -5,9 +5,9 @@
 //!   open      exchange samples, their kind, the seed, the trained parameters               handshake
 //!   size      choose the next size to try, one for all                                     sizing
 //!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
-//!   report    exchange losses and their denominators, or the failure                       settle
-//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       settle
-//!   vote      every rank is ready, or every rank rolls back                                settle
+//!   report    exchange losses and their denominators, or the failure                       vote
+//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       vote
+//!   vote      every rank is ready, or every rank rolls back                                vote
 //!   commit    put gradients and statistics in place, which needs no memory                 attempt
 //! ```
 //!

@@ -104,7 +104,7 @@ fn run_given<E: Engine, T>(
     if !again || !engine.free_memory().unwrap_or(false) {
         return Err(error);
     }
-    tracing::info!("{error}: once more, with nothing waiting on the device");
+    tracing::info!("{error}: retrying with all activations offloaded");
     Ok((attempt(engine)?.0, SizeLog::of_retry()))
 }
 
