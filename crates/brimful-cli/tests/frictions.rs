@@ -178,8 +178,29 @@ fn what_cannot_be_asked_for_ends_with_2() {
 #[test]
 fn sizes_that_were_tried_are_followed_by_the_one_that_was_taken() {
     let text = said("train --epochs 1 --device cpu --batch-size 1400");
-    let tried = text.find("  tried micro-batches of").expect("tries");
-    assert!(text[tried..].contains("\n  took "), "{text}");
+    let took = text.lines().filter(|line| line.starts_with("  took micro-batches of ")).count();
+    assert_eq!(took, 1, "{text}");
+    assert!(
+        like(r"(?s)  took micro-batches of \d+ samples: .*; tried [\d, ]+: \d+ samples needed")
+            .eval(&text),
+        "{text}"
+    );
+    let folder = folder("tried-tokens");
+    let line = |number: usize| {
+        let answer = "more ".repeat(number % 9 + 1);
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "so?"}}, {{"role": "assistant", "content": "{answer}"}}]}}"#
+        )
+    };
+    let lines: Vec<_> = (0..80).map(line).collect();
+    fs::write(folder.join("chat.jsonl"), lines.join("\n")).expect("written");
+    let chat = format!("--data {} --sequence 64", shown(&folder.join("chat.jsonl")));
+    let tiny = "--model ../../examples/tiny-llama --from-scratch --batch-size 16";
+    let text = said(&format!("train --epochs 1 --device cpu {tiny} {chat}"));
+    assert!(
+        like(r"(?s)  took micro-batches of \d+ tokens: .*\d+ tokens needed").eval(&text),
+        "{text}"
+    );
 }
 
 #[test]

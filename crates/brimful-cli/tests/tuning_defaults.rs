@@ -37,7 +37,7 @@ fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_fro
         "--warmup 1 3 % of all steps",
         "--epochs 3 usual for a folder's weights",
         "--sequence 256 tokens, up to 2048 of what model and text have",
-        "--batch-size 64 16384 tokens",
+        "--batch-size 64 samples, at most 16384 tokens together",
         "--dtype bf16 as the weights are stored",
     ];
     assert_eq!(settings(&said), expected, "{said}");

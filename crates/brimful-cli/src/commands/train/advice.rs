@@ -196,8 +196,12 @@ impl Trainer {
 
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
     fn smaller(&self, end: &DoesNotFit) -> String {
+        let least = match self.unit_of_sizes() {
+            "tokens" => "the longest sample alone",
+            _ => "one sample",
+        };
         format!(
-            "a micro-batch of one sample does not fit into the {} that are free either: {}",
+            "a micro-batch of {least} does not fit into the {} that are free either: {}",
             end.available,
             listed(&self.size.remedies(&self.options, end.cause.limit))
         )

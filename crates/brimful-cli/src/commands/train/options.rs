@@ -69,7 +69,7 @@ pub struct TrainOptions {
     #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
     pub(crate) image: Option<usize>,
     /// Samples in a mini-batch: a number, or all of the training set [default: 128; of a folder's weights
-    /// 16384 tokens]
+    /// as many as have at most 16384 tokens]
     #[arg(long, value_name = "N|all")]
     pub(crate) batch_size: Option<BatchSize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The

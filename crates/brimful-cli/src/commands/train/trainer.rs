@@ -29,7 +29,7 @@ use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
 use crate::progress::Ticker;
-use crate::setting::counted;
+use crate::setting::{MeanOver, counted};
 
 /// A model in training.
 #[derive(Debug)]
@@ -129,6 +129,14 @@ impl Trainer {
             contents: moved::contents(options),
             _place: place,
         })
+    }
+
+    /// Returns the unit of automatic sizes: sequences of unlike length are cut by tokens.
+    pub(super) fn unit_of_sizes(&self) -> &'static str {
+        match self.dataset.train.mean_over() {
+            MeanOver::Samples => "samples",
+            MeanOver::Targets => "tokens",
+        }
     }
 
     /// Returns the number of steps in an epoch.
