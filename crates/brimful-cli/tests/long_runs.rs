@@ -137,7 +137,7 @@ fn a_run_goes_on_with_its_own_flags_and_those_that_are_given_besides() {
     // The best file belongs to the same run, which continues to save at its own path.
     train(&folder, "--resume a.best --max-steps 5").success();
     assert_eq!(names(&folder), ["a", "a.best", "log.csv", "whole", "whole.best"]);
-    let words = "it was made with --clip-norm 1, no --ema, but this run has --clip-norm 2, --ema 0.9: say the same";
+    let words = "it was made with --clip-norm 1, no --ema, but this run has --clip-norm 2, --ema 0.9: leave that out";
     train(&folder, "--resume a --clip-norm 2 --ema 0.9")
         .code(1)
         .stderr(predicate::str::contains(words));
@@ -158,7 +158,7 @@ fn data_that_were_moved_are_the_same_and_others_are_not() {
     fs::write(folder.join("other"), "Another text altogether. ".repeat(200)).expect("written");
     train(&folder, "--resume a --max-steps 2 --data other").code(1).stderr(
         predicate::str::contains(
-            "it was made with --data text, but this run has --data other: say the same",
+            "it was made with --data text, but this run has --data other: leave that out",
         ),
     );
     train(&folder, "--resume a --max-steps 2 --data moved").success();

@@ -162,7 +162,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
         (
             &format!("{save} --seed 1 --batch-size 64 --optimizer sgd"),
             "it was made with --batch-size 128, --optimizer adamw, --seed 0, but this run has --batch-size 64, \
-             --optimizer sgd, --seed 1: say the same",
+             --optimizer sgd, --seed 1: leave that out",
         ),
         ("/proc/version", "/proc/version"),
     ] {

@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Result;
 use brimful::auto::DoesNotFit;
 use brimful::loss::NonFiniteValue;
-use brimful::oom::OutOfMemory;
+use brimful::oom::{self, OutOfMemory};
 use brimful::optim::{Method, Sgd};
 use brimful::schedule::Recompute;
 use brimful::{Bytes, Error, Layers, Size, World};
@@ -156,7 +156,7 @@ pub(super) fn of_building(
     // Nothing has run yet, so no activations are kept for a backward.
     let mut remedies = size.remedies(options, options.memory_limit);
     remedies.retain(|remedy| !remedy.contains("--recompute"));
-    does_not_fit(format!("{}: {}", output::causes(&error), listed(&remedies)))
+    does_not_fit(format!("{}: {}", output::causes_alone(&error), listed(&remedies)))
 }
 
 impl Trainer {
@@ -179,15 +179,15 @@ impl Trainer {
         }
         if let Error::DoesNotFit(end) = &cause {
             return match self.fixed_remedy(&end.cause) {
-                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause)),
-                None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
+                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause.message)),
+                None => does_not_fit(format!("{}; {}", end.cause.message, self.smaller(end))),
             };
         }
         let remedies = |limit| listed(&self.size.remedies(&self.options, limit));
         let remedy = |oom: &OutOfMemory| self.remedy(oom).unwrap_or_else(|| remedies(oom.limit));
         match cause.out_of_memory().map(remedy) {
             Some(remedy) => {
-                let told = format!("{cause}; {remedy}");
+                let told = format!("{}; {remedy}", oom::without_remedy(&cause.to_string()));
                 anyhow::Error::from(cause).context(told)
             }
             None => cause.into(),

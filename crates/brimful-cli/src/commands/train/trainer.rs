@@ -28,6 +28,7 @@ use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
+use crate::output::numbered;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, counted};
 
@@ -185,13 +186,13 @@ impl Trainer {
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
             }
             (_, Some(most)) if steps >= most => {
-                format!("{steps} steps are done already: raise --max-steps to go on")
+                format!("{} done already: raise --max-steps to go on", numbered(steps, "step"))
             }
             _ => {
                 let done = self.epoch;
                 format!(
-                    "{done} epochs are done already, and --epochs is {epochs}: give a larger number \
-                     to go on"
+                    "{} done already, and --epochs is {epochs}: give a larger number to go on",
+                    numbered(done, "epoch")
                 )
             }
         }
