@@ -50,7 +50,7 @@ fn outputs_that_cannot_be_written_are_found_before_the_run() {
     run("train --save /proc/model").code(1).stderr(words).stdout("");
     refused("plan -s 2 -m 2 --svg /no/such/folder/a.svg", 2, "there is no folder /no/such/folder");
     let folder = folder("probed");
-    refused(&format!("train --save {}/model --data /no/data", folder.display()), 2, "no data at");
+    refused(&format!("train --save {}/model --data /no/data", folder.display()), 1, "no data at");
     assert_eq!(names(&folder), Vec::<String>::new(), "a probe leaves nothing behind");
 }
 
@@ -246,7 +246,8 @@ fn data_that_cannot_be_trained_on_leaves_no_file() {
 #[test]
 fn remedies_for_memory_that_ran_out_are_those_that_help() {
     let mlp = "train --device cpu --max-steps 2 --memory-limit";
-    let text = "--model gpt --data ../../DESIGN.md --sequence 32 --batch-size 4";
+    let text = program::text(&folder("remedies"));
+    let text = format!("--model gpt --data {text} --sequence 32 --batch-size 4");
     let gpt = format!("train --device cpu {text} --max-steps 2 --memory-limit");
     for (limited, says, helps) in [
         (
