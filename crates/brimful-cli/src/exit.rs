@@ -10,12 +10,15 @@ use brimful::balance::BalanceError;
 use brimful::internal::{self, Caught};
 use brimful::memory::MemoryError;
 
+use crate::output;
+
 /// Section of `--help` and the man page about the codes.
 pub const CODES: &str = "\
 Exit codes:
   0    done
   1    failed: a file that cannot be read or written, a run that broke off
-  2    wrong use: a flag, a key of the config file or a value that is not valid
+  2    wrong use: a flag, a key of the config file or a value that is not valid; data or a folder of a model whose
+       content cannot be used
   3    does not fit: memory ran out, or nothing that was planned fits
   4    a check failed: verify found a difference, or doctor a problem
   130  interrupted by Ctrl-C (143 by SIGTERM, 141 by a closed output): after the running step,
@@ -104,6 +107,15 @@ pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
+/// Makes an error of reading data or a folder one of their content, unless the system or memory has failed.
+pub(crate) fn wrong_content(error: anyhow::Error) -> anyhow::Error {
+    let is_of_system = error.chain().any(|cause| cause.is::<std::io::Error>());
+    match is_of_system || Exit::of(&error) != Exit::Failed {
+        true => error,
+        false => wrong_use(output::causes(&error)),
+    }
+}
+
 /// Returns from the function with an error of wrong use in these words, unless the condition holds.
 macro_rules! ensure_use {
     ($is_right:expr, $($words:tt)+) => {
@@ -125,6 +137,11 @@ pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Re
 /// Makes an error for something that is too large for the available memory.
 pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()
+}
+
+/// Returns whether an error was made here, with its exit code and a remedy.
+pub(crate) fn has_exit(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<ErrorWithExit>())
 }
 
 /// Returns whether memory ran out.

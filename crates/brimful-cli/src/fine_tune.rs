@@ -17,7 +17,7 @@ use clap::Args;
 use tch::Kind;
 
 use crate::data::{self, Dataset, Sample, Synthetic};
-use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use, wrong_content, wrong_use};
 use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
@@ -149,6 +149,14 @@ impl FineTune {
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }
 
+    /// Names the setting of the adapter that a training leaves out, if it has one.
+    pub(crate) fn left_out(&self) -> Option<String> {
+        let dropout = self.adapter.as_ref().map(AdapterFolder::dropout)?;
+        (dropout > 0.0).then(|| {
+            format!("--adapter: lora_dropout {dropout} of its adapter_config.json is not applied")
+        })
+    }
+
     /// Returns the dtype of the weights in the folder's files; none for a model with random weights.
     pub(crate) fn stored_kind(&self) -> Option<Kind> {
         self.pretrained.stored_kind()
@@ -174,10 +182,11 @@ impl FineTune {
             }
             path => {
                 let open = |length| data::open_text(Path::new(path), length, &self.tokenizer);
-                open(length).or_else(|error| match data::usual_length(&error) {
+                let opened = open(length).or_else(|error| match data::usual_length(&error) {
                     Some(shorter) if sequence.is_none() => open(shorter),
                     _ => Err(error),
-                })
+                });
+                opened.map_err(wrong_content)
             }
         }
     }
@@ -289,7 +298,7 @@ pub(crate) fn is_folder(path: &Path) -> bool {
 
 /// Opens the folder's tokenizer, and checks that the model has all of its tokens.
 pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
-    let tokenizer = Tokenizer::open(pretrained.folder())?;
+    let tokenizer = Tokenizer::open(pretrained.folder()).map_err(wrong_content)?;
     let known = pretrained.config().vocabulary();
     tokenizer
         .check(known)

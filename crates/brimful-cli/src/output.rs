@@ -6,9 +6,10 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use brimful::save;
+use brimful::{oom, save};
 use serde::Serialize;
 
+use crate::exit::{has_exit, ran_out};
 use crate::{interrupt, progress};
 
 /// Prints a report, as a line of JSON if asked for, else as text.
@@ -95,10 +96,32 @@ pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     progress::say(&message);
 }
 
-/// Joins an error and its causes in one sentence, without those that an outer one repeats.
+/// Writes a number with its unit, in the plural unless it is 1.
+pub(crate) fn numbered(count: usize, unit: &str) -> String {
+    match count {
+        1 => format!("1 {unit}"),
+        _ => format!("{count} {unit}s"),
+    }
+}
+
+/// Remedy for memory that ran out, unless the command knows a better one.
+const SMALLER: &str = "brimful COMMAND --help has the flags that save memory, such as --dtype bf16";
+
+/// Joins an error and its causes in one sentence, without those that an outer one repeats. If memory ran out, a remedy
+/// of the program takes the place of the library's.
 pub fn causes(error: &anyhow::Error) -> String {
+    let said = causes_alone(error);
+    let root = internal::without_remedy(&error.root_cause().to_string());
+    match ran_out(error) && !has_exit(error) && said.ends_with(&root) {
+        true => format!("{said}; {SMALLER}"),
+        false => said,
+    }
+}
+
+/// Joins an error and its causes as [`causes`], without a remedy for memory.
+pub(crate) fn causes_alone(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
-        let cause = cause.to_string();
+        let cause = internal::without_remedy(&cause.to_string());
         match said.as_str() {
             "" => cause,
             _ if said.contains(&cause) => said,
@@ -111,6 +134,8 @@ pub fn causes(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use anyhow::anyhow;
+    use brimful::Error;
+    use tch::TchError;
 
     #[test]
     fn lines_are_cut_at_words() {
@@ -119,6 +144,27 @@ mod tests {
         assert_eq!(fitted("one two three", 9), "one two\n    three");
         assert_eq!(fitted("8×8 pixels, 10 classes", 11), "8×8 pixels,\n    10\n    classes");
         assert_eq!(fitted("incomprehensibilities", 8), "incomprehensibilities");
+    }
+
+    #[test]
+    fn a_remedy_in_words_of_the_library_is_replaced() {
+        let oom =
+            || Error::from(TchError::Torch("CUDA out of memory. Tried to allocate 2 GiB.".into()));
+        assert!(oom().to_string().contains("MicroBatches::Auto"), "{}", oom());
+        let built = Err::<(), _>(oom()).context("the model was not built").expect_err("memory");
+        let says = "the model was not built: CUDA out of memory. Tried to allocate 2 GiB.; brimful COMMAND --help";
+        assert!(causes(&built).starts_with(says), "{}", causes(&built));
+        let advised = anyhow::Error::from(oom())
+            .context("CUDA out of memory. Tried to allocate 2 GiB.; try less");
+        assert_eq!(causes(&advised), "CUDA out of memory. Tried to allocate 2 GiB.; try less");
+    }
+
+    #[test]
+    fn one_is_no_plural() {
+        assert_eq!(
+            [0, 1, 2].map(|count| numbered(count, "image")),
+            ["0 images", "1 image", "2 images"]
+        );
     }
 
     #[test]

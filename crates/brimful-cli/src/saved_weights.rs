@@ -16,6 +16,8 @@ use crate::setting::ModelName;
 pub(crate) const OPTIMIZER: &str = "optimizer.";
 /// Prefix of the averages of weights.
 pub(crate) const AVERAGES: &str = "ema.";
+/// Metadata key of a run's finished epochs, which every run has.
+pub(crate) const EPOCH: &str = "epoch";
 /// Metadata key of the flags given to a run: names and values in JSON.
 pub(crate) const FLAGS: &str = "flags";
 /// Metadata key of the names of a model's classes: a list in JSON.

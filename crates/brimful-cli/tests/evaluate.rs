@@ -5,6 +5,7 @@ mod program;
 use std::fs;
 use std::path::Path;
 
+use brimful::save;
 use program::{complains, folder, lines, run};
 use serde_json::Value;
 
@@ -45,6 +46,19 @@ fn images_are_judged_as_the_last_test_of_their_training() {
     run(&format!("evaluate --device cpu --weights {weights}"))
         .success()
         .stdout(program::like(said));
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_told_in_words_of_the_program() {
+    let weights = folder("evaluate-no-numbers").join("mlp.safetensors");
+    trained(&format!("--max-steps 1 --save {}", weights.display()));
+    let (mut tensors, metadata) = program::saved(&weights);
+    for (_, tensor) in &mut tensors {
+        let _ = tensor.fill_(f64::NAN);
+    }
+    save::write(&weights, &tensors, &metadata).expect("written");
+    let evaluate = format!("evaluate --device cpu --weights {}", weights.display());
+    complains(&evaluate, 1, "the weights are no numbers that a model can have: was its training?");
 }
 
 #[test]

@@ -237,5 +237,10 @@ fn a_folder_says_how_its_model_writes_and_where_it_ends() {
     let first = likeliest.as_bytes()[1];
     told(&format!(r#"{{"do_sample": false, "eos_token_id": [255, {first}]}}"#));
     run(&generate).success().stdout("x\n");
+    let long = "x".repeat(300);
+    let generate_long =
+        format!("generate --device cpu --tokens 1 --model {} --prompt {long}", model.display());
+    let says = "the prompt has 300 tokens, and the model takes 256: it sees the last 256 alone";
+    run(&generate_long).success().stderr(like(says));
     complains(&format!("{generate} --top-p 0"), 2, "--top-p 0: give a number above 0");
 }

@@ -67,9 +67,26 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
         assert_eq!(contents(&folder.join(whole)), contents(&folder.join(rest)), "{name}");
     }
     // A finished run cannot resume, and the error says what the folder is for.
-    run_in(&folder, "train --resume adapter")
-        .code(1)
-        .stderr(like("without brimful_run.safetensors"));
+    for (resumed, says) in [
+        (
+            "adapter --max-steps 30",
+            "it holds the adapter alone: train that on by --adapter adapter",
+        ),
+        ("model --max-steps 30", "it holds the model alone: train that on by --model model"),
+        ("model/model.safetensors", "it holds weights and no run: train them by --model model"),
+        (
+            "base/model.safetensors --model base --data text --sequence 16",
+            "it holds weights and no run: train them by",
+        ),
+        (".", "it is a folder without brimful_run.safetensors"),
+    ] {
+        let resume = format!("train --resume {resumed}");
+        run_in(&folder, &resume).code(1).stderr(predicate::str::contains(says));
+    }
+    train_in(&folder, &format!("{LINE} --model base --max-steps 1 --save f.safetensors")).success();
+    train_in(&folder, "--resume f.safetensors --lora 2").code(1).stderr(like(
+        "made with no --lora, but this run has --lora 2:4: leave that out, a run goes on with its own flags",
+    ));
 }
 
 #[test]
@@ -140,6 +157,13 @@ fn an_adapter_is_trained_on() {
     train_in(&folder, &format!("{line} --adapter first --learning-rate 0.1 --save third"))
         .success();
     assert_ne!(weights("first"), weights("third"));
+    let config = folder.join("first/adapter_config.json");
+    let told = fs::read_to_string(&config).expect("read");
+    fs::write(&config, told.replace("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.05"))
+        .expect("written");
+    train_in(&folder, &format!("{line} --adapter first"))
+        .success()
+        .stderr(like("--adapter: lora_dropout 0.05 of its adapter_config.json is not applied"));
     widen(&folder.join("first"), &folder.join("wide"), 300);
     train_in(&folder, &format!("{line} --adapter wide --learning-rate 0 --save fourth")).success();
     train_in(&folder, &format!("{line} --lora 300")).code(2).stderr(like("give at most 64"));

@@ -37,7 +37,7 @@ fn settings_of_a_folder_are_those_of_tuning_and_are_said_with_where_they_are_fro
         "--warmup 1 3 % of all steps",
         "--epochs 3 default for fine-tuning",
         "--sequence 256 tokens, at most 2048, the model's or the text's",
-        "--batch-size 64 16384 tokens",
+        "--batch-size 64 samples, at most 16384 tokens together",
         "--dtype bf16 dtype of the stored weights",
     ];
     assert_eq!(settings(&said), expected, "{said}");

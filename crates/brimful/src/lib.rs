@@ -169,7 +169,7 @@ pub use world::World;
 #[doc(hidden)]
 pub mod internal {
     pub use crate::accumulate::{gradient_factor, sums_apart};
-    pub use crate::oom::{Caught, catch, recognise};
+    pub use crate::oom::{Caught, catch, recognise, without_remedy};
     pub use crate::pipeline::HostSpeed;
 }
 

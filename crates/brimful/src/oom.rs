@@ -24,7 +24,7 @@ use brimful_plan::bytes::Bytes;
 /// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
 /// contains them.
 #[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
-#[error("{message}")]
+#[error("{message}; {}", self.place.remedy())]
 #[non_exhaustive]
 pub struct OutOfMemory {
     /// Memory that ran out.
@@ -35,7 +35,7 @@ pub struct OutOfMemory {
     pub in_use: Option<Bytes>,
     /// Limit that the request exceeded.
     pub limit: Option<Bytes>,
-    /// Original message, without a backtrace.
+    /// Original message, without a backtrace and without a remedy.
     pub message: String,
 }
 
@@ -57,6 +57,27 @@ pub enum Place {
     Cuda,
     /// Host memory, including pinned memory.
     Host,
+}
+
+/// Remedies for memory of a device, and of the host.
+const REMEDIES: [&str; 2] = [
+    "let `Size::Auto` find micro-batches that fit, recompute activations, or offload layers to the host",
+    "end other programs on this machine, or keep less in its memory: smaller batches, fewer offloaded layers",
+];
+
+impl Place {
+    /// Returns what helps where this memory ran out.
+    fn remedy(&self) -> &'static str {
+        match self {
+            Self::Arena(_) | Self::Cuda => REMEDIES[0],
+            Self::Host => REMEDIES[1],
+        }
+    }
+}
+
+/// Removes the remedies that out-of-memory errors of this library end in, for callers with remedies of their own.
+pub fn without_remedy(text: &str) -> String {
+    REMEDIES.iter().fold(text.to_owned(), |text, remedy| text.replace(&format!("; {remedy}"), ""))
 }
 
 /// Messages of each allocator. Whole phrases, because a user's own error may well mention memory.
@@ -126,6 +147,7 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
     if text.contains(INCONSISTENT) {
         return None;
     }
+    let text = &without_remedy(text);
     of_arena(text).or_else(|| {
         let (phrase, place) = PHRASES.iter().find(|(phrase, _)| text.contains(phrase))?;
         let message = own_words(text, phrase);
@@ -279,7 +301,9 @@ mod tests {
             let sentence = format!(
                 "out of memory in arena '{name}': asked for 512 bytes, 900 in use, limit 1000"
             );
-            assert_eq!(oom.to_string(), sentence);
+            assert_eq!(oom.message, sentence);
+            assert_eq!(oom.to_string(), format!("{sentence}; {}", REMEDIES[0]));
+            assert_eq!(recognise(&oom.to_string()), Some(oom));
         }
     }
 

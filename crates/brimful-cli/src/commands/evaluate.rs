@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use brimful::{Layers, MicroBatcher};
 use brimful_plan::split;
 use clap::Args;
@@ -188,13 +188,16 @@ impl Evaluated {
             for places in split::by_size(half.len(), half.at_once(AT_ONCE))? {
                 let examples = half.bring(&SampleRequest::plain(places.clone()))?;
                 let (samples, targets) = (examples.len(), counted(&examples.targets));
-                let judged = micro.evaluate(&examples.into_batch()?, judge)?;
+                let judged = micro.evaluate(&examples.into_batch()?, judge);
+                let judged = judged.map_err(|error| match error.non_finite() {
+                    Some(value) => anyhow!("{value}: the weights are no numbers that a model can have: was its training?"),
+                    None => error.into(),
+                })?;
                 let right = judged.outputs.to_kind(Kind::Double).sum(Kind::Double);
                 sums.add(samples, targets.double_value(&[]), judged.loss, right.double_value(&[]));
                 progress.advance(places.len());
             }
         }
-        ensure!(sums.loss.is_finite(), "the model's loss is not finite: the weights may be broken");
         Ok(sums.evaluation(matches!(sample, Sample::Sequence { .. })))
     }
 }
@@ -250,7 +253,12 @@ impl fmt::Display for Evaluation {
         let Self { loss, perplexity, accuracy, samples, targets } = self;
         write!(f, "loss {loss:.4}")?;
         perplexity.iter().try_for_each(|perplexity| write!(f, "  perplexity {perplexity:.2}"))?;
-        write!(f, "  accuracy {:.1} %  of {samples} samples", accuracy * 100.0)?;
+        write!(
+            f,
+            "  accuracy {:.1} %  of {}",
+            accuracy * 100.0,
+            output::numbered(*samples, "sample")
+        )?;
         match *targets == *samples as u64 {
             true => Ok(()),
             false => write!(f, ", {targets} targets"),

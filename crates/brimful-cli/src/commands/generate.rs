@@ -10,9 +10,9 @@ use tch::{Kind, Tensor};
 
 use crate::exit::{Exit, ensure_use};
 use crate::generation_config::Sampling;
-use crate::output;
 use crate::setting::{ModelSource, NumberType, TEXT_MODELS, words};
 use crate::tokenizer::Tokenizer;
+use crate::{output, progress};
 use writer::Writer;
 
 /// Options of `brimful generate`.
@@ -74,6 +74,12 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     let sampling = options.sampling(writer.sampling);
     tch::manual_seed(i64::from_ne_bytes(options.seed.to_ne_bytes()));
     let mut tokens = std::mem::take(&mut writer.prompt);
+    let (length, context) = (tokens.len(), writer.context());
+    if length > context {
+        progress::say(&format!(
+            "brimful: the prompt has {length} tokens, and the model takes {context}: it sees the last {context} alone"
+        ));
+    }
     let mut text = GrowingText::after(&tokens, &writer.tokenizer)?;
     output::piece(&options.prompt)?;
     for _ in 0..options.tokens {

@@ -12,7 +12,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, NewImages, Sample, SampleRequest, SampleSet, SampleWishes};
-use crate::exit::{Exit, ensure_use, wrong_use};
+use crate::exit::{Exit, ensure_use, wrong_content, wrong_use};
 use crate::files::{self, FlagFile};
 use crate::output;
 use crate::progress::Progress;
@@ -184,7 +184,7 @@ impl Asked {
     fn open(options: &PredictOptions, weights: &SavedWeights, name: ModelName) -> Result<Self> {
         let paths: Vec<PathBuf> = options.data.iter().map(PathBuf::from).collect();
         let is_files = match &paths[..] {
-            [path] => data::are_images(path)?,
+            [path] => data::are_images(path).map_err(wrong_content)?,
             _ => true,
         };
         if is_files {
@@ -222,7 +222,8 @@ impl Asked {
                  convolution of {name} is a different one: leave --image out"
             );
         }
-        let opened = data::open_new(paths, options.image.or(told), weights.class_names())?;
+        let opened = data::open_new(paths, options.image.or(told), weights.class_names());
+        let opened = opened.map_err(wrong_content)?;
         let NewImages { samples, files, class_names, side } = opened;
         ensure_use!(!files.is_empty(), "{} has no images", options.data.join(", "));
         let classes = match class_names.len() {
@@ -276,7 +277,7 @@ fn json_lines(predictions: &[Prediction]) -> Result<String> {
 fn summary(predictions: &[Prediction]) -> String {
     let known = predictions.iter().filter(|one| one.target.is_some()).count();
     if known == 0 {
-        return format!("{} images", predictions.len());
+        return output::numbered(predictions.len(), "image");
     }
     let right = predictions.iter().filter(|one| one.target == Some(one.answer.class)).count();
     let share = 100.0 * right as f64 / known as f64;

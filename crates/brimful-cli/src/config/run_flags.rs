@@ -7,7 +7,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::{Flag, in_files, is_overruled, renamed};
 use crate::commands::train::place_of_run;
-use crate::saved_weights::{FLAGS, run_file};
+use crate::saved_weights::{EPOCH, FLAGS, run_file};
 
 /// Lists the flags of the run that `--resume` names, except those that the command line overrules. It saves to the
 /// path that it resumes from.
@@ -19,6 +19,10 @@ pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     // A file that cannot be read is reported when the run is loaded.
     let Ok(file) = OpenedFile::open(run_file(path)) else { return Vec::new() };
     let mut told = file.metadata();
+    // Weights alone are refused when they are loaded.
+    if !told.contains_key(EPOCH) {
+        return Vec::new();
+    }
     let given = told.remove(FLAGS).and_then(|flags| serde_json::from_str::<Metadata>(&flags).ok());
     told.extend(given.unwrap_or_default());
     let place = place_of_run(path, told.get("keep").map(String::as_str));

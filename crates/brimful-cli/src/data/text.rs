@@ -12,6 +12,7 @@ use super::portions::{self, Portion, TextCut};
 use super::sample_set::SampleRequest;
 use super::streamed::SampleSource;
 use super::{Dataset, Examples, Sample, SampleSet};
+use crate::output::numbered;
 use crate::tokenizer::Tokenizer;
 
 /// Loads a whole text, cut into sequences.
@@ -69,8 +70,8 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
 /// Error for a text too short for one sequence in each of its parts.
 #[derive(Debug, Error)]
 #[error(
-    "it has {tokens} tokens, but at least {} are needed: a tenth is held out for testing, and must have at least \
-     {length} tokens and one more; take a longer text{}", length.saturating_add(1).saturating_mul(10), self.shorter()
+    "it has {}, but at least {} are needed: a tenth is held out for testing, and must have at least \
+     {length} tokens and one more; take a longer text{}", numbered(*tokens as usize, "token"), length.saturating_add(1).saturating_mul(10), self.shorter()
 )]
 struct ShortText {
     tokens: u64,

@@ -10,7 +10,7 @@ use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
 use crate::data::{self, Dataset, Sample, SampleWishes, Synthetic};
-use crate::exit::wrong_use;
+use crate::exit::{wrong_content, wrong_use};
 use crate::nearest::did_you_mean;
 use crate::setting::NormStatistics;
 
@@ -260,7 +260,8 @@ impl ModelName {
                 }
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
-            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), wishes),
+            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), wishes)
+                .map_err(wrong_content),
         }
     }
 

@@ -26,6 +26,7 @@ const PREFIX: &str = "base_model.model.";
 pub struct AdapterFolder {
     file: OpenedFile,
     lora: Lora,
+    dropout: f64,
 }
 
 impl AdapterFolder {
@@ -38,12 +39,14 @@ impl AdapterFolder {
         let folder = folder.as_ref();
         let path = folder.join(CONFIG);
         let read = files::read(&path)?;
-        let lora = lora_of(&Fields::new(&path, &read, keys::ADAPTER), model)?;
+        let fields = Fields::new(&path, &read, keys::ADAPTER);
+        let lora = lora_of(&fields, model)?;
+        let dropout = fields.number_below("lora_dropout", 1.0, 0.0)?;
         check_not_of_python(folder, WEIGHTS, OF_PYTHON)?;
         let file = OpenedFile::open(folder.join(WEIGHTS))?;
         let differences = differences(&file, &model.layers().lora(&lora).variable_shapes()?);
         match differences.is_empty() {
-            true => Ok(Self { file, lora }),
+            true => Ok(Self { file, lora, dropout }),
             false => {
                 let folder = folder.display().to_string();
                 Err(PretrainedError::Adapter { folder, differences })
@@ -54,6 +57,12 @@ impl AdapterFolder {
     /// Returns the adapter's configuration for the model's layers: see [`Layers::lora`](brimful::Layers::lora).
     pub fn lora(&self) -> &Lora {
         &self.lora
+    }
+
+    /// Returns the probability of `lora_dropout`, which the layers here leave out: it was for the training of these
+    /// weights.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
     }
 
     /// Copies the weights into the variables of the same names, of the whole model or a part of it.

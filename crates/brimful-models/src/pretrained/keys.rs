@@ -252,7 +252,7 @@ const ADAPTER_ROWS: &[Row] = &[
         Checked,
         "other methods",
     ),
-    row(&["lora_dropout"], WithoutEffect, "it was for the training of these weights"),
+    row(&["lora_dropout"], Used, ""),
     row(
         &["corda_config", "eva_config", "loftq_config", "lora_ga_config"],
         WithoutEffect,

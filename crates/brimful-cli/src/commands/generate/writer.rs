@@ -125,9 +125,14 @@ impl Writer {
         Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known: vocabulary })
     }
 
+    /// Returns the number of tokens that the model sees at once, in prompt and text.
+    pub(super) fn context(&self) -> usize {
+        self.cache.capacity() as usize
+    }
+
     /// Returns the logits of the token that follows these.
     pub(super) fn next(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        let capacity = usize::try_from(self.cache.capacity())?;
+        let capacity = self.context();
         let unseen = match tokens.len() > capacity {
             // The context moves on, so every position changes and the cache starts again.
             true => {

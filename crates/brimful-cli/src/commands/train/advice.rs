@@ -4,15 +4,17 @@ use std::fmt;
 
 use anyhow::Result;
 use brimful::auto::DoesNotFit;
+use brimful::internal::without_remedy;
 use brimful::loss::NonFiniteValue;
 use brimful::memory::OutOfMemory;
-use brimful::optim::Method;
+use brimful::optim::{Method, Sgd};
 use brimful::schedule::Recompute;
-use brimful::{Bytes, Error, Layers, MicroBatches};
+use brimful::{Bytes, Error, Layers, MicroBatches, World};
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use super::offload::{LeastBytes, OffloadArgument};
+use super::recipe::OptimizerName;
 use super::{TrainOptions, Trainer};
 use crate::exit::{does_not_fit, ran_out};
 use crate::output;
@@ -23,8 +25,9 @@ use crate::setting::NumberType;
 pub(super) struct FixedBytes {
     parameters: u64,
     gradients: u64,
-    /// Bytes of the optimizer's state.
+    /// Bytes of the optimizer's state, and of the momentum of sgd.
     state: u64,
+    momentum: u64,
     /// Bytes of the largest gradient, which exists beside the sum that it is added to.
     largest_gradient: u64,
     optimizer: &'static str,
@@ -37,11 +40,17 @@ impl FixedBytes {
         let mut trained = store.trainable_variables();
         trained.retain(Tensor::requires_grad);
         let gradients = trained.iter().map(bytes).sum();
-        let kept = |tensor: &Tensor| bytes(tensor) as f64 * method.state_factor_in(tensor.kind());
+        let kept = |method: &Method| {
+            let of_each = trained
+                .iter()
+                .map(|tensor| bytes(tensor) as f64 * method.state_factor_in(tensor.kind()));
+            of_each.sum::<f64>() as u64
+        };
         Self {
             parameters: store.variables().values().map(bytes).sum(),
             gradients,
-            state: trained.iter().map(kept).sum::<f64>() as u64,
+            state: kept(method),
+            momentum: kept(&Sgd::new(1.0).momentum(0.9).into()),
             largest_gradient: trained.iter().map(bytes).max().unwrap_or(0),
             optimizer: method.name(),
         }
@@ -66,52 +75,72 @@ impl fmt::Display for FixedBytes {
     }
 }
 
+/// Divisor of a limit: an option is named as a remedy if what it needs without activations is within this part.
+const WITH_ACTIVATIONS: u64 = 2;
+
 /// Sizes of a model that advice depends on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelSize {
     layers: usize,
+    /// Least memory in the dtype of the run, and in bf16.
     least: LeastBytes,
+    narrow: LeastBytes,
+    /// Where the weights live, as the options say.
+    offload: OffloadArgument,
 }
 
 impl ModelSize {
-    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
-        Ok(Self { layers: layers.len(), least: LeastBytes::of(layers, options)? })
+    pub(super) fn of(layers: &Layers, world: &World, options: &TrainOptions) -> Result<Self> {
+        let [least, narrow] = [options.dtype(), NumberType::Bf16]
+            .map(|dtype| LeastBytes::of(layers, options, dtype.kind()));
+        let (offload, _) = options.offload(world);
+        Ok(Self { layers: layers.len(), least: least?, narrow: narrow?, offload })
     }
 
-    /// Lists the options that are not in use yet, save memory and may be enough.
-    fn remedies(self, options: &TrainOptions) -> Vec<&'static str> {
-        let stages = &options.stages;
-        let is_offloaded = stages.offload == OffloadArgument::All;
-        let fits = |least: u64| options.memory_limit.is_none_or(|limit| least <= limit.0);
-        let recomputes = stages.recompute == Some(Recompute::Always);
-        let has_finer = stages.stages.unwrap_or(1) < self.layers;
+    /// Lists the options that are not in use yet, save memory and should be enough for a device with this limit.
+    fn remedies(self, options: &TrainOptions, limit: Option<Bytes>) -> Vec<String> {
+        let Self { layers, least, narrow, offload } = self;
+        let stages = options.stages.stages;
+        let count = stages.unwrap_or(1);
+        let fits = |bytes: u64| limit.is_none_or(|limit| bytes <= limit.0 / WITH_ACTIVATIONS);
+        let cut =
+            |least: LeastBytes, stages: usize| least.of_stage.max(least.resident / stages as u64);
+        // A plan, as of auto, has found what is not enough.
+        let lives_on_host = offload != OffloadArgument::None;
+        let needed = |least: LeastBytes| match lives_on_host {
+            true => least.offloaded,
+            false => cut(least, count),
+        };
         let is_wide =
             matches!(options.dtype(), NumberType::F64 | NumberType::F32 | NumberType::Tf32);
-        let cut = if stages.stages.is_some() {
-            "give more --stages"
-        } else {
-            "split the model by --stages"
-        };
-        let remedies = [
-            (options.memory_limit.is_some(), "raise --memory-limit"),
-            (options.memory_limit.is_none(), "use a smaller model"),
-            (stages.stages.is_some() && !recomputes, "recompute activations by --recompute always"),
-            (has_finer && !is_offloaded && fits(self.least.of_stage), cut),
-            (
-                !is_offloaded && fits(self.least.offloaded),
-                "offload it to the host by --offload all",
-            ),
-            (is_wide, "use --dtype bf16"),
-        ];
-        remedies.into_iter().filter_map(|(helps, remedy)| helps.then_some(remedy)).collect()
+        let recomputes = options.stages.recompute == Some(Recompute::Always);
+        let mut remedies = vec![match options.memory_limit {
+            Some(_) => "raise --memory-limit".to_owned(),
+            None => "use a smaller model".to_owned(),
+        }];
+        if stages.is_some() && !recomputes && fits(needed(least)) {
+            remedies.push("recompute activations by --recompute always".to_owned());
+        }
+        if offload != OffloadArgument::All
+            && let Some(more) = (count + 1..=layers).find(|more| fits(cut(least, *more)))
+        {
+            remedies.push(format!("split the model over {more} devices by --stages {more}"));
+        }
+        if !lives_on_host && fits(least.offloaded) {
+            remedies.push("offload it to the host by --offload all".to_owned());
+        }
+        if is_wide && fits(needed(narrow)) {
+            remedies.push("use --dtype bf16".to_owned());
+        }
+        remedies
     }
 }
 
 /// Joins remedies as `a, b, or c`.
-fn listed(remedies: &[&str]) -> String {
+fn listed(remedies: &[String]) -> String {
     match remedies {
         [] => String::new(),
-        [only] => (*only).to_owned(),
+        [only] => only.clone(),
         [others @ .., last] => format!("{}, or {last}", others.join(", ")),
     }
 }
@@ -126,9 +155,9 @@ pub(super) fn of_building(
         return error;
     }
     // Nothing has run yet, so no activations are kept for a backward.
-    let mut remedies = size.remedies(options);
+    let mut remedies = size.remedies(options, options.memory_limit);
     remedies.retain(|remedy| !remedy.contains("--recompute"));
-    does_not_fit(format!("{}: {}", output::causes(&error), listed(&remedies)))
+    does_not_fit(format!("{}: {}", output::causes_alone(&error), listed(&remedies)))
 }
 
 impl Trainer {
@@ -151,14 +180,15 @@ impl Trainer {
         }
         if let Error::DoesNotFit(end) = &cause {
             return match self.fixed_remedy(&end.cause) {
-                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause)),
-                None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
+                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause.message)),
+                None => does_not_fit(format!("{}; {}", end.cause.message, self.smaller(end))),
             };
         }
-        let remedies = || listed(&self.size.remedies(&self.options));
-        match cause.out_of_memory().map(|oom| self.remedy(oom).unwrap_or_else(remedies)) {
+        let remedies = |limit| listed(&self.size.remedies(&self.options, limit));
+        let remedy = |oom: &OutOfMemory| self.remedy(oom).unwrap_or_else(|| remedies(oom.limit));
+        match cause.out_of_memory().map(remedy) {
             Some(remedy) => {
-                let told = format!("{cause}; {remedy}");
+                let told = format!("{}; {remedy}", without_remedy(&cause.to_string()));
                 anyhow::Error::from(cause).context(told)
             }
             None => cause.into(),
@@ -167,10 +197,14 @@ impl Trainer {
 
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
     fn smaller(&self, end: &DoesNotFit) -> String {
+        let least = match self.unit_of_sizes() {
+            "tokens" => "the longest sample alone",
+            _ => "one sample",
+        };
         format!(
-            "a micro-batch of one sample does not fit into the {} of free memory either: {}",
+            "a micro-batch of {least} does not fit into the {} of free memory either: {}",
             end.available,
-            listed(&self.size.remedies(&self.options))
+            listed(&self.size.remedies(&self.options, end.cause.limit))
         )
     }
 
@@ -202,15 +236,28 @@ impl Trainer {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
-            let mut remedies = self.size.remedies(&self.options);
-            if fixed.state > 0 {
-                remedies.insert(1, "use --optimizer sgd, which has less state");
-            }
+            let mut remedies = self.size.remedies(&self.options, Some(limit));
+            remedies.splice(1..1, self.smaller_state(&fixed, limit));
             format!(
                 "{fixed} at any micro-batch size, and the limit is {limit}: {}",
                 listed(&remedies)
             )
         })
+    }
+
+    /// Names an optimizer that keeps less, if that is enough.
+    fn smaller_state(&self, fixed: &FixedBytes, limit: Bytes) -> Option<String> {
+        let is_sgd = self.options.recipe.optimizer == OptimizerName::Sgd;
+        // These bytes are exact: a fifth of the limit is left for activations.
+        let with = |state: u64| fixed.total() - fixed.state + state <= limit.0 / 5 * 4;
+        let remedy = match (is_sgd, fixed.state) {
+            (_, 0) => return None,
+            (false, _) if with(fixed.momentum) => "use --optimizer sgd, which keeps less",
+            (false, _) if with(0) => "use --optimizer sgd --momentum 0, which needs no state",
+            (true, _) if with(0) => "use --momentum 0, which needs no state",
+            _ => return None,
+        };
+        Some(remedy.to_owned())
     }
 
     /// Estimates the largest micro-batch that fits from what the failed one needed. It may still fail, because the

@@ -74,33 +74,34 @@ impl Display {
     /// Prints an epoch that is done.
     pub(super) fn finished(&mut self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
         if trainer.is_first() && !trainer.options.json {
-            self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
+            self.sizing(&epoch.decisions, trainer.unit_of_sizes())
+                .iter()
+                .try_for_each(|text| output::prose(text))?;
         }
         tell(epoch, trainer)
     }
 
-    /// Describes an automatic size: the sizes probed at first, those that failed, and the size taken if it is new.
-    fn sizing(&mut self, decisions: &[Decision]) -> Vec<String> {
+    /// Describes an automatic size: the sizes that failed, and the one taken if it is new, the first time with those
+    /// that were probed.
+    fn sizing(&mut self, decisions: &[Decision], unit: &str) -> Vec<String> {
         let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
-        let mut lines = Vec::new();
-        if self.said == 0 {
-            lines.extend(tried(decisions.iter().filter(is_try).collect()));
-        }
+        let tried = match self.said {
+            0 => tried(decisions.iter().filter(is_try).collect(), unit),
+            _ => None,
+        };
+        let tried = tried.map_or_else(String::new, |tried| format!("; {tried}"));
         let failed = decisions.iter().filter(|decision| decision.failed);
-        lines.extend(failed.map(|decision| format!("  memory ran out: {decision}")));
-        let taken = decisions.iter().rfind(|decision| !is_try(decision));
-        match (taken, decisions.last()) {
-            (Some(Decision { size, why, .. }), _)
-                if mem::replace(&mut self.said, *size) != *size =>
-            {
-                lines.push(format!("  micro-batch size {size}: {why}"));
-            }
+        let mut lines: Vec<_> =
+            failed.map(|decision| format!("  memory ran out: {decision}")).collect();
+        let (size, why) = match (decisions.iter().rfind(|one| !is_try(one)), decisions.last()) {
+            (Some(Decision { size, why, .. }), _) => (*size, why.to_string()),
             (None, Some(Decision { size, .. })) if self.said == 0 => {
-                lines.push(format!(
-                    "  micro-batch size {size} for now: too few steps to compare all"
-                ));
+                (*size, "for now, too few steps to compare them all".to_owned())
             }
-            _ => {}
+            _ => return lines,
+        };
+        if mem::replace(&mut self.said, size) != size {
+            lines.push(format!("  took micro-batches of {size} {unit}: {why}{tried}"));
         }
         lines
     }
@@ -119,7 +120,7 @@ pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) ->
 }
 
 /// Lists the sizes probed, and the memory needed by the largest that fitted.
-fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
+fn tried(mut decisions: Vec<&Decision>, unit: &str) -> Option<String> {
     decisions.sort_by_key(|decision| decision.size);
     decisions.dedup_by_key(|decision| decision.size);
     let sizes: Vec<String> = decisions.iter().map(|decision| decision.size.to_string()).collect();
@@ -127,7 +128,7 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
         |decision: &&Decision| Some((decision.size, decision.measured?, decision.available));
     let (size, needed, available) = decisions.iter().rev().find_map(fitted)?;
     Some(format!(
-        "  tried micro-batch sizes {}: {size} needed {needed} of {available} free memory",
+        "tried {}: {size} {unit} needed {needed} of {available} free memory",
         sizes.join(", ")
     ))
 }

@@ -53,6 +53,10 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     if let Some(notice) = options.model.notice().filter(|_| begins_anew && trainer.is_first()) {
         progress::say(&format!("brimful: {notice}"));
     }
+    let left_out = trainer.folder.as_ref().and_then(|folder| folder.left_out());
+    if let Some(notice) = left_out.filter(|_| trainer.is_first()) {
+        progress::say(&format!("brimful: {notice}"));
+    }
     begin(&mut trainer, options)?;
     let trained = train(&mut trainer);
     let ended = match &trained {

@@ -8,7 +8,7 @@ use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, Layers, MicroBatches, Pipeline, World};
 use clap::ValueEnum;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use crate::exit::{ensure_use, ran_out};
@@ -61,7 +61,7 @@ impl OffloadPlan {
         let Some(capacity) = capacities.into_iter().flatten().min() else {
             return Ok(Self::Device);
         };
-        let needed = resident_bytes(layers, options)?;
+        let needed = resident_bytes(layers, options, options.dtype().kind())?;
         let capacity_of_all = capacity.saturating_mul(devices as u64);
         // Measures no layers if there is plenty of memory.
         if needed <= capacity_of_all / 2 {
@@ -165,33 +165,42 @@ fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
         || options.stages.schedule.is_some()
 }
 
-/// Returns the bytes of the weights, their gradients and the optimizer's state.
-fn resident_bytes(layers: &Layers, options: &TrainOptions) -> Result<u64> {
-    let kind = options.dtype().kind();
+/// Returns the bytes of the weights, their gradients and the optimizer's state in this dtype.
+fn resident_bytes(layers: &Layers, options: &TrainOptions, kind: Kind) -> Result<u64> {
     let weights = layers.parameter_count()? * kind.elt_size_in_bytes() as u64;
-    let of_trained = gradient_factor(kind) + options.recipe.method().state_factor_in(kind);
-    Ok((weights as f64 * (1.0 + trained_share(layers)? * of_trained)) as u64)
+    Ok((weights as f64 * resident_factor(layers, options, kind)?) as u64)
 }
 
-/// Least memory of a device for a model, with weights and gradients alone.
+/// Returns the bytes of weights, gradients and state for each byte of weights.
+fn resident_factor(layers: &Layers, options: &TrainOptions, kind: Kind) -> Result<f64> {
+    let of_trained = gradient_factor(kind) + options.recipe.method().state_factor_in(kind);
+    Ok(1.0 + trained_share(layers)? * of_trained)
+}
+
+/// Least memory of a device for a model, without activations.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LeastBytes {
-    /// Bytes with the finest cut: the largest layer.
+    /// Bytes of all weights, their gradients and the optimizer's state.
+    pub(super) resident: u64,
+    /// The same with the finest cut: of the largest layer.
     pub(super) of_stage: u64,
-    /// Bytes when fully offloaded: the two largest layers, on the device together, and the gradients of one.
+    /// Bytes when fully offloaded: the weights and gradients of the two largest layers, of which one computes while
+    /// the other is in transfer.
     pub(super) offloaded: u64,
 }
 
 impl LeastBytes {
-    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
-        let kind = options.dtype().kind();
+    pub(super) fn of(layers: &Layers, options: &TrainOptions, kind: Kind) -> Result<Self> {
         let mut bytes = layers.parameters_used()?;
         bytes.iter_mut().for_each(|numbers| *numbers *= kind.elt_size_in_bytes() as u64);
         bytes.sort_unstable_by(|a, b| b.cmp(a));
         let [largest, second] = [0, 1].map(|place| bytes.get(place).copied().unwrap_or(0));
-        let gradients = largest as f64 * trained_share(layers)? * gradient_factor(kind);
-        let of_stage = largest + gradients as u64;
-        Ok(Self { of_stage, offloaded: of_stage + second })
+        let with_gradients = 1.0 + trained_share(layers)? * gradient_factor(kind);
+        Ok(Self {
+            resident: resident_bytes(layers, options, kind)?,
+            of_stage: (largest as f64 * resident_factor(layers, options, kind)?) as u64,
+            offloaded: ((largest + second) as f64 * with_gradients) as u64,
+        })
     }
 }
 

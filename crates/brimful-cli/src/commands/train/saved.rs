@@ -8,20 +8,22 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use brimful::save::{self, Metadata, WrittenFile};
-use brimful_models::pretrained::RUN_FILE;
+use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
 use super::engine::Kept;
 use super::moved::{self, Comparison};
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
+use crate::files::folder_of;
 use crate::fine_tune::FineTune;
 use crate::named::Named;
 use crate::progress;
-use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, PIXELS, model_alone, run_file, taken};
+use crate::saved_weights::{
+    AVERAGES, CLASSES, EPOCH, OPTIMIZER, PIXELS, model_alone, run_file, taken,
+};
 
-/// Metadata keys: finished epochs, steps done in the next one, and their part of its loss.
-const EPOCH: &str = "epoch";
+/// Metadata keys: steps done in the next epoch, and their part of its loss.
 const STEP: &str = "step";
 const LOSS: &str = "loss";
 /// Metadata key of the number of samples in an epoch.
@@ -133,12 +135,9 @@ impl SavedRun {
 /// Loads a run from its file or folder. Changes nothing if it does not fit.
 pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let file = run_file(path);
-    ensure!(
-        file == path || file.exists(),
-        "it is a folder without {RUN_FILE}: name a file of --save, or a folder of --save whose run is not done; \
-         give a model to --model, an adapter to --adapter"
-    );
+    ensure!(file == path || file.exists(), "{}", without_run(path));
     let (tensors, metadata) = save::read(&file)?;
+    ensure!(metadata.contains_key(EPOCH), "{}", weights_alone(path));
     check_told(&metadata, trainer)?;
     let epoch = number(&metadata, EPOCH)?;
     let recipe = &trainer.options.recipe;
@@ -156,6 +155,39 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
     trainer.rate = rate;
     Ok(())
+}
+
+/// Says what a folder without a run is for.
+fn without_run(folder: &Path) -> String {
+    let shown = folder.display();
+    if is_adapter(folder) {
+        return format!(
+            "its run is done, and it holds the adapter alone: train that on by --adapter {shown} with --model"
+        );
+    }
+    if folder.join("config.json").is_file() {
+        return format!(
+            "its run is done, and it holds the model alone: train that on by --model {shown} and another --save"
+        );
+    }
+    format!(
+        "it is a folder without {RUN_FILE}: name a file of --save, or a folder of --save whose run is not done"
+    )
+}
+
+/// Says how to begin with a file of weights that is no run.
+fn weights_alone(file: &Path) -> String {
+    let folder = folder_of(file);
+    let shown = folder.display();
+    if run_file(folder).is_file() {
+        return format!("it holds weights, and the run is beside it: give --resume {shown}");
+    }
+    match folder.join("config.json").is_file() {
+        true => format!("it holds weights and no run: train them by --model {shown}"),
+        false => {
+            format!("it holds weights and no run: begin with them by --init {}", file.display())
+        }
+    }
 }
 
 /// Checks that the data is what the run was made with, as far as it has read it.

@@ -29,8 +29,9 @@ use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
+use crate::output::numbered;
 use crate::progress::Ticker;
-use crate::setting::counted;
+use crate::setting::{MeanOver, counted};
 
 /// A model in training.
 #[derive(Debug)]
@@ -107,7 +108,7 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
-        let size = ModelSize::of(&layers, options)?;
+        let size = ModelSize::of(&layers, &world, options)?;
         let engine = engine::build(layers, &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, size, options))?;
         let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
@@ -130,6 +131,14 @@ impl Trainer {
             contents: moved::contents(options),
             _place: place,
         })
+    }
+
+    /// Returns the unit of automatic sizes: sequences of unlike length are cut by tokens.
+    pub(super) fn unit_of_sizes(&self) -> &'static str {
+        match self.dataset.train.mean_over() {
+            MeanOver::Samples => "samples",
+            MeanOver::Targets => "tokens",
+        }
     }
 
     /// Returns the number of steps in an epoch.
@@ -178,12 +187,13 @@ impl Trainer {
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
             }
             (_, Some(most)) if steps >= most => {
-                format!("{steps} steps are done already: raise --max-steps to continue")
+                format!("{} done already: raise --max-steps to continue", numbered(steps, "step"))
             }
             _ => {
                 let done = self.epoch;
                 format!(
-                    "{done} epochs are done already, and --epochs is {epochs}: give a larger number to continue"
+                    "{} done already, and --epochs is {epochs}: give a larger number to continue",
+                    numbered(done, "epoch")
                 )
             }
         }

@@ -9,7 +9,7 @@ use super::{TrainOptions, Trainer};
 use crate::data::Sample;
 use crate::setting::NumberType;
 
-/// Default number of tokens in a mini-batch.
+/// Default limit on the tokens of a mini-batch, each sample counted as long as it may be.
 const BATCH_TOKENS: i64 = 16_384;
 
 /// Defaults of a fine-tuning; none for a training from scratch.
@@ -89,7 +89,7 @@ impl UsualSettings {
                 "--batch-size",
                 trainer.options.batch_size().to_string(),
                 said.batch_size.is_some(),
-                "16384 tokens",
+                "samples, at most 16384 tokens together",
             ),
             (
                 "--dtype",

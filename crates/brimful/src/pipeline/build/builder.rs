@@ -349,11 +349,12 @@ impl Builder {
         if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
-        let Self { schedule, recompute, recompute_each, kind, offload, size, replicas, .. } = self;
+        let Self { recompute, recompute_each, kind, offload, size, replicas, .. } = self;
+        let schedule = self.order();
         let Self { device_buffers, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule:?} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with device buffers for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with device buffers for {device_buffers} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
