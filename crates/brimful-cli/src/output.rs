@@ -6,7 +6,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use brimful::{oom, save};
+use brimful::{internal, save};
 use serde::Serialize;
 
 use crate::exit::{has_exit, ran_out};

@@ -61,7 +61,7 @@ pub enum Place {
 
 /// Remedies for memory of a device, and of the host.
 const REMEDIES: [&str; 2] = [
-    "let `Size::Auto` find micro-batches that fit, recompute activations, or offload layers to the host",
+    "let `MicroBatches::Auto` find micro-batches that fit, recompute activations, or offload layers to the host",
     "end other programs on this machine, or keep less in its memory: smaller batches, fewer offloaded layers",
 ];
 

@@ -9,7 +9,7 @@ use brimful::loss::NonFiniteValue;
 use brimful::memory::OutOfMemory;
 use brimful::optim::{Method, Sgd};
 use brimful::schedule::Recompute;
-use brimful::{Bytes, Error, Layers, MicroBatches, World};
+use brimful::{Bytes, Error, Layers, MicroBatches};
 use tch::Tensor;
 use tch::nn::VarStore;
 
@@ -85,29 +85,33 @@ pub(super) struct ModelSize {
     /// Least memory in the dtype of the run, and in bf16.
     least: LeastBytes,
     narrow: LeastBytes,
-    /// Where the weights live, as the options say.
-    offload: OffloadArgument,
 }
 
 impl ModelSize {
-    pub(super) fn of(layers: &Layers, world: &World, options: &TrainOptions) -> Result<Self> {
+    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
         let [least, narrow] = [options.dtype(), NumberType::Bf16]
             .map(|dtype| LeastBytes::of(layers, options, dtype.kind()));
-        let (offload, _) = options.offload(world);
-        Ok(Self { layers: layers.len(), least: least?, narrow: narrow?, offload })
+        Ok(Self { layers: layers.len(), least: least?, narrow: narrow? })
     }
 
     /// Lists the options that are not in use yet, save memory and should be enough for a device with this limit.
     fn remedies(self, options: &TrainOptions, limit: Option<Bytes>) -> Vec<String> {
-        let Self { layers, least, narrow, offload } = self;
+        let Self { layers, least, narrow } = self;
+        let offload = options.stages.offload;
         let stages = options.stages.stages;
         let count = stages.unwrap_or(1);
         let fits = |bytes: u64| limit.is_none_or(|limit| bytes <= limit.0 / WITH_ACTIVATIONS);
         let cut =
             |least: LeastBytes, stages: usize| least.of_stage.max(least.resident / stages as u64);
-        // A plan, as of auto, has found what is not enough.
-        let lives_on_host = offload != OffloadArgument::None;
-        let needed = |least: LeastBytes| match lives_on_host {
+        let is_offloaded = match offload {
+            OffloadArgument::All => true,
+            OffloadArgument::None => false,
+            // A plan has found what is not enough, unless the model took less than half of the memory.
+            OffloadArgument::Auto => {
+                limit.is_none_or(|limit| least.resident > limit.0.saturating_mul(count as u64) / 2)
+            }
+        };
+        let needed = |least: LeastBytes| match is_offloaded {
             true => least.offloaded,
             false => cut(least, count),
         };
@@ -126,7 +130,7 @@ impl ModelSize {
         {
             remedies.push(format!("split the model over {more} devices by --stages {more}"));
         }
-        if !lives_on_host && fits(least.offloaded) {
+        if !is_offloaded && fits(least.offloaded) {
             remedies.push("offload it to the host by --offload all".to_owned());
         }
         if is_wide && fits(needed(narrow)) {

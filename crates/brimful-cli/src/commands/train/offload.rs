@@ -69,7 +69,7 @@ impl OffloadPlan {
         }
         // A model that does not fit offloaded either fails on its devices, with the more precise error.
         let fits_offloaded = options.stages.schedule.is_none_or(is_offloadable)
-            && LeastBytes::of(layers, options)?.offloaded <= capacity;
+            && LeastBytes::of(layers, options, options.dtype().kind())?.offloaded <= capacity;
         let all = || if fits_offloaded { Self::Host } else { Self::Device };
         let all_or_nothing = || if needed <= capacity_of_all { Self::Device } else { all() };
         if is_all_or_nothing(world, options) {

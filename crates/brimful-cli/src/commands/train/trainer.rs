@@ -108,7 +108,7 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
-        let size = ModelSize::of(&layers, &world, options)?;
+        let size = ModelSize::of(&layers, options)?;
         let engine = engine::build(layers, &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, size, options))?;
         let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
