@@ -63,7 +63,7 @@ fn check_pairs(parameters: &[Tensor], sums: &[Option<Tensor>]) -> Result<(), Tor
         return Ok(());
     }
     let (p, s) = (parameters.len(), sums.len());
-    Err(TorchError::other(format!("gradients need a sum a parameter: {p} and {s}")))
+    Err(TorchError::other(format!("gradients need one sum per parameter: {p} and {s}")))
 }
 
 fn raw_places(sums: &[Option<Tensor>]) -> Vec<*mut ffi::RawTensor> {

@@ -79,7 +79,10 @@ fn a_split_that_was_not_measured_takes_longer_than_the_whole() {
     let less = LayerCost { input_gradient: Some(30.0), weight_gradient: Some(60.0), ..layer };
     let profile = Profile { layers: vec![less], ..Profile::default() };
     let error = profile.check().unwrap_err().to_string();
-    assert!(error.contains("takes 100, but its dX and dW 30 and 60"), "{error}");
+    assert!(
+        error.contains("dX (30) plus dW (60) is shorter than the whole backward (100)"),
+        "{error}"
+    );
 }
 
 /// The times of a split backward decide; a profile without them has a transformer's.

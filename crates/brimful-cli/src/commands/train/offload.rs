@@ -219,7 +219,7 @@ fn resident(
     let fewer = match (options.stages.stages, schedule.stages_per_device()) {
         (None, _) => "start fewer ranks",
         (Some(_), 1) => "lower --stages",
-        (Some(_), _) => "lower --stages, or give a --schedule with fewer stages a device",
+        (Some(_), _) => "lower --stages, or give a --schedule with fewer stages per device",
     };
     check_stages(count, layers.len(), "", fewer)?;
     if count == 1 {

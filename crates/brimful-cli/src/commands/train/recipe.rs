@@ -25,7 +25,7 @@ pub struct Recipe {
     /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay (not applied to biases and norms) [default: AdamW 0.01]
+    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]

@@ -11,12 +11,12 @@
 //!     fetched_bytes: 200, sent_bytes: 400, activation_bytes: 100, output_bytes: 10,
 //!     ..StageCost::new(1.0, 1.0, 1.0)
 //! };
-//! let costs = Costs { host link: HostLinkCost::equal(100.0), ..Costs::equal(12, stage) };
+//! let costs = Costs { host_link: HostLinkCost::equal(100.0), ..Costs::equal(12, stage) };
 //! let schedule = Schedule::BreadthFirst { stages_per_device: 12 };
 //! let request = OffloadRequest { memory: vec![Some(6_000)], ..OffloadRequest::new(&costs, schedule, 1, 8) };
 //! let choice = choose(&request)?;
 //! assert!(choice.peak_bytes()[0] <= 6_000);
-//! println!("{} of 12 stages live on the host: {} s", choice.at_host(), choice.simulation.makespan());
+//! println!("{} of 12 stages are offloaded: {} s", choice.at_host(), choice.simulation.makespan());
 //! # Ok::<(), brimful_plan::plan::offload::OffloadError>(())
 //! ```
 //!
