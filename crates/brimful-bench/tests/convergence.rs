@@ -26,7 +26,7 @@ fn every_training_has_a_row_and_the_contestants_are_compared() {
 fn what_cannot_be_compared_is_refused() {
     for (flags, words) in [
         ("--epochs 0", "give a whole number from 1 on"),
-        ("--memory-limit 64KiB --epochs 1", "the model was not built: out of memory"),
+        ("--memory-limit 64KiB --epochs 1", "the model cannot be built: out of memory"),
         ("--question norms", "--batch-norm is for resnet18"),
     ] {
         refused(&format!("{CONVERGENCE} {flags}"), words);

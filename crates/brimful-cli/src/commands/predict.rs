@@ -69,7 +69,7 @@ pub struct PredictOptions {
     /// Write JSON lines to this file, and print only the accuracy
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Overwrite the file of --output
+    /// Overwrite earlier results
     #[arg(long)]
     overwrite: bool,
 }

@@ -164,7 +164,7 @@ mod tests {
     fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
         for (text, length, expected) in [
             ("", 1, "it has 0 tokens, but at least 20 are needed"),
-            ("", 1, "holds a sequence of 1 and one more: take a longer text$"),
+            ("", 1, "at least 1 tokens and one more; take a longer text$"),
             (&"x".repeat(29), 4, "take a longer text, or --sequence 1 at most$"),
             ("abc", i64::MAX, "it has 3 tokens, but at least 18446744073709551615 are needed"),
             (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed: a tenth"),

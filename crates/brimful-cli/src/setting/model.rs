@@ -353,7 +353,7 @@ mod tests {
             ("amoebanet", "as in amoebanet:18x256, with --data synthetic"),
             ("amoebanet:axb", "amoebanet:LxF (L cells, F filters), as in amoebanet:18x256"),
             ("unet:1x4", "give it 2 or more"),
-            ("unet:2x5", "give it 2, 4, …"),
+            ("unet:2x5", "give an even number"),
             ("amoebanet:4x8", "give an AmoebaNet 3, 6, 9, …"),
             ("unet:5", "as in unet:5x64"),
             ("unet:5x-64", "as in unet:5x64"),

@@ -50,7 +50,7 @@ pub struct RunFiles {
     /// Log each step to this folder, for TensorBoard
     #[arg(long, value_name = "FOLDER", hide_short_help = true)]
     pub(crate) events: Option<PathBuf>,
-    /// Overwrite files, logs or the folder of an earlier run
+    /// Overwrite earlier results
     #[arg(long, hide_short_help = true)]
     pub(crate) overwrite: bool,
     /// Record the run in this file, from which brimful report makes a page
