@@ -52,7 +52,7 @@ fn outputs_that_cannot_be_written_are_found_before_the_run() {
     let folder = folder("probed");
     refused(
         &format!("train --save {}/model --data /no/data", folder.display()),
-        1,
+        2,
         "/no/data does not exist",
     );
     assert_eq!(names(&folder), Vec::<String>::new(), "a probe leaves nothing behind");
@@ -174,7 +174,7 @@ fn negative_numbers_are_values_that_cannot_be() {
 
 #[test]
 fn what_cannot_be_asked_for_ends_with_2() {
-    refused("train --dtype tf32 --device cpu", 2, "give --dtype f32 on the CPU");
+    refused("train --dtype tf32 --device cpu", 2, "use --dtype f32 on the CPU");
     let limit = "--memory-limit 1.00 MiB has nothing to be compared with";
     refused("plan -s 4 -m 4 --memory-limit 1MiB", 2, limit);
 }

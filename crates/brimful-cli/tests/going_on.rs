@@ -85,7 +85,7 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
     }
     train_in(&folder, &format!("{LINE} --model base --max-steps 1 --save f.safetensors")).success();
     train_in(&folder, "--resume f.safetensors --lora 2").code(1).stderr(like(
-        "made with no --lora, but this run has --lora 2:4: leave that out, a run goes on with its own flags",
+        "made with no --lora, but this run has --lora 2:4: leave --lora out",
     ));
 }
 

@@ -42,7 +42,7 @@ impl NumberType {
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure_use!(
             device != Device::Cpu || self != Self::Tf32,
-            "--dtype tf32 is for CUDA devices: give --dtype f32 on the CPU"
+            "--dtype tf32 is for CUDA devices: use --dtype f32 on the CPU"
         );
         Ok(device::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
     }
