@@ -63,7 +63,7 @@ fn what_cannot_be_measured_is_refused() {
             "no model of any size fits 64.0 KiB: raise --memory-limit",
         ),
         ("--stages 0", "give a whole number from 1 on"),
-        ("--channels 3 --family unet", "of which there are 3"),
+        ("--channels 3 --family unet", "but 3 cannot be halved"),
         ("--device gpu", "gpu"),
     ] {
         refused(&format!("{ON_DEVICES} {flags}"), words);

@@ -44,7 +44,7 @@ fn people_read_a_table() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     for (flags, words) in [
-        ("--dtype tf32", "tf32 is an arithmetic of CUDA devices: use --dtype f32"),
+        ("--dtype tf32", "--dtype tf32 is for CUDA devices: use --dtype f32"),
         ("--micro-batch-size 0", "0 is not in 1.."),
         ("--gpt 2x100x8", "a multiple of 64"),
         ("--table --model mlp", "cannot be used with"),

@@ -354,7 +354,7 @@ fn a_compiler_where_others_may_write_is_not_loaded() {
 
 #[test]
 fn the_environments_switch_has_words_for_on_and_off_and_others_are_reported() {
-    let name = "the_environments_switch_has_words_for_on_and_off_and_others_are_told";
+    let name = "the_environments_switch_has_words_for_on_and_off_and_others_are_reported";
     if let Ok(expected) = env::var("BRIMFUL_TEST_EXPECTS") {
         assert_eq!(kernels::enabled(), expected == "on");
         let told = kernels::refusals();

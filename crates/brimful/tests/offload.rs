@@ -257,7 +257,7 @@ fn a_host_without_free_memory_says_so_and_a_wrong_number_of_locations_too() {
     let refused = refusal(8 * numbers, None);
     let said = format!("4 offloaded stages need {}", Bytes(16 * numbers));
     assert!(refused.starts_with(&said), "{refused}");
-    assert!(refused.contains(&format!("but it has {}:", Bytes(8 * numbers))), "{refused}");
+    assert!(refused.contains(&format!("but {} are free:", Bytes(8 * numbers))), "{refused}");
     // Weights and gradients would fit, but not Adam's moments.
     let refused = refusal(20 * numbers, Some(Adam::new(0.1).into()));
     assert!(refused.contains("optimizer with less state"), "{refused}");
