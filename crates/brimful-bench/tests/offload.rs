@@ -22,7 +22,10 @@ fn planned_offload_keeps_the_limit_and_what_fits_stays_on_the_device() {
     assert!(partly["peak_bytes"].as_u64() <= Some(18_000_000), "{partly}");
     let stages = partly["stages"].as_u64().expect("a number");
     assert!((1..stages).contains(&on_host(&partly)), "{partly}");
-    assert!(partly["plan"].as_str().is_some_and(|plan| plan.contains("offloaded to the host")), "{partly}");
+    assert!(
+        partly["plan"].as_str().is_some_and(|plan| plan.contains("offloaded to the host")),
+        "{partly}"
+    );
     let whole = within("200MB");
     assert_eq!(on_host(&whole), 0, "{whole}");
 }

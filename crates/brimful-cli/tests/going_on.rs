@@ -84,9 +84,9 @@ fn a_stopped_run_of_a_folder_goes_on_by_the_command_that_it_says() {
         run_in(&folder, &resume).code(1).stderr(predicate::str::contains(says));
     }
     train_in(&folder, &format!("{LINE} --model base --max-steps 1 --save f.safetensors")).success();
-    train_in(&folder, "--resume f.safetensors --lora 2").code(1).stderr(like(
-        "made with no --lora, but this run has --lora 2:4: leave --lora out",
-    ));
+    train_in(&folder, "--resume f.safetensors --lora 2")
+        .code(1)
+        .stderr(like("made with no --lora, but this run has --lora 2:4: leave --lora out"));
 }
 
 #[test]

@@ -35,11 +35,7 @@ fn the_answers_are_as_right_as_the_training_said() {
     run(&output).success().stdout(percent);
     assert_eq!(fs::read_to_string(&file).expect("written").lines().count(), 360);
     fs::write(&file, "mine").expect("written");
-    complains(
-        &output,
-        2,
-        "is there already: name another, or give --overwrite to lose what is there",
-    );
+    complains(&output, 2, "exists already: name another, or give --overwrite");
     assert_eq!(fs::read_to_string(&file).expect("still there"), "mine");
     run(&format!("{output} --overwrite")).success();
     assert_eq!(fs::read_to_string(&file).expect("written").lines().count(), 360);

@@ -400,7 +400,7 @@ fn sizes_types_and_signs_that_cannot_be_are_refused_with_the_field() {
         ("tie_word_embeddings", json!("no"), "tie_word_embeddings is neither true nor false"),
         ("rope_theta", json!(-1), "rope_theta is missing, or is no number above 0"),
         ("rope_scaling", json!("dynamic"), "rope_scaling is no object of fields"),
-        ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is 'dynamic': those known"),
+        ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is 'dynamic': supported"),
         (
             "rope_scaling",
             json!({"rope_type": "linear", "factor": 2.0, "mscale": 0.7}),
@@ -727,7 +727,7 @@ fn an_adapter_of_another_model_is_refused_with_what_is_left_over() {
     save::write(&weights, &tensors, &save::Metadata::new()).expect("written");
     let error = AdapterFolder::open(&deeper, gpt2.config()).expect_err("left over").to_string();
     assert!(error.contains("transformer.h.2.attn.c_attn.lora_A.weight belongs nowhere"), "{error}");
-    assert!(error.ends_with("give the model that it was trained with"), "{error}");
+    assert!(error.ends_with("give the model that the adapter was trained with"), "{error}");
     fs::rename(&weights, deeper.join("adapter_model.bin")).expect("renamed");
     let error = AdapterFolder::open(&deeper, gpt2.config()).expect_err("Python's").to_string();
     assert!(error.contains("adapter_model.bin alone, which runs code"), "{error}");

@@ -282,7 +282,10 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
         move |x: &[Tensor], train| vec![norm.forward_t(&x[0].relu(), train)]
     });
     let mut changed = builder(changed, 1).build().expect("a pipeline");
-    assert_fails(changed.backward(&x, &x, |out: Tensor, x| loss(&out, x)), &["do that in the layer before"]);
+    assert_fails(
+        changed.backward(&x, &x, |out: Tensor, x| loss(&out, x)),
+        &["do that in the layer before"],
+    );
 }
 
 #[test]
