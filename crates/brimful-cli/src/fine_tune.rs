@@ -35,7 +35,7 @@ pub struct FineTuneOptions {
     /// projection of the blocks gets an adapter. --save writes only the adapters, in PEFT's format
     #[arg(long, value_name = "RANK")]
     pub(crate) lora: Option<LoraFlag>,
-    /// LoRA adapter to train further: a folder written by --save or PEFT
+    /// LoRA adapter: a folder to train further: a folder written by --save or PEFT
     #[arg(long, value_name = "FOLDER", conflicts_with = "lora", hide_short_help = true)]
     pub(crate) adapter: Option<PathBuf>,
     /// Merge the LoRA adapter into the weights that --save writes
