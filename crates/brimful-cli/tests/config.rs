@@ -138,7 +138,7 @@ fn a_run_that_was_saved_with_old_names_of_flags_is_resumed_with_its_flags() {
     let old = metadata["flags"].replace("micro-batch-size", "micro-batch");
     assert_ne!(old, metadata["flags"]);
     metadata.insert("flags".into(), old);
-    save::write(&folder.join("run"), &tensors, &metadata).expect("written");
+    save::write(folder.join("run"), &tensors, &metadata).expect("written");
     let resumed = train_in(&folder, "--resume run --max-steps 12 --json").success();
     let epoch = json_lines(&resumed).pop().expect("an epoch");
     assert_eq!(epoch["micro_batch_size"], 32, "{epoch}");

@@ -30,7 +30,7 @@ fn pipeline(size: MicroBatches, arenas: &[Arena; 2]) -> Pipeline {
     Pipeline::builder(layers())
         .devices(arenas.clone().map(DeviceSpec::from))
         .balance([2, 3])
-        .micro_batches(size.into())
+        .micro_batches(size)
         .schedule(Schedule::OneFOneB)
         .recompute(Recompute::Never)
         .kind(Kind::Double)

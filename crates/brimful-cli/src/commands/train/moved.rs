@@ -34,15 +34,19 @@ pub(super) enum Comparison {
     Unknown,
 }
 
+/// Returns whether a file of a folder counts.
+type IsRead = fn(&Path) -> bool;
+
 /// Computes the fingerprints of what the run reads, for its file.
 pub(super) fn contents(options: &TrainOptions) -> Metadata {
     let model = match &options.model {
         ModelSource::Folder(folder) => Some(folder.as_path()),
         ModelSource::Named(_) => None,
     };
-    let places: [(_, _, fn(&Path) -> bool); 3] = [
-        ("data", Some(Path::new(&options.data)), |_| true),
-        ("model", model, describes_model),
+    let is_any: IsRead = |_| true;
+    let places = [
+        ("data", Some(Path::new(&options.data)), is_any),
+        ("model", model, describes_model as IsRead),
         ("adapter", options.fine_tune.adapter.as_deref(), describes_model),
     ];
     let mut contents = Metadata::new();
@@ -79,7 +83,7 @@ pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: boo
 
 /// Fingerprints a file by its size and beginning, or a folder by the names and sizes in it; and either by samples of
 /// the files that are read. Returns none for pipes, which can be read only once.
-fn marks(path: &Path, is_read: fn(&Path) -> bool) -> io::Result<Option<[String; 2]>> {
+fn marks(path: &Path, is_read: IsRead) -> io::Result<Option<[String; 2]>> {
     let found = fs::metadata(path)?;
     if found.is_file() {
         let mut beginning = Vec::new();
