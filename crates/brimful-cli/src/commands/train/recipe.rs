@@ -16,9 +16,9 @@ pub struct Recipe {
     /// What updates the parameters
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: OptimizerName,
-    /// Number format of the optimizer's averages
-    #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32")]
-    pub(crate) optimizer_state: OptimizerState,
+    /// Number format of the optimizer's averages [default: f32]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub(crate) optimizer_state: Option<OptimizerState>,
     /// Learning rate [default: 0.05 for sgd, 0.01 for adafactor, 0.001 for the others; of a folder's weights
     /// 2e-5, with --lora 2e-4]
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
@@ -95,12 +95,11 @@ impl Recipe {
             self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
             "--momentum is for --optimizer sgd: the others have moments of their own"
         );
+        let format = self.optimizer_state.unwrap_or(OptimizerState::F32);
         ensure_use!(
-            self.optimizer != OptimizerName::Adafactor
-                || self.optimizer_state == OptimizerState::F32,
-            "--optimizer-state {}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
-             --optimizer-state out, or choose another optimizer",
-            self.optimizer_state
+            self.optimizer != OptimizerName::Adafactor || format == OptimizerState::F32,
+            "--optimizer-state {format}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
+             --optimizer-state out, or choose another optimizer"
         );
         Ok(())
     }
@@ -115,9 +114,9 @@ impl Recipe {
         };
         let decay = |default| self.weight_decay.unwrap_or(default);
         let format = match self.optimizer_state {
-            OptimizerState::F32 => StateFormat::F32,
-            OptimizerState::Bf16 => StateFormat::Bf16,
-            OptimizerState::EightBit => StateFormat::EightBit,
+            None | Some(OptimizerState::F32) => StateFormat::F32,
+            Some(OptimizerState::Bf16) => StateFormat::Bf16,
+            Some(OptimizerState::EightBit) => StateFormat::EightBit,
         };
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))
