@@ -52,7 +52,7 @@ pub(crate) struct OffloadOptions {
     /// Micro-batches per mini-batch: one row per number
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "8,16")]
     counts: Vec<usize>,
-    /// Offload modes to compare: each is a contestant
+    /// Offload model state to host memory: modes to compare: each is a contestant
     #[arg(
         long,
         value_name = "MODE,…",

@@ -17,7 +17,7 @@ pub(crate) struct PlotOptions {
     /// JSON lines of `brimful-bench … --json` or --into, and of the scripts in bench/peers
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// File to write: an SVG
+    /// Output file: an SVG
     #[arg(long, short, value_name = "FILE")]
     output: PathBuf,
 }

@@ -39,7 +39,7 @@ pub(crate) struct FinetuneOptions {
     from_scratch: bool,
     #[arg(long, value_name = "RANK", help = words::LORA)]
     lora: Option<LoraFlag>,
-    /// Offload modes to compare: each is a contestant
+    /// Offload model state to host memory: modes to compare: each is a contestant
     #[arg(long, value_name = "MODE,…", value_delimiter = ',', default_value = "device")]
     offload: Vec<OffloadArgument>,
     /// Tokens per sequence

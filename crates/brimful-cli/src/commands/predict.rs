@@ -66,7 +66,7 @@ pub struct PredictOptions {
     /// Print JSON instead of text: one line with one object per sample
     #[arg(long)]
     json: bool,
-    /// Write JSON lines to this file, and print only the accuracy
+    /// Output file: JSON lines; only the accuracy is printed
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Overwrite earlier results

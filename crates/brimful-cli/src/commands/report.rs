@@ -22,7 +22,7 @@ pub struct ReportOptions {
     /// Run file, as written by train --record
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// File to write: a page that any browser opens
+    /// Output file: a page that any browser opens
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
 }

@@ -55,11 +55,11 @@ pub struct PlanOptions {
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write the timeline of the best step, for ui.perfetto.dev
+    /// Write a timeline for ui.perfetto.dev: the best schedule
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
-    /// Write an HTML page with the best step of each schedule
+    /// Write an HTML page: the best step of each schedule
     #[arg(long, value_name = "FILE")]
     pub(super) report: Option<PathBuf>,
 

@@ -56,7 +56,7 @@ pub struct RunFiles {
     /// Record the run in this file, from which brimful report makes a page
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(crate) record: Option<PathBuf>,
-    /// Write an HTML page of the run: timeline, memory, micro-batch sizes, loss
+    /// Write an HTML page: timeline, memory, micro-batch sizes, loss
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
 }
