@@ -4,10 +4,9 @@ use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::{Builder, Offload};
-use brimful::schedule::{Recompute, Schedule};
+use brimful::schedule::Recompute;
 use brimful::{
-    Bytes, DeviceSpec, Layers, MicroBatcher, MicroBatches, Pipeline, StepReport, balance,
-    retry_on_oom,
+    Bytes, DeviceSpec, Layers, MicroBatcher, MicroBatches, Pipeline, StepReport, retry_on_oom,
 };
 use brimful_cli::setting::{self, LossModel};
 use tch::nn::VarStore;
@@ -36,7 +35,7 @@ pub(super) fn fine_tuned(
     Ok(match offload {
         OffloadArgument::Device => Box::new(WholeTuned::new(&layers, device, micro_batch)?),
         OffloadArgument::Host | OffloadArgument::HostInBackward => {
-            let builder = on_host(layers, device, micro_batch)?;
+            let builder = on_host(layers, device, micro_batch);
             Box::new(StagedTraining::new(builder, offload.updates_in_backward(), setting::loss)?)
         }
         OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
@@ -100,17 +99,13 @@ impl FineTuned for WholeTuned {
 }
 
 /// Describes the finest stages, which come to the device in turn and recompute their activations in the backward.
-fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Result<Builder> {
-    let balance = balance::finest(&layers.parameters_used()?, layers.len())?;
-    let stages_per_device = balance.sizes().len();
-    Ok(Pipeline::builder(layers)
+fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Builder {
+    Pipeline::builder(layers)
         .devices([DeviceSpec::from(device)])
-        .balance(balance)
-        .schedule(Schedule::BreadthFirst { stages_per_device })
         .recompute(Recompute::Always)
         .kind(Kind::BFloat16)
         .offload(Offload::Host)
-        .micro_batches(MicroBatches::Samples(micro_batch)))
+        .micro_batches(MicroBatches::Samples(micro_batch))
 }
 
 impl FineTuned for StagedTraining {
