@@ -25,9 +25,9 @@ const DESCRIPTIONS: [&str; 3] = ["config.json", "tokenizer.json", "adapter_confi
 const CONTENT: &str = "-content";
 const SAMPLED: &str = "-sampled";
 
-/// Comparison of what a flag names with what it named when the run was saved.
+/// Content of what a flag names, compared with the content when the run was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Comparison {
+pub(super) enum Content {
     Same,
     Other,
     /// One of them has no fingerprint.
@@ -67,7 +67,7 @@ fn describes_model(path: &Path) -> bool {
 }
 
 /// Compares what a flag names now with what it named then, at the same path or another.
-pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: bool) -> Comparison {
+pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: bool) -> Content {
     let is_same = |suffix: &str| {
         let key = format!("{flag}{suffix}");
         Some(then.get(&key)? == now.get(&key)?)
@@ -75,9 +75,9 @@ pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: boo
     // Into a model's folder, files that a training does not read may come.
     let content = is_same(CONTENT).filter(|_| is_moved || flag == "data");
     match (content, is_same(SAMPLED)) {
-        (None, None) => Comparison::Unknown,
-        (Some(false), _) | (_, Some(false)) => Comparison::Other,
-        _ => Comparison::Same,
+        (None, None) => Content::Unknown,
+        (Some(false), _) | (_, Some(false)) => Content::Other,
+        _ => Content::Same,
     }
 }
 
@@ -182,14 +182,14 @@ mod tests {
             [false, true].map(|is_moved| compare("model", &then, &now, is_moved))
         };
         let then = marked(folder.path());
-        assert_eq!(compared(&then), [Comparison::Same; 2]);
+        assert_eq!(compared(&then), [Content::Same; 2]);
         fs::write(folder.path().join("README.md"), "A model.").expect("written");
-        assert_eq!(compared(&then), [Comparison::Same, Comparison::Other]);
+        assert_eq!(compared(&then), [Content::Same, Content::Other]);
         let then = marked(folder.path());
         bytes[4 << 20..5 << 20].fill(8);
         fs::write(&weights, &bytes).expect("written");
-        assert_eq!(compared(&then), [Comparison::Other; 2]);
+        assert_eq!(compared(&then), [Content::Other; 2]);
         let none = Metadata::new();
-        assert_eq!(compare("model", &none, &none, false), Comparison::Unknown);
+        assert_eq!(compare("model", &none, &none, false), Content::Unknown);
     }
 }

@@ -11,7 +11,7 @@ use brimful::save::{self, Metadata, WrittenFile};
 use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
 use super::engine::Kept;
-use super::moved::{self, Comparison};
+use super::moved::{self, Content};
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
@@ -206,7 +206,7 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
         then.map_or("", String::as_str)
     );
     let data = &trainer.options.data;
-    if moved::compare("data", metadata, &trainer.contents, false) == Comparison::Other
+    if moved::compare("data", metadata, &trainer.contents, false) == Content::Other
         && metadata.get("data") == Some(data)
     {
         ensure!(
@@ -267,7 +267,7 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
         });
         let is_moved = then != now.as_deref();
         match moved::compare(flag, metadata, &trainer.contents, is_moved) {
-            Comparison::Other | Comparison::Unknown if is_moved => {
+            Content::Other | Content::Unknown if is_moved => {
                 then_told.push(shown(flag, then));
                 now_told.push(shown(flag, now.as_deref()));
                 match then {
@@ -276,7 +276,7 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
                 }
             }
             // The data may grow between epochs.
-            Comparison::Other if flag != "data" => bail!(
+            Content::Other if flag != "data" => bail!(
                 "{} holds other weights or another description now than it was made with: give it those",
                 shown(flag, then)
             ),
