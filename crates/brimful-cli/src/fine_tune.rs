@@ -31,11 +31,11 @@ const TUNED_SEQUENCE: i64 = 2048;
 pub struct FineTuneOptions {
     /// Train LoRA adapters of this rank; the base weights stay frozen
     ///
-    /// RANK:ALPHA, as in 8:16, also sets the scale, which is ALPHA / RANK [default of ALPHA: twice the rank]. Every
-    /// projection of the blocks gets an adapter. --save writes only the adapters, in PEFT's format
+    /// Every projection of the blocks gets an adapter. Write RANK:ALPHA, as in 8:16, to set their scale, which is
+    /// ALPHA / RANK [default of ALPHA: twice the rank]. --save writes only the adapters, in PEFT's format
     #[arg(long, value_name = "RANK")]
     pub(crate) lora: Option<LoraFlag>,
-    /// LoRA adapter: a folder to train further: a folder written by --save or PEFT
+    /// LoRA adapter: a folder written by --save or PEFT, which is trained further
     #[arg(long, value_name = "FOLDER", conflicts_with = "lora", hide_short_help = true)]
     pub(crate) adapter: Option<PathBuf>,
     /// Merge the LoRA adapter into the weights that --save writes

@@ -409,5 +409,5 @@ fn what_does_not_fit_is_refused_before_the_work() {
     assert_eq!(error, LinearCrossEntropyError::Smoothing(1.5));
     let _ = targets.get(1).get(2).fill_(5);
     let error = refused(&weight, None, &targets, plain).to_string();
-    assert!(error.contains("target 5 at place 6 is none of the 5 classes"), "{error}");
+    assert!(error.contains("target 5 at position 6 is none of the 5 classes"), "{error}");
 }

@@ -721,7 +721,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
         ),
         (
             error(base().schedule(INTERLEAVED).balance([3, 3, 2])),
-            "the schedule puts 2 stages on each device, which 3 stages do not fill",
+            "the schedule puts 2 stages on each device, but the balance has 3: give",
         ),
         (
             error(

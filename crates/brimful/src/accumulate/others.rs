@@ -13,8 +13,8 @@ use crate::Result;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "the loss depends on a tensor of shape {shape:?} that requires a gradient and is not a parameter of \
-     the model: nothing was changed; make it a variable of the model or detach it, or use a `MicroBatcher` \
-     without a world, or `Pipeline::forward` and `backward_from`, which compute its gradient"
+     the model: nothing was changed; make it a variable of the model, or detach it. To compute its gradient, use \
+     a `MicroBatcher` without a world, or `Pipeline::forward` and `backward_from`"
 )]
 #[non_exhaustive]
 pub struct OtherLeaf {

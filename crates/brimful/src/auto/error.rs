@@ -11,7 +11,7 @@ use brimful_plan::bytes::Bytes;
 #[error(
     "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
      recompute activations, take a smaller model or dtype, or spread the layers over \
-     more devices. The last report: {}",
+     more devices. The last error: {}",
     tried_in_words(tried), needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default(), cause.message
 )]
 #[non_exhaustive]

@@ -33,13 +33,13 @@ pub enum BatchNormError {
     },
     /// An exact layer outside a pipeline, which alone can wait for the other micro-batches.
     #[error(
-        "BatchNormPolicy::Exact needs the statistics of all micro-batches before it normalises the \
-         first, which a pipeline has, of a list in which the layer was added by `add_norm`:\n    \
+        "BatchNormPolicy::Exact normalises by the statistics of all micro-batches, which are known only to a \
+         pipeline, and only for a layer that was added by `add_norm`:\n    \
          let layers = Layers::new().add(\"conv\", conv).add_norm(\"bn\", |p| batch_norm2d(p, \
          {channels}, exact)).add(\"rest\", rest);\n    \
          let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Samples(2)).build()?;\n    \
          pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;\n\
-         In a closure, and in replicas of one, take BatchNormPolicy::Deferred"
+         In the closure of a `MicroBatcher` or of `Replicas`, use BatchNormPolicy::Deferred"
     )]
     NotMet {
         /// The layer's channels.

@@ -82,8 +82,8 @@ pub enum LinearCrossEntropyError {
     /// A target that is not a class. Only targets on a CPU are checked: on other devices they make the loss
     /// NaN.
     #[error(
-        "target {target} at place {place} is none of the {classes} classes: give a class from 0 on, or \
-         {ignored} for a place that does not count"
+        "target {target} at position {place} is none of the {classes} classes, which are counted from 0: give a \
+         class, or {ignored} to ignore the position"
     )]
     Target {
         /// The target's value.
@@ -96,10 +96,10 @@ pub enum LinearCrossEntropyError {
         ignored: i64,
     },
     /// A smoothing outside 0 to 1.
-    #[error("a smoothing of {0} is not a part of a target: give a number from 0 up to 1")]
+    #[error("the smoothing cannot be {0}: give a number from 0 up to 1")]
     Smoothing(f64),
     /// A chunk of zero bytes.
-    #[error("a chunk of 0 bytes holds no logits: give more, or none to have it chosen")]
+    #[error("a chunk of 0 bytes holds no logits: give more, or `None` for an automatic size")]
     EmptyChunk,
 }
 

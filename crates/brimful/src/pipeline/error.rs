@@ -35,8 +35,8 @@ pub enum PipelineError {
     },
     /// Balance that leaves a device with fewer stages than the others.
     #[error(
-        "the schedule puts {per_device} stages on each device, which {stages} stages do not fill: \
-         give a balance of a multiple of {per_device} stages"
+        "the schedule puts {per_device} stages on each device, but the balance has {stages}: give a \
+         balance of a multiple of {per_device} stages"
     )]
     UnevenStages {
         /// Stages in the balance.
@@ -147,8 +147,8 @@ pub enum PipelineError {
     },
     /// Step that failed after some of its updates in the backward.
     #[error(
-        "the step failed after {stages} stages were updated in the backward, or were about to be, so the \
-         parameters are inconsistent: load the last checkpoint. Cause: {cause}"
+        "the step failed after updates of {stages} stages had begun in the backward, so the parameters are \
+         inconsistent: load the last checkpoint. Cause: {cause}"
     )]
     PartlyUpdated {
         /// Number of updated stages.
@@ -221,8 +221,8 @@ pub enum PipelineError {
     },
     /// Exact BatchNorm without a layer before it.
     #[error(
-        "'{layer}' is an exact BatchNorm and the first layer, but it needs a layer before it whose outputs \
-         of all micro-batches it can wait for: add one, such as `.add_fn(\"input\", |x| x * 1.0)`"
+        "the first layer, '{layer}', is an exact BatchNorm, but there must be a layer before it, for whose \
+         outputs it can wait: add one, such as `.add_fn(\"input\", |x| x * 1.0)`"
     )]
     ExactFirst {
         /// Name of the layer.
@@ -230,8 +230,8 @@ pub enum PipelineError {
     },
     /// Actions that let a micro-batch pass an exact BatchNorm before all have reached it.
     #[error(
-        "{came} of {micro_batches} micro-batches have reached an exact BatchNorm that the next action \
-         passes: give a list of actions in which each stage runs all micro-batches before the next stage \
+        "the next action passes an exact BatchNorm, which only {came} of {micro_batches} micro-batches have \
+         reached: give a list of actions in which each stage runs all micro-batches before the next stage \
          runs one"
     )]
     NotAllMet {
@@ -248,8 +248,8 @@ pub enum PipelineError {
     InputChanged,
     /// In-place change of a tensor that gets a gradient, which libtorch refuses.
     #[error(
-        "it changes in place a tensor that needs a gradient, its stage's input or a parameter: make a new \
-         tensor (`relu` for `relu_`), or make it one layer with the layer before"
+        "it changes a tensor in place that needs a gradient (its stage's input, or a parameter): make a new \
+         tensor (`relu` for `relu_`), or merge the layer with the one before"
     )]
     ChangesInPlace,
 }

@@ -12,15 +12,15 @@ use crate::oom::{self, Caught};
 #[non_exhaustive]
 pub enum WorkerError {
     /// Unexpected panic.
-    #[error("a worker panicked: {message}; what it was doing was undone")]
+    #[error("a worker panicked: {message}; its work was rolled back")]
     Panicked {
         /// Its message.
         message: String,
     },
     /// Call to the workers by code that they run, which would wait for itself.
     #[error(
-        "a pipeline's optimizer or averages were used inside one of its own steps, which would wait for \
-         itself: use them when the step is over"
+        "a pipeline's optimizer or averages were used inside a step of that pipeline, which would then never \
+         end: use them after the step"
     )]
     InStep,
     /// Thread that has ended.

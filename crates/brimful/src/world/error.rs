@@ -58,7 +58,7 @@ pub enum WorldError {
     },
     /// This rank, whose heartbeat the others do not receive.
     #[error(
-        "the other ranks have given up this one, rank {rank}, because they received no heartbeat from it"
+        "the other ranks count this one, rank {rank}, as lost, because they received no heartbeat from it"
     )]
     GivenUp {
         /// Its number.
@@ -110,9 +110,7 @@ pub enum WorldError {
         replicas: usize,
     },
     /// More ranks than devices with a stage.
-    #[error(
-        "{ranks} ranks are too many for {workers} devices of a pipeline: start at most {workers}"
-    )]
+    #[error("a pipeline of {workers} devices cannot use {ranks} ranks: start at most {workers}")]
     TooManyRanks {
         /// Number of ranks of a pipeline.
         ranks: usize,
@@ -120,7 +118,7 @@ pub enum WorldError {
         workers: usize,
     },
     /// Rank that does not exist.
-    #[error("there is no rank {rank} among {size}: ranks are counted from 0")]
+    #[error("there is no rank {rank} in a world of {size}: ranks are counted from 0")]
     NoRank {
         /// Number that was given.
         rank: usize,
@@ -130,7 +128,7 @@ pub enum WorldError {
     /// Outputs that cannot be rebuilt on a rank where the closure did not run.
     #[error(
         "outputs of the type {name} cannot be rebuilt on a rank where the closure did not run: let it \
-         give tensors, tuples of them, or a struct of such"
+         return tensors, tuples of tensors, or a struct of tensors"
     )]
     NoForm {
         /// Name of the type.

@@ -14,18 +14,22 @@ pub struct Recipe {
     /// Optimizer
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     pub(crate) optimizer: OptimizerName,
-    /// Learning rate [default: 1e-3, SGD 0.05; fine-tuning 2e-5, LoRA 2e-4]
+    /// Learning rate [default: 1e-3; SGD 0.05; fine-tuning 2e-5; LoRA 2e-4]
     ///
-    /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW
+    /// With SGD, the default is 0.05 in fine-tuning and LoRA too
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
     #[arg(help = words::LEARNING_RATE_DECAY, hide_possible_values = true)]
     pub(crate) learning_rate_decay: Decay,
     /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
+    ///
+    /// When fine-tuning, the default is 3 % of all steps
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
     /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
+    ///
+    /// The default of the other optimizers is 0
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]
