@@ -13,22 +13,8 @@ use std::ops::Range;
 
 use brimful_torch::cuda;
 use tch::Device;
-use thiserror::Error;
 
 use crate::{Error, Result};
-
-/// A name of a device that this machine does not have.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("there is no device '{asked}' here; there is {available}{hint}")]
-#[non_exhaustive]
-pub struct NoDevice {
-    /// The requested name.
-    pub asked: String,
-    /// The available names.
-    pub available: String,
-    /// A likely cause, if one is known.
-    pub hint: String,
-}
 
 /// Returns the device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
 ///
@@ -87,7 +73,7 @@ fn no_device(asked: &str) -> Error {
     } else {
         ""
     };
-    NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }.into()
+    Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
 }
 
 /// Allows CUDA to compute f32 matrix products and convolutions in TF32: several times faster, with 10 instead

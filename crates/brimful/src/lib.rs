@@ -148,7 +148,6 @@ mod timed_event;
 mod workers;
 pub mod world;
 
-pub use accumulate::{OtherLeaf, SparseGradient};
 pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 pub use error::{ClosureError, Error};
@@ -162,7 +161,7 @@ pub use retry_on_oom::retry_on_oom;
 pub use step::{IntoLoss, MicroBatches, NonFinitePolicy, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.
 pub use tch;
-pub use workers::{DeviceSpec, WorkerError};
+pub use workers::DeviceSpec;
 pub use world::World;
 
 /// Shared with this project's program, benchmarks and tests; not part of the API.

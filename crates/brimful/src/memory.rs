@@ -22,7 +22,6 @@
 //! operation's helper threads.
 
 mod devices;
-mod error;
 mod host;
 
 use brimful_torch::arena::{Account, ArenaGuard};
@@ -32,12 +31,11 @@ use brimful_torch::memory as torch_memory;
 use tch::Device;
 
 pub use devices::{DeviceInfo, devices};
-pub use error::MemoryError;
 pub use host::{HostMemory, host};
 
 pub use crate::oom::{OutOfMemory, Place};
 
-use crate::Result;
+use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
 /// CPU memory account with a name and an optional limit. Clones share it.
@@ -262,10 +260,9 @@ impl Memory {
 fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
     let memory = memory.to_owned();
     match bytes {
-        Some(0) => Err(MemoryError::LimitOfZero { memory }.into()),
+        Some(0) => Err(Error::LimitOfZero { memory }),
         Some(limit) if limit < in_use => {
-            Err(MemoryError::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) }
-                .into())
+            Err(Error::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) })
         }
         _ => Ok(()),
     }

@@ -5,7 +5,6 @@ use std::thread;
 
 use brimful::internal::{self, Caught};
 use brimful::memory::Arena;
-use brimful::memory::MemoryError;
 use brimful::memory::Place;
 use brimful::{Bytes, Error};
 use brimful_torch::autograd;
@@ -53,7 +52,7 @@ fn another_failure_of_libtorch_keeps_its_own_message() {
 #[test]
 fn limits_that_make_no_sense_are_refused_and_the_old_one_stays() {
     let zero = Arena::limited("none", 0).expect_err("a limit of 0");
-    assert_eq!(zero, Error::Memory(MemoryError::LimitOfZero { memory: "none".into() }));
+    assert_eq!(zero, Error::LimitOfZero { memory: "none".into() });
     let arena = Arena::limited("full", 8000).expect("a limit");
     let inside = arena.enter();
     let kept = Tensor::zeros([1000], CPU);

@@ -115,7 +115,7 @@ fn when_all_allocations_fail_from_the_n_th_on_nothing_has_changed() {
         let result = micro.backward(&batch(), |x| net.loss(&x));
         arena.fail_nth_allocation(0);
         match result {
-            Err(Error::DoesNotFit(_)) => {
+            Err(Error::DoesNotFit { .. }) => {
                 assert_same(&format!("allocation {n}"), &before, &state(&net.store));
             }
             Err(other) => panic!("allocation {n}: {other}"),

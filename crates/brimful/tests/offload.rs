@@ -617,7 +617,7 @@ fn an_update_in_the_backward_that_runs_out_of_memory_says_so_to_whoever_asks_nex
         let _ = optimizer.wait();
         if let Err(error) = heard {
             // The next step may hit the refusal itself.
-            let is_own = matches!(error, Error::Stage(_));
+            let is_own = matches!(error, Error::Stage { .. });
             assert!(partly_updated(&error) || is_own, "allocation {n}: {error}");
             reported += usize::from(!is_own);
         }

@@ -3,9 +3,8 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` selects the GPU; then use `--test-threads=1`, because all threads share its
 //! statistics.
 
-use brimful::device::NoDevice;
 use brimful::internal::{self, Caught};
-use brimful::memory::{self, Arena, Memory, MemoryError};
+use brimful::memory::{self, Arena, Memory};
 use brimful::memory::{OutOfMemory, Place};
 use brimful::{Bytes, Error, device};
 use tch::{Device, Kind, TchError, Tensor};
@@ -130,8 +129,8 @@ fn a_limit_makes_a_device_as_small_as_wanted_and_can_be_lifted() {
     drop(block(20).expect("it fits"));
 
     let refused = |bytes| memory.set_limit(Some(bytes)).expect_err("a limit that cannot be");
-    assert!(matches!(refused(0), Error::Memory(MemoryError::LimitOfZero { .. })));
-    assert!(matches!(refused(1 << 20), Error::Memory(MemoryError::LimitBelowUse { .. })));
+    assert!(matches!(refused(0), Error::LimitOfZero { .. }));
+    assert!(matches!(refused(1 << 20), Error::LimitBelowUse { .. }));
     assert_eq!(memory.usage().expect("usage").limit, usage.limit);
 
     memory.set_limit(Some(all.0)).expect("the old limit");
@@ -144,7 +143,7 @@ fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
     for asked in ["cuda:99", "cuda:x", "tpu", ""] {
         let error = device::find(asked).expect_err(asked);
         assert!(
-            matches!(&error, Error::NoDevice(NoDevice { available, .. }) if available.starts_with("cpu"))
+            matches!(&error, Error::NoDevice { available, .. } if available.starts_with("cpu"))
         );
         assert!(error.to_string().starts_with(&format!("there is no device '{asked}' here")));
     }

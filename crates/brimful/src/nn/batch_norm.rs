@@ -5,56 +5,12 @@ use std::borrow::Borrow;
 use brimful_torch::batch_norm::{self, Addend, NormInput, batch_norm, batch_norm_relu_pool};
 use tch::Tensor;
 use tch::nn::{self, Init};
-use thiserror::Error;
 
 use crate::Result;
-use crate::batch::enumerate;
+use crate::nn::error::NnError;
 use crate::nn::exact::{self, ExactNorm, LentPlace, NormStatistics};
 use crate::nn::kernels::reported;
 use crate::statistics::{self, Momentum, Running};
-
-/// An input that a BatchNorm layer cannot normalise.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum BatchNormError {
-    /// An input of another shape than the layer takes.
-    #[error(
-        "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
-         second, but got the shape {shape:?}",
-        enumerate(dimensions)
-    )]
-    Shape {
-        /// Numbers of dimensions that the layer takes.
-        dimensions: &'static [usize],
-        /// The layer's channels.
-        channels: i64,
-        /// The input's shape.
-        shape: Vec<i64>,
-    },
-    /// An exact layer outside a pipeline, which alone can wait for the other micro-batches.
-    #[error(
-        "BatchNormPolicy::Exact normalises by the statistics of all micro-batches, which are known only to a \
-         pipeline, and only for a layer that was added by `add_norm`:\n    \
-         let layers = Layers::new().add(\"conv\", conv).add_norm(\"bn\", |p| batch_norm2d(p, \
-         {channels}, exact)).add(\"rest\", rest);\n    \
-         let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Samples(2)).build()?;\n    \
-         pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;\n\
-         In the closure of a `MicroBatcher` or of `Replicas`, use BatchNormPolicy::Deferred"
-    )]
-    NotMet {
-        /// The layer's channels.
-        channels: i64,
-    },
-    /// An exact layer whose input is not the tensor that its layer in the list was given.
-    #[error(
-        "a layer added by `add_norm` must normalise its first input unchanged, but this layer first made a \
-         tensor of shape {shape:?} from it: do that in the layer before"
-    )]
-    OtherInput {
-        /// Shape of the input.
-        shape: Vec<i64>,
-    },
-}
 
 /// Policy for running statistics and normalisation over micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -278,7 +234,7 @@ impl BatchNorm {
         let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
             let dimensions = self.dimensions;
-            return Err(BatchNormError::Shape { dimensions, channels, shape }.into());
+            return Err(NnError::BatchNormShape { dimensions, channels, shape }.into());
         }
         if !train {
             return Ok(self.unmoved());
@@ -289,7 +245,7 @@ impl BatchNorm {
                 Some(met) => return self.met(met, input),
                 // Outside a step, an input is the whole mini-batch.
                 None if !statistics::in_a_step() => statistics::at_once(&self.running)?,
-                None => return Err(BatchNormError::NotMet { channels }.into()),
+                None => return Err(NnError::NotAddedByNorm { channels }.into()),
             },
             BatchNormPolicy::Deferred => {
                 let count = shape.iter().product::<i64>() / channels;
@@ -316,7 +272,7 @@ impl BatchNorm {
     /// Normalises by the whole mini-batch's statistics, as if they were running ones.
     fn met(&self, met: NormStatistics, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
-            return Err(BatchNormError::OtherInput { shape: input.size() }.into());
+            return Err(NnError::ChangedInput { shape: input.size() }.into());
         }
         Ok(Movement::none(met.mean, met.variance, met.probes.map(Some)))
     }

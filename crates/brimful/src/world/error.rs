@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::loss::NonFiniteValue;
 use crate::oom::OutOfMemory;
 
 /// Error between the ranks of a world.
@@ -73,8 +71,10 @@ pub enum WorldError {
         host: String,
         /// Its error.
         message: String,
-        /// Part of its error that other ranks act on.
-        cause: Option<Box<RankCause>>,
+        /// Report of out-of-memory, if that was its error.
+        out_of_memory: Option<Box<OutOfMemory>>,
+        /// Description of the non-finite loss or gradient, if that was its error.
+        non_finite: Option<String>,
     },
     /// Value that differs between ranks.
     #[error("{what} must be the same on all ranks, but is {}", listed(found))]
@@ -147,16 +147,6 @@ impl WorldError {
             false => Err(Self::Differs { what: what.to_owned(), found }),
         }
     }
-}
-
-/// Part of a rank's error that other ranks act on.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum RankCause {
-    /// Memory ran out.
-    OutOfMemory(OutOfMemory),
-    /// A loss or a gradient is non-finite.
-    NonFinite(NonFiniteValue),
 }
 
 fn said(words: &Option<String>) -> String {
