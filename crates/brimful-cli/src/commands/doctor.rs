@@ -110,7 +110,7 @@ impl Cuda {
 impl From<memory::DeviceInfo> for DeviceRow {
     fn from(info: memory::DeviceInfo) -> Self {
         let (total_bytes, free_bytes) = (info.total, info.free);
-        let kernels = info.device.is_cuda().then(|| kernels::state(info.device).to_string());
+        let kernels = info.device.is_cuda().then(|| kernels::state(info.device));
         Self { name: info.name, model: info.model, total_bytes, free_bytes, kernels }
     }
 }

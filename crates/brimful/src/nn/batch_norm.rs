@@ -57,6 +57,8 @@ pub struct BatchNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     running: Running,
+    /// Whether a ReLU follows.
+    relu: bool,
     /// Statistics that normalise the next input of an exact layer.
     place: LentPlace,
 }
@@ -111,6 +113,7 @@ impl BatchNorm {
                     None => Momentum::Average(path.zeros_no_train("num_batches_tracked", &[])),
                 },
             ),
+            relu: false,
             place: LentPlace::default(),
         };
         if config.policy == BatchNormPolicy::Exact {
@@ -124,13 +127,13 @@ impl BatchNorm {
         norm
     }
 
-    /// Normalises `input`; in training, by its own statistics.
+    /// Normalises `input`; in training, by its own statistics. [With a ReLU](Self::with_relu), applies it too.
     ///
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
+        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, self.relu))
     }
 
     /// Normalises `input` and applies a ReLU, fused where there are kernels for it.
@@ -223,9 +226,10 @@ impl BatchNorm {
         or_panic(self.f_forward_relu_pool(input, train))
     }
 
-    /// Combines the layer and a ReLU behind it in one module.
-    pub fn with_relu(self) -> BatchNormRelu {
-        BatchNormRelu { norm: self }
+    /// Adds a ReLU behind the layer: `forward_t` applies both, fused where there are kernels for it.
+    #[must_use]
+    pub fn with_relu(self) -> Self {
+        Self { relu: true, ..self }
     }
 
     /// Returns the source and the destination of this input's statistics.
@@ -328,21 +332,9 @@ fn or_panic(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A BatchNorm layer with a ReLU behind it, fused where there are kernels for it.
-#[derive(Debug)]
-pub struct BatchNormRelu {
-    norm: BatchNorm,
-}
-
 impl nn::ModuleT for BatchNorm {
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(input, train))
-    }
-}
-
-impl nn::ModuleT for BatchNormRelu {
-    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
-        self.norm.forward_relu(input, train)
     }
 }
 
