@@ -8,7 +8,6 @@ use std::sync::Arc;
 use anyhow::Result;
 use brimful::Layers;
 use brimful::nn::Lora;
-use brimful::save::SaveError;
 use brimful_models::pretrained::{
     AdapterFolder, Pretrained, PretrainedError, SavedPart, check_adapter_place, check_model_place,
     is_adapter,
@@ -286,8 +285,7 @@ pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error 
 
 /// Returns whether a folder lacks only its weights.
 fn without_weights(folder: &Path, error: &PretrainedError) -> bool {
-    let is_unread =
-        matches!(error, PretrainedError::Brimful(brimful::Error::Save(SaveError::File { .. })));
+    let is_unread = matches!(error, PretrainedError::Brimful(brimful::Error::File { .. }));
     is_unread && Pretrained::without_weights(folder).is_ok()
 }
 
@@ -311,12 +309,11 @@ pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
 fn unwritten(folder: &Path, error: PretrainedError) -> brimful::Error {
     match error {
         PretrainedError::Brimful(error) => error,
-        other => SaveError::File {
+        other => brimful::Error::File {
             action: "write",
             path: folder.display().to_string(),
             reason: other.to_string(),
-        }
-        .into(),
+        },
     }
 }
 

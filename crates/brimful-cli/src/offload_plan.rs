@@ -129,7 +129,7 @@ impl OffloadPlanner {
         let speed = HostSpeed::measure(device, method)?;
         request.host_link = speed.host_link;
         request.host_update = speed.update / kind.elt_size_in_bytes() as f64;
-        request.host_memory = Some(memory::host()?.available.0);
+        request.host_memory = Some(memory::host_available()?.0);
         if self.question.looks_ahead {
             request.look_ahead = method.ahead_needs(kind)?;
         }

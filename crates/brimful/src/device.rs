@@ -47,6 +47,12 @@ pub fn spread(name: &str, places: Range<usize>) -> Result<Vec<Device>> {
     Ok(places.map(number).collect())
 }
 
+/// Lists the devices of this machine, the CPU first. Loads CUDA if need be.
+pub fn all() -> Vec<Device> {
+    let accelerators = (0..cuda::device_count()).map(Device::Cuda);
+    std::iter::once(Device::Cpu).chain(accelerators).collect()
+}
+
 /// Returns the first CUDA device, or the CPU if there is none. Loads CUDA if need be.
 pub fn best() -> Device {
     if cuda::device_count() > 0 { Device::Cuda(0) } else { Device::Cpu }
@@ -66,8 +72,7 @@ pub(crate) fn names(devices: impl IntoIterator<Item = Device>) -> String {
 }
 
 fn no_device(asked: &str) -> Error {
-    let cuda_names = (0..cuda::device_count()).map(|index| name(Device::Cuda(index)));
-    let available = std::iter::once("cpu".to_owned()).chain(cuda_names).collect::<Vec<_>>();
+    let available: Vec<_> = all().into_iter().map(name).collect();
     let hint = if asked.starts_with("cuda") && cuda::load().is_err() {
         " (CUDA could not be loaded: `brimful doctor` says why)"
     } else {

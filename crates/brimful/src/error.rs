@@ -20,7 +20,6 @@ use crate::oom::{self, OutOfMemory};
 use crate::optim::OptimError;
 use crate::pipeline::PipelineError;
 use crate::replicas::ReplicasError;
-use crate::save::SaveError;
 use crate::step::StepError;
 use crate::world::WorldError;
 
@@ -167,8 +166,24 @@ pub enum Error {
     Optim(#[from] OptimError),
 
     /// A file that cannot be read or written.
-    #[error(transparent)]
-    Save(#[from] SaveError),
+    #[error("cannot {action} '{path}': {reason}")]
+    File {
+        /// Attempted action: `read` or `write`.
+        action: &'static str,
+        /// Path of the file.
+        path: String,
+        /// Reason of the failure.
+        reason: String,
+    },
+
+    /// A file that does not contain complete tensors.
+    #[error("'{path}' is damaged, or not a safetensors file: {reason}")]
+    NotTensors {
+        /// Path of the file.
+        path: String,
+        /// Reason.
+        reason: String,
+    },
 
     /// Layers that cannot be listed, built or run as asked.
     #[error(transparent)]

@@ -168,8 +168,10 @@ pub use world::World;
 #[doc(hidden)]
 pub mod internal {
     pub use crate::accumulate::{gradient_factor, sums_apart};
+    pub use crate::memory::devices::{DeviceInfo, devices};
     pub use crate::oom::{Caught, catch, recognise, without_remedy};
     pub use crate::pipeline::HostSpeed;
+    pub use crate::save::opened::OpenedFile;
 }
 
 /// Result of this library's calls.

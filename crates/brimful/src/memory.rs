@@ -21,7 +21,7 @@
 //! count scratch space that oneDNN and MKL allocate themselves inside an operation, nor buffers of an
 //! operation's helper threads.
 
-mod devices;
+pub(crate) mod devices;
 mod host;
 
 use brimful_torch::arena::{Account, ArenaGuard};
@@ -30,10 +30,10 @@ pub use brimful_torch::host::keep_freed_blocks;
 use brimful_torch::memory as torch_memory;
 use tch::Device;
 
-pub use devices::{DeviceInfo, devices};
-pub use host::{HostMemory, host};
+pub(crate) use host::host;
+pub use host::host_available;
 
-pub use crate::oom::{OutOfMemory, Place};
+pub use crate::oom::OutOfMemory;
 
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;

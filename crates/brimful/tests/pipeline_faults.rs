@@ -10,7 +10,6 @@ use std::thread;
 
 use brimful::loss::LossError;
 use brimful::memory::Arena;
-use brimful::memory::Place;
 use brimful::nn::batch_norm1d;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Action, ActionKind, Recompute, Schedule};
@@ -338,7 +337,7 @@ fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
             arena.fail_nth_allocation(0);
             let Some(error) = error else { break };
             let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error:?}"));
-            assert_eq!(oom.place, Place::Arena(format!("stage {stage}")), "{what}");
+            assert_eq!(oom.arena(), Some(format!("stage {stage}").as_str()), "{what}");
             if let Error::Stage { action, .. } = &error {
                 assert_eq!(action.stage.index(), stage, "{what}");
                 kinds.push(action.kind);

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use brimful::internal::OpenedFile;
 use brimful::nn::Lora;
-use brimful::save::{self, Metadata, OpenedFile};
+use brimful::save::{self, Metadata};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 

@@ -153,7 +153,7 @@ impl Pipeline {
     /// runs out in any of them, an automatic size retries with smaller micro-batches.
     ///
     /// Only the stages get gradients: a loss that depends on other tensors that require one is refused
-    /// ([`Error::OtherLeaf`](crate::Error::OtherLeaf)); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
+    /// ([`Error::OtherLeaf`]); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
     /// loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
