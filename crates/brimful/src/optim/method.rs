@@ -1,12 +1,9 @@
 //! Choice of an optimization method, and the code common to all methods.
 
-use brimful_torch::TorchError;
-use brimful_torch::optim::LearningRate;
+use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
 
-use super::OptimError;
-use super::{Adam, AdamW, Sgd};
+use super::{Adam, AdamW, OptimError, Sgd, StateFormat};
 use crate::Result;
 
 /// Optimization method: [`Sgd`], [`Adam`] or [`AdamW`], with its options.
@@ -21,36 +18,6 @@ pub enum Method {
     /// Adam with decoupled weight decay.
     #[serde(rename = "adamw")]
     AdamW(AdamW),
-}
-
-/// Parameters that are updated in one call, with their gradients and state, as parallel lists.
-pub(super) struct Lists {
-    pub(super) parameters: Vec<Tensor>,
-    pub(super) gradients: Vec<Tensor>,
-    /// One list for each name in [`Method::moments`].
-    pub(super) moments: Vec<Vec<Tensor>>,
-    /// Step counters; empty where the method does not count.
-    pub(super) steps: Vec<Tensor>,
-    /// Whether this is the first step of all of them.
-    pub(super) first: bool,
-    /// Learning rate as a tensor; `None` for the method's own number.
-    pub(super) rate: Option<Tensor>,
-}
-
-/// One parameter, or a piece of it, followed by its moments: present values, and memory for the next ones.
-pub(super) struct UpdateBeside<'a> {
-    pub(super) now: &'a [Tensor],
-    pub(super) gradient: &'a Tensor,
-    pub(super) next: &'a [Tensor],
-    /// Number of this step, counted from 1.
-    pub(super) step: f64,
-}
-
-impl Lists {
-    /// Returns the learning rate: the tensor if there is one, or `number`.
-    pub(super) fn rate(&self, number: f64) -> LearningRate<'_> {
-        self.rate.as_ref().map_or(LearningRate::Number(number), LearningRate::Tensor)
-    }
 }
 
 /// Evaluates an expression on the configuration of any method.
@@ -102,22 +69,14 @@ impl Method {
         !matches!(self, Self::Sgd(_))
     }
 
-    /// Whether the state of a half-precision parameter has the parameter's dtype.
-    pub(super) fn half_state(&self) -> bool {
-        of_method!(self, config => config.half_state)
+    /// Returns the number format of the moments.
+    pub(super) fn format(&self) -> StateFormat {
+        of_method!(self, config => config.state_format)
     }
 
-    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        of_method!(self, config => config.update(lists))
-    }
-
-    /// Updates one parameter out of place in one pass; returns false where the method has no such kernel.
-    pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
-        match self {
-            Self::Sgd(_) => Ok(false),
-            Self::Adam(config) => config.update_beside(update),
-            Self::AdamW(config) => config.update_beside(update),
-        }
+    /// Returns the settings of an update.
+    pub(super) fn options(&self) -> fused::Options {
+        of_method!(self, config => config.options())
     }
 }
 
