@@ -16,7 +16,7 @@ use std::{env, fs};
 /// Layers and optimizers of the bridge, compiled as one unit; the remaining files form a second unit, compiled in
 /// parallel. Parsing libtorch's headers takes longer than compiling our files. Files of one unit must not define
 /// the same name.
-const LAYERS: [&str; 14] = [
+const LAYERS: [&str; 15] = [
     "bridge/activation.cpp",
     "bridge/batch_norm.cpp",
     "bridge/embedding.cpp",
@@ -29,6 +29,7 @@ const LAYERS: [&str; 14] = [
     "bridge/own_generator.cpp",
     "bridge/projection.cpp",
     "bridge/rotary.cpp",
+    "bridge/whole.cpp",
     // Both work without CUDA: kernels also compile on machines without a GPU.
     "cuda/kernels/cache.cpp",
     "cuda/kernels/compiler.cpp",

@@ -44,6 +44,27 @@ BRIMFUL_FIELD(UpdateOptions, nesterov, 44);
 BRIMFUL_FIELD(UpdateOptions, decoupled, 45);
 BRIMFUL_SIZE(UpdateOptions, 48);
 
+// Coefficients of a step of Newton and Schulz's iteration, least divisor, and number of steps.
+struct BrimfulMuon {
+  double a, b, c, eps;
+  int64_t steps;
+};
+BRIMFUL_FIELD(BrimfulMuon, a, 0);
+BRIMFUL_FIELD(BrimfulMuon, b, 8);
+BRIMFUL_FIELD(BrimfulMuon, c, 16);
+BRIMFUL_FIELD(BrimfulMuon, eps, 24);
+BRIMFUL_FIELD(BrimfulMuon, steps, 32);
+BRIMFUL_SIZE(BrimfulMuon, 40);
+
+struct BrimfulAdafactor {
+  double beta2_decay, eps1, eps2, threshold;
+};
+BRIMFUL_FIELD(BrimfulAdafactor, beta2_decay, 0);
+BRIMFUL_FIELD(BrimfulAdafactor, eps1, 8);
+BRIMFUL_FIELD(BrimfulAdafactor, eps2, 16);
+BRIMFUL_FIELD(BrimfulAdafactor, threshold, 24);
+BRIMFUL_SIZE(BrimfulAdafactor, 32);
+
 // BatchNorm and its input; absent tensors are null.
 struct BrimfulNorm {
   const at::Tensor *x, *weight, *bias, *running_mean, *running_variance;

@@ -8,6 +8,7 @@
 #include "kernel_tensors.h"
 #include "mirrored.h"
 #include "tensors.h"
+#include "update.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/_foreach_add.h>
@@ -296,31 +297,34 @@ void advance(const BrimfulUpdate* all, size_t count) {
 
 }  // namespace
 
+void brimful::update(
+    const BrimfulUpdate* all, size_t count, const UpdateOptions& options, const at::Tensor* rate) {
+  if (count == 0) return;
+  for (size_t i = 0; i < count; ++i) check(all[i], options.rule);
+  const at::Tensor& first = *all[0].parameter;
+  check_rate(rate, first);
+  if (first.is_cpu()) {
+    for (size_t i = 0; i < count; ++i) update_on_host(all[i], all[i], options, rate);
+  } else {
+    update_on_device(all, count, options, rate);
+  }
+  advance(all, count);
+  // Autograd, and any code that caches copies of parameters, relies on their versions.
+  for (size_t i = 0; i < count; ++i) count_change(*all[i].parameter);
+}
+
 extern "C" {
 
 bool brimful_fits(const at::Tensor* parameter, const at::Tensor* other) noexcept {
   return fits(*parameter, *other);
 }
 
-// Updates parameters of one device and dtype by their gradients, in place. A `rate`, unless null, multiplies the number
-// in the options.
 int32_t brimful_update(
     const BrimfulUpdate* all, size_t count, const UpdateOptions* options, const at::Tensor* rate,
     char** message) noexcept {
   return guarded(message, [&] {
-    if (count == 0) return;
     const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < count; ++i) check(all[i], options->rule);
-    const at::Tensor& first = *all[0].parameter;
-    check_rate(rate, first);
-    if (first.is_cpu()) {
-      for (size_t i = 0; i < count; ++i) update_on_host(all[i], all[i], *options, rate);
-    } else {
-      update_on_device(all, count, *options, rate);
-    }
-    advance(all, count);
-    // Autograd, and any code that caches copies of parameters, relies on their versions.
-    for (size_t i = 0; i < count; ++i) brimful::count_change(*all[i].parameter);
+    brimful::update(all, count, *options, rate);
   });
 }
 

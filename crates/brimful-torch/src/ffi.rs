@@ -66,6 +66,21 @@ mirrored! {
         decoupled: bool = 45,
     }
 
+    RawMuon, 40 bytes: {
+        a: f64 = 0,
+        b: f64 = 8,
+        c: f64 = 16,
+        eps: f64 = 24,
+        steps: i64 = 32,
+    }
+
+    RawAdafactor, 32 bytes: {
+        beta2_decay: f64 = 0,
+        eps1: f64 = 8,
+        eps2: f64 = 16,
+        threshold: f64 = 24,
+    }
+
     /// BatchNorm and its input; absent tensors are null.
     RawNorm, 64 bytes: {
         x: Lent = 0,
@@ -249,6 +264,14 @@ guarded! {
     );
     fn brimful_update_beside(
         now: *const RawUpdate, next: *const RawUpdate, options: *const RawUpdateOptions,
+    );
+    fn brimful_muon(
+        update: *const RawUpdate, options: *const RawUpdateOptions, muon: *const RawMuon,
+        scratch: Lent, rate: Lent,
+    );
+    fn brimful_adafactor(
+        update: *const RawUpdate, options: *const RawUpdateOptions,
+        factored: *const RawAdafactor, scratch: Lent, rate: Lent,
     );
     fn brimful_unpack_moment(moment: Lent, scales: Lent) -> Made;
     fn brimful_pack_moment(numbers: Lent, moment: Lent, scales: Lent);

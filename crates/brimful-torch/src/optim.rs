@@ -8,7 +8,7 @@ use std::ptr;
 use tch::Tensor;
 
 use crate::error::TorchError;
-use crate::ffi::{self, RawUpdate, RawUpdateOptions};
+use crate::ffi::{self, RawAdafactor, RawMuon, RawUpdate, RawUpdateOptions};
 use crate::{owned, raw, raw_or_null};
 
 /// Consecutive elements of an 8-bit moment that share a scale.
@@ -146,6 +146,90 @@ pub fn update_beside(
 ) -> Result<(), TorchError> {
     // SAFETY: as in `update`.
     unsafe { ffi::brimful_update_beside(&now.raw(), &next.raw(), &options.raw()) }
+}
+
+/// Settings of [`muon`], beside those of its momentum.
+#[derive(Debug, Clone, Copy)]
+pub struct MuonOptions {
+    /// Coefficients of a step of Newton and Schulz's iteration: of X, XXᵀX and (XXᵀ)²X.
+    pub coefficients: [f64; 3],
+    /// Number of its steps.
+    pub steps: u32,
+    /// Least norm that a direction is divided by.
+    pub eps: f64,
+}
+
+/// Number of elements of scratch memory that [`muon`] needs for a matrix of this shape.
+pub fn muon_scratch(rows: usize, columns: usize) -> usize {
+    let side = rows.min(columns);
+    2 * rows * columns + 2 * side * side + rows + 1
+}
+
+/// Updates one contiguous matrix along its orthogonalized momentum, the update's one moment. The options are those of
+/// the momentum, with the rate and the weight decay of the step. Products are computed in the dtype of the scratch
+/// memory: f64 for an f64 parameter, else f32 or bf16. A CPU allocates nothing.
+///
+/// # Errors
+/// As [`update`], and when the parameter is no contiguous matrix. Only if memory runs out on a GPU, something may be
+/// changed.
+pub fn muon(
+    one: &Update<'_>,
+    options: &Options,
+    muon: &MuonOptions,
+    scratch: &Tensor,
+    rate: Option<&Tensor>,
+) -> Result<(), TorchError> {
+    let &MuonOptions { coefficients: [a, b, c], steps, eps } = muon;
+    let muon = RawMuon { a, b, c, eps, steps: steps.into() };
+    // SAFETY: as in `update`; scratch memory is handed out within its bounds.
+    unsafe { ffi::brimful_muon(&one.raw(), &options.raw(), &muon, raw(scratch), raw_or_null(rate)) }
+}
+
+/// Settings of [`adafactor`].
+#[derive(Debug, Clone, Copy)]
+pub struct AdafactorOptions {
+    /// Exponent of a step's number, whose power is the share of the step in the averages.
+    pub beta2_decay: f64,
+    /// Least mean of squares, and least size of a parameter.
+    pub eps: (f64, f64),
+    /// Root mean square that a direction is shortened to.
+    pub threshold: f64,
+}
+
+/// Number of elements of scratch memory that [`adafactor`] needs for a parameter of this shape.
+pub fn adafactor_scratch(shape: &[i64]) -> usize {
+    let numbers = shape.iter().product::<i64>() as usize;
+    // At most all of them again for rows, columns and means, and the numbers of a step.
+    let last = |at: usize| shape.iter().rev().nth(at).map_or(1, |size| (*size).max(1) as usize);
+    let (rows, columns) = (numbers / last(0), numbers / last(1));
+    2 * numbers + rows + columns + rows / last(1) + 32
+}
+
+/// Updates one contiguous parameter by averages of its squared gradients, its moments: over rows and columns of its last
+/// two dimensions, or those of each element of a vector. They are of the scratch memory's dtype: f64 for an f64
+/// parameter, else f32. A CPU allocates nothing.
+///
+/// # Errors
+/// As [`muon`].
+pub fn adafactor(
+    one: &Update<'_>,
+    options: &Options,
+    factored: &AdafactorOptions,
+    scratch: &Tensor,
+    rate: Option<&Tensor>,
+) -> Result<(), TorchError> {
+    let &AdafactorOptions { beta2_decay, eps: (eps1, eps2), threshold } = factored;
+    let factored = RawAdafactor { beta2_decay, eps1, eps2, threshold };
+    // SAFETY: as in `muon`.
+    unsafe {
+        ffi::brimful_adafactor(
+            &one.raw(),
+            &options.raw(),
+            &factored,
+            raw(scratch),
+            raw_or_null(rate),
+        )
+    }
 }
 
 /// Returns an 8-bit moment in f32, with its shape and strides.

@@ -4,10 +4,19 @@
 
 mod support;
 
+use std::env;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
 use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, StateFormat, clip_gradient_norm};
+use brimful::optim::{
+    Adafactor, Adam, AdamW, AdjustedRate, Ema, Method, Muon, Optimizer, Sgd, StateFormat,
+    clip_gradient_norm,
+};
+use brimful::save;
 use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::memory_format::to_memory_format;
@@ -274,6 +283,9 @@ fn configs() -> Vec<Method> {
         AdamW::new(0.02).state_format(StateFormat::Bf16).into(),
         Adam::new(0.02).amsgrad(true).state_format(StateFormat::EightBit).into(),
         Sgd::new(0.05).momentum(0.9).state_format(StateFormat::EightBit).into(),
+        Adafactor::new(0.02).weight_decay(0.1).into(),
+        Muon::new(0.02).into(),
+        Muon::new(0.02).state_format(StateFormat::EightBit).into(),
     ]
 }
 
@@ -478,6 +490,117 @@ fn small_updates_of_a_bf16_parameter_are_not_lost() {
     assert!((rounded - 0.9).abs() < 2e-3, "one rounding of bf16");
     assert_eq!(run(Kind::BFloat16, true), rounded, "others are set");
     assert_eq!(run(Kind::Half, true), run(Kind::Half, false), "others are set");
+}
+
+/// Returns the Python of `make transformers`, whose torch has the optimizers to compare with. Without one, says so.
+fn python_with_torch() -> Option<PathBuf> {
+    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
+    let home = cache.join("brimful/transformers");
+    if home.join("installed.txt").is_file() {
+        return Some(home.join("bin/python"));
+    }
+    // Bypasses the test harness, which captures what is printed.
+    let _ =
+        writeln!(std::io::stderr(), "skipped: torch's optimizers: no torch (make transformers)");
+    None
+}
+
+/// In f64, where torch's Muon is let compute in f64 too.
+#[test]
+fn adafactor_and_muon_are_torchs() {
+    let Some(python) = python_with_torch() else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("torch.safetensors");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/torch_optimizers.py");
+    // Python does not load libraries from the compiler's path.
+    let ended = Command::new(python).arg(script).arg(&path).env_remove("LD_LIBRARY_PATH").output();
+    let ended = ended.expect("Python");
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let (tensors, _) = save::read(&path).expect("torch's results");
+    let of = |name: &str| {
+        let found = tensors.iter().find(|(known, _)| known == name);
+        found.unwrap_or_else(|| panic!("there is no {name}")).1.to_device(test_device())
+    };
+    let muon = Muon::new(0.02);
+    let cases: [(&str, Method); 7] = [
+        ("adafactor", Adafactor::new(0.01).into()),
+        ("adafactor_large", Adafactor::new(1.0).weight_decay(0.1).threshold(2.0).into()),
+        ("adafactor_eps", Adafactor::new(0.5).beta2_decay(-0.5).eps(0.1, 0.5).into()),
+        ("muon", muon.into()),
+        ("muon_plain", muon.nesterov(false).momentum(0.8).weight_decay(0.0).into()),
+        ("muon_rms", muon.adjusted_rate(AdjustedRate::MatchRmsAdamw).into()),
+        ("muon_steps", muon.iteration(3, [2.0, -1.5, 0.5]).eps(0.5).into()),
+    ];
+    for (case, method) in cases {
+        for shape in ["wide", "tall", "square", "conv", "vector", "transposed"] {
+            let Some(number) = tensors.iter().position(|(n, _)| *n == format!("{case}.{shape}"))
+            else {
+                continue;
+            };
+            // What is read is the file's own pages.
+            let start = of(&format!("start.{shape}")).copy();
+            let start = if shape == "transposed" { start.tr().contiguous().tr() } else { start };
+            let tensor = start.set_requires_grad(true);
+            let named = vec![("w".to_owned(), tensor.shallow_clone())];
+            let mut opt = Optimizer::for_named(named, method).expect("an optimizer");
+            for step in 0..6 {
+                let gradient = of(&format!("gradient.{shape}.{step}"));
+                set_gradient(&mut tensor.shallow_clone(), Some(&gradient)).expect("a gradient");
+                opt.step().expect("a step");
+            }
+            let theirs = tensors[number].1.to_device(test_device());
+            let difference = (tensor.detach() - &theirs).abs().max().double_value(&[]);
+            assert!(difference < 1e-10, "{case}, {shape}: {difference:e}");
+            let moved = (theirs - of(&format!("start.{shape}"))).abs().max().double_value(&[]);
+            assert!(moved > 1e-3, "{case}, {shape}: {moved:e}");
+        }
+    }
+}
+
+#[test]
+fn muon_updates_what_is_no_matrix_by_adamw() {
+    let (a, b) = (store(Kind::Double), store(Kind::Double));
+    let mut muon = Optimizer::new(&a, Muon::new(0.02)).expect("an optimizer");
+    let mut adamw = Optimizer::new(&b, AdamW::new(0.02).weight_decay(0.1)).expect("an optimizer");
+    for step in 0..3 {
+        for (vs, opt) in [(&a, &mut muon), (&b, &mut adamw)] {
+            backward(vs, step);
+            opt.update();
+        }
+    }
+    for (name, shape) in SHAPES {
+        assert_eq!(get(&a, name) == get(&b, name), shape.len() != 2, "{name}");
+    }
+    let (state, _) = muon.state();
+    let slots = state.iter().map(|(name, _)| name.as_str());
+    let slots: Vec<_> = slots.filter(|name| name.starts_with("head_")).collect();
+    let expected = ["bias.step", "bias.exp_avg", "bias.exp_avg_sq", "weight.momentum_buffer"];
+    assert_eq!(slots, expected.map(|slot| format!("head_{slot}")));
+}
+
+/// The state of Adafactor and Muon is near f32's in any format, and the bf16 parameter is its master's.
+#[test]
+fn whole_matrices_in_half_precision_are_those_of_their_masters() {
+    for method in [Method::from(Adafactor::new(0.02)), Muon::new(0.02).into()] {
+        let half = numbers_there(&[12, 20], 3).to_kind(Kind::BFloat16).set_requires_grad(true);
+        let full = half.detach().to_kind(Kind::Float).set_requires_grad(true);
+        let mut opts = [&half, &full].map(|tensor| {
+            let named = vec![("w".to_owned(), tensor.shallow_clone())];
+            Optimizer::for_named(named, method).expect("an optimizer")
+        });
+        for step in 0..20 {
+            let gradient = numbers_there(&[12, 20], step).to_kind(Kind::BFloat16);
+            for (tensor, opt) in [&half, &full].into_iter().zip(&mut opts) {
+                let gradient = gradient.to_kind(tensor.kind());
+                set_gradient(&mut tensor.shallow_clone(), Some(&gradient)).expect("a gradient");
+                opt.step().expect("a step");
+            }
+        }
+        let difference = (master_of(&half, &opts[0]) - full).abs().max().double_value(&[]);
+        // Adafactor reads a bf16 parameter's size from the parameter itself.
+        assert!(difference < 1e-4, "{method:?}: {difference:e}");
+    }
 }
 
 /// Returns a bf16 parameter's master: its bits and those of the optimizer's remainder.
@@ -743,7 +866,7 @@ fn tchs_optimizers_and_ours_share_a_model() {
 #[test]
 fn options_that_make_no_sense_are_refused_with_the_numbers() {
     let vs = store(Kind::Double);
-    let cases: [(Method, &str); 12] = [
+    let cases: [(Method, &str); 16] = [
         (Sgd::new(-0.1).into(), "learning rate cannot be -0.1: give a finite number of at least 0"),
         (Sgd::new(f64::NAN).into(), "learning rate cannot be NaN"),
         (Adam::new(f64::INFINITY).into(), "learning rate cannot be inf"),
@@ -759,6 +882,13 @@ fn options_that_make_no_sense_are_refused_with_the_numbers() {
         (AdamW::new(0.1).betas(-0.1, 0.9).into(), "betas cannot be (-0.1, 0.9)"),
         (AdamW::new(0.1).eps(-1.0).into(), "eps cannot be -1"),
         (AdamW::new(0.1).weight_decay(f64::NAN).into(), "weight decay cannot be NaN"),
+        (Muon::new(0.1).momentum(1.0).into(), "momentum cannot be 1: give a number of at least 0"),
+        (
+            Muon::new(0.1).iteration(100, [1.0; 3]).into(),
+            "iteration cannot be 100 steps with [1.0, 1.0, 1.0]: give fewer than 100 steps",
+        ),
+        (Adafactor::new(0.1).threshold(0.5).into(), "threshold cannot be 0.5: give a number of"),
+        (Adafactor::new(0.1).beta2_decay(0.1).into(), "beta2 decay cannot be 0.1"),
     ];
     let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
     for (config, words) in cases {

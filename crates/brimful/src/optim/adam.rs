@@ -81,9 +81,9 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             .into())
     }
 
-    pub(super) fn moments(&self) -> &'static [&'static str] {
-        const NAMES: &[&str] = &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"];
-        if self.amsgrad { NAMES } else { &NAMES[..2] }
+    /// Number of moments of a parameter.
+    pub(super) fn moments(&self) -> usize {
+        if self.amsgrad { 3 } else { 2 }
     }
 
     pub(super) fn options(&self) -> fused::Options {

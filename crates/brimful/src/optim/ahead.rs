@@ -28,13 +28,13 @@ pub(crate) const FIRST_PART: usize = 0;
 impl Method {
     /// Returns the memory that computing updates early takes, for a
     /// [plan](brimful_plan::plan::Request::look_ahead) with offloaded stages; `None` for a method whose update is
-    /// a single addition.
+    /// a single addition, or needs whole parameters.
     ///
     /// # Errors
     /// When the system does not report the host's memory.
     pub fn ahead_needs(&self, kind: Kind) -> Result<Option<LookAhead>> {
         let state = self.state_factor_in(kind);
-        if state == 0.0 {
+        if state == 0.0 || self.is_whole() {
             return Ok(None);
         }
         // A copy of the parameter is needed too.
@@ -66,7 +66,11 @@ struct Ahead {
 impl SecondState {
     /// Allocates a second state like `state`, for a parameter of this dtype.
     fn like(state: &ParameterState, (layout, kind): (&Tensor, Kind)) -> Result<Self> {
-        Ok(Self { state: state.empty_beside()?, work: empty_beside(layout, kind)?, ahead: None })
+        Ok(Self {
+            state: state.empty_beside()?,
+            work: empty_beside(layout, kind, true)?,
+            ahead: None,
+        })
     }
 
     /// Whether it holds the result of a step with this gradient.
@@ -204,10 +208,11 @@ impl Parameter {
     /// Returns the state, and a tensor with the strides of the second state with the parameter's dtype, where
     /// a second state is missing. The strides come from the state because the parameter itself may be on its
     /// way to a device buffer. Without master and moments an update is one addition, which is not worth
-    /// computing early.
-    fn lacks_second(&self) -> Option<(&ParameterState, (&Tensor, Kind))> {
+    /// computing early; one that needs the whole parameter is not computed in pieces.
+    fn lacks_second(&self, method: &Method) -> Option<(&ParameterState, (&Tensor, Kind))> {
         let part = self.offload.as_ref().map_or(FIRST_PART, |offload| offload.part);
-        if part == FIRST_PART || self.second.is_some() {
+        let is_whole = method.of(self.tensor.dim()).is_whole();
+        if part == FIRST_PART || self.second.is_some() || is_whole {
             return None;
         }
         let state = self.state.as_ref()?;
@@ -250,18 +255,23 @@ impl Optimizer {
         let Some(parameter) = parameters.iter_mut().find(|parameter| parameter.name == name) else {
             return Ok(());
         };
-        parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
+        let method = groups[parameter.group].method.of(parameter.tensor.dim());
+        parameter.look_ahead(gradient, &method, &go_on)
     }
 
     /// Allocates second states and touches their memory, while `go_on` allows: getting pages from the
     /// system takes longer than computing the updates.
     pub(crate) fn allocate_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
-        if !self.parameters.iter().any(|parameter| parameter.lacks_second().is_some()) {
+        let methods: Vec<_> = self.groups.iter().map(|group| group.method).collect();
+        let lacks =
+            |parameter: &Parameter| parameter.lacks_second(&methods[parameter.group]).is_some();
+        if !self.parameters.iter().any(lacks) {
             return Ok(());
         }
         let mut free = self.free_bytes_ahead()?;
         for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
-            let Some((state, layout)) = parameter.lacks_second() else { continue };
+            let lacking = parameter.lacks_second(&methods[parameter.group]);
+            let Some((state, layout)) = lacking else { continue };
             let Some(left) = free.checked_sub(second_bytes(state, layout)) else { continue };
             let second = {
                 let _charged = parameter.enter_host_arena();

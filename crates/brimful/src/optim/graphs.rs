@@ -120,7 +120,7 @@ impl Optimizer {
                 places.push(0);
                 continue;
             }
-            let method = &self.groups[parameter.group].method;
+            let method = &self.method_of(parameter);
             let Some(state) = parameter.state.as_ref().filter(|s| s.is_current(tensor, method))
             else {
                 return Ok(None);

@@ -26,6 +26,7 @@
 //! *tch's optimizers* can be used instead wherever the caller steps: both read the gradients from the
 //! parameters.
 
+mod adafactor;
 mod adam;
 mod ahead;
 mod clip;
@@ -34,6 +35,7 @@ mod error;
 mod format;
 mod graphs;
 mod method;
+mod muon;
 mod no_decay;
 mod rate_curve;
 mod saved;
@@ -42,6 +44,7 @@ mod sgd;
 mod state;
 mod step;
 
+pub use adafactor::Adafactor;
 pub use adam::{Adam, AdamW, AdamWith};
 pub use clip::{GradientNorm, clip_gradient_norm};
 pub(crate) use clip::{check_max_norm, clip_factor};
@@ -50,6 +53,7 @@ pub use error::OptimError;
 pub use format::StateFormat;
 pub use method::Method;
 pub(crate) use method::check_rate;
+pub use muon::{AdjustedRate, Muon};
 pub use no_decay::NO_DECAY_GROUP;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
@@ -286,6 +290,11 @@ impl Optimizer {
     /// Returns the groups' names.
     pub(crate) fn groups(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|group| group.name.as_str())
+    }
+
+    /// Returns the method of a parameter: its group's, or what that is for its number of dimensions.
+    fn method_of(&self, parameter: &Parameter) -> Method {
+        self.groups[parameter.group].method.of(parameter.tensor.dim())
     }
 
     fn no_group(&self, group: &str) -> Error {

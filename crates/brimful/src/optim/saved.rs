@@ -39,10 +39,11 @@ impl Optimizer {
         for ParameterGroup { name, method } in &self.groups {
             metadata.insert(format!("group.{name}"), serde_json::json!(method).to_string());
         }
-        for Parameter { name, group, state, .. } in &self.parameters {
+        for Parameter { name, group, state, tensor, .. } in &self.parameters {
             let ParameterGroup { name: group, method } = &self.groups[*group];
+            let slots = method.moments(tensor.dim());
             metadata.insert(format!("parameter.{name}"), group.clone());
-            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(method)) {
+            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(slots)) {
                 tensors.push((format!("{name}.{slot}"), tensor.shallow_clone()));
             }
         }
@@ -174,14 +175,16 @@ fn read_state(
 ) -> Result<Option<ParameterState>> {
     let Parameter { name, tensor, .. } = parameter;
     let _charged = parameter.enter_host_arena();
-    let mut state = ParameterState::new(tensor, method, None)?;
+    let method = method.of(tensor.dim());
+    let mut state = ParameterState::new(tensor, &method, None)?;
+    let moments = method.moments(tensor.dim());
     let of = |slot: &str| format!("{name}.{slot}");
-    let slots: Vec<_> = state.tensors(method).map(|(slot, _)| slot).collect();
+    let slots: Vec<_> = state.tensors(moments).map(|(slot, _)| slot).collect();
     let names = slots.iter().map(String::as_str).chain([MASTER]);
     if !names.map(of).any(|name| left.contains_key(name.as_str())) {
         return Ok(None);
     }
-    for (slot, tensor) in state.tensors(method) {
+    for (slot, tensor) in state.tensors(moments) {
         let name = of(&slot);
         let mut saved = left.remove(name.as_str());
         // Earlier versions saved the master.

@@ -79,8 +79,8 @@ impl Sgd {
         Ok(())
     }
 
-    pub(super) fn moments(&self) -> &'static [&'static str] {
-        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    pub(super) fn has_momentum(&self) -> bool {
+        self.momentum != 0.0
     }
 
     pub(super) fn options(&self) -> fused::Options {

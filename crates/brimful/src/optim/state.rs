@@ -4,8 +4,9 @@ use brimful_torch::host::prefer_large_pages;
 use brimful_torch::optim::{self as fused, GROUP, fits};
 use tch::{Device, Kind, Tensor};
 
-use super::Method;
 use super::format::{is_eight_bit, scales_of};
+use super::method::{Extent, Slot};
+use super::{Method, StateFormat};
 use crate::Result;
 
 /// Step counter, moments and master of one parameter.
@@ -39,7 +40,10 @@ impl Moment {
     /// Creates moment number `at` of a parameter, with the values of `old`.
     fn new(tensor: &Tensor, method: &Method, at: usize, old: Option<&Self>) -> Result<Self> {
         let kind = method.format().kind(tensor.kind(), at);
-        let mut elements = empty_beside(tensor, kind)?;
+        let mut elements = match method.moments(tensor.dim())[at].1.shape(&tensor.size()) {
+            Some(shape) => Tensor::f_empty(shape, (kind, tensor.device()))?,
+            None => empty_beside(tensor, kind, method.updates_in_place(tensor))?,
+        };
         let scales = is_eight_bit(kind).then(|| {
             let scales = scales_of(tensor.numel()) as i64;
             Tensor::f_zeros([scales], (Kind::Float, tensor.device()))
@@ -49,7 +53,7 @@ impl Moment {
             (None, _) => drop(elements.f_zero_()?),
             (Some(old), None) => elements.f_copy_(&old)?,
             (Some(old), Some(scales)) => {
-                let mut values = empty_beside(tensor, Kind::Float)?;
+                let mut values = elements.f_empty_like()?.f_to_kind(Kind::Float)?;
                 values.f_copy_(&old)?;
                 fused::pack_moment(&values, &elements, scales)?;
             }
@@ -102,10 +106,11 @@ impl ParameterState {
             }
             None => None,
         };
-        let moments = (0..method.moments().len())
+        let moments = (0..method.moments(tensor.dim()).len())
             .map(|at| Moment::new(tensor, method, at, old.map(|old| &old.moments[at])))
             .collect::<Result<_>>()?;
-        let master = new_master(tensor, old.and_then(|old| old.master.as_ref()))?;
+        let in_place = method.updates_in_place(tensor);
+        let master = new_master(tensor, in_place, old.and_then(|old| old.master.as_ref()))?;
         Ok(Self { master, version: version(tensor), step, moments })
     }
 
@@ -130,8 +135,8 @@ impl ParameterState {
 
     /// Whether it has the parameter's dtype, device and strides.
     pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
-        let dense = fits(tensor, tensor);
-        // The state of a parameter with gaps is contiguous, like the copy that is updated.
+        let dense = method.updates_in_place(tensor);
+        // The state of a parameter of which a copy is updated is contiguous, as the copy is.
         let is_beside = |other: &Tensor, kind: Kind| {
             let there = if dense {
                 fits(tensor, other)
@@ -168,13 +173,16 @@ impl ParameterState {
     }
 
     /// Returns the state's tensors with their names.
-    pub(super) fn tensors(&self, method: &Method) -> impl Iterator<Item = (String, &Tensor)> {
+    pub(super) fn tensors(
+        &self,
+        slots: &'static [Slot],
+    ) -> impl Iterator<Item = (String, &Tensor)> {
         let step = self.step.iter().map(|step| ("step".to_owned(), step));
         let master = self.master.iter().map(|master| match master.kind() {
             Kind::Int16 => (REMAINDER.to_owned(), master),
             _ => (MASTER.to_owned(), master),
         });
-        let moments = method.moments().iter().zip(&self.moments).flat_map(|(name, moment)| {
+        let moments = slots.iter().zip(&self.moments).flat_map(|((name, _), moment)| {
             let scales = moment.scales.iter().map(move |scales| (format!("{name}_scale"), scales));
             [((*name).to_owned(), &moment.elements)].into_iter().chain(scales)
         });
@@ -195,31 +203,40 @@ impl Method {
         self.state_factor_in(Kind::Float)
     }
 
-    /// Size of the state of parameters of this dtype as a multiple of their size, masters included.
+    /// Size of the state of matrices of this dtype as a multiple of their size, masters included, without
+    /// Adafactor's rows and columns.
     pub fn state_factor_in(&self, kind: Kind) -> f64 {
         let each = |kind: Kind| {
             let scale = if is_eight_bit(kind) { 4.0 / GROUP as f64 } else { 0.0 };
             kind.elt_size_in_bytes() as f64 + scale
         };
-        self.kinds(kind).map(each).sum::<f64>() / kind.elt_size_in_bytes() as f64
+        self.kinds(kind, 2).map(each).sum::<f64>() / kind.elt_size_in_bytes() as f64
     }
 
-    /// Returns the dtypes of the state's elements, for each element of a parameter.
-    fn kinds(&self, kind: Kind) -> impl Iterator<Item = Kind> {
-        let moments = self.moments().len();
+    /// Returns the dtypes of the state's elements for each element of a parameter of so many dimensions.
+    fn kinds(&self, kind: Kind, dimensions: usize) -> impl Iterator<Item = Kind> {
         let format = self.format();
-        master_kind(kind).into_iter().chain((0..moments).map(move |at| format.kind(kind, at)))
+        let moments = self.moments(dimensions).iter().enumerate();
+        let whole = moments.filter(|(_, (_, extent))| *extent == Extent::Whole);
+        let kinds = whole.map(move |(at, _)| format.kind(kind, at));
+        master_kind(kind).into_iter().chain(kinds)
     }
 
     /// Number of bytes of the state of these parameters, which their first step allocates.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
-        let step = if self.counts() { 4 } else { 0 };
         let of_one = |p: &Tensor| {
+            let (method, dimensions) = (self.of(p.dim()), p.dim());
+            let step = if method.counts() { 4 } else { 0 };
             let each = |kind: Kind| {
                 let scales = if is_eight_bit(kind) { 4 * scales_of(p.numel()) } else { 0 };
                 kind.elt_size_in_bytes() * p.numel() + scales
             };
-            self.kinds(p.kind()).map(each).sum::<usize>() + step
+            let parts =
+                method.moments(dimensions).iter().filter_map(|slot| slot.1.shape(&p.size()));
+            let number = StateFormat::F32.kind(p.kind(), 0).elt_size_in_bytes();
+            let parts: usize =
+                parts.map(|shape| shape.iter().product::<i64>() as usize * number).sum();
+            method.kinds(p.kind(), dimensions).map(each).sum::<usize>() + parts + step
         };
         parameters.into_iter().map(|parameter| of_one(parameter) as u64).sum()
     }
@@ -276,9 +293,9 @@ fn scratch_like(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor>
 
 /// Creates the master of a parameter, if it has one: of an f16 parameter its values in f32, with the digits of
 /// an old one where that still rounds to them; of a bf16 parameter the old remainder, or zeros.
-fn new_master(tensor: &Tensor, old: Option<&Tensor>) -> Result<Option<Tensor>> {
+fn new_master(tensor: &Tensor, in_place: bool, old: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(kind) = master_kind(tensor.kind()) else { return Ok(None) };
-    let mut master = empty_beside(tensor, kind)?;
+    let mut master = empty_beside(tensor, kind, in_place)?;
     let old = old.filter(|old| old.kind() == kind);
     let old = old.map(|old| old.f_to_device(tensor.device())).transpose()?;
     match (old, kind) {
@@ -303,10 +320,10 @@ pub(super) fn remainder_of(master: &Tensor) -> Result<Tensor> {
     Ok(bits.f_sub(&rounded)?.f_to_kind(Kind::Int16)?)
 }
 
-/// Allocates a tensor of this dtype with the parameter's shape and strides; contiguous if that has gaps.
-pub(super) fn empty_beside(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
+/// Allocates a tensor of this dtype with the parameter's shape, and its strides if it is updated in place.
+pub(super) fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
     let like = (kind, tensor.device());
-    let empty = match fits(tensor, tensor) {
+    let empty = match in_place {
         true => Tensor::f_empty_strided(tensor.size(), tensor.stride(), like)?,
         false => Tensor::f_empty(tensor.size(), like)?,
     };
@@ -333,22 +350,26 @@ fn is_alike(a: &Tensor, b: &Tensor) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::{AdamW, Sgd, StateFormat};
+    use crate::optim::{Adafactor, AdamW, Muon, Sgd};
 
     #[test]
     fn the_factor_of_a_number_type_is_what_a_parameter_of_it_takes() {
-        let methods: [Method; 5] = [
+        let methods: [Method; 7] = [
             Sgd::new(0.1).into(),
             Sgd::new(0.1).momentum(0.9).into(),
             AdamW::new(0.1).into(),
             AdamW::new(0.1).state_format(StateFormat::Bf16).into(),
             AdamW::new(0.1).state_format(StateFormat::EightBit).into(),
+            Adafactor::new(0.1).into(),
+            Muon::new(0.1).into(),
         ];
         for method in methods {
             for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16] {
-                let parameter = Tensor::zeros([1 << 10], (kind, Device::Cpu));
+                let parameter = Tensor::zeros([32, 32], (kind, Device::Cpu));
                 let counter = if method.counts() { 4 } else { 0 };
-                let bytes = (method.state_bytes([&parameter]) - counter) as f64;
+                let factors = if method.name() == "adafactor" { 64 } else { 0 };
+                let factors = factors * StateFormat::F32.kind(kind, 0).elt_size_in_bytes() as u64;
+                let bytes = (method.state_bytes([&parameter]) - counter - factors) as f64;
                 let own = (parameter.numel() * kind.elt_size_in_bytes()) as f64;
                 assert_eq!(method.state_factor_in(kind), bytes / own, "{method:?} in {kind:?}");
             }

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use super::OptimError;
 use super::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 use super::state::{self, Moment, ParameterState, refresh_scratch};
-use super::{Optimizer, Parameter};
+use super::{Method, Optimizer, Parameter};
 use crate::Result;
 
 /// Part of a step for one parameter.
@@ -37,6 +37,7 @@ struct Key {
     /// Part of offloaded parameters; `None` for others, which come first.
     part: Option<usize>,
     group: usize,
+    method: Method,
     device: Device,
     kind: Kind,
     /// Whether this is their first step.
@@ -54,6 +55,8 @@ type FusedBatch = ScratchPiece<Key, Item>;
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
+    /// Scratch space of updates that need whole parameters.
+    whole: Vec<Tensor>,
     /// Learning rates of the groups as tensors; empty where the groups' own numbers apply.
     pub(super) rates: Vec<Tensor>,
 }
@@ -64,10 +67,12 @@ impl OptimizerPlan {
     pub(crate) fn split(self) -> (Self, Option<Self>) {
         let (offload, here): (Vec<_>, Vec<_>) =
             self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
-        let scratch = || self.scratch.iter().map(Tensor::shallow_clone).collect();
-        let rates = || self.rates.iter().map(Tensor::shallow_clone).collect();
-        let here = Self { buckets: here, scratch: scratch(), rates: rates() };
-        let offload = Self { buckets: offload, scratch: scratch(), rates: rates() };
+        let of = |buckets| {
+            let [scratch, whole, rates] = [&self.scratch, &self.whole, &self.rates]
+                .map(|list| list.iter().map(Tensor::shallow_clone).collect());
+            Self { buckets, scratch, whole, rates }
+        };
+        let (here, offload) = (of(here), of(offload));
         let none = offload.buckets.is_empty();
         (here, (!none).then_some(offload))
     }
@@ -127,7 +132,15 @@ impl Optimizer {
         let stale = buckets.iter().flat_map(|bucket| &bucket.items).filter(|item| item.stale);
         let stale = stale.flat_map(|item| refresh_scratch(&self.parameters[item.index].tensor));
         let scratch = scratch_for(converted.chain(stale))?;
-        Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
+        let whole = buckets.iter().flat_map(|bucket| {
+            let items = bucket.items.iter().filter(|item| !item.ahead);
+            items.filter_map(|item| {
+                let (kind, elements) = bucket.key.method.scratch(&item.work)?;
+                Some(((kind, bucket.key.device), elements))
+            })
+        });
+        let whole = scratch_for(whole)?;
+        Ok(OptimizerPlan { buckets, scratch, whole, rates: Vec::new() })
     }
 
     fn prepare_one(
@@ -146,7 +159,7 @@ impl Optimizer {
                 OptimError::BadParameter { parameter: parameter.name.clone(), reason }.into()
             );
         }
-        let method = &self.groups[parameter.group].method;
+        let method = &self.method_of(parameter);
         let second = parameter.second.as_ref();
         if let Some(next) = second.filter(|second| second.is_of(tensor, &gradient, method)) {
             let work = next.work.shallow_clone();
@@ -160,7 +173,7 @@ impl Optimizer {
             Some(old) if old.suits(tensor, method) => (None, old.is_stale(tensor)),
             _ => (Some(ParameterState::new(tensor, method, old)?), false),
         };
-        let (work, write_back) = match fits(tensor, tensor) {
+        let (work, write_back) = match method.updates_in_place(tensor) {
             true => (tensor.shallow_clone(), false),
             false => (tensor.f_contiguous()?, true),
         };
@@ -171,6 +184,7 @@ impl Optimizer {
         Key {
             part: parameter.offload.as_ref().map(|offload| offload.part),
             group: parameter.group,
+            method: self.method_of(parameter),
             device: item.work.device(),
             kind: item.work.kind(),
             first: parameter.state.is_none(),
@@ -190,11 +204,11 @@ impl Optimizer {
         plan: OptimizerPlan,
         done: impl Fn(usize),
     ) -> Result<()> {
-        let OptimizerPlan { buckets, scratch, rates } = plan;
+        let OptimizerPlan { buckets, scratch, whole, rates } = plan;
         let mut buckets = buckets.into_iter().peekable();
         while let Some(bucket) = buckets.next() {
             let part = bucket.key.part;
-            self.commit_batch(bucket, &scratch, &rates)?;
+            self.commit_batch(bucket, (&scratch, &whole), &rates)?;
             if let Some(part) =
                 part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
             {
@@ -207,7 +221,7 @@ impl Optimizer {
     fn commit_batch(
         &mut self,
         batch: FusedBatch,
-        scratch: &[Tensor],
+        (scratch, whole): (&[Tensor], &[Tensor]),
         rates: &[Tensor],
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
@@ -233,11 +247,17 @@ impl Optimizer {
             let gradients = convert(&given, &work, kind, scratch)?;
             items.iter_mut().zip(gradients).for_each(|(item, to)| item.gradient = to);
         }
-        self.update(&key, &items, rates.get(key.group))?;
+        self.update(&key, &items, whole, rates.get(key.group))?;
         self.write_back(&items)
     }
 
-    fn update(&self, key: &Key, items: &[Item], rate: Option<&Tensor>) -> Result<()> {
+    fn update(
+        &self,
+        key: &Key,
+        items: &[Item],
+        whole: &[Tensor],
+        rate: Option<&Tensor>,
+    ) -> Result<()> {
         let states: Vec<_> =
             items.iter().filter_map(|item| self.parameters[item.index].state.as_ref()).collect();
         let moments: Vec<Vec<_>> =
@@ -252,11 +272,7 @@ impl Optimizer {
                 first: key.first,
             })
             .collect();
-        let mut options = self.groups[key.group].method.options();
-        if rate.is_some() {
-            options.rate = 1.0;
-        }
-        Ok(fused::update(&updates, &options, rate)?)
+        key.method.update(&updates, whole, rate)
     }
 
     /// Writes copies to their parameters. The writes raise the parameters' versions, as the updates do; a later
