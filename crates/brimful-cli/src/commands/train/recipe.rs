@@ -1,7 +1,9 @@
 //! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights.
 
 use anyhow::Result;
-use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
+use brimful::optim::{
+    Adafactor, Adam, AdamW, AdjustedRate, Method, Muon, RateCurve, Sgd, StateFormat,
+};
 use clap::{Args, ValueEnum};
 
 use crate::exit::ensure_use;
@@ -14,7 +16,10 @@ pub struct Recipe {
     /// Optimizer
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     pub(crate) optimizer: OptimizerName,
-    /// Learning rate [default: 1e-3, SGD 0.05; fine-tuning 2e-5, LoRA 2e-4]
+    /// Number format of the optimizer's averages
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32", hide_short_help = true)]
+    pub(crate) optimizer_state: OptimizerState,
+    /// Learning rate [default: 1e-3, SGD 0.05, Adafactor 0.01; fine-tuning 2e-5, LoRA 2e-4]
     ///
     /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
@@ -25,7 +30,7 @@ pub struct Recipe {
     /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
+    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01, Muon 0.1]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]
@@ -92,6 +97,13 @@ impl Recipe {
             self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
             "--momentum is for --optimizer sgd: the others have moments of their own"
         );
+        ensure_use!(
+            self.optimizer != OptimizerName::Adafactor
+                || self.optimizer_state == OptimizerState::F32,
+            "--optimizer-state {}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
+             --optimizer-state out, or choose another optimizer",
+            self.optimizer_state
+        );
         Ok(())
     }
 
@@ -104,13 +116,33 @@ impl Recipe {
             Some(TunedWeights::Lora) => 2e-4,
         };
         let decay = |default| self.weight_decay.unwrap_or(default);
+        let format = match self.optimizer_state {
+            OptimizerState::F32 => StateFormat::F32,
+            OptimizerState::Bf16 => StateFormat::Bf16,
+            OptimizerState::EightBit => StateFormat::EightBit,
+        };
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))
                 .momentum(self.momentum.unwrap_or(0.9))
                 .weight_decay(decay(0.0))
+                .state_format(format)
                 .into(),
-            OptimizerName::Adam => Adam::new(rate(of_adam)).weight_decay(decay(0.0)).into(),
-            OptimizerName::Adamw => AdamW::new(rate(of_adam)).weight_decay(decay(0.01)).into(),
+            OptimizerName::Adam => {
+                Adam::new(rate(of_adam)).weight_decay(decay(0.0)).state_format(format).into()
+            }
+            OptimizerName::Adamw => {
+                AdamW::new(rate(of_adam)).weight_decay(decay(0.01)).state_format(format).into()
+            }
+            OptimizerName::Adafactor => {
+                let usual = self.tunes.map_or(1e-2, |_| of_adam);
+                Adafactor::new(rate(usual)).weight_decay(decay(0.0)).into()
+            }
+            // Its steps are as large as AdamW's, which it shares the learning rate with.
+            OptimizerName::Muon => Muon::new(rate(of_adam))
+                .adjusted_rate(AdjustedRate::MatchRmsAdamw)
+                .weight_decay(decay(0.1))
+                .state_format(format)
+                .into(),
         }
     }
 
@@ -148,9 +180,26 @@ pub(crate) enum OptimizerName {
     Sgd,
     Adam,
     Adamw,
+    /// Averages of squared gradients by rows and columns alone; rates relative to the weights' size
+    Adafactor,
+    /// Orthogonalized momentum of matrices; AdamW for the others
+    Muon,
 }
 
 shown_as_given!(OptimizerName);
+
+/// Number format of an optimizer's averages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OptimizerState {
+    F32,
+    /// Rounded at random
+    Bf16,
+    /// In groups of 128 numbers with a common scale, rounded at random
+    #[value(name = "8bit")]
+    EightBit,
+}
+
+shown_as_given!(OptimizerState);
 
 /// Decay of the learning rate to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -12,6 +12,7 @@ use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
 use super::engine::Kept;
 use super::moved::{self, Content};
+use super::recipe::OptimizerState;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
@@ -323,7 +324,7 @@ pub(super) fn told(options: &TrainOptions) -> Metadata {
 }
 
 /// Returns these options in the order in which they are compared; `None` for one that is optional and was not given.
-fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
+fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())
     }
@@ -343,6 +344,10 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
         ("model", said(Some(&options.model))),
         ("momentum", said(recipe.momentum)),
         ("optimizer", said(Some(recipe.optimizer))),
+        (
+            "optimizer-state",
+            said(Some(recipe.optimizer_state).filter(|format| *format != OptimizerState::F32)),
+        ),
         ("seed", said(Some(options.seed))),
         ("sequence", said(options.sequence)),
         ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),
