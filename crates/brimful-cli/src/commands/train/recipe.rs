@@ -16,9 +16,9 @@ pub struct Recipe {
     /// Optimizer
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     pub(crate) optimizer: OptimizerName,
-    /// Number format of the optimizer's averages
-    #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32", hide_short_help = true)]
-    pub(crate) optimizer_state: OptimizerState,
+    /// Number format of the optimizer's averages [default: f32]
+    #[arg(long, value_enum, value_name = "FORMAT", hide_short_help = true)]
+    pub(crate) optimizer_state: Option<OptimizerState>,
     /// Learning rate [default: 1e-3, SGD 0.05, Adafactor 0.01; fine-tuning 2e-5, LoRA 2e-4]
     ///
     /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW
@@ -97,12 +97,11 @@ impl Recipe {
             self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
             "--momentum is for --optimizer sgd: the others have moments of their own"
         );
+        let format = self.optimizer_state.unwrap_or(OptimizerState::F32);
         ensure_use!(
-            self.optimizer != OptimizerName::Adafactor
-                || self.optimizer_state == OptimizerState::F32,
-            "--optimizer-state {}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
-             --optimizer-state out, or choose another optimizer",
-            self.optimizer_state
+            self.optimizer != OptimizerName::Adafactor || format == OptimizerState::F32,
+            "--optimizer-state {format}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
+             --optimizer-state out, or choose another optimizer"
         );
         Ok(())
     }
@@ -117,9 +116,9 @@ impl Recipe {
         };
         let decay = |default| self.weight_decay.unwrap_or(default);
         let format = match self.optimizer_state {
-            OptimizerState::F32 => StateFormat::F32,
-            OptimizerState::Bf16 => StateFormat::Bf16,
-            OptimizerState::EightBit => StateFormat::EightBit,
+            None | Some(OptimizerState::F32) => StateFormat::F32,
+            Some(OptimizerState::Bf16) => StateFormat::Bf16,
+            Some(OptimizerState::EightBit) => StateFormat::EightBit,
         };
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))

@@ -12,7 +12,6 @@ use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
 use super::engine::Kept;
 use super::moved::{self, Content};
-use super::recipe::OptimizerState;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
@@ -344,10 +343,7 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
         ("model", said(Some(&options.model))),
         ("momentum", said(recipe.momentum)),
         ("optimizer", said(Some(recipe.optimizer))),
-        (
-            "optimizer-state",
-            said(Some(recipe.optimizer_state).filter(|format| *format != OptimizerState::F32)),
-        ),
+        ("optimizer-state", said(recipe.optimizer_state)),
         ("seed", said(Some(options.seed))),
         ("sequence", said(options.sequence)),
         ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),
