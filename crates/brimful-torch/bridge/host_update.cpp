@@ -203,10 +203,12 @@ SHARED void narrow_moment(
     const float scale = scales[first / UPDATE_GROUP] = number_of(static_cast<unsigned>(largest));
     if (which == 0) {
       auto* codes = at<signed char>(next.moments[which], begin);
-      for (int64_t i = first; i < end; ++i) codes[i] = pack_signed(from[i], scale);
+      const float factor = to_codes(scale, kSignedCodes);
+      for (int64_t i = first; i < end; ++i) codes[i] = pack_signed(from[i], factor);
     } else {
       auto* codes = at<unsigned char>(next.moments[which], begin);
-      for (int64_t i = first; i < end; ++i) codes[i] = pack_square(from[i], scale);
+      const float factor = to_codes(scale, kSquareCodes);
+      for (int64_t i = first; i < end; ++i) codes[i] = pack_square(from[i], factor);
     }
   }
 }

@@ -180,11 +180,13 @@ DEVICE void narrow_moment(const Lane& lane, const float* from, const UpdatePlace
   if (threadIdx.x % 32 == 0) places.scales[which][lane.begin / UPDATE_GROUP] = scale;
   if (which == 0) {
     Four<signed char> codes;
-    for (int k = 0; k < A_LANE; ++k) codes.of[k] = pack_signed(from[k], scale);
+    const float factor = to_codes(scale, kSignedCodes);
+    for (int k = 0; k < A_LANE; ++k) codes.of[k] = pack_signed(from[k], factor);
     lane.store(into, codes);
   } else {
     Four<u8> codes;
-    for (int k = 0; k < A_LANE; ++k) codes.of[k] = pack_square(from[k], scale);
+    const float factor = to_codes(scale, kSquareCodes);
+    for (int k = 0; k < A_LANE; ++k) codes.of[k] = pack_square(from[k], factor);
     lane.store(into, codes);
   }
 }

@@ -42,8 +42,10 @@ SHARED unsigned random_of(float number) {
   return hash ^ (hash >> 13);
 }
 
-SHARED bool happens(float chance, float number) {
-  return static_cast<float>(random_of(number) >> 8) < product(chance, 16777216.0f);
+// Returns true with a probability of part / whole.
+SHARED bool happens(float part, float whole, float number) {
+  const float random = product(static_cast<float>(random_of(number) >> 8), 1.0f / 16777216.0f);
+  return product(random, whole) < part;
 }
 
 SHARED unsigned short pack_bf16(float number) {
@@ -54,21 +56,27 @@ SHARED unsigned short pack_bf16(float number) {
 }
 
 // 8-bit moments of a group whose largest absolute value is `scale`: signed ones as the root of their share of it,
-// squares, which span twice as many orders, as the fourth root.
-SHARED signed char pack_signed(float number, float scale) {
-  const float share = scale > 0.0f ? product(quotient(absolute(number), scale), 16129.0f) : 0.0f;
-  const int whole = whole_of(root(share));
+// squares, which span twice as many orders, as the fourth root. The largest has the largest code.
+constexpr float kSignedCodes = 127.0f * 127.0f, kSquareCodes = 65025.0f * 65025.0f;
+
+// Factor that makes codes to their power of numbers; of tiny ones it would overflow.
+SHARED float to_codes(float scale, float codes) {
+  return scale > 1e-28f ? quotient(codes, scale) : 0.0f;
+}
+
+SHARED signed char pack_signed(float number, float factor) {
+  const float power = product(absolute(number), factor);
+  const int whole = whole_of(root(power));
   const int code = whole < 126 ? whole : 126;
-  const float low = static_cast<float>(code * code);
-  const float chance = quotient(share - low, static_cast<float>(2 * code + 1));
-  const int rounded = happens(chance, number) ? code + 1 : code;
+  const float rest = power - static_cast<float>(code * code);
+  const int rounded = happens(rest, static_cast<float>(2 * code + 1), number) ? code + 1 : code;
   return static_cast<signed char>(number < 0.0f ? -rounded : rounded);
 }
 
 SHARED float unpack_signed(signed char code, float scale) {
   const int number = code;
   return product(static_cast<float>(number < 0 ? -number * number : number * number),
-                 quotient(scale, 16129.0f));
+                 quotient(scale, kSignedCodes));
 }
 
 SHARED float fourth_power(int number) {
@@ -76,19 +84,18 @@ SHARED float fourth_power(int number) {
   return product(square, square);
 }
 
-SHARED unsigned char pack_square(float number, float scale) {
-  const float share = scale > 0.0f ? product(quotient(number, scale), 4228250625.0f) : 0.0f;
-  const int whole = whole_of(root(root(share)));
+SHARED unsigned char pack_square(float number, float factor) {
+  const float power = product(number, factor);
+  const int whole = whole_of(root(root(power)));
   const int code = whole < 254 ? whole : 254;
   const float low = fourth_power(code);
-  const float chance = quotient(share - low, fourth_power(code + 1) - low);
-  const int rounded = happens(chance, number) ? code + 1 : code;
+  const int rounded = happens(power - low, fourth_power(code + 1) - low, number) ? code + 1 : code;
   // Never zero for a number above zero: a step divides by its root.
   return static_cast<unsigned char>(number > 0.0f && rounded == 0 ? 1 : rounded);
 }
 
 SHARED float unpack_square(unsigned char code, float scale) {
-  return product(quotient(fourth_power(code), 4228250625.0f), scale);
+  return product(fourth_power(code), quotient(scale, kSquareCodes));
 }
 
 // Coefficients of a step, the same for every element.
@@ -100,7 +107,9 @@ struct StepNumbers {
   // Decay of the first moment, and weight of the gradient in it.
   Number kept, added;
   Number square_kept, square_added;
-  Number correction, eps, step_size;
+  // Inverse of the root of what the squares lack so far.
+  Number correction;
+  Number eps, step_size;
 };
 
 // Computes them for this rate and number of the step, which counts from 1.
@@ -117,7 +126,7 @@ SHARED StepNumbers<Number> step_numbers(const UpdateOptions& o, double rate, dou
   n.eps = static_cast<Number>(o.eps);
   n.correction = n.step_size = 1;
   if (o.rule == kAdam) {
-    n.correction = static_cast<Number>(root(1.0 - power(o.beta2, step)));
+    n.correction = static_cast<Number>(quotient(1.0, root(1.0 - power(o.beta2, step))));
     n.step_size = static_cast<Number>(quotient(rate, 1.0 - power(o.beta1, step)));
   }
   return n;
@@ -146,7 +155,7 @@ SHARED void adam(
   square = multiply_add(product(n.square_added, g), g, product(square, n.square_kept));
   Number divisor = square;
   if (largest != nullptr) divisor = *largest = largest_of(*largest, square);
-  divisor = quotient(root(divisor), n.correction) + n.eps;
+  divisor = multiply_add(root(divisor), n.correction, n.eps);
   parameter = multiply_add(parameter, n.shrink, -quotient(product(n.step_size, average), divisor));
 }
 
