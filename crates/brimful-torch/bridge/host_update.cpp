@@ -9,7 +9,6 @@
 
 #include <c10/util/Half.h>
 
-#include <cmath>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -49,7 +48,6 @@ SHARED double multiply_add(double a, double b, double c) { return __builtin_fma(
 SHARED float root(float number) { return __builtin_sqrtf(number); }
 SHARED double root(double number) { return __builtin_sqrt(number); }
 SHARED float absolute(float number) { return __builtin_fabsf(number); }
-SHARED double power(double base, double exponent) { return std::pow(base, exponent); }
 SHARED int whole_of(float number) { return static_cast<int>(number); }
 
 template <class Number>

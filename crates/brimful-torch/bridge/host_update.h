@@ -14,7 +14,7 @@ struct HostUpdate {
   UpdateKind parameter_kind, gradient_kind, moment_kind;
   bool first;
   double rate;
-  double step;  // number of this step, counted from 1
+  float step;  // number of this step, counted from 1
 };
 
 // Updates the elements from `begin`, a multiple of UPDATE_GROUP, to `end`, one too or the number of all.

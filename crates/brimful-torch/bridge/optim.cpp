@@ -137,7 +137,7 @@ void update_on_host(
       moment_kind(now),
       now.first,
       rate == nullptr ? o.rate : o.rate * *rate->const_data_ptr<float>(),
-      now.step == nullptr ? 1.0 : *now.step->const_data_ptr<float>() + 1.0};
+      now.step == nullptr ? 1.0F : *now.step->const_data_ptr<float>() + 1.0F};
   at::parallel_for(0, (count + kShare - 1) / kShare, 1, [&](int64_t first, int64_t last) {
     brimful::host_update(o, update, first * kShare, std::min(last * kShare, count));
   });

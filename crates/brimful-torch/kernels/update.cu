@@ -21,7 +21,6 @@ DEVICE double root(double number) { return __dsqrt_rn(number); }
 DEVICE float absolute(float number) { return fabsf(number); }
 DEVICE float largest_of(float a, float b) { return a > b ? a : b; }
 DEVICE double largest_of(double a, double b) { return a > b ? a : b; }
-DEVICE double power(double base, double exponent) { return pow(base, exponent); }
 DEVICE unsigned bits_of(float number) { return __float_as_uint(number); }
 DEVICE float number_of(unsigned bits) { return __uint_as_float(bits); }
 DEVICE int whole_of(float number) { return static_cast<int>(number); }
@@ -200,7 +199,7 @@ KERNEL void __launch_bounds__(32 * WARPS) update(const UpdateArguments a) {
   __shared__ StepNumbers<Number> numbers;
   if (threadIdx.x == 0) {
     const double rate = a.rate == nullptr ? a.options.rate : a.options.rate * *a.rate;
-    const double step = a.steps[tensor] == nullptr ? 1.0 : *a.steps[tensor] + 1.0;
+    const float step = a.steps[tensor] == nullptr ? 1.0f : *a.steps[tensor] + 1.0f;
     numbers = step_numbers<Number>(a.options, rate, step);
   }
   __syncthreads();

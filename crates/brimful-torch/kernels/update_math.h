@@ -3,7 +3,7 @@
 #pragma once
 
 // Defined outside: SHARED, and the operations product, multiply_add, quotient, root, absolute, largest_of,
-// power, bits_of, number_of and whole_of.
+// bits_of, number_of and whole_of.
 
 // A master in f32 as the bf16 weight that it rounds to (ties away from zero) and a remainder:
 //
@@ -112,9 +112,19 @@ struct StepNumbers {
   Number eps, step_size;
 };
 
+// Multiplies, because the libraries of hosts and devices round their `pow` differently.
+SHARED double power(double base, long long exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent /= 2) {
+    if (exponent % 2 == 1) result = product(result, base);
+    base = product(base, base);
+  }
+  return result;
+}
+
 // Computes them for this rate and number of the step, which counts from 1.
 template <class Number>
-SHARED StepNumbers<Number> step_numbers(const UpdateOptions& o, double rate, double step) {
+SHARED StepNumbers<Number> step_numbers(const UpdateOptions& o, double rate, float step) {
   StepNumbers<Number> n;
   n.decay = static_cast<Number>(o.decoupled ? 0.0 : o.weight_decay);
   n.shrink = static_cast<Number>(o.decoupled ? multiply_add(-rate, o.weight_decay, 1.0) : 1.0);
@@ -126,8 +136,9 @@ SHARED StepNumbers<Number> step_numbers(const UpdateOptions& o, double rate, dou
   n.eps = static_cast<Number>(o.eps);
   n.correction = n.step_size = 1;
   if (o.rule == kAdam) {
-    n.correction = static_cast<Number>(quotient(1.0, root(1.0 - power(o.beta2, step))));
-    n.step_size = static_cast<Number>(quotient(rate, 1.0 - power(o.beta1, step)));
+    const auto steps = static_cast<long long>(step);
+    n.correction = static_cast<Number>(quotient(1.0, root(1.0 - power(o.beta2, steps))));
+    n.step_size = static_cast<Number>(quotient(rate, 1.0 - power(o.beta1, steps)));
   }
   return n;
 }

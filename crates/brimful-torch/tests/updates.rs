@@ -218,8 +218,7 @@ fn a_step_in_half_precision_is_that_of_its_master() {
     }
 }
 
-/// The GPU's kernel and the loops for CPUs have the same arithmetic in the same order. Powers of Adam's betas are
-/// computed by different libraries, in f64.
+/// The GPU's kernel and the loops for CPUs have the same arithmetic in the same order.
 #[test]
 fn a_device_takes_the_steps_of_a_host() {
     let device = test_device();
