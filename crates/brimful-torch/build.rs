@@ -16,7 +16,7 @@ use std::{env, fs};
 /// Layers and optimizers of the bridge, compiled as one unit; the remaining files form a second unit, compiled in
 /// parallel. Parsing libtorch's headers takes longer than compiling our files. Files of one unit must not define
 /// the same name.
-const LAYERS: [&str; 14] = [
+const LAYERS: [&str; 15] = [
     "bridge/activation.cpp",
     "bridge/batch_norm.cpp",
     "bridge/embedding.cpp",
@@ -29,13 +29,14 @@ const LAYERS: [&str; 14] = [
     "bridge/own_generator.cpp",
     "bridge/projection.cpp",
     "bridge/rotary.cpp",
+    "bridge/whole.cpp",
     // Both work without CUDA: kernels also compile on machines without a GPU.
     "cuda/kernels/cache.cpp",
     "cuda/kernels/compiler.cpp",
 ];
 
 /// Loops over host memory, compiled separately.
-const HOST_KERNELS: &str = "bridge/host_adam.cpp";
+const HOST_KERNELS: &str = "bridge/host_update.cpp";
 
 /// Units of `cuda/`: one works with tensors, one finds and loads kernels. The files that launch a kernel family
 /// are compiled separately and in parallel; they include few headers.
@@ -65,7 +66,7 @@ fn main() {
     let runtime = files("bridge", ".cpp", &[&LAYERS[..], &[HOST_KERNELS]].concat());
     let units = [write_unit("layers.cpp", &LAYERS), write_unit("runtime.cpp", &runtime)];
     compiler(&include).files(units).compile("brimful_bridge");
-    host_kernels();
+    host_kernels(&include);
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
     cuda_object(&include);
@@ -116,9 +117,10 @@ fn compiler(include: &Path) -> cc::Build {
 
 /// Compiles the loops over host memory for wide vector registers. The flags keep floating-point rounding as
 /// written.
-fn host_kernels() {
+fn host_kernels(include: &Path) {
     let mut build = cc::Build::new();
     build.cpp(true).std("c++17").pic(true).opt_level(3).debug(false).include(".");
+    build.flag("-isystem").flag(include);
     build.flag("-ffp-contract=off").flag("-fno-math-errno");
     build.file(HOST_KERNELS).compile("brimful_host");
 }

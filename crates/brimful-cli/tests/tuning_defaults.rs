@@ -106,9 +106,36 @@ fn numbers_that_no_training_can_have_are_refused_in_words() {
         "--momentum 2: give a number from 0 to below 1",
     );
     refused(
+        "train --optimizer adafactor --optimizer-state 8bit",
+        2,
+        "--optimizer-state 8bit: --optimizer adafactor keeps rows and columns alone",
+    );
+    refused(
         "train --max-steps 5 --warmup 6 --device cpu",
         2,
         "--warmup 6: the training has only 5 steps",
     );
     run("train --max-steps 5 --warmup 5 --device cpu").success();
+}
+
+#[test]
+fn every_optimizer_and_number_format_trains_and_goes_on() {
+    let folder = folder("optimizers");
+    let line = |flags: &str, steps: u32, save: &str| {
+        let train = "train --device cpu --batch-size 256 --micro-batch-size 64 --overwrite";
+        let line = format!("{train} --optimizer {flags} --max-steps {steps} --save {save}");
+        program::run_in(&folder, &line).success();
+    };
+    for flags in ["adafactor", "muon --optimizer-state bf16", "adamw --optimizer-state 8bit"] {
+        line(flags, 6, "whole.safetensors");
+        line(flags, 3, "run.safetensors");
+        line(&format!("{flags} --resume run.safetensors"), 6, "run.safetensors");
+        program::assert_alike(folder.join("whole.safetensors"), folder.join("run.safetensors"));
+    }
+    line("adamw --resume run.safetensors", 7, "run.safetensors");
+    let other =
+        "train --device cpu --batch-size 256 --optimizer-state f32 --resume run.safetensors";
+    program::run_in(&folder, &format!("{other} --max-steps 8"))
+        .failure()
+        .stderr(predicate::str::contains("it was made with --optimizer-state 8bit"));
 }

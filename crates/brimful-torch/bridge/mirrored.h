@@ -1,6 +1,8 @@
 // Structs that src/ffi.rs mirrors. Both sides assert the offset of each field, so that neither can change alone.
 #pragma once
 
+#include "../kernels/update_arguments.h"
+
 #include <cstddef>
 #include <cstdint>
 
@@ -16,30 +18,52 @@ class Tensor;
 
 extern "C" {
 
-struct BrimfulSgd {
-  double learning_rate, momentum, dampening, weight_decay;
-  bool nesterov, first;
+// A parameter with its gradient and state; absent tensors are null. Scales are those of 8-bit moments.
+struct BrimfulUpdate {
+  const at::Tensor *parameter, *gradient, *master, *step;
+  const at::Tensor* moments[UPDATE_MOMENTS];
+  const at::Tensor* scales[UPDATE_MOMENTS];
+  bool first;
 };
-BRIMFUL_FIELD(BrimfulSgd, learning_rate, 0);
-BRIMFUL_FIELD(BrimfulSgd, momentum, 8);
-BRIMFUL_FIELD(BrimfulSgd, dampening, 16);
-BRIMFUL_FIELD(BrimfulSgd, weight_decay, 24);
-BRIMFUL_FIELD(BrimfulSgd, nesterov, 32);
-BRIMFUL_FIELD(BrimfulSgd, first, 33);
-BRIMFUL_SIZE(BrimfulSgd, 40);
+BRIMFUL_FIELD(BrimfulUpdate, parameter, 0);
+BRIMFUL_FIELD(BrimfulUpdate, gradient, 8);
+BRIMFUL_FIELD(BrimfulUpdate, master, 16);
+BRIMFUL_FIELD(BrimfulUpdate, step, 24);
+BRIMFUL_FIELD(BrimfulUpdate, moments, 32);
+BRIMFUL_FIELD(BrimfulUpdate, scales, 56);
+BRIMFUL_FIELD(BrimfulUpdate, first, 80);
+BRIMFUL_SIZE(BrimfulUpdate, 88);
 
-struct BrimfulAdam {
-  double learning_rate, beta1, beta2, eps, weight_decay;
-  bool amsgrad, decoupled;
+BRIMFUL_FIELD(UpdateOptions, rate, 0);
+BRIMFUL_FIELD(UpdateOptions, weight_decay, 8);
+BRIMFUL_FIELD(UpdateOptions, eps, 16);
+BRIMFUL_FIELD(UpdateOptions, beta1, 24);
+BRIMFUL_FIELD(UpdateOptions, beta2, 32);
+BRIMFUL_FIELD(UpdateOptions, rule, 40);
+BRIMFUL_FIELD(UpdateOptions, nesterov, 44);
+BRIMFUL_FIELD(UpdateOptions, decoupled, 45);
+BRIMFUL_SIZE(UpdateOptions, 48);
+
+// Coefficients of a step of Newton and Schulz's iteration, least divisor, and number of steps.
+struct BrimfulMuon {
+  double a, b, c, eps;
+  int64_t steps;
 };
-BRIMFUL_FIELD(BrimfulAdam, learning_rate, 0);
-BRIMFUL_FIELD(BrimfulAdam, beta1, 8);
-BRIMFUL_FIELD(BrimfulAdam, beta2, 16);
-BRIMFUL_FIELD(BrimfulAdam, eps, 24);
-BRIMFUL_FIELD(BrimfulAdam, weight_decay, 32);
-BRIMFUL_FIELD(BrimfulAdam, amsgrad, 40);
-BRIMFUL_FIELD(BrimfulAdam, decoupled, 41);
-BRIMFUL_SIZE(BrimfulAdam, 48);
+BRIMFUL_FIELD(BrimfulMuon, a, 0);
+BRIMFUL_FIELD(BrimfulMuon, b, 8);
+BRIMFUL_FIELD(BrimfulMuon, c, 16);
+BRIMFUL_FIELD(BrimfulMuon, eps, 24);
+BRIMFUL_FIELD(BrimfulMuon, steps, 32);
+BRIMFUL_SIZE(BrimfulMuon, 40);
+
+struct BrimfulAdafactor {
+  double beta2_decay, eps1, eps2, threshold;
+};
+BRIMFUL_FIELD(BrimfulAdafactor, beta2_decay, 0);
+BRIMFUL_FIELD(BrimfulAdafactor, eps1, 8);
+BRIMFUL_FIELD(BrimfulAdafactor, eps2, 16);
+BRIMFUL_FIELD(BrimfulAdafactor, threshold, 24);
+BRIMFUL_SIZE(BrimfulAdafactor, 32);
 
 // BatchNorm and its input; absent tensors are null.
 struct BrimfulNorm {

@@ -49,6 +49,7 @@ struct BrimfulCudaFunctions {
   BRIMFUL_FUNCTION(column_sums);
   BRIMFUL_FUNCTION(add_column_sums);
   BRIMFUL_FUNCTION(add_scaled_product);
+  BRIMFUL_FUNCTION(update);
   BRIMFUL_FUNCTION(rotary);
   BRIMFUL_FUNCTION(activation);
   BRIMFUL_FUNCTION(batch_norm_forward);

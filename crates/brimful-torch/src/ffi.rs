@@ -44,23 +44,41 @@ macro_rules! mirrored {
 }
 
 mirrored! {
-    RawSgd, 40 bytes: {
-        learning_rate: f64 = 0,
-        momentum: f64 = 8,
-        dampening: f64 = 16,
-        weight_decay: f64 = 24,
-        nesterov: bool = 32,
-        first: bool = 33,
+    /// Parameter with its gradient and state; absent tensors are null.
+    RawUpdate, 88 bytes: {
+        parameter: Lent = 0,
+        gradient: Lent = 8,
+        master: Lent = 16,
+        step: Lent = 24,
+        moments: [Lent; 3] = 32,
+        scales: [Lent; 3] = 56,
+        first: bool = 80,
     }
 
-    RawAdam, 48 bytes: {
-        learning_rate: f64 = 0,
-        beta1: f64 = 8,
-        beta2: f64 = 16,
+    RawUpdateOptions, 48 bytes: {
+        rate: f64 = 0,
+        weight_decay: f64 = 8,
+        eps: f64 = 16,
+        beta1: f64 = 24,
+        beta2: f64 = 32,
+        rule: i32 = 40,
+        nesterov: bool = 44,
+        decoupled: bool = 45,
+    }
+
+    RawMuon, 40 bytes: {
+        a: f64 = 0,
+        b: f64 = 8,
+        c: f64 = 16,
         eps: f64 = 24,
-        weight_decay: f64 = 32,
-        amsgrad: bool = 40,
-        decoupled: bool = 41,
+        steps: i64 = 32,
+    }
+
+    RawAdafactor, 32 bytes: {
+        beta2_decay: f64 = 0,
+        eps1: f64 = 8,
+        eps2: f64 = 16,
+        threshold: f64 = 24,
     }
 
     /// BatchNorm and its input; absent tensors are null.
@@ -241,17 +259,22 @@ guarded! {
         frozen: *mut *mut RawFrozen,
     ) -> bool;
 
-    fn brimful_fused_sgd(
-        parameters: Tensors, gradients: Tensors, buffers: Tensors, count: usize,
-        options: *const RawSgd, rate: Lent,
+    fn brimful_update(
+        all: *const RawUpdate, count: usize, options: *const RawUpdateOptions, rate: Lent,
     );
-    fn brimful_fused_adam(
-        parameters: Tensors, gradients: Tensors, averages: Tensors, squares: Tensors,
-        maxima: Tensors, steps: Tensors, count: usize, options: *const RawAdam, rate: Lent,
+    fn brimful_update_beside(
+        now: *const RawUpdate, next: *const RawUpdate, options: *const RawUpdateOptions,
     );
-    fn brimful_adam_beside(
-        now: Tensors, gradient: Lent, next: Tensors, options: *const RawAdam, step: f64,
-    ) -> bool;
+    fn brimful_muon(
+        update: *const RawUpdate, options: *const RawUpdateOptions, muon: *const RawMuon,
+        scratch: Lent, rate: Lent,
+    );
+    fn brimful_adafactor(
+        update: *const RawUpdate, options: *const RawUpdateOptions,
+        factored: *const RawAdafactor, scratch: Lent, rate: Lent,
+    );
+    fn brimful_unpack_moment(moment: Lent, scales: Lent) -> Made;
+    fn brimful_pack_moment(numbers: Lent, moment: Lent, scales: Lent);
 }
 
 unsafe extern "C" {

@@ -21,7 +21,7 @@
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`norm`] | LayerNorm and RMSNorm, with a fused residual addition |
-//! | [`optim`] | fused optimizers |
+//! | [`optim`] | optimizer steps |
 //! | [`projection`] | linear layers and embeddings whose gradients go directly into sums |
 //! | [`random`] | a generator's state, saved and restored; a thread-local generator |
 //! | [`rotary`] | rotary position embedding |

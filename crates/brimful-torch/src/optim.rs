@@ -1,197 +1,260 @@
-//! Fused optimizers of libtorch: update many parameters in one pass over their memory.
+//! Steps of optimizers: update many parameters in one pass over their memory.
 //!
 //! All parameters of a call share their dtype and device. Gradients and state must match their parameter element
-//! by element in memory: see [`fits`]. A call allocates nothing, so it cannot run out of memory.
+//! by element in memory: see [`fits`]. A call on a CPU allocates nothing, and neither does one on a GPU that our
+//! kernel runs on, so it cannot run out of memory.
 
 use std::ptr;
 use tch::Tensor;
 
+use crate::cuda_object;
 use crate::error::TorchError;
-use crate::ffi::{self, RawAdam, RawSgd};
-use crate::{raw, raw_list};
+use crate::ffi::{self, RawAdafactor, RawMuon, RawUpdate, RawUpdateOptions};
+use crate::{owned, raw, raw_or_null};
 
-/// Learning rate of a step.
-#[derive(Debug, Clone, Copy)]
-pub enum LearningRate<'a> {
-    /// A number.
-    Number(f64),
-    /// A 0-dim f32 tensor on the parameters' device that the kernel reads: a captured CUDA graph follows its
-    /// changes.
-    Tensor(&'a Tensor),
+/// Consecutive elements of an 8-bit moment that share a scale.
+pub const GROUP: usize = 128;
+
+/// Largest number of moments of a parameter.
+pub const MOMENTS: usize = 3;
+
+/// Rule of an update.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rule {
+    /// SGD, with momentum if there is a moment.
+    Sgd,
+    /// Adam; with a third moment, amsgrad.
+    Adam,
+    /// Momentum alone: the direction of the step is written in the parameter's place.
+    Direction,
 }
 
-impl LearningRate<'_> {
-    fn split(&self) -> (f64, *const ffi::RawTensor) {
-        match self {
-            Self::Number(rate) => (*rate, ptr::null()),
-            Self::Tensor(rate) => (0.0, raw(rate)),
+/// Settings of an update.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Rule.
+    pub rule: Rule,
+    /// Learning rate.
+    pub rate: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Whether weight decay shrinks the parameter, instead of adding to its gradient.
+    pub decoupled: bool,
+    /// Decay rates of Adam's averages; of the other rules the momentum, and the dampening of SGD's.
+    pub betas: (f64, f64),
+    /// Epsilon, keeps Adam's divisor from zero.
+    pub eps: f64,
+    /// Nesterov momentum.
+    pub nesterov: bool,
+}
+
+impl Options {
+    fn raw(&self) -> RawUpdateOptions {
+        let &Self { rule, rate, weight_decay, decoupled, betas: (beta1, beta2), eps, nesterov } =
+            self;
+        RawUpdateOptions {
+            rate,
+            weight_decay,
+            eps,
+            beta1,
+            beta2,
+            rule: rule as i32,
+            nesterov,
+            decoupled,
         }
     }
 }
 
-/// Settings of SGD.
+/// Moment of a parameter: a tensor of its shape and strides, in f32, bf16, or f64 beside an f64 parameter; or 8-bit
+/// codes with f32 scales, one for [`GROUP`] consecutive elements. Of 8-bit moments the first is signed (i8), the
+/// others are squares (u8).
 #[derive(Debug, Clone, Copy)]
-pub struct SgdOptions {
-    /// Momentum.
-    pub momentum: f64,
-    /// Dampening of the momentum.
-    pub dampening: f64,
-    /// Weight decay, added to the gradient.
-    pub weight_decay: f64,
-    /// Nesterov momentum.
-    pub nesterov: bool,
-    /// True in the first step: the buffers are empty and the gradient initialises them.
+pub struct Moment<'a> {
+    /// Elements.
+    pub elements: &'a Tensor,
+    /// Scales of 8-bit elements.
+    pub scales: Option<&'a Tensor>,
+}
+
+/// Parameter with its gradient and state.
+#[derive(Debug, Clone, Copy)]
+pub struct Update<'a> {
+    /// Parameter, or place of a direction.
+    pub parameter: &'a Tensor,
+    /// Gradient: of any dtype but f64, or f64 like the parameter.
+    pub gradient: &'a Tensor,
+    /// Remainder (i16) of a bf16 parameter, or f32 master of an f16 one.
+    pub master: Option<&'a Tensor>,
+    /// Number of earlier steps: one f32, incremented by the call.
+    pub step: Option<&'a Tensor>,
+    /// Moments, at most [`MOMENTS`].
+    pub moments: &'a [Moment<'a>],
+    /// Whether this is the first step: SGD's momentum begins with the gradient.
     pub first: bool,
 }
 
-/// Settings of Adam and `AdamW`.
-#[derive(Debug, Clone, Copy)]
-pub struct AdamOptions {
-    /// Decay rates of the averages of gradients and of squared gradients.
-    pub betas: (f64, f64),
-    /// Epsilon, keeps the divisor from zero.
-    pub eps: f64,
-    /// Weight decay.
-    pub weight_decay: f64,
-    /// True for `AdamW`: weight decay does not go through the gradient.
-    pub decoupled: bool,
-}
-
-impl AdamOptions {
-    fn raw(&self, learning_rate: f64, amsgrad: bool) -> RawAdam {
-        let &Self { betas: (beta1, beta2), eps, weight_decay, decoupled } = self;
-        RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad, decoupled }
+impl Update<'_> {
+    fn raw(&self) -> RawUpdate {
+        let mut moments = [ptr::null(); MOMENTS];
+        let mut scales = [ptr::null(); MOMENTS];
+        for (at, moment) in self.moments.iter().take(MOMENTS).enumerate() {
+            moments[at] = raw(moment.elements);
+            scales[at] = raw_or_null(moment.scales);
+        }
+        RawUpdate {
+            parameter: raw(self.parameter),
+            gradient: raw(self.gradient),
+            master: raw_or_null(self.master),
+            step: raw_or_null(self.step),
+            moments,
+            scales,
+            first: self.first,
+        }
     }
 }
 
-/// State of Adam for each parameter, as parallel lists.
-#[derive(Debug, Clone, Copy)]
-pub struct AdamState<'a> {
-    /// Averages of the gradients.
-    pub averages: &'a [Tensor],
-    /// Averages of their squares.
-    pub squares: &'a [Tensor],
-    /// Largest averages of squares so far, for amsgrad; `None` for plain Adam.
-    pub maxima: Option<&'a [Tensor]>,
-    /// Step counts, one f32 tensor each, incremented by the call.
-    pub steps: &'a [Tensor],
-}
-
-/// Returns whether `other` matches the parameter's memory element by element, and the parameter has no gaps.
-/// `fits(p, p)` tests whether a fused kernel can update `p` in place.
+/// Returns whether `other` matches the parameter's memory element by element, in whatever dtype, and the parameter
+/// has no gaps. `fits(p, p)` tests whether `p` can be updated in place.
 pub fn fits(parameter: &Tensor, other: &Tensor) -> bool {
     // SAFETY: both are valid; the call only reads.
     unsafe { ffi::brimful_fits(raw(parameter), raw(other)) }
 }
 
-/// Runs one step of SGD; without buffers, without momentum.
+/// Updates parameters in place. A `rate` multiplies that of the options: a 0-dim f32 tensor on the parameters' device,
+/// which is read at its address, so that a captured CUDA graph follows its changes.
 ///
 /// # Errors
-/// When lists differ in length or tensors differ in memory format; nothing is changed then.
-pub fn sgd(
-    parameters: &[Tensor],
-    gradients: &[Tensor],
-    buffers: Option<&[Tensor]>,
-    rate: LearningRate<'_>,
-    options: &SgdOptions,
+/// When tensors do not match in memory; nothing is changed then.
+pub fn update(
+    all: &[Update<'_>],
+    options: &Options,
+    rate: Option<&Tensor>,
 ) -> Result<(), TorchError> {
-    let count = parameters.len();
-    same_length(count, [Some(gradients), buffers])?;
-    let (learning_rate, rate) = rate.split();
-    let &SgdOptions { momentum, dampening, weight_decay, nesterov, first } = options;
-    let options = RawSgd { learning_rate, momentum, dampening, weight_decay, nesterov, first };
-    let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));
-    let buffers = buffers.map(raw_list);
-    // SAFETY: every array has `count` valid tensors or is null where that is allowed; the bridge checks that
-    // their memory formats match before a kernel reads them.
-    unsafe {
-        let (parameters, gradients) = (parameters.as_ptr(), gradients.as_ptr());
-        let buffers = buffers.as_ref().map_or(ptr::null(), Vec::as_ptr);
-        ffi::brimful_fused_sgd(parameters, gradients, buffers, count, &options, rate)
+    if let Some(first) = all.first() {
+        cuda_object::load_for(first.parameter);
     }
+    let all: Vec<_> = all.iter().map(Update::raw).collect();
+    // SAFETY: every pointer is null or a valid tensor; the bridge checks their dtypes and memory before it reads them.
+    unsafe { ffi::brimful_update(all.as_ptr(), all.len(), &options.raw(), raw_or_null(rate)) }
 }
 
-/// Runs one step of Adam or `AdamW`.
+/// Computes one parameter's [`update`] on the host out of place, into `next`: the same numbers to the last bit. The
+/// step counters stay as they are.
 ///
 /// # Errors
-/// When lists differ in length or tensors differ in memory format; nothing is changed then.
-pub fn adam(
-    parameters: &[Tensor],
-    gradients: &[Tensor],
-    state: AdamState<'_>,
-    rate: LearningRate<'_>,
-    options: &AdamOptions,
+/// As [`update`], and when the parameter is not on the host.
+pub fn update_beside(
+    now: &Update<'_>,
+    next: &Update<'_>,
+    options: &Options,
 ) -> Result<(), TorchError> {
-    let count = parameters.len();
-    let AdamState { averages, squares, maxima, steps } = state;
-    same_length(count, [Some(gradients), Some(averages), Some(squares), maxima, Some(steps)])?;
-    let (learning_rate, rate) = rate.split();
-    let options = options.raw(learning_rate, maxima.is_some());
-    let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));
-    let (averages, squares) = (raw_list(averages), raw_list(squares));
-    let (maxima, steps) = (maxima.map(raw_list), raw_list(steps));
-    // SAFETY: as in `sgd`.
+    // SAFETY: as in `update`.
+    unsafe { ffi::brimful_update_beside(&now.raw(), &next.raw(), &options.raw()) }
+}
+
+/// Settings of [`muon`], beside those of its momentum.
+#[derive(Debug, Clone, Copy)]
+pub struct MuonOptions {
+    /// Coefficients of a step of Newton and Schulz's iteration: of X, XXᵀX and (XXᵀ)²X.
+    pub coefficients: [f64; 3],
+    /// Number of its steps.
+    pub steps: u32,
+    /// Least norm that a direction is divided by.
+    pub eps: f64,
+}
+
+/// Number of elements of scratch memory that [`muon`] needs for a matrix of this shape.
+pub fn muon_scratch(rows: usize, columns: usize) -> usize {
+    let side = rows.min(columns);
+    2 * rows * columns + 2 * side * side + rows + 1
+}
+
+/// Updates one contiguous matrix along its orthogonalized momentum, the update's one moment. The options are those of
+/// the momentum, with the rate and the weight decay of the step. Products are computed in the dtype of the scratch
+/// memory: f64 for an f64 parameter, else f32 or bf16. A CPU allocates nothing.
+///
+/// # Errors
+/// As [`update`], and when the parameter is no contiguous matrix. Only if memory runs out on a GPU, something may be
+/// changed.
+pub fn muon(
+    one: &Update<'_>,
+    options: &Options,
+    muon: &MuonOptions,
+    scratch: &Tensor,
+    rate: Option<&Tensor>,
+) -> Result<(), TorchError> {
+    cuda_object::load_for(one.parameter);
+    let &MuonOptions { coefficients: [a, b, c], steps, eps } = muon;
+    let muon = RawMuon { a, b, c, eps, steps: steps.into() };
+    // SAFETY: as in `update`; scratch memory is handed out within its bounds.
+    unsafe { ffi::brimful_muon(&one.raw(), &options.raw(), &muon, raw(scratch), raw_or_null(rate)) }
+}
+
+/// Settings of [`adafactor`].
+#[derive(Debug, Clone, Copy)]
+pub struct AdafactorOptions {
+    /// Exponent of a step's number, whose power is the share of the step in the averages.
+    pub beta2_decay: f64,
+    /// Least mean of squares, and least size of a parameter.
+    pub eps: (f64, f64),
+    /// Root mean square that a direction is shortened to.
+    pub threshold: f64,
+}
+
+/// Number of elements of scratch memory that [`adafactor`] needs for a parameter of this shape.
+pub fn adafactor_scratch(shape: &[i64]) -> usize {
+    let numbers = shape.iter().product::<i64>() as usize;
+    if shape.len() < 2 {
+        return 5 * numbers + 32;
+    }
+    // Rows, columns and means of a matrix, and the numbers of a step.
+    let last = |at: usize| shape.iter().rev().nth(at).map_or(1, |size| (*size).max(1) as usize);
+    let (rows, columns) = (numbers / last(0), numbers / last(1));
+    2 * numbers + rows + columns + rows / last(1) + 32
+}
+
+/// Updates one contiguous parameter by averages of its squared gradients, its moments: over rows and columns of its last
+/// two dimensions, or those of each element of a vector. They are of the scratch memory's dtype: f64 for an f64
+/// parameter, else f32. A CPU allocates nothing.
+///
+/// # Errors
+/// As [`muon`].
+pub fn adafactor(
+    one: &Update<'_>,
+    options: &Options,
+    factored: &AdafactorOptions,
+    scratch: &Tensor,
+    rate: Option<&Tensor>,
+) -> Result<(), TorchError> {
+    cuda_object::load_for(one.parameter);
+    let &AdafactorOptions { beta2_decay, eps: (eps1, eps2), threshold } = factored;
+    let factored = RawAdafactor { beta2_decay, eps1, eps2, threshold };
+    // SAFETY: as in `muon`.
     unsafe {
-        ffi::brimful_fused_adam(
-            parameters.as_ptr(),
-            gradients.as_ptr(),
-            averages.as_ptr(),
-            squares.as_ptr(),
-            maxima.as_ref().map_or(ptr::null(), Vec::as_ptr),
-            steps.as_ptr(),
-            count,
-            &options,
-            rate,
+        ffi::brimful_adafactor(
+            &one.raw(),
+            &options.raw(),
+            &factored,
+            raw(scratch),
+            raw_or_null(rate),
         )
     }
 }
 
-/// Parameter and Adam state, before or after a step.
-#[derive(Debug, Clone, Copy)]
-pub struct AdamNumbers<'a> {
-    /// The parameter.
-    pub parameter: &'a Tensor,
-    /// Average of its gradients.
-    pub average: &'a Tensor,
-    /// Average of its squared gradients.
-    pub square: &'a Tensor,
-}
-
-impl AdamNumbers<'_> {
-    fn raw(&self) -> [*const ffi::RawTensor; 3] {
-        [self.parameter, self.average, self.square].map(raw)
-    }
-}
-
-/// Computes an [`adam`] step of one parameter out of place, into `next`: the same numbers to the last bit, in one
-/// pass over the memory. The step counts from 1. Returns whether that is possible: for f32 on a CPU whose
-/// libtorch rounds the same way.
+/// Returns an 8-bit moment in f32, with its shape and strides.
 ///
 /// # Errors
-/// When tensors differ in memory format; nothing is changed then.
-pub fn adam_beside(
-    now: AdamNumbers<'_>,
-    gradient: &Tensor,
-    next: AdamNumbers<'_>,
-    step: f64,
-    learning_rate: f64,
-    options: &AdamOptions,
-) -> Result<bool, TorchError> {
-    let options = options.raw(learning_rate, false);
-    let (now, next) = (now.raw(), next.raw());
-    // SAFETY: both arrays have three valid tensors; the bridge checks that all memory formats match.
-    unsafe { ffi::brimful_adam_beside(now.as_ptr(), raw(gradient), next.as_ptr(), &options, step) }
+/// When memory runs out.
+pub fn unpack_moment(codes: &Tensor, scales: &Tensor) -> Result<Tensor, TorchError> {
+    // SAFETY: both are valid tensors.
+    unsafe { ffi::brimful_unpack_moment(raw(codes), raw(scales)) }.map(owned)
 }
 
-fn same_length<const N: usize>(
-    count: usize,
-    lists: [Option<&[Tensor]>; N],
-) -> Result<(), TorchError> {
-    match lists.into_iter().flatten().find(|list| list.len() != count) {
-        None => Ok(()),
-        Some(list) => Err(TorchError::other(format!(
-            "an optimizer's lists must match its {count} parameters, but one has {}",
-            list.len()
-        ))),
-    }
+/// Writes f32 numbers to an 8-bit moment of the same shape and strides.
+///
+/// # Errors
+/// When strides differ, or memory runs out.
+pub fn pack_moment(numbers: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<(), TorchError> {
+    // SAFETY: all are valid tensors.
+    unsafe { ffi::brimful_pack_moment(raw(numbers), raw(codes), raw(scales)) }
 }

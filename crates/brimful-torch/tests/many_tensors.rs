@@ -1,16 +1,13 @@
-//! Foreach operations and fused optimizers, compared with one tensor at a time.
+//! Foreach operations, compared with one tensor at a time.
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, and mixes both devices.
 
 mod test_device;
 
 use brimful_torch::autograd::set_gradient;
+use brimful_torch::foreach;
 use brimful_torch::gradients::{collect, offering};
 use brimful_torch::memory_format::to_memory_format;
-use brimful_torch::optim::{
-    AdamNumbers, AdamOptions, AdamState, LearningRate, SgdOptions, adam, adam_beside,
-};
-use brimful_torch::{foreach, optim};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
@@ -177,106 +174,4 @@ fn lists_that_do_not_match_are_refused() {
 
 fn ones(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::ones(shape, (kind, test_device()))
-}
-
-fn sgd(momentum: f64) -> SgdOptions {
-    SgdOptions { momentum, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: false }
-}
-
-fn adam_with(weight_decay: f64, decoupled: bool) -> AdamOptions {
-    AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay, decoupled }
-}
-
-#[test]
-fn a_learning_rate_may_be_a_tensor() {
-    let step = |rate: LearningRate<'_>| {
-        let parameters = [ones(&[8], Kind::Float), ones(&[3, 3], Kind::Float)];
-        let gradients = copies(&parameters);
-        let (averages, squares) = (copies(&parameters), copies(&parameters));
-        let steps = [(); 2].map(|()| Tensor::zeros([0_i64; 0], (Kind::Float, test_device())));
-        let state =
-            AdamState { averages: &averages, squares: &squares, maxima: None, steps: &steps };
-        let options = adam_with(0.1, true);
-        optim::adam(&parameters, &gradients, state, rate, &options).expect("a step");
-        optim::sgd(&parameters, &gradients, None, rate, &sgd(0.0)).expect("a step");
-        assert!(steps.iter().all(|step| step.double_value(&[]) == 1.0));
-        parameters.map(|parameter| parameter.max().double_value(&[]))
-    };
-    let tensor = Tensor::from(0.125_f32).to_device(test_device());
-    let (by_number, by_tensor) =
-        (step(LearningRate::Number(0.125)), step(LearningRate::Tensor(&tensor)));
-    assert!(by_number[0] < 1.0);
-    assert!(by_number.iter().zip(by_tensor).all(|(a, b)| (a - b).abs() < 1e-6));
-}
-
-#[test]
-fn what_a_kernel_would_misread_is_refused() {
-    let sgd = SgdOptions { first: true, ..sgd(0.9) };
-    let parameter = [ones(&[4, 6], Kind::Float)];
-    let rate = LearningRate::Number(0.1);
-    for wrong in [
-        ones(&[4, 5], Kind::Float),
-        ones(&[4, 6], Kind::Double),
-        ones(&[6, 4], Kind::Float).tr(),
-        ones(&[4, 12], Kind::Float).slice(1, 0, 12, 2),
-        ones(&[1, 6], Kind::Float).expand([4, 6], false),
-        ones(&[4, 6], Kind::Float).to_sparse(None, None::<&[i64]>, None),
-    ] {
-        assert!(!optim::fits(&parameter[0], &wrong));
-        let (right, wrong) = ([parameter[0].copy()], [wrong]);
-        let refused = |gradients: &[Tensor], buffers: &[Tensor]| {
-            optim::sgd(&parameter, gradients, Some(buffers), rate, &sgd).expect_err("refused")
-        };
-        assert!(refused(&wrong, &right).message.contains("gradient 0"));
-        assert!(refused(&right, &wrong).message.contains("momentum buffer 0"));
-    }
-    let none = optim::sgd(&parameter, &parameter, None, rate, &sgd).expect_err("no buffers");
-    assert!(none.message.contains("a momentum of 0.9 needs buffers"), "{none}");
-    let rates = ones(&[2], Kind::Float);
-    let many = optim::sgd(&parameter, &parameter, None, LearningRate::Tensor(&rates), &sgd);
-    assert!(many.expect_err("two rates").message.contains("a learning rate must be"));
-    assert_eq!(parameter[0], ones(&[4, 6], Kind::Float));
-    let error = optim::sgd(&parameter, &[], None, rate, &sgd).expect_err("no gradients");
-    assert!(error.message.contains("1 parameters, but one has 0"), "{error}");
-}
-
-/// Out-of-place Adam equals Adam to the last bit, or is refused: libtorch's rounding depends on its compiler.
-#[test]
-fn adam_beside_itself_is_adam_and_leaves_what_is_there() {
-    let numbers = |seed: f64| {
-        let ramp = Tensor::linspace(seed, 40.0 * seed, 1 << 12, (Kind::Double, Device::Cpu));
-        ramp.sin().to_kind(Kind::Float).view([64, 64])
-    };
-    for (decoupled, weight_decay) in [(true, 0.1), (true, 0.0), (false, 0.1), (false, 0.0)] {
-        let options = adam_with(weight_decay, decoupled);
-        let (gradient, rate, steps) = (numbers(3.0), 0.01, Tensor::from(4.0_f32));
-        let now = [numbers(1.0), numbers(2.0), numbers(5.0).abs()];
-        let next = now.each_ref().map(Tensor::zeros_like);
-        let kept = now.each_ref().map(Tensor::copy);
-        let [parameter, average, square] = &now;
-        let [p, a, s] = &next;
-        let done = adam_beside(
-            AdamNumbers { parameter, average, square },
-            &gradient,
-            AdamNumbers { parameter: p, average: a, square: s },
-            5.0,
-            rate,
-            &options,
-        );
-        assert!(now.iter().zip(&kept).all(|(a, b)| a.equal(b)), "what is there stays");
-        if !done.expect("laid out alike") {
-            continue;
-        }
-        let [parameter, averages, squares] = now.each_ref().map(|tensor| [tensor.shallow_clone()]);
-        let state =
-            AdamState { averages: &averages, squares: &squares, maxima: None, steps: &[steps] };
-        adam(&parameter, &[gradient], state, LearningRate::Number(rate), &options).expect("a step");
-        assert!(now.iter().zip(&next).all(|(a, b)| a.equal(b)), "{options:?}");
-    }
-    let double = numbers(1.0).to_kind(Kind::Double);
-    let of = AdamNumbers { parameter: &double, average: &double, square: &double };
-    let options = adam_with(0.0, true);
-    assert!(!adam_beside(of, &double, of, 1.0, 0.1, &options).expect("laid out alike"), "f64");
-    let short = numbers(1.0).narrow(0, 0, 3);
-    assert!(adam_beside(of, &short, of, 1.0, 0.1, &options).is_err(), "another shape");
 }

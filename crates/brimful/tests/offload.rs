@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use brimful::balance;
 use brimful::loss::LossError;
 use brimful::memory::Arena;
-use brimful::optim::{Adam, AdamW, Method, Sgd};
+use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, Sgd};
 use brimful::pipeline::{Builder, Offload, PipelineError, PipelineOptimizer};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{
@@ -59,10 +59,13 @@ fn batch() -> (Tensor, Tensor) {
 #[test]
 fn every_optimizer_and_clipping_are_as_on_the_device() {
     let _turn = alone();
-    let methods: [Method; 3] = [
+    let methods: [Method; 5] = [
         Sgd::new(0.1).momentum(0.9).into(),
         Adam::new(0.01).into(),
         AdamW::new(0.01).weight_decay(0.1).into(),
+        // Both need whole matrices.
+        Adafactor::new(0.01).eps(0.01, 0.01).into(),
+        Muon::new(0.01).eps(0.01).into(),
     ];
     for method in methods {
         for layers in [MLP, GPT] {

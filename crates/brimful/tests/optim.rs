@@ -4,10 +4,19 @@
 
 mod support;
 
+use std::env;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
 use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
+use brimful::optim::{
+    Adafactor, Adam, AdamW, AdjustedRate, Ema, Method, Muon, Optimizer, Sgd, StateFormat,
+    clip_gradient_norm,
+};
+use brimful::save;
 use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::memory_format::to_memory_format;
@@ -271,7 +280,12 @@ fn configs() -> Vec<Method> {
         Sgd::new(0.05).momentum(0.9).nesterov(true).into(),
         Adam::new(0.02).amsgrad(true).into(),
         AdamW::new(0.02).into(),
-        AdamW::new(0.02).half_state(true).into(),
+        AdamW::new(0.02).state_format(StateFormat::Bf16).into(),
+        Adam::new(0.02).amsgrad(true).state_format(StateFormat::EightBit).into(),
+        Sgd::new(0.05).momentum(0.9).state_format(StateFormat::EightBit).into(),
+        Adafactor::new(0.02).weight_decay(0.1).into(),
+        Muon::new(0.02).into(),
+        Muon::new(0.02).state_format(StateFormat::EightBit).into(),
     ]
 }
 
@@ -330,10 +344,11 @@ fn saved_names_are_the_parameters_and_their_slots() {
     train(&vs, &mut opt, 0..2);
     let (tensors, metadata) = opt.state();
     let names: Vec<_> = tensors.iter().map(|(name, _)| name.as_str()).take(4).collect();
-    let slots = ["step", "master", "exp_avg", "exp_avg_sq"];
+    let slots = ["step", "remainder", "exp_avg", "exp_avg_sq"];
     assert_eq!(names, slots.map(|slot| format!("conv_bias.{slot}")));
     assert_eq!(tensors[0].1.double_value(&[]), 2.0);
-    assert!(tensors.iter().all(|(_, tensor)| tensor.kind() == Kind::Float));
+    let kinds: Vec<_> = tensors.iter().map(|(_, tensor)| tensor.kind()).take(4).collect();
+    assert_eq!(kinds, [Kind::Float, Kind::Int16, Kind::Float, Kind::Float]);
     assert_eq!(metadata["parameter.conv_bias"], "default");
     assert!(metadata["group.default"].contains(r#""method":"adamw""#), "{metadata:?}");
 }
@@ -456,11 +471,10 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
 
 #[test]
 fn small_updates_of_a_bf16_parameter_are_not_lost() {
-    let run = |kind: Kind, half_state: bool, is_set: bool| {
+    let run = |kind: Kind, is_set: bool| {
         let tensor = Tensor::ones([64], (kind, test_device())).set_requires_grad(true);
         let named = vec![("w".to_owned(), tensor.shallow_clone())];
-        let config = Sgd::new(1e-4).half_state(half_state);
-        let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
+        let mut opt = Optimizer::for_named(named, Sgd::new(1e-4)).expect("an optimizer");
         for _ in 0..1000 {
             tensor.sum(Kind::Float).backward();
             if is_set {
@@ -471,11 +485,261 @@ fn small_updates_of_a_bf16_parameter_are_not_lost() {
         }
         tensor.slice(0, 0, 63, 1).to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
     };
-    assert!((run(Kind::Float, false, false) - 0.9).abs() < 1e-4);
-    let rounded = run(Kind::BFloat16, false, false);
+    assert!((run(Kind::Float, false) - 0.9).abs() < 1e-4);
+    let rounded = run(Kind::BFloat16, false);
     assert!((rounded - 0.9).abs() < 2e-3, "one rounding of bf16");
-    assert_eq!(run(Kind::BFloat16, false, true), rounded, "others are set");
-    assert_eq!(run(Kind::BFloat16, true, false), 1.0, "each update is less than half a digit");
+    assert_eq!(run(Kind::BFloat16, true), rounded, "others are set");
+    assert_eq!(run(Kind::Half, true), run(Kind::Half, false), "others are set");
+}
+
+/// Returns the Python of `make transformers`, whose torch has the optimizers to compare with. Without one, says so.
+fn python_with_torch() -> Option<PathBuf> {
+    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
+    let home = cache.join("brimful/transformers");
+    if home.join("installed.txt").is_file() {
+        return Some(home.join("bin/python"));
+    }
+    // Bypasses the test harness, which captures what is printed.
+    let _ =
+        writeln!(std::io::stderr(), "skipped: torch's optimizers: no torch (make transformers)");
+    None
+}
+
+/// In f64, where torch's Muon is let compute in f64 too.
+#[test]
+fn adafactor_and_muon_are_torchs() {
+    let Some(python) = python_with_torch() else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("torch.safetensors");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/torch_optimizers.py");
+    // Python does not load libraries from the compiler's path.
+    let ended = Command::new(python).arg(script).arg(&path).env_remove("LD_LIBRARY_PATH").output();
+    let ended = ended.expect("Python");
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let (tensors, _) = save::read(&path).expect("torch's results");
+    let of = |name: &str| {
+        let found = tensors.iter().find(|(known, _)| known == name);
+        found.unwrap_or_else(|| panic!("there is no {name}")).1.to_device(test_device())
+    };
+    let muon = Muon::new(0.02);
+    let cases: [(&str, Method); 7] = [
+        ("adafactor", Adafactor::new(0.01).into()),
+        ("adafactor_large", Adafactor::new(1.0).weight_decay(0.1).threshold(2.0).into()),
+        ("adafactor_eps", Adafactor::new(0.5).beta2_decay(-0.5).eps(0.1, 0.5).into()),
+        ("muon", muon.into()),
+        ("muon_plain", muon.nesterov(false).momentum(0.8).weight_decay(0.0).into()),
+        ("muon_rms", muon.adjusted_rate(AdjustedRate::MatchRmsAdamw).into()),
+        ("muon_steps", muon.iteration(3, [2.0, -1.5, 0.5]).eps(0.5).into()),
+    ];
+    for (case, method) in cases {
+        for shape in ["wide", "tall", "square", "conv", "vector", "transposed"] {
+            let Some(number) = tensors.iter().position(|(n, _)| *n == format!("{case}.{shape}"))
+            else {
+                continue;
+            };
+            // What is read is the file's own pages.
+            let start = of(&format!("start.{shape}")).copy();
+            let start = if shape == "transposed" { start.tr().contiguous().tr() } else { start };
+            let tensor = start.set_requires_grad(true);
+            let named = vec![("w".to_owned(), tensor.shallow_clone())];
+            let mut opt = Optimizer::for_named(named, method).expect("an optimizer");
+            for step in 0..6 {
+                let gradient = of(&format!("gradient.{shape}.{step}"));
+                set_gradient(&mut tensor.shallow_clone(), Some(&gradient)).expect("a gradient");
+                opt.step().expect("a step");
+            }
+            let theirs = tensors[number].1.to_device(test_device());
+            let difference = (tensor.detach() - &theirs).abs().max().double_value(&[]);
+            assert!(difference < 1e-10, "{case}, {shape}: {difference:e}");
+            let moved = (theirs - of(&format!("start.{shape}"))).abs().max().double_value(&[]);
+            assert!(moved > 1e-3, "{case}, {shape}: {moved:e}");
+        }
+    }
+}
+
+#[test]
+fn muon_updates_what_is_no_matrix_by_adamw() {
+    let (a, b) = (store(Kind::Double), store(Kind::Double));
+    let mut muon = Optimizer::new(&a, Muon::new(0.02)).expect("an optimizer");
+    let mut adamw = Optimizer::new(&b, AdamW::new(0.02).weight_decay(0.1)).expect("an optimizer");
+    for step in 0..3 {
+        for (vs, opt) in [(&a, &mut muon), (&b, &mut adamw)] {
+            backward(vs, step);
+            opt.update();
+        }
+    }
+    for (name, shape) in SHAPES {
+        assert_eq!(get(&a, name) == get(&b, name), shape.len() != 2, "{name}");
+    }
+    let (state, _) = muon.state();
+    let slots = state.iter().map(|(name, _)| name.as_str());
+    let slots: Vec<_> = slots.filter(|name| name.starts_with("head_")).collect();
+    let expected = ["bias.step", "bias.exp_avg", "bias.exp_avg_sq", "weight.momentum_buffer"];
+    assert_eq!(slots, expected.map(|slot| format!("head_{slot}")));
+}
+
+/// The state of Adafactor and Muon is near f32's in any format, and the bf16 parameter is its master's.
+#[test]
+fn whole_matrices_in_half_precision_are_those_of_their_masters() {
+    for method in [Method::from(Adafactor::new(0.02)), Muon::new(0.02).into()] {
+        let half = numbers_there(&[12, 20], 3).to_kind(Kind::BFloat16).set_requires_grad(true);
+        let full = half.detach().to_kind(Kind::Float).set_requires_grad(true);
+        let mut opts = [&half, &full].map(|tensor| {
+            let named = vec![("w".to_owned(), tensor.shallow_clone())];
+            Optimizer::for_named(named, method).expect("an optimizer")
+        });
+        for step in 0..20 {
+            let gradient = numbers_there(&[12, 20], step).to_kind(Kind::BFloat16);
+            for (tensor, opt) in [&half, &full].into_iter().zip(&mut opts) {
+                let gradient = gradient.to_kind(tensor.kind());
+                set_gradient(&mut tensor.shallow_clone(), Some(&gradient)).expect("a gradient");
+                opt.step().expect("a step");
+            }
+        }
+        let difference = (master_of(&half, &opts[0]) - full).abs().max().double_value(&[]);
+        // Adafactor reads a bf16 parameter's size from the parameter itself.
+        assert!(difference < 1e-4, "{method:?}: {difference:e}");
+    }
+}
+
+/// Returns a bf16 parameter's master: its bits and those of the optimizer's remainder.
+fn master_of(parameter: &Tensor, opt: &Optimizer) -> Tensor {
+    let (state, _) = opt.state();
+    let remainder = state.iter().find(|(name, _)| name.ends_with(".remainder"));
+    let remainder = remainder.expect("a remainder").1.to_kind(Kind::Int);
+    (parameter.detach().to_kind(Kind::Float).view_dtype(Kind::Int) + remainder)
+        .view_dtype(Kind::Float)
+}
+
+#[test]
+fn a_bf16_parameter_is_updated_as_its_f32_master_to_the_last_bit() {
+    let methods: [Method; 5] = [
+        AdamW::new(1e-3).weight_decay(0.1).into(),
+        Adam::new(1e-3).weight_decay(0.1).amsgrad(true).into(),
+        Sgd::new(0.05).momentum(0.9).nesterov(true).weight_decay(0.01).into(),
+        Sgd::new(0.05).into(),
+        AdamW::new(1e-3).state_format(StateFormat::EightBit).into(),
+    ];
+    for method in methods {
+        let half = numbers_there(&[13, 37], 3).to_kind(Kind::BFloat16).set_requires_grad(true);
+        let full = half.detach().to_kind(Kind::Float).set_requires_grad(true);
+        let mut opts = [&half, &full].map(|tensor| {
+            let named = vec![("w".to_owned(), tensor.shallow_clone())];
+            Optimizer::for_named(named, method).expect("an optimizer")
+        });
+        for step in 0..1000 {
+            let gradient = numbers_there(&[13, 37], step).to_kind(Kind::BFloat16);
+            for (tensor, opt) in [&half, &full].into_iter().zip(&mut opts) {
+                let gradient = gradient.to_kind(tensor.kind());
+                set_gradient(&mut tensor.shallow_clone(), Some(&gradient)).expect("a gradient");
+                opt.step().expect("a step");
+            }
+        }
+        assert!(master_of(&half, &opts[0]).equal(&full), "{method:?}");
+        let moved = (full - numbers_there(&[13, 37], 3)).abs().max().double_value(&[]);
+        assert!(moved > 0.01, "{method:?}: {moved}");
+    }
+}
+
+#[test]
+fn a_state_of_an_earlier_version_with_f32_masters_is_read() {
+    let trained = || {
+        let vs = store(Kind::BFloat16);
+        let mut opt = Optimizer::new(&vs, AdamW::new(0.02)).expect("an optimizer");
+        train(&vs, &mut opt, 0..3);
+        (vs, opt)
+    };
+    let (vs, opt) = trained();
+    let (tensors, metadata) = opt.state();
+    let old: Vec<_> = (tensors.into_iter())
+        .map(|(name, tensor)| match name.strip_suffix(".remainder") {
+            Some(parameter) => {
+                let weight = get(&vs, parameter).detach().to_kind(Kind::Float);
+                let bits = weight.view_dtype(Kind::Int) + tensor.to_kind(Kind::Int);
+                (format!("{parameter}.master"), bits.view_dtype(Kind::Float))
+            }
+            None => (name, tensor.copy()),
+        })
+        .collect();
+    let options = r#"{"method":"adamw","learning_rate":0.02,"betas":[0.9,0.999],"eps":1e-8,
+        "weight_decay":0.01,"amsgrad":false,"half_state":false}"#;
+    let metadata: Metadata = (metadata.into_iter())
+        .map(|(key, text)| match &*key {
+            "group.default" => (key, options.to_owned()),
+            _ => (key, text),
+        })
+        .collect();
+    let (second, mut resumed) = trained();
+    train(&second, &mut resumed, 7..9);
+    set_values(&second, &variables(&vs));
+    resumed.load_state(&old, &metadata).expect("an earlier state");
+    let (undisturbed, mut opt) = trained();
+    for (vs, opt) in [(&undisturbed, &mut opt), (&second, &mut resumed)] {
+        train(vs, opt, 3..6);
+    }
+    assert_eq!(difference(&undisturbed, &second), 0.0);
+}
+
+/// A noisy least-squares problem whose features have sizes of their own: the loss at its end.
+fn noisy_loss(kind: Kind, format: StateFormat) -> f64 {
+    let there = |tensor: Tensor| tensor.to_device(test_device());
+    tch::manual_seed(1);
+    let sizes = there(Tensor::randn([1, 64], (Kind::Float, Device::Cpu)).exp());
+    let truth = there(Tensor::randn([64, 32], (Kind::Float, Device::Cpu)));
+    let weight = truth.zeros_like().to_kind(kind).set_requires_grad(true);
+    let named = vec![("w".to_owned(), weight.shallow_clone())];
+    let config = AdamW::new(0.0).weight_decay(0.0).state_format(format);
+    let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
+    const STEPS: i64 = 600;
+    let mut last = 0.0;
+    for step in 0..STEPS {
+        opt.set_learning_rate(0.02 * (1.0 - step as f64 / STEPS as f64)).expect("a rate");
+        let x = there(Tensor::randn([32, 64], (Kind::Float, Device::Cpu))) * &sizes;
+        let noise = there(Tensor::randn([32, 32], (Kind::Float, Device::Cpu)));
+        let loss = (x.matmul(&weight.to_kind(Kind::Float)) - x.matmul(&truth) - noise).square();
+        let loss = loss.mean(Kind::Float);
+        loss.backward();
+        opt.update();
+        last += if step >= STEPS - 50 { loss.double_value(&[]) / 50.0 } else { 0.0 };
+    }
+    last
+}
+
+#[test]
+fn a_state_in_fewer_bits_trains_as_well() {
+    let full = noisy_loss(Kind::Float, StateFormat::F32);
+    for format in [StateFormat::Bf16, StateFormat::EightBit] {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let loss = noisy_loss(kind, format);
+            assert!((loss / full - 1.0).abs() < 0.03, "{format:?} in {kind:?}: {loss}, not {full}");
+        }
+    }
+}
+
+#[test]
+fn a_state_has_the_bytes_that_its_format_says() {
+    for (kind, format, bytes) in [
+        (Kind::Float, StateFormat::F32, 8.0),
+        (Kind::Float, StateFormat::EightBit, 2.0625),
+        (Kind::BFloat16, StateFormat::F32, 10.0),
+        (Kind::BFloat16, StateFormat::Bf16, 6.0),
+        (Kind::BFloat16, StateFormat::EightBit, 4.0625),
+        (Kind::Half, StateFormat::F32, 12.0),
+    ] {
+        let tensor = Tensor::ones([1 << 10], (kind, test_device())).set_requires_grad(true);
+        set_gradient(&mut tensor.shallow_clone(), Some(&tensor.detach())).expect("a gradient");
+        let method = Method::from(AdamW::new(0.1).state_format(format));
+        let named = vec![("w".to_owned(), tensor.shallow_clone())];
+        let mut opt = Optimizer::for_named(named, method).expect("an optimizer");
+        opt.step().expect("a step");
+        let taken = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let (state, _) = opt.state();
+        let taken: usize = state.iter().map(|(_, tensor)| taken(tensor)).sum::<usize>() - 4;
+        let number = kind.elt_size_in_bytes() as f64;
+        assert_eq!(taken as f64 / 1024.0, bytes, "{kind:?} {format:?}");
+        assert_eq!(method.state_factor_in(kind) * number, bytes, "{kind:?} {format:?}");
+    }
 }
 
 #[test]
@@ -602,7 +866,7 @@ fn tchs_optimizers_and_ours_share_a_model() {
 #[test]
 fn options_that_make_no_sense_are_refused_with_the_numbers() {
     let vs = store(Kind::Double);
-    let cases: [(Method, &str); 12] = [
+    let cases: [(Method, &str); 16] = [
         (Sgd::new(-0.1).into(), "learning rate cannot be -0.1: give a finite number of at least 0"),
         (Sgd::new(f64::NAN).into(), "learning rate cannot be NaN"),
         (Adam::new(f64::INFINITY).into(), "learning rate cannot be inf"),
@@ -618,6 +882,13 @@ fn options_that_make_no_sense_are_refused_with_the_numbers() {
         (AdamW::new(0.1).betas(-0.1, 0.9).into(), "betas cannot be (-0.1, 0.9)"),
         (AdamW::new(0.1).eps(-1.0).into(), "eps cannot be -1"),
         (AdamW::new(0.1).weight_decay(f64::NAN).into(), "weight decay cannot be NaN"),
+        (Muon::new(0.1).momentum(1.0).into(), "momentum cannot be 1: give a number of at least 0"),
+        (
+            Muon::new(0.1).iteration(100, [1.0; 3]).into(),
+            "iteration cannot be 100 steps with [1.0, 1.0, 1.0]: give fewer than 100 steps",
+        ),
+        (Adafactor::new(0.1).threshold(0.5).into(), "threshold cannot be 0.5: give a number of"),
+        (Adafactor::new(0.1).beta2_decay(0.1).into(), "beta2 decay cannot be 0.1"),
     ];
     let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
     for (config, words) in cases {
@@ -674,4 +945,16 @@ fn groups_and_parameters_that_make_no_sense_are_refused() {
         let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
         assert_fails(Optimizer::for_named(named, Sgd::new(0.1)), &[words]);
     }
+}
+
+/// A vector needs more scratch memory for each number than a matrix.
+#[test]
+fn adafactor_updates_a_vector_alone() {
+    let start = Tensor::ones([1000], (Kind::Float, Device::Cpu));
+    let mut vector = start.copy().set_requires_grad(true);
+    set_gradient(&mut vector, Some(&start)).expect("a gradient");
+    let named = vec![("vector".to_owned(), vector.shallow_clone())];
+    let mut optimizer = Optimizer::for_named(named, Adafactor::new(0.1)).expect("an optimizer");
+    optimizer.step().expect("a step");
+    assert_ne!(vector, start);
 }

@@ -9,6 +9,7 @@
 #include "../../kernels/cross_entropy_arguments.h"
 #include "../../kernels/norm_arguments.h"
 #include "../../kernels/rotary_arguments.h"
+#include "../../kernels/update_arguments.h"
 #include "batch_norm.h"
 #include "gpu.h"
 #include "kernel.h"
@@ -34,6 +35,9 @@ void column_partials(const ColumnPartialsArguments& arguments, NumberKind kind);
 void column_sums(const ColumnSumsArguments& arguments);
 // Adds this many tables to their sums, at most one table per sum.
 void add_column_sums(const AddColumnSumsArguments& arguments, int tables);
+
+// Takes an optimizer's step on this many parameters of these dtypes.
+void update(const UpdateArguments& arguments, UpdateKind parameter, UpdateKind moment, int tensors);
 
 // `total` counts pairs of numbers, however many a thread reads at once.
 void rotary(const RotaryArguments& arguments, NumberKind kind);

@@ -1,12 +1,11 @@
 //! Adam and `AdamW`, which differ in the one line that applies the weight decay.
 
-use brimful_torch::TorchError;
-use brimful_torch::optim::{self as fused, AdamNumbers, AdamState};
+use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
 use super::Method;
-use super::OptimError;
-use super::method::{self, Lists, UpdateBeside};
+use super::method;
+use super::{OptimError, StateFormat};
 use crate::Result;
 
 /// Adam: steps along the average gradient over the root of the average squared one. Weight decay
@@ -25,7 +24,9 @@ pub struct AdamWith<const DECOUPLED: bool> {
     eps: f64,
     weight_decay: f64,
     amsgrad: bool,
-    pub(super) half_state: bool,
+    /// Absent from files of earlier versions.
+    #[serde(default)]
+    pub(super) state_format: StateFormat,
 }
 
 impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
@@ -38,7 +39,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             eps: 1e-8,
             weight_decay: if DECOUPLED { 0.01 } else { 0.0 },
             amsgrad: false,
-            half_state: false,
+            state_format: StateFormat::F32,
         }
     }
 
@@ -62,9 +63,9 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
         Self { amsgrad, ..self }
     }
 
-    /// Sets whether the state of an f16 or bf16 parameter is kept in the parameter's own dtype, not in f32.
-    pub fn half_state(self, half_state: bool) -> Self {
-        Self { half_state, ..self }
+    /// Sets the number format of the state.
+    pub fn state_format(self, state_format: StateFormat) -> Self {
+        Self { state_format, ..self }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -80,36 +81,22 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             .into())
     }
 
-    pub(super) fn moments(&self) -> &'static [&'static str] {
-        const NAMES: &[&str] = &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"];
-        if self.amsgrad { NAMES } else { &NAMES[..2] }
+    /// Number of moments of a parameter.
+    pub(super) fn moments(&self) -> usize {
+        if self.amsgrad { 3 } else { 2 }
     }
 
-    fn options(&self) -> fused::AdamOptions {
-        let Self { betas, eps, weight_decay, .. } = *self;
-        fused::AdamOptions { betas, eps, weight_decay, decoupled: DECOUPLED }
-    }
-
-    pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
-        let &UpdateBeside { now, gradient, next, step } = update;
-        let [now, next] = [now, next].map(|tensors| match tensors {
-            [parameter, average, square] => Some(AdamNumbers { parameter, average, square }),
-            _ => None,
-        });
-        // With amsgrad there is a third moment, which the one-pass kernel does not support.
-        let (Some(now), Some(next)) = (now, next) else { return Ok(false) };
-        fused::adam_beside(now, gradient, next, step, self.learning_rate, &self.options())
-    }
-
-    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        let state = AdamState {
-            averages: &lists.moments[0],
-            squares: &lists.moments[1],
-            maxima: lists.moments.get(2).map(Vec::as_slice),
-            steps: &lists.steps,
-        };
-        let rate = lists.rate(self.learning_rate);
-        fused::adam(&lists.parameters, &lists.gradients, state, rate, &self.options())
+    pub(super) fn options(&self) -> fused::Options {
+        let Self { learning_rate: rate, betas, eps, weight_decay, .. } = *self;
+        fused::Options {
+            rule: fused::Rule::Adam,
+            rate,
+            weight_decay,
+            decoupled: DECOUPLED,
+            betas,
+            eps,
+            nesterov: false,
+        }
     }
 }
 

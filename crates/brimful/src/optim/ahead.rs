@@ -6,13 +6,11 @@
 //!   step          gradient, parameter and options unchanged?  swap the copies : update as usual
 //! ```
 
-use brimful_torch::foreach;
-use brimful_torch::optim::fits;
+use brimful_torch::optim::{self as fused, fits};
 use tch::{Kind, Tensor};
 
-use super::method::{Lists, Method, UpdateBeside};
-use super::state::{ParameterState, UNKNOWN_VERSION, empty_like, has_master, version};
-use super::{Optimizer, Parameter};
+use super::state::{Moment, ParameterState, UNKNOWN_VERSION, empty_beside, flat, version};
+use super::{Method, Optimizer, Parameter};
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::memory;
@@ -23,9 +21,6 @@ const SPARED_SHARE: u64 = 8;
 
 /// Number of elements computed at a time, before checking whether to continue.
 const PIECE: i64 = 1 << 20;
-/// Kernels work on 16 elements at a time, so results do not depend on the cut if pieces are multiples of
-/// 16.
-const UNIT: i64 = 16;
 
 /// Part that a step updates first. It is wanted at once, so there is nothing to hide its update behind.
 pub(crate) const FIRST_PART: usize = 0;
@@ -33,23 +28,23 @@ pub(crate) const FIRST_PART: usize = 0;
 impl Method {
     /// Returns the memory that computing updates early takes, for a
     /// [plan](brimful_plan::plan::Request::look_ahead) with offloaded stages; `None` for a method whose update is
-    /// a single addition.
+    /// a single addition, or needs whole parameters.
     ///
     /// # Errors
     /// When the system does not report the host's memory.
     pub fn ahead_needs(&self, kind: Kind) -> Result<Option<LookAhead>> {
         let state = self.state_factor_in(kind);
-        if state == 0.0 {
+        if state == 0.0 || self.is_whole() {
             return Ok(None);
         }
-        // A copy of the parameter is needed too where there is no master.
-        let bytes = if has_master(kind, self) { state } else { state + 1.0 };
+        // A copy of the parameter is needed too.
+        let bytes = state + 1.0;
         let spared = memory::host()?.total.0 / SPARED_SHARE;
         Ok(Some(LookAhead { bytes, spared }))
     }
 }
 
-/// Second state of a parameter, and the tensor that updates go to: its master, or a copy of the parameter.
+/// Second state of a parameter, and the copy of the parameter that updates go to.
 #[derive(Debug)]
 pub(super) struct SecondState {
     state: ParameterState,
@@ -69,14 +64,13 @@ struct Ahead {
 }
 
 impl SecondState {
-    /// Allocates a second state like `state`, for a parameter with the strides of `layout`.
-    fn like(state: &ParameterState, layout: &Tensor) -> Result<Self> {
-        let state = state.empty_beside()?;
-        let work = match &state.master {
-            Some(master) => master.shallow_clone(),
-            None => empty_like(layout)?,
-        };
-        Ok(Self { state, work, ahead: None })
+    /// Allocates a second state like `state`, for a parameter of this dtype.
+    fn like(state: &ParameterState, (layout, kind): (&Tensor, Kind)) -> Result<Self> {
+        Ok(Self {
+            state: state.empty_beside()?,
+            work: empty_beside(layout, kind, true)?,
+            ahead: None,
+        })
     }
 
     /// Whether it holds the result of a step with this gradient.
@@ -93,7 +87,9 @@ impl SecondState {
     /// Writes to all of the memory, so that the system provides the pages, piece by piece while `go_on`
     /// allows.
     fn touch(&self, go_on: &impl Fn() -> bool) -> Result<()> {
-        for tensor in self.numbers()? {
+        let state = self.state.moments.iter().map(|moment| &moment.elements);
+        for tensor in [&self.work].into_iter().chain(&self.state.master).chain(state) {
+            let tensor = flat(tensor)?;
             for (start, length) in pieces(&tensor).take_while(|_| go_on()) {
                 let _ = tensor.f_narrow(0, start, length)?.f_zero_()?;
             }
@@ -102,14 +98,10 @@ impl SecondState {
     }
 
     /// Whether its memory fits: the parameter may have changed its dtype or strides since.
-    fn suits(&self, tensor: &Tensor, state: &ParameterState) -> bool {
-        self.state.master.is_some() == state.master.is_some()
-            && fits(state.master.as_ref().unwrap_or(tensor), &self.work)
-    }
-
-    /// Returns the parameter and its moments as flat tensors.
-    fn numbers(&self) -> Result<Vec<Tensor>> {
-        numbers(&self.work, &self.state)
+    fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
+        self.state.suits(tensor, method)
+            && fits(tensor, &self.work)
+            && self.work.kind() == tensor.kind()
     }
 
     /// Computes the step with this gradient from the parameter and its state into this one. Returns false
@@ -121,71 +113,51 @@ impl SecondState {
         method: &Method,
         go_on: &impl Fn() -> bool,
     ) -> Result<bool> {
-        let now = numbers(state.master.as_ref().unwrap_or(tensor), state)?;
-        let (next, gradient) = (self.numbers()?, flat(gradient)?);
-        let taken = state.step.as_ref().map_or(Ok(0.0), |step| step.f_double_value(&[]))?;
-        for (start, length) in pieces(&gradient) {
+        let step = state.step.as_ref();
+        for (start, length) in pieces(gradient) {
             if !go_on() {
                 return Ok(false);
             }
-            let piece = |tensor: &Tensor| tensor.f_narrow(0, start, length);
-            let piece_of = |all: &[Tensor]| all.iter().map(piece).collect::<Result<Vec<_>, _>>();
-            let (now, next) = (&piece_of(&now)?[..], &piece_of(&next)?[..]);
-            let update =
-                UpdateBeside { now, gradient: &piece(&gradient)?, next, step: taken + 1.0 };
-            let is_whole = length % UNIT == 0;
-            if !is_whole || !method.update_beside(&update)? {
-                update.by_copies(method, state.step.as_ref())?;
+            let piece =
+                |tensor: &Tensor| Ok::<_, crate::Error>(flat(tensor)?.f_narrow(0, start, length)?);
+            let gradient = piece(gradient)?;
+            let piece = |parameter: &Tensor, state: &ParameterState| {
+                let master = state.master.as_ref().map(piece).transpose()?;
+                let moments = state.moments.iter().map(|moment| moment.piece(start, length));
+                Ok::<_, crate::Error>((
+                    piece(parameter)?,
+                    master,
+                    moments.collect::<Result<Vec<_>>>()?,
+                ))
+            };
+            let (now, next) = (piece(tensor, state)?, piece(&self.work, &self.state)?);
+            let moments = [&now, &next].map(|of| of.2.iter().map(Moment::lend).collect::<Vec<_>>());
+            let [now, next] = [(&now, &moments[0]), (&next, &moments[1])].map(|(of, moments)| {
+                let (parameter, master, gradient) = (&of.0, of.1.as_ref(), &gradient);
+                fused::Update { parameter, gradient, master, step, moments, first: false }
+            });
+            fused::update_beside(&now, &next, &method.options())?;
+        }
+        match (step, &self.state.step) {
+            (Some(now), Some(next)) => {
+                Ok(next.shallow_clone().f_fill_(now.f_double_value(&[])? + 1.0).map(|_| true)?)
             }
-        }
-        match &self.state.step {
-            Some(step) => Ok(step.shallow_clone().f_fill_(taken + 1.0).map(|_| true)?),
-            None => Ok(true),
+            _ => Ok(true),
         }
     }
 }
 
-impl UpdateBeside<'_> {
-    /// Copies the present values and updates the copies. `taken` counts the steps before this one.
-    fn by_copies(&self, method: &Method, taken: Option<&Tensor>) -> Result<()> {
-        foreach::copy(self.next, self.now)?;
-        let mut next = self.next.iter().map(|tensor| vec![tensor.shallow_clone()]);
-        let lists = Lists {
-            parameters: next.next().unwrap_or_default(),
-            gradients: vec![self.gradient.shallow_clone()],
-            moments: next.collect(),
-            // The kernel increments the counter, and would do so for every piece.
-            steps: taken.map(Tensor::f_detach_copy).transpose()?.into_iter().collect(),
-            first: false,
-            rate: None,
-        };
-        Ok(method.update(&lists)?)
-    }
+/// Returns the start and length of each piece.
+fn pieces(tensor: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
+    let numbers = tensor.numel() as i64;
+    (0..numbers).step_by(PIECE as usize).map(move |start| (start, PIECE.min(numbers - start)))
 }
 
-/// Returns a parameter, or its master, and its moments as flat tensors.
-fn numbers(parameter: &Tensor, state: &ParameterState) -> Result<Vec<Tensor>> {
-    std::iter::once(parameter).chain(&state.moments).map(flat).collect()
-}
-
-fn flat(tensor: &Tensor) -> Result<Tensor> {
-    Ok(tensor.f_detach()?.f_as_strided([tensor.numel() as i64], [1], None)?)
-}
-
-/// Returns the start and length of each piece. The last piece is the rest that does not fill a register:
-/// kernels round such elements differently.
-fn pieces(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
-    let numbers = flat.numel() as i64;
-    let rest = numbers % UNIT;
-    let whole = numbers - rest;
-    let pieces = (0..whole).step_by(PIECE as usize);
-    let pieces = pieces.map(move |start| (start, PIECE.min(whole - start)));
-    pieces.chain((rest > 0).then_some((whole, rest)))
-}
-
-/// Number of bytes of a second state for a parameter like this.
-fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
-    state.moments.iter().chain([parameter]).map(tensor_bytes).sum()
+/// Number of bytes of a second state for a parameter of this dtype.
+fn second_bytes(state: &ParameterState, (like, kind): (&Tensor, Kind)) -> u64 {
+    let moments = state.moments.iter().flat_map(Moment::tensors);
+    let state: u64 = state.master.iter().chain(moments).map(tensor_bytes).sum();
+    state + (like.numel() * kind.elt_size_in_bytes()) as u64
 }
 
 impl Parameter {
@@ -200,18 +172,18 @@ impl Parameter {
         let Some(state) = state.filter(|state| state.is_current(tensor, method)) else {
             return Ok(());
         };
-        let dense = state.master.as_ref().unwrap_or(tensor);
+        let is_double = |tensor: &Tensor| tensor.kind() == Kind::Double;
         if !tensor.requires_grad()
             || tensor.numel() == 0
-            || !fits(dense, dense)
-            || !fits(dense, gradient)
+            || !fits(tensor, gradient)
+            || is_double(tensor) != is_double(gradient)
         {
             return Ok(());
         }
         let Some(next) = self.second.as_mut().filter(|second| second.ahead.is_none()) else {
             return Ok(());
         };
-        if !next.suits(tensor, state) {
+        if !next.suits(tensor, method) {
             self.second = None;
             return Ok(());
         }
@@ -233,21 +205,26 @@ impl Parameter {
         Ok(())
     }
 
-    /// Returns the state, and a tensor with the strides of the second state, where a second state is
-    /// missing. The strides come from the state because the parameter itself may be on its way to a device
-    /// buffer. Without master and moments an update is one addition, which is not worth computing early.
-    fn lacks_second(&self) -> Option<(&ParameterState, &Tensor)> {
+    /// Returns the state, and a tensor with the strides of the second state with the parameter's dtype, where
+    /// a second state is missing. The strides come from the state because the parameter itself may be on its
+    /// way to a device buffer. Without master and moments an update is one addition, which is not worth
+    /// computing early; one that needs the whole parameter is not computed in pieces.
+    fn lacks_second(&self, method: &Method) -> Option<(&ParameterState, (&Tensor, Kind))> {
         let part = self.offload.as_ref().map_or(FIRST_PART, |offload| offload.part);
-        if part == FIRST_PART || self.second.is_some() {
+        let is_whole = method.of(self.tensor.dim()).is_whole();
+        if part == FIRST_PART || self.second.is_some() || is_whole {
             return None;
         }
         let state = self.state.as_ref()?;
-        Some((state, state.master.as_ref().or(state.moments.first())?))
+        let moment = state.moments.first().map(|moment| &moment.elements);
+        Some((state, (state.master.as_ref().or(moment)?, self.tensor.kind())))
     }
 
     /// Number of bytes of its second state, if it has one.
     fn second_bytes(&self) -> u64 {
-        self.second.as_ref().map_or(0, |second| second_bytes(&second.state, &second.work))
+        self.second
+            .as_ref()
+            .map_or(0, |second| second_bytes(&second.state, (&second.work, second.work.kind())))
     }
 
     /// Makes the second state, if it is computed, the state; the old one becomes memory for the next.
@@ -255,7 +232,6 @@ impl Parameter {
         let next = self.second.take_if(|second| second.ahead.is_some());
         let Some(SecondState { state, work, .. }) = next else { return };
         if let Some(old) = self.state.replace(state) {
-            let work = old.master.as_ref().map_or(work, Tensor::shallow_clone);
             self.second = Some(SecondState { state: old, work, ahead: None });
         }
     }
@@ -279,18 +255,23 @@ impl Optimizer {
         let Some(parameter) = parameters.iter_mut().find(|parameter| parameter.name == name) else {
             return Ok(());
         };
-        parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
+        let method = groups[parameter.group].method.of(parameter.tensor.dim());
+        parameter.look_ahead(gradient, &method, &go_on)
     }
 
     /// Allocates second states and touches their memory, while `go_on` allows: getting pages from the
     /// system takes longer than computing the updates.
     pub(crate) fn allocate_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
-        if !self.parameters.iter().any(|parameter| parameter.lacks_second().is_some()) {
+        let methods: Vec<_> = self.groups.iter().map(|group| group.method).collect();
+        let lacks =
+            |parameter: &Parameter| parameter.lacks_second(&methods[parameter.group]).is_some();
+        if !self.parameters.iter().any(lacks) {
             return Ok(());
         }
         let mut free = self.free_bytes_ahead()?;
         for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
-            let Some((state, layout)) = parameter.lacks_second() else { continue };
+            let lacking = parameter.lacks_second(&methods[parameter.group]);
+            let Some((state, layout)) = lacking else { continue };
             let Some(left) = free.checked_sub(second_bytes(state, layout)) else { continue };
             let second = {
                 let _charged = parameter.enter_host_arena();
@@ -335,16 +316,18 @@ impl Optimizer {
 mod tests {
     use super::*;
     use crate::memory::Arena;
-    use crate::optim::{AdamW, OffloadedParameter, Sgd};
+    use crate::optim::{AdamW, OffloadedParameter, Sgd, StateFormat};
     use brimful_torch::autograd::set_gradient;
     use tch::Device;
 
     /// Returns an optimizer of two parameters that has taken a step.
     fn optimizer(method: Method, kind: Kind) -> Optimizer {
         let number = |at: i64| {
-            // The second one has two pieces and a rest.
+            // The second one has two pieces.
             let columns = [6, PIECE / 5 + 7][at as usize];
             let values = Tensor::arange(5 * columns, (Kind::Float, Device::Cpu)) / (at + 7);
+            // Within the range of f16.
+            let values = values.remainder(1000);
             values.view([5, columns]).to_kind(kind).set_requires_grad(true)
         };
         let named = (0..2).map(|at| (at.to_string(), number(at))).collect();
@@ -403,13 +386,14 @@ mod tests {
     }
 
     fn cases() -> Vec<(Method, Kind)> {
-        let methods: [Method; 4] = [
+        let methods: [Method; 5] = [
             AdamW::new(0.1).into(),
+            AdamW::new(0.1).state_format(StateFormat::EightBit).into(),
             AdamW::new(0.1).amsgrad(true).into(),
             Sgd::new(0.1).into(),
             Sgd::new(0.1).momentum(0.9).into(),
         ];
-        let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
+        let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
         methods.into_iter().flat_map(|method| kinds.map(|kind| (method, kind))).collect()
     }
 
@@ -464,7 +448,9 @@ mod tests {
             let taken: u64 = optimizer.parameters.iter().map(Parameter::second_bytes).sum();
             let planned =
                 method.ahead_needs(kind).expect("a host").map_or(0.0, |ahead| ahead.bytes);
-            assert_eq!(own as f64 * planned, taken as f64, "{method:?} {kind:?}");
+            // The last group of each 8-bit moment may be shorter than others.
+            let rest = taken as f64 - own as f64 * planned;
+            assert!((0.0..32.0).contains(&rest), "{method:?} {kind:?}: {rest}");
         }
     }
 

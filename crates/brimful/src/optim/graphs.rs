@@ -9,6 +9,7 @@ use brimful_torch::graph::{self, Graph, Pool};
 use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
+use super::state::Moment;
 use super::{Optimizer, Parameter, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
@@ -119,7 +120,7 @@ impl Optimizer {
                 places.push(0);
                 continue;
             }
-            let method = &self.groups[parameter.group].method;
+            let method = &self.method_of(parameter);
             let Some(state) = parameter.state.as_ref().filter(|s| s.is_current(tensor, method))
             else {
                 return Ok(None);
@@ -129,7 +130,8 @@ impl Optimizer {
                 return Ok(None);
             }
             let own = [tensor, &gradient].into_iter().chain(&state.master).chain(&state.step);
-            places.extend(own.chain(&state.moments).map(|tensor| tensor.data_ptr() as usize));
+            let moments = state.moments.iter().flat_map(Moment::tensors);
+            places.extend(own.chain(moments).map(|tensor| tensor.data_ptr() as usize));
         }
         Ok(device.map(|device| (device, places)))
     }

@@ -1,15 +1,13 @@
 //! Choice of an optimization method, and the code common to all methods.
 
-use brimful_torch::TorchError;
-use brimful_torch::optim::LearningRate;
+use brimful_torch::optim::{self as fused, fits};
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::OptimError;
-use super::{Adam, AdamW, Sgd};
+use super::{Adafactor, Adam, AdamW, Muon, OptimError, Sgd, StateFormat};
 use crate::Result;
 
-/// Optimization method: [`Sgd`], [`Adam`] or [`AdamW`], with its options.
+/// Optimization method: [`Sgd`], [`Adam`], [`AdamW`], [`Adafactor`] or [`Muon`], with its options.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "method", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -21,35 +19,37 @@ pub enum Method {
     /// Adam with decoupled weight decay.
     #[serde(rename = "adamw")]
     AdamW(AdamW),
+    /// Adafactor: averages of squares by rows and columns.
+    Adafactor(Adafactor),
+    /// Muon: orthogonalized momentum of matrices.
+    Muon(Muon),
 }
 
-/// Parameters that are updated in one call, with their gradients and state, as parallel lists.
-pub(super) struct Lists {
-    pub(super) parameters: Vec<Tensor>,
-    pub(super) gradients: Vec<Tensor>,
-    /// One list for each name in [`Method::moments`].
-    pub(super) moments: Vec<Vec<Tensor>>,
-    /// Step counters; empty where the method does not count.
-    pub(super) steps: Vec<Tensor>,
-    /// Whether this is the first step of all of them.
-    pub(super) first: bool,
-    /// Learning rate as a tensor; `None` for the method's own number.
-    pub(super) rate: Option<Tensor>,
+/// Moment of a method: its name and its shape.
+pub(super) type Slot = (&'static str, Extent);
+
+/// Shape of a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Extent {
+    /// Parameter's own.
+    Whole,
+    /// One number for each row of the last two dimensions.
+    Rows,
+    /// One number for each column of the last two dimensions.
+    Columns,
 }
 
-/// One parameter, or a piece of it, followed by its moments: present values, and memory for the next ones.
-pub(super) struct UpdateBeside<'a> {
-    pub(super) now: &'a [Tensor],
-    pub(super) gradient: &'a Tensor,
-    pub(super) next: &'a [Tensor],
-    /// Number of this step, counted from 1.
-    pub(super) step: f64,
-}
-
-impl Lists {
-    /// Returns the learning rate: the tensor if there is one, or `number`.
-    pub(super) fn rate(&self, number: f64) -> LearningRate<'_> {
-        self.rate.as_ref().map_or(LearningRate::Number(number), LearningRate::Tensor)
+impl Extent {
+    /// Returns its shape for a parameter of this shape; `None` if that is the parameter's.
+    pub(super) fn shape(self, parameter: &[i64]) -> Option<Vec<i64>> {
+        let one = match self {
+            Self::Whole => return None,
+            Self::Rows => 1,
+            Self::Columns => 2,
+        };
+        let mut shape = parameter.to_vec();
+        shape[parameter.len() - one] = 1;
+        Some(shape)
     }
 }
 
@@ -60,17 +60,21 @@ macro_rules! of_method {
             Method::Sgd($config) => $value,
             Method::Adam($config) => $value,
             Method::AdamW($config) => $value,
+            Method::Adafactor($config) => $value,
+            Method::Muon($config) => $value,
         }
     };
 }
 
 impl Method {
-    /// Returns `sgd`, `adam` or `adamw`.
+    /// Returns `sgd`, `adam`, `adamw`, `adafactor` or `muon`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Sgd(_) => "sgd",
             Self::Adam(_) => "adam",
             Self::AdamW(_) => "adamw",
+            Self::Adafactor(_) => "adafactor",
+            Self::Muon(_) => "muon",
         }
     }
 
@@ -92,31 +96,101 @@ impl Method {
         of_method!(self, config => config.check())
     }
 
-    /// Names of the tensors that are kept for each parameter, with its shape.
-    pub(super) fn moments(&self) -> &'static [&'static str] {
-        of_method!(self, config => config.moments())
+    /// Returns the method of a parameter of this many dimensions.
+    pub(super) fn of(self, dimensions: usize) -> Self {
+        match self {
+            Self::Muon(muon) if dimensions != 2 => muon.of_others(),
+            other => other,
+        }
+    }
+
+    /// Moments that are kept for a parameter of this many dimensions.
+    pub(super) fn moments(&self, dimensions: usize) -> &'static [Slot] {
+        const ADAM: &[Slot] = &[
+            ("exp_avg", Extent::Whole),
+            ("exp_avg_sq", Extent::Whole),
+            ("max_exp_avg_sq", Extent::Whole),
+        ];
+        const BUFFER: &[Slot] = &[("momentum_buffer", Extent::Whole)];
+        match self.of(dimensions) {
+            Self::Sgd(config) => &BUFFER[..config.has_momentum().into()],
+            Self::Adam(config) => &ADAM[..config.moments()],
+            Self::AdamW(config) => &ADAM[..config.moments()],
+            Self::Adafactor(_) if dimensions > 1 => {
+                &[("row_var", Extent::Rows), ("col_var", Extent::Columns)]
+            }
+            Self::Adafactor(_) => &[("variance", Extent::Whole)],
+            Self::Muon(_) => BUFFER,
+        }
     }
 
     /// Whether the method counts the steps of each parameter.
     pub(super) fn counts(&self) -> bool {
-        !matches!(self, Self::Sgd(_))
+        !matches!(self, Self::Sgd(_) | Self::Muon(_))
     }
 
-    /// Whether the state of a half-precision parameter has the parameter's dtype.
-    pub(super) fn half_state(&self) -> bool {
-        of_method!(self, config => config.half_state)
+    /// Whether an update needs the whole parameter, in the order of its dimensions.
+    pub(super) fn is_whole(&self) -> bool {
+        matches!(self, Self::Adafactor(_) | Self::Muon(_))
     }
 
-    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        of_method!(self, config => config.update(lists))
+    /// Whether the parameter can be updated where it is.
+    pub(super) fn updates_in_place(&self, tensor: &Tensor) -> bool {
+        fits(tensor, tensor) && (tensor.is_contiguous() || !self.is_whole())
     }
 
-    /// Updates one parameter out of place in one pass; returns false where the method has no such kernel.
-    pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
+    /// Returns the number format of the moments.
+    pub(super) fn format(&self) -> StateFormat {
         match self {
-            Self::Sgd(_) => Ok(false),
-            Self::Adam(config) => config.update_beside(update),
-            Self::AdamW(config) => config.update_beside(update),
+            Self::Sgd(config) => config.state_format,
+            Self::Adam(config) => config.state_format,
+            Self::AdamW(config) => config.state_format,
+            Self::Adafactor(_) => Adafactor::state_format(),
+            Self::Muon(config) => config.state_format,
+        }
+    }
+
+    /// Returns the settings of an update.
+    pub(super) fn options(&self) -> fused::Options {
+        of_method!(self, config => config.options())
+    }
+
+    /// Returns the dtype and the number of elements of the scratch memory that an update of this tensor needs.
+    pub(super) fn scratch(&self, work: &Tensor) -> Option<(Kind, usize)> {
+        match self {
+            Self::Adafactor(_) => Some(Adafactor::scratch(work)),
+            Self::Muon(_) => Some(Muon::scratch(work)),
+            _ => None,
+        }
+    }
+
+    /// Updates parameters of one device and dtype. A `rate` replaces the method's own; `scratch` has what
+    /// [`Method::scratch`] asks for.
+    pub(super) fn update(
+        &self,
+        all: &[fused::Update<'_>],
+        scratch: &[Tensor],
+        rate: Option<&Tensor>,
+    ) -> Result<()> {
+        let mut options = self.options();
+        if rate.is_some() {
+            options.rate = 1.0;
+        }
+        let scratch = |one: &fused::Update<'_>| {
+            let kind = self.scratch(one.parameter).map(|(kind, _)| kind);
+            let place = (kind, one.parameter.device());
+            let found = scratch.iter().find(|space| (Some(space.kind()), space.device()) == place);
+            found.expect("there is scratch space for every whole update")
+        };
+        let mut each = all.iter();
+        match self {
+            Self::Adafactor(config) => {
+                each.try_for_each(|one| config.update(one, &options, scratch(one), rate))
+            }
+            Self::Muon(config) => {
+                each.try_for_each(|one| config.update(one, options, scratch(one), rate))
+            }
+            _ => Ok(fused::update(all, &options, rate)?),
         }
     }
 }

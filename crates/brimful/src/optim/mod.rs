@@ -1,5 +1,4 @@
-//! Optimizers on libtorch's fused kernels: one pass over the memory of all parameters, atomic steps, and a
-//! state that can be saved.
+//! Optimizers: one pass over the memory of all parameters, atomic steps, and a state that can be saved.
 //!
 //! ```
 //! use brimful::optim::{AdamW, Optimizer};
@@ -20,21 +19,23 @@
 //! *Atomic.* A step allocates all that it needs before it changes anything, and nothing afterwards. A step
 //! that runs out of memory leaves parameters, state and step counters unchanged.
 //!
-//! *Half precision.* A parameter in f16 or bf16 has its state in f32, and an f32 master copy that updates
-//! go to: bf16 has 8 significant bits, and most of a small update would be rounded away. The fused kernels
-//! need one dtype for all tensors, so gradients are converted in pieces of 64 MiB. `half_state` keeps the
-//! state in the parameter's own dtype instead, as PyTorch does, in half the memory or less.
+//! *Half precision.* Updates go to f32 masters: bf16 has 8 significant bits, and most of a small update would be
+//! rounded away. A bf16 parameter is the upper half of its master, so its state has the lower 16 bits alone; an f16
+//! parameter's has the whole master. Averages are in f32 unless a [`StateFormat`] says otherwise.
 //!
 //! *tch's optimizers* can be used instead wherever the caller steps: both read the gradients from the
 //! parameters.
 
+mod adafactor;
 mod adam;
 mod ahead;
 mod clip;
 mod ema;
 mod error;
+mod format;
 mod graphs;
 mod method;
+mod muon;
 mod no_decay;
 mod rate_curve;
 mod saved;
@@ -43,13 +44,16 @@ mod sgd;
 mod state;
 mod step;
 
+pub use adafactor::Adafactor;
 pub use adam::{Adam, AdamW, AdamWith};
 pub use clip::{GradientNorm, clip_gradient_norm};
 pub(crate) use clip::{check_max_norm, clip_factor};
 pub use ema::Ema;
 pub use error::OptimError;
+pub use format::StateFormat;
 pub use method::Method;
 pub(crate) use method::check_rate;
+pub use muon::{AdjustedRate, Muon};
 pub use no_decay::NO_DECAY_GROUP;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
@@ -286,6 +290,11 @@ impl Optimizer {
     /// Returns the groups' names.
     pub(crate) fn groups(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|group| group.name.as_str())
+    }
+
+    /// Returns the method of a parameter: its group's, or what that is for its number of dimensions.
+    fn method_of(&self, parameter: &Parameter) -> Method {
+        self.groups[parameter.group].method.of(parameter.tensor.dim())
     }
 
     fn no_group(&self, group: &str) -> Error {

@@ -2,17 +2,20 @@
 //!
 //! | item | saved as |
 //! | --- | --- |
-//! | averages, buffers, step counts, masters | tensors `PARAMETER.exp_avg`, `PARAMETER.step`, … |
+//! | averages, buffers, step counts | tensors `PARAMETER.exp_avg`, `PARAMETER.step`, … |
+//! | scales of 8-bit averages, one for 128 numbers in memory order | tensors `PARAMETER.exp_avg_scale`, … |
+//! | remainder of a bf16 parameter: its f32 master's bits, less 2^16 times the parameter's | tensor `PARAMETER.remainder`; earlier versions saved the master |
+//! | f32 master of an f16 parameter | tensor `PARAMETER.master` |
 //! | a group's method, learning rate and options | text `group.GROUP`, as JSON |
 //! | group of a parameter | text `parameter.PARAMETER` |
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::OptimError;
-use super::state::{ParameterState, UNKNOWN_VERSION};
+use super::state::{MASTER, ParameterState, REMAINDER, UNKNOWN_VERSION, remainder_of};
 use super::{Method, Optimizer, Parameter, ParameterGroup};
 use crate::save::{self, Metadata};
 use crate::{Error, Result};
@@ -36,10 +39,11 @@ impl Optimizer {
         for ParameterGroup { name, method } in &self.groups {
             metadata.insert(format!("group.{name}"), serde_json::json!(method).to_string());
         }
-        for Parameter { name, group, state, .. } in &self.parameters {
+        for Parameter { name, group, state, tensor, .. } in &self.parameters {
             let ParameterGroup { name: group, method } = &self.groups[*group];
+            let slots = method.moments(tensor.dim());
             metadata.insert(format!("parameter.{name}"), group.clone());
-            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(method)) {
+            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(slots)) {
                 tensors.push((format!("{name}.{slot}"), tensor.shallow_clone()));
             }
         }
@@ -171,14 +175,23 @@ fn read_state(
 ) -> Result<Option<ParameterState>> {
     let Parameter { name, tensor, .. } = parameter;
     let _charged = parameter.enter_host_arena();
-    let mut state = ParameterState::new(tensor, method, None)?;
-    let slots: Vec<_> = state.tensors(method).map(|(slot, _)| slot).collect();
-    if !slots.iter().any(|slot| left.contains_key(format!("{name}.{slot}").as_str())) {
+    let method = method.of(tensor.dim());
+    let mut state = ParameterState::new(tensor, &method, None)?;
+    let moments = method.moments(tensor.dim());
+    let of = |slot: &str| format!("{name}.{slot}");
+    let slots: Vec<_> = state.tensors(moments).map(|(slot, _)| slot).collect();
+    let names = slots.iter().map(String::as_str).chain([MASTER]);
+    if !names.map(of).any(|name| left.contains_key(name.as_str())) {
         return Ok(None);
     }
-    for (slot, tensor) in state.tensors(method) {
-        let name = format!("{name}.{slot}");
-        let saved = left.remove(name.as_str());
+    for (slot, tensor) in state.tensors(moments) {
+        let name = of(&slot);
+        let mut saved = left.remove(name.as_str());
+        // Earlier versions saved the master.
+        let master = (slot == REMAINDER && saved.is_none()).then(|| left.remove(&*of(MASTER)));
+        let remainder = master.flatten().filter(|master| master.kind() == Kind::Float);
+        let remainder = remainder.map(remainder_of).transpose()?;
+        saved = saved.or(remainder.as_ref());
         let saved = saved.ok_or_else(|| mismatch(&name, "missing".into(), describe(tensor)))?;
         if (saved.size(), saved.kind()) != (tensor.size(), tensor.kind()) {
             return Err(mismatch(&name, describe(saved), describe(tensor)));

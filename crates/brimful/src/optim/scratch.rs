@@ -54,15 +54,16 @@ pub(super) fn scratch_for(
     sizes.into_iter().map(new).collect()
 }
 
-/// Copies the tensors of a piece into scratch space, each with the strides of its `like`; all of one dtype
-/// and device.
+/// Copies the tensors of a piece into scratch space of this dtype, each with the strides of its `like`; all of
+/// one device.
 pub(super) fn convert(
     tensors: &[Tensor],
     like: &[&Tensor],
+    kind: Kind,
     scratch: &[Tensor],
 ) -> Result<Vec<Tensor>> {
-    let place = |tensor: &Tensor| (tensor.kind(), tensor.device());
-    let space = scratch.iter().find(|space| place(space) == place(like[0]));
+    let place = (kind, like[0].device());
+    let space = scratch.iter().find(|space| (space.kind(), space.device()) == place);
     let space = space.expect("there is scratch space for every piece");
     let mut start = 0;
     let mut converted = Vec::with_capacity(like.len());

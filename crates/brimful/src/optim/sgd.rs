@@ -1,12 +1,11 @@
 //! Stochastic gradient descent, optionally with momentum.
 
-use brimful_torch::TorchError;
 use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
 use super::Method;
-use super::OptimError;
-use super::method::{self, Lists};
+use super::method;
+use super::{OptimError, StateFormat};
 use crate::Result;
 
 /// Stochastic gradient descent: *p ← p − rate · d*, where the direction *d* is the gradient, or with
@@ -19,7 +18,9 @@ pub struct Sgd {
     dampening: f64,
     weight_decay: f64,
     nesterov: bool,
-    pub(super) half_state: bool,
+    /// Absent from files of earlier versions.
+    #[serde(default)]
+    pub(super) state_format: StateFormat,
 }
 
 impl Sgd {
@@ -31,7 +32,7 @@ impl Sgd {
             dampening: 0.0,
             weight_decay: 0.0,
             nesterov: false,
-            half_state: false,
+            state_format: StateFormat::F32,
         }
     }
 
@@ -55,9 +56,9 @@ impl Sgd {
         Self { nesterov, ..self }
     }
 
-    /// Sets whether the state of an f16 or bf16 parameter is kept in the parameter's own dtype, not in f32.
-    pub fn half_state(self, half_state: bool) -> Self {
-        Self { half_state, ..self }
+    /// Sets the number format of the state.
+    pub fn state_format(self, state_format: StateFormat) -> Self {
+        Self { state_format, ..self }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -78,22 +79,21 @@ impl Sgd {
         Ok(())
     }
 
-    pub(super) fn moments(&self) -> &'static [&'static str] {
-        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    pub(super) fn has_momentum(&self) -> bool {
+        self.momentum != 0.0
     }
 
-    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        let options = fused::SgdOptions {
-            momentum: self.momentum,
-            dampening: self.dampening,
-            weight_decay: self.weight_decay,
-            nesterov: self.nesterov,
-            // Without a buffer there is no first step, and libtorch would print a warning.
-            first: lists.first && self.momentum != 0.0,
-        };
-        let rate = lists.rate(self.learning_rate);
-        let buffers = lists.moments.first().map(Vec::as_slice);
-        fused::sgd(&lists.parameters, &lists.gradients, buffers, rate, &options)
+    pub(super) fn options(&self) -> fused::Options {
+        let Self { learning_rate: rate, momentum, dampening, weight_decay, nesterov, .. } = *self;
+        fused::Options {
+            rule: fused::Rule::Sgd,
+            rate,
+            weight_decay,
+            decoupled: false,
+            betas: (momentum, dampening),
+            eps: 0.0,
+            nesterov,
+        }
     }
 }
 

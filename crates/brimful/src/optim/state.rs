@@ -1,35 +1,104 @@
 //! State of one parameter in an optimizer.
 
 use brimful_torch::host::prefer_large_pages;
-use brimful_torch::optim::fits;
+use brimful_torch::optim::{self as fused, GROUP, fits};
 use tch::{Device, Kind, Tensor};
 
-use super::Method;
+use super::format::{is_eight_bit, scales_of};
+use super::method::{Extent, Slot};
+use super::{Method, StateFormat};
 use crate::Result;
 
-/// Step counter, moments and master copy of one parameter.
+/// Step counter, moments and master of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// Parameter in f32 that updates go to, where the parameter itself is in half precision.
+    /// Digits of a half-precision parameter beyond its own, which updates go to: of a bf16 parameter the
+    /// 16 bits by which its f32 master exceeds it, of an f16 parameter the f32 master itself.
+    ///
+    /// An element of a bf16 parameter that was set by hand keeps its 16 bits: its master rounds to what was
+    /// set.
     pub(super) master: Option<Tensor>,
-    /// Version of the parameter when it was last rounded from `master`.
+    /// Version of the parameter when it was last rounded from an f32 `master`.
     pub(super) version: i64,
     /// Number of steps taken: one f32, on the parameter's device.
     pub(super) step: Option<Tensor>,
     /// Tensors of [`Method::moments`].
-    pub(super) moments: Vec<Tensor>,
+    pub(super) moments: Vec<Moment>,
+}
+
+/// Elements of a moment, and the scales of 8-bit ones.
+#[derive(Debug)]
+pub(super) struct Moment {
+    pub(super) elements: Tensor,
+    pub(super) scales: Option<Tensor>,
 }
 
 /// Version that no parameter has, so its master is compared with it before it is used.
 pub(super) const UNKNOWN_VERSION: i64 = -1;
 
+impl Moment {
+    /// Creates moment number `at` of a parameter, with the values of `old`.
+    fn new(tensor: &Tensor, method: &Method, at: usize, old: Option<&Self>) -> Result<Self> {
+        let kind = method.format().kind(tensor.kind(), at);
+        let mut elements = match method.moments(tensor.dim())[at].1.shape(&tensor.size()) {
+            Some(shape) => Tensor::f_empty(shape, (kind, tensor.device()))?,
+            None => empty_beside(tensor, kind, method.updates_in_place(tensor))?,
+        };
+        let scales = is_eight_bit(kind).then(|| {
+            let scales = scales_of(tensor.numel()) as i64;
+            Tensor::f_zeros([scales], (Kind::Float, tensor.device()))
+        });
+        let scales = scales.transpose()?;
+        match (old.map(Self::unpacked).transpose()?, &scales) {
+            (None, _) => drop(elements.f_zero_()?),
+            (Some(old), None) => elements.f_copy_(&old)?,
+            (Some(old), Some(scales)) => {
+                let mut values = elements.f_empty_like()?.f_to_kind(Kind::Float)?;
+                values.f_copy_(&old)?;
+                fused::pack_moment(&values, &elements, scales)?;
+            }
+        }
+        Ok(Self { elements, scales })
+    }
+
+    fn unpacked(&self) -> Result<Tensor> {
+        match &self.scales {
+            Some(scales) => Ok(fused::unpack_moment(&self.elements, scales)?),
+            None => Ok(self.elements.shallow_clone()),
+        }
+    }
+
+    fn empty_beside(&self) -> Result<Self> {
+        let scales = self.scales.as_ref().map(empty_like).transpose()?;
+        Ok(Self { elements: empty_like(&self.elements)?, scales })
+    }
+
+    /// Returns its tensors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.elements].into_iter().chain(&self.scales)
+    }
+
+    /// Returns these elements of it in memory order; `start` is a multiple of the size of a group.
+    pub(super) fn piece(&self, start: i64, length: i64) -> Result<Self> {
+        let group = GROUP as i64;
+        let scales = self
+            .scales
+            .as_ref()
+            .map(|scales| scales.f_narrow(0, start / group, scales_of(length as usize) as i64));
+        let elements = flat(&self.elements)?.f_narrow(0, start, length)?;
+        Ok(Self { elements, scales: scales.transpose()? })
+    }
+
+    /// Borrows it for an update.
+    pub(super) fn lend(&self) -> fused::Moment<'_> {
+        fused::Moment { elements: &self.elements, scales: self.scales.as_ref() }
+    }
+}
+
 impl ParameterState {
     /// Creates a state for this parameter as it is now, with the values of `old`. The parameter may have
     /// changed its dtype, device or strides since.
     pub(super) fn new(tensor: &Tensor, method: &Method, old: Option<&Self>) -> Result<Self> {
-        let master =
-            has_master(tensor.kind(), method).then(|| new_master(tensor, old)).transpose()?;
-        let like = master.as_ref().unwrap_or(tensor);
         let step = match old.and_then(|old| old.step.as_ref()) {
             Some(step) => Some(step.f_to_device(tensor.device())?),
             None if method.counts() => {
@@ -37,16 +106,18 @@ impl ParameterState {
             }
             None => None,
         };
-        let moments = (0..method.moments().len())
-            .map(|index| new_moment(like, old.map(|old| &old.moments[index])))
+        let moments = (0..method.moments(tensor.dim()).len())
+            .map(|at| Moment::new(tensor, method, at, old.map(|old| &old.moments[at])))
             .collect::<Result<_>>()?;
+        let in_place = method.updates_in_place(tensor);
+        let master = new_master(tensor, in_place, old.and_then(|old| old.master.as_ref()))?;
         Ok(Self { master, version: version(tensor), step, moments })
     }
 
     /// Allocates a second state like this one.
     pub(super) fn empty_beside(&self) -> Result<Self> {
         let empty = |tensor: &Option<Tensor>| tensor.as_ref().map(empty_like).transpose();
-        let moments = self.moments.iter().map(empty_like).collect::<Result<_>>()?;
+        let moments = self.moments.iter().map(Moment::empty_beside).collect::<Result<_>>()?;
         let (master, step) = (empty(&self.master)?, empty(&self.step)?);
         Ok(Self { master, version: UNKNOWN_VERSION, step, moments })
     }
@@ -56,20 +127,35 @@ impl ParameterState {
         self.suits(tensor, method) && !self.is_stale(tensor)
     }
 
-    /// Whether the parameter was set since it was rounded from its master.
+    /// Whether the parameter was set since it was rounded from its f32 master.
     pub(super) fn is_stale(&self, tensor: &Tensor) -> bool {
-        self.master.is_some() && self.version != version(tensor)
+        let has_copy = self.master.as_ref().is_some_and(|master| master.kind() == Kind::Float);
+        has_copy && self.version != version(tensor)
     }
 
     /// Whether it has the parameter's dtype, device and strides.
     pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
-        let like = self.master.as_ref().unwrap_or(tensor);
-        let dense = fits(like, like);
-        self.master.is_some() == has_master(tensor.kind(), method)
-            && like.device() == tensor.device()
-            // The state of a parameter with gaps is contiguous, like the copy that is updated.
-            && self.moments.iter().all(|moment| {
-                if dense { fits(like, moment) } else { moment.is_contiguous() && alike(like, moment) }
+        let dense = method.updates_in_place(tensor);
+        // The state of a parameter of which a copy is updated is contiguous, as the copy is.
+        let is_beside = |other: &Tensor, kind: Kind, shape: Option<Vec<i64>>| {
+            let there = match shape {
+                None if dense => fits(tensor, other),
+                shape => {
+                    let size = shape.unwrap_or_else(|| tensor.size());
+                    other.is_contiguous()
+                        && (other.device(), other.size()) == (tensor.device(), size)
+                }
+            };
+            there && other.kind() == kind
+        };
+        let slots = method.moments(tensor.dim()).iter();
+        let shapes = slots.map(|(_, extent)| extent.shape(&tensor.size()));
+        let master = master_kind(tensor.kind());
+        let format = method.format();
+        self.master.is_some() == master.is_some()
+            && self.master.iter().zip(master).all(|(master, kind)| is_beside(master, kind, None))
+            && self.moments.iter().zip(shapes).enumerate().all(|(at, (moment, shape))| {
+                is_beside(&moment.elements, format.kind(tensor.kind(), at), shape)
             })
     }
 
@@ -90,43 +176,82 @@ impl ParameterState {
     }
 
     /// Returns the state's tensors with their names.
-    pub(super) fn tensors(&self, method: &Method) -> impl Iterator<Item = (&'static str, &Tensor)> {
-        let step = self.step.iter().map(|step| ("step", step));
-        let master = self.master.iter().map(|master| ("master", master));
-        step.chain(master).chain(method.moments().iter().copied().zip(&self.moments))
+    pub(super) fn tensors(
+        &self,
+        slots: &'static [Slot],
+    ) -> impl Iterator<Item = (String, &Tensor)> {
+        let step = self.step.iter().map(|step| ("step".to_owned(), step));
+        let master = self.master.iter().map(|master| match master.kind() {
+            Kind::Int16 => (REMAINDER.to_owned(), master),
+            _ => (MASTER.to_owned(), master),
+        });
+        let moments = slots.iter().zip(&self.moments).flat_map(|((name, _), moment)| {
+            let scales = moment.scales.iter().map(move |scales| (format!("{name}_scale"), scales));
+            [((*name).to_owned(), &moment.elements)].into_iter().chain(scales)
+        });
+        step.chain(master).chain(moments)
     }
 }
 
+/// Name of an f16 parameter's master in a saved state. States of bf16 parameters had one too, in place of the
+/// remainder.
+pub(super) const MASTER: &str = "master";
+/// Name of a bf16 parameter's remainder in a saved state.
+pub(super) const REMAINDER: &str = "remainder";
+
 impl Method {
-    /// Size of the state as a multiple of the parameters' size: 2 for Adam, 0 for SGD without momentum.
-    /// Half-precision parameters whose state is in f32 have a larger one.
+    /// Size of the state as a multiple of the parameters' size, of parameters in f32: 2 for Adam, 0 for SGD
+    /// without momentum.
     pub fn state_factor(&self) -> f64 {
-        self.moments().len() as f64
+        self.state_factor_in(Kind::Float)
     }
 
-    /// Size of the state of parameters of this dtype as a multiple of their size, f32 masters included.
+    /// Size of the state of matrices of this dtype as a multiple of their size, masters included, without
+    /// Adafactor's rows and columns.
     pub fn state_factor_in(&self, kind: Kind) -> f64 {
-        self.bytes_of_number(kind) as f64 / kind.elt_size_in_bytes() as f64
+        let each = |kind: Kind| {
+            let scale = if is_eight_bit(kind) { 4.0 / GROUP as f64 } else { 0.0 };
+            kind.elt_size_in_bytes() as f64 + scale
+        };
+        self.kinds(kind, 2).map(each).sum::<f64>() / kind.elt_size_in_bytes() as f64
     }
 
-    /// Number of bytes of the state for each element.
-    fn bytes_of_number(&self, kind: Kind) -> usize {
-        let has_master = has_master(kind, self);
-        let size = if has_master { Kind::Float } else { kind }.elt_size_in_bytes();
-        (self.moments().len() + usize::from(has_master)) * size
+    /// Returns the dtypes of the state's elements for each element of a parameter of so many dimensions.
+    fn kinds(&self, kind: Kind, dimensions: usize) -> impl Iterator<Item = Kind> {
+        let format = self.format();
+        let moments = self.moments(dimensions).iter().enumerate();
+        let whole = moments.filter(|(_, (_, extent))| *extent == Extent::Whole);
+        let kinds = whole.map(move |(at, _)| format.kind(kind, at));
+        master_kind(kind).into_iter().chain(kinds)
     }
 
     /// Number of bytes of the state of these parameters, which their first step allocates.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
-        let step = if self.counts() { 4 } else { 0 };
-        let of_one = |p: &Tensor| self.bytes_of_number(p.kind()) * p.numel() + step;
+        let of_one = |p: &Tensor| {
+            let (method, dimensions) = (self.of(p.dim()), p.dim());
+            let step = if method.counts() { 4 } else { 0 };
+            let each = |kind: Kind| {
+                let scales = if is_eight_bit(kind) { 4 * scales_of(p.numel()) } else { 0 };
+                kind.elt_size_in_bytes() * p.numel() + scales
+            };
+            let parts =
+                method.moments(dimensions).iter().filter_map(|slot| slot.1.shape(&p.size()));
+            let number = StateFormat::F32.kind(p.kind(), 0).elt_size_in_bytes();
+            let parts: usize =
+                parts.map(|shape| shape.iter().product::<i64>() as usize * number).sum();
+            method.kinds(p.kind(), dimensions).map(each).sum::<usize>() + parts + step
+        };
         parameters.into_iter().map(|parameter| of_one(parameter) as u64).sum()
     }
 }
 
-/// Whether a parameter of this dtype has an f32 master copy.
-pub(super) fn has_master(kind: Kind, method: &Method) -> bool {
-    matches!(kind, Kind::Half | Kind::BFloat16) && !method.half_state()
+/// Dtype of the master of a parameter of this dtype, if it has one.
+fn master_kind(parameter: Kind) -> Option<Kind> {
+    match parameter {
+        Kind::BFloat16 => Some(Kind::Int16),
+        Kind::Half => Some(Kind::Float),
+        _ => None,
+    }
 }
 
 /// Number of in-place changes of the parameter.
@@ -169,23 +294,39 @@ fn scratch_like(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor>
     Ok(space.f_narrow(0, 0, like.numel() as i64)?.f_view(like.size().as_slice())?)
 }
 
-/// Returns the parameter in f32. Elements that still equal the rounded old master keep its digits; elements
-/// that were set since have the parameter's value.
-fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
-    let mut present = empty_master(tensor)?;
-    present.f_copy_(&tensor.f_detach()?)?;
-    let Some(master) = old.and_then(|old| old.master.as_ref()) else { return Ok(present) };
-    let master = master.f_to_device(tensor.device())?;
-    let unchanged = master.f_to_kind(tensor.kind())?.f_eq_tensor(tensor)?;
-    let mut kept = present.f_empty_like()?;
-    kept.f_copy_(&master.f_where_self(&unchanged, &present)?)?;
-    Ok(kept)
+/// Creates the master of a parameter, if it has one: of an f16 parameter its values in f32, with the digits of
+/// an old one where that still rounds to them; of a bf16 parameter the old remainder, or zeros.
+fn new_master(tensor: &Tensor, in_place: bool, old: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let Some(kind) = master_kind(tensor.kind()) else { return Ok(None) };
+    let mut master = empty_beside(tensor, kind, in_place)?;
+    let old = old.filter(|old| old.kind() == kind);
+    let old = old.map(|old| old.f_to_device(tensor.device())).transpose()?;
+    match (old, kind) {
+        (Some(old), Kind::Int16) => master.f_copy_(&old)?,
+        (None, Kind::Int16) => drop(master.f_zero_()?),
+        (Some(old), _) => {
+            let unchanged = old.f_to_kind(tensor.kind())?.f_eq_tensor(tensor)?;
+            master.f_copy_(&tensor.f_detach()?)?;
+            let kept = old.f_where_self(&unchanged, &master)?;
+            master.f_copy_(&kept)?;
+        }
+        (None, _) => master.f_copy_(&tensor.f_detach()?)?,
+    }
+    Ok(Some(master))
 }
 
-/// Allocates an f32 tensor with the parameter's shape and strides.
-fn empty_master(tensor: &Tensor) -> Result<Tensor> {
-    let like = (Kind::Float, tensor.device());
-    let empty = match fits(tensor, tensor) {
+/// Returns the remainder of a bf16 parameter that is rounded from this f32 master.
+pub(super) fn remainder_of(master: &Tensor) -> Result<Tensor> {
+    let bits = master.f_contiguous()?.f_view_dtype(Kind::Int)?;
+    let weight = bits.f_add_scalar(1 << 15)?.f_bitwise_right_shift_tensor_scalar(16)?;
+    let rounded = weight.f_bitwise_left_shift_tensor_scalar(16)?;
+    Ok(bits.f_sub(&rounded)?.f_to_kind(Kind::Int16)?)
+}
+
+/// Allocates a tensor of this dtype with the parameter's shape, and its strides if it is updated in place.
+pub(super) fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
+    let like = (kind, tensor.device());
+    let empty = match in_place {
         true => Tensor::f_empty_strided(tensor.size(), tensor.stride(), like)?,
         false => Tensor::f_empty(tensor.size(), like)?,
     };
@@ -193,47 +334,41 @@ fn empty_master(tensor: &Tensor) -> Result<Tensor> {
     Ok(empty)
 }
 
+/// Returns the elements of a dense tensor in memory order.
+pub(super) fn flat(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_as_strided([tensor.numel() as i64], [1], None)?)
+}
+
 /// Allocates a tensor like this one.
-pub(super) fn empty_like(tensor: &Tensor) -> Result<Tensor> {
+fn empty_like(tensor: &Tensor) -> Result<Tensor> {
     let empty = tensor.f_detach()?.f_empty_like()?;
     prefer_large_pages(&empty);
     Ok(empty)
 }
 
-fn new_moment(like: &Tensor, old: Option<&Tensor>) -> Result<Tensor> {
-    let mut moment = empty_like(like)?;
-    if !fits(like, like) {
-        moment = moment.f_contiguous()?;
-    }
-    match old {
-        Some(old) => moment.f_copy_(old)?,
-        None => drop(moment.f_zero_()?),
-    }
-    Ok(moment)
-}
-
-fn alike(a: &Tensor, b: &Tensor) -> bool {
-    (a.kind(), a.device(), a.size()) == (b.kind(), b.device(), b.size())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::{AdamW, Sgd};
+    use crate::optim::{Adafactor, AdamW, Muon, Sgd};
 
     #[test]
     fn the_factor_of_a_number_type_is_what_a_parameter_of_it_takes() {
-        let methods: [Method; 4] = [
+        let methods: [Method; 7] = [
             Sgd::new(0.1).into(),
             Sgd::new(0.1).momentum(0.9).into(),
             AdamW::new(0.1).into(),
-            AdamW::new(0.1).half_state(true).into(),
+            AdamW::new(0.1).state_format(StateFormat::Bf16).into(),
+            AdamW::new(0.1).state_format(StateFormat::EightBit).into(),
+            Adafactor::new(0.1).into(),
+            Muon::new(0.1).into(),
         ];
         for method in methods {
             for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16] {
-                let parameter = Tensor::zeros([1 << 10], (kind, Device::Cpu));
+                let parameter = Tensor::zeros([32, 32], (kind, Device::Cpu));
                 let counter = if method.counts() { 4 } else { 0 };
-                let bytes = (method.state_bytes([&parameter]) - counter) as f64;
+                let factors = if method.name() == "adafactor" { 64 } else { 0 };
+                let factors = factors * StateFormat::F32.kind(kind, 0).elt_size_in_bytes() as u64;
+                let bytes = (method.state_bytes([&parameter]) - counter - factors) as f64;
                 let own = (parameter.numel() * kind.elt_size_in_bytes()) as f64;
                 assert_eq!(method.state_factor_in(kind), bytes / own, "{method:?} in {kind:?}");
             }

@@ -1,30 +1,29 @@
 //! Optimizer step: all that can fail first, then the update, which allocates nothing.
 //!
 //! ```text
-//!   prepare   gradients found · missing state, copies and scratch space allocated        may fail
-//!   commit    gradients converted · fused kernels · half-precision parameters written    cannot fail
+//!   prepare   gradients found · missing state, copies and scratch space allocated     may fail
+//!   commit    gradients converted · parameters and state updated · copies written     cannot fail
 //! ```
 
 use brimful_torch::foreach;
-use brimful_torch::optim::fits;
+use brimful_torch::optim::{self as fused, fits};
 use tch::{Device, Kind, Tensor};
 
 use super::OptimError;
-use super::method::Lists;
 use super::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
-use super::state::{self, ParameterState, refresh_scratch};
-use super::{Optimizer, Parameter};
+use super::state::{self, Moment, ParameterState, refresh_scratch};
+use super::{Method, Optimizer, Parameter};
 use crate::Result;
 
 /// Part of a step for one parameter.
 struct Item {
     index: usize,
-    /// Tensor that the kernel updates: the parameter, its f32 master, or a contiguous copy of it.
+    /// Tensor that is updated: the parameter, or a copy of it.
     work: Tensor,
     gradient: Tensor,
     /// Replacement of the parameter's state; `None` where the present one is used.
     state: Option<ParameterState>,
-    /// Whether the parameter was set since, so that the state's master must be refreshed.
+    /// Whether the parameter was set since, so that the state's f32 master must be refreshed.
     stale: bool,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
@@ -38,12 +37,13 @@ struct Key {
     /// Part of offloaded parameters; `None` for others, which come first.
     part: Option<usize>,
     group: usize,
+    method: Method,
     device: Device,
     kind: Kind,
     /// Whether this is their first step.
     first: bool,
-    /// Whether their gradients are converted in scratch space.
-    converted: bool,
+    /// Dtype of the scratch space that their gradients are converted in, if they are.
+    converted: Option<Kind>,
     /// Whether their update was computed before the step.
     ahead: bool,
 }
@@ -55,6 +55,8 @@ type FusedBatch = ScratchPiece<Key, Item>;
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
+    /// Scratch space of updates that need whole parameters.
+    whole: Vec<Tensor>,
     /// Learning rates of the groups as tensors; empty where the groups' own numbers apply.
     pub(super) rates: Vec<Tensor>,
 }
@@ -65,10 +67,12 @@ impl OptimizerPlan {
     pub(crate) fn split(self) -> (Self, Option<Self>) {
         let (offload, here): (Vec<_>, Vec<_>) =
             self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
-        let scratch = || self.scratch.iter().map(Tensor::shallow_clone).collect();
-        let rates = || self.rates.iter().map(Tensor::shallow_clone).collect();
-        let here = Self { buckets: here, scratch: scratch(), rates: rates() };
-        let offload = Self { buckets: offload, scratch: scratch(), rates: rates() };
+        let of = |buckets| {
+            let [scratch, whole, rates] = [&self.scratch, &self.whole, &self.rates]
+                .map(|list| list.iter().map(Tensor::shallow_clone).collect());
+            Self { buckets, scratch, whole, rates }
+        };
+        let (here, offload) = (of(here), of(offload));
         let none = offload.buckets.is_empty();
         (here, (!none).then_some(offload))
     }
@@ -117,18 +121,26 @@ impl Optimizer {
         for (index, parameter) in self.parameters.iter().enumerate() {
             if let Some(item) = self.prepare_one(index, parameter, gradient_of(parameter)?)? {
                 let key = self.key_of(parameter, &item);
-                let needed = if key.converted { scratch_elements(&item.work) } else { 0 };
+                let needed = key.converted.map_or(0, |_| scratch_elements(&item.work));
                 ScratchPiece::put(&mut buckets, key, item, needed);
             }
         }
         buckets.sort_by_key(|bucket| bucket.key.part);
-        let converted = buckets.iter().filter(|bucket| bucket.key.converted);
-        let place = |bucket: &FusedBatch| (bucket.key.kind, bucket.key.device);
-        let converted = converted.map(|bucket| (place(bucket), bucket.scratch));
+        let converted = buckets.iter().filter_map(|bucket| {
+            Some(((bucket.key.converted?, bucket.key.device), bucket.scratch))
+        });
         let stale = buckets.iter().flat_map(|bucket| &bucket.items).filter(|item| item.stale);
         let stale = stale.flat_map(|item| refresh_scratch(&self.parameters[item.index].tensor));
         let scratch = scratch_for(converted.chain(stale))?;
-        Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
+        let whole = buckets.iter().flat_map(|bucket| {
+            let items = bucket.items.iter().filter(|item| !item.ahead);
+            items.filter_map(|item| {
+                let (kind, elements) = bucket.key.method.scratch(&item.work)?;
+                Some(((kind, bucket.key.device), elements))
+            })
+        });
+        let whole = scratch_for(whole)?;
+        Ok(OptimizerPlan { buckets, scratch, whole, rates: Vec::new() })
     }
 
     fn prepare_one(
@@ -147,7 +159,7 @@ impl Optimizer {
                 OptimError::BadParameter { parameter: parameter.name.clone(), reason }.into()
             );
         }
-        let method = &self.groups[parameter.group].method;
+        let method = &self.method_of(parameter);
         let second = parameter.second.as_ref();
         if let Some(next) = second.filter(|second| second.is_of(tensor, &gradient, method)) {
             let work = next.work.shallow_clone();
@@ -161,13 +173,9 @@ impl Optimizer {
             Some(old) if old.suits(tensor, method) => (None, old.is_stale(tensor)),
             _ => (Some(ParameterState::new(tensor, method, old)?), false),
         };
-        let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
-        // Half-precision parameters are updated as f32 masters: an update below their last digit would be
-        // lost.
-        let (work, write_back) = match master {
-            Some(master) => (master.shallow_clone(), true),
-            None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
-            None => (tensor.f_contiguous()?, true),
+        let (work, write_back) = match method.updates_in_place(tensor) {
+            true => (tensor.shallow_clone(), false),
+            false => (tensor.f_contiguous()?, true),
         };
         Ok(Some(Item { index, work, gradient, state, stale, write_back, ahead: false }))
     }
@@ -176,10 +184,11 @@ impl Optimizer {
         Key {
             part: parameter.offload.as_ref().map(|offload| offload.part),
             group: parameter.group,
+            method: self.method_of(parameter),
             device: item.work.device(),
             kind: item.work.kind(),
             first: parameter.state.is_none(),
-            converted: !item.ahead && !fits(&item.work, &item.gradient),
+            converted: converted(item),
             ahead: item.ahead,
         }
     }
@@ -195,11 +204,11 @@ impl Optimizer {
         plan: OptimizerPlan,
         done: impl Fn(usize),
     ) -> Result<()> {
-        let OptimizerPlan { buckets, scratch, rates } = plan;
+        let OptimizerPlan { buckets, scratch, whole, rates } = plan;
         let mut buckets = buckets.into_iter().peekable();
         while let Some(bucket) = buckets.next() {
             let part = bucket.key.part;
-            self.commit_batch(bucket, &scratch, &rates)?;
+            self.commit_batch(bucket, (&scratch, &whole), &rates)?;
             if let Some(part) =
                 part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
             {
@@ -212,7 +221,7 @@ impl Optimizer {
     fn commit_batch(
         &mut self,
         batch: FusedBatch,
-        scratch: &[Tensor],
+        (scratch, whole): (&[Tensor], &[Tensor]),
         rates: &[Tensor],
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
@@ -232,50 +241,68 @@ impl Optimizer {
                 state.refresh(tensor, scratch)?;
             }
         }
-        let mut gradients: Vec<_> =
-            items.iter().map(|item| item.gradient.shallow_clone()).collect();
-        if key.converted {
+        if let Some(kind) = key.converted {
             let work: Vec<_> = items.iter().map(|item| &item.work).collect();
-            gradients = convert(&gradients, &work, scratch)?;
+            let given: Vec<_> = items.iter().map(|item| item.gradient.shallow_clone()).collect();
+            let gradients = convert(&given, &work, kind, scratch)?;
+            items.iter_mut().zip(gradients).for_each(|(item, to)| item.gradient = to);
         }
-        let rate = rates.get(key.group).map(Tensor::shallow_clone);
-        let lists = Lists { rate, ..self.lists(&key, &items, gradients) };
-        self.groups[key.group].method.update(&lists)?;
+        self.update(&key, &items, whole, rates.get(key.group))?;
         self.write_back(&items)
     }
 
-    fn lists(&self, key: &Key, items: &[Item], gradients: Vec<Tensor>) -> Lists {
-        let states = || items.iter().filter_map(|item| self.parameters[item.index].state.as_ref());
-        let moments = self.groups[key.group].method.moments().len();
-        Lists {
-            parameters: items.iter().map(|item| item.work.shallow_clone()).collect(),
-            gradients,
-            moments: (0..moments)
-                .map(|of| states().map(|state| state.moments[of].shallow_clone()).collect())
-                .collect(),
-            steps: states()
-                .filter_map(|state| state.step.as_ref())
-                .map(Tensor::shallow_clone)
-                .collect(),
-            first: key.first,
-            rate: None,
-        }
+    fn update(
+        &self,
+        key: &Key,
+        items: &[Item],
+        whole: &[Tensor],
+        rate: Option<&Tensor>,
+    ) -> Result<()> {
+        let states: Vec<_> =
+            items.iter().filter_map(|item| self.parameters[item.index].state.as_ref()).collect();
+        let moments: Vec<Vec<_>> =
+            states.iter().map(|state| state.moments.iter().map(Moment::lend).collect()).collect();
+        let updates: Vec<_> = (items.iter().zip(states).zip(&moments))
+            .map(|((item, state), moments)| fused::Update {
+                parameter: &item.work,
+                gradient: &item.gradient,
+                master: state.master.as_ref(),
+                step: state.step.as_ref(),
+                moments,
+                first: key.first,
+            })
+            .collect();
+        key.method.update(&updates, whole, rate)
     }
 
+    /// Writes copies to their parameters. The writes raise the parameters' versions, as the updates do; a later
+    /// change by others shows by comparison, and makes an f32 master stale.
     fn write_back(&mut self, items: &[Item]) -> Result<()> {
-        let items = || items.iter().filter(|item| item.write_back);
+        let copies = || items.iter().filter(|item| item.write_back);
         let into: Vec<_> =
-            items().map(|item| self.parameters[item.index].tensor.shallow_clone()).collect();
-        let from: Vec<_> = items().map(|item| item.work.shallow_clone()).collect();
+            copies().map(|item| self.parameters[item.index].tensor.shallow_clone()).collect();
+        let from: Vec<_> = copies().map(|item| item.work.shallow_clone()).collect();
         foreach::copy(&into, &from)?;
-        // The write raised the parameter's version; a later change by others shows by comparison, and makes
-        // the master stale.
-        for item in items() {
+        for item in items {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(state) = state {
                 state.version = state::version(tensor);
             }
         }
         Ok(())
+    }
+}
+
+/// Dtype that the item's gradient must be converted to, unless it can be read as it is.
+fn converted(item: &Item) -> Option<Kind> {
+    let (work, gradient) = (item.work.kind(), item.gradient.kind());
+    let is_double = |kind| kind == Kind::Double;
+    let is_read = is_double(work) == is_double(gradient) && item.gradient.is_floating_point();
+    match is_read {
+        true if item.ahead || fits(&item.work, &item.gradient) => None,
+        true => Some(gradient),
+        // A gradient in f64 keeps the digits that the update has.
+        false if is_double(work) => Some(work),
+        false => Some(Kind::Float),
     }
 }

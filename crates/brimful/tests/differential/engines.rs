@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use brimful::layers::Model as BuiltModel;
 use brimful::memory::{Arena, Memory};
-use brimful::optim::{Optimizer, Sgd};
+use brimful::optim::{Adafactor, Method, Muon, Optimizer, Sgd, StateFormat};
 use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
@@ -18,7 +18,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::model::{Model, Samples, Target};
-use crate::plain::MOMENTUM;
+use crate::plain::{LEAST_NORM, LEAST_SIZE, LEAST_SQUARE, MOMENTUM, Updates};
 use crate::support::{Named, clear, gradients, test_device, variables};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,6 +210,7 @@ pub struct Setup<'a> {
     pub cut: Cut,
     pub kind: Kind,
     pub rate: f64,
+    pub updates: Updates,
     pub world: &'a World,
     /// True to refuse non-finite gradients too.
     pub strict: bool,
@@ -218,6 +219,17 @@ pub struct Setup<'a> {
 }
 
 impl Setup<'_> {
+    fn method(&self) -> Method {
+        let sgd = Sgd::new(self.rate).momentum(MOMENTUM);
+        match self.updates {
+            Updates::Sgd => sgd.into(),
+            Updates::SgdBf16 => sgd.state_format(StateFormat::Bf16).into(),
+            Updates::SgdEightBit => sgd.state_format(StateFormat::EightBit).into(),
+            Updates::Adafactor => Adafactor::new(self.rate).eps(LEAST_SQUARE, LEAST_SIZE).into(),
+            Updates::Muon => Muon::new(self.rate).eps(LEAST_NORM).into(),
+        }
+    }
+
     fn non_finite(&self) -> NonFinitePolicy {
         if self.strict { NonFinitePolicy::RefuseGradients } else { NonFinitePolicy::RefuseLoss }
     }
@@ -249,10 +261,6 @@ impl Engine {
             Self::Pipeline { .. } => Piped::build(self, setup),
         }
     }
-}
-
-fn sgd(rate: f64) -> Sgd {
-    Sgd::new(rate).momentum(MOMENTUM)
 }
 
 fn arena(number: usize) -> Arena {
@@ -314,7 +322,7 @@ impl OneDevice {
         }
         let graphs = std::env::var_os("BRIMFUL_TEST_CUDA_GRAPHS").is_some();
         let micro = micro.cuda_graphs(graphs).non_finite(setup.non_finite()).join(setup.world)?;
-        let optimizer = Optimizer::new(&store, sgd(setup.rate))?;
+        let optimizer = Optimizer::new(&store, setup.method())?;
         let world = setup.world.clone();
         Ok(Box::new(Self { store, model, head, micro, optimizer, arenas, world }))
     }
@@ -469,7 +477,7 @@ impl Replicated {
         let mut replicas = replicas.non_finite(setup.non_finite());
         replicas.set_speeds(&vec![1.0; count])?;
         replicas.store_mut().set_kind(setup.kind);
-        let optimizer = Optimizer::new(replicas.store(), sgd(setup.rate))?;
+        let optimizer = Optimizer::new(replicas.store(), setup.method())?;
         Ok(Box::new(Self { replicas, optimizer, arenas }))
     }
 }
@@ -630,7 +638,7 @@ impl Piped {
             .non_finite(setup.non_finite())
             .world(setup.world);
         let mut pipe = builder.build()?;
-        let mut optimizer = pipe.optimizer(sgd(setup.rate))?;
+        let mut optimizer = pipe.optimizer(setup.method())?;
         let updates_in_backward = *updates_in_backward
             && *living == Living::OnHost
             && *replicas == 1

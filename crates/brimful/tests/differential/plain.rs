@@ -13,6 +13,20 @@ use crate::model::{
 };
 
 pub const MOMENTUM: f64 = 0.9;
+/// Least sizes that Adafactor and Muon divide by: rounding errors of a gradient that is zero stay small.
+pub const LEAST_SQUARE: f64 = 0.1;
+pub const LEAST_SIZE: f64 = 0.1;
+pub const LEAST_NORM: f64 = 1e-2;
+
+/// Optimizer of a case; both models' are the same up to rounding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Updates {
+    Sgd,
+    SgdBf16,
+    SgdEightBit,
+    Adafactor,
+    Muon,
+}
 const EPSILON: f64 = 1e-5;
 
 /// Source of a micro-batch's random numbers.
@@ -62,12 +76,14 @@ pub struct Plain {
     pub values: Values,
     pub gradients: Values,
     pub frozen: BTreeSet<String>,
-    momenta: Values,
+    updates: Updates,
+    /// Moments of each variable, and its number of steps.
+    moments: BTreeMap<String, (Vec<Tensor>, i32)>,
     pub rate: f64,
 }
 
 impl Plain {
-    pub fn new(model: &Model, head: bool, device: Device, rate: f64) -> Self {
+    pub fn new(model: &Model, head: bool, device: Device, (updates, rate): (Updates, f64)) -> Self {
         let entries = model.entries();
         let mut plain = Self {
             model: model.clone(),
@@ -77,7 +93,8 @@ impl Plain {
             values: Values::new(),
             gradients: Values::new(),
             frozen: BTreeSet::new(),
-            momenta: Values::new(),
+            updates,
+            moments: BTreeMap::new(),
             rate,
         };
         plain.make_values();
@@ -375,17 +392,28 @@ impl Plain {
         }
     }
 
-    /// Runs a step of SGD with momentum.
+    /// Updates what has a gradient and is not frozen.
     pub fn update(&mut self) {
         let names: Vec<String> = self.gradients.keys().cloned().collect();
         for name in names.into_iter().filter(|name| !self.frozen.contains(name)) {
             let gradient = &self.gradients[&name];
-            let momentum = match self.momenta.get(&name) {
-                Some(old) => old * MOMENTUM + gradient,
-                None => gradient.copy(),
+            let (moments, steps) = self.moments.entry(name.clone()).or_default();
+            *steps += 1;
+            let state = (moments, *steps);
+            let value = &self.values[&name];
+            let value = match self.updates {
+                Updates::Adafactor => adafactor(value, gradient, state, self.rate),
+                Updates::Muon if gradient.dim() == 2 => muon(value, gradient, state.0, self.rate),
+                Updates::Muon => adamw(value, gradient, state, self.rate),
+                _ => {
+                    let momentum = match state.0.first() {
+                        Some(old) => old * MOMENTUM + gradient,
+                        None => gradient.copy(),
+                    };
+                    *state.0 = vec![momentum.shallow_clone()];
+                    value - momentum * self.rate
+                }
             };
-            let value = &self.values[&name] - &momentum * self.rate;
-            self.momenta.insert(name.clone(), momentum);
             self.values.insert(name, value);
         }
     }
@@ -401,6 +429,64 @@ impl Plain {
         }
         (!squares.is_empty()).then_some(norm)
     }
+}
+
+type State<'a> = (&'a mut Vec<Tensor>, i32);
+
+fn size(of: &Tensor) -> f64 {
+    of.square().mean(Kind::Double).double_value(&[]).sqrt()
+}
+
+fn adafactor(value: &Tensor, gradient: &Tensor, (moments, steps): State<'_>, rate: f64) -> Tensor {
+    let steps = f64::from(steps);
+    let share = steps.powf(-0.8);
+    let square = gradient.square();
+    let means = match gradient.dim() {
+        0 | 1 => vec![square],
+        _ => [-1i64, -2].map(|dim| square.mean_dim([dim].as_slice(), true, Kind::Double)).into(),
+    };
+    if moments.is_empty() {
+        *moments = means.iter().map(Tensor::zeros_like).collect();
+    }
+    let follow = |(old, new): (&Tensor, Tensor)| old * (1.0 - share) + new * share;
+    *moments = moments.iter().zip(means).map(follow).collect();
+    let estimate = match &moments[..] {
+        [rows, columns] => {
+            let mean = rows.mean_dim([-2i64].as_slice(), true, Kind::Double);
+            rows * columns / mean.clamp_min(LEAST_SQUARE)
+        }
+        _ => moments[0].copy(),
+    };
+    let direction = gradient / estimate.clamp_min(LEAST_SQUARE * LEAST_SQUARE).sqrt();
+    let step = size(value).max(LEAST_SIZE) * rate.min(1.0 / steps.sqrt());
+    value - &direction * (step / size(&direction).max(1.0))
+}
+
+fn muon(value: &Tensor, gradient: &Tensor, moments: &mut Vec<Tensor>, rate: f64) -> Tensor {
+    let old = moments.pop().unwrap_or_else(|| gradient.zeros_like());
+    let momentum = old * 0.95 + gradient * 0.05;
+    let direction = gradient * 0.05 + &momentum * 0.95;
+    moments.push(momentum);
+    let (rows, columns) = (gradient.size()[0] as f64, gradient.size()[1] as f64);
+    let mut x = if rows > columns { direction.tr() } else { direction };
+    x = &x / x.norm().clamp_min(LEAST_NORM);
+    for _ in 0..5 {
+        let gram = x.matmul(&x.tr());
+        x = &x * 3.4445 + (&gram * -4.7750 + gram.matmul(&gram) * 2.0315).matmul(&x);
+    }
+    let x = if rows > columns { x.tr() } else { x };
+    value * (1.0 - rate * 0.1) - x * (rate * (rows / columns).max(1.0).sqrt())
+}
+
+fn adamw(value: &Tensor, gradient: &Tensor, (moments, steps): State<'_>, rate: f64) -> Tensor {
+    if moments.is_empty() {
+        *moments = vec![gradient.zeros_like(), gradient.zeros_like()];
+    }
+    *moments =
+        vec![&moments[0] * 0.9 + gradient * 0.1, &moments[1] * 0.999 + gradient.square() * 0.001];
+    let corrected = |at: usize, beta: f64| &moments[at] / (1.0 - beta.powi(steps));
+    let direction = corrected(0, 0.9) / (corrected(1, 0.999).sqrt() + 1e-8);
+    value * (1.0 - rate * 0.1) - direction * rate
 }
 
 /// Returns the factor of a term; a head's is 1.

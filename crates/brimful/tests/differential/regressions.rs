@@ -7,6 +7,7 @@ use crate::model::Block::*;
 use crate::model::Input::*;
 use crate::model::Model;
 use crate::model::Shape::*;
+use crate::plain::Updates::*;
 use crate::script::Number::*;
 use crate::script::Op::*;
 use crate::script::{Call, Case};
@@ -27,6 +28,7 @@ fn offloaded_own_list() -> Case {
         },
         cut: Count(2),
         number: F64,
+        updates: Sgd,
         strict: false,
         head: false,
         terms: vec![(crate::model::Over::Samples, 4)],
@@ -52,6 +54,7 @@ fn offloaded_exact_norm() -> Case {
         },
         cut: Fixed(1),
         number: F64,
+        updates: Sgd,
         strict: false,
         head: false,
         terms: vec![(crate::model::Over::Samples, 4)],

@@ -18,7 +18,7 @@ use crate::model::{
     Block, Model, Over, Policy, Samples, Shape, Target, Terms, Values, is_statistic, model,
     set_fuse, terms, whole_loss,
 };
-use crate::plain::{Draw, Piece, Plain, Run};
+use crate::plain::{Draw, Piece, Plain, Run, Updates};
 use crate::support::pipeline_cases::drawn_seed;
 use crate::support::{Named, assert_near, copies, numbers, test_device};
 
@@ -112,6 +112,7 @@ pub struct Case {
     pub engine: Engine,
     pub cut: Cut,
     pub number: Number,
+    pub updates: Updates,
     /// True to refuse non-finite gradients too.
     pub strict: bool,
     /// True to add a head's cross-entropy as a further term, if the loss may have leaves.
@@ -156,14 +157,23 @@ fn call() -> impl Strategy<Value = Call> {
 pub fn case() -> impl Strategy<Value = Case> {
     let number =
         prop_oneof![8 => Just(Number::F64), 1 => Just(Number::F32), 1 => Just(Number::Bf16)];
+    let updates = prop_oneof![
+        6 => Just(Updates::Sgd),
+        1 => Just(Updates::SgdBf16),
+        1 => Just(Updates::SgdEightBit),
+        1 => Just(Updates::Adafactor),
+        1 => Just(Updates::Muon),
+    ];
+    let number = (number, updates);
     let script = prop::collection::vec(call(), 1..7);
     let policies = (prop::bool::weighted(0.2), prop::bool::weighted(0.2));
     (model(), engine(), cut(), number, policies, terms(), script).prop_map(
-        |(model, engine, cut, number, (strict, head), terms, script)| Case {
+        |(model, engine, cut, (number, updates), (strict, head), terms, script)| Case {
             model,
             engine,
             cut,
             number,
+            updates,
             strict,
             head,
             terms,
@@ -173,6 +183,13 @@ pub fn case() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
+    fn bounds(&self) -> (f64, f64) {
+        let (part, small) = self.number.bounds();
+        // Others divide by the gradient's own size, and so magnify its rounding errors.
+        let magnified = matches!(self.updates, Updates::Adafactor | Updates::Muon);
+        (if magnified { part.max(1e-6) } else { part }, small)
+    }
+
     /// Adapts the case to its engine, for example by replacing exact BatchNorms that the engine cannot have.
     pub fn settled(mut self, world: &World) -> Self {
         let meets =
@@ -195,6 +212,12 @@ impl Case {
             };
             replace_shapes(&mut self.model.blocks, &steady);
         }
+        // The plain model keeps its state in f64, and computes in it.
+        self.updates = match (self.number, self.updates) {
+            (Number::F64, updates) => updates,
+            (Number::Bf16, Updates::SgdBf16 | Updates::SgdEightBit) => self.updates,
+            _ => Updates::Sgd,
+        };
         self.head &= self.engine == Engine::Micro;
         if test_device() != Device::Cpu && self.model.draws() {
             // On a GPU a mask depends on the dtype, and on the device that draws it.
@@ -310,6 +333,7 @@ pub fn run(case: &Case, world: &World, counts: &mut Counts) {
         cut: case.cut,
         kind: case.number.kind(),
         rate: RATE,
+        updates: case.updates,
         world,
         strict: case.strict,
         head: case.head,
@@ -318,7 +342,7 @@ pub fn run(case: &Case, world: &World, counts: &mut Counts) {
         Ok(subject) => subject,
         Err(error) => return Counts::add(&mut counts.refused, format!("build: {}", brief(&error))),
     };
-    let plain = Plain::new(&case.model, case.head, test_device(), RATE);
+    let plain = Plain::new(&case.model, case.head, test_device(), (case.updates, RATE));
     let mut duel = Duel {
         case,
         cut: case.cut,
@@ -866,7 +890,7 @@ impl Duel<'_> {
     }
 
     fn close(&self, what: &str, found: &Named, expected: &Values) {
-        let (part, small) = self.case.number.bounds();
+        let (part, small) = self.case.bounds();
         let of = |(name, _): &(String, Tensor)| match expected.get(name) {
             Some(value) => (name.clone(), value.shallow_clone()),
             None => panic!("{what}: {name} is not the plain model's"),
@@ -877,7 +901,7 @@ impl Duel<'_> {
 
     fn near(&self, what: &str, name: &str, found: f64, expected: f64) {
         let value = |number: f64| vec![(name.to_owned(), Tensor::from(number))];
-        let (part, small) = self.case.number.bounds();
+        let (part, small) = self.case.bounds();
         assert_near(what, &value(found), &value(expected), part, small);
     }
 
@@ -891,7 +915,7 @@ impl Duel<'_> {
         }
         let expected = expected.narrow(0, rows.start as i64, rows.len() as i64);
         let named = |t: &Tensor| vec![("outputs".to_owned(), t.shallow_clone())];
-        let (part, small) = self.case.number.bounds();
+        let (part, small) = self.case.bounds();
         assert_near(what, &named(found), &named(&expected), part, small);
     }
 }

@@ -161,7 +161,7 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
     request.schedules = options.schedules();
     request.sums_apart = options.measured.sums_apart()?;
-    request.optimizer_bytes = options.measured.optimizer_state;
+    request.optimizer_bytes = options.measured.optimizer_bytes;
     if let Some(m) = options.num_micro_batches {
         request.micro_batches = vec![m];
     }

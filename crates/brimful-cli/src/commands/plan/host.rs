@@ -49,7 +49,7 @@ impl MeasuredModel {
 
     /// Returns an optimizer with about the given amount of state.
     fn method(&self) -> Method {
-        match self.optimizer_state {
+        match self.optimizer_bytes {
             0.0 => Sgd::new(0.0).into(),
             factor if factor <= 1.0 => Sgd::new(0.0).momentum(0.9).into(),
             _ => Adam::new(0.0).into(),

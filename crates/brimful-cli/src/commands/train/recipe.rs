@@ -1,7 +1,9 @@
 //! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights.
 
 use anyhow::Result;
-use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
+use brimful::optim::{
+    Adafactor, Adam, AdamW, AdjustedRate, Method, Muon, RateCurve, Sgd, StateFormat,
+};
 use clap::{Args, ValueEnum};
 
 use crate::exit::ensure_use;
@@ -11,12 +13,16 @@ use crate::setting::{shown_as_given, words};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct Recipe {
-    /// Optimizer
+    /// Optimizer: sgd, adam, adamw, adafactor or muon
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
+    #[arg(hide_possible_values = true)]
     pub(crate) optimizer: OptimizerName,
+    /// Number format of the optimizer's averages [default: f32]
+    #[arg(long, value_enum, value_name = "FORMAT", hide_short_help = true)]
+    pub(crate) optimizer_state: Option<OptimizerState>,
     /// Learning rate [default: 1e-3; SGD 0.05; fine-tuning 2e-5; LoRA 2e-4]
     ///
-    /// With SGD, the default is 0.05 in fine-tuning and LoRA too
+    /// The default of SGD is always 0.05. That of Adafactor is 0.01, unless it fine-tunes
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
@@ -27,9 +33,9 @@ pub struct Recipe {
     /// When fine-tuning, the default is 3 % of all steps
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01]
+    /// Weight decay of matrices [default: AdamW 0.01, Muon 0.1]
     ///
-    /// The default of the other optimizers is 0
+    /// Biases and norms have none. The default of the other optimizers is 0
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]
@@ -96,6 +102,12 @@ impl Recipe {
             self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
             "--momentum is for --optimizer sgd: the others have moments of their own"
         );
+        let format = self.optimizer_state.unwrap_or(OptimizerState::F32);
+        ensure_use!(
+            self.optimizer != OptimizerName::Adafactor || format == OptimizerState::F32,
+            "--optimizer-state {format}: --optimizer adafactor keeps rows and columns alone, in f32: leave \
+             --optimizer-state out, or choose another optimizer"
+        );
         Ok(())
     }
 
@@ -108,13 +120,29 @@ impl Recipe {
             Some(TunedWeights::Lora) => 2e-4,
         };
         let decay = |default| self.weight_decay.unwrap_or(default);
+        let format = self.optimizer_state.map_or(StateFormat::F32, OptimizerState::format);
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))
                 .momentum(self.momentum.unwrap_or(0.9))
                 .weight_decay(decay(0.0))
+                .state_format(format)
                 .into(),
-            OptimizerName::Adam => Adam::new(rate(of_adam)).weight_decay(decay(0.0)).into(),
-            OptimizerName::Adamw => AdamW::new(rate(of_adam)).weight_decay(decay(0.01)).into(),
+            OptimizerName::Adam => {
+                Adam::new(rate(of_adam)).weight_decay(decay(0.0)).state_format(format).into()
+            }
+            OptimizerName::Adamw => {
+                AdamW::new(rate(of_adam)).weight_decay(decay(0.01)).state_format(format).into()
+            }
+            OptimizerName::Adafactor => {
+                let usual = self.tunes.map_or(1e-2, |_| of_adam);
+                Adafactor::new(rate(usual)).weight_decay(decay(0.0)).into()
+            }
+            // Its steps are as large as AdamW's, which it shares the learning rate with.
+            OptimizerName::Muon => Muon::new(rate(of_adam))
+                .adjusted_rate(AdjustedRate::MatchRmsAdamw)
+                .weight_decay(decay(0.1))
+                .state_format(format)
+                .into(),
         }
     }
 
@@ -152,9 +180,37 @@ pub(crate) enum OptimizerName {
     Sgd,
     Adam,
     Adamw,
+    /// Averages of squared gradients by rows and columns alone; rates relative to the weights' size
+    Adafactor,
+    /// Orthogonalized momentum of matrices; AdamW for the others
+    Muon,
 }
 
 shown_as_given!(OptimizerName);
+
+/// Number format of an optimizer's averages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerState {
+    F32,
+    /// Stochastic rounding
+    Bf16,
+    /// In groups of 128 numbers with a common scale, and stochastic rounding
+    #[value(name = "8bit")]
+    EightBit,
+}
+
+shown_as_given!(OptimizerState);
+
+impl OptimizerState {
+    /// Returns the library's name of it.
+    pub fn format(self) -> StateFormat {
+        match self {
+            Self::F32 => StateFormat::F32,
+            Self::Bf16 => StateFormat::Bf16,
+            Self::EightBit => StateFormat::EightBit,
+        }
+    }
+}
 
 /// Decay of the learning rate to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

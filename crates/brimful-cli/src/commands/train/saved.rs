@@ -323,7 +323,7 @@ pub(super) fn told(options: &TrainOptions) -> Metadata {
 }
 
 /// Returns these options in the order in which they are compared; `None` for one that is optional and was not given.
-fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
+fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())
     }
@@ -343,6 +343,7 @@ fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 18] {
         ("model", said(Some(&options.model))),
         ("momentum", said(recipe.momentum)),
         ("optimizer", said(Some(recipe.optimizer))),
+        ("optimizer-state", said(recipe.optimizer_state)),
         ("seed", said(Some(options.seed))),
         ("sequence", said(options.sequence)),
         ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),

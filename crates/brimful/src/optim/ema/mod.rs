@@ -170,7 +170,7 @@ impl Average {
 
     /// Whether both have the same dtype, device and strides.
     fn is_alike(&self) -> bool {
-        fits(&self.value, &self.variable)
+        fits(&self.value, &self.variable) && self.value.kind() == self.variable.kind()
     }
 }
 

@@ -36,9 +36,10 @@ impl Ema {
         let decay = self.decay_now();
         let alike: Vec<_> = self.averaged().filter(|average| average.is_alike()).collect();
         follow(&alike, &weights(alike.iter().copied())?, decay)?;
-        for Converted { items, .. } in self.converted() {
+        for Converted { items, key: (kind, _), .. } in self.converted() {
             let like: Vec<_> = items.iter().map(|average| &average.value).collect();
-            follow(&items, &convert(&weights(items.iter().copied())?, &like, scratch)?, decay)?;
+            let weights = weights(items.iter().copied())?;
+            follow(&items, &convert(&weights, &like, kind, scratch)?, decay)?;
         }
         let copied = || self.averages.iter().filter(|copied| !copied.is_averaged());
         foreach::copy(&values(copied()), &weights(copied())?)?;

@@ -1,0 +1,23 @@
+// Optimizer steps on the host.
+#pragma once
+
+#include "../kernels/update_arguments.h"
+
+#include <cstdint>
+
+namespace brimful {
+
+// A step of one parameter: its present numbers, and places for the next ones, which may be the same.
+struct HostUpdate {
+  UpdatePlaces now, next;
+  const void* gradient;
+  UpdateKind parameter_kind, gradient_kind, moment_kind;
+  bool first;
+  double rate;
+  float step;  // number of this step, counted from 1
+};
+
+// Updates the elements from `begin`, a multiple of UPDATE_GROUP, to `end`, one too or the number of all.
+void host_update(const UpdateOptions& options, const HostUpdate& update, int64_t begin, int64_t end);
+
+}  // namespace brimful

@@ -1,0 +1,15 @@
+// Steps of optimizers, for other files of the bridge.
+#pragma once
+
+#include "mirrored.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace brimful {
+
+// Updates parameters of one device and dtype in place, and increments their counters. A `rate`, unless null, multiplies
+// the number in the options.
+void update(
+    const BrimfulUpdate* all, size_t count, const UpdateOptions& options, const at::Tensor* rate);
+
+}  // namespace brimful

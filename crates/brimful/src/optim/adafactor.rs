@@ -1,0 +1,126 @@
+//! Adafactor: second moments of rows and columns, not of elements.
+
+use brimful_torch::optim as fused;
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::method;
+use super::{Method, OptimError, StateFormat};
+use crate::Result;
+
+/// Adafactor: divides the gradient by the root of its average square, which is known for the rows and the columns of a
+/// parameter's last two dimensions alone. The state of a matrix is thus a row and a column. The learning rate is relative
+/// to the parameter's own size, and falls at least with the inverse root of the step's number.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[must_use]
+pub struct Adafactor {
+    pub(super) learning_rate: f64,
+    beta2_decay: f64,
+    /// `None` is the dtype's own.
+    least_square: Option<f64>,
+    least_size: f64,
+    threshold: f64,
+    weight_decay: f64,
+}
+
+impl Adafactor {
+    /// Returns the default options with this learning rate, such as 1e-2: share of a step in the averages by its
+    /// number to the power of -0.8, threshold 1, no weight decay.
+    pub fn new(learning_rate: f64) -> Self {
+        Self {
+            learning_rate,
+            beta2_decay: -0.8,
+            least_square: None,
+            least_size: 1e-3,
+            threshold: 1.0,
+            weight_decay: 0.0,
+        }
+    }
+
+    /// Sets the exponent of a step's number, whose power is the share of the step in the averages.
+    pub fn beta2_decay(self, beta2_decay: f64) -> Self {
+        Self { beta2_decay, ..self }
+    }
+
+    /// Sets the least average of squares, the machine epsilon of the arithmetic if not set, and the least size (root
+    /// mean square) of a parameter, which steps are relative to.
+    pub fn eps(self, least_square: f64, least_size: f64) -> Self {
+        Self { least_square: Some(least_square), least_size, ..self }
+    }
+
+    /// Sets the root mean square that longer directions are shortened to.
+    pub fn threshold(self, threshold: f64) -> Self {
+        Self { threshold, ..self }
+    }
+
+    /// Sets the weight decay, which shrinks the parameters.
+    pub fn weight_decay(self, weight_decay: f64) -> Self {
+        Self { weight_decay, ..self }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let Self { beta2_decay, threshold, .. } = *self;
+        method::check_rate(self.learning_rate)?;
+        method::at_least_zero("weight decay", self.weight_decay)?;
+        method::at_least_zero("eps", self.least_square.unwrap_or_default())?;
+        method::at_least_zero("eps", self.least_size)?;
+        let remedy = "give a number of at most 0";
+        method::within("beta2 decay", beta2_decay, beta2_decay <= 0.0, remedy)?;
+        if threshold >= 1.0 {
+            return Ok(());
+        }
+        let (value, remedy) = (threshold.to_string(), "give a number of at least 1");
+        Err(OptimError::BadOption { option: "threshold", value, remedy }.into())
+    }
+
+    /// Returns the format of a vector's squares; rows and columns have no other.
+    pub(super) fn state_format() -> StateFormat {
+        StateFormat::F32
+    }
+
+    /// Returns the settings of a step along its direction.
+    pub(super) fn options(&self) -> fused::Options {
+        let Self { learning_rate: rate, weight_decay, .. } = *self;
+        fused::Options {
+            rule: fused::Rule::Sgd,
+            rate,
+            weight_decay,
+            decoupled: true,
+            betas: (0.0, 0.0),
+            eps: 0.0,
+            nesterov: false,
+        }
+    }
+
+    /// Returns the dtype and the number of elements of the scratch memory for a parameter.
+    pub(super) fn scratch(work: &Tensor) -> (Kind, usize) {
+        (computed_in(work.kind()), fused::adafactor_scratch(&work.size()))
+    }
+
+    pub(super) fn update(
+        &self,
+        one: &fused::Update<'_>,
+        options: &fused::Options,
+        scratch: &Tensor,
+        rate: Option<&Tensor>,
+    ) -> Result<()> {
+        let Self { beta2_decay, threshold, .. } = *self;
+        let epsilon = match computed_in(one.parameter.kind()) {
+            Kind::Double => f64::EPSILON,
+            _ => f32::EPSILON.into(),
+        };
+        let eps = (self.least_square.unwrap_or(epsilon), self.least_size);
+        let factored = fused::AdafactorOptions { beta2_decay, eps, threshold };
+        Ok(fused::adafactor(one, options, &factored, scratch, rate)?)
+    }
+}
+
+fn computed_in(kind: Kind) -> Kind {
+    if kind == Kind::Double { kind } else { Kind::Float }
+}
+
+impl From<Adafactor> for Method {
+    fn from(config: Adafactor) -> Self {
+        Self::Adafactor(config)
+    }
+}
