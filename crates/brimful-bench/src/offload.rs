@@ -155,7 +155,7 @@ impl OffloadOptions {
                     loss,
                     trained: 1.0,
                     kept_beside: 0,
-                    looks_ahead: !offload.updates_in_backward(),
+                    updates_in_backward: offload.updates_in_backward(),
                     capacities: vec![capacity],
                     kind: Kind::BFloat16,
                     method: AdamW::new(LEARNING_RATE).into(),

@@ -50,7 +50,7 @@ fn plans_a_profile() {
 /// Weights with Adam's state exceed the GPU's memory: text and JSON say what each stage keeps.
 #[test]
 fn what_does_not_fit_on_the_gpu_lives_on_the_host() {
-    let gpu = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
+    let gpu = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-bytes 2 \
                 --num-micro-batches 8 --memory-limit 300MiB";
     // Without host memory nothing fits.
     refusal(gpu);

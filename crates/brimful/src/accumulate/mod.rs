@@ -261,11 +261,6 @@ impl Accumulator {
         }
     }
 
-    /// Returns whether a parameter had a gradient when the step began.
-    pub(crate) fn has_aside(&self) -> bool {
-        self.aside.iter().any(Option::is_some)
-    }
-
     /// Returns the parameters of the sums.
     pub(crate) fn parameters(&self) -> &[Tensor] {
         &self.parameters

@@ -9,7 +9,6 @@ use brimful_torch::graph::{self, Graph, Pool};
 use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
-use super::state::Moment;
 use super::{Optimizer, Parameter, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
@@ -129,9 +128,8 @@ impl Optimizer {
             if !here.is_cuda() || tensor.device() != here || gradient.is_sparse() {
                 return Ok(None);
             }
-            let own = [tensor, &gradient].into_iter().chain(&state.master).chain(&state.step);
-            let moments = state.moments.iter().flat_map(Moment::tensors);
-            places.extend(own.chain(moments).map(|tensor| tensor.data_ptr() as usize));
+            let all = [tensor, &gradient].into_iter().chain(state.all_tensors());
+            places.extend(all.map(|tensor| tensor.data_ptr() as usize));
         }
         Ok(device.map(|device| (device, places)))
     }

@@ -2,7 +2,7 @@
 
 use brimful_torch::optim::{self as fused, fits};
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{Adafactor, Adam, AdamW, Muon, OptimError, Sgd, StateFormat};
 use crate::Result;
@@ -155,11 +155,12 @@ impl Method {
         of_method!(self, config => config.options())
     }
 
-    /// Returns the dtype and the number of elements of the scratch memory that an update of this tensor needs.
-    pub(super) fn scratch(&self, work: &Tensor) -> Option<(Kind, usize)> {
+    /// Returns the dtype and the number of elements of the scratch memory that an update of this tensor needs on this
+    /// device.
+    pub(super) fn scratch(&self, work: &Tensor, device: Device) -> Option<(Kind, usize)> {
         match self {
             Self::Adafactor(_) => Some(Adafactor::scratch(work)),
-            Self::Muon(_) => Some(Muon::scratch(work)),
+            Self::Muon(_) => Some(Muon::scratch(work, device)),
             _ => None,
         }
     }
@@ -177,8 +178,9 @@ impl Method {
             options.rate = 1.0;
         }
         let scratch = |one: &fused::Update<'_>| {
-            let kind = self.scratch(one.parameter).map(|(kind, _)| kind);
-            let place = (kind, one.parameter.device());
+            let device = one.parameter.device();
+            let kind = self.scratch(one.parameter, device).map(|(kind, _)| kind);
+            let place = (kind, device);
             let found = scratch.iter().find(|space| (Some(space.kind()), space.device()) == place);
             found.expect("there is scratch space for every whole update")
         };

@@ -28,7 +28,6 @@
 
 mod adafactor;
 mod adam;
-mod ahead;
 mod clip;
 mod ema;
 mod error;
@@ -37,6 +36,7 @@ mod graphs;
 mod method;
 mod muon;
 mod no_decay;
+mod offloaded;
 mod rate_curve;
 mod saved;
 mod scratch;
@@ -55,6 +55,7 @@ pub use method::Method;
 pub(crate) use method::check_rate;
 pub use muon::{AdjustedRate, Muon};
 pub use no_decay::NO_DECAY_GROUP;
+pub(crate) use offloaded::OffloadedParameter;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
 pub(crate) use step::OptimizerPlan;
@@ -68,8 +69,6 @@ use tch::{Kind, Tensor, nn};
 
 use crate::memory::Arena;
 use crate::{Error, Result};
-pub(crate) use ahead::FIRST_PART;
-use ahead::SecondState;
 use graphs::OptimizerGraphs;
 use state::ParameterState;
 
@@ -93,28 +92,17 @@ struct Parameter {
     offload: Option<OffloadedParameter>,
     /// `None` until its first step.
     state: Option<ParameterState>,
-    /// Next state, computed before the step, or the memory for it.
-    second: Option<SecondState>,
 }
 
 impl Parameter {
     fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, tensor, group: 0, offload: None, state: None, second: None }
+        Self { name, tensor, group: 0, offload: None, state: None }
     }
 
     /// Charges allocations to the host's arena while the guard lives, if the parameter is offloaded.
     fn enter_host_arena(&self) -> Option<ArenaGuard> {
         self.offload.as_ref().and_then(|offload| offload.arena.as_ref()).map(Arena::enter)
     }
-}
-
-/// Offloading of a parameter.
-#[derive(Debug, Clone)]
-pub(crate) struct OffloadedParameter {
-    /// Part that it is updated in; parts are updated in order.
-    pub(crate) part: usize,
-    /// Arena that its state is charged to.
-    pub(crate) arena: Option<Arena>,
 }
 
 #[derive(Debug)]
@@ -210,7 +198,9 @@ impl Optimizer {
         if self.groups.iter().any(|group| group.name == name) {
             return bad("there is one of that name; choose another".into());
         }
-        if self.parameters.iter().any(|parameter| parameter.state.is_some()) {
+        let has_stepped =
+            |parameter: &Parameter| parameter.state.as_ref().is_some_and(|state| !state.is_new);
+        if self.parameters.iter().any(has_stepped) {
             return bad("a step was taken already; make all groups before the first".into());
         }
         let taken = self.parameters.iter().find(|p| members(&p.name) && p.group != 0);

@@ -2,7 +2,7 @@
 
 use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::method;
 use super::{AdamW, Method, OptimError, StateFormat};
@@ -129,12 +129,12 @@ impl Muon {
         }
     }
 
-    /// Returns the dtype and the number of elements of the scratch memory for a matrix.
-    pub(super) fn scratch(work: &Tensor) -> (Kind, usize) {
+    /// Returns the dtype and the number of elements of the scratch memory for a matrix that this device updates.
+    pub(super) fn scratch(work: &Tensor, device: Device) -> (Kind, usize) {
         let kind = match work.kind() {
             Kind::Double => Kind::Double,
             // Products in bf16 are faster on a GPU, and as good: the iteration need not converge.
-            _ if work.device().is_cuda() => Kind::BFloat16,
+            _ if device.is_cuda() => Kind::BFloat16,
             _ => Kind::Float,
         };
         let size = work.size();

@@ -58,7 +58,7 @@ pub use build::{BalanceBy, Builder, Offload};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
 #[doc(hidden)]
-pub use offload::HostSpeed;
+pub use offload::measure_host_link;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 

@@ -69,7 +69,7 @@ pub(super) struct PlanLine {
     /// For a model only: where each stage's weights live, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// Bytes on the host: offloaded stages, and updates computed ahead there.
+    /// Bytes on the host, of offloaded stages.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
@@ -161,7 +161,7 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
     request.schedules = options.schedules();
     request.sums_apart = options.measured.sums_apart()?;
-    request.optimizer_bytes = options.measured.optimizer_state;
+    request.optimizer_bytes = options.measured.optimizer_bytes;
     if let Some(m) = options.num_micro_batches {
         request.micro_batches = vec![m];
     }
@@ -246,7 +246,7 @@ impl PlanLine {
     fn of_row(row: &PlanRow, profile: &Profile) -> Self {
         Self {
             stages: StageLine::of_row(row, profile),
-            host_bytes: row.host_bytes + row.ahead_bytes,
+            host_bytes: row.host_bytes,
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
             micro_batches: row.choice.micro_batches,

@@ -124,7 +124,7 @@ pub(super) struct MeasuredModel {
 
     /// Bytes of optimizer state per byte of parameters: SGD 0, SGD with momentum 1, Adam 2
     #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
-    pub(super) optimizer_state: f64,
+    pub(super) optimizer_bytes: f64,
 
     /// Host memory for offloaded stages [default: all free memory; with --profile none]
     #[arg(long, value_name = "BYTES", requires = "batch_size")]
@@ -151,11 +151,11 @@ Examples:
 
   Find the best plan for a profile:
       brimful plan --profile model.toml --batch-size 256 --stages 4 --memory-limit 16GiB \
-                   --optimizer-state 2
+                   --optimizer-bytes 2
 
   Plan offloading from a GPU of 8 GB to a host of 64 GB:
       brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
-                   --optimizer-state 2 --host-memory 64GB --host-link 55GB
+                   --optimizer-bytes 2 --host-memory 64GB --host-link 55GB
 
   Simulate a custom schedule:
       brimful plan --schedule-file mine.csv --trace mine.json

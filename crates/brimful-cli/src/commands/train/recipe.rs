@@ -13,15 +13,16 @@ use crate::setting::{shown_as_given, words};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Optimizer")]
 pub struct Recipe {
-    /// Optimizer
+    /// Optimizer: sgd, adam, adamw, adafactor or muon
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
+    #[arg(hide_possible_values = true)]
     pub(crate) optimizer: OptimizerName,
     /// Number format of the optimizer's averages [default: f32]
     #[arg(long, value_enum, value_name = "FORMAT", hide_short_help = true)]
     pub(crate) optimizer_state: Option<OptimizerState>,
-    /// Learning rate [default: 1e-3, SGD 0.05, Adafactor 0.01; fine-tuning 2e-5, LoRA 2e-4]
+    /// Learning rate [default: 1e-3, SGD 0.05; fine-tuning 2e-5, LoRA 2e-4]
     ///
-    /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW
+    /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW; the default of Adafactor is 0.01
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
@@ -30,7 +31,7 @@ pub struct Recipe {
     /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay (not applied to biases, norms) [default: AdamW 0.01, Muon 0.1]
+    /// Weight decay, not of biases and norms [default: AdamW 0.01, Muon 0.1]
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]

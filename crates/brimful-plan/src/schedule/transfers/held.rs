@@ -1,7 +1,7 @@
 //! Memory of a device while actions and transfers are played.
 //!
 //! ```text
-//! buffers       as large as the largest offloaded stage, all the time
+//! buffers       as large as the largest offloaded stage and what its update needs, all the time
 //! sums          of an offloaded stage, from its first backward until the next stage's sums are sent
 //! boundary      from its creation or arrival until the backward, except while it is offloaded
 //! its gradient  from its creation or arrival until the backward that takes it, except while it is offloaded
@@ -190,12 +190,17 @@ fn lasting_bytes(
         stages.filter(|((at, _), _)| **at == device).map(|((_, location), cost)| (location, cost));
     let mut resident = 0;
     let mut fetched = Vec::new();
+    let mut updated = Vec::new();
     for (location, cost) in here {
         match location.weights {
             Location::Device => resident += cost.lasting_bytes(),
-            Location::Host => fetched.push(u128::from(cost.fetched_bytes)),
+            Location::Host => {
+                fetched.push(u128::from(cost.fetched_bytes));
+                updated.push(u128::from(cost.update_in_bytes));
+            }
         }
     }
     let device_buffers = transfers.device_buffers().min(fetched.len());
-    resident + device_buffers as u128 * fetched.into_iter().max().unwrap_or(0)
+    let largest = fetched.into_iter().max().unwrap_or(0) + updated.into_iter().max().unwrap_or(0);
+    resident + device_buffers as u128 * largest
 }

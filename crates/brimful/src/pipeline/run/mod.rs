@@ -243,25 +243,31 @@ impl WorkerRun {
     fn transfer_weights(&mut self, site: &mut Site, at: usize, one: Transfer) -> Result<()> {
         let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
-            TransferKind::Fetch => offloaded.fetch(at, one, &mut self.transfer_clock),
+            TransferKind::Fetch => {
+                let completes = self.transfers.iter().find(|other| {
+                    let kinds = [TransferKind::OffloadGradients, TransferKind::Release];
+                    other.stage == one.stage && kinds.contains(&other.kind)
+                });
+                let completes =
+                    completes.is_some_and(|next| next.kind == TransferKind::OffloadGradients);
+                offloaded.fetch(at, one, completes, &mut self.transfer_clock)
+            }
             TransferKind::Release => {
                 offloaded.release(at)?;
                 self.transfer_clock.release(one)
             }
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
-                if groups.iter().any(|group| *group != TermGroup::Done) {
-                    if offloaded.updates_in_backward() {
+                if offloaded.updates_in_backward() {
+                    if groups.iter().any(|group| *group != TermGroup::Done) {
                         return Err(PipelineError::UnknownInBackward.into());
                     }
-                    offloaded.end_ahead();
-                }
-                if offloaded.updates_in_backward() {
                     refuse_non_finite(&self.tally, &self.largest, offloaded, site.non_finite)?;
                 }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
-                offloaded.send_gradients(at, accumulator, one, &mut self.transfer_clock)
+                let optimizer = site.optimizer.as_mut();
+                offloaded.take_gradients(at, accumulator, one, optimizer, &mut self.transfer_clock)
             }
         }
     }
@@ -276,7 +282,7 @@ impl WorkerRun {
                 micro_batch: None,
                 before: self.next - 1,
             };
-            offloaded.enter(at, late, &mut self.transfer_clock)?;
+            offloaded.enter(at, late, site.optimizer.as_mut(), &mut self.transfer_clock)?;
         }
         site.look_for_free_memory(&mut self.transfer_clock)?;
         match action.kind {
@@ -447,7 +453,7 @@ fn refuse_non_finite(
     policy: NonFinitePolicy,
 ) -> Result<()> {
     // Every read waits for the device.
-    if !offloaded.has_handed() && policy != NonFinitePolicy::Allow {
+    if offloaded.updated_stages() == 0 && policy != NonFinitePolicy::Allow {
         tally.read(policy)?;
     }
     let mut of_gradients = Tally::default();

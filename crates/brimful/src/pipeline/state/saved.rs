@@ -146,7 +146,7 @@ fn owned(
     of: fn(&Variable) -> Tensor,
 ) -> Result<Vec<Vec<(String, Tensor)>>> {
     workers.all(move |worker| {
-        worker.finish_update()?;
+        worker.finish_updates()?;
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect())
     })

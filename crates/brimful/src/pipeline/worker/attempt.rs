@@ -4,9 +4,8 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
-use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::offload::{HandsOver, OffloadedStages};
+use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::statistics::Pending;
@@ -14,7 +13,7 @@ use crate::step::{PartReport, StoreAttempt, Tally, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
-use brimful_plan::schedule::{ActionKind, Awaited};
+use brimful_plan::schedule::ActionKind;
 
 /// Result of a worker's part of a step; the worker keeps what commits or undoes it.
 #[derive(Debug, Default)]
@@ -62,7 +61,7 @@ impl Worker {
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
             run.accumulator = Some(self.accumulator(&run)?);
-            self.begin_handing(&mut run)?;
+            self.begin_updates(&run)?;
         }
         let mode = run.job.mode;
         let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
@@ -99,8 +98,8 @@ impl Worker {
     pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
         let Idle { trains, unit, report_options } = idle;
         self.undo()?;
-        // Workers with micro-batches wait for each stage's update when they fetch it.
-        self.finish_update()?;
+        // Workers with micro-batches update each stage when they fetch it.
+        self.finish_updates()?;
         let nothing = (Sums::none(self.site.offloaded.is_some()), Tally::default(), Vec::new());
         // Trained parameters are compared with those of the other pipelines, which train none in an
         // evaluation.
@@ -116,8 +115,6 @@ impl Worker {
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
-        // The step is about to move parameters, which speculative updates must not read then.
-        self.stop_looking_ahead()?;
         // A forward without its backward still holds its graphs, which would count in this run's peak.
         self.undo()?;
         self.convert(job.channels_last)?;
@@ -141,12 +138,14 @@ impl Worker {
 
     /// Makes the accumulator of the run's gradients, apart from existing ones.
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
-        self.forget_ahead()?;
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
         match &mut self.site.offloaded {
             Some(offloaded) => {
                 accumulator.keep_apart();
                 offloaded.begin(accumulator.parameters());
+                if let Some(optimizer) = &mut self.site.optimizer {
+                    offloaded.reserve_updates(optimizer)?;
+                }
             }
             // Not with offloaded stages: a gradient outside its part is found only at the step's end, after
             // the stage's gradients have left.
@@ -158,37 +157,22 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    /// Lets the host optimizer get this run's gradients during the backward, if it is set to.
-    fn begin_handing(&mut self, run: &mut WorkerRun) -> Result<()> {
-        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
-        let is_alone = run.job.mode.is_last() && self.window.is_none();
-        match offloaded.hands_over {
-            HandsOver::InBackward if !is_alone => Err(PipelineError::PartsInBackward.into()),
-            HandsOver::InBackward => self.begin_updates_in_backward(run),
-            HandsOver::Ahead | HandsOver::AtTheStep => {
-                // Existing gradients are added to, so the step's gradient differs.
-                let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
-                if is_alone
-                    && !adds
-                    && offloaded.wants_ahead()
-                    && let Err(cause) = offloaded.begin_handing(&mut self.optimizer)
-                {
-                    tracing::debug!(%cause, "updates are not computed ahead");
-                }
-                Ok(())
-            }
+    /// Begins updates in this run's backward, if stages are updated there.
+    fn begin_updates(&mut self, run: &WorkerRun) -> Result<()> {
+        let Some(offloaded) =
+            self.site.offloaded.as_ref().filter(|_| self.site.optimizer.is_some())
+        else {
+            return Ok(());
+        };
+        if !offloaded.in_backward {
+            return Ok(());
         }
-    }
-
-    fn begin_updates_in_backward(&mut self, run: &mut WorkerRun) -> Result<()> {
+        if !run.job.mode.is_last() || self.window.is_some() {
+            return Err(PipelineError::PartsInBackward.into());
+        }
         self.check_updates_in_backward(run)?;
-        run.transfer_clock.waiting(Awaited::Update, || self.finish_update())?;
-        match &mut self.site.offloaded {
-            Some(offloaded) if self.optimizer.is_some() => {
-                offloaded.begin_handing(&mut self.optimizer)
-            }
-            _ => Ok(()),
-        }
+        self.site.offloaded.iter_mut().for_each(OffloadedStages::begin_updates);
+        Ok(())
     }
 
     /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
@@ -203,24 +187,6 @@ impl Worker {
             let (owner, user) = (stage(owner), stage(user));
             Err(PipelineError::TooEarlyInBackward { owner, user }.into())
         })
-    }
-
-    fn stop_looking_ahead(&mut self) -> Result<()> {
-        match self.site.offloaded.as_ref().is_some_and(OffloadedStages::is_looking_ahead) {
-            true => self.finish_update(),
-            false => Ok(()),
-        }
-    }
-
-    /// Drops speculative updates of a step that never came: new gradients are about to overwrite those that
-    /// they were computed from.
-    fn forget_ahead(&mut self) -> Result<()> {
-        self.stop_looking_ahead()?;
-        let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
-        if let Some(offloaded) = self.site.offloaded.as_mut().filter(|_| had) {
-            offloaded.pause_ahead();
-        }
-        Ok(())
     }
 
     pub(crate) fn parameters(&self) -> Vec<Tensor> {
@@ -248,7 +214,7 @@ impl Worker {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
         let location = self.site.offload_all(&mut run, result.is_ok());
-        self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_handing);
+        self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_updates);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result?;
         location?;

@@ -6,7 +6,7 @@ mod variables;
 
 pub(crate) use attempt::{Idle, ReportOptions, WorkerDone};
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use variables::{Variable, Variables};
 
@@ -87,6 +87,7 @@ pub(crate) struct Site {
     pub(crate) unmanaged: Vec<Tensor>,
     /// Offloaded stages of this worker; none if all stay on the device.
     pub(crate) offloaded: Option<OffloadedStages>,
+    pub(crate) optimizer: Option<Optimizer>,
     /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
     /// stages are offloaded, when all activations wait on the host.
     pub(crate) cache: Option<ActivationCache>,
@@ -111,7 +112,6 @@ pub(crate) struct Worker {
     pub(crate) site: Site,
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
-    pub(crate) optimizer: Option<Optimizer>,
     pub(crate) ema: Option<Ema>,
     /// BatchNorm layers that update their statistics at every run, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
@@ -129,6 +129,14 @@ pub(crate) struct Worker {
     pub(crate) peak: Option<Bytes>,
     /// Timed transfers of the last mini-batch; empty unless the caller asked for them.
     pub(crate) host_link: HostLinkUse,
+}
+
+/// Prepared step of a worker's optimizer.
+#[derive(Debug)]
+pub(crate) struct UpdatePlan {
+    here: OptimizerPlan,
+    /// By place of an offloaded stage.
+    offloaded_parts: BTreeMap<usize, OptimizerPlan>,
 }
 
 impl Blueprint {
@@ -186,6 +194,7 @@ impl Blueprint {
             lead: HostLead::new(device),
             cache,
             offloaded,
+            optimizer: None,
             stage_locations: self.build.locations.clone(),
             channels_last: false,
             told_of_whole: HashSet::new(),
@@ -409,9 +418,6 @@ impl Site {
     pub(crate) fn offload_all(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
         let Some(offloaded) = &mut self.offloaded else { return Ok(()) };
         offloaded.offload_all()?;
-        if went_well {
-            offloaded.give_gradients(|_| true);
-        }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => offloaded.finish(accumulator),
             None => offloaded.forget(&mut run.transfer_clock),
@@ -439,7 +445,6 @@ impl Worker {
             site,
             variables: Variables::of(&store, layout, *number, *replica),
             memory: device.memory(),
-            optimizer: None,
             ema: None,
             unmanaged: UnmanagedStatistics::default(),
             store,
@@ -466,34 +471,42 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits for the last update of parameters and optimizer.
+    /// Finishes the last step's updates.
     ///
     /// # Errors
-    /// Returns that update's error, once.
-    pub(crate) fn finish_update(&mut self) -> Result<()> {
-        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
-        let Some((optimizer, result)) = offloaded.finish_update() else { return Ok(()) };
-        self.optimizer = Some(optimizer);
-        result
+    /// When one of them fails.
+    pub(crate) fn finish_updates(&mut self) -> Result<()> {
+        let Site { offloaded, optimizer, .. } = &mut self.site;
+        let Some(offloaded) = offloaded else { return Ok(()) };
+        let finished = offloaded.finish_updates(optimizer.as_mut());
+        finished.and(offloaded.offload_all())
     }
 
-    /// Applies the optimizer's prepared step: at once for parameters on the device, on a separate thread
-    /// for offloaded ones.
-    pub(crate) fn update(&mut self, plan: OptimizerPlan) -> Result<()> {
-        let takes_over = plan.takes_over();
-        let (here, on_host) = plan.split();
-        let optimizer = self.optimizer.as_mut().expect("it has prepared this");
-        if let Some(offloaded) = self.site.offloaded.as_mut()
-            && optimizer.has_ahead()
-            && !takes_over
-        {
-            offloaded.pause_ahead();
+    /// Prepares a step of the optimizer: for parameters on the device, and for each offloaded stage.
+    pub(crate) fn prepare_update(&mut self) -> Result<UpdatePlan> {
+        self.finish_updates()?;
+        let Site { offloaded, optimizer, .. } = &mut self.site;
+        let optimizer = optimizer.as_mut().expect("it was made on every worker");
+        if let Some(offloaded) = offloaded {
+            offloaded.reserve_updates(optimizer)?;
         }
+        let (here, offloaded_parts) = optimizer.prepare()?.split();
+        if let Some(offloaded) = offloaded {
+            offloaded.reserve_for(&offloaded_parts)?;
+        }
+        Ok(UpdatePlan { here, offloaded_parts })
+    }
+
+    /// Applies the optimizer's prepared step: at once for parameters on the device, at their next fetch for
+    /// offloaded ones.
+    pub(crate) fn update(&mut self, plan: UpdatePlan) -> Result<()> {
+        let UpdatePlan { here, offloaded_parts } = plan;
+        let optimizer = self.site.optimizer.as_mut().expect("it has prepared this");
         optimizer.commit(here)?;
-        match (&mut self.site.offloaded, on_host) {
-            (Some(offloaded), Some(on_host)) => offloaded.update(&mut self.optimizer, on_host),
-            _ => Ok(()),
+        if let Some(offloaded) = &mut self.site.offloaded {
+            offloaded.put_off(offloaded_parts);
         }
+        Ok(())
     }
 }
 
