@@ -6,7 +6,7 @@ use brimful::pipeline::{Builder, PipelineOptimizer};
 use brimful::{Loss, Pipeline, StepReport};
 use tch::Tensor;
 
-use crate::steady::{LEARNING_RATE, SteadyTraining};
+use crate::steady::SteadyTraining;
 use crate::work::Samples;
 
 /// Loss of a model's output and its target.
@@ -23,11 +23,12 @@ impl StagedTraining {
     /// Builds the pipeline; with `updates_in_backward`, offloaded updates run during the backward.
     pub(crate) fn new(
         builder: Builder,
+        method: AdamW,
         updates_in_backward: bool,
         loss: OutputLoss,
     ) -> Result<Self> {
         let mut pipeline = builder.build()?;
-        let mut optimizer = pipeline.optimizer(AdamW::new(LEARNING_RATE))?;
+        let mut optimizer = pipeline.optimizer(method)?;
         optimizer.update_in_backward(updates_in_backward)?;
         Ok(Self { pipeline, optimizer, loss })
     }

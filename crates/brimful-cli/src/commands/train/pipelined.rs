@@ -14,6 +14,7 @@ use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
 use super::offload::MeasuredInputs;
 use super::records;
+use super::stages::GradientDtype;
 use crate::data::Rows;
 use crate::named::Named;
 use crate::offload_plan::OffloadPlan;
@@ -73,6 +74,10 @@ impl Pipelined {
             .reserve(options.recipe.method())
             .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
+        let builder = match stages.offload_gradients {
+            GradientDtype::F32 => builder,
+            GradientDtype::Bf16 => builder.offload_gradients(Kind::BFloat16),
+        };
         let mut pipeline = builder.build().context("the pipeline cannot be built")?;
         pipeline.trace_transfers(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;

@@ -116,11 +116,7 @@ impl Recipe {
             Some(TunedWeights::Lora) => 2e-4,
         };
         let decay = |default| self.weight_decay.unwrap_or(default);
-        let format = match self.optimizer_state {
-            None | Some(OptimizerState::F32) => StateFormat::F32,
-            Some(OptimizerState::Bf16) => StateFormat::Bf16,
-            Some(OptimizerState::EightBit) => StateFormat::EightBit,
-        };
+        let format = self.optimizer_state.map_or(StateFormat::F32, OptimizerState::format);
         match self.optimizer {
             OptimizerName::Sgd => Sgd::new(rate(0.05))
                 .momentum(self.momentum.unwrap_or(0.9))
@@ -190,7 +186,7 @@ shown_as_given!(OptimizerName);
 
 /// Number format of an optimizer's averages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OptimizerState {
+pub enum OptimizerState {
     F32,
     /// Rounded at random
     Bf16,
@@ -200,6 +196,17 @@ pub(crate) enum OptimizerState {
 }
 
 shown_as_given!(OptimizerState);
+
+impl OptimizerState {
+    /// Returns the library's name of it.
+    pub fn format(self) -> StateFormat {
+        match self {
+            Self::F32 => StateFormat::F32,
+            Self::Bf16 => StateFormat::Bf16,
+            Self::EightBit => StateFormat::EightBit,
+        }
+    }
+}
 
 /// Decay of the learning rate to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

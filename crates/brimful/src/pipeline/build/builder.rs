@@ -51,6 +51,7 @@ pub struct Builder {
     /// Device or host for each stage's boundaries, if a plan sets it.
     boundaries: Vec<Location>,
     device_buffers: usize,
+    gradient_kind: Option<Kind>,
     pub(super) host: Option<Arena>,
     non_finite: NonFinitePolicy,
     pub(super) world: World,
@@ -75,6 +76,7 @@ impl Builder {
             offload: Offload::default(),
             boundaries: Vec::new(),
             device_buffers: DEVICE_BUFFERS,
+            gradient_kind: None,
             host: None,
             non_finite: NonFinitePolicy::default(),
             world: World::alone(),
@@ -183,6 +185,12 @@ impl Builder {
         }
     }
 
+    /// Sets the dtype that gradients in f32 are rounded to on their way to the host, such as bf16 for half the memory
+    /// and transfers. By default they stay f32.
+    pub fn offload_gradients(self, kind: Kind) -> Self {
+        Self { gradient_kind: Some(kind), ..self }
+    }
+
     /// Sets the arena that offloaded stages are charged to, if the device is a CPU.
     pub fn host(self, arena: Arena) -> Self {
         Self { host: Some(arena), ..self }
@@ -277,6 +285,7 @@ impl Builder {
             non_finite: self.non_finite,
             locations: locations.to_vec(),
             device_buffers: self.device_buffers,
+            gradient_kind: self.gradient_kind,
             host: self.host.clone(),
         }
     }

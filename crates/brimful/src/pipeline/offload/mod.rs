@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 use brimful_torch::foreach;
 use brimful_torch::stream::{Event, Stream};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
@@ -62,6 +62,8 @@ pub(crate) struct OffloadedStages {
     /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
     /// group of terms.
     on_host: Vec<Vec<Sum>>,
+    /// Dtype of gradients in f32 on the host, if not f32.
+    gradient_kind: Option<Kind>,
     /// Updates that wait for the next fetch of their stage.
     waiting: BTreeMap<usize, OptimizerPlan>,
     /// Whether stages are updated in the backward.
@@ -87,6 +89,7 @@ impl OffloadedStages {
         stages: Vec<Option<OffloadedStage>>,
         memory: HostMemory,
         device_buffers: usize,
+        gradient_kind: Option<Kind>,
     ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.buffer_bytes).max() else {
             return Ok(None);
@@ -100,6 +103,7 @@ impl OffloadedStages {
             places: Vec::new(),
             in_flight: None,
             on_host: Vec::new(),
+            gradient_kind,
             waiting: BTreeMap::new(),
             in_backward: false,
             updates: None,
@@ -185,7 +189,7 @@ impl OffloadedStages {
         let Some(stage) = &self.stages[at] else { return Ok(()) };
         let owners = self.owners(at).filter_map(|owner| self.stages[owner].as_ref());
         let updated: Vec<Arc<Event>> =
-            owners.chain([stage]).filter_map(|stage| stage.updated.clone()).collect();
+            owners.chain([stage]).filter_map(|stage| stage.updated_weights.clone()).collect();
         self.weights.fill(at, |inward, buffer| {
             updated.iter().try_for_each(|updated| inward.wait(updated))?;
             clock.transfer(one, || stage.copy_to(buffer), |()| stage.fetched_bytes())
@@ -197,7 +201,7 @@ impl OffloadedStages {
         let gradients = self.waiting.get(&at).map(OptimizerPlan::gradients).unwrap_or_default();
         let one = Transfer { kind: TransferKind::FetchState, ..one };
         self.states.fill(at, |inward, buffer| {
-            stage.updated.iter().try_for_each(|updated| inward.wait(updated))?;
+            stage.updated_state.iter().try_for_each(|updated| inward.wait(updated))?;
             clock.transfer(one, || stage.copy_state_to(buffer, &gradients), |bytes| *bytes)?;
             Ok(())
         })
@@ -277,7 +281,7 @@ impl OffloadedStages {
             Err(_) => Ok(()),
         };
         point_to(self, None)?;
-        let updated = self.stages[at].as_ref().and_then(|stage| stage.updated.clone());
+        let updated = self.stages[at].as_ref().and_then(|stage| stage.updated_state.clone());
         self.states.release(at, updated)?;
         stepped.and(sent)
     }
@@ -296,9 +300,14 @@ impl OffloadedStages {
         stream.wait(&Event::after(Stream::current(self.memory.device)?)?)?;
         let _outward = stream.enter()?;
         let one = Transfer { kind: TransferKind::OffloadState, ..one };
-        let copy = || Ok(stage.copy_from(weights)? + stage.copy_state_from(state)?);
+        let copy = || {
+            // The next forward needs the weights first.
+            let weights = stage.copy_from(weights)?;
+            stage.updated_weights = Some(Arc::new(Event::after(stream)?));
+            Ok(weights + stage.copy_state_from(state)?)
+        };
         clock.transfer(one, copy, |bytes| *bytes)?;
-        stage.updated = Some(Arc::new(Event::after(stream)?));
+        stage.updated_state = Some(Arc::new(Event::after(stream)?));
         self.is_homeward = true;
         Ok(())
     }
@@ -316,9 +325,9 @@ impl OffloadedStages {
         };
         stage.leave(buffer)?;
         self.current = self.current.filter(|current| *current != at);
-        let updated = stage.updated.clone();
-        self.states.release(at, updated.clone())?;
-        self.weights.release(at, updated)
+        let (weights, state) = (stage.updated_weights.clone(), stage.updated_state.clone());
+        self.states.release(at, state)?;
+        self.weights.release(at, weights)
     }
 
     /// Makes device buffers large enough for these steps of stages.
@@ -455,6 +464,13 @@ impl OffloadedStages {
         clock: &mut TransferClock,
     ) -> Result<()> {
         self.forget_left(clock)?;
+        let kind = self.gradient_kind;
+        let rounded = |sum: Tensor| match kind.filter(|_| sum.kind() == Kind::Float) {
+            Some(kind) => Ok(sum.f_to_kind(kind)?),
+            None => Ok(sum),
+        };
+        let rounded = |sum: Sum| sum.into_iter().map(|sum| sum.map(rounded).transpose()).collect();
+        let sums: Vec<Sum> = sums.into_iter().map(rounded).collect::<Result<_>>()?;
         let Some(stage) = &mut self.stages[at] else { return Ok(()) };
         let computed = Event::after(Stream::current(self.memory.device)?)?;
         self.outward.outward.wait(&computed)?;

@@ -64,8 +64,9 @@ pub(crate) struct OffloadedStage {
     pub(crate) buffer_bytes: usize,
     /// Optimizer state; none before its first update.
     state: Option<HostState>,
-    /// Event at which the last update has reached the host.
-    pub(crate) updated: Option<Arc<Event>>,
+    /// Events at which the weights, and the state, of the last update have reached the host.
+    pub(crate) updated_weights: Option<Arc<Event>>,
+    pub(crate) updated_state: Option<Arc<Event>>,
     /// Host buffers of gradients: one a group of loss terms, more while the gradients of an earlier step
     /// are in use. Frozen parameters take no space.
     gradients: Vec<HostBuffer>,
@@ -105,8 +106,16 @@ impl OffloadedStage {
             let offset = after(&mut end, placed.tensor.numel(), placed.tensor.kind());
             variables.push(OffloadedVariable { name, placed: Placed { offset, ..placed } });
         }
-        let (state, updated, gradients) = (None, None, Vec::new());
-        Ok(Self { variables, weights, own, buffer_bytes: end, state, updated, gradients })
+        Ok(Self {
+            variables,
+            weights,
+            own,
+            buffer_bytes: end,
+            state: None,
+            updated_weights: None,
+            updated_state: None,
+            gradients: Vec::new(),
+        })
     }
 
     /// Returns the variable of this name, for another stage that shares it.

@@ -61,6 +61,8 @@ pub(crate) struct StageBuild {
     pub(crate) keeps_activations: bool,
     /// Number of the device's buffers for offloaded stages.
     pub(crate) device_buffers: usize,
+    /// Dtype of gradients in f32 on the host, if not f32.
+    pub(crate) gradient_kind: Option<tch::Kind>,
     pub(crate) non_finite: NonFinitePolicy,
 }
 
@@ -166,7 +168,8 @@ impl Blueprint {
                 Location::Device => None,
             });
         }
-        Ok((stages, OffloadedStages::new(offloaded, memory, self.build.device_buffers)?))
+        let StageBuild { device_buffers, gradient_kind, .. } = self.build;
+        Ok((stages, OffloadedStages::new(offloaded, memory, device_buffers, gradient_kind)?))
     }
 
     /// Builds the stages in this store, and all that they need to run.
