@@ -5,7 +5,8 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use brimful::{device, libtorch, memory};
+use brimful::internal::devices;
+use brimful::{device, libtorch};
 use brimful_cli::output;
 use brimful_cli::setting::words;
 use clap::Args;
@@ -139,7 +140,7 @@ fn open(folder: &PathBuf) -> Result<(PathBuf, File)> {
 
 /// Describes the environment that figures depend on besides the code.
 fn environment(device: Device, facts: Value) -> Result<Value> {
-    let devices = memory::devices()?;
+    let devices = devices()?;
     let model = |wanted| devices.iter().find(|info| info.device == wanted).map(|info| &info.model);
     let mut environment = json!({
         "program": "brimful",

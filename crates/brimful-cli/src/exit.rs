@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use brimful::Error;
 use brimful::balance::BalanceError;
 use brimful::internal::{self, Caught};
-use brimful::memory::MemoryError;
 
 use crate::output;
 
@@ -58,10 +57,8 @@ impl Exit {
             return Some(Self::WrongUse);
         }
         match cause.downcast_ref::<Error>() {
-            Some(Error::NoDevice(_) | Error::Memory(MemoryError::LimitOfZero { .. })) => {
-                Some(Self::WrongUse)
-            }
-            Some(Error::DoesNotFit(_) | Error::Balance(BalanceError::DoesNotFit { .. })) => {
+            Some(Error::NoDevice { .. } | Error::LimitOfZero { .. }) => Some(Self::WrongUse),
+            Some(Error::DoesNotFit { .. } | Error::Balance(BalanceError::DoesNotFit { .. })) => {
                 Some(Self::DoesNotFit)
             }
             _ => tells_of_memory(cause).then_some(Self::DoesNotFit),
@@ -175,7 +172,7 @@ mod tests {
 
     #[test]
     fn an_error_is_known_under_whatever_is_said_around_it() {
-        let zero = || Error::Memory(MemoryError::LimitOfZero { memory: "cpu".into() });
+        let zero = || Error::LimitOfZero { memory: "cpu".into() };
         assert_eq!(Exit::of(&anyhow!("a plain one")), Exit::Failed);
         assert_eq!(Exit::of(&wrong_use("--stages 0").context("it is so")), Exit::WrongUse);
         assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use anyhow::Result;
 use brimful::Layers;
 use brimful::nn::Lora;
-use brimful::save::SaveError;
 use brimful_models::pretrained::{
     AdapterFolder, Pretrained, PretrainedError, SavedPart, check_adapter_place, check_model_place,
     is_adapter,
@@ -31,11 +30,11 @@ const TUNED_SEQUENCE: i64 = 2048;
 pub struct FineTuneOptions {
     /// Train LoRA adapters of this rank; the base weights stay frozen
     ///
-    /// RANK:ALPHA, as in 8:16, also sets the scale, which is ALPHA / RANK [default of ALPHA: twice the rank]. Every
-    /// projection of the blocks gets an adapter. --save writes only the adapters, in PEFT's format
+    /// Every projection of the blocks gets an adapter. Write RANK:ALPHA, as in 8:16, to set their scale, which is
+    /// ALPHA / RANK [default of ALPHA: twice the rank]. --save writes only the adapters, in PEFT's format
     #[arg(long, value_name = "RANK")]
     pub(crate) lora: Option<LoraFlag>,
-    /// LoRA adapter: a folder to train further: a folder written by --save or PEFT
+    /// LoRA adapter: a folder written by --save or PEFT, which is trained further
     #[arg(long, value_name = "FOLDER", conflicts_with = "lora", hide_short_help = true)]
     pub(crate) adapter: Option<PathBuf>,
     /// Merge the LoRA adapter into the weights that --save writes
@@ -286,8 +285,7 @@ pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error 
 
 /// Returns whether a folder lacks only its weights.
 fn without_weights(folder: &Path, error: &PretrainedError) -> bool {
-    let is_unread =
-        matches!(error, PretrainedError::Brimful(brimful::Error::Save(SaveError::File { .. })));
+    let is_unread = matches!(error, PretrainedError::Brimful(brimful::Error::File { .. }));
     is_unread && Pretrained::without_weights(folder).is_ok()
 }
 
@@ -311,12 +309,11 @@ pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
 fn unwritten(folder: &Path, error: PretrainedError) -> brimful::Error {
     match error {
         PretrainedError::Brimful(error) => error,
-        other => SaveError::File {
+        other => brimful::Error::File {
             action: "write",
             path: folder.display().to_string(),
             reason: other.to_string(),
-        }
-        .into(),
+        },
     }
 }
 

@@ -127,7 +127,7 @@ impl OffloadPlanner {
             return Ok(OffloadPlan::Device);
         }
         request.host_link = measure_host_link(device)?;
-        request.host_memory = Some(memory::host()?.available.0);
+        request.host_memory = Some(memory::host_available()?.0);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];

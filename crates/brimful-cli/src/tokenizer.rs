@@ -176,7 +176,7 @@ impl Tokenizer {
         }
     }
 
-    /// Returns the number of tokens that a model needs: one more than the largest number.
+    /// Returns the vocabulary size that a model needs: the largest token id plus one.
     pub(crate) fn vocabulary(&self) -> i64 {
         match &self.way {
             Way::Bytes => BYTES,

@@ -31,13 +31,10 @@ fn main() -> Result<()> {
     }
     let stage_of = |layer: usize| ends.iter().filter(|&&end| end <= layer).count();
     let names: Vec<_> = layers.names().collect();
-    for skip in layers.skips()? {
-        let (from, to) = (stage_of(skip.stash), stage_of(skip.pops[0]));
-        let name = names[skip.stash];
-        println!(
-            "{name}: stashed on stage {from}, popped on stage {to} by {}",
-            names[skip.pops[0]]
-        );
+    for (stash, pop) in layers.skips()? {
+        let (from, to) = (stage_of(stash), stage_of(pop));
+        let (name, by) = (names[stash], names[pop]);
+        println!("{name}: stashed on stage {from}, popped on stage {to} by {by}");
     }
 
     // The plain model, with the pipeline's values.

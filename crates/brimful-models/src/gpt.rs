@@ -5,9 +5,7 @@
 //! block is one layer. Linear weights are inputs × outputs, as GPT-2's published ones are.
 
 use brimful::Layers;
-use brimful::nn::{
-    Gelu, LayerNorm, Projection, ProjectionConfig, WeightOrder, bias_gelu, layer_norm,
-};
+use brimful::nn::{LayerNorm, Projection, ProjectionConfig, bias_gelu_tanh, layer_norm};
 use tch::Tensor;
 use tch::nn::{Module, ModuleT, Path};
 
@@ -202,7 +200,7 @@ impl TransformerBlock {
 
     /// Applies the network's first layer with a GELU, fused with the bias and its gradient.
     fn expand(&self, x: &Tensor) -> Tensor {
-        let out = bias_gelu(&self.expand.forward_unbiased(x), self.expand.bias(), Gelu::Tanh);
+        let out = bias_gelu_tanh(&self.expand.forward_unbiased(x), self.expand.bias());
         out.unwrap_or_else(|error| panic!("{error}"))
     }
 }
@@ -256,5 +254,5 @@ impl ModuleT for Attention {
 
 /// Returns the configuration of GPT-2's published weights: inputs × outputs, with a bias.
 fn projection(spread: f64) -> ProjectionConfig {
-    ProjectionConfig { spread, bias: true, order: WeightOrder::InputsFirst }
+    ProjectionConfig { spread, bias: true, inputs_first: true }
 }

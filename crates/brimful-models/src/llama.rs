@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use brimful::Layers;
-use brimful::nn::{Projection, ProjectionConfig, RmsNorm, WeightOrder, bias_swiglu, rms_norm_with};
+use brimful::nn::{Projection, ProjectionConfig, RmsNorm, bias_swiglu, rms_norm_with};
 use tch::Tensor;
 use tch::nn::{Module, ModuleT, Path};
 
@@ -110,7 +110,7 @@ impl Llama {
     }
 
     fn projection(&self, bias: bool) -> ProjectionConfig {
-        ProjectionConfig { spread: self.spread, bias, order: WeightOrder::OutputsFirst }
+        ProjectionConfig { spread: self.spread, bias, inputs_first: false }
     }
 }
 

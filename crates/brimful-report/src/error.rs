@@ -1,6 +1,5 @@
 //! Errors of reading run files.
 
-use brimful::save::SaveError;
 use thiserror::Error;
 
 /// Error for a file that cannot be read as a run.
@@ -8,8 +7,13 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum RunError {
     /// File that cannot be read.
-    #[error(transparent)]
-    Unreadable(#[from] SaveError),
+    #[error("cannot read '{path}': {reason}")]
+    Unreadable {
+        /// Path of the file.
+        path: String,
+        /// Reason.
+        reason: String,
+    },
     /// File of another kind.
     #[error(
         "'{path}' is not a run file ({reason}): give it one that 'brimful train --record' has written"

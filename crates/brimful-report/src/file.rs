@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{Compared, Run, RunError};
-use brimful::save::{self, SaveError};
+use brimful::save;
 
 /// Format name at the beginning of every run file.
 const FORMAT: &str = "brimful run";
@@ -50,8 +50,7 @@ impl Run {
     pub fn read(path: impl AsRef<Path>) -> Result<Self, RunError> {
         let path = path.as_ref();
         let file = path.display().to_string();
-        let text = fs::read(path).map_err(|error| SaveError::File {
-            action: "read",
+        let text = fs::read(path).map_err(|error| RunError::Unreadable {
             path: file.clone(),
             reason: error.to_string(),
         })?;

@@ -27,10 +27,12 @@ pub(crate) fn number(device: Device) -> Result<i32, TorchError> {
     }
 }
 
-/// Returns the device's number as [`number`], but refuses a CPU.
+/// Returns the bridge's number for a CUDA device; fails for a CPU.
 pub(crate) fn accelerator(device: Device) -> Result<i32, TorchError> {
     match device {
-        Device::Cpu => Err(TorchError::other("a CPU keeps no such figures: use an arena")),
+        Device::Cpu => {
+            Err(TorchError::other("libtorch keeps no memory statistics for a CPU: use an arena"))
+        }
         _ => number(device),
     }
 }

@@ -13,22 +13,8 @@ use std::ops::Range;
 
 use brimful_torch::cuda;
 use tch::Device;
-use thiserror::Error;
 
 use crate::{Error, Result};
-
-/// A name of a device that this machine does not have.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("there is no device '{asked}' here; there is {available}{hint}")]
-#[non_exhaustive]
-pub struct NoDevice {
-    /// The requested name.
-    pub asked: String,
-    /// The available names.
-    pub available: String,
-    /// A likely cause, if one is known.
-    pub hint: String,
-}
 
 /// Returns the device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
 ///
@@ -61,6 +47,12 @@ pub fn spread(name: &str, places: Range<usize>) -> Result<Vec<Device>> {
     Ok(places.map(number).collect())
 }
 
+/// Lists the devices of this machine, the CPU first. Loads CUDA if need be.
+pub fn all() -> Vec<Device> {
+    let accelerators = (0..cuda::device_count()).map(Device::Cuda);
+    std::iter::once(Device::Cpu).chain(accelerators).collect()
+}
+
 /// Returns the first CUDA device, or the CPU if there is none. Loads CUDA if need be.
 pub fn best() -> Device {
     if cuda::device_count() > 0 { Device::Cuda(0) } else { Device::Cpu }
@@ -80,14 +72,13 @@ pub(crate) fn names(devices: impl IntoIterator<Item = Device>) -> String {
 }
 
 fn no_device(asked: &str) -> Error {
-    let cuda_names = (0..cuda::device_count()).map(|index| name(Device::Cuda(index)));
-    let available = std::iter::once("cpu".to_owned()).chain(cuda_names).collect::<Vec<_>>();
+    let available: Vec<_> = all().into_iter().map(name).collect();
     let hint = if asked.starts_with("cuda") && cuda::load().is_err() {
         " (CUDA could not be loaded: `brimful doctor` says why)"
     } else {
         ""
     };
-    NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }.into()
+    Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
 }
 
 /// Allows CUDA to compute f32 matrix products and convolutions in TF32: several times faster, with 10 instead

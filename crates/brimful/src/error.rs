@@ -5,28 +5,22 @@ use std::sync::Arc;
 use std::{fmt, iter};
 
 use brimful_plan::balance::BalanceError;
-use brimful_plan::bytes::BytesError;
+use brimful_plan::bytes::{Bytes, BytesError};
 use brimful_plan::plan::PlanError;
-use brimful_plan::schedule::{CostError, ScheduleError, TransferError};
+use brimful_plan::schedule::{Action, CostError, ScheduleError, TransferError};
 use brimful_plan::split::SplitError;
 use tch::TchError;
 use thiserror::Error;
 
-use crate::accumulate::{OtherLeaf, SparseGradient};
-use crate::auto::DoesNotFit;
-use crate::batch::BatchError;
-use crate::device::NoDevice;
+use crate::batch::{BatchError, enumerate};
 use crate::layers::LayersError;
 use crate::loss::LossError;
-use crate::memory::MemoryError;
-use crate::nn::{BatchNormError, LinearCrossEntropyError, NormError};
+use crate::nn::NnError;
 use crate::oom::{self, OutOfMemory};
 use crate::optim::OptimError;
-use crate::pipeline::{PipelineError, StageError};
+use crate::pipeline::PipelineError;
 use crate::replicas::ReplicasError;
-use crate::save::SaveError;
 use crate::step::StepError;
-use crate::workers::WorkerError;
 use crate::world::WorldError;
 
 /// Error of this library's calls.
@@ -40,8 +34,24 @@ pub enum Error {
     OutOfMemory(#[from] OutOfMemory),
 
     /// Memory runs out at every size of micro-batches.
-    #[error(transparent)]
-    DoesNotFit(#[from] DoesNotFit),
+    #[error(
+        "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
+         recompute activations, take a smaller model or dtype, or spread the layers over \
+         more devices. The last error: {}",
+        tried_in_words(tried),
+        needed.map(|needed| format!("more than {needed} needed, ")).unwrap_or_default(),
+        cause.message
+    )]
+    DoesNotFit {
+        /// Sizes that were tried.
+        tried: Vec<usize>,
+        /// Predicted need of one sample, where it is known.
+        needed: Option<Bytes>,
+        /// Bytes that were free.
+        available: Bytes,
+        /// Error of the last size that was tried.
+        cause: Box<OutOfMemory>,
+    },
 
     /// A rehearsal of an automatic size has ended, and must be rolled back. Never leaves the library.
     #[doc(hidden)]
@@ -68,13 +78,39 @@ pub enum Error {
     #[error("libtorch: {0}")]
     Torch(String),
 
-    /// A limit that a memory cannot have.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
+    /// A memory limit of 0.
+    #[error(
+        "{memory} cannot have a limit of 0 bytes: give it at least what the model needs, or none"
+    )]
+    LimitOfZero {
+        /// Name of the arena or the device.
+        memory: String,
+    },
+
+    /// A memory limit below the bytes in use.
+    #[error(
+        "{memory} cannot be limited to {limit}: {in_use} are in use; free tensors first or set the \
+         limit to at least that"
+    )]
+    LimitBelowUse {
+        /// Name of the arena or the device.
+        memory: String,
+        /// Requested limit.
+        limit: Bytes,
+        /// Bytes in use.
+        in_use: Bytes,
+    },
 
     /// A device that this machine does not have.
-    #[error(transparent)]
-    NoDevice(#[from] NoDevice),
+    #[error("there is no device '{asked}' here; there is {available}{hint}")]
+    NoDevice {
+        /// The requested name.
+        asked: String,
+        /// The available names.
+        available: String,
+        /// A likely cause, if one is known.
+        hint: String,
+    },
 
     /// A text that is not a number of bytes.
     #[error(transparent)]
@@ -92,29 +128,34 @@ pub enum Error {
     #[error(transparent)]
     Loss(#[from] LossError),
 
-    /// A sparse gradient.
-    #[error(transparent)]
-    SparseGradient(#[from] SparseGradient),
+    /// A sparse gradient, which neither sums over micro-batches nor optimizers support.
+    #[error(
+        "the gradient of '{parameter}' is sparse: nothing was changed; build its layer with \
+         `sparse: false`"
+    )]
+    SparseGradient {
+        /// The parameter's name.
+        parameter: String,
+    },
 
     /// A tensor besides the model's parameters that requires a gradient.
-    #[error(transparent)]
-    OtherLeaf(#[from] OtherLeaf),
+    #[error(
+        "the loss depends on a tensor of shape {shape:?} that requires a gradient and is not a parameter of \
+         the model: nothing was changed; make it a variable of the model, or detach it. To compute its gradient, use \
+         a `MicroBatcher` without a world, or `Pipeline::forward` and `backward_from`"
+    )]
+    OtherLeaf {
+        /// The tensor's shape.
+        shape: Vec<i64>,
+    },
 
     /// A step that cannot run, or not now.
     #[error(transparent)]
     Step(#[from] StepError),
 
-    /// An input that does not fit a BatchNorm layer.
+    /// An input that a layer or a head's loss cannot take.
     #[error(transparent)]
-    BatchNorm(#[from] BatchNormError),
-
-    /// An input that does not fit a norm.
-    #[error(transparent)]
-    Norm(#[from] NormError),
-
-    /// Tensors that do not fit a head's loss.
-    #[error(transparent)]
-    LinearCrossEntropy(#[from] LinearCrossEntropyError),
+    Nn(#[from] NnError),
 
     /// An error of the user's own closure.
     #[error(transparent)]
@@ -125,8 +166,24 @@ pub enum Error {
     Optim(#[from] OptimError),
 
     /// A file that cannot be read or written.
-    #[error(transparent)]
-    Save(#[from] SaveError),
+    #[error("cannot {action} '{path}': {reason}")]
+    File {
+        /// Attempted action: `read` or `write`.
+        action: &'static str,
+        /// Path of the file.
+        path: String,
+        /// Reason of the failure.
+        reason: String,
+    },
+
+    /// A file that does not contain complete tensors.
+    #[error("'{path}' is damaged, or not a safetensors file: {reason}")]
+    NotTensors {
+        /// Path of the file.
+        path: String,
+        /// Reason.
+        reason: String,
+    },
 
     /// Layers that cannot be listed, built or run as asked.
     #[error(transparent)]
@@ -152,9 +209,26 @@ pub enum Error {
     #[error(transparent)]
     Plan(#[from] PlanError),
 
-    /// A worker thread of a pipeline or of replicas that failed.
-    #[error(transparent)]
-    Workers(#[from] WorkerError),
+    /// A panic on a worker thread of a pipeline or of replicas.
+    #[error("a worker panicked: {message}; its work was rolled back")]
+    Panicked {
+        /// Its message.
+        message: String,
+    },
+
+    /// A worker thread that has ended.
+    #[error("the thread of device {worker} has ended: build the pipeline or the replicas again")]
+    WorkerGone {
+        /// Index of the device, from 0.
+        worker: usize,
+    },
+
+    /// A call to a pipeline's optimizer or averages by code that the pipeline's workers run.
+    #[error(
+        "a pipeline's optimizer or averages were used inside a step of that pipeline, which would then never \
+         end: use them after the step"
+    )]
+    InStep,
 
     /// A pipeline that cannot be built or used as asked.
     #[error(transparent)]
@@ -164,9 +238,22 @@ pub enum Error {
     #[error(transparent)]
     Replicas(#[from] ReplicasError),
 
-    /// A stage of a pipeline that failed.
-    #[error(transparent)]
-    Stage(Box<StageError>),
+    /// A stage of a pipeline that failed: the step was undone, and the pipeline can be used again.
+    #[error(
+        "stage {} failed in the {} of micro-batch {}{}: {cause}",
+        action.stage,
+        action.kind.name(),
+        action.micro_batch,
+        layer.as_ref().map(|layer| format!(", in layer '{layer}'")).unwrap_or_default()
+    )]
+    Stage {
+        /// Action that the stage was running, with its micro-batch.
+        action: Action,
+        /// Layer that was running; none in a backward, a transfer or the loss.
+        layer: Option<String>,
+        /// Cause, which the message includes: so it is not a `source`, which would repeat it.
+        cause: Box<Error>,
+    },
 
     /// A failure between ranks.
     #[error(transparent)]
@@ -218,6 +305,13 @@ impl Error {
     }
 }
 
+fn tried_in_words(sizes: &[usize]) -> String {
+    match sizes {
+        [] => "before the first one was run".into(),
+        sizes => format!("tried {}", enumerate(sizes)),
+    }
+}
+
 /// Finds a report of out-of-memory in the error or its causes.
 fn out_of_memory_in(error: &(dyn StdError + 'static)) -> Option<OutOfMemory> {
     oom::recognise(&error.to_string()).or_else(|| error.source().and_then(out_of_memory_in))
@@ -237,12 +331,6 @@ impl Error {
     /// Creates the error of a thread that the system refused to start.
     pub(crate) fn no_thread(what: &str, cause: &std::io::Error) -> Self {
         Self::NoThread { what: what.to_owned(), cause: cause.to_string() }
-    }
-}
-
-impl From<StageError> for Error {
-    fn from(error: StageError) -> Self {
-        Self::Stage(Box::new(error))
     }
 }
 

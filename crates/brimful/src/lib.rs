@@ -148,7 +148,6 @@ mod timed_event;
 mod workers;
 pub mod world;
 
-pub use accumulate::{OtherLeaf, SparseGradient};
 pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 pub use error::{ClosureError, Error};
@@ -162,15 +161,17 @@ pub use retry_on_oom::retry_on_oom;
 pub use step::{IntoLoss, MicroBatches, NonFinitePolicy, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.
 pub use tch;
-pub use workers::{DeviceSpec, WorkerError};
+pub use workers::DeviceSpec;
 pub use world::World;
 
 /// Shared with this project's program, benchmarks and tests; not part of the API.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::accumulate::{gradient_factor, sums_apart};
+    pub use crate::memory::devices::{DeviceInfo, devices};
     pub use crate::oom::{Caught, catch, recognise, without_remedy};
     pub use crate::pipeline::measure_host_link;
+    pub use crate::save::opened::OpenedFile;
 }
 
 /// Result of this library's calls.

@@ -36,7 +36,7 @@ use std::ops::{Add, Mul};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-pub use error::{LossError, NonFiniteValue};
+pub use error::LossError;
 
 use crate::Result;
 

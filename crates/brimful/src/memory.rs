@@ -21,8 +21,7 @@
 //! count scratch space that oneDNN and MKL allocate themselves inside an operation, nor buffers of an
 //! operation's helper threads.
 
-mod devices;
-mod error;
+pub(crate) mod devices;
 mod host;
 
 use brimful_torch::arena::{Account, ArenaGuard};
@@ -31,13 +30,12 @@ pub use brimful_torch::host::keep_freed_blocks;
 use brimful_torch::memory as torch_memory;
 use tch::Device;
 
-pub use devices::{DeviceInfo, devices};
-pub use error::MemoryError;
-pub use host::{HostMemory, host};
+pub(crate) use host::host;
+pub use host::host_available;
 
-pub use crate::oom::{OutOfMemory, Place};
+pub use crate::oom::OutOfMemory;
 
-use crate::Result;
+use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
 /// CPU memory account with a name and an optional limit. Clones share it.
@@ -262,10 +260,9 @@ impl Memory {
 fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
     let memory = memory.to_owned();
     match bytes {
-        Some(0) => Err(MemoryError::LimitOfZero { memory }.into()),
+        Some(0) => Err(Error::LimitOfZero { memory }),
         Some(limit) if limit < in_use => {
-            Err(MemoryError::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) }
-                .into())
+            Err(Error::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) })
         }
         _ => Ok(()),
     }

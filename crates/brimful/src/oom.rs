@@ -27,8 +27,7 @@ use brimful_plan::bytes::Bytes;
 #[error("{message}; {}", self.place.remedy())]
 #[non_exhaustive]
 pub struct OutOfMemory {
-    /// Memory that ran out.
-    pub place: Place,
+    pub(crate) place: Place,
     /// Bytes asked for.
     pub asked: Option<Bytes>,
     /// Bytes in use when they were asked for.
@@ -40,6 +39,19 @@ pub struct OutOfMemory {
 }
 
 impl OutOfMemory {
+    /// Returns the name of the CPU arena that ran out; `None` if a GPU or the host did.
+    pub fn arena(&self) -> Option<&str> {
+        match &self.place {
+            Place::Arena(name) => Some(name),
+            Place::Cuda | Place::Host => None,
+        }
+    }
+
+    /// Returns whether the host ran out of memory, pinned memory included.
+    pub fn is_host(&self) -> bool {
+        self.place == Place::Host
+    }
+
     /// Returns the bytes by which the request was too large, where all numbers are known.
     pub(crate) fn lacking(&self) -> Option<Bytes> {
         let wanted = self.in_use?.0.saturating_add(self.asked?.0);
@@ -49,8 +61,7 @@ impl OutOfMemory {
 
 /// Memory that ran out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Place {
+pub(crate) enum Place {
     /// CPU arena, by name.
     Arena(String),
     /// CUDA device, or a CUDA library's workspace on it.

@@ -17,8 +17,7 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
-mod error;
-mod opened;
+pub(crate) mod opened;
 mod whole_file;
 mod whole_folder;
 
@@ -33,8 +32,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-pub use error::SaveError;
-pub use opened::OpenedFile;
+use opened::OpenedFile;
 use whole_file::unwritable;
 #[doc(hidden)]
 pub use whole_file::{
@@ -263,10 +261,9 @@ fn kind_of(path: &Path, name: &str, info: &TensorInfo) -> Result<Kind> {
 }
 
 pub(crate) fn unreadable(path: &Path, reason: impl Display) -> Error {
-    SaveError::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
-        .into()
+    Error::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
 }
 
 fn damaged(path: &Path, reason: String) -> Error {
-    SaveError::NotTensors { path: path.display().to_string(), reason }.into()
+    Error::NotTensors { path: path.display().to_string(), reason }
 }

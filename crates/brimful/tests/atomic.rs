@@ -133,7 +133,7 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
         let third = x.double_value(&[0, 0]) == batch().double_value(&[8, 0]);
         Loss::sum(mean(net, x) * if third { f64::INFINITY } else { 1.0 })
     });
-    refused("a gradient is not finite from micro-batch 0 on", |net, x| {
+    refused("a gradient is not finite, first in micro-batch 0", |net, x| {
         // The root of 0 is finite; its slope is not.
         let zero = mean(net, x) * 0.0;
         Loss::mean(zero.sqrt())

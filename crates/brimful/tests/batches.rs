@@ -257,7 +257,7 @@ fn leaves_of_different_length_are_listed() {
     assert_eq!(
         message(batch::len(&batch)),
         "the leaves of a batch must have the same length, but are 8, 8 and 6 long: give each leaf the \
-         same samples, and wrap what all micro-batches share in `Shared`"
+         same samples, and wrap in `Shared` what all micro-batches share"
     );
     let zero = (counted(&[0, 2]), counted(&[3]));
     assert_eq!(
@@ -308,7 +308,7 @@ fn samples_that_are_not_there_are_refused() {
     assert_eq!(
         message(batch::slice(&batch, 5..8)),
         "samples 5..8 cannot be cut out of leaf 1 of the batch (counted from 0), which is 6 long: \
-         `batch::len` says how many there are"
+         `batch::len` returns the number of samples"
     );
     let backwards = Range { start: 3, end: 2 };
     assert!(matches!(

@@ -232,7 +232,7 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
             arena.set_limit(Some(arena.current() + 500)).expect("a limit");
         }
         let error = micro.backward(&own, run).expect_err("not even one sample fits");
-        assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+        assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
     });
 }
 
@@ -261,7 +261,7 @@ fn ranks_with_unlike_sequences_give_up_at_the_same_try() {
                 arena.set_limit(Some(arena.current() + 1)).expect("a limit");
             }
             let error = micro.backward(&own, run).expect_err("not even one sample fits");
-            assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+            assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
             arena.set_limit(None).expect("no limit");
             micro.backward(&own, run).expect("the next step");
         }

@@ -181,8 +181,8 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
 #[test]
 fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
     let _alone = alone();
-    let helps = "it changes in place a tensor that needs a gradient, its stage's input or a parameter: make a new \
-                 tensor (`relu` for `relu_`), or make it one layer with the layer before";
+    let helps = "it changes a tensor in place that needs a gradient (its stage's input, or a parameter): make a new \
+                 tensor (`relu` for `relu_`), or merge the layer with the one before";
     // The input itself, a view of it, and a skip from another stage.
     let hidden = Layers::new().add("hidden", linear(4, 2));
     let added = |x: &Tensor, skip: &Tensor| skip.shallow_clone().g_add_(x);

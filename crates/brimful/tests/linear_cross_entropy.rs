@@ -5,7 +5,7 @@
 mod support;
 
 use brimful::memory::{Arena, Memory};
-use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy};
+use brimful::nn::{LinearCrossEntropyConfig, NnError, linear_cross_entropy};
 use brimful::{Bytes, Error, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
@@ -388,7 +388,7 @@ fn what_does_not_fit_is_refused_before_the_work() {
     let refused = |weight: &Tensor, bias, targets: &Tensor, config| match linear_cross_entropy(
         &hidden, weight, bias, targets, config,
     ) {
-        Err(Error::LinearCrossEntropy(error)) => error,
+        Err(Error::Nn(error)) => error,
         other => panic!("not refused: {other:?}"),
     };
     let plain = LinearCrossEntropyConfig::default();
@@ -406,8 +406,8 @@ fn what_does_not_fit_is_refused_before_the_work() {
     }
     let smooth = LinearCrossEntropyConfig { smoothing: 1.5, ..plain };
     let error = refused(&weight, None, &targets, smooth);
-    assert_eq!(error, LinearCrossEntropyError::Smoothing(1.5));
+    assert_eq!(error, NnError::LossSmoothing(1.5));
     let _ = targets.get(1).get(2).fill_(5);
     let error = refused(&weight, None, &targets, plain).to_string();
-    assert!(error.contains("target 5 at place 6 is none of the 5 classes"), "{error}");
+    assert!(error.contains("target 5 at position 6 is none of the 5 classes"), "{error}");
 }

@@ -11,12 +11,12 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Method, Optimizer, Sgd};
-use brimful::pipeline::{BalanceBy, Builder, Cause, Offload, PipelineError, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineError, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
     Batch, DeviceSpec, Error, Layers, Loss, MicroBatches, NonFinitePolicy, Pipeline, StepError,
-    WorkerError, is_recomputing,
+    is_recomputing,
 };
 use support::pipeline_cases::{
     CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
@@ -165,10 +165,7 @@ fn many() -> Layers {
 /// Returns the error itself, without its location.
 fn of_closure(error: Error) -> Error {
     match error {
-        Error::Stage(stage) => match stage.cause {
-            Cause::Error(error) => error,
-            other => panic!("{other:?}"),
-        },
+        Error::Stage { cause, .. } => *cause,
         error => error,
     }
 }
@@ -721,7 +718,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
         ),
         (
             error(base().schedule(INTERLEAVED).balance([3, 3, 2])),
-            "the schedule puts 2 stages on each device, which 3 stages do not fill",
+            "the schedule puts 2 stages on each device, but the balance has 3: give",
         ),
         (
             error(
@@ -1083,7 +1080,7 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
     assert_eq!(said.len(), 4);
     for result in said {
         let error = result.as_ref().expect_err("inside a step");
-        assert!(matches!(error, Error::Workers(WorkerError::InStep)), "{error}");
+        assert!(matches!(error, Error::InStep), "{error}");
     }
     optimizer.step().expect("behind the step");
 }

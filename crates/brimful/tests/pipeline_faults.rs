@@ -10,10 +10,9 @@ use std::thread;
 
 use brimful::loss::LossError;
 use brimful::memory::Arena;
-use brimful::memory::Place;
 use brimful::nn::batch_norm1d;
-use brimful::pipeline::{Cause, StageError};
-use brimful::schedule::{ActionKind, Recompute, Schedule};
+use brimful::pipeline::PipelineError;
+use brimful::schedule::{Action, ActionKind, Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, is_recomputing};
 use support::pipeline_cases::eval;
 use support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
@@ -166,9 +165,10 @@ impl Trial {
     }
 }
 
-fn stage_error(error: Option<Error>, what: &str) -> StageError {
+/// Returns the action, the layer and the cause of a stage's failure.
+fn stage_error(error: Option<Error>, what: &str) -> (Action, Option<String>, Error) {
     match error {
-        Some(Error::Stage(stage)) => *stage,
+        Some(Error::Stage { action, layer, cause }) => (action, layer, *cause),
         other => panic!("{what}: {other:?}"),
     }
 }
@@ -202,10 +202,12 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
                             assert!(again && error.is_none(), "{what}: {error:?}");
                             continue;
                         }
-                        let error = stage_error(error, &what);
-                        assert_eq!(error.action.stage.index(), stage, "{what}");
-                        assert_eq!(error.layer, Some(format!("s{stage}.fault")), "{what}");
-                        let Cause::Panic(words) = &error.cause else { panic!("{what}: {error:?}") };
+                        let (action, layer, cause) = stage_error(error, &what);
+                        assert_eq!(action.stage.index(), stage, "{what}");
+                        assert_eq!(layer, Some(format!("s{stage}.fault")), "{what}");
+                        let Error::Pipeline(PipelineError::Panicked(words)) = &cause else {
+                            panic!("{what}: {cause:?}")
+                        };
                         let expected =
                             if fault == Fault::Panic { "gives up" } else { "cannot be multiplied" };
                         assert!(words.contains(expected), "{what}: {words}");
@@ -231,16 +233,16 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
                 let again = again && stage + 1 < STAGES;
                 plan_fault(Some((stage, again, call, Fault::RefusedInBackward)));
                 let error = trial.run(&what);
-                let error = stage_error(error, &what);
+                let (action, _, cause) = stage_error(error, &what);
                 let expected = match stage {
                     _ if !schedule.splits_backward() => ActionKind::Backward,
                     // No stage needs the gradient of the model's input: all of it is in the weight part.
                     0 => ActionKind::WeightGradient,
                     _ => ActionKind::InputGradient,
                 };
-                assert_eq!(error.action.kind, expected, "{what}");
-                assert_eq!(error.action.stage.index(), stage, "{what}");
-                assert!(error.to_string().contains("inplace operation"), "{what}: {error}");
+                assert_eq!(action.kind, expected, "{what}");
+                assert_eq!(action.stage.index(), stage, "{what}");
+                assert!(cause.to_string().contains("inplace operation"), "{what}: {cause}");
             }
         }
     }
@@ -293,8 +295,8 @@ fn every_call_survives_every_fault() {
                     plan_fault(Some((stage, false, number, fault)));
                     match again(&mut pipe) {
                         Err(error) => {
-                            let error = stage_error(Some(error), &what);
-                            assert_eq!(error.action.stage.index(), stage, "{what}");
+                            let (action, ..) = stage_error(Some(error), &what);
+                            assert_eq!(action.stage.index(), stage, "{what}");
                             assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
                             assert_close(&values(&pipe), &before, &what);
                         }
@@ -335,10 +337,10 @@ fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
             arena.fail_nth_allocation(0);
             let Some(error) = error else { break };
             let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error:?}"));
-            assert_eq!(oom.place, Place::Arena(format!("stage {stage}")), "{what}");
-            if let Error::Stage(error) = &error {
-                assert_eq!(error.action.stage.index(), stage, "{what}");
-                kinds.push(error.action.kind);
+            assert_eq!(oom.arena(), Some(format!("stage {stage}").as_str()), "{what}");
+            if let Error::Stage { action, .. } = &error {
+                assert_eq!(action.stage.index(), stage, "{what}");
+                kinds.push(action.kind);
             }
         }
         let mut expected = backward(stage);
@@ -363,9 +365,9 @@ fn a_loss_that_fails_is_reported_as_it_was() {
     let error = pipe
         .backward(&x, &x, |_: Tensor, _| Err::<Loss, _>(std::fmt::Error))
         .expect_err("an error");
-    let error = stage_error(Some(error), "error");
-    assert!(matches!(error.cause, Cause::Error(Error::Closure(_))), "{error:?}");
-    assert_eq!((error.action.stage.index(), error.layer), (2, None));
+    let (action, layer, cause) = stage_error(Some(error), "error");
+    assert!(matches!(cause, Error::Closure(_)), "{cause:?}");
+    assert_eq!((action.stage.index(), layer), (2, None));
     let error =
         pipe.backward(&x, &x, |_: Tensor, _| -> Loss { panic!("no loss") }).expect_err("a panic");
     assert_eq!(

@@ -132,7 +132,7 @@ fn the_smallest_memory_decides_for_all() {
     let before = state(replicas.store());
     tiny.set_limit(Some(tiny.current() + 1000)).expect("a limit");
     let error = replicas.backward(&x, run).expect_err("not even one sample fits");
-    assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
+    assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
     assert_same("does not fit", &before, &state(replicas.store()));
     tiny.set_limit(None).expect("no limit");
     replicas.backward(&x, run).expect("now it fits");

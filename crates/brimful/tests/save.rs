@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::Command;
 
 use brimful::Error;
+use brimful::internal::OpenedFile;
 use brimful::memory::Arena;
-use brimful::save::SaveError;
-use brimful::save::{self, Metadata, OpenedFile};
+use brimful::save::{self, Metadata};
 use support::{Named, assert_fails, test_device};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
@@ -114,7 +114,7 @@ fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
     for length in 0..whole.len() {
         fs::write(&path, &whole[..length]).expect("cut");
         let error = save::read(&path).expect_err("cut off");
-        assert!(matches!(error, Error::Save(SaveError::NotTensors { .. })), "{length}: {error}");
+        assert!(matches!(error, Error::NotTensors { .. }), "{length}: {error}");
         assert!(error.to_string().contains(&format!("it has {length} bytes")), "{error}");
     }
     let header = whole.len() - 19;
@@ -125,10 +125,7 @@ fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
             fs::write(&path, &damaged).expect("changed");
             // A changed name is another name; any other change must be detected, and nothing may panic.
             if let Err(error) = save::read(&path) {
-                assert!(
-                    matches!(error, Error::Save(SaveError::NotTensors { .. })),
-                    "{place}: {error}"
-                );
+                assert!(matches!(error, Error::NotTensors { .. }), "{place}: {error}");
             }
         }
     }
@@ -164,13 +161,13 @@ fn what_cannot_be_written_leaves_the_old_file_and_nothing_else() {
     }
     let nowhere = folder.path().join("no such folder/x.safetensors");
     let error = save::write(&nowhere, &one(1.0), &Metadata::new()).expect_err("no folder");
-    assert!(matches!(error, Error::Save(SaveError::File { action: "write", .. })), "{error}");
+    assert!(matches!(error, Error::File { action: "write", .. }), "{error}");
     assert!(save::write("/", &one(1.0), &Metadata::new()).is_err());
     let error = save::read(&nowhere).expect_err("no file").to_string();
     assert!(error.starts_with("cannot read ") && error.contains("No such file"), "{error}");
     assert!(matches!(
         save::read(folder.path()),
-        Err(Error::Save(SaveError::File { .. }) | Error::Save(SaveError::NotTensors { .. }))
+        Err(Error::File { .. } | Error::NotTensors { .. })
     ));
 }
 

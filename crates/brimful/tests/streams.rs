@@ -4,7 +4,7 @@
 
 mod support;
 
-use brimful::nn::{Projection, ProjectionConfig, WeightOrder, kernels};
+use brimful::nn::{Projection, ProjectionConfig, kernels};
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
@@ -154,7 +154,7 @@ fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
     let device = test_device();
     let (rows, times) = if device.is_cuda() { (4096, 50) } else { (16, 1) };
     let store = nn::VarStore::new(device);
-    let config = ProjectionConfig { spread: 1.0, bias: true, order: WeightOrder::OutputsFirst };
+    let config = ProjectionConfig { spread: 1.0, bias: true, inputs_first: false };
     let layer = Projection::new(&store.root(), WIDTH, WIDTH, config);
     fill(&store);
     let x = numbers(&[rows, WIDTH], 1).to_kind(Kind::Float).to_device(device);

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::NonFinitePolicy;
+use brimful::internal::devices;
 use brimful::memory::{self, Memory};
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::exit;
@@ -45,7 +46,7 @@ impl MemoryCapacity {
             (None, Device::Cpu) => ARENA,
             (None, gpu) => Memory::of(gpu)?.usage()?.available.unwrap_or_default(),
         };
-        let gpus = memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let gpus = devices()?.iter().filter(|info| info.device != Device::Cpu).count();
         let most = options.stages.iter().copied().max().unwrap_or(1);
         ensure!(
             device == Device::Cpu || most <= gpus,
@@ -55,7 +56,7 @@ impl MemoryCapacity {
             (Some(memory), _) => memory,
             // Eight times an arena.
             (None, Device::Cpu) => Bytes(8 * limit.0),
-            _ => memory::host()?.available,
+            _ => memory::host_available()?,
         };
         Ok(Self { device, limit, host })
     }

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::{fmt, fs, thread};
 
 use anyhow::Result;
+use brimful::internal::{DeviceInfo, devices};
 use brimful::nn::kernels;
-use brimful::{Bytes, libtorch, memory};
+use brimful::{Bytes, libtorch};
 use clap::Args;
 use serde::Serialize;
 
@@ -79,7 +80,7 @@ impl Diagnosis {
     fn of_this_machine() -> Result<Self> {
         let cuda = Cuda::of_this_machine();
         let libtorch = libtorch::version().unwrap_or_else(|| "unknown".into());
-        let rows = memory::devices()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
+        let rows = devices()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
         let problems = diagnose(&libtorch, &cuda, rows.len() - 1);
         let library = libtorch::library_path();
         Ok(Self {
@@ -107,10 +108,10 @@ impl Cuda {
     }
 }
 
-impl From<memory::DeviceInfo> for DeviceRow {
-    fn from(info: memory::DeviceInfo) -> Self {
+impl From<DeviceInfo> for DeviceRow {
+    fn from(info: DeviceInfo) -> Self {
         let (total_bytes, free_bytes) = (info.total, info.free);
-        let kernels = info.device.is_cuda().then(|| kernels::state(info.device).to_string());
+        let kernels = info.device.is_cuda().then(|| kernels::state(info.device));
         Self { name: info.name, model: info.model, total_bytes, free_bytes, kernels }
     }
 }

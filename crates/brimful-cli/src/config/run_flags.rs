@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use brimful::save::{Metadata, OpenedFile};
+use brimful::internal::OpenedFile;
+use brimful::save::Metadata;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::{Flag, in_files, is_overruled, renamed};

@@ -121,7 +121,7 @@ impl Sample {
             let all = self.bytes().saturating_mul(count as u128);
             Bytes(u64::try_from(all).unwrap_or(u64::MAX))
         };
-        let (each, all, free) = (bytes(1), bytes(count), memory::host()?.available);
+        let (each, all, free) = (bytes(1), bytes(count), memory::host_available()?);
         ensure!(
             all <= free,
             does_not_fit(format!(

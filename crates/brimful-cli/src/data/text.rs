@@ -70,8 +70,9 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
 /// Error for a text too short for one sequence in each of its parts.
 #[derive(Debug, Error)]
 #[error(
-    "it has {}, but at least {} are needed: a tenth is held out for testing, and must have at least \
-     {length} tokens and one more; take a longer text{}", numbered(*tokens as usize, "token"), length.saturating_add(1).saturating_mul(10), self.shorter()
+    "it has {}, but at least {} are needed: a tenth is held out for testing, and a sequence of length {length} takes {} \
+     tokens (the last is only a target); take a longer text{}",
+    numbered(*tokens as usize, "token"), self.taken().saturating_mul(10), self.taken(), self.shorter()
 )]
 struct ShortText {
     tokens: u64,
@@ -82,6 +83,11 @@ struct ShortText {
 const USUAL_TESTS: u64 = 4;
 
 impl ShortText {
+    /// Returns the number of tokens of one sequence with its targets.
+    fn taken(&self) -> u64 {
+        self.length.saturating_add(1)
+    }
+
     fn shorter(&self) -> String {
         match self.tokens / 10 {
             0 | 1 => String::new(),
@@ -164,7 +170,11 @@ mod tests {
     fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
         for (text, length, expected) in [
             ("", 1, "it has 0 tokens, but at least 20 are needed"),
-            ("", 1, "at least 1 tokens and one more; take a longer text$"),
+            (
+                "",
+                1,
+                "a sequence of length 1 takes 2 tokens (the last is only a target); take a longer text$",
+            ),
             (&"x".repeat(29), 4, "take a longer text, or --sequence 1 at most$"),
             ("abc", i64::MAX, "it has 3 tokens, but at least 18446744073709551615 are needed"),
             (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed: a tenth"),

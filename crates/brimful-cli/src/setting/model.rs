@@ -38,7 +38,7 @@ macro_rules! names {
             image_names!(),
             ", ",
             text_names!(),
-            ", unet:BxC (B blocks a cell, C channels), ",
+            ", unet:BxC (B blocks per cell, C channels), ",
             amoebanet!()
         )
     };
@@ -116,7 +116,7 @@ struct SizedFamily {
 const SIZED: [SizedFamily; 2] = [
     SizedFamily {
         family: "unet",
-        numbers: "unet:BxC (B blocks a cell, C channels)",
+        numbers: "unet:BxC (B blocks per cell, C channels)",
         example: "unet:5x64",
         model: |blocks, channels| ModelName::UNet { blocks, channels },
     },
@@ -348,7 +348,7 @@ mod tests {
             ("resnet81", "did you mean 'resnet18'?"),
             (
                 "unet",
-                "unet:BxC (B blocks a cell, C channels), as in unet:5x64, with --data synthetic",
+                "unet:BxC (B blocks per cell, C channels), as in unet:5x64, with --data synthetic",
             ),
             ("amoebanet", "as in amoebanet:18x256, with --data synthetic"),
             ("amoebanet:axb", "amoebanet:LxF (L cells, F filters), as in amoebanet:18x256"),

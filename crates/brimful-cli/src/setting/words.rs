@@ -49,8 +49,9 @@ pub const STAGES: &str = "Number of pipeline stages, one per device";
 
 /// Long help of `--stages`.
 pub(crate) const STAGES_LONG: &str = "\
-    Number of pipeline stages, one per device. With --schedule interleaved-V or breadth-first-V there are V per device \
-    (V is a number), with zero-bubble-v and auto-v two";
+    Number of pipeline stages, one per device. Some schedules put several on a device: V of them with \
+    interleaved-V, breadth-first-V, interleaved-zero-bubble-V and auto-interleaved-V (V is a number), two with \
+    zero-bubble-v and auto-v";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 
@@ -64,8 +65,8 @@ pub const RECOMPUTE: &str = "Activation recomputation: never, except-last, alway
 /// Long help of `--recompute`.
 pub(crate) const RECOMPUTE_LONG: &str = "\
     Activation recomputation: never, except-last, always. A stage that recomputes keeps only its input, and reruns its \
-    forward before its backward. except-last does not recompute a micro-batch whose backward directly follows its \
-    forward, such as the last one";
+    forward before its backward. With `except-last`, a micro-batch whose backward directly follows its forward, such as \
+    the last one, is not recomputed";
 
 pub const EPOCHS: &str = "Number of epochs";
 

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use brimful::nn::{Lora, LoraOverride, WeightOrder};
-use brimful::save::{self, Metadata, OpenedFile};
+use brimful::internal::OpenedFile;
+use brimful::nn::Lora;
+use brimful::save::{self, Metadata};
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
@@ -122,8 +123,10 @@ impl Pretrained {
             true => self.config.projections(),
             false => lora.targets.clone(),
         };
-        let patterns = |value: fn(&LoraOverride) -> Value| -> Map<String, Value> {
-            lora.overrides.iter().map(|own| (own.target.clone(), value(own))).collect()
+        let overrides = lora.overrides.iter();
+        let named = overrides.flat_map(|own| own.targets.iter().map(move |target| (target, own)));
+        let patterns = |value: fn(&Lora) -> Value| -> Map<String, Value> {
+            named.clone().map(|(target, own)| (target.clone(), value(own))).collect()
         };
         json!({
             "peft_type": "LORA",
@@ -135,7 +138,7 @@ impl Pretrained {
             "alpha_pattern": patterns(|own| own.alpha.into()),
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": self.config.weight_order() == WeightOrder::InputsFirst,
+            "fan_in_fan_out": self.config.inputs_first(),
             "target_modules": targets,
             "inference_mode": true,
         })

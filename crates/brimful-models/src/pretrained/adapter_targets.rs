@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use brimful::nn::{Lora, LoraOverride};
+use brimful::nn::Lora;
 use fancy_regex::Regex;
 use serde_json::Value;
 
@@ -42,7 +42,7 @@ pub(super) fn lora_of(fields: &Fields<'_>, config: &Config) -> Result<Lora, Pret
         let rank = own_rank.map_or(Ok(rank), |value| ranks.rank(value))?;
         let alpha = own_alpha.map_or(Ok(alpha), |value| alphas.number(value))?;
         let alpha = scaled(alpha, rank);
-        overrides.push(LoraOverride { target: target.clone(), rank, alpha });
+        overrides.push(Lora { rank, alpha, targets: vec![target.clone()], overrides: Vec::new() });
     }
     fields.check_known()?;
     Ok(Lora { rank, alpha: scaled(alpha, rank), targets, overrides })

@@ -1,7 +1,6 @@
 //! Model described by a folder's config.json.
 
 use brimful::Layers;
-use brimful::nn::WeightOrder;
 
 use super::PretrainedError;
 use super::fields::Fields;
@@ -96,12 +95,9 @@ impl Config {
         }
     }
 
-    /// Returns the order of inputs and outputs in the weights of its projections.
-    pub fn weight_order(&self) -> WeightOrder {
-        match self {
-            Self::Gpt2(_) => WeightOrder::InputsFirst,
-            Self::Llama(_) => WeightOrder::OutputsFirst,
-        }
+    /// Returns whether the weights of its projections are inputs × outputs.
+    pub fn inputs_first(&self) -> bool {
+        matches!(self, Self::Gpt2(_))
     }
 
     /// Returns the projections of its blocks, by the last part of their names.

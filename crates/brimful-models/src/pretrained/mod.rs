@@ -223,12 +223,12 @@ impl Pretrained {
                     self.write(new, variables, |_, variable| Ok(variable.shallow_clone()))?;
                 }
                 SavedPart::Merged(lora) => {
-                    let order = self.config.weight_order();
+                    let inputs_first = self.config.inputs_first();
                     let own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
                     let own: Vec<_> =
                         own.map(|(name, own)| (name.clone(), own.shallow_clone())).collect();
                     self.write(new, &own, |name, weight| {
-                        lora.merged_weight(name, weight, variables, order)
+                        lora.merged_weight(name, weight, variables, inputs_first)
                     })?;
                 }
                 SavedPart::Adapter(lora) => self.write_adapter(new, lora, variables)?,

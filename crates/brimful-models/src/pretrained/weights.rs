@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
 
-use brimful::save::OpenedFile;
+use brimful::internal::OpenedFile;
 use serde_json::Value;
 use tch::{Kind, Tensor};
 

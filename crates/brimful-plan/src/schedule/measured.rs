@@ -6,8 +6,8 @@ use super::{ActionKind, Actions, Costs, DeviceUse, HostLinkUse, Simulation, Span
 use crate::bytes::Bytes;
 
 impl Costs {
-    /// Returns the mean time of each kind of action on each stage, and transfers that take no time: a step
-    /// simulated with them is as busy as the measured one, and waits only because of the schedule.
+    /// Returns the mean time of each kind of action on each stage. Transfers take no time. A step simulated with
+    /// these costs computes for as long as the measured one did, and waits only because of the schedule.
     #[must_use]
     pub fn measured(actions: &Actions, timeline: &[Vec<Span>]) -> Self {
         let mut sums = vec![[(0.0, 0_usize); ActionKind::ALL.len()]; actions.stages()];

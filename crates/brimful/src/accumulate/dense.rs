@@ -5,21 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use brimful_torch::gradients::first_sparse;
 use tch::Tensor;
 use tch::nn::Variables;
-use thiserror::Error;
 
-use crate::Result;
-
-/// A sparse gradient, which cannot be summed over micro-batches.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error(
-    "the gradient of '{parameter}' is sparse: nothing was changed; build its layer with \
-     `sparse: false`"
-)]
-#[non_exhaustive]
-pub struct SparseGradient {
-    /// The parameter's name.
-    pub parameter: String,
-}
+use crate::{Error, Result};
 
 /// Variables of a model, which give parameters their names.
 pub(crate) type Named = Arc<Mutex<Variables>>;
@@ -27,7 +14,7 @@ pub(crate) type Named = Arc<Mutex<Variables>>;
 /// Fails if any of these parameters has a sparse gradient. Reads nothing from a device.
 pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
     match first_sparse(parameters) {
-        Some(at) => Err(SparseGradient { parameter: name_of(&parameters[at], named) }.into()),
+        Some(at) => Err(Error::SparseGradient { parameter: name_of(&parameters[at], named) }),
         None => Ok(()),
     }
 }

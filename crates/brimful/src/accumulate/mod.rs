@@ -24,9 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RankSum, summed_in};
-pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense, name_of};
-pub use others::OtherLeaf;
 use part::ModelPart;
 use sums::add_sum;
 pub(crate) use sums::{Addends, Finished, Sum, Sums};

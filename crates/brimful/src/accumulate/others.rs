@@ -4,23 +4,9 @@
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::collect;
 use tch::Tensor;
-use thiserror::Error;
 
 use super::{Accumulator, fitting_gradient, is_summed_apart};
-use crate::Result;
-
-/// A tensor that requires a gradient where only the model's own parameters may.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error(
-    "the loss depends on a tensor of shape {shape:?} that requires a gradient and is not a parameter of \
-     the model: nothing was changed; make it a variable of the model or detach it, or use a `MicroBatcher` \
-     without a world, or `Pipeline::forward` and `backward_from`, which compute its gradient"
-)]
-#[non_exhaustive]
-pub struct OtherLeaf {
-    /// The tensor's shape.
-    pub shape: Vec<i64>,
-}
+use crate::{Error, Result};
 
 impl Accumulator {
     /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
@@ -37,7 +23,7 @@ impl Accumulator {
     /// denominators are known.
     pub(super) fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
         if !self.sums_others {
-            return Err(OtherLeaf { shape: leaf.size() }.into());
+            return Err(Error::OtherLeaf { shape: leaf.size() });
         }
         if is_summed_apart(&leaf) && !self.apart {
             if self.in_place() {

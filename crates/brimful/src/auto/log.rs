@@ -1,10 +1,9 @@
 //! Log of a step's automatic size: its decisions and the number of retries.
 
 use super::decision::Decision;
-use super::error::DoesNotFit;
 use super::sizer::{FreeMemory, Sizer, tightest};
-use crate::Result;
 use crate::oom::OutOfMemory;
+use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
 /// Decisions and retries of a step so far.
@@ -52,7 +51,7 @@ impl SizeLog {
         // least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
         let needed = sizer.predict(least).max(refuted).map(Bytes);
-        Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
+        Err(Error::DoesNotFit { tried, needed, available, cause: Box::new(cause) })
     }
 }
 
@@ -60,7 +59,6 @@ impl SizeLog {
 mod tests {
     use super::super::{Goal, Why};
     use super::*;
-    use crate::Error;
     use crate::oom::Place;
 
     /// Decision for a single sample that ran out of memory.
@@ -92,7 +90,7 @@ mod tests {
         log.failed(vec![single(Bytes(971))], 1, &sizer, &free_memories, cause.clone())
             .expect("once is luck");
         let failed = log.failed(vec![single(Bytes(971))], 1, &sizer, &free_memories, cause);
-        let Err(Error::DoesNotFit(DoesNotFit { needed, available, .. })) = failed else {
+        let Err(Error::DoesNotFit { needed, available, .. }) = failed else {
             panic!("{failed:?}");
         };
         assert_eq!((needed, available), (Some(Bytes(971 + 100)), Bytes(971)));

@@ -38,7 +38,6 @@
 //! ```
 
 mod decision;
-mod error;
 mod failures;
 mod free_memory;
 mod kind;
@@ -56,7 +55,6 @@ mod trial;
 mod watch;
 
 pub use decision::{Decision, Why};
-pub use error::DoesNotFit;
 pub(crate) use kind::{Kind, Use};
 pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;

@@ -11,8 +11,8 @@ pub enum BatchError {
     Empty,
     /// A micro-batch that was changed in place, although it is a view of the mini-batch.
     #[error(
-        "tensor {leaf} of a micro-batch was changed in place, but it shares memory with the mini-batch, which \
-         may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
+        "tensor {leaf} of a micro-batch was changed in place, but it shares memory with the mini-batch, \
+         which a retry reads again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
     )]
     Changed {
         /// Index of the mini-batch's tensor, counted from 0.
@@ -21,7 +21,7 @@ pub enum BatchError {
     /// Leaves of a batch with different numbers of samples.
     #[error(
         "the leaves of a batch must have the same length, but are {} long: give each leaf the same \
-         samples, and wrap what all micro-batches share in `Shared`",
+         samples, and wrap in `Shared` what all micro-batches share",
         enumerate(lengths)
     )]
     LeafLengthsDiffer {
@@ -52,7 +52,7 @@ pub enum BatchError {
     /// A range of samples that a leaf does not have.
     #[error(
         "samples {start}..{end} cannot be cut out of leaf {leaf} of the batch (counted from 0), \
-         which is {length} long: `batch::len` says how many there are"
+         which is {length} long: `batch::len` returns the number of samples"
     )]
     SliceOutside {
         /// First sample of the range.

@@ -15,10 +15,10 @@ impl Layers {
     ///
     /// ```
     /// use brimful::Layers;
-    /// use brimful::nn::{Lora, Projection, ProjectionConfig, WeightOrder};
+    /// use brimful::nn::{Lora, Projection, ProjectionConfig};
     /// use tch::{Device, nn};
     ///
-    /// let config = ProjectionConfig { spread: 0.1, bias: true, order: WeightOrder::OutputsFirst };
+    /// let config = ProjectionConfig { spread: 0.1, bias: true, inputs_first: false };
     /// let layers = Layers::new().add("fc", move |p| Projection::new(p, 8, 4, config));
     /// let store = nn::VarStore::new(Device::Cpu);
     /// layers.lora(&Lora::new(2)).build(&store.root())?;

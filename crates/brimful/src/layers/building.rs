@@ -75,7 +75,7 @@ impl Layers {
         range: Range<usize>,
         mut before: impl FnMut(usize),
     ) -> Result<Model> {
-        let skips = self.skips()?;
+        let skips = self.paired_skips()?;
         let Range { start, end } = range;
         let list =
             self.list.get(range).ok_or(LayersError::Range { start, end, len: self.len() })?;
@@ -89,7 +89,7 @@ impl Layers {
 
     /// Returns the positions of the exact BatchNorms. Allocates no tensors.
     pub(crate) fn exact_norms(&self) -> Result<Vec<usize>> {
-        let skips = self.skips()?;
+        let skips = self.paired_skips()?;
         let _shapes_alone = meta::enter();
         let vs = VarStore::new(Device::Cpu);
         let mut found = Vec::new();
@@ -126,7 +126,7 @@ impl Layers {
     /// # Errors
     /// As [`Layers::build`].
     pub fn parameter_counts(&self) -> Result<Vec<u64>> {
-        let skips = self.skips()?;
+        let skips = self.paired_skips()?;
         let _shapes_alone = meta::enter();
         let vs = VarStore::new(Device::Cpu);
         let mut before = 0;

@@ -8,8 +8,8 @@ use thiserror::Error;
 pub enum LayersError {
     /// A layer whose name is missing or has an empty component.
     #[error(
-        "layer {position} cannot be named '{name}': its variables are saved under that name, so \
-         give it one, without '.' at either end or two in a row"
+        "layer {position} cannot be named '{name}', because its variables are saved under that name: give it a \
+         name that is not empty, neither begins nor ends with '.', and does not contain '..'"
     )]
     Name {
         /// Its position in the list, counted from 0.
@@ -57,8 +57,8 @@ pub enum LayersError {
     },
     /// A layer with more than one exact BatchNorm.
     #[error(
-        "layer {position}, '{name}', has {norms} exact BatchNorms, but a stage can wait for all \
-         micro-batches at only one: make each a layer of its own, by `add_norm`"
+        "layer {position}, '{name}', has {norms} exact BatchNorms, but all micro-batches can wait before a stage \
+         only once: add each as its own layer, with `add_norm`"
     )]
     ExactNorms {
         /// Its position in the list, counted from 0.

@@ -63,7 +63,7 @@ use description::Description;
 pub use error::LayersError;
 pub use model::Model;
 use model::Module;
-pub use skips::Skip;
+pub(crate) use skips::Skip;
 pub(crate) use skips::Stashed;
 
 /// A model as a list of named layers.
@@ -343,11 +343,17 @@ impl Layers {
         Ok(names::shared(&self.list))
     }
 
-    /// Returns the skip connections, in the order of their stashes.
+    /// Returns the skip connections: the position of the stash with that of each pop, in the order of the stashes.
     ///
     /// # Errors
     /// As [`Layers::check`].
-    pub fn skips(&self) -> Result<Vec<Skip>> {
+    pub fn skips(&self) -> Result<Vec<(usize, usize)>> {
+        let pops = |Skip { stash, pops }: Skip| pops.into_iter().map(move |pop| (stash, pop));
+        Ok(self.paired_skips()?.into_iter().flat_map(pops).collect())
+    }
+
+    /// Returns the skip connections, each with all of its pops.
+    pub(crate) fn paired_skips(&self) -> Result<Vec<Skip>> {
         names::check(&self.list)?;
         skips::pair(&self.list)
     }
@@ -359,7 +365,7 @@ impl Layers {
     ///
     /// The first wrong name, with its position and the name that it clashes with.
     pub fn check(&self) -> Result<()> {
-        self.skips().map(drop)
+        self.paired_skips().map(drop)
     }
 
     fn push(

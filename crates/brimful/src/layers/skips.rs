@@ -8,11 +8,11 @@ use crate::Result;
 
 /// A skip connection between layers, by their positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Skip {
+pub(crate) struct Skip {
     /// Position of the layer that stashes.
-    pub stash: usize,
+    pub(crate) stash: usize,
     /// Positions of the layers that pop, in order; at least one.
-    pub pops: Vec<usize>,
+    pub(crate) pops: Vec<usize>,
 }
 
 /// Name of a skip that a layer pops, with the list that the layer is in.

@@ -1,6 +1,5 @@
 //! Errors of losses from which no gradient can be computed.
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// A loss from which no gradient of the mini-batch can be computed.
@@ -75,16 +74,4 @@ pub enum LossError {
         /// Its weight.
         weight: f64,
     },
-}
-
-/// Kind of non-finite value in a step.
-#[derive(Debug, Clone, Copy, PartialEq, Error, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum NonFiniteValue {
-    /// A loss.
-    #[error("the loss is {0}")]
-    Loss(f64),
-    /// A gradient.
-    #[error("a gradient is infinite or no number")]
-    Gradient,
 }

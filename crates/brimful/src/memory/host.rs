@@ -9,18 +9,23 @@ use brimful_plan::bytes::Bytes;
 
 /// Memory of the machine, or of the container that this process runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HostMemory {
-    /// Total memory.
-    pub total: Bytes,
+pub(crate) struct HostMemory {
+    pub(crate) total: Bytes,
     /// Memory that programs can still take without swapping.
-    pub available: Bytes,
+    pub(crate) available: Bytes,
 }
 
-/// Reads the host's memory.
+/// Returns the host memory that programs can still take without swapping, within the limit of this process's
+/// container.
 ///
 /// # Errors
 /// When the system does not report it, as outside Linux.
-pub fn host() -> Result<HostMemory> {
+pub fn host_available() -> Result<Bytes> {
+    Ok(host()?.available)
+}
+
+/// Reads the host's memory.
+pub(crate) fn host() -> Result<HostMemory> {
     let unreadable = || Error::Torch("cannot read /proc/meminfo: brimful needs Linux".into());
     let text = fs::read_to_string("/proc/meminfo").map_err(|_| unreadable())?;
     let machine = machine(&text).ok_or_else(unreadable)?;

@@ -6,28 +6,22 @@ use tch::Tensor;
 use crate::Result;
 use crate::nn::kernels::reported;
 
-/// Formula of a GELU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Gelu {
-    /// Exact, by the normal distribution.
-    #[default]
-    Exact,
-    /// Approximate, by a hyperbolic tangent, as in GPT-2.
-    Tanh,
-}
-
 /// Computes `gelu(x + bias)`, where the bias has one number for each column of the last dimension. One backward
 /// pass computes the gradients of `x` and of the bias.
 ///
 /// # Errors
 ///
 /// When the bias does not fit.
-pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor> {
-    let activation = match how {
-        Gelu::Exact => Activation::GeluExact,
-        Gelu::Tanh => Activation::GeluTanh,
-    };
-    reported(bias_activation(x, bias, activation))
+pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    reported(bias_activation(x, bias, Activation::GeluExact))
+}
+
+/// As [`bias_gelu`], with the GELU approximated by a hyperbolic tangent, as in GPT-2.
+///
+/// # Errors
+/// As [`bias_gelu`].
+pub fn bias_gelu_tanh(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    reported(bias_activation(x, bias, Activation::GeluTanh))
 }
 
 /// Computes `silu(gate) · up`, where the last dimension of `x + bias` has the gate first and `up` second. So

@@ -5,56 +5,12 @@ use std::borrow::Borrow;
 use brimful_torch::batch_norm::{self, Addend, NormInput, batch_norm, batch_norm_relu_pool};
 use tch::Tensor;
 use tch::nn::{self, Init};
-use thiserror::Error;
 
 use crate::Result;
-use crate::batch::enumerate;
+use crate::nn::error::NnError;
 use crate::nn::exact::{self, ExactNorm, LentPlace, NormStatistics};
 use crate::nn::kernels::reported;
 use crate::statistics::{self, Momentum, Running};
-
-/// An input that a BatchNorm layer cannot normalise.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum BatchNormError {
-    /// An input of another shape than the layer takes.
-    #[error(
-        "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
-         second, but got the shape {shape:?}",
-        enumerate(dimensions)
-    )]
-    Shape {
-        /// Numbers of dimensions that the layer takes.
-        dimensions: &'static [usize],
-        /// The layer's channels.
-        channels: i64,
-        /// The input's shape.
-        shape: Vec<i64>,
-    },
-    /// An exact layer outside a pipeline, which alone can wait for the other micro-batches.
-    #[error(
-        "BatchNormPolicy::Exact needs the statistics of all micro-batches before it normalises the \
-         first, which a pipeline has, of a list in which the layer was added by `add_norm`:\n    \
-         let layers = Layers::new().add(\"conv\", conv).add_norm(\"bn\", |p| batch_norm2d(p, \
-         {channels}, exact)).add(\"rest\", rest);\n    \
-         let mut pipe = Pipeline::builder(layers).micro_batches(MicroBatches::Samples(2)).build()?;\n    \
-         pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;\n\
-         In a closure, and in replicas of one, take BatchNormPolicy::Deferred"
-    )]
-    NotMet {
-        /// The layer's channels.
-        channels: i64,
-    },
-    /// An exact layer whose input is not the tensor that its layer in the list was given.
-    #[error(
-        "a layer added by `add_norm` must normalise its first input unchanged, but this layer first made a \
-         tensor of shape {shape:?} from it: do that in the layer before"
-    )]
-    OtherInput {
-        /// Shape of the input.
-        shape: Vec<i64>,
-    },
-}
 
 /// Policy for running statistics and normalisation over micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -101,6 +57,8 @@ pub struct BatchNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     running: Running,
+    /// Whether a ReLU follows.
+    relu: bool,
     /// Statistics that normalise the next input of an exact layer.
     place: LentPlace,
 }
@@ -155,6 +113,7 @@ impl BatchNorm {
                     None => Momentum::Average(path.zeros_no_train("num_batches_tracked", &[])),
                 },
             ),
+            relu: false,
             place: LentPlace::default(),
         };
         if config.policy == BatchNormPolicy::Exact {
@@ -168,13 +127,13 @@ impl BatchNorm {
         norm
     }
 
-    /// Normalises `input`; in training, by its own statistics.
+    /// Normalises `input`; in training, by its own statistics. [With a ReLU](Self::with_relu), applies it too.
     ///
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
+        reported(batch_norm(&self.over(input, &movement), Addend::Nothing, self.relu))
     }
 
     /// Normalises `input` and applies a ReLU, fused where there are kernels for it.
@@ -267,9 +226,10 @@ impl BatchNorm {
         or_panic(self.f_forward_relu_pool(input, train))
     }
 
-    /// Combines the layer and a ReLU behind it in one module.
-    pub fn with_relu(self) -> BatchNormRelu {
-        BatchNormRelu { norm: self }
+    /// Adds a ReLU behind the layer: `forward_t` applies both, fused where there are kernels for it.
+    #[must_use]
+    pub fn with_relu(self) -> Self {
+        Self { relu: true, ..self }
     }
 
     /// Returns the source and the destination of this input's statistics.
@@ -278,7 +238,7 @@ impl BatchNorm {
         let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
             let dimensions = self.dimensions;
-            return Err(BatchNormError::Shape { dimensions, channels, shape }.into());
+            return Err(NnError::BatchNormShape { dimensions, channels, shape }.into());
         }
         if !train {
             return Ok(self.unmoved());
@@ -289,7 +249,7 @@ impl BatchNorm {
                 Some(met) => return self.met(met, input),
                 // Outside a step, an input is the whole mini-batch.
                 None if !statistics::in_a_step() => statistics::at_once(&self.running)?,
-                None => return Err(BatchNormError::NotMet { channels }.into()),
+                None => return Err(NnError::NotAddedByNorm { channels }.into()),
             },
             BatchNormPolicy::Deferred => {
                 let count = shape.iter().product::<i64>() / channels;
@@ -316,7 +276,7 @@ impl BatchNorm {
     /// Normalises by the whole mini-batch's statistics, as if they were running ones.
     fn met(&self, met: NormStatistics, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
-            return Err(BatchNormError::OtherInput { shape: input.size() }.into());
+            return Err(NnError::ChangedInput { shape: input.size() }.into());
         }
         Ok(Movement::none(met.mean, met.variance, met.probes.map(Some)))
     }
@@ -372,21 +332,9 @@ fn or_panic(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A BatchNorm layer with a ReLU behind it, fused where there are kernels for it.
-#[derive(Debug)]
-pub struct BatchNormRelu {
-    norm: BatchNorm,
-}
-
 impl nn::ModuleT for BatchNorm {
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(input, train))
-    }
-}
-
-impl nn::ModuleT for BatchNormRelu {
-    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
-        self.norm.forward_relu(input, train)
     }
 }
 

@@ -67,7 +67,7 @@ mod tests {
 
     use super::*;
     use crate::memory::Arena;
-    use crate::nn::{Projection, ProjectionConfig, WeightOrder};
+    use crate::nn::{Projection, ProjectionConfig};
     use crate::{Layers, StepRng};
 
     /// Three pieces, and 2,048 numbers more.
@@ -83,8 +83,7 @@ mod tests {
 
     fn projection() -> Layers {
         let [outputs, inputs] = SHAPE;
-        let config =
-            ProjectionConfig { spread: SPREAD, bias: false, order: WeightOrder::OutputsFirst };
+        let config = ProjectionConfig { spread: SPREAD, bias: false, inputs_first: false };
         Layers::new().add("fc", move |p| Projection::new(p, inputs, outputs, config))
     }
 

@@ -4,10 +4,16 @@
 //! libtorch's own operations run, with equal results up to rounding.
 
 use brimful_torch::TorchError;
+use tch::Device;
 
 use crate::Result;
 
-pub use brimful_torch::kernels::{State, enabled, set_enabled, state};
+pub use brimful_torch::kernels::{enabled, set_enabled};
+
+/// Describes the kernels that run on this device: ours and how they were compiled, or libtorch's and why.
+pub fn state(device: Device) -> String {
+    brimful_torch::kernels::state(device).to_string()
+}
 
 /// Converts a layer's result. Logs once for each cause why libtorch's operations ran where a kernel of ours
 /// could have.

@@ -2,12 +2,12 @@
 
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
 use tch::{Device, Kind, Tensor};
-use thiserror::Error;
 
+use crate::Result;
 use crate::loss::Loss;
 use crate::memory::Memory;
+use crate::nn::error::NnError;
 use crate::nn::kernels::reported;
-use crate::{Result, device};
 use brimful_plan::bytes::Bytes;
 
 /// Default memory of a chunk's logits: each chunk reads and writes the sum of the weight's gradient, which
@@ -36,71 +36,6 @@ impl Default for LinearCrossEntropyConfig<'_> {
     fn default() -> Self {
         Self { ignored: -100, smoothing: 0.0, class_weights: None, chunk: None }
     }
-}
-
-/// Errors of [`linear_cross_entropy`].
-#[derive(Debug, Clone, PartialEq, Error)]
-#[non_exhaustive]
-pub enum LinearCrossEntropyError {
-    /// Shapes that do not match.
-    #[error(
-        "a head's loss takes hidden states of … × width, a weight of classes × width and targets of \
-         the shape …, but {what} has the shape {shape:?} where hidden states have {hidden:?} and the \
-         weight {weight:?}"
-    )]
-    Shape {
-        /// Name of the tensor that does not fit.
-        what: &'static str,
-        /// Its shape.
-        shape: Vec<i64>,
-        /// Shape of the hidden states.
-        hidden: Vec<i64>,
-        /// Shape of the weight.
-        weight: Vec<i64>,
-    },
-    /// Dtypes that do not match.
-    #[error("{what} of a head's loss must be {wanted}, but is of {kind:?}")]
-    Kind {
-        /// Name of the tensor that does not fit.
-        what: &'static str,
-        /// Description of the right dtype.
-        wanted: String,
-        /// Dtype that it has.
-        kind: Kind,
-    },
-    /// Tensors on several devices.
-    #[error("{what} of a head's loss is on {}, the hidden states on {}: move it there",
-        device::name(*on), device::name(*hidden))]
-    Device {
-        /// Name of the tensor on another device.
-        what: &'static str,
-        /// Device of this tensor.
-        on: Device,
-        /// Device of the hidden states.
-        hidden: Device,
-    },
-    /// A target that is not a class. Only targets on a CPU are checked: on other devices they make the loss
-    /// NaN.
-    #[error(
-        "target {target} at place {place} is none of the {classes} classes: give a class from 0 on, or \
-         {ignored} for a place that does not count"
-    )]
-    Target {
-        /// The target's value.
-        target: i64,
-        /// Its index among all targets.
-        place: i64,
-        /// Number of classes.
-        classes: i64,
-        /// Target that marks positions which do not count.
-        ignored: i64,
-    },
-    /// A smoothing outside 0 to 1.
-    #[error("a smoothing of {0} is not a part of a target: give a number from 0 up to 1")]
-    Smoothing(f64),
-    /// A chunk of zero bytes.
-    #[error("a chunk of 0 bytes holds no logits: give more, or none to have it chosen")]
-    EmptyChunk,
 }
 
 /// Computes the mean cross-entropy of `hidden · weightᵀ + bias` at the targets, over those that are not
@@ -171,10 +106,10 @@ impl Given<'_> {
     fn check(&self) -> Result<()> {
         let smoothing = self.config.smoothing;
         if !(0.0..=1.0).contains(&smoothing) {
-            return Err(LinearCrossEntropyError::Smoothing(smoothing).into());
+            return Err(NnError::LossSmoothing(smoothing).into());
         }
         if self.config.chunk == Some(Bytes(0)) {
-            return Err(LinearCrossEntropyError::EmptyChunk.into());
+            return Err(NnError::LossChunk.into());
         }
         self.check_shapes()?;
         self.check_kinds()?;
@@ -187,7 +122,7 @@ impl Given<'_> {
         let weight = self.weight.size();
         let wrong = |what, tensor: &Tensor| {
             let (shape, hidden, weight) = (tensor.size(), hidden.clone(), weight.clone());
-            Err(LinearCrossEntropyError::Shape { what, shape, hidden, weight }.into())
+            Err(NnError::LossShape { what, shape, hidden, weight }.into())
         };
         let Some((width, places)) = hidden.split_last() else {
             return wrong("the hidden state", self.hidden);
@@ -210,7 +145,7 @@ impl Given<'_> {
 
     fn check_kinds(&self) -> Result<()> {
         let wrong = |what, wanted: &str, kind| {
-            Err(LinearCrossEntropyError::Kind { what, wanted: wanted.to_owned(), kind })
+            Err(NnError::LossKind { what, wanted: wanted.to_owned(), kind })
         };
         let real = "of a floating-point kind";
         let kind = self.hidden.kind();
@@ -242,7 +177,7 @@ impl Given<'_> {
         ];
         for (what, tensor) in others {
             if let Some(on) = tensor.map(Tensor::device).filter(|on| *on != hidden) {
-                return Err(LinearCrossEntropyError::Device { what, on, hidden }.into());
+                return Err(NnError::LossDevice { what, on, hidden }.into());
             }
         }
         Ok(())
@@ -262,7 +197,7 @@ impl Given<'_> {
         }
         let place = wrong.f_to_kind(Kind::Int64)?.f_argmax(0, false)?.f_int64_value(&[])?;
         let target = targets.f_int64_value(&[place])?;
-        Err(LinearCrossEntropyError::Target { target, place, classes, ignored }.into())
+        Err(NnError::LossTarget { target, place, classes, ignored }.into())
     }
 }
 

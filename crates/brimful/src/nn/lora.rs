@@ -8,7 +8,6 @@ use std::sync::Arc;
 use tch::Tensor;
 use tch::nn::{Init, Path};
 
-use super::projection::WeightOrder;
 use crate::Result;
 
 /// Down-projection: rank × inputs.
@@ -27,19 +26,9 @@ pub struct Lora {
     /// Names of the adapted projections or their ends after a dot, such as `q_proj` or `self_attn.q_proj`;
     /// empty for all projections.
     pub targets: Vec<String>,
-    /// Projections with a rank and an alpha of their own; if several entries match, the first counts.
-    pub overrides: Vec<LoraOverride>,
-}
-
-/// Rank and alpha of particular projections.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LoraOverride {
-    /// Name or end of a name, as in [`Lora::targets`].
-    pub target: String,
-    /// Their rank.
-    pub rank: i64,
-    /// Their alpha.
-    pub alpha: f64,
+    /// Settings of projections with a rank and an alpha of their own, which their targets name; if several match,
+    /// the first counts.
+    pub overrides: Vec<Self>,
 }
 
 thread_local! {
@@ -82,13 +71,14 @@ impl Lora {
         if !self.targets.is_empty() && !self.targets.iter().any(|target| fits(target)) {
             return None;
         }
-        let own = self.overrides.iter().find(|own| fits(&own.target));
-        let (rank, alpha) = own.map_or((self.rank, self.alpha), |own| (own.rank, own.alpha));
-        Some((rank, alpha / rank as f64))
+        let is_own = |own: &&Self| own.targets.iter().any(|target| fits(target));
+        let Self { rank, alpha, .. } = self.overrides.iter().find(is_own).unwrap_or(self);
+        Some((*rank, alpha / *rank as f64))
     }
 
     /// Merges the adapter of the weight `name` among these variables: returns the weight of an equal model without
-    /// LoRA. Leaves the model as it is.
+    /// LoRA. Leaves the model as it is. `inputs_first` is the projection's
+    /// [setting](super::ProjectionConfig::inputs_first).
     ///
     /// # Errors
     /// When memory runs out.
@@ -97,7 +87,7 @@ impl Lora {
         name: &str,
         weight: &Tensor,
         variables: &[(String, Tensor)],
-        order: WeightOrder,
+        inputs_first: bool,
     ) -> Result<Tensor> {
         let layer = name.strip_suffix(WEIGHT).and_then(|layer| layer.strip_suffix('.'));
         let part = |part| {
@@ -109,10 +99,7 @@ impl Lora {
             return Ok(weight.shallow_clone());
         };
         let added = up.f_detach()?.f_mm(&down.f_detach()?)? * scale;
-        let added = match order {
-            WeightOrder::OutputsFirst => added,
-            WeightOrder::InputsFirst => added.f_tr()?,
-        };
+        let added = if inputs_first { added.f_tr()? } else { added };
         Ok(weight.f_detach()?.f_add(&added)?)
     }
 }

@@ -27,6 +27,7 @@
 mod activation;
 mod batch_norm;
 mod embedding;
+mod error;
 mod exact;
 mod first_values;
 pub mod kernels;
@@ -36,21 +37,20 @@ mod norm;
 mod projection;
 mod rotary;
 
-pub use activation::{Gelu, bias_gelu, bias_swiglu};
+pub use activation::{bias_gelu, bias_gelu_tanh, bias_swiglu};
 pub use batch_norm::{
-    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
-    batch_norm2d, batch_norm3d, f_second_use, second_use,
+    BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
+    f_second_use, second_use,
 };
 pub use embedding::embedding;
+pub use error::NnError;
 pub(crate) use exact::{ExactNorm, NormStatistics, WholeBatchNorm, built_in};
 pub(crate) use first_values::in_kind;
 pub use first_values::spread_weight;
-pub use linear_cross_entropy::{
-    LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,
-};
-pub use lora::{Lora, LoraOverride};
+pub use linear_cross_entropy::{LinearCrossEntropyConfig, linear_cross_entropy};
+pub use lora::Lora;
 pub use norm::{
-    LayerNorm, NormError, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
+    LayerNorm, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };
-pub use projection::{Projection, ProjectionConfig, WeightOrder};
+pub use projection::{Projection, ProjectionConfig};
 pub use rotary::Rotary;

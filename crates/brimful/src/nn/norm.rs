@@ -5,24 +5,10 @@ use std::borrow::Borrow;
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use tch::Tensor;
 use tch::nn::{self, Init, Module};
-use thiserror::Error;
 
 use crate::Result;
+use crate::nn::error::NnError;
 use crate::nn::kernels::reported;
-
-/// An input that does not fit a LayerNorm or RMSNorm layer.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("a norm of {width} columns takes an input of … × {width}, but got the shape {shape:?}{residual}",
-    residual = residual.as_ref().map(|shape| format!(" with a residual of {shape:?}")).unwrap_or_default())]
-#[non_exhaustive]
-pub struct NormError {
-    /// Width of the layer's last dimension.
-    pub width: i64,
-    /// The input's shape.
-    pub shape: Vec<i64>,
-    /// The residual's shape, if there was one.
-    pub residual: Option<Vec<i64>>,
-}
 
 /// Layer that normalises each row by its mean and variance, with a weight and a bias.
 pub type LayerNorm = NormWith<false>;
@@ -130,7 +116,7 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
         if fits && residual.as_ref().is_none_or(|other| *other == shape) {
             return Ok(());
         }
-        Err(NormError { width: self.width, shape, residual }.into())
+        Err(NnError::NormShape { width: self.width, shape, residual }.into())
     }
 }
 

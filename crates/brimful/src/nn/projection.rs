@@ -7,16 +7,6 @@ use tch::nn::{Module, Path};
 use super::first_values::spread_weight;
 use super::lora::LowRank;
 
-/// Order of the dimensions of a projection's weight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum WeightOrder {
-    /// Outputs × inputs, as in most models.
-    #[default]
-    OutputsFirst,
-    /// Inputs × outputs, as in GPT-2.
-    InputsFirst,
-}
-
 /// Settings of a projection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProjectionConfig {
@@ -24,8 +14,8 @@ pub struct ProjectionConfig {
     pub spread: f64,
     /// True if it has a bias, initially 0.
     pub bias: bool,
-    /// Order of the weight's dimensions.
-    pub order: WeightOrder,
+    /// True if the weight is inputs × outputs, as in GPT-2; false if it is outputs × inputs, as in most models.
+    pub inputs_first: bool,
 }
 
 /// A linear layer over the last dimension: `weight`, an optional `bias`, and an adapter if the layer is built
@@ -34,21 +24,18 @@ pub struct ProjectionConfig {
 pub struct Projection {
     weight: Tensor,
     bias: Option<Tensor>,
-    order: WeightOrder,
+    inputs_first: bool,
     adapter: Option<LowRank>,
 }
 
 impl Projection {
     /// Creates a projection from `inputs` to `outputs` features.
     pub fn new(path: &Path, inputs: i64, outputs: i64, config: ProjectionConfig) -> Self {
-        let ProjectionConfig { spread, bias, order } = config;
-        let shape = match order {
-            WeightOrder::OutputsFirst => [outputs, inputs],
-            WeightOrder::InputsFirst => [inputs, outputs],
-        };
+        let ProjectionConfig { spread, bias, inputs_first } = config;
+        let shape = if inputs_first { [inputs, outputs] } else { [outputs, inputs] };
         let weight = spread_weight(path, &shape, spread);
         let bias = bias.then(|| path.zeros("bias", &[outputs]));
-        Self { weight, bias, order, adapter: LowRank::wanted(path, inputs, outputs) }
+        Self { weight, bias, inputs_first, adapter: LowRank::wanted(path, inputs, outputs) }
     }
 
     /// Returns its bias, which [`Projection::forward_unbiased`] leaves out.
@@ -87,17 +74,16 @@ impl Projection {
 
     /// Applies the projections without their adapters.
     fn project_all(all: &[&Self], rows: &Tensor, outputs: Outputs) -> Vec<Tensor> {
-        let order = all.first().map(|first| first.order).unwrap_or_default();
-        assert!(all.iter().all(|one| one.order == order), "their weights have different orders");
+        let inputs_first = all.first().is_some_and(|first| first.inputs_first);
+        let is_same = |one: &&Self| one.inputs_first == inputs_first;
+        assert!(all.iter().all(is_same), "their weights have different orders");
         let layers: Vec<_> = all.iter().map(|one| (&one.weight, one.bias.as_ref())).collect();
-        let inputs_first = order == WeightOrder::InputsFirst;
         projections(rows, &layers, inputs_first, outputs).unwrap_or_else(|error| panic!("{error}"))
     }
 
     fn project(&self, x: &Tensor, bias: Option<&Tensor>) -> Tensor {
         let rows = rows_of(x);
-        let inputs_first = self.order == WeightOrder::InputsFirst;
-        let out = projection(&rows, &self.weight, bias, inputs_first)
+        let out = projection(&rows, &self.weight, bias, self.inputs_first)
             .unwrap_or_else(|error| panic!("{error}"));
         like(self.adapted(out, &rows), x)
     }

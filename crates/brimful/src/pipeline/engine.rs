@@ -20,7 +20,7 @@ use crate::step::{
     Handshake, Hints, Lesson, MicroBatches, NonFinitePolicy, PartReport, Seeding, StepState, Team,
     TermGroup, Timeline, Trained, Whole, gradient_bytes, names,
 };
-use crate::workers::{DeviceSpec, WorkerError, Workers};
+use crate::workers::{DeviceSpec, Workers};
 use crate::{Error, Result, device};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Actions, Recompute};
@@ -541,7 +541,7 @@ fn first_failure(
     match (first, stopped) {
         (Some(failed), _) => Err(failed),
         // Another rank failed; its error replaces this one in the vote.
-        (None, Some(worker)) => Err(Failed::stopped(WorkerError::Gone { worker }.into())),
+        (None, Some(worker)) => Err(Failed::stopped(Error::WorkerGone { worker })),
         (None, None) => Ok(all),
     }
 }

@@ -1,14 +1,12 @@
 //! Errors of building and using a pipeline, and of its stages.
 
-use std::fmt;
-
 use thiserror::Error;
 
 use crate::Error;
-use crate::loss::{LossError, NonFiniteValue};
+use crate::loss::LossError;
 use crate::oom::OutOfMemory;
 use crate::step::StepError;
-use crate::world::{RankCause, WorldError};
+use crate::world::WorldError;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Action, ActionKind, StageId};
 
@@ -35,8 +33,8 @@ pub enum PipelineError {
     },
     /// Balance that leaves a device with fewer stages than the others.
     #[error(
-        "the schedule puts {per_device} stages on each device, which {stages} stages do not fill: \
-         give a balance of a multiple of {per_device} stages"
+        "the schedule puts {per_device} stages on each device, but the balance has {stages}: give a \
+         balance of a multiple of {per_device} stages"
     )]
     UnevenStages {
         /// Stages in the balance.
@@ -147,8 +145,8 @@ pub enum PipelineError {
     },
     /// Step that failed after some of its updates in the backward.
     #[error(
-        "the step failed after {stages} stages were updated in the backward, or were about to be, so the \
-         parameters are inconsistent: load the last checkpoint. Cause: {cause}"
+        "the step failed after updates of {stages} stages had begun in the backward, so the parameters are \
+         inconsistent: load the last checkpoint. Cause: {cause}"
     )]
     PartlyUpdated {
         /// Number of updated stages.
@@ -221,8 +219,8 @@ pub enum PipelineError {
     },
     /// Exact BatchNorm without a layer before it.
     #[error(
-        "'{layer}' is an exact BatchNorm and the first layer, but it needs a layer before it whose outputs \
-         of all micro-batches it can wait for: add one, such as `.add_fn(\"input\", |x| x * 1.0)`"
+        "the first layer, '{layer}', is an exact BatchNorm, but there must be a layer before it, for whose \
+         outputs it can wait: add one, such as `.add_fn(\"input\", |x| x * 1.0)`"
     )]
     ExactFirst {
         /// Name of the layer.
@@ -230,8 +228,8 @@ pub enum PipelineError {
     },
     /// Actions that let a micro-batch pass an exact BatchNorm before all have reached it.
     #[error(
-        "{came} of {micro_batches} micro-batches have reached an exact BatchNorm that the next action \
-         passes: give a list of actions in which each stage runs all micro-batches before the next stage \
+        "the next action passes an exact BatchNorm, which only {came} of {micro_batches} micro-batches have \
+         reached: give a list of actions in which each stage runs all micro-batches before the next stage \
          runs one"
     )]
     NotAllMet {
@@ -248,10 +246,13 @@ pub enum PipelineError {
     InputChanged,
     /// In-place change of a tensor that gets a gradient, which libtorch refuses.
     #[error(
-        "it changes in place a tensor that needs a gradient, its stage's input or a parameter: make a new \
-         tensor (`relu` for `relu_`), or make it one layer with the layer before"
+        "it changes a tensor in place that needs a gradient (its stage's input, or a parameter): make a new \
+         tensor (`relu` for `relu_`), or merge the layer with the one before"
     )]
     ChangesInPlace,
+    /// Panic of a layer or the loss, with its message.
+    #[error("it panicked: {0}")]
+    Panicked(String),
 }
 
 /// Part of libtorch's message about such a change, of the tensor itself or of a view.
@@ -261,32 +262,6 @@ const REFUSED_IN_PLACE: &str =
 /// Phrase in errors of an undone step, between the cause and the remedy.
 const NOTHING_CHANGED: &str = "nothing was changed; ";
 
-/// Failure of a stage: the step was undone, and the pipeline can be used again.
-#[derive(Debug, Clone, PartialEq, Error)]
-pub struct StageError {
-    /// Action that the stage was running, with its micro-batch.
-    pub action: Action,
-    /// Layer that was running; none in a backward, a transfer or the loss.
-    pub layer: Option<String>,
-    /// Cause, which the message includes: so it is not a `source`, which would repeat it.
-    pub cause: Cause,
-}
-
-/// Cause of a stage's failure.
-#[derive(Debug, Clone, PartialEq, Error)]
-#[non_exhaustive]
-pub enum Cause {
-    /// Memory ran out.
-    #[error(transparent)]
-    OutOfMemory(OutOfMemory),
-    /// Panic of a layer or the loss, with its message.
-    #[error("it panicked: {0}")]
-    Panic(String),
-    /// Any other error.
-    #[error(transparent)]
-    Error(Error),
-}
-
 impl PipelineError {
     /// Returns the error of a step that failed when so many stages were updated, or about to be.
     pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
@@ -294,28 +269,14 @@ impl PipelineError {
         let cause = error.to_string().replace(NOTHING_CHANGED, "");
         Self::PartlyUpdated { stages, cause }
     }
-}
 
-impl Cause {
-    /// Returns the cause of a layer's or a loss's panic. libtorch's own message about in-place changes
+    /// Returns the error of a layer's or a loss's panic. libtorch's own message about in-place changes
     /// names neither the stage nor a remedy.
     pub(crate) fn of_panic(words: String) -> Self {
         match words.contains(REFUSED_IN_PLACE) {
-            true => Self::Error(PipelineError::ChangesInPlace.into()),
-            false => Self::Panic(words),
+            true => Self::ChangesInPlace,
+            false => Self::Panicked(words),
         }
-    }
-}
-
-impl fmt::Display for StageError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { action, layer, cause } = self;
-        let (stage, kind, i) = (action.stage, action.kind.name(), action.micro_batch);
-        write!(f, "stage {stage} failed in the {kind} of micro-batch {i}")?;
-        if let Some(layer) = layer {
-            write!(f, ", in layer '{layer}'")?;
-        }
-        write!(f, ": {cause}")
     }
 }
 
@@ -324,35 +285,22 @@ impl Error {
     pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
         match self {
             Self::OutOfMemory(oom) => Some(oom),
-            Self::Stage(stage) => match &stage.cause {
-                Cause::OutOfMemory(oom) => Some(oom),
-                Cause::Error(error) => error.out_of_memory(),
-                Cause::Panic(_) => None,
-            },
-            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
-                RankCause::OutOfMemory(oom) => Some(oom),
-                RankCause::NonFinite(_) => None,
-            },
+            Self::Stage { cause, .. } => cause.out_of_memory(),
+            Self::World(WorldError::RankFailed { out_of_memory, .. }) => out_of_memory.as_deref(),
             _ => None,
         }
     }
 
-    /// Returns the non-finite loss or gradient that was refused, here, in a stage of a pipeline or on
-    /// another rank.
-    pub fn non_finite(&self) -> Option<NonFiniteValue> {
+    /// Describes the non-finite loss or gradient that was refused, here, in a stage of a pipeline or on
+    /// another rank; such as `the loss is NaN`.
+    pub fn non_finite(&self) -> Option<String> {
         match self {
-            Self::Loss(LossError::NonFinite { value, .. }) => Some(NonFiniteValue::Loss(*value)),
+            Self::Loss(LossError::NonFinite { value, .. }) => Some(format!("the loss is {value}")),
             Self::Step(StepError::NonFiniteGradient { .. } | StepError::NonFiniteSum { .. }) => {
-                Some(NonFiniteValue::Gradient)
+                Some("a gradient is infinite or no number".to_owned())
             }
-            Self::Stage(stage) => match &stage.cause {
-                Cause::Error(error) => error.non_finite(),
-                Cause::OutOfMemory(_) | Cause::Panic(_) => None,
-            },
-            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
-                RankCause::NonFinite(value) => Some(*value),
-                RankCause::OutOfMemory(_) => None,
-            },
+            Self::Stage { cause, .. } => cause.non_finite(),
+            Self::World(WorldError::RankFailed { non_finite, .. }) => non_finite.clone(),
             _ => None,
         }
     }

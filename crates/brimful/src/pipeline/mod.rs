@@ -32,7 +32,7 @@
 //! ```
 //!
 //! *Atomic.* A step in which anything fails, in whatever stage, leaves gradients, statistics and
-//! random state as they were, and an error that says where ([`StageError`]). The next one works.
+//! random state as they were, and an error that says where ([`Error::Stage`](crate::Error::Stage)). The next one works.
 //!
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
@@ -56,7 +56,7 @@ use tch::Device;
 
 pub use build::{BalanceBy, Builder, Offload};
 pub use calls::{ModelOutput, Outputs};
-pub use error::{Cause, PipelineError, StageError};
+pub use error::PipelineError;
 #[doc(hidden)]
 pub use offload::measure_host_link;
 pub use run::is_recomputing;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{SaveError, unreadable};
+use super::unreadable;
 use crate::{Error, Result};
 
 /// Replaces a file's contents atomically. Keeps links to it and its permissions. A target that is not a
@@ -252,10 +252,5 @@ pub(super) fn refusal(path: &Path, reason: &io::Error) -> Error {
 }
 
 pub(crate) fn unwritable(path: &Path, reason: impl Display) -> Error {
-    SaveError::File {
-        action: "write",
-        path: path.display().to_string(),
-        reason: reason.to_string(),
-    }
-    .into()
+    Error::File { action: "write", path: path.display().to_string(), reason: reason.to_string() }
 }

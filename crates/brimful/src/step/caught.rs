@@ -5,7 +5,7 @@ use std::panic;
 use std::time::Instant;
 
 use crate::oom::{self, Caught};
-use crate::workers::{WorkerError, into_error, panic_message};
+use crate::workers::{into_error, panic_message};
 use crate::{Error, Result};
 
 /// Returns the error; resumes a panic that is not out-of-memory.
@@ -65,7 +65,7 @@ impl ParkedPanic {
             Caught::Panic(payload) => {
                 let message = panic_message(&*payload);
                 self.0 = Some(payload);
-                let error = WorkerError::Panicked { message }.into();
+                let error = Error::Panicked { message };
                 Failed { cause: Box::new(Caught::Error(error)), ..failed }
             }
             cause => Failed { cause: Box::new(cause), ..failed },

@@ -9,8 +9,9 @@ use thiserror::Error;
 pub enum StepError {
     /// A gradient that is not finite.
     #[error(
-        "a gradient is not finite from micro-batch {micro_batch} on: nothing was changed; lower the \
-         learning rate, check the data, or accept non-finite gradients with `NonFinitePolicy::RefuseLoss`"
+        "a gradient is not finite, first in micro-batch {micro_batch}: nothing was changed; lower the \
+         learning rate, check the data, or set `NonFinitePolicy::RefuseLoss`, which refuses only \
+         non-finite losses"
     )]
     NonFiniteGradient {
         /// The micro-batch, counted from 0.
@@ -19,8 +20,8 @@ pub enum StepError {
     /// A gradient that is not finite once it is summed up, divided and cast to this dtype.
     #[error(
         "the gradient of '{parameter}' is not finite in {kind:?}: nothing was changed; lower the learning rate \
-         or the loss scale, check the data, or accept non-finite gradients with \
-         `NonFinitePolicy::RefuseLoss`"
+         or the loss scale, check the data, or set `NonFinitePolicy::RefuseLoss`, which refuses only \
+         non-finite losses"
     )]
     NonFiniteSum {
         /// The parameter's name.
@@ -73,7 +74,7 @@ pub enum StepError {
     },
     /// An output through which a loss over the whole mini-batch cannot run backward.
     #[error(
-        "output {leaf} (counted from 0) cannot take a gradient in parts: return one row per sample, and \
+        "output {leaf} (counted from 0) cannot be cut into rows of samples: return one row per sample, and \
          nothing in `Shared`"
     )]
     OutputNotRows {

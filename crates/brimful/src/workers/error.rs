@@ -1,35 +1,9 @@
-//! Errors of the worker threads themselves.
+//! Converts failures on worker threads to errors.
 
 use std::any::Any;
 
-use thiserror::Error;
-
 use crate::Error;
 use crate::oom::{self, Caught};
-
-/// Failure of a thread of a pipeline or of replicas.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum WorkerError {
-    /// Unexpected panic.
-    #[error("a worker panicked: {message}; what it was doing was undone")]
-    Panicked {
-        /// Its message.
-        message: String,
-    },
-    /// Call to the workers by code that they run, which would wait for itself.
-    #[error(
-        "a pipeline's optimizer or averages were used inside one of its own steps, which would wait for \
-         itself: use them when the step is over"
-    )]
-    InStep,
-    /// Thread that has ended.
-    #[error("the thread of device {worker} has ended: build the pipeline or the replicas again")]
-    Gone {
-        /// Index of the device, from 0.
-        worker: usize,
-    },
-}
 
 /// Converts the failure of a guarded call to an error. tch converts numbers to tensors by calls that panic
 /// when memory runs out, so a panic may be out of memory.
@@ -37,9 +11,7 @@ pub(crate) fn into_error(caught: Caught<Error>) -> Error {
     match caught {
         Caught::OutOfMemory(oom) => oom.into(),
         Caught::Error(error) => error,
-        Caught::Panic(payload) => {
-            WorkerError::Panicked { message: panic_message(&*payload) }.into()
-        }
+        Caught::Panic(payload) => Error::Panicked { message: panic_message(&*payload) },
     }
 }
 

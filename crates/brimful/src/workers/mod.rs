@@ -23,7 +23,6 @@ use crate::stream_fence::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
 pub(crate) use device::resolved;
-pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
 pub(crate) use shared::SharedWorkers;
 
@@ -208,5 +207,5 @@ fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn gone(worker: usize) -> Error {
-    WorkerError::Gone { worker }.into()
+    Error::WorkerGone { worker }
 }

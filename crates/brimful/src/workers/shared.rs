@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ThreadId};
 
-use super::{WorkerError, Workers};
-use crate::Result;
+use super::Workers;
+use crate::{Error, Result};
 
 /// Workers that one holder at a time may send work to.
 pub(crate) struct SharedWorkers<W> {
@@ -46,7 +46,7 @@ impl<W> SharedWorkers<W> {
             Ok(workers) => Ok(workers),
             Err(TryLockError::Poisoned(workers)) => Ok(workers.into_inner()),
             Err(TryLockError::WouldBlock) if self.threads.contains(&thread::current().id()) => {
-                Err(WorkerError::InStep.into())
+                Err(Error::InStep)
             }
             Err(TryLockError::WouldBlock) => Ok(self.lock()),
         }

@@ -7,11 +7,12 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::error::{RankCause, WorldError};
+use super::error::WorldError;
 use super::link::Look;
 use super::message::{Message, decode, encode};
 use super::messenger::{Messenger, Value};
 use super::waits::Wait;
+use crate::oom::OutOfMemory;
 use crate::{Error, Result};
 
 /// Failure of a rank as reported to the others.
@@ -20,7 +21,8 @@ struct ReportedFailure {
     /// Time since the collective began.
     at: Duration,
     message: String,
-    cause: Option<RankCause>,
+    out_of_memory: Option<Box<OutOfMemory>>,
+    non_finite: Option<String>,
 }
 
 impl World {
@@ -70,7 +72,8 @@ impl World {
         let reported = result.as_ref().map_err(|error| ReportedFailure {
             at,
             message: error.to_string(),
-            cause: told_cause(error),
+            out_of_memory: error.out_of_memory().cloned().map(Box::new),
+            non_finite: error.non_finite(),
         });
         // Sent even where this rank has failed: a rank that does not answer makes all others wait.
         let own = encode(&reported)?;
@@ -95,16 +98,10 @@ impl World {
     }
 
     fn failed(&self, rank: usize, failure: ReportedFailure) -> Error {
-        let ReportedFailure { message, cause, .. } = failure;
-        let cause = cause.map(Box::new);
-        WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
+        let ReportedFailure { message, out_of_memory, non_finite, .. } = failure;
+        let host = self.hosts()[rank].clone();
+        WorldError::RankFailed { rank, host, message, out_of_memory, non_finite }.into()
     }
-}
-
-/// Returns the part of this rank's error that other ranks act on, if any.
-fn told_cause(error: &Error) -> Option<RankCause> {
-    let ran_out = error.out_of_memory().cloned().map(RankCause::OutOfMemory);
-    ran_out.or_else(|| error.non_finite().map(RankCause::NonFinite))
 }
 
 /// Returns the values of all ranks in this exchange, once all have arrived.

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::loss::NonFiniteValue;
 use crate::oom::OutOfMemory;
 
 /// Error between the ranks of a world.
@@ -58,7 +56,7 @@ pub enum WorldError {
     },
     /// This rank, whose heartbeat the others do not receive.
     #[error(
-        "the other ranks have given up this one, rank {rank}, because they received no heartbeat from it"
+        "the other ranks count this one, rank {rank}, as lost, because they received no heartbeat from it"
     )]
     GivenUp {
         /// Its number.
@@ -73,8 +71,10 @@ pub enum WorldError {
         host: String,
         /// Its error.
         message: String,
-        /// Part of its error that other ranks act on.
-        cause: Option<Box<RankCause>>,
+        /// Report of out-of-memory, if that was its error.
+        out_of_memory: Option<Box<OutOfMemory>>,
+        /// Description of the non-finite loss or gradient, if that was its error.
+        non_finite: Option<String>,
     },
     /// Value that differs between ranks.
     #[error("{what} must be the same on all ranks, but is {}", listed(found))]
@@ -110,9 +110,7 @@ pub enum WorldError {
         replicas: usize,
     },
     /// More ranks than devices with a stage.
-    #[error(
-        "{ranks} ranks are too many for {workers} devices of a pipeline: start at most {workers}"
-    )]
+    #[error("a pipeline of {workers} devices cannot use {ranks} ranks: start at most {workers}")]
     TooManyRanks {
         /// Number of ranks of a pipeline.
         ranks: usize,
@@ -120,7 +118,7 @@ pub enum WorldError {
         workers: usize,
     },
     /// Rank that does not exist.
-    #[error("there is no rank {rank} among {size}: ranks are counted from 0")]
+    #[error("there is no rank {rank} in a world of {size}: ranks are counted from 0")]
     NoRank {
         /// Number that was given.
         rank: usize,
@@ -130,7 +128,7 @@ pub enum WorldError {
     /// Outputs that cannot be rebuilt on a rank where the closure did not run.
     #[error(
         "outputs of the type {name} cannot be rebuilt on a rank where the closure did not run: let it \
-         give tensors, tuples of them, or a struct of such"
+         return tensors, tuples of tensors, or a struct of tensors"
     )]
     NoForm {
         /// Name of the type.
@@ -149,16 +147,6 @@ impl WorldError {
             false => Err(Self::Differs { what: what.to_owned(), found }),
         }
     }
-}
-
-/// Part of a rank's error that other ranks act on.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum RankCause {
-    /// Memory ran out.
-    OutOfMemory(OutOfMemory),
-    /// A loss or a gradient is non-finite.
-    NonFinite(NonFiniteValue),
 }
 
 fn said(words: &Option<String>) -> String {

@@ -43,7 +43,7 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use error::{RankCause, WorldError};
+pub use error::WorldError;
 #[doc(hidden)]
 pub use traffic::Traffic;
 

@@ -262,7 +262,7 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
     let x = input(4, 0);
     assert_fails(builder(layers(0, EXACT), 2).build(), &["2 devices", "Deferred"]);
     let first = Layers::new().add_norm("norm", |p| norm(p, 0, EXACT));
-    assert_fails(builder(first, 1).build(), &["'norm'", "it can wait for: add one"]);
+    assert_fails(builder(first, 1).build(), &["'norm'", "for whose outputs it can wait: add one"]);
 
     let store = VarStore::new(test_device());
     let layer = batch_norm1d(store.root(), 3, EXACT);

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use brimful::Layers;
 use brimful::nn::{
-    BatchNormConfig, BatchNormPolicy, Projection, ProjectionConfig, WeightOrder, batch_norm1d,
-    layer_norm, rms_norm,
+    BatchNormConfig, BatchNormPolicy, Projection, ProjectionConfig, batch_norm1d, layer_norm,
+    rms_norm,
 };
 use proptest::prelude::*;
 use tch::nn::{self, Module, ModuleT};
@@ -294,8 +294,7 @@ fn burn() {
 fn add_shape(layers: Layers, name: String, shape: Shape) -> Layers {
     match shape {
         Shape::Projected => layers.add(name, |p| {
-            let config =
-                ProjectionConfig { spread: 1.0, bias: true, order: WeightOrder::OutputsFirst };
+            let config = ProjectionConfig { spread: 1.0, bias: true, inputs_first: false };
             burning(Projection::new(p, WIDTH, WIDTH, config))
         }),
         Shape::LayerNorm => layers.add(name, |p| burning(layer_norm(p, WIDTH))),

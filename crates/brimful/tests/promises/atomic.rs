@@ -4,7 +4,6 @@
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
-use brimful::memory::Place;
 use brimful::{MicroBatches, Result, World};
 use tch::Tensor;
 
@@ -148,7 +147,7 @@ fn every_allocation(
         arena.fail_nth_allocation(0);
         let Err(error) = ended else { break };
         let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error}"));
-        assert_eq!(oom.place, Place::Arena(format!("memory {memory}")), "{what}");
+        assert_eq!(oom.arena(), Some(format!("memory {memory}").as_str()), "{what}");
         assert_same(&what, &before, &state(&*engine));
         failures += 1;
     }

@@ -15,7 +15,7 @@ impl MeasuredModel {
         let is_measured = self.model.is_some();
         request.host_memory = match self.host_memory {
             Some(memory) => Some(memory.0),
-            None if is_measured => Some(memory::host()?.available.0),
+            None if is_measured => Some(memory::host_available()?.0),
             None => None,
         };
         if is_measured {

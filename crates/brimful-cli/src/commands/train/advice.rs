@@ -3,9 +3,7 @@
 use std::fmt;
 
 use anyhow::Result;
-use brimful::auto::DoesNotFit;
 use brimful::internal::without_remedy;
-use brimful::loss::NonFiniteValue;
 use brimful::memory::OutOfMemory;
 use brimful::optim::{Method, Sgd};
 use brimful::schedule::Recompute;
@@ -180,13 +178,11 @@ impl Trainer {
     /// Returns the library's error of a step, with a remedy if one is known.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
         if let Some(value) = cause.non_finite() {
-            return self.of_numbers(value);
+            return self.of_numbers(&value);
         }
-        if let Error::DoesNotFit(end) = &cause {
-            return match self.fixed_remedy(&end.cause) {
-                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause.message)),
-                None => does_not_fit(format!("{}; {}", end.cause.message, self.smaller(end))),
-            };
+        if let Error::DoesNotFit { available, cause: oom, .. } = &cause {
+            let remedy = self.fixed_remedy(oom).unwrap_or_else(|| self.smaller(*available, oom));
+            return does_not_fit(format!("{}; {remedy}", oom.message));
         }
         let remedies = |limit| listed(&self.size.remedies(&self.options, limit));
         let remedy = |oom: &OutOfMemory| self.remedy(oom).unwrap_or_else(|| remedies(oom.limit));
@@ -200,19 +196,18 @@ impl Trainer {
     }
 
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
-    fn smaller(&self, end: &DoesNotFit) -> String {
+    fn smaller(&self, available: Bytes, oom: &OutOfMemory) -> String {
         let least = match self.unit_of_sizes() {
             "tokens" => "the longest sample alone",
             _ => "one sample",
         };
         format!(
-            "a micro-batch of {least} does not fit into the {} of free memory either: {}",
-            end.available,
-            listed(&self.size.remedies(&self.options, end.cause.limit))
+            "a micro-batch of {least} does not fit into the {available} of free memory either: {}",
+            listed(&self.size.remedies(&self.options, oom.limit))
         )
     }
 
-    fn of_numbers(&self, value: NonFiniteValue) -> anyhow::Error {
+    fn of_numbers(&self, value: &str) -> anyhow::Error {
         let (epoch, step) = (self.epoch + 1, self.running.steps + 1);
         let learning_rate = self.learning_rate();
         anyhow::anyhow!(

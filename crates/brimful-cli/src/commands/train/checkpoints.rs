@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::Result;
-use brimful::save::{self, SaveError, WrittenFile};
+use brimful::save::{self, WrittenFile};
 
 use super::Trainer;
 use super::run_files::{Keep, RunFiles};
@@ -133,7 +133,7 @@ impl Put {
         let thread = thread::Builder::new().name("brimful save".to_owned());
         thread.spawn(self.0).map_err(|reason| {
             let reason = format!("{reason}: no thread can be started: look at ulimit -u");
-            SaveError::File { action: "write", path: "the run".to_owned(), reason }.into()
+            brimful::Error::File { action: "write", path: "the run".to_owned(), reason }
         })
     }
 }

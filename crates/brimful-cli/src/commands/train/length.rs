@@ -14,7 +14,7 @@ const TUNING_EPOCHS: usize = 3;
 #[command(next_help_heading = "Optimizer")]
 pub struct Length {
     #[arg(long, value_name = "N", value_parser = words::count_or_none)]
-    #[arg(help = format!("{} [default: 10; fine-tuning 3]", words::EPOCHS))]
+    #[arg(help = format!("{} [default: 10; when fine-tuning, 3]", words::EPOCHS))]
     pub(crate) epochs: Option<usize>,
     /// Number of steps, in place of --epochs
     #[arg(long, value_name = "STEPS", value_parser = words::count, conflicts_with = "epochs")]

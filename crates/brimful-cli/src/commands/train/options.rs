@@ -77,7 +77,7 @@ pub struct TrainOptions {
     pub(crate) model: ModelSource,
     #[arg(long, value_enum, help_heading = "Model")]
     #[arg(help = format!("{} [default: f32; fine-tuning as stored]", words::DTYPE))]
-    #[arg(long_help = format!("{}{DTYPES} [default: f32; fine-tuning as stored]", words::DTYPE))]
+    #[arg(long_help = format!("{}{DTYPES} [default: f32; when fine-tuning, as stored]", words::DTYPE))]
     #[arg(hide_possible_values = true)]
     pub(crate) dtype: Option<NumberType>,
     #[command(flatten)]
@@ -88,9 +88,9 @@ pub struct TrainOptions {
     #[arg(long, default_value = "digits", value_name = "DATA", help_heading = "Data")]
     #[arg(help = words::DATA, long_help = words::DATA_FORMS)]
     pub(crate) data: String,
-    /// Tokens per sequence [default: 64; fine-tuning up to 2048]
+    /// Tokens per sequence [default: 64; when fine-tuning, 2048 at most]
     ///
-    /// Fine-tuning uses the smallest of the model's context, the text's length and 2048
+    /// When fine-tuning, the default is the smallest of 2048, the model's context and the text's length
     #[arg(long, value_name = "N", value_parser = words::count, help_heading = "Data")]
     pub(crate) sequence: Option<usize>,
     /// Image size in pixels [default: 224]
@@ -99,7 +99,7 @@ pub struct TrainOptions {
     /// suited to small images
     #[arg(long, value_name = "PIXELS", value_parser = words::count, help_heading = "Data")]
     pub(crate) image: Option<usize>,
-    /// Samples per mini-batch: N or all [default: 128; fine-tuning 16384 tokens]
+    /// Samples per mini-batch: N or all [default: 128; when fine-tuning, as many as make 16384 tokens]
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub(crate) batch_size: Option<BatchSize>,
     #[command(flatten)]
@@ -115,8 +115,8 @@ pub struct TrainOptions {
     pub(crate) seed: u64,
     /// Samples per micro-batch: a number, auto or largest
     ///
-    /// auto finds the fastest size that fits, largest the largest size. The gradient does not depend on the size, except
-    /// through dropout and per-micro-batch BatchNorm (see --seed). auto may find different sizes in two runs
+    /// `auto` finds the fastest size that fits; `largest` the largest. Two runs with `auto` may use different sizes. The
+    /// gradient does not depend on the size, except through dropout and per-micro-batch BatchNorm (see --seed)
     #[arg(long, default_value = "auto", value_name = "N", help_heading = "Memory")]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch_size: MicroBatches,
@@ -126,16 +126,16 @@ pub struct TrainOptions {
     pub(crate) num_micro_batches: Option<usize>,
     /// Memory limit of each device, such as 96MiB or 16GB
     ///
-    /// Units are KB, MB, GB, TB, or KiB, MiB, GiB, TiB (in short K, M, G, T). Everything that the run keeps on the device
-    /// counts: weights, gradients, optimizer state, activations, and on a GPU memory that libtorch caches. Memory of
-    /// other programs does not count
+    /// Units are KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024; K, M, G, T for short).
+    /// Everything that the run keeps on the device counts: weights, gradients, optimizer state, activations and, on a
+    /// GPU, memory cached by libtorch. Memory of other programs does not count
     #[arg(long, value_name = "BYTES", help_heading = "Memory")]
     pub(crate) memory_limit: Option<Bytes>,
     #[command(flatten)]
     pub(crate) stages: Stages,
     /// Device: cpu, cuda or cuda:1 [default: cuda if there is a GPU]
     ///
-    /// With cuda, each device of a pipeline and each rank of a machine takes a separate GPU
+    /// With `cuda`, each device of a pipeline and each rank of a machine takes a separate GPU
     #[arg(long, value_name = "NAME", help_heading = "Devices")]
     pub(crate) device: Option<String>,
     #[command(flatten)]

@@ -20,18 +20,22 @@ pub struct Recipe {
     /// Number format of the optimizer's averages [default: f32]
     #[arg(long, value_enum, value_name = "FORMAT", hide_short_help = true)]
     pub(crate) optimizer_state: Option<OptimizerState>,
-    /// Learning rate [default: 1e-3, SGD 0.05; fine-tuning 2e-5, LoRA 2e-4]
+    /// Learning rate [default: 1e-3; SGD 0.05; fine-tuning 2e-5; LoRA 2e-4]
     ///
-    /// The defaults 2e-5 and 2e-4 apply with Adam and AdamW; the default of Adafactor is 0.01
+    /// The default of SGD is 0.05 in fine-tuning and LoRA too, that of Adafactor 0.01 otherwise
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
     #[arg(help = words::LEARNING_RATE_DECAY, hide_possible_values = true)]
     pub(crate) learning_rate_decay: Decay,
     /// Linear warm-up of the learning rate [default: 0; fine-tuning 3 %]
+    ///
+    /// When fine-tuning, the default is 3 % of all steps
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
     /// Weight decay, not of biases and norms [default: AdamW 0.01, Muon 0.1]
+    ///
+    /// The default of the other optimizers is 0
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]

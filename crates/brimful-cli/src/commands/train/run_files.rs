@@ -28,7 +28,8 @@ pub struct RunFiles {
     pub(crate) save_every: Option<usize>,
     /// Checkpoints to keep: last, last and best, or the newest N
     ///
-    /// last: the newest. best: also the one with the lowest test loss, as FILE.best. N: the newest N, as FILE.step-STEP
+    /// `last` keeps the newest. `best` also keeps the one with the lowest test loss, as FILE.best. N keeps the newest N,
+    /// as FILE.step-STEP
     #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
     #[arg(hide_short_help = true)]
     pub(crate) keep: Keep,
@@ -53,7 +54,7 @@ pub struct RunFiles {
     /// Overwrite earlier results
     #[arg(long, hide_short_help = true)]
     pub(crate) overwrite: bool,
-    /// Record the run in this file, from which brimful report makes a page
+    /// Record the run in this file; `brimful report` makes a page from it
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(crate) record: Option<PathBuf>,
     /// Write an HTML page: timeline, memory, micro-batch sizes, loss

@@ -15,10 +15,10 @@ use crate::setting::{self, shown_as_given, words};
 pub(crate) struct Stages {
     /// Offload model state to host memory: auto, none or all
     ///
-    /// Model state is the weights, gradients and optimizer state. auto keeps model state on the device if it fits, and
-    /// otherwise offloads as many stages as needed. If model state takes more than half of the memory, auto first
-    /// measures the layers. With several ranks or replicas, with --schedule, and with exact BatchNorm, auto offloads all
-    /// layers or none. all offloads every layer, of which at most two at a time are on the device
+    /// Model state is the weights, gradients and optimizer state. With `auto`, it stays on the device if it fits;
+    /// otherwise as many stages as needed are offloaded. If model state takes more than half of the memory, `auto`
+    /// measures the layers first. With several ranks or replicas, with --schedule, and with exact BatchNorm, `auto`
+    /// offloads all layers or none. With `all`, every layer is offloaded, and at most two at a time are on the device
     #[arg(long, value_enum, value_name = "WHICH", default_value = "auto")]
     #[arg(help_heading = "Memory", hide_possible_values = true)]
     pub(crate) offload: OffloadArgument,

@@ -184,7 +184,8 @@ impl<'a> GreedyRun<'a> {
         Some((action, arrived.unwrap_or_else(|| self.soonest(action, now))))
     }
 
-    /// Returns the stage's next gradient, and its earliest start: its recompute needs no input.
+    /// Returns the stage's next backward or input gradient, and its earliest start. The recompute before it needs no
+    /// gradient, so it may start that much earlier.
     fn next_gradient(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
         let progress = &self.stages[stage.index()];
         let i = progress.gradients;

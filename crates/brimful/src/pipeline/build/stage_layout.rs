@@ -46,7 +46,7 @@ impl StageLayout {
         placement: &[DeviceId],
     ) -> Result<Self> {
         let ranges: Vec<_> = balance.ranges().collect();
-        let skips = layers.skips()?;
+        let skips = layers.paired_skips()?;
         let plan = |(j, range): (usize, &Range<usize>)| StagePlan {
             worker: placement[j].index(),
             range: range.clone(),

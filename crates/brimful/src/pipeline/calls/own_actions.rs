@@ -92,10 +92,11 @@ mod tests {
             let x = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
             let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
             let refused = pipe.backward(&x, &x, loss).map(drop).expect_err("refused");
-            let crate::Error::Stage(refused) = refused else { panic!("not a stage's: {refused}") };
-            assert_eq!(refused.action.to_string(), action);
-            let left = crate::Error::from(PipelineError::WeightsLeft);
-            assert_eq!(refused.cause, crate::pipeline::Cause::Error(left));
+            let crate::Error::Stage { action: refused, cause, .. } = refused else {
+                panic!("not a stage's: {refused}")
+            };
+            assert_eq!(refused.to_string(), action);
+            assert_eq!(*cause, PipelineError::WeightsLeft.into());
             assert!(pipe.gradients().expect("gradients").is_empty());
         }
     }

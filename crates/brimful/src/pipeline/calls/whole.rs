@@ -8,7 +8,6 @@ use brimful_torch::leaves::{KnownLeaves, Reach};
 use tch::Tensor;
 
 use super::{check_no_gradients, inputs};
-use crate::accumulate::OtherLeaf;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
 use crate::gradient_mode::with_graphs;
@@ -154,7 +153,7 @@ impl Pipeline {
     /// runs out in any of them, an automatic size retries with smaller micro-batches.
     ///
     /// Only the stages get gradients: a loss that depends on other tensors that require one is refused
-    /// ([`OtherLeaf`]); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
+    /// ([`Error::OtherLeaf`]); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
     /// loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
@@ -248,7 +247,7 @@ impl Pipeline {
         let ends: Vec<&Tensor> = outputs.run.iter().collect();
         match backward_to(&KnownLeaves::new(&[])?, &ends, &[&loss], &[None], false)? {
             Reach::Known(()) => Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run))),
-            Reach::Other(leaf) => Err(OtherLeaf { shape: leaf.size() }.into()),
+            Reach::Other(leaf) => Err(Error::OtherLeaf { shape: leaf.size() }),
         }
     }
 

@@ -44,7 +44,7 @@ use crate::batch::Versions;
 use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
-use crate::pipeline::error::{Cause, PipelineError, StageError};
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::StepRng;
@@ -466,13 +466,13 @@ fn refuse_non_finite(
 fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
     let cause = match caught {
         Caught::Error(Stop::NeighbourGone) => return WorkerFailure::Stopped,
-        Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
+        Caught::OutOfMemory(oom) => oom.into(),
         // A failure of the world, not of this stage.
         Caught::Error(Stop::Error(error @ Error::World(_))) => return error.into(),
         Caught::Error(Stop::Error(error)) if error.non_finite().is_some() => return error.into(),
-        Caught::Error(Stop::Error(error)) => Cause::Error(error),
-        Caught::Panic(payload) => Cause::of_panic(panic_message(&*payload)),
+        Caught::Error(Stop::Error(error)) => error,
+        Caught::Panic(payload) => PipelineError::of_panic(panic_message(&*payload)).into(),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
-    Error::from(StageError { action, layer, cause }).into()
+    Error::Stage { action, layer, cause: Box::new(cause) }.into()
 }
