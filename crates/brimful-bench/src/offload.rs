@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use brimful::optim::{AdamW, StateFormat};
 use brimful::pipeline::Offload;
-use brimful::schedule::{HostLinkUse, Recompute, Schedule};
+use brimful::schedule::{HostLinkUse, Location, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
 use brimful_cli::commands::train::OptimizerState;
 use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
@@ -83,6 +83,9 @@ struct OffloadedUpdate {
     /// Round gradients to bf16 on their way to the host
     #[arg(long)]
     bf16_gradients: bool,
+    /// Keep boundaries of offloaded stages on the GPU
+    #[arg(long)]
+    device_boundaries: bool,
 }
 
 /// Placement of a contestant's stages.
@@ -234,6 +237,10 @@ impl<'a> Contestant<'a> {
             true => builder.offload_gradients(Kind::BFloat16),
             false => builder,
         };
+        let builder = match options.update.device_boundaries && why.is_none() {
+            true => builder.boundaries(Location::Device),
+            false => builder,
+        };
         let in_backward = offload.updates_in_backward();
         let training = StagedTraining::new(builder, options.method(), in_backward, loss)?;
         Ok(Self { options, offload, training, parameters, why })
@@ -264,6 +271,7 @@ impl<'a> Contestant<'a> {
             peak_bytes: steady.last.peak(),
             optimizer_state: options.update.optimizer_state.format(),
             bf16_gradients: options.update.bf16_gradients,
+            device_boundaries: options.update.device_boundaries,
             steady,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
@@ -333,6 +341,7 @@ struct OffloadRow {
     peak_bytes: Option<Bytes>,
     optimizer_state: StateFormat,
     bf16_gradients: bool,
+    device_boundaries: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
 }

@@ -9,7 +9,7 @@ use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
 /// Largest number of stages: the model is cut finely, so that device buffers are small, but a choice needs
 /// many simulations of a step.
-const MOST_STAGES: usize = 64;
+const MOST_STAGES: usize = 128;
 
 /// Returns a row for each number of micro-batches with which the model fits.
 pub(super) fn rows(request: &Request<'_>, host_memory: u64) -> Result<Vec<PlanRow>, PlanError> {

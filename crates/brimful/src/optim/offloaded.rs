@@ -19,17 +19,16 @@ pub(crate) struct OffloadedParameter {
 }
 
 impl Parameter {
-    /// Whether a step may update it with this part.
-    fn is_of(&self, part: usize) -> bool {
-        let here = self.offload.as_ref().is_some_and(|offload| offload.part == part);
-        here && self.tensor.requires_grad()
+    /// Whether a step may update it with this part; `None` is the part of all that stay on their device.
+    fn is_of(&self, part: Option<usize>) -> bool {
+        self.tensor.requires_grad() && self.offload.as_ref().map(|offload| offload.part) == part
     }
 }
 
 impl Optimizer {
     /// Whether every parameter of this part has a state that fits it, all of it `held`.
     pub(crate) fn has_states(&self, part: usize, held: impl Fn(&Tensor) -> bool) -> bool {
-        let mut parameters = self.parameters.iter().filter(|parameter| parameter.is_of(part));
+        let mut parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));
         parameters.all(|parameter| {
             let method = self.method_of(parameter);
             let state = parameter.state.as_ref();
@@ -40,7 +39,7 @@ impl Optimizer {
 
     /// Bytes of this part's state at most, each tensor with this alignment.
     pub(crate) fn state_bytes(&self, part: usize, alignment: usize) -> u64 {
-        let parameters = self.parameters.iter().filter(|parameter| parameter.is_of(part));
+        let parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));
         let bytes = parameters.map(|parameter| {
             let method = self.method_of(parameter);
             // Step counter, master, and moments with their scales.
@@ -54,7 +53,7 @@ impl Optimizer {
     /// A step that was not taken yet does not see them.
     pub(crate) fn make_states(
         &mut self,
-        part: usize,
+        part: Option<usize>,
         mut place: impl FnMut(&Tensor) -> Result<()>,
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();

@@ -116,23 +116,26 @@ impl ParameterState {
     pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
         let dense = method.updates_in_place(tensor);
         // The state of a parameter of which a copy is updated is contiguous, as the copy is.
-        let is_beside = |other: &Tensor, kind: Kind| {
-            let there = if dense {
-                fits(tensor, other)
-            } else {
-                other.is_contiguous() && is_alike(tensor, other)
+        let is_beside = |other: &Tensor, kind: Kind, shape: Option<Vec<i64>>| {
+            let there = match shape {
+                None if dense => fits(tensor, other),
+                shape => {
+                    let size = shape.unwrap_or_else(|| tensor.size());
+                    other.is_contiguous()
+                        && (other.device(), other.size()) == (tensor.device(), size)
+                }
             };
             there && other.kind() == kind
         };
+        let slots = method.moments(tensor.dim()).iter();
+        let shapes = slots.map(|(_, extent)| extent.shape(&tensor.size()));
         let master = master_kind(tensor.kind());
         let format = method.format();
         self.master.is_some() == master.is_some()
-            && self.master.iter().zip(master).all(|(master, kind)| is_beside(master, kind))
-            && self
-                .moments
-                .iter()
-                .enumerate()
-                .all(|(at, moment)| is_beside(&moment.elements, format.kind(tensor.kind(), at)))
+            && self.master.iter().zip(master).all(|(master, kind)| is_beside(master, kind, None))
+            && self.moments.iter().zip(shapes).enumerate().all(|(at, (moment, shape))| {
+                is_beside(&moment.elements, format.kind(tensor.kind(), at), shape)
+            })
     }
 
     /// Copies the elements of the parameter that were set since into the master; the others keep their f32
@@ -314,10 +317,6 @@ fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
     };
     prefer_large_pages(&empty);
     Ok(empty)
-}
-
-fn is_alike(a: &Tensor, b: &Tensor) -> bool {
-    (a.device(), a.size()) == (b.device(), b.size())
 }
 
 #[cfg(test)]

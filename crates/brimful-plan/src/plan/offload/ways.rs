@@ -82,7 +82,7 @@ impl StageStep<'_> {
             Kept::Nothing => (0, boundaries),
         };
         let (resident, on_host) = match way.weights {
-            Location::Device => (resident_bytes(cost), 0),
+            Location::Device => (self.resident_bytes(cost), 0),
             Location::Host => (0, self.offloaded_bytes(cost)),
         };
         let host_link = self.host_link_times(way, cost, input as f64);
@@ -105,6 +105,11 @@ impl StageStep<'_> {
     fn offloaded_bytes(&self, cost: &StageCost) -> u64 {
         let gradients = if self.costs.update_in_backward { 0 } else { cost.sent_bytes };
         cost.offloaded_bytes.saturating_add(cost.optimizer_bytes).saturating_add(gradients)
+    }
+
+    fn resident_bytes(&self, cost: &StageCost) -> u64 {
+        let gradients = if self.costs.update_in_backward { 0 } else { cost.gradient_bytes };
+        cost.parameter_bytes.saturating_add(gradients).saturating_add(cost.optimizer_bytes)
     }
 
     fn host_link_times(&self, way: StageWay, cost: &StageCost, input: f64) -> HostLinkTimes {
@@ -136,11 +141,6 @@ impl StageStep<'_> {
         let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
-}
-
-fn resident_bytes(cost: &StageCost) -> u64 {
-    let trained = cost.parameter_bytes.saturating_add(cost.gradient_bytes);
-    trained.saturating_add(cost.optimizer_bytes)
 }
 
 /// Transfer times of a stage in the forward or the backward of a step.

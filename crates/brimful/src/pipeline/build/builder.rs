@@ -9,7 +9,8 @@ use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, ResolvedBalance};
 use super::offload::{
-    Offload, bring_together, check_offloaded_graphs, recompute_at_least, stage_locations,
+    BoundaryLocations, Offload, bring_together, check_offloaded_graphs, recompute_at_least,
+    stage_locations,
 };
 use super::roster::Roster;
 use super::stage_layout::StageLayout;
@@ -48,8 +49,7 @@ pub struct Builder {
     recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
     pub(super) offload: Offload,
-    /// Device or host for each stage's boundaries, if a plan sets it.
-    boundaries: Vec<Location>,
+    boundaries: BoundaryLocations,
     device_buffers: usize,
     gradient_kind: Option<Kind>,
     pub(super) host: Option<Arena>,
@@ -74,7 +74,7 @@ impl Builder {
             recompute_each: Vec::new(),
             kind: Kind::Float,
             offload: Offload::default(),
-            boundaries: Vec::new(),
+            boundaries: BoundaryLocations::default(),
             device_buffers: DEVICE_BUFFERS,
             gradient_kind: None,
             host: None,
@@ -155,6 +155,7 @@ impl Builder {
         let schedule = Some(schedule);
         let recompute_each = row.stages.iter().map(|stage| stage.recompute).collect();
         let boundaries = row.stages.iter().map(|stage| stage.boundaries).collect();
+        let boundaries = BoundaryLocations::Each(boundaries);
         let of_stages = Self {
             recompute_each,
             offload: row.into(),
@@ -179,10 +180,16 @@ impl Builder {
     pub fn offload(self, offload: impl Into<Offload>) -> Self {
         Self {
             offload: offload.into(),
-            boundaries: Vec::new(),
+            boundaries: self.boundaries.unless_planned(),
             device_buffers: DEVICE_BUFFERS,
             ..self
         }
+    }
+
+    /// Sets where the boundaries of offloaded stages wait. By default they wait on the host; on the device, where they
+    /// take memory for every micro-batch, they leave the host link to weights and optimizer state.
+    pub fn boundaries(self, location: Location) -> Self {
+        Self { boundaries: BoundaryLocations::All(location), ..self }
     }
 
     /// Sets the dtype that gradients in f32 are rounded to on their way to the host, such as bf16 for half the memory

@@ -146,11 +146,28 @@ impl From<&PlanRow> for Offload {
     }
 }
 
-/// Returns device or host for all that belongs to each stage. Without `boundaries`, those that an
-/// offloading device sends or receives wait on the host: such a device has no capacity for all of them.
+/// Device or host for the boundaries of the stages.
+#[derive(Debug, Clone, Default)]
+pub(super) enum BoundaryLocations {
+    /// Those that an offloading device sends or receives wait on the host: such a device may have no capacity for all.
+    #[default]
+    Usual,
+    All(Location),
+    /// As a plan sets each.
+    Each(Vec<Location>),
+}
+
+impl BoundaryLocations {
+    /// Returns what was set for all stages.
+    pub(super) fn unless_planned(self) -> Self {
+        if let Self::Each(_) = self { Self::Usual } else { self }
+    }
+}
+
+/// Returns device or host for all that belongs to each stage.
 pub(super) fn stage_locations(
     weights: &[Location],
-    boundaries: &[Location],
+    boundaries: &BoundaryLocations,
     placement: &[DeviceId],
 ) -> Vec<StageLocation> {
     let of_devices = weights.iter().zip(placement);
@@ -161,7 +178,11 @@ pub(super) fn stage_locations(
     let location = |j: usize| {
         let is_crowded = placement[j.saturating_sub(1)..=j].iter().any(|at| crowded.contains(at));
         let usual = if is_crowded { Location::Host } else { Location::Device };
-        let boundaries = boundaries.get(j).copied().unwrap_or(usual);
+        let boundaries = match boundaries {
+            BoundaryLocations::All(location) => *location,
+            BoundaryLocations::Each(each) => each.get(j).copied().unwrap_or(usual),
+            BoundaryLocations::Usual => usual,
+        };
         StageLocation { weights: weights[j], boundaries, trained: true }
     };
     (0..weights.len()).map(location).collect()

@@ -23,7 +23,7 @@ mod stage;
 pub use speed::measure_host_link;
 pub(crate) use stage::{HostMemory, OffloadedStage};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use brimful_torch::foreach;
@@ -34,7 +34,6 @@ use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
 use crate::optim::{OffloadedParameter, Optimizer, OptimizerPlan};
-use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{HostStaging, TransferClock};
 use brimful_plan::schedule::{Awaited, StageId, Transfer, TransferKind};
 use device_buffers::DeviceBuffers;
@@ -53,8 +52,10 @@ pub(crate) struct OffloadedStages {
     states: DeviceBuffers,
     /// Stage whose parameters point to its device buffer.
     current: Option<usize>,
-    /// Device-to-host staging for gradients, updates and boundaries.
+    /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: HostStaging,
+    /// Stream that takes updated stages to the host. Boundaries, which are wanted sooner, do not queue behind them.
+    homeward: Stream,
     /// Host address of each parameter of the step under way.
     places: Vec<usize>,
     /// Gradients that are being copied to the host, and the event at which they have arrived.
@@ -79,6 +80,8 @@ pub(crate) struct OffloadedStages {
 struct BackwardUpdates {
     /// Gradients of tied parameters, complete once the owning stage has run.
     shared: Vec<(String, Tensor)>,
+    /// Names and places of the parameters on the device that are updated behind each stage.
+    resident: HashMap<usize, Vec<(String, usize)>>,
     /// Number of stages that were updated.
     done: usize,
 }
@@ -100,6 +103,7 @@ impl OffloadedStages {
             states: DeviceBuffers::new(memory.device, device_buffers, 1)?,
             current: None,
             outward: HostStaging::new(memory.device, memory.arena.clone())?,
+            homeward: Stream::new(memory.device)?,
             places: Vec::new(),
             in_flight: None,
             on_host: Vec::new(),
@@ -296,7 +300,7 @@ impl OffloadedStages {
         let (Some(stage), Some(weights)) = (&mut self.stages[at], self.weights.of(at)) else {
             return Ok(());
         };
-        let stream = self.outward.outward;
+        let stream = self.homeward;
         stream.wait(&Event::after(Stream::current(self.memory.device)?)?)?;
         let _outward = stream.enter()?;
         let one = Transfer { kind: TransferKind::OffloadState, ..one };
@@ -352,7 +356,7 @@ impl OffloadedStages {
             self.finish_one(at, one, optimizer.as_deref_mut(), &mut clock)?;
         }
         if std::mem::take(&mut self.is_homeward) {
-            self.outward.outward.synchronize()?;
+            self.homeward.synchronize()?;
         }
         Ok(())
     }
@@ -375,9 +379,38 @@ impl OffloadedStages {
         done.and(left)
     }
 
-    /// Begins updates in the backward.
-    pub(crate) fn begin_updates(&mut self) {
-        self.updates = Some(BackwardUpdates::default());
+    /// Begins updates in the backward; `resident` has the names and places of the parameters on the device that are
+    /// updated behind each stage.
+    pub(crate) fn begin_updates(&mut self, resident: HashMap<usize, Vec<(String, usize)>>) {
+        self.updates = Some(BackwardUpdates { resident, ..BackwardUpdates::default() });
+    }
+
+    /// Updates the parameters on the device whose gradients are complete with this stage's last backward.
+    pub(crate) fn update_resident(
+        &mut self,
+        at: usize,
+        accumulator: &mut Accumulator,
+        optimizer: Option<&mut Optimizer>,
+    ) -> Result<()> {
+        let resident = self.updates.as_mut().and_then(|updates| updates.resident.remove(&at));
+        let (Some(resident), Some(optimizer)) = (resident, optimizer) else { return Ok(()) };
+        let mut wanted = vec![false; self.places.len()];
+        resident.iter().for_each(|(_, place)| wanted[*place] = true);
+        let mut sums = accumulator.take(&wanted);
+        let parts = resident.into_iter().map(|(name, place)| {
+            let parts = sums.iter_mut().filter_map(|sum| sum[place].take()).collect::<Vec<_>>();
+            (name, parts)
+        });
+        let gradients = added_up(parts.filter(|(_, parts)| !parts.is_empty()).collect())?;
+        let plan = optimizer.prepare_with(&gradients)?;
+        self.count_update();
+        optimizer.commit(plan)
+    }
+
+    fn count_update(&mut self) {
+        if let Some(updates) = &mut self.updates {
+            updates.done += 1;
+        }
     }
 
     /// Returns whether the optimizer updates parameters in the backward under way.
@@ -432,25 +465,14 @@ impl OffloadedStages {
         optimizer: &mut Optimizer,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        let mut summed = Vec::new();
-        for (name, mut parts) in gradients {
-            let sum = parts.swap_remove(0);
-            for part in parts {
-                foreach::add(&[sum.shallow_clone()], &[part], 1.0)?;
-            }
-            summed.push((name, sum));
-        }
-        if summed.is_empty() {
+        let gradients = added_up(gradients)?;
+        if gradients.is_empty() {
             return Ok(());
         }
-        let done = self.updated_stages() + 1;
         self.update(at, one, clock, |this, _| {
-            let plan = optimizer.prepare_with(&summed)?;
-            if let Some(updates) = &mut this.updates {
-                updates.done += 1;
-            }
-            let committed = optimizer.commit(plan);
-            committed.map_err(|error| PipelineError::partly_updated(done, &error).into())
+            let plan = optimizer.prepare_with(&gradients)?;
+            this.count_update();
+            optimizer.commit(plan)
         })
     }
 
@@ -522,9 +544,21 @@ impl OffloadedStages {
     }
 }
 
+/// Adds up the parts of each gradient.
+fn added_up(gradients: Vec<(String, Vec<Tensor>)>) -> Result<Vec<(String, Tensor)>> {
+    let added = gradients.into_iter().map(|(name, mut parts)| {
+        let sum = parts.swap_remove(0);
+        for part in parts {
+            foreach::add(&[sum.shallow_clone()], &[part], 1.0)?;
+        }
+        Ok((name, sum))
+    });
+    added.collect()
+}
+
 impl Drop for OffloadedStages {
     fn drop(&mut self) {
         // Host memory must not be unpinned while copies to it are under way. A device that has failed makes none.
-        let _ = self.outward.outward.synchronize();
+        let _ = self.outward.outward.synchronize().and(self.homeward.synchronize());
     }
 }

@@ -217,7 +217,7 @@ impl OffloadedStage {
         let bytes = optimizer.state_bytes(part, ALIGNMENT) as usize;
         let buffer = memory.host_buffer(bytes)?;
         let mut state = HostState { buffer, end: 0, tensors: Vec::new() };
-        let made = optimizer.make_states(part, |tensor| state.place(tensor));
+        let made = optimizer.make_states(Some(part), |tensor| state.place(tensor));
         // Even after a failure: some tensors are there already.
         self.state = Some(state);
         made

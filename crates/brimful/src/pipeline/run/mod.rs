@@ -212,6 +212,37 @@ impl WorkerRun {
         done.map_err(|caught| failure(site, last, caught))
     }
 
+    /// Returns the index of the action that completes the stage's gradients.
+    pub(crate) fn last_backward(&self, stage: StageId) -> Option<usize> {
+        self.list.iter().rposition(|action| action.stage == stage && action.kind.releases())
+    }
+
+    /// Refuses to update a stage in the backward while the step's losses or gradients could still be refused.
+    fn check_update(&self, site: &Site) -> Result<()> {
+        let Some(offloaded) = site.offloaded.as_ref().filter(|o| o.updates_in_backward()) else {
+            return Ok(());
+        };
+        let groups = self.tally.groups(self.job.mode.is_last());
+        if groups.iter().any(|group| *group != TermGroup::Done) {
+            return Err(PipelineError::UnknownInBackward.into());
+        }
+        refuse_non_finite(&self.tally, &self.largest, offloaded, site.non_finite)
+    }
+
+    /// Updates parameters that stay on the device, if this action completes their gradients.
+    fn update_resident(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
+        if !action.kind.releases() || self.last_backward(action.stage) != Some(self.next - 1) {
+            return Ok(());
+        }
+        self.check_update(site)?;
+        match (&mut site.offloaded, &mut self.accumulator) {
+            (Some(offloaded), Some(accumulator)) => {
+                offloaded.update_resident(at, accumulator, site.optimizer.as_mut())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Starts the transfers that come before the next action.
     fn start_transfers(&mut self, site: &mut Site) -> Result<(), Stop> {
         while let Some(one) = self.transfers.front().filter(|one| one.before <= self.next).copied()
@@ -241,6 +272,9 @@ impl WorkerRun {
 
     /// Starts to transfer a stage's weights, or its gradients.
     fn transfer_weights(&mut self, site: &mut Site, at: usize, one: Transfer) -> Result<()> {
+        if one.kind == TransferKind::OffloadGradients {
+            self.check_update(site)?;
+        }
         let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
             TransferKind::Fetch => {
@@ -257,13 +291,6 @@ impl WorkerRun {
                 self.transfer_clock.release(one)
             }
             _ => {
-                let groups = self.tally.groups(self.job.mode.is_last());
-                if offloaded.updates_in_backward() {
-                    if groups.iter().any(|group| *group != TermGroup::Done) {
-                        return Err(PipelineError::UnknownInBackward.into());
-                    }
-                    refuse_non_finite(&self.tally, &self.largest, offloaded, site.non_finite)?;
-                }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
                 let optimizer = site.optimizer.as_mut();
@@ -286,11 +313,12 @@ impl WorkerRun {
         }
         site.look_for_free_memory(&mut self.transfer_clock)?;
         match action.kind {
-            ActionKind::Forward => self.forward(site, at, action),
-            ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
-            ActionKind::Backward | ActionKind::InputGradient => self.backward(site, at, action),
-            ActionKind::WeightGradient => Ok(self.weight_gradient(site, at, action)?),
+            ActionKind::Forward => self.forward(site, at, action)?,
+            ActionKind::Recompute => self.recompute(site, at, action)?,
+            ActionKind::Backward | ActionKind::InputGradient => self.backward(site, at, action)?,
+            ActionKind::WeightGradient => self.weight_gradient(site, at, action)?,
         }
+        Ok(self.update_resident(site, at, action)?)
     }
 
     fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {

@@ -1,5 +1,7 @@
 //! Runs one worker's attempt at a step: its actions, and what commits or undoes them.
 
+use std::collections::{BTreeMap, HashMap};
+
 use tch::Tensor;
 
 use super::Worker;
@@ -171,17 +173,47 @@ impl Worker {
             return Err(PipelineError::PartsInBackward.into());
         }
         self.check_updates_in_backward(run)?;
-        self.site.offloaded.iter_mut().for_each(OffloadedStages::begin_updates);
+        if let Some(optimizer) = &mut self.site.optimizer {
+            // What an update would allocate must be there before the first one.
+            optimizer.make_states(None, |_| Ok(()))?;
+        }
+        let resident = self.resident_parameters(run);
+        if let Some(offloaded) = &mut self.site.offloaded {
+            offloaded.begin_updates(resident);
+        }
         Ok(())
+    }
+
+    /// Returns the names and places of the trained parameters that stay on the device, by the stage whose backward is the
+    /// last to use them.
+    fn resident_parameters(&self, run: &WorkerRun) -> HashMap<usize, Vec<(String, usize)>> {
+        let mut last: BTreeMap<usize, (Option<usize>, usize)> = BTreeMap::new();
+        let by_stage = self.variables.trained_by_stage(self.site.stages.len());
+        let is_offloaded = |at| {
+            let offloaded = self.site.offloaded.as_ref();
+            offloaded.is_some_and(|offloaded| offloaded.is_trained(at).is_some())
+        };
+        for (at, places) in by_stage.iter().enumerate().filter(|(at, _)| !is_offloaded(*at)) {
+            let end = run.last_backward(self.site.stages[at].id);
+            for place in places {
+                let known = last.entry(*place).or_insert((end, at));
+                *known = (*known).max((end, at));
+            }
+        }
+        let names: Vec<&str> = self.variables.trained().map(|v| v.name.as_str()).collect();
+        let mut resident: HashMap<usize, Vec<(String, usize)>> = HashMap::new();
+        for (place, (_, at)) in last {
+            resident.entry(at).or_default().push((names[place].to_owned(), place));
+        }
+        resident
     }
 
     /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
     /// optimizer updates a stage at its last backward, when the gradients of tied parameters must be
     /// complete. Weight gradients (dW) may come later.
     fn check_updates_in_backward(&self, run: &WorkerRun) -> Result<()> {
-        let list = &run.job.actions.lists()[self.number];
         let stage = |at: usize| self.site.stages[at].id;
-        let end = |at| list.iter().rposition(|a| a.stage == stage(at) && a.kind.releases());
+        let end = |at| run.last_backward(stage(at));
         let mut ties = self.site.offloaded.iter().flat_map(OffloadedStages::ties);
         ties.find(|&(owner, user)| end(owner) < end(user)).map_or(Ok(()), |(owner, user)| {
             let (owner, user) = (stage(owner), stage(user));
