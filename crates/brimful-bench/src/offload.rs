@@ -272,6 +272,7 @@ impl<'a> Contestant<'a> {
             optimizer_state: options.update.optimizer_state.format(),
             bf16_gradients: options.update.bf16_gradients,
             device_boundaries: options.update.device_boundaries,
+            losses: [steady.first_loss, steady.last.loss],
             steady,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
@@ -342,6 +343,8 @@ struct OffloadRow {
     optimizer_state: StateFormat,
     bf16_gradients: bool,
     device_boundaries: bool,
+    /// Losses of the first step and the last, on the same mini-batch.
+    losses: [f64; 2],
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
 }

@@ -18,6 +18,9 @@ use crate::setting::typed;
 /// Share of a device's memory that a plan leaves free for the allocator's rounding and fragmentation.
 const SPARE: f64 = 0.05;
 
+/// Share of the free host memory that a plan leaves to other processes.
+const HOST_SPARE: f64 = 0.1;
+
 /// Name of the measured loss, after the layers.
 const LOSS: &str = "loss of the outputs";
 
@@ -127,7 +130,8 @@ impl OffloadPlanner {
             return Ok(OffloadPlan::Device);
         }
         request.host_link = measure_host_link(device)?;
-        request.host_memory = Some(memory::host_available()?.0);
+        let available = memory::host_available()?.0 as f64;
+        request.host_memory = Some((available * (1.0 - HOST_SPARE)) as u64);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];

@@ -7,6 +7,7 @@
 use std::ptr;
 use tch::Tensor;
 
+use crate::cuda_object;
 use crate::error::TorchError;
 use crate::ffi::{self, RawAdafactor, RawMuon, RawUpdate, RawUpdateOptions};
 use crate::{owned, raw, raw_or_null};
@@ -129,6 +130,9 @@ pub fn update(
     options: &Options,
     rate: Option<&Tensor>,
 ) -> Result<(), TorchError> {
+    if let Some(first) = all.first() {
+        cuda_object::load_for(first.parameter);
+    }
     let all: Vec<_> = all.iter().map(Update::raw).collect();
     // SAFETY: every pointer is null or a valid tensor; the bridge checks their dtypes and memory before it reads them.
     unsafe { ffi::brimful_update(all.as_ptr(), all.len(), &options.raw(), raw_or_null(rate)) }
@@ -165,6 +169,7 @@ pub fn muon(
     scratch: &Tensor,
     rate: Option<&Tensor>,
 ) -> Result<(), TorchError> {
+    cuda_object::load_for(one.parameter);
     let &MuonOptions { coefficients: [a, b, c], steps, eps } = muon;
     let muon = RawMuon { a, b, c, eps, steps: steps.into() };
     // SAFETY: as in `update`; scratch memory is handed out within its bounds.

@@ -241,6 +241,7 @@ fn a_device_takes_the_steps_of_a_host() {
         }
         kernels::set_enabled(before);
     }
+    wrong.extend(kernels::refusals());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
