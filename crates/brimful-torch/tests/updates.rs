@@ -235,7 +235,9 @@ fn a_device_takes_the_steps_of_a_host() {
             }
             let (here, there) = (case.values(), there.map(|t| t.to_device(Device::Cpu)).values());
             let difference = ((&here - there).abs() / (here.abs() + 1.0)).max().double_value(&[]);
-            if difference > 2e-2 {
+            // Without the kernel, 8-bit averages are rounded to nearest.
+            let most = if !enabled && name.contains("Int8") { 0.5 } else { 2e-2 };
+            if difference > most {
                 wrong.push(format!("{name}, kernels {enabled}: {difference}"));
             }
         }

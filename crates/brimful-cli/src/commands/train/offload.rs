@@ -178,7 +178,7 @@ pub(super) struct LeastBytes {
     /// The same with the finest cut: of the largest layer.
     pub(super) of_stage: u64,
     /// Bytes when fully offloaded: the weights and gradients of the two largest layers, of which one computes while
-    /// the other is in transfer.
+    /// the other is in transfer, and what an update of the largest one brings.
     pub(super) offloaded: u64,
 }
 
@@ -192,7 +192,9 @@ impl LeastBytes {
         Ok(Self {
             resident: resident_bytes(layers, options, kind)?,
             of_stage: (largest as f64 * resident_factor(layers, options, kind)?) as u64,
-            offloaded: ((largest + second) as f64 * with_gradients) as u64,
+            offloaded: ((largest + second) as f64 * with_gradients
+                + largest as f64 * (resident_factor(layers, options, kind)? - 1.0))
+                as u64,
         })
     }
 }

@@ -22,7 +22,7 @@ pub struct Recipe {
     pub(crate) optimizer_state: Option<OptimizerState>,
     /// Learning rate [default: 1e-3; SGD 0.05; fine-tuning 2e-5; LoRA 2e-4]
     ///
-    /// The default of SGD is 0.05 in fine-tuning and LoRA too, that of Adafactor 0.01 otherwise
+    /// The default of SGD is always 0.05. That of Adafactor is 0.01, unless it fine-tunes
     #[arg(long, visible_alias = "lr", value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) learning_rate: Option<f64>,
     #[arg(long, value_enum, default_value = "none", value_name = "C")]
@@ -33,9 +33,9 @@ pub struct Recipe {
     /// When fine-tuning, the default is 3 % of all steps
     #[arg(long, value_name = "STEPS", value_parser = words::count_or_none)]
     pub(crate) warmup: Option<usize>,
-    /// Weight decay, not of biases and norms [default: AdamW 0.01, Muon 0.1]
+    /// Weight decay of matrices [default: AdamW 0.01, Muon 0.1]
     ///
-    /// The default of the other optimizers is 0
+    /// Biases and norms have none. The default of the other optimizers is 0
     #[arg(long, value_name = "W", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// SGD momentum [default: 0.9]
@@ -192,9 +192,9 @@ shown_as_given!(OptimizerName);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerState {
     F32,
-    /// Rounded at random
+    /// Stochastic rounding
     Bf16,
-    /// In groups of 128 numbers with a common scale, rounded at random
+    /// In groups of 128 numbers with a common scale, and stochastic rounding
     #[value(name = "8bit")]
     EightBit,
 }

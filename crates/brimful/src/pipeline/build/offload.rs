@@ -23,8 +23,8 @@ use brimful_plan::schedule::{
 /// Memory of the stages' weights, gradients and optimizer state between their uses.
 ///
 /// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
-/// their use, its gradients go to the host when they are complete, and the optimizer updates the weights
-/// there. So a model may be as large as host memory. With a
+/// their use, its gradients go to the host when they are complete, and the device updates it when it is fetched
+/// the next time. So a model may be as large as host memory. With a
 /// [breadth-first](brimful_plan::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
 /// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

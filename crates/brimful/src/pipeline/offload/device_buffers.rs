@@ -76,7 +76,12 @@ impl DeviceBuffers {
         Ok(())
     }
 
-    /// Makes later buffers so large, unless they are; none is in use.
+    /// Returns whether a buffer is free.
+    pub(super) fn has_free(&self) -> bool {
+        self.buffers.is_empty() || self.buffers.iter().any(|buffer| buffer.holds.is_none())
+    }
+
+    /// Makes the buffers so large, unless they are; none is in use. If memory lacks for all, makes a single one.
     ///
     /// # Errors
     /// When the device's memory runs out: those there were are freed then.
@@ -87,7 +92,10 @@ impl DeviceBuffers {
             }
             self.bytes = bytes;
         }
-        self.allocate()
+        self.allocate().or_else(|_| {
+            self.count = 1;
+            self.allocate()
+        })
     }
 
     /// Allocates all buffers at once: a step whose buffers do not fit fails before it begins.

@@ -183,7 +183,9 @@ impl OffloadedStages {
             return Ok(());
         }
         self.bring(at, one, clock)?;
-        match self.waiting.contains_key(&at) || completes && self.updates.is_some() {
+        // Without a free buffer, the update itself brings the state.
+        let is_updated = self.waiting.contains_key(&at) || completes && self.updates.is_some();
+        match is_updated && self.states.has_free() {
             true => self.bring_state(at, one, clock),
             false => Ok(()),
         }
