@@ -141,8 +141,12 @@ int32_t brimful_adafactor(
           "moment ", which, " of Adafactor must be ", wanted, " for a parameter of ", shape);
     }
     auto direction = memory.take(shape), wide = memory.take(shape);
-    auto rows = memory.take(rows_shape), columns = memory.take(columns_shape);
-    auto mean = memory.take(mean_shape);
+    at::Tensor rows, columns, mean;
+    if (is_matrix) {
+      rows = memory.take(rows_shape);
+      columns = memory.take(columns_shape);
+      mean = memory.take(mean_shape);
+    }
     const double root = std::sqrt(static_cast<double>(p.numel()));
 
     // The parameter's mean size, at least eps.

@@ -204,10 +204,7 @@ pub struct AdafactorOptions {
 /// Number of elements of scratch memory that [`adafactor`] needs for a parameter of this shape.
 pub fn adafactor_scratch(shape: &[i64]) -> usize {
     let numbers = shape.iter().product::<i64>() as usize;
-    if shape.len() < 2 {
-        return 5 * numbers + 32;
-    }
-    // Rows, columns and means of a matrix, and the numbers of a step.
+    // Two of its size, the rows, columns and means of a matrix, and the numbers of a step.
     let last = |at: usize| shape.iter().rev().nth(at).map_or(1, |size| (*size).max(1) as usize);
     let (rows, columns) = (numbers / last(0), numbers / last(1));
     2 * numbers + rows + columns + rows / last(1) + 32

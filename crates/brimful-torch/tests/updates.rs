@@ -246,8 +246,8 @@ fn a_device_takes_the_steps_of_a_host() {
             for (at, (here, there)) in case.tensors().into_iter().zip(there.tensors()).enumerate() {
                 let there = there.to_device(Device::Cpu);
                 if enabled && !here.equal(&there) {
-                    let at_most = here.ne_tensor(&there).to_kind(Kind::Int).argmax(None, false);
-                    let index = at_most.int64_value(&[]);
+                    let first = here.ne_tensor(&there).to_kind(Kind::Int).argmax(None, false);
+                    let index = first.int64_value(&[]);
                     let [here, there] = [here, &there].map(|tensor| tensor.double_value(&[index]));
                     wrong.push(format!("{name}, tensor {at}, number {index}: {here:e} {there:e}"));
                 }

@@ -947,7 +947,7 @@ fn groups_and_parameters_that_make_no_sense_are_refused() {
     }
 }
 
-/// A vector needs more scratch memory for each number than a matrix.
+/// No matrix beside it lends it scratch memory.
 #[test]
 fn adafactor_updates_a_vector_alone() {
     let start = Tensor::ones([1000], (Kind::Float, Device::Cpu));

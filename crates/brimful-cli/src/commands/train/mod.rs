@@ -41,7 +41,7 @@ use length::is_due;
 use options::BatchSize;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
-pub use recipe::{Decay, OptimizerState};
+pub use recipe::Decay;
 use run_files::RunFiles;
 pub use trainer::{Epoch, Trainer};
 

@@ -190,7 +190,7 @@ shown_as_given!(OptimizerName);
 
 /// Number format of an optimizer's averages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum OptimizerState {
+pub(crate) enum OptimizerState {
     F32,
     /// Stochastic rounding
     Bf16,
@@ -203,7 +203,7 @@ shown_as_given!(OptimizerState);
 
 impl OptimizerState {
     /// Returns the library's name of it.
-    pub fn format(self) -> StateFormat {
+    fn format(self) -> StateFormat {
         match self {
             Self::F32 => StateFormat::F32,
             Self::Bf16 => StateFormat::Bf16,
