@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use brimful::optim::AdamW;
+use brimful::optim::{AdamW, StateFormat};
 use brimful::pipeline::Offload;
-use brimful::schedule::{HostLinkUse, Recompute, Schedule};
+use brimful::schedule::{HostLinkUse, Location, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
+use brimful_cli::commands::train::OptimizerState;
 use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
@@ -60,6 +61,8 @@ pub(crate) struct OffloadOptions {
         default_value = "device,host,host-in-backward"
     )]
     offload: Vec<OffloadArgument>,
+    #[command(flatten)]
+    update: OffloadedUpdate,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
     repeats: usize,
@@ -69,6 +72,20 @@ pub(crate) struct OffloadOptions {
     memory_limit: Option<Bytes>,
     #[command(flatten)]
     output: Output,
+}
+
+/// Number formats of an offloaded update.
+#[derive(Debug, Clone, Copy, Args)]
+struct OffloadedUpdate {
+    /// Number format of the optimizer's averages
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32")]
+    optimizer_state: OptimizerState,
+    /// Round gradients to bf16 on their way to the host
+    #[arg(long)]
+    bf16_gradients: bool,
+    /// Keep boundaries of offloaded stages on the GPU
+    #[arg(long)]
+    device_boundaries: bool,
 }
 
 /// Placement of a contestant's stages.
@@ -132,6 +149,10 @@ impl OffloadOptions {
         })
     }
 
+    fn method(&self) -> AdamW {
+        AdamW::new(LEARNING_RATE).state_format(self.update.optimizer_state.format())
+    }
+
     /// Returns the layers of each stage: the embeddings, each block, and the head.
     fn balance(&self) -> Vec<usize> {
         let mut balance = vec![1; self.layers + 2];
@@ -155,10 +176,11 @@ impl OffloadOptions {
                     loss,
                     trained: 1.0,
                     kept_beside: 0,
-                    looks_ahead: !offload.updates_in_backward(),
+                    updates_in_backward: offload.updates_in_backward(),
+                    bf16_gradients: self.update.bf16_gradients,
                     capacities: vec![capacity],
                     kind: Kind::BFloat16,
-                    method: AdamW::new(LEARNING_RATE).into(),
+                    method: self.method().into(),
                     batch_size: self.sequences as usize * most,
                     adapts: false,
                     schedule: breadth_first(&self.balance()),
@@ -212,7 +234,16 @@ impl<'a> Contestant<'a> {
                 builder.plan(&row)
             }
         };
-        let training = StagedTraining::new(builder, offload.updates_in_backward(), loss)?;
+        let builder = match options.update.bf16_gradients {
+            true => builder.offload_gradients(Kind::BFloat16),
+            false => builder,
+        };
+        let builder = match options.update.device_boundaries && why.is_none() {
+            true => builder.boundaries(Location::Device),
+            false => builder,
+        };
+        let builder = builder.update_in_backward(offload.updates_in_backward());
+        let training = StagedTraining::new(builder, options.method(), loss)?;
         Ok(Self { options, offload, training, parameters, why })
     }
 
@@ -239,6 +270,10 @@ impl<'a> Contestant<'a> {
             repeats: options.repeats,
             tokens_per_s: (samples * options.tokens) as f64 / steady.seconds,
             peak_bytes: steady.last.peak(),
+            optimizer_state: options.update.optimizer_state.format(),
+            bf16_gradients: options.update.bf16_gradients,
+            device_boundaries: options.update.device_boundaries,
+            losses: [steady.first_loss, steady.last.loss],
             steady,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
@@ -306,6 +341,11 @@ struct OffloadRow {
     steady: SteadySteps,
     tokens_per_s: f64,
     peak_bytes: Option<Bytes>,
+    optimizer_state: StateFormat,
+    bf16_gradients: bool,
+    device_boundaries: bool,
+    /// Losses of the first step and the last, on the same mini-batch.
+    losses: [f64; 2],
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
 }

@@ -6,7 +6,7 @@ use brimful::pipeline::{Builder, PipelineOptimizer};
 use brimful::{Loss, Pipeline, StepReport};
 use tch::Tensor;
 
-use crate::steady::{LEARNING_RATE, SteadyTraining};
+use crate::steady::SteadyTraining;
 use crate::work::Samples;
 
 /// Loss of a model's output and its target.
@@ -20,15 +20,10 @@ pub(crate) struct StagedTraining {
 }
 
 impl StagedTraining {
-    /// Builds the pipeline; with `updates_in_backward`, offloaded updates run during the backward.
-    pub(crate) fn new(
-        builder: Builder,
-        updates_in_backward: bool,
-        loss: OutputLoss,
-    ) -> Result<Self> {
+    /// Builds the pipeline and its optimizer.
+    pub(crate) fn new(builder: Builder, method: AdamW, loss: OutputLoss) -> Result<Self> {
         let mut pipeline = builder.build()?;
-        let mut optimizer = pipeline.optimizer(AdamW::new(LEARNING_RATE))?;
-        optimizer.update_in_backward(updates_in_backward)?;
+        let optimizer = pipeline.optimizer(method)?;
         Ok(Self { pipeline, optimizer, loss })
     }
 }

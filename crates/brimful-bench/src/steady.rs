@@ -10,8 +10,7 @@ use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
-/// The first step creates gradients and the optimizer's state; a host may take some more until it has memory for
-/// the updates that an offloaded optimizer computes ahead.
+/// The first steps create gradients, the optimizer's state and CUDA graphs.
 const WARM_UP: usize = 5;
 
 /// Returns the number of steps that a contestant runs.

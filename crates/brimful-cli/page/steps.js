@@ -17,7 +17,7 @@ const KINDS = [
   { letter: "w", name: "waits for weights", awaited: "weights", color: "--await-weights" },
   { letter: "b", name: "waits for boundaries", awaited: "boundaries", color: "--await-boundary" },
   { letter: "g", name: "waits for gradient memory", awaited: "gradient memory", color: "--await-room" },
-  { letter: "p", name: "waits for the optimizer on the host", awaited: "the optimizer on the host", color: "--await-update" },
+  { letter: "p", name: "waits for optimizer state", awaited: "optimizer state", color: "--await-update" },
 ];
 /** By the letters' codes. */
 const KIND_OF_LETTER = new Uint8Array(128);

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
 use brimful::balance::Profile;
-use brimful::internal::{HostSpeed, gradient_factor, sums_apart};
+use brimful::internal::{gradient_factor, measure_host_link, sums_apart};
 use brimful::optim::Method;
 use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
@@ -17,6 +17,9 @@ use crate::setting::typed;
 
 /// Share of a device's memory that a plan leaves free for the allocator's rounding and fragmentation.
 const SPARE: f64 = 0.05;
+
+/// Share of the free host memory that a plan leaves to other processes.
+const HOST_SPARE: f64 = 0.1;
 
 /// Name of the measured loss, after the layers.
 const LOSS: &str = "loss of the outputs";
@@ -53,8 +56,10 @@ pub struct OffloadQuestion {
     /// Copies kept of each parameter besides the optimizer's state, in the dtype of accumulated gradients: averages
     /// of weights, and the gradients of mini-batches that make a step together.
     pub kept_beside: usize,
-    /// True if each gradient is final when it reaches the host, so that updates can be computed ahead.
-    pub looks_ahead: bool,
+    /// True if gradients of offloaded stages are rounded to bf16.
+    pub bf16_gradients: bool,
+    /// True if stages are updated in the backward.
+    pub updates_in_backward: bool,
     /// True if micro-batches shrink when they do not fit.
     pub adapts: bool,
     /// Schedule of the model if all of it stays on its devices.
@@ -118,7 +123,7 @@ struct OffloadPlanner {
 
 impl OffloadPlanner {
     fn settle(&self) -> Result<OffloadPlan> {
-        let OffloadQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
+        let OffloadQuestion { device, batch_size, adapts, .. } = self.question;
         let mut request = self.request();
         // An automatic size goes down to one sample.
         request.micro_batches = vec![if adapts { batch_size } else { self.micro_batches }];
@@ -126,13 +131,9 @@ impl OffloadPlanner {
         if resident.fits {
             return Ok(OffloadPlan::Device);
         }
-        let speed = HostSpeed::measure(device, method)?;
-        request.host_link = speed.host_link;
-        request.host_update = speed.update / kind.elt_size_in_bytes() as f64;
-        request.host_memory = Some(memory::host_available()?.0);
-        if self.question.looks_ahead {
-            request.look_ahead = method.ahead_needs(kind)?;
-        }
+        request.host_link = measure_host_link(device)?;
+        let available = memory::host_available()?.0 as f64;
+        request.host_memory = Some((available * (1.0 - HOST_SPARE)) as u64);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];
@@ -155,8 +156,10 @@ impl OffloadPlanner {
         let beside = self.question.kept_beside as f64 * gradient;
         Request {
             gradient_bytes: trained * gradient,
+            sent_gradient_bytes: self.question.bf16_gradients.then_some(trained),
             sums_apart: sums_apart(device, kind),
             optimizer_bytes: trained * method.state_factor_in(kind) + beside,
+            update_in_backward: self.question.updates_in_backward,
             schedules: vec![schedule],
             recompute: Some(recompute),
             ..Request::new(&self.profile, devices, self.question.batch_size)
@@ -171,7 +174,7 @@ impl OffloadPlanner {
         format!(
             "{at_host} of {stages} stages offloaded to the host ({}), {again} recomputed: all of it on the \
              device would take {} of its {capacity}",
-            Bytes(row.host_bytes + row.ahead_bytes),
+            Bytes(row.host_bytes),
             Bytes(needed),
         )
     }

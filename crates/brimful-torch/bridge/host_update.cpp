@@ -98,49 +98,49 @@ SHARED void widen(const void* from, UpdateKind kind, int64_t begin, int64_t coun
 }
 
 SHARED void widen_parameter(
-    const UpdatePlaces& now, UpdateKind kind, int64_t begin, int64_t count, double* to) {
-  widen(now.parameter, kind, begin, count, to);
+    const UpdatePlaces& places, UpdateKind kind, int64_t begin, int64_t count, double* to) {
+  widen(places.parameter, kind, begin, count, to);
 }
 
 SHARED void widen_parameter(
-    const UpdatePlaces& now, UpdateKind kind, int64_t begin, int64_t count, float* to) {
-  if (kind == kUpdateBf16 && now.master != nullptr) {
-    const auto* weight = at<unsigned short>(now.parameter, begin);
-    const auto* remainder = at<short>(now.master, begin);
+    const UpdatePlaces& places, UpdateKind kind, int64_t begin, int64_t count, float* to) {
+  if (kind == kUpdateBf16 && places.master != nullptr) {
+    const auto* weight = at<unsigned short>(places.parameter, begin);
+    const auto* remainder = at<short>(places.master, begin);
     for (int64_t i = 0; i < count; ++i) to[i] = join(weight[i], remainder[i]);
   } else if (kind == kUpdateF16) {
-    widen(now.master, kUpdateF32, begin, count, to);
+    widen(places.master, kUpdateF32, begin, count, to);
   } else {
-    widen(now.parameter, kind, begin, count, to);
+    widen(places.parameter, kind, begin, count, to);
   }
 }
 
 SHARED void narrow_parameter(
-    const double* from, const UpdatePlaces& next, UpdateKind /*kind*/, int64_t begin, int64_t count) {
-  std::memcpy(at<double>(next.parameter, begin), from, count * sizeof(double));
+    const double* from, const UpdatePlaces& places, UpdateKind /*kind*/, int64_t begin, int64_t count) {
+  std::memcpy(at<double>(places.parameter, begin), from, count * sizeof(double));
 }
 
 SHARED void narrow_parameter(
-    const float* from, const UpdatePlaces& next, UpdateKind kind, int64_t begin, int64_t count) {
+    const float* from, const UpdatePlaces& places, UpdateKind kind, int64_t begin, int64_t count) {
   if (kind == kUpdateF32) {
-    std::memcpy(at<float>(next.parameter, begin), from, count * sizeof(float));
+    std::memcpy(at<float>(places.parameter, begin), from, count * sizeof(float));
     return;
   }
-  auto* weight = at<unsigned short>(next.parameter, begin);
+  auto* weight = at<unsigned short>(places.parameter, begin);
   if (kind == kUpdateBf16) {
     // A direction has no remainder.
-    if (next.master == nullptr) {
+    if (places.master == nullptr) {
       for (int64_t i = 0; i < count; ++i) weight[i] = split(from[i]).weight;
       return;
     }
-    auto* remainder = at<short>(next.master, begin);
+    auto* remainder = at<short>(places.master, begin);
     for (int64_t i = 0; i < count; ++i) {
       const SplitNumber all = split(from[i]);
       weight[i] = all.weight;
       remainder[i] = all.remainder;
     }
   } else {
-    std::memcpy(at<float>(next.master, begin), from, count * sizeof(float));
+    std::memcpy(at<float>(places.master, begin), from, count * sizeof(float));
     for (int64_t i = 0; i < count; ++i) weight[i] = c10::detail::fp16_ieee_from_fp32_value(from[i]);
   }
 }
@@ -150,46 +150,46 @@ SHARED int64_t group_end(int64_t begin, int64_t count) {
 }
 
 SHARED void widen_moment(
-    const UpdatePlaces& now, int which, UpdateKind kind, int64_t begin, int64_t count, double* to) {
-  widen(now.moments[which], kind, begin, count, to);
+    const UpdatePlaces& places, int which, UpdateKind kind, int64_t begin, int64_t count, double* to) {
+  widen(places.moments[which], kind, begin, count, to);
 }
 
 SHARED void widen_moment(
-    const UpdatePlaces& now, int which, UpdateKind kind, int64_t begin, int64_t count, float* to) {
-  if (kind != kUpdateEightBit) return widen(now.moments[which], kind, begin, count, to);
-  const float* scales = now.scales[which] + begin / UPDATE_GROUP;
+    const UpdatePlaces& places, int which, UpdateKind kind, int64_t begin, int64_t count, float* to) {
+  if (kind != kUpdateEightBit) return widen(places.moments[which], kind, begin, count, to);
+  const float* scales = places.scales[which] + begin / UPDATE_GROUP;
   for (int64_t first = 0; first < count; first += UPDATE_GROUP) {
     const float scale = scales[first / UPDATE_GROUP];
     const int64_t end = group_end(first, count);
     if (which == 0) {
-      const auto* codes = at<signed char>(now.moments[which], begin);
+      const auto* codes = at<signed char>(places.moments[which], begin);
       for (int64_t i = first; i < end; ++i) to[i] = unpack_signed(codes[i], scale);
     } else {
-      const auto* codes = at<unsigned char>(now.moments[which], begin);
+      const auto* codes = at<unsigned char>(places.moments[which], begin);
       for (int64_t i = first; i < end; ++i) to[i] = unpack_square(codes[i], scale);
     }
   }
 }
 
 SHARED void narrow_moment(
-    const double* from, const UpdatePlaces& next, int which, UpdateKind /*kind*/, int64_t begin,
+    const double* from, const UpdatePlaces& places, int which, UpdateKind /*kind*/, int64_t begin,
     int64_t count) {
-  std::memcpy(at<double>(next.moments[which], begin), from, count * sizeof(double));
+  std::memcpy(at<double>(places.moments[which], begin), from, count * sizeof(double));
 }
 
 SHARED void narrow_moment(
-    const float* from, const UpdatePlaces& next, int which, UpdateKind kind, int64_t begin,
+    const float* from, const UpdatePlaces& places, int which, UpdateKind kind, int64_t begin,
     int64_t count) {
   if (kind == kUpdateF32) {
-    std::memcpy(at<float>(next.moments[which], begin), from, count * sizeof(float));
+    std::memcpy(at<float>(places.moments[which], begin), from, count * sizeof(float));
     return;
   }
   if (kind == kUpdateBf16) {
-    auto* numbers = at<unsigned short>(next.moments[which], begin);
+    auto* numbers = at<unsigned short>(places.moments[which], begin);
     for (int64_t i = 0; i < count; ++i) numbers[i] = pack_bf16(from[i]);
     return;
   }
-  float* scales = next.scales[which] + begin / UPDATE_GROUP;
+  float* scales = places.scales[which] + begin / UPDATE_GROUP;
   for (int64_t first = 0; first < count; first += UPDATE_GROUP) {
     const int64_t end = group_end(first, count);
     // Numbers above zero are in the order of their bits, and of integers the compiler makes a wide maximum.
@@ -200,11 +200,11 @@ SHARED void narrow_moment(
     }
     const float scale = scales[first / UPDATE_GROUP] = number_of(static_cast<unsigned>(largest));
     if (which == 0) {
-      auto* codes = at<signed char>(next.moments[which], begin);
+      auto* codes = at<signed char>(places.moments[which], begin);
       const float factor = to_codes(scale, kSignedCodes);
       for (int64_t i = first; i < end; ++i) codes[i] = pack_signed(from[i], factor);
     } else {
-      auto* codes = at<unsigned char>(next.moments[which], begin);
+      auto* codes = at<unsigned char>(places.moments[which], begin);
       const float factor = to_codes(scale, kSquareCodes);
       for (int64_t i = first; i < end; ++i) codes[i] = pack_square(from[i], factor);
     }
@@ -216,7 +216,7 @@ SHARED void apply(
     const UpdateOptions& o, const StepNumbers<Number>& given, const brimful::HostUpdate& update,
     Block<Number>& block, int64_t count) {
   const StepNumbers<Number> n = given;
-  const bool has_moment = update.now.moments[0] != nullptr, nesterov = o.nesterov;
+  const bool has_moment = update.places.moments[0] != nullptr, nesterov = o.nesterov;
   Number *__restrict p = block.parameter, *__restrict g = block.gradient;
   Number *__restrict m = block.moments[0], *__restrict v = block.moments[1];
   Number* __restrict most = block.moments[2];
@@ -226,7 +226,7 @@ SHARED void apply(
     }
   } else if (o.rule == kDirection) {
     for (int64_t i = 0; i < count; ++i) direction(n, nesterov, g[i], p[i], m[i]);
-  } else if (update.now.moments[2] == nullptr) {
+  } else if (update.places.moments[2] == nullptr) {
     for (int64_t i = 0; i < count; ++i) {
       adam(n, g[i], p[i], m[i], v[i], static_cast<Number*>(nullptr));
     }
@@ -239,21 +239,21 @@ template <class Number>
 SHARED void update_blocks(
     const UpdateOptions& o, const brimful::HostUpdate& update, int64_t begin, int64_t end) {
   const auto numbers = step_numbers<Number>(o, update.rate, update.step);
-  const auto& now = update.now;
+  const UpdatePlaces& places = update.places;
   Block<Number> block;
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     widen(update.gradient, update.gradient_kind, first, count, block.gradient);
     if (o.rule != kDirection) {
-      widen_parameter(now, update.parameter_kind, first, count, block.parameter);
+      widen_parameter(places, update.parameter_kind, first, count, block.parameter);
     }
-    for (int which = 0; which < UPDATE_MOMENTS && now.moments[which] != nullptr; ++which) {
-      widen_moment(now, which, update.moment_kind, first, count, block.moments[which]);
+    for (int which = 0; which < UPDATE_MOMENTS && places.moments[which] != nullptr; ++which) {
+      widen_moment(places, which, update.moment_kind, first, count, block.moments[which]);
     }
     apply(o, numbers, update, block, count);
-    narrow_parameter(block.parameter, update.next, update.parameter_kind, first, count);
-    for (int which = 0; which < UPDATE_MOMENTS && now.moments[which] != nullptr; ++which) {
-      narrow_moment(block.moments[which], update.next, which, update.moment_kind, first, count);
+    narrow_parameter(block.parameter, places, update.parameter_kind, first, count);
+    for (int which = 0; which < UPDATE_MOMENTS && places.moments[which] != nullptr; ++which) {
+      narrow_moment(block.moments[which], places, which, update.moment_kind, first, count);
     }
   }
 }

@@ -7,9 +7,9 @@
 
 namespace brimful {
 
-// A step of one parameter: its present numbers, and places for the next ones, which may be the same.
+// A step of one parameter.
 struct HostUpdate {
-  UpdatePlaces now, next;
+  UpdatePlaces places;
   const void* gradient;
   UpdateKind parameter_kind, gradient_kind, moment_kind;
   bool first;

@@ -1,4 +1,4 @@
-// Optimizer steps on many parameters, in place or into other memory: by our kernel on a GPU, by our loops on a CPU, and
+// Optimizer steps on many parameters, in place: by our kernel on a GPU, by our loops on a CPU, and
 // by libtorch's operations where the kernel is not available.
 //
 // All walk raw memory for the parameter's number of elements, so gradient and state must have its shape and strides.
@@ -125,12 +125,10 @@ UpdatePlaces places_of(const BrimfulUpdate& u) {
 }
 
 void update_on_host(
-    const BrimfulUpdate& now, const BrimfulUpdate& next, const UpdateOptions& o,
-    const at::Tensor* rate) {
+    const BrimfulUpdate& now, const UpdateOptions& o, const at::Tensor* rate) {
   const int64_t count = now.parameter->numel();
   const HostUpdate update{
       places_of(now),
-      places_of(next),
       now.gradient->const_data_ptr(),
       kind_of(*now.parameter),
       kind_of(*now.gradient),
@@ -304,7 +302,7 @@ void brimful::update(
   const at::Tensor& first = *all[0].parameter;
   check_rate(rate, first);
   if (first.is_cpu()) {
-    for (size_t i = 0; i < count; ++i) update_on_host(all[i], all[i], options, rate);
+    for (size_t i = 0; i < count; ++i) update_on_host(all[i], options, rate);
   } else {
     update_on_device(all, count, options, rate);
   }
@@ -325,20 +323,6 @@ int32_t brimful_update(
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
     brimful::update(all, count, *options, rate);
-  });
-}
-
-// Computes one parameter's next numbers on the host into other memory. Counters stay as they are.
-int32_t brimful_update_beside(
-    const BrimfulUpdate* now, const BrimfulUpdate* next, const UpdateOptions* options,
-    char** message) noexcept {
-  return guarded(message, [&] {
-    const at::NoGradGuard no_grad;
-    check(*now, options->rule);
-    check(*next, options->rule);
-    check(*now->parameter, next->parameter, "next parameter");
-    TORCH_CHECK(now->parameter->is_cpu(), "updates beside the present numbers are the host's");
-    update_on_host(*now, *next, *options, nullptr);
   });
 }
 

@@ -262,9 +262,6 @@ guarded! {
     fn brimful_update(
         all: *const RawUpdate, count: usize, options: *const RawUpdateOptions, rate: Lent,
     );
-    fn brimful_update_beside(
-        now: *const RawUpdate, next: *const RawUpdate, options: *const RawUpdateOptions,
-    );
     fn brimful_muon(
         update: *const RawUpdate, options: *const RawUpdateOptions, muon: *const RawMuon,
         scratch: Lent, rate: Lent,

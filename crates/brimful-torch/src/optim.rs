@@ -138,20 +138,6 @@ pub fn update(
     unsafe { ffi::brimful_update(all.as_ptr(), all.len(), &options.raw(), raw_or_null(rate)) }
 }
 
-/// Computes one parameter's [`update`] on the host out of place, into `next`: the same numbers to the last bit. The
-/// step counters stay as they are.
-///
-/// # Errors
-/// As [`update`], and when the parameter is not on the host.
-pub fn update_beside(
-    now: &Update<'_>,
-    next: &Update<'_>,
-    options: &Options,
-) -> Result<(), TorchError> {
-    // SAFETY: as in `update`.
-    unsafe { ffi::brimful_update_beside(&now.raw(), &next.raw(), &options.raw()) }
-}
-
 /// Settings of [`muon`], beside those of its momentum.
 #[derive(Debug, Clone, Copy)]
 pub struct MuonOptions {

@@ -74,7 +74,7 @@ fn step(
 ) -> Result<StepReport> {
     let step =
         pipe.backward(x, y, |out: Tensor, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)))?;
-    optimizer.step()?; // on the host it returns at once: the update runs behind the next step
+    optimizer.step()?; // returns at once: each stage is updated when it is fetched the next time
     optimizer.zero_grad()?;
     Ok(step)
 }

@@ -36,7 +36,8 @@ pub(super) fn fine_tuned(
         OffloadArgument::Device => Box::new(WholeTuned::new(&layers, device, micro_batch)?),
         OffloadArgument::Host | OffloadArgument::HostInBackward => {
             let builder = on_host(layers, device, micro_batch);
-            Box::new(StagedTraining::new(builder, offload.updates_in_backward(), setting::loss)?)
+            let builder = builder.update_in_backward(offload.updates_in_backward());
+            Box::new(StagedTraining::new(builder, AdamW::new(LEARNING_RATE), setting::loss)?)
         }
         OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
             bail!(

@@ -5,11 +5,12 @@ use std::collections::HashMap;
 use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::balance::{self, LayerCost, Profile};
-use brimful::internal::{HostSpeed, sums_apart};
+use brimful::internal::{measure_host_link, sums_apart};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::ModelName;
 use brimful_plan::plan::{self};
+use brimful_plan::schedule::HostLinkCost;
 
 use super::family::{Family, TYPICAL};
 use super::trial::MemoryCapacity;
@@ -27,7 +28,7 @@ pub(super) struct LargestSearch {
     input_bytes: u64,
     /// Layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
-    host: HostSpeed,
+    host_link: HostLinkCost,
     pub(super) capacity: MemoryCapacity,
 }
 
@@ -51,8 +52,8 @@ impl LargestSearch {
         let Profile { input_bytes, layers } =
             balance::measure(&typical.layers()?, capacity.device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
-        let host = HostSpeed::measure(capacity.device, family.method())?;
-        Ok(Self { family, smallest: work, input_bytes, layers, host, capacity })
+        let host_link = measure_host_link(capacity.device)?;
+        Ok(Self { family, smallest: work, input_bytes, layers, host_link, capacity })
     }
 
     /// Returns whether host or device memory prevents a larger model with offloaded stages.
@@ -118,8 +119,7 @@ impl LargestSearch {
             Way::Pipeline => {}
             Way::Offload => {
                 request.host_memory = Some(capacity.host.0);
-                (request.host_link, request.host_update) =
-                    (self.host.host_link, self.host.update / 4.0);
+                request.host_link = self.host_link;
             }
         }
         let row = plan(&request)?.best().cloned();

@@ -34,7 +34,7 @@ use serde::Serialize;
 pub use choice::PlanChoice;
 pub use error::{Misfit, PlanError, Reason, Refusal};
 pub use planned_stage::PlannedStage;
-pub use request::{LookAhead, PlanDevice, Request};
+pub use request::{PlanDevice, Request};
 pub use row::{PlanRow, misfits};
 pub use step::PlannedStep;
 

@@ -1,9 +1,7 @@
 //! Request to the planner: a model, devices, and the choices.
 
 use crate::balance::Profile;
-use crate::schedule::{
-    Costs, HostLinkCost, LinkCost, Location, Recompute, Schedule, StageLocation, is_time,
-};
+use crate::schedule::{HostLinkCost, LinkCost, Recompute, Schedule, is_time};
 
 use super::{PlanChoice, PlanError};
 
@@ -23,16 +21,6 @@ impl Default for PlanDevice {
     }
 }
 
-/// Optimizer of offloaded stages that computes updates early, in a second copy of the state, while the
-/// backward continues.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LookAhead {
-    /// Bytes of the second copy, for each byte of parameters except the first stage's.
-    pub bytes: f64,
-    /// Bytes of host memory that must stay free: otherwise it does not compute updates early.
-    pub spared: u64,
-}
-
 /// Request to the planner.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
@@ -49,6 +37,9 @@ pub struct Request<'a> {
     /// Bytes of summed gradients for each byte of parameters: 1, or 2 if sums of half-precision gradients
     /// are in f32.
     pub gradient_bytes: f64,
+    /// Bytes of a stage's gradients on the host for each byte of parameters; `None` if they are those of
+    /// `gradient_bytes`.
+    pub sent_gradient_bytes: Option<f64>,
     /// Whether a micro-batch's gradients are added to the sums after a stage's backward, as on an
     /// accelerator and in half precision; otherwise after each layer. Offloaded stages always do the
     /// former.
@@ -57,10 +48,8 @@ pub struct Request<'a> {
     pub optimizer_bytes: f64,
     /// Bytes of host memory for stages that do not fit on the devices; `None` disables offloading.
     pub host_memory: Option<u64>,
-    /// Time of the optimizer's update on the host, for each byte of parameters.
-    pub host_update: f64,
-    /// Optimizer that computes updates on the host early; `None` if updates wait for their step.
-    pub look_ahead: Option<LookAhead>,
+    /// Whether offloaded stages are updated in the backward.
+    pub update_in_backward: bool,
     /// Schedules to choose from.
     pub schedules: Vec<Schedule>,
     /// Numbers of micro-batches to choose from.
@@ -81,11 +70,11 @@ impl<'a> Request<'a> {
             link: LinkCost::default(),
             host_link: HostLinkCost::default(),
             gradient_bytes: 1.0,
+            sent_gradient_bytes: None,
             sums_apart: true,
             optimizer_bytes: 0.0,
             host_memory: None,
-            host_update: 0.0,
-            look_ahead: None,
+            update_in_backward: false,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
             recompute: None,
@@ -102,27 +91,6 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Returns the bytes of the second copy for early updates of offloaded stages, beside `host_bytes` of
-    /// offloaded data; 0 if they do not fit, or updates are not computed early.
-    pub(super) fn ahead_bytes(
-        &self,
-        costs: &Costs,
-        locations: &[StageLocation],
-        host_bytes: u64,
-    ) -> u64 {
-        let (Some(ahead), Some(memory)) = (self.look_ahead, self.host_memory) else { return 0 };
-        // Optimizers of several devices wait for each other's gradients.
-        if self.devices.len() > 1 {
-            return 0;
-        }
-        let behind_first = costs.stages.iter().zip(locations).skip(1);
-        let on_host = behind_first.filter(|(_, location)| location.weights == Location::Host);
-        let weights: f64 = on_host.map(|(cost, _)| cost.offloaded_bytes as f64).sum();
-        let bytes = (weights * ahead.bytes) as u64;
-        let taken = host_bytes.saturating_add(ahead.spared).saturating_add(bytes);
-        if taken <= memory { bytes } else { 0 }
-    }
-
     pub(super) fn check(&self) -> Result<(), PlanError> {
         let lists = [
             ("layers", self.profile.layers.is_empty()),
@@ -134,12 +102,10 @@ impl<'a> Request<'a> {
         if let Some((what, _)) = lists.into_iter().find(|(_, is_empty)| *is_empty) {
             return Err(PlanError::Nothing { what });
         }
-        let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
         let numbers = [
             ("number of gradient bytes", self.gradient_bytes),
+            ("number of sent gradient bytes", self.sent_gradient_bytes.unwrap_or_default()),
             ("number of optimizer bytes", self.optimizer_bytes),
-            ("number of bytes of precomputed updates", ahead),
-            ("time of the update on the host", self.host_update),
         ];
         if let Some((what, value)) = numbers.into_iter().find(|number| !is_time(number.1)) {
             return Err(PlanError::BadNumber { what, value });

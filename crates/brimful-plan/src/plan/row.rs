@@ -35,8 +35,6 @@ pub struct PlanRow {
     pub device_buffers: usize,
     /// Bytes of offloaded data in host memory.
     pub host_bytes: u64,
-    /// Further bytes of host memory for early updates; 0 if the optimizer does not compute them.
-    pub ahead_bytes: u64,
     /// Recipe of automatic schedules such as [`Schedule::Auto`](crate::schedule::Schedule::Auto).
     #[serde(skip)]
     pub recipe: Option<ScheduleRecipe>,
@@ -57,7 +55,6 @@ impl PlanRow {
             stages: vec![PlannedStage::resident(choice.recompute); stages],
             device_buffers: 0,
             host_bytes: 0,
-            ahead_bytes: 0,
             choice,
             balance,
             makespan: step.makespan(),

@@ -66,6 +66,7 @@ impl<'a> StepCosts<'a> {
         Costs {
             stages: stages.map(stage).collect(),
             input_bytes: self.request.profile.input_bytes.saturating_mul(self.most_samples),
+            update_in_backward: self.request.update_in_backward,
             link: self.request.link,
             host_link: self.request.host_link,
         }
@@ -103,9 +104,12 @@ impl<'a> StepCosts<'a> {
         let own = without(layer.shares.filter(|_| self.request.devices.len() == 1)).min(used);
         let times = |bytes: u64, each: f64| (bytes as f64 * each) as u64;
         let summed = times(used, self.request.gradient_bytes);
+        let sent = self.request.sent_gradient_bytes.map_or(summed, |each| times(used, each));
         // Sums of another dtype than the parameters' are cast on a device, which needs both; offloaded sums
         // stay as they are.
         let is_cast = summed != used;
+        let state = times(own, self.request.optimizer_bytes);
+        let in_backward = self.request.update_in_backward;
         let (input_gradient, weight_gradient) = layer.split_backward_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
@@ -113,13 +117,12 @@ impl<'a> StepCosts<'a> {
             input_gradient,
             weight_gradient,
             recompute: time(layer.forward),
-            host_update: own as f64 * self.request.host_update,
             parameter_bytes: own,
             gradient_bytes: summed,
             cast_bytes: if is_cast { own } else { 0 },
             fresh_bytes: if is_cast || !self.is_whole { used } else { 0 },
             converted_bytes: if is_cast && !self.is_whole { summed } else { 0 },
-            optimizer_bytes: times(own, self.request.optimizer_bytes),
+            optimizer_bytes: state,
             activation_bytes: bytes(layer.activation_bytes),
             forward_peak: bytes(layer.forward_peak),
             backward_peak: bytes(layer.backward_peak),
@@ -127,7 +130,9 @@ impl<'a> StepCosts<'a> {
             output_bytes: bytes(layer.output_bytes),
             offloaded_bytes: own,
             fetched_bytes: used,
-            sent_bytes: summed,
+            sent_bytes: if in_backward { own.saturating_add(state) } else { sent },
+            update_in_bytes: if in_backward { state } else { state.saturating_add(sent) },
+            update_out_bytes: if in_backward { 0 } else { own.saturating_add(state) },
         }
     }
 
@@ -143,7 +148,6 @@ impl<'a> StepCosts<'a> {
             input_gradient: a.input_gradient + b.input_gradient,
             weight_gradient: a.weight_gradient + b.weight_gradient,
             recompute: a.recompute + b.recompute,
-            host_update: a.host_update + b.host_update,
             parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
             gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
             optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
@@ -158,6 +162,8 @@ impl<'a> StepCosts<'a> {
             offloaded_bytes: a.offloaded_bytes.saturating_add(b.offloaded_bytes),
             fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
             sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
+            update_in_bytes: a.update_in_bytes.saturating_add(b.update_in_bytes),
+            update_out_bytes: a.update_out_bytes.saturating_add(b.update_out_bytes),
         }
     }
 }

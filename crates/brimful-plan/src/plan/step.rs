@@ -3,7 +3,6 @@
 use crate::balance::Balance;
 use crate::schedule::{
     Actions, CostError, Costs, Simulation, Transfers, simulate, simulate_transfers,
-    simulate_transfers_ahead,
 };
 
 use super::stage_costs::StepCosts;
@@ -43,10 +42,9 @@ impl PlannedStep {
         let locations: Vec<_> = row.stages.iter().map(|stage| stage.location()).collect();
         let transfers =
             Transfers::new(&actions, &locations, row.device_buffers).map_err(CostError::from)?;
-        let simulation = match (transfers.is_empty(), row.ahead_bytes) {
-            (true, _) => simulate(&actions, &costs)?,
-            (false, 0) => simulate_transfers(&actions, &transfers, &costs)?,
-            (false, _) => simulate_transfers_ahead(&actions, &transfers, &costs)?,
+        let simulation = match transfers.is_empty() {
+            true => simulate(&actions, &costs)?,
+            false => simulate_transfers(&actions, &transfers, &costs)?,
         };
         Ok(Self { actions, costs, transfers, simulation })
     }

@@ -1,7 +1,7 @@
 //! Plans breadth-first steps with offloaded stages, for a model that does not fit otherwise.
 
 use crate::balance::{self, Balance, LayerCost};
-use crate::schedule::{DeviceId, Recompute, Schedule, simulate_transfers_ahead};
+use crate::schedule::{DeviceId, Recompute, Schedule};
 
 use super::offload::{OffloadChoice, OffloadError, OffloadRequest, choose};
 use super::stage_costs::StepCosts;
@@ -9,7 +9,7 @@ use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
 /// Largest number of stages: the model is cut finely, so that device buffers are small, but a choice needs
 /// many simulations of a step.
-const MOST_STAGES: usize = 64;
+const MOST_STAGES: usize = 128;
 
 /// Returns a row for each number of micro-batches with which the model fits.
 pub(super) fn rows(request: &Request<'_>, host_memory: u64) -> Result<Vec<PlanRow>, PlanError> {
@@ -57,16 +57,10 @@ fn row(
         Err(OffloadError::Schedule(error)) => return Err(error.into()),
         Err(OffloadError::Cost(error)) => return Err(error.into()),
     };
-    let OffloadChoice { actions, transfers, host_bytes, .. } = &chosen;
-    let ahead_bytes = request.ahead_bytes(&costs, transfers.locations(), *host_bytes);
-    // Chosen without early updates: stages that fit stay on the device either way.
-    let ahead = (ahead_bytes > 0)
-        .then(|| simulate_transfers_ahead(actions, transfers, &costs))
-        .transpose()?;
-    let step = ahead.as_ref().unwrap_or(&chosen.simulation);
-    let row = PlanRow::new(choice, balance.clone(), step, &request.devices);
+    let OffloadChoice { transfers, host_bytes, .. } = &chosen;
+    let row = PlanRow::new(choice, balance.clone(), &chosen.simulation, &request.devices);
     let (device_buffers, host_bytes) = (transfers.device_buffers(), *host_bytes);
-    Ok(Some(PlanRow { stages: stages(&chosen), device_buffers, host_bytes, ahead_bytes, ..row }))
+    Ok(Some(PlanRow { stages: stages(&chosen), device_buffers, host_bytes, ..row }))
 }
 
 /// Returns the pairs of stages that share parameters on one device; on different ones each has its own

@@ -17,10 +17,6 @@ pub struct StageCost {
     pub weight_gradient: f64,
     /// Time of recomputing the forward.
     pub recompute: f64,
-    /// Time of the optimizer's update if the stage is offloaded; once a step, overlapped with the next
-    /// step's forward, one stage after the other.
-    #[serde(alias = "home_update")]
-    pub host_update: f64,
     /// Bytes of the parameters, in use all the time.
     pub parameter_bytes: u64,
     /// Bytes of the summed gradients: from the stage's first backward until the step's end, or until they
@@ -53,8 +49,17 @@ pub struct StageCost {
     pub offloaded_bytes: u64,
     /// Bytes of the weights that are fetched into a device buffer if the stage is offloaded.
     pub fetched_bytes: u64,
-    /// Bytes of the summed gradients that are sent to the host.
+    /// Bytes of the summed gradients that are sent to the host; if stages are updated in the backward, of the updated
+    /// weights and the optimizer's state.
     pub sent_bytes: u64,
+    /// Bytes that come with the weights for an update if the stage is offloaded: the optimizer's state, and the
+    /// gradients unless they are on the device.
+    #[serde(default)]
+    pub update_in_bytes: u64,
+    /// Bytes of updated weights and state that go back at once: if stages are updated after the step, in the forward of
+    /// the next.
+    #[serde(default)]
+    pub update_out_bytes: u64,
 }
 
 impl StageCost {
@@ -152,6 +157,9 @@ pub struct Costs {
     /// Host link between a device and host memory.
     #[serde(alias = "bus")]
     pub host_link: HostLinkCost,
+    /// Whether offloaded stages are updated in the backward: state comes with their last fetch, not with their first.
+    #[serde(default)]
+    pub update_in_backward: bool,
 }
 
 impl Costs {
@@ -187,8 +195,7 @@ impl Costs {
             return Err(CostError::WrongStages { given: self.stages.len(), needed: stages });
         }
         for (j, cost) in self.stages.iter().enumerate() {
-            let actions = ActionKind::ALL.map(|kind| (kind.name(), cost.time(kind)));
-            let mut times = actions.into_iter().chain([("update", cost.host_update)]);
+            let mut times = ActionKind::ALL.into_iter().map(|kind| (kind.name(), cost.time(kind)));
             if let Some((what, value)) = times.find(|(_, value)| !is_time(*value)) {
                 return Err(CostError::BadTime { stage: StageId::at(j), what, value });
             }

@@ -29,7 +29,7 @@ pub enum Awaited {
     /// The memory of gradients that are still being offloaded.
     #[serde(alias = "gradients-room")]
     GradientMemory,
-    /// The optimizer on the host, which has not updated a stage's weights yet.
+    /// The optimizer's state, which is in flight.
     Update,
 }
 
@@ -44,6 +44,7 @@ impl Awaited {
         match kind {
             TransferKind::Fetch | TransferKind::Release => Self::Weights,
             TransferKind::OffloadGradients => Self::GradientMemory,
+            TransferKind::FetchState | TransferKind::OffloadState => Self::Update,
             TransferKind::BoundaryOut
             | TransferKind::BoundaryIn
             | TransferKind::GradientOut
@@ -58,7 +59,7 @@ impl Awaited {
             Self::Weights => "weights",
             Self::Boundaries => "boundaries",
             Self::GradientMemory => "gradient memory",
-            Self::Update => "the optimizer on the host",
+            Self::Update => "optimizer state",
         }
     }
 

@@ -51,5 +51,5 @@ pub use simulate::simulate;
 pub use timeline::{DeviceUse, Simulation, Span};
 pub use transfers::{
     Location, StageLocation, Transfer, TransferError, TransferKind, TransferRule, Transfers,
-    simulate_transfers, simulate_transfers_ahead,
+    simulate_transfers,
 };

@@ -26,8 +26,8 @@ use crate::Result;
 use crate::ranks::{Buckets, RankSum, summed_in};
 pub(crate) use dense::{Named, check_dense, name_of};
 use part::ModelPart;
-use sums::add_sum;
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
+use sums::{add_sum, gradient};
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.
 #[derive(Debug)]
@@ -259,11 +259,6 @@ impl Accumulator {
         }
     }
 
-    /// Returns whether a parameter had a gradient when the step began.
-    pub(crate) fn has_aside(&self) -> bool {
-        self.aside.iter().any(Option::is_some)
-    }
-
     /// Returns the parameters of the sums.
     pub(crate) fn parameters(&self) -> &[Tensor] {
         &self.parameters
@@ -384,9 +379,4 @@ fn fitting_gradient(parameter: &Tensor) -> Result<Option<Tensor>> {
     let (kind, device) = (parameter.kind(), parameter.device());
     let fits = [kind, summed_in(kind)].contains(&gradient.kind()) && gradient.device() == device;
     Ok(Some(if fits { gradient } else { gradient.f_to_device(device)?.f_to_kind(kind)? }))
-}
-
-fn gradient(parameter: &Tensor) -> Option<Tensor> {
-    let gradient = parameter.grad();
-    gradient.defined().then_some(gradient)
 }

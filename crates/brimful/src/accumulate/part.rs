@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::Sum;
+use super::sums::Sum;
 
 /// Some of an accumulator's parameters.
 #[derive(Debug)]

@@ -4,7 +4,6 @@ use brimful_torch::autograd::set_gradient;
 use brimful_torch::{foreach, transfer};
 use tch::{Device, Kind, Tensor};
 
-use super::gradient;
 use crate::Result;
 use crate::ranks::{Buckets, RankSum};
 
@@ -17,8 +16,7 @@ pub(crate) struct Sums {
     pub(super) groups: Vec<Sum>,
     /// True if some of them belong to CUDA graphs, which the next step will overwrite.
     pub(super) lent: bool,
-    /// True if sums on the host belong to offloaded parameters: they stay in f32, as the offloaded optimizer
-    /// takes them.
+    /// True if sums on the host belong to offloaded parameters: they keep the dtype in which they were sent.
     pub(super) on_host: bool,
     /// Buckets of a single group that are in flight to other ranks.
     pub(super) buckets: Option<Buckets>,
@@ -207,6 +205,12 @@ impl Finished {
         }
         Ok(())
     }
+}
+
+/// Returns a parameter's gradient, if it has one.
+pub(super) fn gradient(parameter: &Tensor) -> Option<Tensor> {
+    let gradient = parameter.grad();
+    gradient.defined().then_some(gradient)
 }
 
 /// Returns whether all numbers are finite; the host waits for the device.

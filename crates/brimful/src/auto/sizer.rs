@@ -8,6 +8,7 @@ use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
 use super::policy::{Goal, Policy};
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
+use brimful_plan::bytes::Bytes;
 
 /// Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of two
 /// or three samples may be many times those of the others. So fewer than 8 samples are not trained with
@@ -123,6 +124,30 @@ impl Sizer {
         trial
     }
 
+    /// Returns the decision to run this trial, before its result is known.
+    pub(crate) fn decision(
+        &self,
+        trial: &SizeTrial,
+        ranges: &[Range<usize>],
+        free_memories: &[FreeMemory],
+    ) -> Decision {
+        // Before the very first probe nothing is measured: the model would only predict its floor.
+        let known = !matches!(trial.why, Why::Probe) || self.lines().is_some();
+        let predicted = match is_alone(ranges) {
+            true => self.predict_alone(trial.size),
+            false => self.predict(trial.size),
+        };
+        Decision {
+            size: trial.size,
+            micro_batches: ranges.len(),
+            why: trial.why,
+            predicted: predicted.filter(|_| known).map(Bytes),
+            measured: None,
+            available: Bytes(tightest(free_memories)),
+            failed: false,
+        }
+    }
+
     /// Holds the size as far as memory allows, or resumes the search: for comparisons that are measured in
     /// whole steps.
     pub(crate) fn hold(&mut self, held: bool) {
@@ -147,7 +172,7 @@ impl Sizer {
         self.models.iter().map(|model| model.predict(size)).max().flatten()
     }
 
-    pub(super) fn predict_alone(&self, size: usize) -> Option<u64> {
+    fn predict_alone(&self, size: usize) -> Option<u64> {
         self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
     }
 

@@ -1,10 +1,6 @@
 //! Question to the policy and its answer: a trial of one size.
 
-use std::ops::Range;
-
-use super::decision::{Decision, Why};
-use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
-use brimful_plan::bytes::Bytes;
+use super::decision::Why;
 
 /// Situation at a decision.
 #[derive(Debug, Clone, Copy)]
@@ -46,30 +42,6 @@ impl SizeTrial {
     /// Returns a trial that measures the rate of a size by a few micro-batches, or by a whole step.
     pub(super) fn measure(size: usize, micro_batches: Option<usize>) -> Self {
         Self { size, micro_batches, why: Why::Measure, timed: true }
-    }
-
-    /// Returns the decision to run this trial, before its result is known.
-    pub(crate) fn decision(
-        &self,
-        ranges: &[Range<usize>],
-        sizer: &Sizer,
-        free_memories: &[FreeMemory],
-    ) -> Decision {
-        // Before the very first probe nothing is measured: the model would only predict its floor.
-        let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
-        let predicted = match is_alone(ranges) {
-            true => sizer.predict_alone(self.size),
-            false => sizer.predict(self.size),
-        };
-        Decision {
-            size: self.size,
-            micro_batches: ranges.len(),
-            why: self.why,
-            predicted: predicted.filter(|_| known).map(Bytes),
-            measured: None,
-            available: Bytes(tightest(free_memories)),
-            failed: false,
-        }
     }
 }
 

@@ -143,7 +143,7 @@ impl SizeWatch {
             // next.
             Some(_) => trial.size.max(largest),
         };
-        self.decisions.push(trial.decision(&ranges, &self.sizer, &free_memories));
+        self.decisions.push(self.sizer.decision(&trial, &ranges, &free_memories));
         let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
         let alone = is_alone(&ranges);
         let size = trial.size;
@@ -210,7 +210,7 @@ impl SizeWatch {
             _ => samples.by_units(trial.size)?,
         };
         let largest = ranges.iter().map(|range| samples.units_of(range)).max().unwrap_or(1);
-        self.decisions.push(trial.decision(&ranges, &self.sizer, &free_memories));
+        self.decisions.push(self.sizer.decision(&trial, &ranges, &free_memories));
         let start = Instant::now();
         let (value, peaks) = run(trial.size)?;
         // An empty part has nothing to measure.

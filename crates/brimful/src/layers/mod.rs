@@ -355,7 +355,7 @@ impl Layers {
     /// Returns the skip connections, each with all of its pops.
     pub(crate) fn paired_skips(&self) -> Result<Vec<Skip>> {
         names::check(&self.list)?;
-        skips::pair(&self.list)
+        names::skips(&self.list)
     }
 
     /// Checks that every name is present and unique, that the names of shared layers and popped skips come

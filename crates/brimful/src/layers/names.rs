@@ -1,8 +1,10 @@
-//! Rules for layers' names: complete, unique, and never inside each other.
+//! Rules for layers' names (complete, unique, never inside each other), and what they refer to.
 
 use std::collections::HashMap;
 
-use super::{Description, LayersError};
+use super::LayersError;
+use super::description::Description;
+use super::skips::Skip;
 use crate::Result;
 
 /// Checks all names of a list, in order.
@@ -30,6 +32,32 @@ pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
     let position = |name: &String| list.iter().position(|layer| layer.name == *name);
     let users = list.iter().enumerate();
     users.filter_map(|(i, layer)| Some((i, position(layer.shares.as_ref()?)?))).collect()
+}
+
+/// Returns the skip connections of a list whose names are right: every stash with its pops.
+pub(super) fn skips(list: &[Description]) -> Result<Vec<Skip>> {
+    let stashes = list.iter().enumerate().filter(|(_, layer)| layer.stashes);
+    let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();
+    for (position, layer) in list.iter().enumerate() {
+        let Some(skip) = &layer.pops else { continue };
+        let named = |name: String| skips.iter().position(|skip| list[skip.stash].name == name);
+        let Some(found) = skip.candidates().find_map(named) else {
+            let (name, skip) = (layer.name.clone(), skip.skip.clone());
+            return Err(LayersError::SkipUnknown { position, name, skip }.into());
+        };
+        let stash = skips[found].stash;
+        if stash > position {
+            let (name, skip) = (layer.name.clone(), list[stash].name.clone());
+            return Err(LayersError::SkipTooEarly { position, name, skip, stash }.into());
+        }
+        skips[found].pops.push(position);
+    }
+    match skips.iter().find(|skip| skip.pops.is_empty()) {
+        Some(&Skip { stash, .. }) => {
+            Err(LayersError::SkipUnused { position: stash, skip: list[stash].name.clone() }.into())
+        }
+        None => Ok(skips),
+    }
 }
 
 /// Fails if both `block` and `block.conv` are layers: `block` may have a variable of that name.

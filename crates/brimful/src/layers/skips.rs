@@ -1,9 +1,7 @@
-//! Skip connections: pairs stashes with pops, and holds stashed tensors while a model runs.
+//! Skip connections: the layers that they join, their names, and stashed tensors while a model runs.
 
 use tch::Tensor;
 
-use super::LayersError;
-use super::description::Description;
 use crate::Result;
 
 /// A skip connection between layers, by their positions.
@@ -20,7 +18,7 @@ pub(crate) struct Skip {
 pub(super) struct Name {
     /// Names of the outer lists, joined and with a dot at the end; empty in the outermost.
     scope: String,
-    skip: String,
+    pub(super) skip: String,
 }
 
 impl Name {
@@ -33,35 +31,9 @@ impl Name {
     }
 
     /// Returns the full names that it may refer to: in its own list, then in each one around it.
-    fn candidates(&self) -> impl Iterator<Item = String> {
+    pub(super) fn candidates(&self) -> impl Iterator<Item = String> {
         let ends = self.scope.rmatch_indices('.').map(|(dot, _)| dot + 1).chain([0]);
         ends.map(|end| format!("{}{}", &self.scope[..end], self.skip))
-    }
-}
-
-/// Pairs every stash of a list, whose names are right, with its pops.
-pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
-    let stashes = list.iter().enumerate().filter(|(_, layer)| layer.stashes);
-    let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();
-    for (position, layer) in list.iter().enumerate() {
-        let Some(skip) = &layer.pops else { continue };
-        let named = |name: String| skips.iter().position(|skip| list[skip.stash].name == name);
-        let Some(found) = skip.candidates().find_map(named) else {
-            let (name, skip) = (layer.name.clone(), skip.skip.clone());
-            return Err(LayersError::SkipUnknown { position, name, skip }.into());
-        };
-        let stash = skips[found].stash;
-        if stash > position {
-            let (name, skip) = (layer.name.clone(), list[stash].name.clone());
-            return Err(LayersError::SkipTooEarly { position, name, skip, stash }.into());
-        }
-        skips[found].pops.push(position);
-    }
-    match skips.iter().find(|skip| skip.pops.is_empty()) {
-        Some(&Skip { stash, .. }) => {
-            Err(LayersError::SkipUnused { position: stash, skip: list[stash].name.clone() }.into())
-        }
-        None => Ok(skips),
     }
 }
 

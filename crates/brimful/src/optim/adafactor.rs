@@ -4,8 +4,8 @@ use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::method;
-use super::{Method, OptimError, StateFormat};
+use super::number_options::{at_least_zero, check_rate, within};
+use super::{OptimError, StateFormat};
 use crate::Result;
 
 /// Adafactor: divides the gradient by the root of its average square, which is known for the rows and the columns of a
@@ -60,12 +60,12 @@ impl Adafactor {
 
     pub(super) fn check(&self) -> Result<()> {
         let Self { beta2_decay, threshold, .. } = *self;
-        method::check_rate(self.learning_rate)?;
-        method::at_least_zero("weight decay", self.weight_decay)?;
-        method::at_least_zero("eps", self.least_square.unwrap_or_default())?;
-        method::at_least_zero("eps", self.least_size)?;
+        check_rate(self.learning_rate)?;
+        at_least_zero("weight decay", self.weight_decay)?;
+        at_least_zero("eps", self.least_square.unwrap_or_default())?;
+        at_least_zero("eps", self.least_size)?;
         let remedy = "give a number of at most 0";
-        method::within("beta2 decay", beta2_decay, beta2_decay <= 0.0, remedy)?;
+        within("beta2 decay", beta2_decay, beta2_decay <= 0.0, remedy)?;
         if threshold >= 1.0 {
             return Ok(());
         }
@@ -117,10 +117,4 @@ impl Adafactor {
 
 fn computed_in(kind: Kind) -> Kind {
     if kind == Kind::Double { kind } else { Kind::Float }
-}
-
-impl From<Adafactor> for Method {
-    fn from(config: Adafactor) -> Self {
-        Self::Adafactor(config)
-    }
 }

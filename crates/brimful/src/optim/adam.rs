@@ -3,8 +3,7 @@
 use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
-use super::Method;
-use super::method;
+use super::number_options::{at_least_zero, check_rate};
 use super::{OptimError, StateFormat};
 use crate::Result;
 
@@ -69,9 +68,9 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        method::check_rate(self.learning_rate)?;
-        method::at_least_zero("eps", self.eps)?;
-        method::at_least_zero("weight decay", self.weight_decay)?;
+        check_rate(self.learning_rate)?;
+        at_least_zero("eps", self.eps)?;
+        at_least_zero("weight decay", self.weight_decay)?;
         let (beta1, beta2) = self.betas;
         if [beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
             return Ok(());
@@ -97,17 +96,5 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             eps,
             nesterov: false,
         }
-    }
-}
-
-impl From<Adam> for Method {
-    fn from(config: Adam) -> Self {
-        Self::Adam(config)
-    }
-}
-
-impl From<AdamW> for Method {
-    fn from(config: AdamW) -> Self {
-        Self::AdamW(config)
     }
 }

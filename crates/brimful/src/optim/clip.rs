@@ -4,7 +4,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::OptimError;
-use super::method::within;
+use super::number_options::within;
 use crate::Result;
 
 /// Keeps the divisor from zero, as in PyTorch.

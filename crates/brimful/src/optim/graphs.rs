@@ -5,12 +5,12 @@
 //! tensors, which change without a new capture. Otherwise the step runs normally.
 
 use brimful_torch::autograd::count_change;
-use brimful_torch::graph::{self, Graph, Pool};
+use brimful_torch::graph::{self, Pool};
 use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
-use super::state::Moment;
-use super::{Optimizer, Parameter, state};
+use super::captured_step::{Captured, OptimizerGraphs};
+use super::{Optimizer, Parameter, ParameterGroup, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
@@ -18,33 +18,6 @@ use crate::{Error, Result};
 const CALM_STEPS: usize = 2;
 /// Largest number of captures: where tensors move again and again, captures cost more than they save.
 const MOST_CAPTURES: usize = 8;
-
-/// Addresses of the last step, and the CUDA graph captured for them.
-#[derive(Debug, Default)]
-pub(super) struct OptimizerGraphs {
-    wanted: bool,
-    /// Addresses at the last step; `calm_steps` counts the steps that they were unchanged.
-    places: Vec<usize>,
-    calm_steps: usize,
-    captured: Option<Captured>,
-    captures: usize,
-    replayed: usize,
-}
-
-#[derive(Debug)]
-struct Captured {
-    graph: Graph,
-    /// Learning rate of each group as the graph reads it, and the number last written there.
-    rates: Vec<(Tensor, f64)>,
-}
-
-impl OptimizerGraphs {
-    /// Discards the graph: options other than learning rates are constants in it.
-    pub(super) fn forget(&mut self) {
-        let Self { wanted, captures, replayed, .. } = *self;
-        *self = Self { wanted, captures, replayed, ..Self::default() };
-    }
-}
 
 impl Optimizer {
     /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep
@@ -129,9 +102,8 @@ impl Optimizer {
             if !here.is_cuda() || tensor.device() != here || gradient.is_sparse() {
                 return Ok(None);
             }
-            let own = [tensor, &gradient].into_iter().chain(&state.master).chain(&state.step);
-            let moments = state.moments.iter().flat_map(Moment::tensors);
-            places.extend(own.chain(moments).map(|tensor| tensor.data_ptr() as usize));
+            let all = [tensor, &gradient].into_iter().chain(state.all_tensors());
+            places.extend(all.map(|tensor| tensor.data_ptr() as usize));
         }
         Ok(device.map(|device| (device, places)))
     }
@@ -143,7 +115,7 @@ impl Optimizer {
             return Ok(false);
         }
         self.graphs.captures += 1;
-        let rate = |group: &super::ParameterGroup| {
+        let rate = |group: &ParameterGroup| {
             let rate = group.method.learning_rate();
             Ok((Tensor::f_full([0_i64; 0], rate, (Kind::Float, device))?, rate))
         };
@@ -155,7 +127,7 @@ impl Optimizer {
             let step = || {
                 let mut plan = self.prepare()?;
                 plan.rates = tensors;
-                self.commit(plan)
+                self.commit(&mut plan)
             };
             let (graph, ()) = graph::record(stream, &mut Pool::default(), step)?;
             Ok::<_, Error>(graph)

@@ -1,10 +1,10 @@
-//! Choice of an optimization method, and the code common to all methods.
+//! Choice of an optimization method.
 
 use brimful_torch::optim::{self as fused, fits};
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::{Adafactor, Adam, AdamW, Muon, OptimError, Sgd, StateFormat};
+use super::{Adafactor, Adam, AdamW, Muon, Sgd, StateFormat};
 use crate::Result;
 
 /// Optimization method: [`Sgd`], [`Adam`], [`AdamW`], [`Adafactor`] or [`Muon`], with its options.
@@ -99,7 +99,7 @@ impl Method {
     /// Returns the method of a parameter of this many dimensions.
     pub(super) fn of(self, dimensions: usize) -> Self {
         match self {
-            Self::Muon(muon) if dimensions != 2 => muon.of_others(),
+            Self::Muon(muon) if dimensions != 2 => muon.of_others().into(),
             other => other,
         }
     }
@@ -155,11 +155,12 @@ impl Method {
         of_method!(self, config => config.options())
     }
 
-    /// Returns the dtype and the number of elements of the scratch memory that an update of this tensor needs.
-    pub(super) fn scratch(&self, work: &Tensor) -> Option<(Kind, usize)> {
+    /// Returns the dtype and the number of elements of the scratch memory that an update of this tensor needs on this
+    /// device.
+    pub(super) fn scratch(&self, work: &Tensor, device: Device) -> Option<(Kind, usize)> {
         match self {
             Self::Adafactor(_) => Some(Adafactor::scratch(work)),
-            Self::Muon(_) => Some(Muon::scratch(work)),
+            Self::Muon(_) => Some(Muon::scratch(work, device)),
             _ => None,
         }
     }
@@ -177,8 +178,9 @@ impl Method {
             options.rate = 1.0;
         }
         let scratch = |one: &fused::Update<'_>| {
-            let kind = self.scratch(one.parameter).map(|(kind, _)| kind);
-            let place = (kind, one.parameter.device());
+            let device = one.parameter.device();
+            let kind = self.scratch(one.parameter, device).map(|(kind, _)| kind);
+            let place = (kind, device);
             let found = scratch.iter().find(|space| (Some(space.kind()), space.device()) == place);
             found.expect("there is scratch space for every whole update")
         };
@@ -195,25 +197,32 @@ impl Method {
     }
 }
 
-pub(crate) fn check_rate(rate: f64) -> Result<()> {
-    at_least_zero("learning rate", rate)
+impl From<Sgd> for Method {
+    fn from(config: Sgd) -> Self {
+        Self::Sgd(config)
+    }
 }
 
-pub(super) fn at_least_zero(option: &'static str, value: f64) -> Result<()> {
-    let remedy = "give a finite number of at least 0";
-    within(option, value, value >= 0.0 && value.is_finite(), remedy)
+impl From<Adam> for Method {
+    fn from(config: Adam) -> Self {
+        Self::Adam(config)
+    }
 }
 
-/// Refuses the value unless it is `good`.
-pub(super) fn within(
-    option: &'static str,
-    value: f64,
-    good: bool,
-    remedy: &'static str,
-) -> Result<()> {
-    if good {
-        Ok(())
-    } else {
-        Err(OptimError::BadOption { option, value: value.to_string(), remedy }.into())
+impl From<AdamW> for Method {
+    fn from(config: AdamW) -> Self {
+        Self::AdamW(config)
+    }
+}
+
+impl From<Adafactor> for Method {
+    fn from(config: Adafactor) -> Self {
+        Self::Adafactor(config)
+    }
+}
+
+impl From<Muon> for Method {
+    fn from(config: Muon) -> Self {
+        Self::Muon(config)
     }
 }

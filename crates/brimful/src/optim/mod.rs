@@ -28,7 +28,7 @@
 
 mod adafactor;
 mod adam;
-mod ahead;
+mod captured_step;
 mod clip;
 mod ema;
 mod error;
@@ -37,6 +37,8 @@ mod graphs;
 mod method;
 mod muon;
 mod no_decay;
+mod number_options;
+mod offloaded;
 mod rate_curve;
 mod saved;
 mod scratch;
@@ -52,9 +54,10 @@ pub use ema::Ema;
 pub use error::OptimError;
 pub use format::StateFormat;
 pub use method::Method;
-pub(crate) use method::check_rate;
 pub use muon::{AdjustedRate, Muon};
 pub use no_decay::NO_DECAY_GROUP;
+pub(crate) use number_options::check_rate;
+pub(crate) use offloaded::OffloadedParameter;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
 pub(crate) use step::OptimizerPlan;
@@ -68,9 +71,7 @@ use tch::{Kind, Tensor, nn};
 
 use crate::memory::Arena;
 use crate::{Error, Result};
-pub(crate) use ahead::FIRST_PART;
-use ahead::SecondState;
-use graphs::OptimizerGraphs;
+use captured_step::OptimizerGraphs;
 use state::ParameterState;
 
 /// Group of the parameters that are in no other group.
@@ -93,28 +94,17 @@ struct Parameter {
     offload: Option<OffloadedParameter>,
     /// `None` until its first step.
     state: Option<ParameterState>,
-    /// Next state, computed before the step, or the memory for it.
-    second: Option<SecondState>,
 }
 
 impl Parameter {
     fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, tensor, group: 0, offload: None, state: None, second: None }
+        Self { name, tensor, group: 0, offload: None, state: None }
     }
 
     /// Charges allocations to the host's arena while the guard lives, if the parameter is offloaded.
     fn enter_host_arena(&self) -> Option<ArenaGuard> {
         self.offload.as_ref().and_then(|offload| offload.arena.as_ref()).map(Arena::enter)
     }
-}
-
-/// Offloading of a parameter.
-#[derive(Debug, Clone)]
-pub(crate) struct OffloadedParameter {
-    /// Part that it is updated in; parts are updated in order.
-    pub(crate) part: usize,
-    /// Arena that its state is charged to.
-    pub(crate) arena: Option<Arena>,
 }
 
 #[derive(Debug)]
@@ -190,6 +180,8 @@ impl Optimizer {
         let mut any = false;
         for parameter in self.parameters.iter_mut().filter(|parameter| is_member(parameter)) {
             parameter.group = index;
+            // Made for the old options, with no step taken since.
+            parameter.state = None;
             any = true;
         }
         if any {
@@ -210,7 +202,9 @@ impl Optimizer {
         if self.groups.iter().any(|group| group.name == name) {
             return bad("there is one of that name; choose another".into());
         }
-        if self.parameters.iter().any(|parameter| parameter.state.is_some()) {
+        let has_stepped =
+            |parameter: &Parameter| parameter.state.as_ref().is_some_and(|state| !state.is_new);
+        if self.parameters.iter().any(has_stepped) {
             return bad("a step was taken already; make all groups before the first".into());
         }
         let taken = self.parameters.iter().find(|p| members(&p.name) && p.group != 0);
@@ -253,7 +247,7 @@ impl Optimizer {
     /// # Errors
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        method::check_rate(rate)?;
+        check_rate(rate)?;
         for group in &mut self.groups {
             group.method.set_learning_rate(rate);
         }
@@ -274,7 +268,7 @@ impl Optimizer {
     /// # Errors
     /// When there is no such group, or the rate is negative or not finite.
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
-        method::check_rate(rate)?;
+        check_rate(rate)?;
         match self.groups.iter_mut().find(|known| known.name == group) {
             Some(found) => found.method.set_learning_rate(rate),
             None => return Err(self.no_group(group)),

@@ -2,10 +2,10 @@
 
 use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::method;
-use super::{AdamW, Method, OptimError, StateFormat};
+use super::number_options::{at_least_zero, check_rate, within};
+use super::{AdamW, OptimError, StateFormat};
 use crate::Result;
 
 /// Muon: the momentum of each matrix is orthogonalized by some steps of Newton and Schulz's iteration, so that all its
@@ -95,12 +95,12 @@ impl Muon {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        method::check_rate(self.learning_rate)?;
-        method::at_least_zero("eps", self.eps)?;
-        method::at_least_zero("weight decay", self.weight_decay)?;
+        check_rate(self.learning_rate)?;
+        at_least_zero("eps", self.eps)?;
+        at_least_zero("weight decay", self.weight_decay)?;
         let Self { momentum, steps, .. } = *self;
         let remedy = "give a number of at least 0 and below 1";
-        method::within("momentum", momentum, (0.0..1.0).contains(&momentum), remedy)?;
+        within("momentum", momentum, (0.0..1.0).contains(&momentum), remedy)?;
         if steps < 100 && self.coefficients.iter().all(|number| number.is_finite()) {
             return Ok(());
         }
@@ -110,9 +110,9 @@ impl Muon {
     }
 
     /// Returns the method of parameters that are no matrices.
-    pub(super) fn of_others(&self) -> Method {
+    pub(super) fn of_others(&self) -> AdamW {
         let adamw = AdamW::new(self.learning_rate).weight_decay(self.weight_decay);
-        adamw.state_format(self.state_format).into()
+        adamw.state_format(self.state_format)
     }
 
     /// Returns the settings of the momentum and of a step with no adjustment.
@@ -129,12 +129,12 @@ impl Muon {
         }
     }
 
-    /// Returns the dtype and the number of elements of the scratch memory for a matrix.
-    pub(super) fn scratch(work: &Tensor) -> (Kind, usize) {
+    /// Returns the dtype and the number of elements of the scratch memory for a matrix that this device updates.
+    pub(super) fn scratch(work: &Tensor, device: Device) -> (Kind, usize) {
         let kind = match work.kind() {
             Kind::Double => Kind::Double,
             // Products in bf16 are faster on a GPU, and as good: the iteration need not converge.
-            _ if work.device().is_cuda() => Kind::BFloat16,
+            _ if device.is_cuda() => Kind::BFloat16,
             _ => Kind::Float,
         };
         let size = work.size();
@@ -160,11 +160,5 @@ impl Muon {
         let Self { coefficients, steps, eps, .. } = *self;
         let muon = fused::MuonOptions { coefficients, steps, eps };
         Ok(fused::muon(one, &options, &muon, scratch, rate)?)
-    }
-}
-
-impl From<Muon> for Method {
-    fn from(config: Muon) -> Self {
-        Self::Muon(config)
     }
 }

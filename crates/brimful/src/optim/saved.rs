@@ -43,7 +43,8 @@ impl Optimizer {
             let ParameterGroup { name: group, method } = &self.groups[*group];
             let slots = method.moments(tensor.dim());
             metadata.insert(format!("parameter.{name}"), group.clone());
-            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(slots)) {
+            let state = state.iter().filter(|state| !state.is_new);
+            for (slot, tensor) in state.flat_map(|state| state.tensors(slots)) {
                 tensors.push((format!("{name}.{slot}"), tensor.shallow_clone()));
             }
         }
@@ -78,8 +79,6 @@ impl Optimizer {
         self.check_names(metadata)?;
         let mut left: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-        // Frees precomputed updates: they belong to the old state, and the new one may need their memory.
-        self.drop_ahead();
         let mut states = Vec::new();
         for parameter in &self.parameters {
             states.push(read_state(parameter, &methods[parameter.group], &mut left)?);
@@ -200,6 +199,7 @@ fn read_state(
     }
     // Weights that are loaded too, before or after, may differ from this master: the next step compares them.
     state.version = UNKNOWN_VERSION;
+    state.is_new = false;
     Ok(Some(state))
 }
 

@@ -3,8 +3,7 @@
 use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
-use super::Method;
-use super::method;
+use super::number_options::{at_least_zero, check_rate, within};
 use super::{OptimError, StateFormat};
 use crate::Result;
 
@@ -62,15 +61,10 @@ impl Sgd {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        method::check_rate(self.learning_rate)?;
-        method::at_least_zero("momentum", self.momentum)?;
-        method::at_least_zero("weight decay", self.weight_decay)?;
-        method::within(
-            "dampening",
-            self.dampening,
-            self.dampening.is_finite(),
-            "give a finite number",
-        )?;
+        check_rate(self.learning_rate)?;
+        at_least_zero("momentum", self.momentum)?;
+        at_least_zero("weight decay", self.weight_decay)?;
+        within("dampening", self.dampening, self.dampening.is_finite(), "give a finite number")?;
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             let value = format!("on with momentum {}, dampening {}", self.momentum, self.dampening);
             let remedy = "give it a momentum above 0 and no dampening";
@@ -94,11 +88,5 @@ impl Sgd {
             eps: 0.0,
             nesterov,
         }
-    }
-}
-
-impl From<Sgd> for Method {
-    fn from(config: Sgd) -> Self {
-        Self::Sgd(config)
     }
 }

@@ -20,6 +20,8 @@ pub(super) struct ParameterState {
     pub(super) master: Option<Tensor>,
     /// Version of the parameter when it was last rounded from an f32 `master`.
     pub(super) version: i64,
+    /// Whether no step was taken with it yet.
+    pub(super) is_new: bool,
     /// Number of steps taken: one f32, on the parameter's device.
     pub(super) step: Option<Tensor>,
     /// Tensors of [`Method::moments`].
@@ -68,25 +70,9 @@ impl Moment {
         }
     }
 
-    fn empty_beside(&self) -> Result<Self> {
-        let scales = self.scales.as_ref().map(empty_like).transpose()?;
-        Ok(Self { elements: empty_like(&self.elements)?, scales })
-    }
-
     /// Returns its tensors.
-    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.elements].into_iter().chain(&self.scales)
-    }
-
-    /// Returns these elements of it in memory order; `start` is a multiple of the size of a group.
-    pub(super) fn piece(&self, start: i64, length: i64) -> Result<Self> {
-        let group = GROUP as i64;
-        let scales = self
-            .scales
-            .as_ref()
-            .map(|scales| scales.f_narrow(0, start / group, scales_of(length as usize) as i64));
-        let elements = flat(&self.elements)?.f_narrow(0, start, length)?;
-        Ok(Self { elements, scales: scales.transpose()? })
     }
 
     /// Borrows it for an update.
@@ -111,15 +97,8 @@ impl ParameterState {
             .collect::<Result<_>>()?;
         let in_place = method.updates_in_place(tensor);
         let master = new_master(tensor, in_place, old.and_then(|old| old.master.as_ref()))?;
-        Ok(Self { master, version: version(tensor), step, moments })
-    }
-
-    /// Allocates a second state like this one.
-    pub(super) fn empty_beside(&self) -> Result<Self> {
-        let empty = |tensor: &Option<Tensor>| tensor.as_ref().map(empty_like).transpose();
-        let moments = self.moments.iter().map(Moment::empty_beside).collect::<Result<_>>()?;
-        let (master, step) = (empty(&self.master)?, empty(&self.step)?);
-        Ok(Self { master, version: UNKNOWN_VERSION, step, moments })
+        let is_new = old.is_none_or(|old| old.is_new);
+        Ok(Self { master, version: version(tensor), is_new, step, moments })
     }
 
     /// Whether the parameter can be updated with this state as it is.
@@ -148,11 +127,13 @@ impl ParameterState {
             };
             there && other.kind() == kind
         };
-        let slots = method.moments(tensor.dim()).iter();
-        let shapes = slots.map(|(_, extent)| extent.shape(&tensor.size()));
+        let slots = method.moments(tensor.dim());
+        let shapes = slots.iter().map(|(_, extent)| extent.shape(&tensor.size()));
         let master = master_kind(tensor.kind());
         let format = method.format();
-        self.master.is_some() == master.is_some()
+        self.step.is_some() == method.counts()
+            && self.moments.len() == slots.len()
+            && self.master.is_some() == master.is_some()
             && self.master.iter().zip(master).all(|(master, kind)| is_beside(master, kind, None))
             && self.moments.iter().zip(shapes).enumerate().all(|(at, (moment, shape))| {
                 is_beside(&moment.elements, format.kind(tensor.kind(), at), shape)
@@ -173,6 +154,12 @@ impl ParameterState {
             let _ = master.f_where_self_out(master, &unchanged, &present)?;
         }
         Ok(())
+    }
+
+    /// Returns all of the state's tensors.
+    pub(super) fn all_tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let moments = self.moments.iter().flat_map(Moment::tensors);
+        self.step.iter().chain(&self.master).chain(moments)
     }
 
     /// Returns the state's tensors with their names.
@@ -276,14 +263,14 @@ fn rows_of_piece(tensor: &Tensor, rows: i64) -> i64 {
 }
 
 /// Scratch space for [`ParameterState::refresh`], in elements of each dtype.
-pub(super) fn refresh_scratch(tensor: &Tensor) -> [((Kind, Device), usize); 3] {
+pub(super) fn refresh_scratch(tensor: &Tensor, device: Device) -> [((Kind, Device), usize); 3] {
     let elements = match tensor.size().first() {
         Some(&rows) if tensor.numel() > 0 => {
             tensor.numel() / rows as usize * rows_of_piece(tensor, rows) as usize
         }
         _ => tensor.numel(),
     };
-    [tensor.kind(), Kind::Float, Kind::Bool].map(|kind| ((kind, tensor.device()), elements))
+    [tensor.kind(), Kind::Float, Kind::Bool].map(|kind| ((kind, device), elements))
 }
 
 /// Returns scratch space of this dtype with the shape of `like`.
@@ -324,24 +311,12 @@ pub(super) fn remainder_of(master: &Tensor) -> Result<Tensor> {
 }
 
 /// Allocates a tensor of this dtype with the parameter's shape, and its strides if it is updated in place.
-pub(super) fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
+fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
     let like = (kind, tensor.device());
     let empty = match in_place {
         true => Tensor::f_empty_strided(tensor.size(), tensor.stride(), like)?,
         false => Tensor::f_empty(tensor.size(), like)?,
     };
-    prefer_large_pages(&empty);
-    Ok(empty)
-}
-
-/// Returns the elements of a dense tensor in memory order.
-pub(super) fn flat(tensor: &Tensor) -> Result<Tensor> {
-    Ok(tensor.f_detach()?.f_as_strided([tensor.numel() as i64], [1], None)?)
-}
-
-/// Allocates a tensor like this one.
-fn empty_like(tensor: &Tensor) -> Result<Tensor> {
-    let empty = tensor.f_detach()?.f_empty_like()?;
     prefer_large_pages(&empty);
     Ok(empty)
 }

@@ -5,6 +5,8 @@
 //!   commit    gradients converted · parameters and state updated · copies written     cannot fail
 //! ```
 
+use std::collections::BTreeMap;
+
 use brimful_torch::foreach;
 use brimful_torch::optim::{self as fused, fits};
 use tch::{Device, Kind, Tensor};
@@ -16,6 +18,7 @@ use super::{Method, Optimizer, Parameter};
 use crate::Result;
 
 /// Part of a step for one parameter.
+#[derive(Debug)]
 struct Item {
     index: usize,
     /// Tensor that is updated: the parameter, or a copy of it.
@@ -27,31 +30,29 @@ struct Item {
     stale: bool,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
-    /// Whether `work` and the state were computed before the step.
-    ahead: bool,
 }
 
 /// Properties that the parameters of one fused call share.
-#[derive(PartialEq)]
+#[derive(Debug, PartialEq)]
 struct Key {
-    /// Part of offloaded parameters; `None` for others, which come first.
+    /// Part of offloaded parameters; `None` for others.
     part: Option<usize>,
     group: usize,
     method: Method,
+    /// Device that updates them.
     device: Device,
     kind: Kind,
     /// Whether this is their first step.
     first: bool,
     /// Dtype of the scratch space that their gradients are converted in, if they are.
     converted: Option<Kind>,
-    /// Whether their update was computed before the step.
-    ahead: bool,
 }
 
 /// Parameters of one fused call.
 type FusedBatch = ScratchPiece<Key, Item>;
 
 /// Prepared step: committing it needs nothing more.
+#[derive(Debug, Default)]
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
@@ -62,24 +63,35 @@ pub(crate) struct OptimizerPlan {
 }
 
 impl OptimizerPlan {
-    /// Splits the step into the part for parameters on devices, and the part for offloaded ones, if there
-    /// are any.
-    pub(crate) fn split(self) -> (Self, Option<Self>) {
-        let (offload, here): (Vec<_>, Vec<_>) =
-            self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
+    /// Splits the step into the part for parameters on devices, and the parts of offloaded ones.
+    pub(crate) fn split(self) -> (Self, BTreeMap<usize, Self>) {
         let of = |buckets| {
             let [scratch, whole, rates] = [&self.scratch, &self.whole, &self.rates]
                 .map(|list| list.iter().map(Tensor::shallow_clone).collect());
             Self { buckets, scratch, whole, rates }
         };
-        let (here, offload) = (of(here), of(offload));
-        let none = offload.buckets.is_empty();
-        (here, (!none).then_some(offload))
+        let (mut here, mut parts) = (of(Vec::new()), BTreeMap::new());
+        for bucket in self.buckets {
+            match bucket.key.part {
+                None => here.buckets.push(bucket),
+                Some(part) => {
+                    parts.entry(part).or_insert_with(|| of(Vec::new())).buckets.push(bucket);
+                }
+            }
+        }
+        (here, parts)
     }
 
-    /// Whether part of it was computed before.
-    pub(crate) fn takes_over(&self) -> bool {
-        self.buckets.iter().any(|bucket| bucket.key.ahead)
+    /// Returns the gradients.
+    pub(crate) fn gradients(&self) -> Vec<Tensor> {
+        let items = self.buckets.iter().flat_map(|bucket| &bucket.items);
+        items.map(|item| item.gradient.shallow_clone()).collect()
+    }
+
+    /// Replaces the [gradients](Self::gradients) by copies.
+    pub(crate) fn set_gradients(&mut self, gradients: Vec<Tensor>) {
+        let items = self.buckets.iter_mut().flat_map(|bucket| &mut bucket.items);
+        items.zip(gradients).for_each(|(item, gradient)| item.gradient = gradient);
     }
 }
 
@@ -94,8 +106,8 @@ impl Optimizer {
         if self.step_again()? {
             return Ok(());
         }
-        let plan = self.prepare()?;
-        self.commit(plan)
+        let mut plan = self.prepare()?;
+        self.commit(&mut plan)
     }
 
     /// Prepares a step. All that can fail is here.
@@ -125,17 +137,17 @@ impl Optimizer {
                 ScratchPiece::put(&mut buckets, key, item, needed);
             }
         }
-        buckets.sort_by_key(|bucket| bucket.key.part);
         let converted = buckets.iter().filter_map(|bucket| {
             Some(((bucket.key.converted?, bucket.key.device), bucket.scratch))
         });
-        let stale = buckets.iter().flat_map(|bucket| &bucket.items).filter(|item| item.stale);
-        let stale = stale.flat_map(|item| refresh_scratch(&self.parameters[item.index].tensor));
+        let stale = buckets.iter().flat_map(|bucket| {
+            let items = bucket.items.iter().filter(|item| item.stale);
+            items.flat_map(|item| refresh_scratch(&item.work, bucket.key.device))
+        });
         let scratch = scratch_for(converted.chain(stale))?;
         let whole = buckets.iter().flat_map(|bucket| {
-            let items = bucket.items.iter().filter(|item| !item.ahead);
-            items.filter_map(|item| {
-                let (kind, elements) = bucket.key.method.scratch(&item.work)?;
+            bucket.items.iter().filter_map(|item| {
+                let (kind, elements) = bucket.key.method.scratch(&item.work, bucket.key.device)?;
                 Some(((kind, bucket.key.device), elements))
             })
         });
@@ -160,13 +172,6 @@ impl Optimizer {
             );
         }
         let method = &self.method_of(parameter);
-        let second = parameter.second.as_ref();
-        if let Some(next) = second.filter(|second| second.is_of(tensor, &gradient, method)) {
-            let work = next.work.shallow_clone();
-            let (state, stale) = (None, false);
-            let item = Item { index, work, gradient, state, stale, write_back: true, ahead: true };
-            return Ok(Some(item));
-        }
         let _charged = parameter.enter_host_arena();
         let old = parameter.state.as_ref();
         let (state, stale) = match old {
@@ -177,62 +182,39 @@ impl Optimizer {
             true => (tensor.shallow_clone(), false),
             false => (tensor.f_contiguous()?, true),
         };
-        Ok(Some(Item { index, work, gradient, state, stale, write_back, ahead: false }))
+        Ok(Some(Item { index, work, gradient, state, stale, write_back }))
     }
 
     fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
+        let offload = parameter.offload.as_ref();
         Key {
-            part: parameter.offload.as_ref().map(|offload| offload.part),
+            part: offload.map(|offload| offload.part),
             group: parameter.group,
             method: self.method_of(parameter),
-            device: item.work.device(),
+            device: offload.map_or(item.work.device(), |offload| offload.device),
             kind: item.work.kind(),
-            first: parameter.state.is_none(),
+            first: parameter.state.as_ref().is_none_or(|state| state.is_new),
             converted: converted(item),
-            ahead: item.ahead,
         }
     }
 
     /// Commits a step without allocating.
-    pub(crate) fn commit(&mut self, plan: OptimizerPlan) -> Result<()> {
-        self.commit_in_parts(plan, |_| {})
-    }
-
-    /// Commits a step and calls `done` with each part of offloaded parameters when it is updated.
-    pub(crate) fn commit_in_parts(
-        &mut self,
-        plan: OptimizerPlan,
-        done: impl Fn(usize),
-    ) -> Result<()> {
+    pub(crate) fn commit(&mut self, plan: &mut OptimizerPlan) -> Result<()> {
         let OptimizerPlan { buckets, scratch, whole, rates } = plan;
-        let mut buckets = buckets.into_iter().peekable();
-        while let Some(bucket) = buckets.next() {
-            let part = bucket.key.part;
-            self.commit_batch(bucket, (&scratch, &whole), &rates)?;
-            if let Some(part) =
-                part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
-            {
-                done(part);
-            }
-        }
-        Ok(())
+        buckets.iter_mut().try_for_each(|bucket| self.commit_batch(bucket, (scratch, whole), rates))
     }
 
     fn commit_batch(
         &mut self,
-        batch: FusedBatch,
+        batch: &mut FusedBatch,
         (scratch, whole): (&[Tensor], &[Tensor]),
         rates: &[Tensor],
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let FusedBatch { key, mut items, .. } = batch;
-        if key.ahead {
-            items.iter().for_each(|item| self.parameters[item.index].take_over());
-            return self.write_back(&items);
-        }
+        let FusedBatch { key, items, .. } = batch;
         // `prepare` allocated the state. Setting it, and refreshing a stale master, only here is what lets
         // an earlier failure leave no trace.
-        for item in &mut items {
+        for item in items.iter_mut() {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(new) = item.state.take() {
                 *state = Some(new);
@@ -247,8 +229,8 @@ impl Optimizer {
             let gradients = convert(&given, &work, kind, scratch)?;
             items.iter_mut().zip(gradients).for_each(|(item, to)| item.gradient = to);
         }
-        self.update(&key, &items, whole, rates.get(key.group))?;
-        self.write_back(&items)
+        self.update(key, items, whole, rates.get(key.group))?;
+        self.write_back(items)
     }
 
     fn update(
@@ -287,6 +269,7 @@ impl Optimizer {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(state) = state {
                 state.version = state::version(tensor);
+                state.is_new = false;
             }
         }
         Ok(())
@@ -299,7 +282,7 @@ fn converted(item: &Item) -> Option<Kind> {
     let is_double = |kind| kind == Kind::Double;
     let is_read = is_double(work) == is_double(gradient) && item.gradient.is_floating_point();
     match is_read {
-        true if item.ahead || fits(&item.work, &item.gradient) => None,
+        true if fits(&item.work, &item.gradient) => None,
         true => Some(gradient),
         // A gradient in f64 keeps the digits that the update has.
         false if is_double(work) => Some(work),

@@ -6,46 +6,26 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
+use super::attempt::{AttemptPlan, PipelineAttempt};
 use super::portion::{Portion, portions};
 use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::memory::Memory;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::{ActivationCache, End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
+use crate::pipeline::run::{End, Job, LossFn, Mode, WorkerFailure, wire};
+use crate::pipeline::site::ActivationCache;
+use crate::pipeline::transfers::Tensors;
 use crate::pipeline::worker::{Idle, ReportOptions, Worker, WorkerDone};
 use crate::statistics::Pending;
 use crate::step::{
-    self, Attempt, AttemptContext, BatchRole, Counted, Engine, Exchange, Failed, Figures,
-    Handshake, Hints, Lesson, MicroBatches, NonFinitePolicy, PartReport, Seeding, StepState, Team,
-    TermGroup, Timeline, Trained, Whole, gradient_bytes, names,
+    self, Attempt, AttemptContext, BatchRole, Engine, Exchange, Failed, Figures, Handshake, Hints,
+    Lesson, MicroBatches, NonFinitePolicy, PartReport, Seeding, StepState, Team, Timeline, Trained,
+    Whole, gradient_bytes, names,
 };
 use crate::workers::{DeviceSpec, Workers};
 use crate::{Error, Result, device};
-use brimful_plan::bytes::Bytes;
-use brimful_plan::schedule::{Actions, Recompute};
-
-/// Mini-batch that all workers of this process have run, or several of an accumulation window; the workers
-/// keep what commits or undoes it.
-#[derive(Debug)]
-pub(crate) struct PipelineAttempt {
-    actions: Arc<Actions>,
-    shares: Vec<usize>,
-    sizes: Vec<usize>,
-    /// Divisor of the gradients until the commit.
-    unit: f64,
-    /// Bytes that each memory must have.
-    needs: Vec<Option<Bytes>>,
-    normalised: bool,
-    /// BatchNorm layers in this process that are not this library's.
-    unmanaged_norms: usize,
-    /// Reports of the workers, if they made them at once.
-    reports: Option<Vec<PartReport>>,
-    /// Loss on all outputs, which no worker counted.
-    pub(crate) loss: Option<(Counted, Vec<TermGroup>)>,
-    /// Whether it waits for later mini-batches.
-    waits: bool,
-}
+use brimful_plan::schedule::Recompute;
 
 impl Engine for Pipeline {
     type Attempt = PipelineAttempt;
@@ -238,16 +218,6 @@ impl Attempt<Pipeline> for PipelineAttempt {
             timeline: Some(timeline),
         })
     }
-}
-
-/// Plan of one attempt.
-#[derive(Debug)]
-pub(crate) struct AttemptPlan {
-    pub(crate) portions: Vec<Portion>,
-    pub(crate) mode: Mode,
-    actions: Vec<Arc<Actions>>,
-    unit: f64,
-    seed: u64,
 }
 
 impl Pipeline {

@@ -75,6 +75,17 @@ pub enum PipelineError {
          its backward"
     )]
     WeightsLeft,
+    /// Gradients on the host in a dtype that the model's parameters cannot have as gradients.
+    #[error(
+        "gradients on the host in {gradients} need a model in bf16, but it is in {model}: build the model in \
+         bf16, or keep its gradients in f32"
+    )]
+    GradientDtype {
+        /// Dtype of the gradients.
+        gradients: String,
+        /// Dtype of the model's parameters.
+        model: String,
+    },
     /// Model with another number of output tensors than the closure takes.
     #[error(
         "the model gives {given} tensors, and the closure takes {taken}: let it take a `Vec<Tensor>`, \
@@ -156,8 +167,8 @@ pub enum PipelineError {
     },
     /// Gradients that cannot be clipped, because updates in the backward have consumed some.
     #[error(
-        "updates run in the backward, so the gradients of {stages} offloaded stages are gone, and the norm \
-         would miss them: to clip, update after the backward (`update_in_backward(false)`)"
+        "updates run in the backward, so the gradients of {stages} stages are gone, and the norm would miss \
+         them: to clip, update after the backward (`update_in_backward(false)`)"
     )]
     ClippedInBackward {
         /// Number of stages without gradients.

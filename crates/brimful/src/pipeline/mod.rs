@@ -37,6 +37,7 @@
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
 
+mod attempt;
 mod build;
 mod calls;
 mod engine;
@@ -45,7 +46,10 @@ mod offload;
 mod portion;
 mod ranks;
 mod run;
+mod site;
+mod stage_layout;
 mod state;
+mod transfers;
 mod worker;
 
 use std::collections::HashMap;
@@ -58,21 +62,21 @@ pub use build::{BalanceBy, Builder, Offload};
 pub use calls::{ModelOutput, Outputs};
 pub use error::PipelineError;
 #[doc(hidden)]
-pub use offload::HostSpeed;
-pub use run::is_recomputing;
+pub use offload::measure_host_link;
+pub use site::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{MicroBatches, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
+use attempt::{OpenForward, PipelineAttempt};
 use brimful_plan::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
-use build::{StageLayout, check_offloaded_graphs, recompute_at_least};
-use calls::OpenForward;
-use engine::PipelineAttempt;
+use build::{check_offloaded_graphs, recompute_at_least};
 use ranks::Ranks;
+use stage_layout::StageLayout;
 use worker::Worker;
 
 /// A model spread over devices.

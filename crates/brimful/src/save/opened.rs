@@ -9,7 +9,8 @@ use brimful_torch::mapped::{self, MappedError};
 use safetensors::tensor::{Metadata as Header, TensorInfo};
 use tch::{Kind, Tensor};
 
-use super::{Metadata, damaged, kind_of, read_header, unreadable};
+use super::header::{Metadata, damaged, kind_of, read_header};
+use super::whole_file::unreadable;
 use crate::{Error, Result};
 
 /// A smaller tensor is copied: mapping it would take a page and an entry in the system's list of maps.

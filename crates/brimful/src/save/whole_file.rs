@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::unreadable;
 use crate::{Error, Result};
 
 /// Replaces a file's contents atomically. Keeps links to it and its permissions. A target that is not a
@@ -251,6 +250,10 @@ pub(super) fn refusal(path: &Path, reason: &io::Error) -> Error {
     unwritable(path, format_args!("{reason}: {remedy}"))
 }
 
-pub(crate) fn unwritable(path: &Path, reason: impl Display) -> Error {
+pub(super) fn unwritable(path: &Path, reason: impl Display) -> Error {
     Error::File { action: "write", path: path.display().to_string(), reason: reason.to_string() }
+}
+
+pub(super) fn unreadable(path: &Path, reason: impl Display) -> Error {
+    Error::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
 }

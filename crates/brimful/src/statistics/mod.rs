@@ -10,101 +10,28 @@
 
 mod channel_pairs;
 mod graphs;
+mod moved;
 mod pool;
 mod ranks;
+mod running;
 mod whole_batch;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use brimful_torch::foreach;
 use brimful_torch::touched::untold;
 use tch::Tensor;
 
 use crate::Result;
 pub(crate) use channel_pairs::PairSum;
 pub(crate) use graphs::GraphStatistics;
+pub(crate) use moved::Moved;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
+use running::Target;
+pub(crate) use running::{Momentum, Running};
 pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
-
-/// A layer's running mean and variance, with their momentum.
-#[derive(Debug)]
-pub(crate) struct Running {
-    id: u64,
-    pub(crate) mean: Tensor,
-    pub(crate) variance: Tensor,
-    momentum: Momentum,
-}
-
-/// Factor by which one batch moves running statistics.
-#[derive(Debug)]
-pub(crate) enum Momentum {
-    /// This fraction of the way.
-    Given(f64),
-    /// To the average of all batches; the tensor counts them.
-    Average(Tensor),
-}
-
-impl Running {
-    pub(crate) fn new(mean: Tensor, variance: Tensor, momentum: Momentum) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, momentum }
-    }
-
-    pub(crate) fn share(&self) -> Self {
-        Self {
-            id: self.id,
-            mean: self.mean.shallow_clone(),
-            variance: self.variance.shallow_clone(),
-            momentum: match &self.momentum {
-                Momentum::Given(momentum) => Momentum::Given(*momentum),
-                Momentum::Average(batches) => Momentum::Average(batches.shallow_clone()),
-            },
-        }
-    }
-
-    /// Returns all tensors that a batch moves.
-    fn all(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.mean, &self.variance].into_iter().chain(self.momentum.batches())
-    }
-
-    /// Returns the running statistics themselves, to be moved by the current batch.
-    fn whole(&self) -> Result<Target> {
-        let momentum = match &self.momentum {
-            Momentum::Given(momentum) => *momentum,
-            Momentum::Average(batches) => {
-                let counted = batches.shallow_clone().f_add_scalar_(1.0)?;
-                1.0 / counted.f_double_value(&[])?
-            }
-        };
-        let Self { mean, variance, .. } = self.share();
-        Ok(Some((mean, variance, momentum)))
-    }
-}
-
-impl Momentum {
-    /// Returns the momentum, where it does not depend on the number of batches.
-    fn given(&self) -> Option<f64> {
-        match self {
-            Self::Given(momentum) => Some(*momentum),
-            Self::Average(_) => None,
-        }
-    }
-
-    /// Returns the number of batches so far, where it is counted.
-    fn batches(&self) -> Option<&Tensor> {
-        match self {
-            Self::Given(_) => None,
-            Self::Average(batches) => Some(batches),
-        }
-    }
-}
-
-/// Destination of a layer's statistics: tensors and the momentum by which they move; `None` for no destination.
-pub(crate) type Target = Option<(Tensor, Tensor, f64)>;
 
 thread_local! {
     static STEP: RefCell<Option<Pending>> = const { RefCell::new(None) };
@@ -231,25 +158,6 @@ impl Drop for Outer {
 
 fn same(a: &Tensor, b: &Tensor) -> bool {
     a.data_ptr() == b.data_ptr()
-}
-
-/// Running statistics and their new values.
-#[derive(Debug, Default)]
-pub(crate) struct Moved {
-    running: Vec<Tensor>,
-    values: Vec<Tensor>,
-}
-
-impl Moved {
-    fn push(&mut self, running: &Running, values: Vec<Tensor>) {
-        self.running.extend(running.all().map(Tensor::shallow_clone));
-        self.values.extend(values);
-    }
-
-    /// Copies the new values. Allocates nothing, so it cannot fail half-way.
-    pub(crate) fn apply(self) -> Result<()> {
-        Ok(foreach::copy(&self.running, &self.values)?)
-    }
 }
 
 /// Returns the destination for a layer that moves its statistics at every micro-batch.

@@ -13,8 +13,8 @@
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
-use super::ranks::shift;
-use super::{Momentum, Moved, Running};
+use super::moved::Moved;
+use super::running::{Momentum, Running};
 use crate::Result;
 
 /// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.
@@ -230,6 +230,11 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         }
     }
     Ok(moved)
+}
+
+/// Returns the running mean in f64, in host memory.
+fn shift(running: &Running) -> Result<Tensor> {
+    Ok(running.mean.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
 }
 
 /// Splits a tensor of all layers' channels into each layer's part.

@@ -11,10 +11,10 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::pool::Seen;
-use super::{Momentum, Moved, Pending, Running};
+use super::{Momentum, Pending, Running};
 use crate::Result;
 use crate::ranks::RankSum;
 
@@ -108,45 +108,4 @@ impl Pending {
         self.deferred.insert(id, Seen::new(running));
         id
     }
-}
-
-impl Moved {
-    /// Takes these statistics from the replica at `place`; `number` identifies the sum in the collective. All
-    /// other replicas add zeros, so the values are exact to the last bit.
-    pub(crate) fn as_at(
-        place: usize,
-        running: Vec<Tensor>,
-        collective: &RankSum,
-        number: usize,
-    ) -> Result<Self> {
-        if running.is_empty() {
-            return Ok(Self::default());
-        }
-        let flat = |t: &Tensor| {
-            t.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_reshape([-1_i64])
-        };
-        let rows = running.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
-        let mut all = Tensor::f_cat(&rows, 0)?;
-        if !collective.is_at(place) {
-            let _itself = all.f_zero_()?;
-        }
-        collective.sum_now(number, &all)?;
-        let lengths: Vec<_> = rows.iter().map(|row| row.numel() as i64).collect();
-        let parts = all.f_split_with_sizes(lengths, 0)?.into_iter().zip(&running);
-        let value = |(part, like): (Tensor, &Tensor)| {
-            part.f_view(&like.size()[..])?.f_to_kind(like.kind())?.f_to_device(like.device())
-        };
-        let values = parts.map(value).collect::<Result<_, _>>()?;
-        Ok(Self { running, values })
-    }
-
-    pub(crate) fn extend(&mut self, other: Self) {
-        self.running.extend(other.running);
-        self.values.extend(other.values);
-    }
-}
-
-/// Returns the running mean in f64, in host memory.
-pub(super) fn shift(running: &Running) -> Result<Tensor> {
-    Ok(running.mean.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
 }

@@ -6,7 +6,7 @@
 //!   size      choose the next size to try, one for all                                     sizing
 //!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
 //!   report    exchange losses and their denominators, or the failure                       vote
-//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       vote
+//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       attempt
 //!   vote      every rank is ready, or every rank rolls back                                vote
 //!   commit    put gradients and statistics in place, which needs no memory                 attempt
 //! ```
@@ -19,9 +19,11 @@
 mod attempt;
 mod caught;
 mod cut;
+mod engine;
 mod error;
 mod handshake;
 mod into_loss;
+mod lesson;
 mod micro_batches;
 mod parts;
 mod report;
@@ -35,23 +37,23 @@ mod unmanaged;
 mod vote;
 mod whole;
 
-use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use tch::{Device, Tensor};
+use tch::Device;
 
 pub(crate) use attempt::Attempt;
 pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
 pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
+pub(crate) use engine::{Engine, Hints, Seeding, StepState};
 pub use error::StepError;
 pub(crate) use handshake::{Handshake, StepRequest, described};
 pub use into_loss::IntoLoss;
+pub(crate) use lesson::Lesson;
 pub use micro_batches::MicroBatches;
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
 pub(crate) use role::{BatchRole, PartSeed};
-pub(crate) use sizing::{Hints, Lesson};
 pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
@@ -61,163 +63,13 @@ pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use vote::{Exchange, PartReport, Team, Whole};
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
-use crate::auto::{Goal, Kind, SizeLog, Sizes};
-use crate::batch::Samples;
-use crate::memory::Memory;
+use crate::auto::SizeLog;
 use crate::random::{Randomness, with_seed};
 use crate::{Error, Result};
+use attempt::commit_or_undo;
+use engine::Window;
 use handshake::OwnPart;
-use sizing::{ToCut, Warnings, until_it_fits};
-use vote::commit_or_undo;
-
-/// A kind of engine, as a step uses it.
-pub(crate) trait Engine: Sized {
-    /// An attempt at a step, not committed.
-    type Attempt: Attempt<Self>;
-
-    /// True if the model itself is spread over ranks, so that every call is a collective.
-    const SPREADS_MODEL: bool = false;
-
-    /// State that every kind of engine has.
-    fn state(&mut self) -> &mut StepState<Self::Attempt>;
-
-    /// Source of a step's random numbers.
-    fn seeding(&self, team: &Team) -> Seeding;
-
-    /// Prepares for a mini-batch on these devices. Returns whether a variable has changed that other ranks hold
-    /// copies of.
-    fn begin(&mut self, _devices: &[Device]) -> Result<bool> {
-        Ok(false)
-    }
-
-    /// Refreshes the copies of variables that other ranks own, on all of them or on none: see
-    /// [`Engine::begin`].
-    fn refresh_copies(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Trained parameters, compared over the ranks; `None` where no gradient goes to other replicas before the
-    /// step's end.
-    fn trained(&mut self) -> Result<Option<Trained>>;
-
-    /// Largest part of these samples that one replica runs by itself.
-    fn largest_part(&self, samples: &Samples) -> Result<Samples> {
-        Ok(samples.clone())
-    }
-
-    /// Returns whether a step of this kind, alone in one memory, is cut piece by piece.
-    fn runs_in_pieces(&self, _kind: &Kind) -> bool {
-        false
-    }
-
-    /// Memories in which a step runs; `None` for one that is not counted.
-    fn memories(&mut self) -> Vec<Option<Memory>>;
-
-    /// Bytes that a step of this kind needs at least in each memory.
-    fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>>;
-
-    /// Returns the model's variables, in the order of their names.
-    fn named(&mut self) -> Result<Vec<(String, Tensor)>>;
-
-    /// Device and settings of the model, in words: part of the cache key of remembered sizes.
-    fn place(&self) -> String;
-
-    /// Bytes of each memory that CUDA graphs keep, or will need.
-    fn kept_for_captures(&mut self, _kind: &Kind) -> Result<Vec<u64>> {
-        Ok(Vec::new())
-    }
-
-    fn hints(&mut self) -> Hints {
-        Hints::default()
-    }
-
-    /// Frees memory after a step has run out of it. Returns whether a step of the same size may now fit.
-    fn free_memory(&mut self) -> Result<bool> {
-        Ok(false)
-    }
-
-    /// Returns the error of an attempt that has been rolled back; another error where the rollback itself has
-    /// failed, which stops further attempts.
-    fn failed(&mut self, error: Error) -> Error {
-        error
-    }
-
-    /// Frees the memory that CUDA graphs keep.
-    fn drop_captures(&mut self) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// Source of a step's random numbers.
-#[derive(Debug)]
-pub(crate) enum Seeding {
-    /// Default generators, as in a plain loop.
-    Plain,
-    /// A seed for the step, drawn from the default generator; the generators of these devices are restored
-    /// afterwards.
-    Step(Vec<Device>),
-}
-
-/// Settings of every kind of engine, and its state from step to step.
-#[derive(Debug)]
-pub(crate) struct StepState<T> {
-    pub(crate) size: MicroBatches,
-    pub(crate) sizes: Sizes,
-    /// Bytes of each memory that an optimizer will allocate next.
-    pub(crate) reserved: Vec<u64>,
-    pub(crate) non_finite: NonFinitePolicy,
-    pub(crate) team: Team,
-    pub(crate) window: Option<Window<T>>,
-    pub(crate) warnings: Warnings,
-    /// File in which sizes are remembered, until it has been read.
-    remembered: Option<PathBuf>,
-}
-
-/// Mini-batches that wait for their commit.
-#[derive(Debug)]
-pub(crate) struct Window<T> {
-    pub(crate) attempt: T,
-    log: SizeLog,
-    /// Seed of the first mini-batch.
-    seed: Option<u64>,
-    /// State of the default generator before the first mini-batch drew its seed.
-    before: Option<Randomness>,
-}
-
-impl<T> StepState<T> {
-    pub(crate) fn new(size: MicroBatches) -> Self {
-        Self {
-            size,
-            sizes: Sizes::new(goal(size)),
-            reserved: Vec::new(),
-            non_finite: NonFinitePolicy::default(),
-            team: Team::alone(),
-            window: None,
-            warnings: Warnings::default(),
-            remembered: None,
-        }
-    }
-
-    /// Reads remembered sizes from this file before the first automatic size is chosen.
-    pub(crate) fn remember(&mut self, path: &Path) {
-        self.remembered = Some(path.to_owned());
-    }
-
-    /// Sets how mini-batches are cut from now on.
-    pub(crate) fn set_size(&mut self, size: MicroBatches) {
-        self.size = size;
-        self.sizes.set_goal(goal(size));
-    }
-
-    /// Returns the team for calls that need no other replica.
-    fn own_team(&self, spreads_model: bool) -> Team {
-        if spreads_model || self.team.is_alone() { self.team.clone() } else { Team::alone() }
-    }
-}
-
-fn goal(size: MicroBatches) -> Goal {
-    if size == MicroBatches::Largest { Goal::Largest } else { Goal::Fastest }
-}
+use sizing::{ToCut, until_it_fits};
 
 /// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct AttemptContext<'a> {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use brimful_torch::arena::ArenaGuard;
 
+use super::lesson::Lesson;
 use super::report::Figures;
-use super::sizing::Lesson;
 use super::store_attempt::StoreAttempt;
 use super::{Attempt, Engine, Exchange, PartReport, Whole};
 use crate::Result;

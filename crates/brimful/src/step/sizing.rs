@@ -3,42 +3,15 @@
 
 use std::time::Duration;
 
+use super::cut::Cut;
+use super::engine::Engine;
+use super::lesson::Lesson;
+use super::micro_batches::MicroBatches;
 use super::vote::Team;
-use super::{Cut, Engine, MicroBatches};
-use crate::auto::{
-    Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, hash_of_variables,
-};
+use crate::auto::{Identity, Kind, SizeLog, SizeWatch, hash_of_variables};
 use crate::batch::Samples;
 use crate::{Error, Result, memory};
 use brimful_plan::bytes::Bytes;
-
-/// Measurements of an attempt, from which an automatic size learns.
-#[derive(Debug)]
-pub(crate) struct Lesson {
-    pub(crate) peaks: Peaks,
-    /// Samples in each micro-batch.
-    pub(crate) sizes: Vec<usize>,
-    /// True if layers of this library normalised micro-batches, each by its own statistics.
-    pub(crate) normalised: bool,
-    /// True if a CUDA graph was captured, which changes where memory is allocated.
-    pub(crate) captured: bool,
-}
-
-/// Hints of an engine for the size policy.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Hints {
-    /// Keep the size while something else is being measured.
-    pub(crate) hold: bool,
-    /// Avoid remainders: each shape is captured by itself, and its graph keeps memory.
-    pub(crate) even: bool,
-}
-
-/// Warnings that are logged once.
-#[derive(Debug, Default)]
-pub(crate) struct Warnings {
-    hidden: bool,
-    few: bool,
-}
 
 /// Samples that an automatic size cuts.
 #[derive(Debug)]
@@ -235,32 +208,4 @@ fn learn<E: Engine, T>(
     };
     engine.state().sizes.put(kind.clone(), sizer);
     ended
-}
-
-impl Warnings {
-    /// Warns once of problems that a successful step would hide.
-    fn look_at(&mut self, lesson: &Lesson, ending: Ending) {
-        if ending.retried && ending.size == 1 {
-            tracing::warn!(
-                "the allocator emptied its cache to run a single sample: the memory is nearly full"
-            );
-        }
-        if ending.hidden && !std::mem::replace(&mut self.hidden, true) {
-            tracing::warn!(
-                "memory ran out within a step that went on all the same: if the closure catches \
-                 errors, let it pass out-of-memory on, because its result may be wrong"
-            );
-        }
-        let most = lesson.sizes.iter().copied().max().unwrap_or(0);
-        // A mini-batch that is small itself makes small micro-batches, whatever fits.
-        let is_cut = lesson.sizes.len() > 1 && lesson.sizes.iter().sum::<usize>() >= FEW_SAMPLES;
-        let few = lesson.normalised && is_cut && most < FEW_SAMPLES;
-        if few && !std::mem::replace(&mut self.few, true) {
-            tracing::warn!(
-                samples = most,
-                "BatchNorm normalises each micro-batch by itself, and no more than a few samples fit: \
-                 give it more memory, or use GroupNorm"
-            );
-        }
-    }
 }

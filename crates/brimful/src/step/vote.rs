@@ -1,16 +1,14 @@
-//! End of an attempt: every part reports, all prepare, all vote, then all commit or all roll back.
+//! Ranks that take part in a step, their reports of an attempt, and their votes on it.
 //!
 //! One path serves a single process too: a world of one votes with itself.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::caught::{Failed, caught};
+use super::caught::Failed;
 use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
-use super::{Attempt, Engine};
 use crate::ranks::RankSum;
 use crate::statistics::ReportedLayer;
 use crate::workers::into_error;
@@ -106,7 +104,7 @@ impl Exchange {
 }
 
 /// Name of the vote in which ranks report losses.
-const LOSS: &str = "the loss";
+pub(super) const LOSS: &str = "the loss";
 
 /// Report of one part of an attempt, needed to commit it together with the others.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -154,7 +152,7 @@ pub(crate) struct SeenPart {
 
 impl Whole {
     /// Combines the reports of all ranks; every replica has the same parts.
-    fn of(reported: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
+    pub(super) fn of(reported: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
         let reported: Vec<PartReport> = reported.into_iter().flatten().collect();
         // Ranks are ordered by replica, so the reports are too: part p of every replica is at p, p + parts, …
         let parts = reported.len() / replicas.max(1);
@@ -205,42 +203,4 @@ impl SeenPart {
         self.present.iter_mut().zip(present).for_each(|(any, has)| *any |= has);
         self.layers.extend(layers);
     }
-}
-
-/// Commits an attempt on all ranks, or rolls it back on all.
-pub(crate) fn commit_or_undo<E: Engine>(
-    engine: &mut E,
-    mut attempt: E::Attempt,
-    exchange: &Exchange,
-    start: Instant,
-) -> Result<(E::Attempt, Arc<Whole>)> {
-    match agree(engine, &mut attempt, exchange, start) {
-        // From here on nothing may fail on one rank alone: the others commit now.
-        Ok(whole) => {
-            attempt.commit(engine)?;
-            Ok((attempt, whole))
-        }
-        Err(error) => {
-            attempt.undo(engine)?;
-            Err(error)
-        }
-    }
-}
-
-/// Exchanges the reports of all parts and prepares the commit; commits nothing yet.
-fn agree<E: Engine>(
-    engine: &mut E,
-    attempt: &mut E::Attempt,
-    exchange: &Exchange,
-    start: Instant,
-) -> Result<Arc<Whole>> {
-    // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
-    // `?`.
-    let reported = caught(|| attempt.report(engine, exchange));
-    let reported = exchange.vote(LOSS, reported, start.elapsed())?;
-    let whole = Arc::new(Whole::of(reported, exchange.team.replicas)?);
-    // Preparing needs memory and may fail on some ranks only, so a second vote follows.
-    let prepared = caught(|| attempt.prepare(engine, &whole, exchange));
-    exchange.vote("the gradients", prepared, start.elapsed())?;
-    Ok(whole)
 }

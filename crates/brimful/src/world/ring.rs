@@ -15,9 +15,7 @@ use std::sync::Arc;
 use brimful_torch::stream::Event;
 use tch::Tensor;
 
-use super::message::Channel;
-use super::messenger::Messenger;
-use super::outbox::{OutgoingMessage, is_reached};
+use super::outbox::is_reached;
 use crate::Result;
 use brimful_plan::split;
 
@@ -71,44 +69,50 @@ impl Ring {
         self.ranks[(self.at + 1) % self.ranks.len()]
     }
 
-    /// Advances as far as the received parts allow.
-    pub(super) fn advance(&mut self, engine: &mut Messenger, channel: Channel) -> Result<()> {
+    /// Returns whether this rank's data are complete.
+    pub(super) fn is_ready(&mut self) -> Result<bool> {
         // Polled, not waited for: the lock is held here, and other sums may proceed.
         if !is_reached(self.ready.as_ref())? {
-            return Ok(());
+            return Ok(false);
         }
         self.ready = None;
-        let n = self.ranks.len();
-        let next = self.after();
-        let before = self.before();
-        while !self.is_done() {
-            let adds = self.step < n - 1;
-            // One round to sum the parts, another to distribute the sums.
-            let sent = (self.at + 2 * n - self.step) % n;
-            let coming = (sent + n - 1) % n;
-            if !self.begun {
-                let into = if adds { self.scratch_for(coming)? } else { self.part(coming)? };
-                // Received straight into place: a copy of every gradient at every step would cost time.
-                let inbox = engine.inbox(before, channel);
-                inbox.open(1, None);
-                inbox.take_into(into);
-                let part = OutgoingMessage::pack(&vec![vec![Some(self.part(sent)?)]], None)?;
-                engine.send(next, channel, part)?;
-                self.begun = true;
-            }
-            // The part being sent must not change.
-            if engine.outstanding(next, channel) > 0 {
-                return Ok(());
-            }
-            let Some(came) = engine.inbox(before, channel).take() else { return Ok(()) };
-            came?;
-            if adds {
-                let _itself = self.part(coming)?.f_add_(&self.scratch_for(coming)?)?;
-            }
-            self.step += 1;
-            self.begun = false;
+        Ok(true)
+    }
+
+    /// Begins the next step: returns the memory that the coming part is received into, and the part to send. `None`
+    /// if the step has begun already.
+    pub(super) fn begin_step(&mut self) -> Result<Option<(Tensor, Tensor)>> {
+        if self.begun {
+            return Ok(None);
         }
+        let (sent, coming) = self.sent_and_coming();
+        let into = if self.adds() { self.scratch_for(coming)? } else { self.part(coming)? };
+        let sent = self.part(sent)?;
+        self.begun = true;
+        Ok(Some((into, sent)))
+    }
+
+    /// Ends a step, whose parts have been received and sent.
+    pub(super) fn end_step(&mut self) -> Result<()> {
+        if self.adds() {
+            let (_, coming) = self.sent_and_coming();
+            let _itself = self.part(coming)?.f_add_(&self.scratch_for(coming)?)?;
+        }
+        self.step += 1;
+        self.begun = false;
         Ok(())
+    }
+
+    /// Whether the coming part is added: one round sums the parts, another distributes the sums.
+    fn adds(&self) -> bool {
+        self.step < self.ranks.len() - 1
+    }
+
+    /// Returns the numbers of the parts that are sent and received in this step.
+    fn sent_and_coming(&self) -> (usize, usize) {
+        let n = self.ranks.len();
+        let sent = (self.at + 2 * n - self.step) % n;
+        (sent, (sent + n - 1) % n)
     }
 
     fn part(&self, number: usize) -> Result<Tensor> {

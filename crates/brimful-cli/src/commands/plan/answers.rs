@@ -6,13 +6,14 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
+use brimful::internal::gradient_factor;
 use brimful::plan::{Plan, PlanChoice, PlanRow, Request};
 use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate};
 use brimful_plan::plan::{Misfit, PlannedStep, misfits, plan_watched};
 use brimful_plan::schedule::{ScheduleRecipe, StageLocation, Transfers};
 use serde::Serialize;
 
-use super::measure;
+use super::capacity::Capacity;
 use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use super::stage_table::StageLine;
 use crate::config;
@@ -33,6 +34,8 @@ pub(super) struct Answers {
     pub(super) refused: Vec<String>,
     /// True if times are in seconds, false if they are in the user's own unit.
     pub(super) in_seconds: bool,
+    /// Limits of offloading, if there is a host to offload to.
+    pub(super) capacity: Option<Capacity>,
 }
 
 /// Plan for the step, with its timeline.
@@ -69,7 +72,7 @@ pub(super) struct PlanLine {
     /// For a model only: where each stage's weights live, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// Bytes on the host: offloaded stages, and updates computed ahead there.
+    /// Bytes on the host, of offloaded stages.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
@@ -81,8 +84,8 @@ pub(super) struct PlanLine {
 
 /// Finds the plans for a profile, a schedule file or plain numbers, whichever is given.
 pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
-    if let Some(profile) = profile(options)? {
-        return from_profile(options, &profile);
+    if let Some((profile, tokens_per_sample)) = profile(options)? {
+        return from_profile(options, &profile, tokens_per_sample);
     }
     options.numbers.check()?;
     check_limit(options, options.numbers.has_bytes())?;
@@ -92,7 +95,7 @@ pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     };
     shown.sort_by(|a, b| a.rank(b));
     let lines = shown.iter().map(|answer| answer.line.clone()).collect();
-    Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false })
+    Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false, capacity: None })
 }
 
 /// Refuses a memory limit without any bytes to compare it with.
@@ -106,17 +109,21 @@ fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     }
 }
 
-/// Returns the layers' costs if they are to be measured or are given.
-fn profile(options: &PlanOptions) -> Result<Option<Profile>> {
-    let MeasuredModel { model, device, profile, .. } = &options.measured;
+/// Returns the layers' costs if they are to be measured or are given, and the tokens of a sample of text.
+fn profile(options: &PlanOptions) -> Result<Option<(Profile, Option<u64>)>> {
+    let MeasuredModel { model, profile, .. } = &options.measured;
     match (model, profile) {
-        (Some(model), _) => measure::measure(model, device).map(Some),
-        (None, Some(path)) => read_profile(path).map(Some),
+        (Some(model), _) => options.measured.measure(model).map(Some),
+        (None, Some(path)) => Ok(Some((read_profile(path)?, None))),
         (None, None) => Ok(None),
     }
 }
 
-fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
+fn from_profile(
+    options: &PlanOptions,
+    profile: &Profile,
+    tokens_per_sample: Option<u64>,
+) -> Result<Answers> {
     let weighs = |layer: &LayerCost| layer.parameter_bytes + layer.activation_bytes > 0;
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
@@ -137,6 +144,11 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
         shown: best.into_iter().map(answer).collect::<Result<_>>()?,
         refused: plan.refused.iter().map(ToString::to_string).collect(),
         in_seconds: true,
+        capacity: Capacity::of(
+            &request,
+            options.measured.kind().elt_size_in_bytes(),
+            tokens_per_sample,
+        ),
     })
 }
 
@@ -158,10 +170,16 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
         stages <= layers,
         "{stages} stages need as many layers, but the model has {layers}: lower --stages"
     );
+    ensure_use!(
+        stages == 1 || !options.measured.update_in_backward,
+        "--update-in-backward is for one device, but --stages is {stages}: leave one of them out"
+    );
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
     request.schedules = options.schedules();
     request.sums_apart = options.measured.sums_apart()?;
-    request.optimizer_bytes = options.measured.optimizer_bytes;
+    request.gradient_bytes = gradient_factor(options.measured.kind());
+    request.optimizer_bytes = options.measured.optimizer_bytes()?;
+    request.update_in_backward = options.measured.update_in_backward;
     if let Some(m) = options.num_micro_batches {
         request.micro_batches = vec![m];
     }
@@ -246,7 +264,7 @@ impl PlanLine {
     fn of_row(row: &PlanRow, profile: &Profile) -> Self {
         Self {
             stages: StageLine::of_row(row, profile),
-            host_bytes: row.host_bytes + row.ahead_bytes,
+            host_bytes: row.host_bytes,
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
             micro_batches: row.choice.micro_batches,

@@ -1,13 +1,11 @@
 //! Host of the devices: its memory and the host link, given or measured.
 
 use anyhow::Result;
-use brimful::internal::HostSpeed;
-use brimful::optim::{Adam, Method, Sgd};
+use brimful::internal::measure_host_link;
 use brimful::plan::Request;
 use brimful::{Bytes, device, memory};
 use brimful_plan::schedule::HostLinkCost;
 
-use super::measure::KIND;
 use super::options::MeasuredModel;
 use crate::exit::ensure_use;
 
@@ -21,10 +19,7 @@ impl MeasuredModel {
             None => None,
         };
         if is_measured {
-            let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
-            let update = speed.update / KIND.elt_size_in_bytes() as f64;
-            (request.host_link, request.host_update) = (speed.host_link, update);
-            request.look_ahead = self.method().ahead_needs(KIND)?;
+            request.host_link = measure_host_link(device::find(&self.device)?)?;
         }
         match self.given_host_link()? {
             Some(host_link) => request.host_link = host_link,
@@ -45,14 +40,5 @@ impl MeasuredModel {
         let Some((&inward, back)) = rates.split_first() else { return Ok(None) };
         let outward = back.first().copied().unwrap_or(inward);
         Ok(Some(HostLinkCost { inward, outward, both: inward.min(outward) }))
-    }
-
-    /// Returns an optimizer with about the given amount of state.
-    fn method(&self) -> Method {
-        match self.optimizer_bytes {
-            0.0 => Sgd::new(0.0).into(),
-            factor if factor <= 1.0 => Sgd::new(0.0).momentum(0.9).into(),
-            _ => Adam::new(0.0).into(),
-        }
     }
 }

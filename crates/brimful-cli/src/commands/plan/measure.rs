@@ -8,44 +8,61 @@ use brimful_models::pretrained::Pretrained;
 use tch::Kind;
 
 use super::options::MeasuredModel;
+use crate::commands::train::Recipe;
 use crate::data::{self, Sample, Synthetic};
 use crate::fine_tune::unopened;
 use crate::measured;
-use crate::setting::{DROPOUT, ModelSource, SEQUENCE};
+use crate::setting::{DROPOUT, ModelSource, SEQUENCE, typed};
 
 /// Samples measured together: enough to separate the time of a sample from that of a call.
 const SAMPLES: usize = 16;
 
-/// Dtype that models are measured in.
-pub(super) const KIND: Kind = Kind::Float;
-
-/// Measures times and sizes of the model's layers on a device.
-pub(super) fn measure(model: &ModelSource, device: &str) -> Result<Profile> {
-    let device = device::find(device)?;
-    let (layers, sample) = match model {
-        ModelSource::Named(name) => {
-            let sample = name.synthetic_sample();
-            (name.layers(&sample, DROPOUT)?, sample)
-        }
-        ModelSource::Folder(folder) => {
-            let described = Pretrained::without_weights(folder);
-            let described = described.map_err(|error| unopened(folder, &error))?;
-            let config = described.config();
-            let length = SEQUENCE.min(config.context());
-            (config.layers(), Sample::Sequence { length, vocabulary: config.vocabulary() })
-        }
-    };
-    let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
-    let batch = data::synthetic(&made_up)?.train.all()?.inputs;
-    measured::profile(&layers, device, &batch, KIND)
-}
-
 impl MeasuredModel {
+    /// Measures times and sizes of the model's layers on the device. Returns also the tokens of a sample of text.
+    pub(super) fn measure(&self, model: &ModelSource) -> Result<(Profile, Option<u64>)> {
+        let device = device::find(&self.device)?;
+        self.dtype.prepare(device)?;
+        let (layers, sample) = match model {
+            ModelSource::Named(name) => {
+                let sample = name.synthetic_sample();
+                (name.layers(&sample, DROPOUT)?, sample)
+            }
+            ModelSource::Folder(folder) => {
+                let described = Pretrained::without_weights(folder);
+                let described = described.map_err(|error| unopened(folder, &error))?;
+                let config = described.config();
+                let length = SEQUENCE.min(config.context());
+                (config.layers(), Sample::Sequence { length, vocabulary: config.vocabulary() })
+            }
+        };
+        let tokens_per_sample = match sample {
+            Sample::Sequence { length, .. } => Some(length as u64),
+            _ => None,
+        };
+        let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
+        let batch = data::synthetic(&made_up)?.train.all()?.inputs;
+        let profile = measured::profile(&layers, device, &typed(&batch, self.kind()), self.kind())?;
+        Ok((profile, tokens_per_sample))
+    }
+
+    /// Returns the dtype of parameters and activations.
+    pub(super) fn kind(&self) -> Kind {
+        self.dtype.kind()
+    }
+
+    /// Returns the bytes of optimizer state for each byte of parameters.
+    pub(super) fn optimizer_bytes(&self) -> Result<f64> {
+        let Some(name) = self.optimizer else { return Ok(self.optimizer_bytes) };
+        let recipe = Recipe::usual(name, self.optimizer_state);
+        recipe.check()?;
+        Ok(recipe.method().state_factor_in(self.kind()))
+    }
+
     /// Returns whether gradients accumulate apart from each micro-batch's own. A profile does not say, so it counts
     /// as true.
     pub(super) fn sums_apart(&self) -> Result<bool> {
         match self.model {
-            Some(_) => Ok(sums_apart(device::find(&self.device)?, KIND)),
+            Some(_) => Ok(sums_apart(device::find(&self.device)?, self.kind())),
             None => Ok(true),
         }
     }

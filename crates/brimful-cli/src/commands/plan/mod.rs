@@ -1,6 +1,7 @@
 //! `brimful plan`: predicts the time, bubble and memory of a step before anything runs.
 
 mod answers;
+mod capacity;
 mod host;
 mod measure;
 mod options;
@@ -27,7 +28,7 @@ const DRAWN: usize = 100_000;
 
 /// Prints the plans, and writes the requested files.
 pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
-    let Answers { lines, shown, refused, in_seconds } = answers::find(options)?;
+    let Answers { lines, shown, refused, in_seconds, capacity } = answers::find(options)?;
     if let Some(path) = &options.svg {
         output::file(path, &picture(&shown)?)?;
     }
@@ -39,11 +40,16 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         page::write(path, &report::of(options, &shown, in_seconds))?;
     }
     if options.json {
-        output::line(&serde_json::json!({ "rows": lines }).to_string())?;
+        let mut json = serde_json::json!({ "rows": lines });
+        if let Some(capacity) = &capacity {
+            json["offload"] = serde_json::to_value(capacity)?;
+        }
+        output::line(&json.to_string())?;
     } else {
         let table = table::table(&shown, in_seconds);
         let stages = stage_table::table(&shown[0].line.stages);
-        output::prose(&[table, left_out(&refused), stages].concat())?;
+        let capacity = capacity.map_or(String::new(), |capacity| capacity.text());
+        output::prose(&[table, left_out(&refused), stages, capacity].concat())?;
         output::line(&grid(&shown[0])?)?;
     }
     let fits = lines.iter().any(|line| line.fits);

@@ -8,8 +8,9 @@ use brimful::plan::PlanDevice;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
+use crate::commands::train::{OptimizerName, OptimizerState};
 use crate::files::{self, FlagFile};
-use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, words};
+use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, NumberType, words};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
@@ -122,8 +123,25 @@ pub(super) struct MeasuredModel {
     #[arg(help = words::BATCH_SIZE)]
     pub(super) batch_size: Option<usize>,
 
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "f32", help = words::DTYPE)]
+    #[arg(hide_possible_values = true)]
+    pub(super) dtype: NumberType,
+
+    /// Optimizer: sgd, adam, adamw, adafactor or muon [default: none]
+    #[arg(long, value_enum, value_name = "NAME", requires = "batch_size")]
+    #[arg(hide_possible_values = true)]
+    pub(super) optimizer: Option<OptimizerName>,
+
+    /// Number format of the optimizer's averages [default: f32]
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "optimizer")]
+    pub(super) optimizer_state: Option<OptimizerState>,
+
+    /// Update offloaded weights during the backward, layer by layer
+    #[arg(long, requires = "batch_size")]
+    pub(super) update_in_backward: bool,
+
     /// Bytes of optimizer state per byte of parameters: SGD 0, SGD with momentum 1, Adam 2
-    #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
+    #[arg(long, conflicts_with = "optimizer", value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_bytes: f64,
 
     /// Host memory for offloaded stages [default: all free memory; with --profile none]
@@ -156,6 +174,10 @@ Examples:
   Plan offloading from a GPU of 8 GB to a host of 64 GB:
       brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
                    --optimizer-bytes 2 --host-memory 64GB --host-link 55GB
+
+  Find the largest model that this GPU and its host can train, and the batch that hides transfers:
+      brimful plan --model gpt2 --batch-size 32 --stages 1 --device cuda --dtype bf16 \
+                   --optimizer adamw --optimizer-state 8bit --update-in-backward
 
   Simulate a custom schedule:
       brimful plan --schedule-file mine.csv --trace mine.json

@@ -91,7 +91,7 @@ pub(super) fn build(
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
-    let offload = OffloadPlan::settle(&layers, each, world, options, over, &mut inputs)?;
+    let offload = OffloadPlan::settle(&layers, each, world, options, &mut inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
     let is_cut = is_exact || stages.stages.is_some() || !matches!(offload, OffloadPlan::Device);

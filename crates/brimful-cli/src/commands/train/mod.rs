@@ -41,7 +41,8 @@ use length::is_due;
 use options::BatchSize;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
-pub use recipe::Decay;
+pub use recipe::{Decay, OptimizerState};
+pub(crate) use recipe::{OptimizerName, Recipe};
 use run_files::RunFiles;
 pub use trainer::{Epoch, Trainer};
 
@@ -168,9 +169,22 @@ fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     Ok(())
 }
 
+/// Refuses updates in the backward over several devices.
+fn check_updates(options: &TrainOptions) -> Result<()> {
+    let stages = options.stages.stages.unwrap_or(1);
+    let replicas = options.ranks.replicas;
+    ensure_use!(
+        !options.stages.update_in_backward || stages * replicas == 1,
+        "--update-in-backward is for one device, but --stages is {stages} and --replicas {replicas}: leave \
+             one of them out"
+    );
+    Ok(())
+}
+
 /// Refuses options that would fail later, after work was done.
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
+    check_updates(options)?;
     check_batch_norm(options)?;
     options.recipe.check()?;
     options.files.check()

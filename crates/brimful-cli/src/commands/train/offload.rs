@@ -11,9 +11,10 @@ use clap::ValueEnum;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
+use super::stages::GradientDtype;
 use crate::exit::{ensure_use, ran_out};
 use crate::offload_plan::{OffloadPlan, OffloadQuestion};
-use crate::setting::{MeanOver, NormStatistics, capacity, loss, shown_as_given, typed};
+use crate::setting::{NormStatistics, capacity, loss, shown_as_given, typed};
 
 /// Value of `--offload`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -46,7 +47,6 @@ impl OffloadPlan {
         devices: usize,
         world: &World,
         options: &TrainOptions,
-        over: MeanOver,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         match options.stages.offload {
@@ -76,7 +76,7 @@ impl OffloadPlan {
             return Ok(all_or_nothing());
         }
         let (inputs, capacities) = (inputs()?, vec![Bytes(capacity); devices]);
-        let question = question(device, capacities, options, over, &inputs, layers)?;
+        let question = question(device, capacities, options, &inputs, layers)?;
         let planned = OffloadPlan::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
             Ok(Self::Host) => Ok(all()),
@@ -114,19 +114,14 @@ fn question(
     device: Device,
     capacities: Vec<Bytes>,
     options: &TrainOptions,
-    over: MeanOver,
     inputs: &MeasuredInputs,
     layers: &Layers,
 ) -> Result<OffloadQuestion> {
     let recipe = &options.recipe;
-    let changes_gradients = recipe.clip_norm.is_some() || recipe.accumulate > 1;
-    let is_divided_later = over != MeanOver::Samples;
     Ok(OffloadQuestion {
         device,
-        looks_ahead: capacities.len() == 1
-            && !options.stages.update_in_backward
-            && !changes_gradients
-            && !is_divided_later,
+        updates_in_backward: options.stages.update_in_backward,
+        bf16_gradients: options.stages.offload_gradients == GradientDtype::Bf16,
         capacities,
         kind: options.dtype().kind(),
         method: recipe.method(),
@@ -185,7 +180,7 @@ pub(super) struct LeastBytes {
     /// The same with the finest cut: of the largest layer.
     pub(super) of_stage: u64,
     /// Bytes when fully offloaded: the weights and gradients of the two largest layers, of which one computes while
-    /// the other is in transfer.
+    /// the other is in transfer, and what an update of the largest one brings.
     pub(super) offloaded: u64,
 }
 
@@ -199,7 +194,9 @@ impl LeastBytes {
         Ok(Self {
             resident: resident_bytes(layers, options, kind)?,
             of_stage: (largest as f64 * resident_factor(layers, options, kind)?) as u64,
-            offloaded: ((largest + second) as f64 * with_gradients) as u64,
+            offloaded: ((largest + second) as f64 * with_gradients
+                + largest as f64 * (resident_factor(layers, options, kind)? - 1.0))
+                as u64,
         })
     }
 }
@@ -249,35 +246,4 @@ fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> R
         "{stages} stages need as many layers{of_a_kind}, but the model has {layers}: {fewer}"
     );
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::args::BrimfulArgs;
-
-    /// Returns whether the planner may assume updates computed ahead, for this training with a mean over these
-    /// targets.
-    fn looks_ahead(words: &str, devices: usize, over: MeanOver) -> bool {
-        let words = format!("brimful train --model mlp --optimizer adamw {words}");
-        let options = BrimfulArgs::training(words.split_whitespace()).expect("a training");
-        let number = || Tensor::from(0.0);
-        let inputs = MeasuredInputs { micro_batch: number(), targets: number(), batch_size: 8 };
-        let asked =
-            question(Device::Cpu, vec![Bytes(0); devices], &options, over, &inputs, &Layers::new());
-        asked.expect("a question").looks_ahead
-    }
-
-    #[test]
-    fn updates_are_planned_ahead_where_a_step_takes_its_gradients_as_they_come() {
-        assert!(looks_ahead("--offload auto", 1, MeanOver::Samples));
-        assert!(!looks_ahead("--offload auto", 2, MeanOver::Samples), "others add to them");
-        assert!(!looks_ahead("--offload auto", 1, MeanOver::Targets), "they are divided later");
-        for flag in ["--clip-norm 1", "--accumulate 2", "--update-in-backward"] {
-            assert!(
-                !looks_ahead(&format!("--offload auto {flag}"), 1, MeanOver::Samples),
-                "{flag}"
-            );
-        }
-    }
 }

@@ -14,7 +14,9 @@ use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
 use super::offload::MeasuredInputs;
 use super::records;
+use super::stages::GradientDtype;
 use crate::data::Rows;
+use crate::exit::ensure_use;
 use crate::named::Named;
 use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
@@ -59,6 +61,12 @@ impl Pipelined {
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype().kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
+        ensure_use!(
+            stages.offload_gradients == GradientDtype::F32 || kind == Kind::BFloat16,
+            "--offload-gradients bf16 needs a model in bf16, but it is in {}: give --dtype bf16, or leave \
+             --offload-gradients out",
+            options.dtype()
+        );
         let each = options.ranks.devices_of_pipeline(world, stages);
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
@@ -73,13 +81,15 @@ impl Pipelined {
             .reserve(options.recipe.method())
             .micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
+        let builder = match stages.offload_gradients {
+            GradientDtype::F32 => builder,
+            GradientDtype::Bf16 => builder.offload_gradients(Kind::BFloat16),
+        };
+        let builder = builder.update_in_backward(stages.update_in_backward);
         let mut pipeline = builder.build().context("the pipeline cannot be built")?;
         pipeline.trace_transfers(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;
-        if stages.update_in_backward {
-            optimizer.update_in_backward(true).context("--update-in-backward")?;
-        }
         let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
         let averages = averages.transpose()?;
         let limit = match devices[0] {

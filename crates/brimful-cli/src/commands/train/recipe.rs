@@ -69,8 +69,25 @@ pub(super) enum TunedWeights {
 const STEPS_PER_WARMUP: usize = 33;
 
 impl Recipe {
+    /// Returns the recipe with this optimizer and the defaults of all else.
+    pub(crate) fn usual(optimizer: OptimizerName, state: Option<OptimizerState>) -> Self {
+        Self {
+            optimizer,
+            optimizer_state: state,
+            learning_rate: None,
+            learning_rate_decay: Decay::None,
+            warmup: None,
+            weight_decay: None,
+            momentum: None,
+            clip_norm: None,
+            ema: None,
+            accumulate: 1,
+            tunes: None,
+        }
+    }
+
     /// Refuses numbers that no optimizer accepts.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let from_0 = [
             ("learning-rate", self.learning_rate),
             ("weight-decay", self.weight_decay),
@@ -112,7 +129,7 @@ impl Recipe {
     }
 
     /// Returns the optimizer, with weight decay for all parameters but biases and norms.
-    pub(super) fn method(&self) -> Method {
+    pub(crate) fn method(&self) -> Method {
         let rate = |default| self.learning_rate.unwrap_or(default);
         let of_adam = match self.tunes {
             None => 1e-3,
@@ -190,7 +207,7 @@ shown_as_given!(OptimizerName);
 
 /// Number format of an optimizer's averages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OptimizerState {
+pub enum OptimizerState {
     F32,
     /// Stochastic rounding
     Bf16,
@@ -203,7 +220,7 @@ shown_as_given!(OptimizerState);
 
 impl OptimizerState {
     /// Returns the library's name of it.
-    fn format(self) -> StateFormat {
+    pub fn format(self) -> StateFormat {
         match self {
             Self::F32 => StateFormat::F32,
             Self::Bf16 => StateFormat::Bf16,

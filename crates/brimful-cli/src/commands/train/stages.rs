@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use brimful::schedule::{Recompute, Schedule};
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::offload::{OffloadArgument, is_offloadable};
 use crate::exit::{ensure_unsaid, ensure_use};
-use crate::setting::{self, words};
+use crate::setting::{self, shown_as_given, words};
 
 /// Pipeline stages, offloading and recomputation.
 #[derive(Debug, Clone, Args)]
@@ -33,6 +33,10 @@ pub(crate) struct Stages {
     #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
     #[arg(help_heading = "Memory", hide_short_help = true)]
     pub(crate) update_in_backward: bool,
+    /// Dtype of offloaded gradients: f32, or bf16 for half the memory and transfers
+    #[arg(long, value_enum, value_name = "DTYPE", default_value = "f32")]
+    #[arg(help_heading = "Memory", hide_short_help = true, hide_possible_values = true)]
+    pub(crate) offload_gradients: GradientDtype,
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
     #[arg(long_help = words::STAGES_LONG, help_heading = "Devices")]
     pub(crate) stages: Option<usize>,
@@ -44,6 +48,15 @@ pub(crate) struct Stages {
     #[arg(long, value_name = "FILE", help_heading = "Output", hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
 }
+
+/// Value of `--offload-gradients`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum GradientDtype {
+    F32,
+    Bf16,
+}
+
+shown_as_given!(GradientDtype);
 
 impl Stages {
     /// Refuses impossible combinations, and stage options without stages.

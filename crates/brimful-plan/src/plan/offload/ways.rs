@@ -82,19 +82,34 @@ impl StageStep<'_> {
             Kept::Nothing => (0, boundaries),
         };
         let (resident, on_host) = match way.weights {
-            Location::Device => (resident_bytes(cost), 0),
-            Location::Host => (0, offloaded_bytes(cost)),
+            Location::Device => (self.resident_bytes(cost), 0),
+            Location::Host => (0, self.offloaded_bytes(cost)),
         };
         let host_link = self.host_link_times(way, cost, input as f64);
         // A boundary is copied out once and in twice, its gradient once each.
-        let disturbance =
-            DISTURBANCE * (2.0 * host_link.fetch + host_link.sent + 5.0 * host_link.boundaries);
+        let disturbance = DISTURBANCE
+            * (2.0 * host_link.fetch
+                + host_link.update_in
+                + host_link.update_out
+                + host_link.sent
+                + 5.0 * host_link.boundaries);
         WayCost {
             device_bytes: kept.saturating_add(resident),
             host_bytes: on_host.saturating_add(put_away),
             seconds: self.seconds(way, cost, host_link) + disturbance,
             disturbance,
         }
+    }
+
+    /// Returns the bytes of the weights, the optimizer's state, and gradients unless updates take them on the device.
+    fn offloaded_bytes(&self, cost: &StageCost) -> u64 {
+        let gradients = if self.costs.update_in_backward { 0 } else { cost.sent_bytes };
+        cost.offloaded_bytes.saturating_add(cost.optimizer_bytes).saturating_add(gradients)
+    }
+
+    fn resident_bytes(&self, cost: &StageCost) -> u64 {
+        let gradients = if self.costs.update_in_backward { 0 } else { cost.gradient_bytes };
+        cost.parameter_bytes.saturating_add(gradients).saturating_add(cost.optimizer_bytes)
     }
 
     fn host_link_times(&self, way: StageWay, cost: &StageCost, input: f64) -> HostLinkTimes {
@@ -104,6 +119,8 @@ impl StageStep<'_> {
         let only_if = |is_so: bool, time: f64| if is_so { time } else { 0.0 };
         let fetches = self.fetches as f64 / 2.0;
         HostLinkTimes {
+            update_in: only_if(at_host, cost.update_in_bytes as f64 / host_link.both),
+            update_out: only_if(at_host, cost.update_out_bytes as f64 / host_link.both),
             fetch: only_if(at_host, fetches * cost.fetched_bytes as f64 / host_link.inward),
             sent: only_if(at_host, cost.sent_bytes as f64 / host_link.outward),
             boundaries: only_if(way.kept == Kept::Nothing, m * input / host_link.both),
@@ -115,29 +132,24 @@ impl StageStep<'_> {
     fn seconds(&self, way: StageWay, cost: &StageCost, host_link: HostLinkTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
-        let update = if way.weights == Location::Host { cost.host_update } else { 0.0 };
-        let forward = (m * cost.forward).max(host_link.fetch).max(host_link.boundaries).max(update);
-        let inward = host_link.fetch + 2.0 * host_link.boundaries;
+        let in_backward = self.costs.update_in_backward;
+        let update_in = |here: bool| if here { host_link.update_in } else { 0.0 };
+        let inward = (host_link.fetch + update_in(!in_backward)).max(host_link.boundaries);
+        let forward = (m * cost.forward).max(inward).max(host_link.update_out);
+        let inward = host_link.fetch + update_in(in_backward) + 2.0 * host_link.boundaries;
         let outward = host_link.sent + host_link.boundaries;
         let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
 }
 
-/// Returns the bytes of the weights, their gradients as they arrive, and the optimizer's state.
-fn offloaded_bytes(cost: &StageCost) -> u64 {
-    cost.offloaded_bytes.saturating_add(cost.optimizer_bytes).saturating_add(cost.sent_bytes)
-}
-
-fn resident_bytes(cost: &StageCost) -> u64 {
-    let trained = cost.parameter_bytes.saturating_add(cost.gradient_bytes);
-    trained.saturating_add(cost.optimizer_bytes)
-}
-
 /// Transfer times of a stage in the forward or the backward of a step.
 #[derive(Debug, Clone, Copy)]
 struct HostLinkTimes {
     fetch: f64,
+    /// Of what an update needs, and of what it has changed.
+    update_in: f64,
+    update_out: f64,
     sent: f64,
     boundaries: f64,
 }

@@ -204,6 +204,7 @@ fn transfer_color(kind: TransferKind) -> &'static str {
     match kind {
         TransferKind::Fetch | TransferKind::Release => "94",
         TransferKind::OffloadGradients => "92",
+        TransferKind::FetchState | TransferKind::OffloadState => "95",
         TransferKind::BoundaryOut | TransferKind::BoundaryIn => "90",
         TransferKind::GradientOut | TransferKind::GradientIn => "93",
     }

@@ -256,6 +256,8 @@ fn transfer_color(kind: TransferKind) -> &'static str {
     match kind {
         TransferKind::Fetch | TransferKind::Release => "#7c9fd6",
         TransferKind::OffloadGradients => "#7fbf9d",
+        TransferKind::FetchState => "#b79fd6",
+        TransferKind::OffloadState => "#9a84b8",
         TransferKind::BoundaryOut => "#b9a37e",
         TransferKind::BoundaryIn => "#d3c19c",
         TransferKind::GradientOut => "#c98f8f",

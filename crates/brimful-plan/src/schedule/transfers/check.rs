@@ -112,6 +112,9 @@ impl MovingState<'_> {
                 self.bring(one, is_made_here)
             }
             TransferKind::GradientIn => self.bring(one, self.has(one.stage)),
+            TransferKind::FetchState | TransferKind::OffloadState => {
+                Err(TransferRule::NotAtHost(one))
+            }
         }
     }
 

@@ -94,7 +94,7 @@ pub enum TransferRule {
         "{0} has no gradients to send: the stage has not run a backward, or they were already sent"
     )]
     NoGradients(Transfer),
-    /// The optimizer on the host needs all gradients.
+    /// An update needs all of its stage's gradients.
     #[error("the gradients of stage {0} never go to the host: send them after its last backward")]
     GradientsKept(StageId),
     /// A boundary or its gradient is sent once, after it is made.

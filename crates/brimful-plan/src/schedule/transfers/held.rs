@@ -1,7 +1,7 @@
 //! Memory of a device while actions and transfers are played.
 //!
 //! ```text
-//! buffers       as large as the largest offloaded stage, all the time
+//! buffers       as large as the largest offloaded stage and what its update needs, all the time
 //! sums          of an offloaded stage, from its first backward until the next stage's sums are sent
 //! boundary      from its creation or arrival until the backward, except while it is offloaded
 //! its gradient  from its creation or arrival until the backward that takes it, except while it is offloaded
@@ -23,6 +23,8 @@ pub(super) struct HeldBytes {
     held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
     /// Stages whose sums of gradients are, or were, on the device.
     summed: BTreeSet<StageId>,
+    /// Number of backwards that each stage still has to finish.
+    left: BTreeMap<StageId, usize>,
     /// Stage whose sums were sent last.
     leaving: Option<StageId>,
     // 128 bits hold any sum of the 64-bit sizes.
@@ -50,7 +52,12 @@ impl HeldBytes {
         };
         let held_as = actions.lists()[device.index()].iter().map(of_pair).collect();
         let bytes = lasting_bytes(actions, transfers, costs, device);
+        let mut left = BTreeMap::new();
+        for action in actions.lists()[device.index()].iter().filter(|a| a.kind.releases()) {
+            *left.entry(action.stage).or_default() += 1;
+        }
         Self {
+            left,
             costs: costs.clone(),
             locations: transfers.locations().to_vec(),
             held_as,
@@ -116,8 +123,22 @@ impl HeldBytes {
             gives += u128::from(cost.activation_bytes)
                 + u128::from(self.input_of(action.stage, action.micro_batch));
             self.held -= 1;
+            gives += self.updated_gradients(action.stage);
         }
         self.change(time, 0, gives);
+    }
+
+    /// Counts a backward of the stage as finished; returns the bytes of the gradients that an update of a stage on the
+    /// device takes with it.
+    fn updated_gradients(&mut self, stage: StageId) -> u128 {
+        let left = self.left.entry(stage).or_insert(1);
+        *left -= 1;
+        let is_resident = self.locations[stage.index()].weights == Location::Device;
+        let is_updated = *left == 0 && self.costs.update_in_backward && is_resident;
+        match is_updated && self.summed.remove(&stage) {
+            true => u128::from(self.costs.stages[stage.index()].gradient_bytes),
+            false => 0,
+        }
     }
 
     /// Ends the step: casts the sums of stages on the device to gradients.
@@ -190,12 +211,17 @@ fn lasting_bytes(
         stages.filter(|((at, _), _)| **at == device).map(|((_, location), cost)| (location, cost));
     let mut resident = 0;
     let mut fetched = Vec::new();
+    let mut updated = Vec::new();
     for (location, cost) in here {
         match location.weights {
             Location::Device => resident += cost.lasting_bytes(),
-            Location::Host => fetched.push(u128::from(cost.fetched_bytes)),
+            Location::Host => {
+                fetched.push(u128::from(cost.fetched_bytes));
+                updated.push(u128::from(cost.update_in_bytes));
+            }
         }
     }
     let device_buffers = transfers.device_buffers().min(fetched.len());
-    resident + device_buffers as u128 * fetched.into_iter().max().unwrap_or(0)
+    let largest = fetched.into_iter().max().unwrap_or(0) + updated.into_iter().max().unwrap_or(0);
+    resident + device_buffers as u128 * largest
 }

@@ -21,13 +21,12 @@ struct HostLinkLane {
 pub(super) struct WaitingTransfer {
     pub(super) transfer: Transfer,
     pub(super) bytes: u64,
-    /// Time at which its data are ready.
-    pub(super) ready: f64,
 }
 
 /// Transfer in flight.
 struct Transit {
     transfer: Transfer,
+    bytes: u64,
     start: f64,
     bytes_left: f64,
 }
@@ -51,11 +50,10 @@ impl HostLinkClock {
         }
     }
 
-    /// Returns the time at which a transfer ends or the next can start, if nothing else happens.
+    /// Returns the time at which a transfer ends, if nothing else happens.
     pub(super) fn next_change(&self, now: f64) -> Option<f64> {
         let lanes = self.lanes.iter().zip(self.rates());
-        let changes = lanes.flat_map(|(lane, rate)| [lane.end(now, rate), lane.next_ready(now)]);
-        changes.flatten().min_by(f64::total_cmp)
+        lanes.filter_map(|(lane, rate)| lane.end(now, rate)).min_by(f64::total_cmp)
     }
 
     pub(super) fn advance(&mut self, now: f64, time: f64) {
@@ -63,8 +61,8 @@ impl HostLinkClock {
         self.lanes.iter_mut().zip(rates).for_each(|(lane, rate)| lane.advance(now, time, rate));
     }
 
-    /// Returns the transfers that have arrived, with their start times.
-    pub(super) fn take_ended(&mut self) -> Vec<(Transfer, f64)> {
+    /// Returns the transfers that have arrived, with their bytes and start times.
+    pub(super) fn take_ended(&mut self) -> Vec<(Transfer, u64, f64)> {
         self.lanes.iter_mut().filter_map(HostLinkLane::take_ended).collect()
     }
 
@@ -81,17 +79,13 @@ impl HostLinkLane {
         if self.current.is_some() {
             return;
         }
-        let next = self.waiting.pop_front_if(|waiting| waiting.ready <= now);
-        self.current = next.map(|WaitingTransfer { transfer, bytes, .. }| Transit {
+        let next = self.waiting.pop_front();
+        self.current = next.map(|WaitingTransfer { transfer, bytes }| Transit {
             transfer,
+            bytes,
             start: now,
             bytes_left: bytes as f64,
         });
-    }
-
-    fn next_ready(&self, now: f64) -> Option<f64> {
-        let next = self.waiting.front().filter(|_| self.current.is_none())?;
-        Some(next.ready).filter(|ready| *ready > now)
     }
 
     fn end(&self, now: f64, rate: f64) -> Option<f64> {
@@ -108,8 +102,8 @@ impl HostLinkLane {
         }
     }
 
-    fn take_ended(&mut self) -> Option<(Transfer, f64)> {
+    fn take_ended(&mut self) -> Option<(Transfer, u64, f64)> {
         let ended = self.current.take_if(|transit| transit.bytes_left <= 0.0)?;
-        Some((ended.transfer, ended.start))
+        Some((ended.transfer, ended.bytes, ended.start))
     }
 }

@@ -14,7 +14,6 @@
 //! Transfers are data, like actions: the list that is executed is the one that is validated, simulated and
 //! drawn.
 
-mod ahead;
 mod check;
 mod error;
 mod held;
@@ -27,7 +26,6 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{Action, Actions, DeviceId, MicroBatchId, StageId};
-pub use ahead::simulate_transfers_ahead;
 pub use error::{TransferError, TransferRule};
 pub use play::simulate_transfers;
 
@@ -68,6 +66,8 @@ pub enum TransferKind {
     /// Sends a stage's summed gradients to the host; then their device memory is free.
     #[serde(alias = "gradients-home")]
     OffloadGradients,
+    /// Sends an updated stage's weights and its optimizer's state to the host.
+    OffloadState,
     /// Frees a stage's device buffer. Copies nothing and takes no time: the host has the weights.
     Release,
     /// Sends a stage's input to the host: after the forward of the stage before, or, for the model's own
@@ -77,6 +77,9 @@ pub enum TransferKind {
     GradientOut,
     /// Fetches a stage's weights from the host into a free device buffer.
     Fetch,
+    /// Fetches the optimizer's state of a stage that is about to be updated, and its gradients if these are on the
+    /// host.
+    FetchState,
     /// Brings a stage's input back, for its forward or its recompute.
     BoundaryIn,
     /// Brings the gradient of a stage's input back, for the backward of the stage before.
@@ -86,12 +89,14 @@ pub enum TransferKind {
 impl TransferKind {
     /// All kinds, in the order of transfers that start together: those that free memory come before those that
     /// take it.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::OffloadGradients,
+        Self::OffloadState,
         Self::Release,
         Self::BoundaryOut,
         Self::GradientOut,
         Self::Fetch,
+        Self::FetchState,
         Self::BoundaryIn,
         Self::GradientIn,
     ];
@@ -101,10 +106,12 @@ impl TransferKind {
     pub const fn name(self) -> &'static str {
         match self {
             Self::OffloadGradients => "offload gradients",
+            Self::OffloadState => "offload state",
             Self::Release => "release",
             Self::BoundaryOut => "boundary out",
             Self::GradientOut => "gradient out",
             Self::Fetch => "fetch",
+            Self::FetchState => "fetch state",
             Self::BoundaryIn => "boundary in",
             Self::GradientIn => "gradient in",
         }
@@ -115,10 +122,12 @@ impl TransferKind {
     pub const fn letter(self) -> char {
         match self {
             Self::OffloadGradients => 'h',
+            Self::OffloadState => 'w',
             Self::Release => 'r',
             Self::BoundaryOut => 'o',
             Self::GradientOut => 'u',
             Self::Fetch => 'f',
+            Self::FetchState => 's',
             Self::BoundaryIn => 'i',
             Self::GradientIn => 'd',
         }
@@ -127,13 +136,16 @@ impl TransferKind {
     /// Whether it copies to the device; false for a release.
     #[must_use]
     pub const fn is_inward(self) -> bool {
-        matches!(self, Self::Fetch | Self::BoundaryIn | Self::GradientIn)
+        matches!(self, Self::Fetch | Self::FetchState | Self::BoundaryIn | Self::GradientIn)
     }
 
     /// Whether it copies to the host; false for a release.
     #[must_use]
     pub const fn is_outward(self) -> bool {
-        matches!(self, Self::OffloadGradients | Self::BoundaryOut | Self::GradientOut)
+        matches!(
+            self,
+            Self::OffloadGradients | Self::OffloadState | Self::BoundaryOut | Self::GradientOut
+        )
     }
 }
 

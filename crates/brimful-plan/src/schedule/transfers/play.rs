@@ -2,8 +2,8 @@
 //! of a transfer depends on the others in flight.
 //!
 //! A transfer begins when the actions before it are done and its direction of the host link is free, in the
-//! order of the list. A stage's first fetch also waits for its update by the step before, which runs on the
-//! host from the beginning of this one. An action begins when its device and its input are ready, as in
+//! order of the list. A stage's first fetch also brings what the update of the step before needs, and what that
+//! update has changed goes back at once. An action begins when its device and its input are ready, as in
 //! [`simulate`](super::super::simulate), and its weights and its boundary are on the device.
 
 use std::collections::BTreeSet;
@@ -66,8 +66,6 @@ struct Player<'a> {
     devices: Vec<DevicePlay>,
     arrivals: Arrivals,
     ways: Ways,
-    /// Time at which the step before has updated each offloaded stage.
-    updated: Vec<f64>,
     /// Transfers between devices in flight: arrival, target and bytes.
     arriving: Vec<(f64, DeviceId, u64)>,
     /// Boundaries and gradients that have reached the host, from any device.
@@ -82,6 +80,10 @@ struct DevicePlay {
     /// Number of finished actions; one more runs if there is one more span.
     done: usize,
     next_transfer: usize,
+    /// Stages that were fetched, or will not be updated by the step before.
+    updated: BTreeSet<StageId>,
+    /// Stages whose update comes with the fetch in flight.
+    updating: BTreeSet<StageId>,
     host_link: HostLinkClock,
     used: HostLinkUse,
     /// Cause and start of the present wait of compute.
@@ -98,6 +100,8 @@ impl<'a> Player<'a> {
             spans: Vec::with_capacity(actions.lists()[d].len()),
             done: 0,
             next_transfer: 0,
+            updated: BTreeSet::new(),
+            updating: BTreeSet::new(),
             host_link: HostLinkClock::new(costs.host_link),
             used: HostLinkUse::default(),
             waits: None,
@@ -112,7 +116,6 @@ impl<'a> Player<'a> {
             devices: (0..actions.devices()).map(device).collect(),
             arrivals: Arrivals::new(actions),
             ways: Ways::new(actions.devices(), costs.link),
-            updated: updated(transfers, costs),
             arriving: Vec::new(),
             on_host: BTreeSet::new(),
             waiting: actions
@@ -179,17 +182,22 @@ impl<'a> Player<'a> {
     fn end_transfers(&mut self, device: DeviceId) -> bool {
         let play = &mut self.devices[device.index()];
         let ended = play.host_link.take_ended();
-        for &(transfer, start) in &ended {
-            let bytes = self.costs.transfer_bytes(transfer);
+        for &(transfer, bytes, start) in &ended {
             play.used.transfers.push(TransferSpan { transfer, start, end: self.now, bytes });
-            if transfer.kind.is_inward() {
-                play.away.remove(&Payload::of(transfer));
-            } else {
+            match transfer.kind {
                 // Sums are freed when the next ones are sent.
-                if transfer.kind != TransferKind::OffloadGradients {
+                TransferKind::OffloadGradients => {}
+                TransferKind::OffloadState => {}
+                kind if kind.is_inward() => drop(play.away.remove(&Payload::of(transfer))),
+                _ => {
                     play.held.give(self.now, bytes);
+                    self.on_host.insert(Payload::of(transfer));
                 }
-                self.on_host.insert(Payload::of(transfer));
+            }
+            if transfer.kind == TransferKind::Fetch && play.updating.remove(&transfer.stage) {
+                let bytes = self.costs.stages[transfer.stage.index()].update_out_bytes;
+                let transfer = Transfer { kind: TransferKind::OffloadState, ..transfer };
+                play.host_link.queue(WaitingTransfer { transfer, bytes });
             }
         }
         !ended.is_empty()
@@ -215,10 +223,20 @@ impl<'a> Player<'a> {
                 _ => {}
             }
             if one.kind != TransferKind::Release {
-                let bytes = self.costs.transfer_bytes(one);
-                let is_fetch = one.kind == TransferKind::Fetch;
-                let ready = if is_fetch { self.updated[one.stage.index()] } else { 0.0 };
-                play.host_link.queue(WaitingTransfer { transfer: one, bytes, ready });
+                let mut bytes = self.costs.transfer_bytes(one);
+                let updates = one.kind == TransferKind::Fetch
+                    && match self.costs.update_in_backward {
+                        true => completes(&list[play.next_transfer..], one.stage),
+                        false => play.updated.insert(one.stage),
+                    };
+                if updates && self.transfers.locations()[one.stage.index()].trained {
+                    let cost = &self.costs.stages[one.stage.index()];
+                    bytes += cost.update_in_bytes;
+                    if cost.update_out_bytes > 0 {
+                        play.updating.insert(one.stage);
+                    }
+                }
+                play.host_link.queue(WaitingTransfer { transfer: one, bytes });
             }
         }
         let on_host = &self.on_host;
@@ -239,10 +257,7 @@ impl<'a> Player<'a> {
             return false;
         }
         // All transfers that start before it are queued, so it is known which data are away.
-        let lacks = play.lacks(action).map(|awaited| match awaited {
-            Awaited::Weights if self.updated[action.stage.index()] > now => Awaited::Update,
-            awaited => awaited,
-        });
+        let lacks = play.lacks(action);
         play.wait(now, lacks);
         if lacks.is_some() || !self.has_arrived(action) {
             return false;
@@ -317,17 +332,11 @@ impl<'a> Player<'a> {
     }
 }
 
-/// Returns the time of each stage's update: the host updates one stage after the other, in the order of the
-/// forward.
-fn updated(transfers: &Transfers, costs: &Costs) -> Vec<f64> {
-    let mut time = 0.0;
-    let stages = transfers.locations().iter().zip(&costs.stages);
-    let end = stages.map(|(location, cost)| {
-        let on_host = location.weights == Location::Host && location.trained;
-        time += if on_host { cost.host_update } else { 0.0 };
-        time
-    });
-    end.collect()
+/// Returns whether the stage's gradients are complete before its weights leave again.
+fn completes(next: &[Transfer], stage: StageId) -> bool {
+    let kinds = [TransferKind::OffloadGradients, TransferKind::Release];
+    let next = next.iter().find(|one| one.stage == stage && kinds.contains(&one.kind));
+    next.is_some_and(|one| one.kind == TransferKind::OffloadGradients)
 }
 
 impl DevicePlay {
@@ -390,7 +399,8 @@ impl Costs {
             | TransferKind::BoundaryIn
             | TransferKind::GradientOut
             | TransferKind::GradientIn => self.input_bytes_of(one.stage),
-            TransferKind::Release => 0,
+            // They accompany a fetch, if there is an update.
+            TransferKind::FetchState | TransferKind::OffloadState | TransferKind::Release => 0,
         }
     }
 }

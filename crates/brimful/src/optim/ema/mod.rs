@@ -28,7 +28,7 @@ use brimful_torch::optim::fits;
 use tch::{Tensor, nn};
 
 use super::check_named;
-use super::method::within;
+use super::number_options::within;
 use crate::Result;
 use crate::memory::Arena;
 use crate::ranks::summed_in;

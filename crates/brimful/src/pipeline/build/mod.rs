@@ -2,13 +2,14 @@
 
 mod balance;
 mod builder;
+mod building;
 mod exact;
+mod host;
 mod offload;
 mod roster;
-mod stage_layout;
+mod search;
 
 pub use balance::BalanceBy;
 pub use builder::Builder;
 pub use offload::Offload;
 pub(crate) use offload::{check_offloaded_graphs, recompute_at_least};
-pub(crate) use stage_layout::{Export, StageLayout, StagePlan};

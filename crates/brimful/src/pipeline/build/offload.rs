@@ -1,30 +1,20 @@
 //! Offload of stages: on the device, or on the host.
 
 use std::collections::{BTreeSet, HashMap};
-use std::time::Duration;
 
-use brimful_torch::meta;
-use tch::{Device, Tensor};
-
-use super::Builder;
-use crate::balance::{self, Balance};
-use crate::memory;
+use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::ranks::Ranks;
-use crate::ranks::summed_in;
 use crate::{Layers, Result};
-use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::PlanRow;
 use brimful_plan::schedule::{
-    ActionKind, Actions, DeviceId, Location, Recompute, Schedule, StageLocation, TransferKind,
-    Transfers,
+    ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
 };
 
 /// Memory of the stages' weights, gradients and optimizer state between their uses.
 ///
 /// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
-/// their use, its gradients go to the host when they are complete, and the optimizer updates the weights
-/// there. So a model may be as large as host memory. With a
+/// their use, its gradients go to the host when they are complete, and the device updates it when it is fetched
+/// the next time. So a model may be as large as host memory. With a
 /// [breadth-first](brimful_plan::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
 /// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -146,11 +136,28 @@ impl From<&PlanRow> for Offload {
     }
 }
 
-/// Returns device or host for all that belongs to each stage. Without `boundaries`, those that an
-/// offloading device sends or receives wait on the host: such a device has no capacity for all of them.
+/// Device or host for the boundaries of the stages.
+#[derive(Debug, Clone, Default)]
+pub(super) enum BoundaryLocations {
+    /// Those that an offloading device sends or receives wait on the host: such a device may have no capacity for all.
+    #[default]
+    Usual,
+    All(Location),
+    /// As a plan sets each.
+    Each(Vec<Location>),
+}
+
+impl BoundaryLocations {
+    /// Returns what was set for all stages.
+    pub(super) fn unless_planned(self) -> Self {
+        if let Self::Each(_) = self { Self::Usual } else { self }
+    }
+}
+
+/// Returns device or host for all that belongs to each stage.
 pub(super) fn stage_locations(
     weights: &[Location],
-    boundaries: &[Location],
+    boundaries: &BoundaryLocations,
     placement: &[DeviceId],
 ) -> Vec<StageLocation> {
     let of_devices = weights.iter().zip(placement);
@@ -161,99 +168,12 @@ pub(super) fn stage_locations(
     let location = |j: usize| {
         let is_crowded = placement[j.saturating_sub(1)..=j].iter().any(|at| crowded.contains(at));
         let usual = if is_crowded { Location::Host } else { Location::Device };
-        let boundaries = boundaries.get(j).copied().unwrap_or(usual);
+        let boundaries = match boundaries {
+            BoundaryLocations::All(location) => *location,
+            BoundaryLocations::Each(each) => each.get(j).copied().unwrap_or(usual),
+            BoundaryLocations::Usual => usual,
+        };
         StageLocation { weights: weights[j], boundaries, trained: true }
     };
     (0..weights.len()).map(location).collect()
-}
-
-impl Builder {
-    /// Sets what an offloaded pipeline on so many devices leaves open. In breadth-first order, weights cross the host
-    /// link twice a step, however many micro-batches there are. Stages are as small as can be, because a device buffer
-    /// is as large as the largest of them.
-    pub(super) fn cut_for_offload(mut self, devices: usize) -> Result<Self> {
-        let given = match &self.offload {
-            Offload::Device => return Ok(self),
-            Offload::Host => self.balance.stages(),
-            Offload::Each(locations) if locations.contains(&Location::Host) => {
-                Some(locations.len())
-            }
-            Offload::Each(_) => return Ok(self),
-        };
-        let counts = self.layers.parameters_used()?;
-        let finest = balance::finest(&counts, counts.len())?.sizes().len();
-        let stages_per_device = match self.schedule {
-            Some(schedule) => schedule.stages_per_device(),
-            None => (given.unwrap_or(finest) / devices).max(1),
-        };
-        let schedule = self.schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device });
-        let stages = devices * stages_per_device;
-        let is_cut = self.offload == Offload::Host && self.balance.is_even() && stages <= finest;
-        if is_cut {
-            self.balance = balance::finest(&counts, stages)?.into();
-        }
-        self.schedule = Some(schedule);
-        Ok(self)
-    }
-
-    /// Refuses offloaded stages of these sizes that exceed the host's free memory, before any of it is
-    /// allocated.
-    pub(super) fn check_host(
-        &self,
-        sizes: &[usize],
-        locations: &[StageLocation],
-        placement: &[DeviceId],
-        ranks: &Ranks,
-    ) -> Result<()> {
-        if locations.iter().all(|location| location.weights == Location::Device) {
-            return Ok(());
-        }
-        let here = ranks.here();
-        let is_here = |(location, device): (&StageLocation, &DeviceId)| {
-            location.weights == Location::Host && here.contains(&device.index())
-        };
-        let own: Vec<bool> = locations.iter().zip(placement).map(is_here).collect();
-        let limited = self.host.as_ref().is_some_and(|arena| arena.limit().is_some());
-        let needed = self.host_bytes_of(sizes, &own, ranks.replicas_here);
-        let stages = own.iter().filter(|own| **own).count() * ranks.replicas_here;
-        let needs = needed.map(|needed| (needed, stages, limited));
-        let needs = ranks.world().vote("the host's memory", needs, Duration::ZERO)?;
-        // Ranks of one machine share its memory, except those with a limited arena.
-        let (me, hosts) = (ranks.world().rank(), ranks.world().hosts());
-        let shares = |rank: usize| !limited && !needs[rank].2 && hosts[rank] == hosts[me];
-        let sharing = (0..needs.len()).filter(|rank| *rank == me || shares(*rank));
-        let sum =
-            |(bytes, all): (u64, usize), rank: usize| (bytes + needs[rank].0, all + needs[rank].1);
-        let ((needed, stages), free) = (sharing.fold((0, 0), sum), self.free_host_bytes()?);
-        if needed <= free {
-            return Ok(());
-        }
-        let (needed, free) = (Bytes(needed), Bytes(free));
-        Err(PipelineError::HostTooSmall { stages, needed, free }.into())
-    }
-
-    /// Bytes on the host of these stages, in so many replicas: weights, gradients, and the first replica's
-    /// optimizer state, if the optimizer is known.
-    fn host_bytes_of(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
-        let counts = self.layers.parameter_counts()?;
-        let mut counts = counts.iter();
-        let mut numbers = 0;
-        for (size, own) in sizes.iter().zip(own) {
-            let stage: u64 = counts.by_ref().take(*size).sum();
-            numbers += if *own { stage } else { 0 };
-        }
-        let each = self.kind.elt_size_in_bytes() + summed_in(self.kind).elt_size_in_bytes();
-        let _shapes_alone = meta::enter();
-        let all = Tensor::f_empty([numbers as i64], (self.kind, Device::Cpu))?;
-        let state = self.reserved.map_or(0, |method| method.state_bytes([&all]));
-        Ok(numbers * each as u64 * replicas as u64 + state)
-    }
-
-    fn free_host_bytes(&self) -> Result<u64> {
-        let limit = self.host.as_ref().and_then(|arena| Some(arena.limit()? - arena.current()));
-        match limit {
-            Some(free) => Ok(free),
-            None => Ok(memory::host()?.available.0),
-        }
-    }
 }

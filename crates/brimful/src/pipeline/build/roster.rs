@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::balance::{Question, ResolvedBalance, limit};
+use super::search::{Question, ResolvedBalance, limit};
 use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};

@@ -8,7 +8,6 @@ mod whole;
 pub use loss_fn::ModelOutput;
 use std::time::Instant;
 use tch::{Device, Tensor};
-pub(crate) use whole::OpenForward;
 pub use whole::Outputs;
 
 use crate::Result;
@@ -16,7 +15,7 @@ use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
 use crate::memory_format::InMemoryFormat;
 use crate::pipeline::Pipeline;
-use crate::pipeline::engine::PipelineAttempt;
+use crate::pipeline::attempt::PipelineAttempt;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
 use crate::step::{

@@ -12,14 +12,15 @@ use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
-use crate::pipeline::engine::{AttemptPlan, PipelineAttempt};
+use crate::pipeline::attempt::{AttemptPlan, OpenForward, PipelineAttempt};
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::{Mode, Tensors};
+use crate::pipeline::run::Mode;
+use crate::pipeline::transfers::Tensors;
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
-    self, AttemptContext, Counted, Exchange, Failed, Handshake, RowGradients, StepError,
-    StepReport, Tally, TermGroup, as_leaves,
+    self, AttemptContext, Counted, Engine, Exchange, Failed, RowGradients, StepError, StepReport,
+    Tally, TermGroup, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -50,17 +51,6 @@ impl Deref for Outputs {
     fn deref(&self) -> &Tensor {
         &self.tensors[0]
     }
-}
-
-/// Forward that waits for its backward.
-#[derive(Debug)]
-pub(crate) struct OpenForward {
-    number: u64,
-    plan: AttemptPlan,
-    rows: Range<usize>,
-    exchange: Exchange,
-    handshake: Handshake,
-    start: Instant,
 }
 
 impl Pipeline {
@@ -143,8 +133,10 @@ impl Pipeline {
         // No new seed: recomputation draws from the forward's, which the workers' runs keep.
         preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
-            let attempt = run.map_err(|failed| exchange.report_failure(failed, start))?;
-            let step = step::finish(self, attempt, (), &exchange, start)?;
+            let attempt = run.map_err(|failed| exchange.report_failure(failed, start));
+            let step =
+                attempt.and_then(|attempt| step::finish(self, attempt, (), &exchange, start));
+            let step = step.map_err(|error| self.failed(error))?;
             Ok(StepReport { loss: f64::NAN, seed: handshake.seed(), ..step })
         })
     }

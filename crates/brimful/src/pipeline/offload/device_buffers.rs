@@ -1,14 +1,13 @@
 //! Device buffers for offloaded stages, filled in turn and reused.
 
+use std::sync::Arc;
+
 use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Kind, Tensor};
 
-use super::OffloadedStage;
-use crate::Result;
-use crate::pipeline::run::TransferClock;
-use brimful_plan::schedule::{Awaited, Transfer};
+use crate::{Error, Result};
 
-/// Device buffers of a worker.
+/// Device buffers of one size, and the stream that fills them.
 #[derive(Debug)]
 pub(crate) struct DeviceBuffers {
     device: Device,
@@ -17,8 +16,6 @@ pub(crate) struct DeviceBuffers {
     /// Allocated at the first fetch.
     buffers: Vec<DeviceBuffer>,
     inward: Stream,
-    /// Stage whose parameters point to its device buffer.
-    current: Option<usize>,
     /// Number of fetches so far.
     fetched: u64,
 }
@@ -30,68 +27,88 @@ struct DeviceBuffer {
     holds: Option<usize>,
     /// Number of the fetch that filled it last.
     generation: u64,
-    /// Event at which the weights have arrived; none if they have.
+    /// Event at which the contents have arrived; none if they have.
     arrived: Option<Event>,
-    /// Event at which the last stage's work on the buffer is done.
-    left: Option<Event>,
+    /// Events at which the last stage's work on the buffer is done.
+    left: Vec<Arc<Event>>,
 }
 
 impl DeviceBuffers {
     pub(super) fn new(device: Device, count: usize, bytes: usize) -> Result<Self> {
         let inward = Stream::new(device)?;
-        Ok(Self { device, count, bytes, buffers: Vec::new(), inward, current: None, fetched: 0 })
-    }
-
-    pub(super) fn is_current(&self, at: usize) -> bool {
-        self.current == Some(at)
+        Ok(Self { device, count, bytes, buffers: Vec::new(), inward, fetched: 0 })
     }
 
     pub(super) fn has(&self, at: usize) -> bool {
         self.buffers.iter().any(|buffer| buffer.holds == Some(at))
     }
 
-    /// Returns the number of the fetch that brought the stage's weights, if they are on the device.
+    /// Returns the number of the fetch that brought the stage, if it is on the device.
     pub(super) fn generation(&self, at: usize) -> Option<u64> {
         let buffer = self.buffers.iter().find(|buffer| buffer.holds == Some(at));
         buffer.map(|buffer| buffer.generation)
     }
 
-    /// Queues the copy of a stage's weights into a free buffer.
-    pub(super) fn fetch(
+    /// Returns the places of the stages that are in buffers.
+    pub(super) fn held(&self) -> Vec<usize> {
+        self.buffers.iter().filter_map(|buffer| buffer.holds).collect()
+    }
+
+    /// Queues copies into a free buffer, by `copy`, on the stream that it gets.
+    pub(super) fn fill(
         &mut self,
         at: usize,
-        stage: &OffloadedStage,
-        one: Transfer,
-        clock: &mut TransferClock,
+        copy: impl FnOnce(Stream, &Tensor) -> Result<()>,
     ) -> Result<()> {
-        self.make()?;
+        self.allocate(self.count)?;
         let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds.is_none());
-        let buffer = buffer.expect("moves fetch into buffers that were released");
+        let buffer = buffer.expect("transfers fetch into buffers that were released");
         let inward = self.inward;
-        if let Some(left) = buffer.left.take() {
+        for left in buffer.left.drain(..) {
             inward.wait(&left)?;
         }
         let _inward = inward.enter()?;
-        clock.transfer(one, || stage.copy_to(&buffer.bytes), |()| stage.fetched_bytes())?;
-        buffer.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
+        copy(inward, &buffer.bytes)?;
+        buffer.arrived = Some(Event::after(inward)?);
         buffer.holds = Some(at);
         self.fetched += 1;
         buffer.generation = self.fetched;
         Ok(())
     }
 
-    /// Allocates all buffers at once: a step whose buffers do not fit fails before it begins.
-    fn make(&mut self) -> Result<()> {
+    /// Returns whether a buffer can be filled ahead of its use, while another one is in use.
+    pub(super) fn can_fill_ahead(&self) -> bool {
+        self.buffers.len() > 1 && self.buffers.iter().any(|buffer| buffer.holds.is_none())
+    }
+
+    /// Makes the buffers so large, unless they are; none is in use. If memory lacks for all, makes a single one.
+    ///
+    /// # Errors
+    /// When the device's memory runs out: those there were are freed then.
+    pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
+        if bytes > self.bytes {
+            for left in self.buffers.drain(..).flat_map(|buffer| buffer.left) {
+                left.synchronize()?;
+            }
+            self.bytes = bytes;
+        }
+        match self.allocate(self.count) {
+            Err(Error::OutOfMemory(_)) => self.allocate(1),
+            made => made,
+        }
+    }
+
+    /// Allocates so many buffers at once, unless there are any: a step whose buffers do not fit fails before it begins.
+    fn allocate(&mut self, count: usize) -> Result<()> {
         if self.buffers.is_empty() {
             let bytes = |_| Tensor::f_empty([self.bytes as i64], (Kind::Uint8, self.device));
-            let made: Vec<Tensor> =
-                (0..self.count).map(bytes).collect::<std::result::Result<_, _>>()?;
+            let made: Vec<Tensor> = (0..count).map(bytes).collect::<std::result::Result<_, _>>()?;
             let buffer = |bytes| DeviceBuffer {
                 bytes,
                 holds: None,
                 generation: 0,
                 arrived: None,
-                left: None,
+                left: Vec::new(),
             };
             self.buffers = made.into_iter().map(buffer).collect();
             // The buffers come from the compute stream, which may have used their memory.
@@ -101,49 +118,40 @@ impl DeviceBuffers {
         Ok(())
     }
 
-    /// Makes this thread's work on the device wait for the stage's weights, and points its parameters to
-    /// the buffer.
-    pub(super) fn enter(
-        &mut self,
-        at: usize,
-        stage: &OffloadedStage,
-        clock: &mut TransferClock,
-    ) -> Result<()> {
+    /// Makes this thread's work on the device wait for the stage's buffer, and returns it.
+    pub(super) fn wait(&mut self, at: usize) -> Result<Tensor> {
         let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at));
-        let buffer = buffer.expect("a stage is fetched before it is entered");
+        let buffer = buffer.expect("a stage is fetched before it is used");
         if let Some(arrived) = buffer.arrived.take() {
-            let device = self.device;
-            clock.waiting(Awaited::Weights, || Ok(Stream::current(device)?.wait(&arrived)?))?;
+            Stream::current(self.device)?.wait(&arrived)?;
         }
-        stage.point_to(&buffer.bytes)?;
-        self.current = Some(at);
-        Ok(())
+        Ok(buffer.bytes.shallow_clone())
     }
 
-    /// Points the stage's parameters to the host, and frees its buffer once its work is done.
-    pub(super) fn release(&mut self, at: usize, stage: &OffloadedStage) -> Result<()> {
+    /// Waits until the buffers are filled as far as was asked for.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        Ok(self.inward.synchronize()?)
+    }
+
+    /// Returns the stage's buffer.
+    pub(super) fn of(&self, at: usize) -> Option<&Tensor> {
+        let buffer = self.buffers.iter().find(|buffer| buffer.holds == Some(at));
+        buffer.map(|buffer| &buffer.bytes)
+    }
+
+    /// Frees the stage's buffer, once this thread's work so far and `other` are done.
+    pub(super) fn release(&mut self, at: usize, other: Option<Arc<Event>>) -> Result<()> {
+        let device = self.device;
         let Some(buffer) = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at)) else {
             return Ok(());
         };
-        stage.leave(&buffer.bytes)?;
+        buffer.holds = None;
         if let Some(arrived) = buffer.arrived.take() {
             // Fetched but unused: the next stage's work must come after this copy.
-            Stream::current(self.device)?.wait(&arrived)?;
+            Stream::current(device)?.wait(&arrived)?;
         }
-        if self.device != Device::Cpu {
-            buffer.left = Some(Event::after(Stream::current(self.device)?)?);
-        }
-        buffer.holds = None;
-        self.current = self.current.filter(|current| *current != at);
+        buffer.left.push(Arc::new(Event::after(Stream::current(device)?)?));
+        buffer.left.extend(other);
         Ok(())
-    }
-
-    /// Releases every buffer.
-    pub(super) fn leave_all(&mut self, stages: &[Option<OffloadedStage>]) -> Result<()> {
-        let held: Vec<usize> = self.buffers.iter().filter_map(|buffer| buffer.holds).collect();
-        held.into_iter().try_for_each(|at| match &stages[at] {
-            Some(stage) => self.release(at, stage),
-            None => Ok(()),
-        })
     }
 }

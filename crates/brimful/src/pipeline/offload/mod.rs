@@ -1,42 +1,61 @@
 //! Offloads stages to host memory: weights come to the device when they are needed, gradients go to the
-//! host when they are complete, and the optimizer updates the weights there.
+//! host when they are complete, and the optimizer's state passes by the device, which updates the weights.
 //!
 //! ```text
-//!   host      weights ──┐                    ┌──▶ gradients ── optimizer ──▶ weights
-//!             one host buffer a stage        │    one host buffer a stage   a thread of its own
-//!               host-to-device stream   device-to-host stream
-//!   device    buffer 0 │ buffer 1 ── compute ──▶ summed gradients of one stage
+//!   host      weights ──┐            state · gradients ──┐        ┌──▶ weights · state
+//!             one host buffer a stage each               │        │
+//!   device    buffer 0 │ buffer 1 ── compute     buffer 0 │ buffer 1 ── update
+//!             filled by a stream of their own    filled by a stream of their own
 //! ```
 //!
-//! A parameter is one tensor for layers, optimizer and files. Its storage is the host buffer's; while its
-//! stage is on the device it is the device buffer's, and a step uses it like any other parameter. Between
-//! steps, and after one that failed, every offloaded parameter is on the host.
+//! After a step, an update waits until its stage's weights are fetched the next time: gradients and state come with
+//! them, and the new weights and state go back while the stage computes. In the backward, state alone comes, and a
+//! stage is updated by its gradients on the device when they are complete.
+//!
+//! A parameter is one tensor for layers, optimizer and files, and so is each tensor of its state. Its storage is the
+//! host buffer's; while its stage is on the device it is the device buffer's, and a step uses it like any other
+//! parameter. Between steps, and after one that failed, every offloaded tensor is on the host.
 
 mod device_buffers;
 mod speed;
 mod stage;
-mod update;
 
-pub use speed::HostSpeed;
+pub use speed::measure_host_link;
 pub(crate) use stage::{HostMemory, OffloadedStage};
-use update::{NotStarted, StageGradients, Update, UpdateTask};
 
-use std::thread;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
+use brimful_torch::foreach;
 use brimful_torch::stream::{Event, Stream};
-use brimful_torch::threads::threads;
-use tch::{Device, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
-use crate::optim::{FIRST_PART, OffloadedParameter, Optimizer, OptimizerPlan};
-use crate::pipeline::run::{HostStaging, TransferClock};
-use brimful_plan::schedule::{Awaited, Transfer};
+use crate::optim::{OffloadedParameter, Optimizer, OptimizerPlan};
+use crate::pipeline::transfers::{HostStaging, TransferClock};
+use brimful_plan::schedule::{Awaited, StageId, Transfer, TransferKind};
 use device_buffers::DeviceBuffers;
 
 /// Default number of device buffers: one stage computes while the next one's weights arrive.
 pub(crate) const DEVICE_BUFFERS: usize = 2;
+
+/// Settings of offloaded stages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OffloadSettings {
+    /// Number of the device's buffers for offloaded stages.
+    pub(crate) device_buffers: usize,
+    /// Dtype of gradients in f32 on the host, if not f32.
+    pub(crate) gradient_kind: Option<Kind>,
+    pub(crate) updates_in_backward: bool,
+}
+
+impl Default for OffloadSettings {
+    fn default() -> Self {
+        Self { device_buffers: DEVICE_BUFFERS, gradient_kind: None, updates_in_backward: false }
+    }
+}
 
 /// Offloaded stages of a worker.
 #[derive(Debug)]
@@ -44,11 +63,15 @@ pub(crate) struct OffloadedStages {
     memory: HostMemory,
     /// By place among the worker's stages; none for stages that stay on the device.
     stages: Vec<Option<OffloadedStage>>,
-    device_buffers: DeviceBuffers,
-    /// Stages whose last update must finish before their weights are fetched.
-    late: Vec<(usize, Transfer)>,
+    weights: DeviceBuffers,
+    /// Buffers for optimizer state and gradients of stages that are updated.
+    states: DeviceBuffers,
+    /// Stage whose parameters point to its device buffer.
+    current: Option<usize>,
     /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: HostStaging,
+    /// Stream that takes updated stages to the host. Boundaries, which are wanted sooner, do not queue behind them.
+    homeward: Stream,
     /// Host address of each parameter of the step under way.
     places: Vec<usize>,
     /// Gradients that are being copied to the host, and the event at which they have arrived.
@@ -56,37 +79,27 @@ pub(crate) struct OffloadedStages {
     /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
     /// group of terms.
     on_host: Vec<Vec<Sum>>,
-    /// When the optimizer gets gradients, and those of the step under way that it gets before its step.
-    pub(crate) hands_over: HandsOver,
-    handing: Option<Handing>,
-    /// Number of steps without speculative updates, because the last ones went unused.
-    pause: usize,
-    update: Option<Update>,
+    /// Dtype of gradients in f32 on the host, if not f32.
+    gradient_kind: Option<Kind>,
+    /// Updates that wait for the next fetch of their stage.
+    waiting: BTreeMap<usize, OptimizerPlan>,
+    /// Whether stages are updated in the backward.
+    pub(crate) in_backward: bool,
+    /// Updates of the backward under way.
+    updates: Option<BackwardUpdates>,
+    /// Whether updates may still be on their way to the host.
+    is_homeward: bool,
 }
 
-/// Steps without speculative updates after a step that could not use them, as with clipped gradients.
-const PAUSE: usize = 8;
-
-/// Time at which the host optimizer gets a step's gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HandsOver {
-    /// At the optimizer's step.
-    AtTheStep,
-    /// Stage by stage during the backward, to compute the update speculatively beside the current state.
-    Ahead,
-    /// Stage by stage during the backward, to update the parameters at once.
-    InBackward,
-}
-
-/// Gradients of the backward under way that the optimizer gets before its step.
+/// Updates of stages in one backward.
 #[derive(Debug, Default)]
-struct Handing {
-    /// Gradients of stages whose parameters are still in device buffers.
-    waiting: Vec<(usize, StageGradients)>,
+struct BackwardUpdates {
     /// Gradients of tied parameters, complete once the owning stage has run.
     shared: Vec<(String, Tensor)>,
-    /// Number of stages whose gradients the optimizer got.
-    given: usize,
+    /// Names and places of the parameters on the device that are updated behind each stage.
+    resident: HashMap<usize, Vec<(String, usize)>>,
+    /// Number of stages that were updated.
+    done: usize,
 }
 
 impl OffloadedStages {
@@ -94,23 +107,26 @@ impl OffloadedStages {
     pub(crate) fn new(
         stages: Vec<Option<OffloadedStage>>,
         memory: HostMemory,
-        device_buffers: usize,
+        settings: OffloadSettings,
     ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.buffer_bytes).max() else {
             return Ok(None);
         };
-        let device_buffers = device_buffers.min(stages.iter().flatten().count());
+        let device_buffers = settings.device_buffers.min(stages.iter().flatten().count());
         Ok(Some(Self {
-            device_buffers: DeviceBuffers::new(memory.device, device_buffers, largest)?,
+            weights: DeviceBuffers::new(memory.device, device_buffers, largest)?,
+            states: DeviceBuffers::new(memory.device, device_buffers, 1)?,
+            current: None,
             outward: HostStaging::new(memory.device, memory.arena.clone())?,
-            late: Vec::new(),
+            homeward: Stream::new(memory.device)?,
             places: Vec::new(),
             in_flight: None,
             on_host: Vec::new(),
-            hands_over: HandsOver::AtTheStep,
-            handing: None,
-            pause: 0,
-            update: None,
+            gradient_kind: settings.gradient_kind,
+            waiting: BTreeMap::new(),
+            in_backward: settings.updates_in_backward,
+            updates: None,
+            is_homeward: false,
             memory,
             stages,
         }))
@@ -124,11 +140,18 @@ impl OffloadedStages {
 
     /// Returns the places (owner, user) of stages that share a trained parameter.
     pub(crate) fn ties(&self) -> impl Iterator<Item = (usize, usize)> {
-        let offloaded =
-            || self.stages.iter().enumerate().filter_map(|(at, s)| Some((at, s.as_ref()?)));
-        let owner = move |name: &str| Some(offloaded().find(|(_, stage)| stage.owns(name))?.0);
-        offloaded().flat_map(move |(user, stage)| {
-            stage.trained_guests().filter_map(owner).map(move |owner| (owner, user))
+        let users = self.stages.iter().enumerate();
+        users.flat_map(|(user, _)| self.owners(user).map(move |owner| (owner, user)))
+    }
+
+    /// Returns the places of the stages that own trained parameters of this one.
+    fn owners(&self, user: usize) -> impl Iterator<Item = usize> {
+        let guests = self.stages[user].iter().flat_map(OffloadedStage::trained_guests);
+        guests.filter_map(|name| {
+            let is_owner = |stage: &Option<OffloadedStage>| {
+                stage.as_ref().is_some_and(|stage| stage.owns(name))
+            };
+            self.stages.iter().position(is_owner)
         })
     }
 
@@ -139,7 +162,7 @@ impl OffloadedStages {
 
     /// Number of device buffers.
     pub(crate) fn device_buffers(&self) -> usize {
-        self.device_buffers.count
+        self.weights.count
     }
 
     /// Begins a step that sums the gradients of these parameters, all of which are on the host.
@@ -148,184 +171,370 @@ impl OffloadedStages {
         self.on_host.clear();
     }
 
-    /// Starts to fetch a stage's weights into a device buffer, at once or when its last update is done; the
-    /// stage before it computes meanwhile.
+    /// Makes the optimizer's state on the host, and device buffers for it and, unless stages are updated in the
+    /// backward, for gradients. All parameters are on the host.
+    pub(crate) fn reserve_updates(&mut self, optimizer: &mut Optimizer) -> Result<()> {
+        if optimizer.parameters().next().is_none() {
+            // The first replica's optimizer has them all.
+            return Ok(());
+        }
+        let mut largest = 0;
+        for (at, stage) in self.stages.iter_mut().enumerate() {
+            let Some(stage) = stage else { continue };
+            stage.hold_state(at, optimizer, &self.memory)?;
+            let gradients =
+                if self.in_backward { 0 } else { stage.gradient_bytes(self.gradient_kind) };
+            largest = largest.max(stage.state_bytes() + gradients);
+        }
+        self.states.reserve(largest)
+    }
+
+    /// Starts to fetch a stage's weights into a device buffer while the stage before it computes, and its optimizer
+    /// state if an update waits for them, or if this residency `completes` its gradients.
     pub(crate) fn fetch(
         &mut self,
         at: usize,
         one: Transfer,
+        completes: bool,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        self.late.push((at, one));
-        self.fetch_late(clock)
-    }
-
-    /// Starts the late fetches of stages whose last update is done.
-    fn fetch_late(&mut self, clock: &mut TransferClock) -> Result<()> {
-        let late = std::mem::take(&mut self.late);
-        let updates_in_backward = self.updates_in_backward();
-        let mut update = self.update.as_mut().filter(|_| !updates_in_backward);
-        let mut is_done = |at| update.as_mut().is_none_or(|update| update.has_done(at));
-        let (done, late) = late.into_iter().partition::<Vec<_>, _>(|(at, _)| is_done(*at));
-        self.late = late;
-        done.into_iter().try_for_each(|(at, one)| self.bring(at, one, clock))
-    }
-
-    /// Waits for the stage's last update, and fetches its weights: as the transfer that is late, or as this
-    /// one.
-    fn fetch_now(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
-        let late = self.late.iter().position(|(late, _)| *late == at);
-        let one = late.map_or(one, |late| self.late.remove(late).1);
-        let updates_in_backward = self.updates_in_backward();
-        if let Some(update) = self.update.as_mut().filter(|_| !updates_in_backward) {
-            clock.waiting(Awaited::Update, || {
-                update.wait_for(at);
-                Ok(())
-            })?;
+        // A shared parameter comes after its owner's update.
+        if self.owners(at).any(|owner| self.waiting.contains_key(&owner)) {
+            return Ok(());
         }
-        self.bring(at, one, clock)
+        self.bring(at, one, clock)?;
+        // Otherwise the update itself brings the state.
+        let is_updated = self.waiting.contains_key(&at) || completes && self.updates.is_some();
+        match is_updated && self.states.can_fill_ahead() {
+            true => self.bring_state(at, one, clock),
+            false => Ok(()),
+        }
     }
 
     fn bring(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
-        let stage = self.stages[at].as_ref();
-        stage.map_or(Ok(()), |stage| self.device_buffers.fetch(at, stage, one, clock))
+        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        let owners = self.owners(at).filter_map(|owner| self.stages[owner].as_ref());
+        let updated: Vec<Arc<Event>> =
+            owners.chain([stage]).filter_map(|stage| stage.updated_weights.clone()).collect();
+        self.weights.fill(at, |inward, buffer| {
+            updated.iter().try_for_each(|updated| inward.wait(updated))?;
+            clock.transfer(one, || stage.copy_to(buffer), |()| stage.fetched_bytes())
+        })
     }
 
-    /// Points a stage's parameters to its device buffer, and makes this thread's work wait for the weights.
-    /// Fetches them first, as this transfer, if no buffer holds them.
+    fn bring_state(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
+        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        let gradients = self.waiting.get(&at).map(OptimizerPlan::gradients).unwrap_or_default();
+        let one = Transfer { kind: TransferKind::FetchState, ..one };
+        self.states.fill(at, |inward, buffer| {
+            stage.updated_state.iter().try_for_each(|updated| inward.wait(updated))?;
+            clock.transfer(one, || stage.copy_state_to(buffer, &gradients), |bytes| *bytes)?;
+            Ok(())
+        })
+    }
+
+    /// Points a stage's parameters to its device buffer, makes this thread's work wait for the weights, and updates
+    /// them if an update waits. Fetches them first, as this transfer, if no buffer holds them.
     pub(crate) fn enter(
         &mut self,
         at: usize,
         one: Transfer,
+        optimizer: Option<&mut Optimizer>,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        self.fetch_late(clock)?;
-        if self.stages[at].is_none() || self.device_buffers.is_current(at) {
+        if self.stages[at].is_none() || self.current == Some(at) {
             return Ok(());
         }
         // Either the fetch is late, or the list of transfers was interrupted: a loss on all outputs sends
         // every stage to the host between forward and backward. In both cases a buffer is free, because
         // fewer stages are on the device than the list assumes, and the list never needs more buffers than
         // there are.
-        if !self.device_buffers.has(at) {
-            self.fetch_now(at, one, clock)?;
+        let mut optimizer = optimizer;
+        if !self.weights.has(at) {
+            let owners: Vec<usize> = self.owners(at).collect();
+            for owner in owners.into_iter().filter(|owner| *owner != at) {
+                self.finish_one(owner, one, optimizer.as_deref_mut(), clock)?;
+            }
+            self.bring(at, one, clock)?;
         }
+        let buffer = clock.waiting(Awaited::Weights, || self.weights.wait(at))?;
         let Some(stage) = &self.stages[at] else { return Ok(()) };
-        self.device_buffers.enter(at, stage, clock)
+        stage.point_to(&buffer)?;
+        self.current = Some(at);
+        match (self.waiting.contains_key(&at), optimizer) {
+            (true, Some(optimizer)) => self.update_waiting(at, one, optimizer, clock),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the step that waits for this stage, which is on the device.
+    fn update_waiting(
+        &mut self,
+        at: usize,
+        one: Transfer,
+        optimizer: &mut Optimizer,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
+        let Some(plan) = self.waiting.get(&at) else { return Ok(()) };
+        let on_host = plan.gradients();
+        self.update(at, one, clock, |this, buffer| {
+            let Some(mut plan) = this.waiting.remove(&at) else { return Ok(()) };
+            let stepped = this.gradients_in(at, buffer, &on_host).and_then(|gradients| {
+                plan.set_gradients(gradients);
+                optimizer.commit(&mut plan)
+            });
+            if stepped.is_err() {
+                // The host still has the old weights and state, so the update can be taken again.
+                plan.set_gradients(on_host);
+                this.waiting.insert(at, plan);
+            }
+            stepped
+        })
+    }
+
+    /// Returns the places of these gradients of the stage in a device buffer.
+    fn gradients_in(&self, at: usize, buffer: &Tensor, on_host: &[Tensor]) -> Result<Vec<Tensor>> {
+        let stage = self.stages[at].as_ref();
+        stage.map_or(Ok(Vec::new()), |stage| stage.gradients_in(buffer, on_host))
+    }
+
+    /// Points the stage's optimizer state to a device buffer for `step`, and sends the updated stage to the host.
+    fn update(
+        &mut self,
+        at: usize,
+        one: Transfer,
+        clock: &mut TransferClock,
+        step: impl FnOnce(&mut Self, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        if !self.states.has(at) {
+            self.bring_state(at, one, clock)?;
+        }
+        let buffer = clock.waiting(Awaited::Update, || self.states.wait(at))?;
+        let point_to = |this: &Self, buffer: Option<&Tensor>| {
+            this.stages[at].as_ref().map_or(Ok(()), |stage| stage.point_state_to(buffer))
+        };
+        let stepped = point_to(self, Some(&buffer)).and_then(|()| step(self, &buffer));
+        let sent = match &stepped {
+            Ok(()) => self.send_update(at, &buffer, one, clock),
+            Err(_) => Ok(()),
+        };
+        let back = point_to(self, None);
+        let updated = self.stages[at].as_ref().and_then(|stage| stage.updated_state.clone());
+        let released = self.states.release(at, updated);
+        stepped.and(sent).and(back).and(released)
+    }
+
+    fn send_update(
+        &mut self,
+        at: usize,
+        state: &Tensor,
+        one: Transfer,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
+        let (Some(stage), Some(weights)) = (&mut self.stages[at], self.weights.of(at)) else {
+            return Ok(());
+        };
+        let stream = self.homeward;
+        stream.wait(&Event::after(Stream::current(self.memory.device)?)?)?;
+        let _outward = stream.enter()?;
+        let one = Transfer { kind: TransferKind::OffloadState, ..one };
+        let copy = || {
+            // The next forward needs the weights first.
+            let weights = stage.copy_from(weights)?;
+            stage.updated_weights = Some(Arc::new(Event::after(stream)?));
+            Ok(weights + stage.copy_state_from(state)?)
+        };
+        clock.transfer(one, copy, |bytes| *bytes)?;
+        stage.updated_state = Some(Arc::new(Event::after(stream)?));
+        self.is_homeward = true;
+        Ok(())
     }
 
     /// Returns the number of the fetch that brought a stage's weights to the device; none if the stage is
     /// not in a device buffer.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
-        self.device_buffers.generation(at)
+        self.weights.generation(at)
     }
 
-    /// Frees a stage's device buffer.
+    /// Frees a stage's device buffers, once its update has reached the host.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
-        self.stages[at].as_ref().map_or(Ok(()), |stage| self.device_buffers.release(at, stage))?;
-        self.give_gradients(|stage| stage == at);
-        Ok(())
+        let (Some(stage), Some(buffer)) = (&self.stages[at], self.weights.of(at)) else {
+            return Ok(());
+        };
+        stage.leave(buffer)?;
+        self.current = self.current.filter(|current| *current != at);
+        let (weights, state) = (stage.updated_weights.clone(), stage.updated_state.clone());
+        self.states.release(at, state)?;
+        self.weights.release(at, weights)
     }
 
-    /// Starts to hand gradients to the optimizer during a step's backward, for updates at once or
-    /// speculative ones. The optimizer is either idle here or still at work on its last update.
-    pub(crate) fn begin_handing(&mut self, here: &mut Option<Optimizer>) -> Result<()> {
-        if let Some(optimizer) = here.take()
-            && let Err(refused) = self.start_update(optimizer, None, self.hands_over)
-        {
-            *here = Some(refused.optimizer);
-            return Err(refused.error);
+    /// Makes device buffers large enough for these steps of stages.
+    pub(crate) fn reserve_for(&mut self, plans: &BTreeMap<usize, OptimizerPlan>) -> Result<()> {
+        let bytes = plans.iter().filter_map(|(at, plan)| {
+            Some(self.stages[*at].as_ref()?.state_bytes_with(&plan.gradients()))
+        });
+        self.states.reserve(bytes.max().unwrap_or(0))
+    }
+
+    /// Keeps prepared steps of stages until the stages' weights are fetched.
+    pub(crate) fn put_off(&mut self, plans: BTreeMap<usize, OptimizerPlan>) {
+        self.waiting = plans;
+    }
+
+    /// Takes the steps that wait, and waits until the host has all updated stages.
+    pub(crate) fn finish_updates(&mut self, mut optimizer: Option<&mut Optimizer>) -> Result<()> {
+        let mut clock = TransferClock::new(self.memory.device, false);
+        while let Some((&at, _)) = self.waiting.first_key_value() {
+            let (kind, stage) = (TransferKind::Fetch, StageId::at(at));
+            let one = Transfer { kind, stage, micro_batch: None, before: 0 };
+            self.finish_one(at, one, optimizer.as_deref_mut(), &mut clock)?;
         }
-        self.handing = Some(Handing::default());
+        if std::mem::take(&mut self.is_homeward) {
+            self.homeward.synchronize()?;
+        }
         Ok(())
     }
 
-    /// Returns whether the optimizer got gradients for speculative updates.
-    pub(crate) fn is_looking_ahead(&self) -> bool {
-        self.update.as_ref().is_some_and(|update| update.looks_ahead)
+    fn finish_one(
+        &mut self,
+        at: usize,
+        one: Transfer,
+        optimizer: Option<&mut Optimizer>,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
+        if !self.waiting.contains_key(&at) {
+            return Ok(());
+        }
+        let current = self.current;
+        let done = self.fetch(at, one, false, clock);
+        let done = done.and_then(|()| self.enter(at, one, optimizer, clock));
+        let left = self.release(at);
+        self.current = current;
+        done.and(left)
     }
 
-    /// Returns whether to compute updates speculatively in the step that begins.
-    pub(crate) fn wants_ahead(&mut self) -> bool {
-        let pauses = self.pause > 0;
-        self.pause = self.pause.saturating_sub(1);
-        self.hands_over == HandsOver::Ahead && !pauses
+    /// Begins updates in the backward; `resident` has the names and places of the parameters on the device that are
+    /// updated behind each stage.
+    pub(crate) fn begin_updates(&mut self, resident: HashMap<usize, Vec<(String, usize)>>) {
+        self.updates = Some(BackwardUpdates { resident, ..BackwardUpdates::default() });
     }
 
-    /// Pauses speculative updates for the next steps, because the last ones went unused.
-    pub(crate) fn pause_ahead(&mut self) {
-        self.pause = PAUSE;
+    /// Returns whether parameters on the device are updated behind this stage.
+    pub(crate) fn updates_resident(&self, at: usize) -> bool {
+        self.updates.as_ref().is_some_and(|updates| updates.resident.contains_key(&at))
     }
 
-    /// Ends speculative updates in the step under way.
-    pub(crate) fn end_ahead(&mut self) {
-        self.handing = None;
+    /// Updates the parameters on the device whose gradients are complete with this stage's last backward.
+    pub(crate) fn update_resident(
+        &mut self,
+        at: usize,
+        accumulator: &mut Accumulator,
+        optimizer: Option<&mut Optimizer>,
+    ) -> Result<()> {
+        let resident = self.updates.as_mut().and_then(|updates| updates.resident.remove(&at));
+        let (Some(resident), Some(optimizer)) = (resident, optimizer) else { return Ok(()) };
+        let mut wanted = vec![false; self.places.len()];
+        resident.iter().for_each(|(_, place)| wanted[*place] = true);
+        let mut sums = accumulator.take(&wanted);
+        let parts = resident.into_iter().map(|(name, place)| {
+            let parts = sums.iter_mut().filter_map(|sum| sum[place].take()).collect::<Vec<_>>();
+            (name, parts)
+        });
+        let gradients = added_up(parts.filter(|(_, parts)| !parts.is_empty()).collect())?;
+        if gradients.is_empty() {
+            return Ok(());
+        }
+        let mut plan = optimizer.prepare_with(&gradients)?;
+        self.count_update();
+        optimizer.commit(&mut plan)
     }
 
-    /// Sets the optimizer's learning rate, already checked, when its update is done; returns false if no
-    /// update is under way.
-    pub(crate) fn give_rate(&mut self, rate: f64) -> bool {
-        self.update.as_mut().is_some_and(|update| update.give(UpdateTask::Rate(rate)))
-    }
-
-    /// Gives the optimizer the gradients of these stages, whose parameters are on the host.
-    pub(crate) fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
-        let updates_in_backward = self.updates_in_backward();
-        let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
-        for (at, gradients) in std::mem::take(&mut handing.waiting) {
-            if of(at) {
-                handing.given += 1;
-                update.give(match updates_in_backward {
-                    true => UpdateTask::InBackward(gradients),
-                    false => UpdateTask::LookAhead(gradients),
-                });
-            } else {
-                handing.waiting.push((at, gradients));
-            }
+    fn count_update(&mut self) {
+        if let Some(updates) = &mut self.updates {
+            updates.done += 1;
         }
     }
 
     /// Returns whether the optimizer updates parameters in the backward under way.
     pub(crate) fn updates_in_backward(&self) -> bool {
-        self.handing.is_some() && self.hands_over == HandsOver::InBackward
+        self.updates.is_some()
     }
 
-    /// Returns whether the backward under way has, or had, gradients for the optimizer.
-    pub(crate) fn has_handed(&self) -> bool {
-        self.handing.as_ref().is_some_and(|handing| handing.given + handing.waiting.len() > 0)
+    /// Number of stages that were updated in the backward under way.
+    pub(crate) fn updated_stages(&self) -> usize {
+        self.updates.as_ref().map_or(0, |updates| updates.done)
     }
 
     /// Number of stages whose gradients cannot be read, because the optimizer updates them in the backward.
     pub(crate) fn without_gradients(&self) -> usize {
-        let trained = self.stages.iter().flatten().filter(|stage| stage.is_trained());
-        trained.filter(|_| self.hands_over == HandsOver::InBackward).count()
+        if self.in_backward { self.stages.len() } else { 0 }
     }
 
-    /// Ends the handing over of gradients; returns the number of stages that the optimizer has updated or
-    /// will update.
-    pub(crate) fn end_handing(&mut self) -> usize {
-        let updates_in_backward = self.updates_in_backward();
-        let Some(handing) = self.handing.take().filter(|_| updates_in_backward) else { return 0 };
-        if let Some(update) = &mut self.update {
-            update.close();
-        }
-        handing.given
+    /// Ends the updates in the backward; returns the number of stages that were updated.
+    pub(crate) fn end_updates(&mut self) -> usize {
+        self.updates.take().map_or(0, |updates| updates.done)
     }
 
-    /// Starts to copy a stage's summed gradients to the host. Frees those of the stage before it: the
-    /// device holds the gradients of two stages at most.
-    pub(crate) fn send_gradients(
+    /// Takes the gradients of a stage, which are complete: updates the stage by them, or starts to copy them to the
+    /// host.
+    pub(crate) fn take_gradients(
         &mut self,
         at: usize,
         accumulator: &mut Accumulator,
         one: Transfer,
+        optimizer: Option<&mut Optimizer>,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
+        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
+        let sums = accumulator.take(&wanted);
+        match (&mut self.updates, optimizer) {
+            (Some(updates), Some(optimizer)) => {
+                let gradients = stage.named(&sums, &self.places, &mut updates.shared);
+                self.update_in_backward(at, gradients, one, optimizer, clock)
+            }
+            _ => self.send_gradients(at, sums, one, clock),
+        }
+    }
+
+    /// Updates a stage by its gradients on the device, each in parts that are added up.
+    fn update_in_backward(
+        &mut self,
+        at: usize,
+        gradients: Vec<(String, Vec<Tensor>)>,
+        one: Transfer,
+        optimizer: &mut Optimizer,
+        clock: &mut TransferClock,
+    ) -> Result<()> {
+        let gradients = added_up(gradients)?;
+        if gradients.is_empty() {
+            return Ok(());
+        }
+        self.update(at, one, clock, |this, _| {
+            let mut plan = optimizer.prepare_with(&gradients)?;
+            this.count_update();
+            optimizer.commit(&mut plan)
+        })
+    }
+
+    /// Starts to copy a stage's summed gradients to the host. Frees those of the stage before it: the
+    /// device holds the gradients of two stages at most.
+    fn send_gradients(
+        &mut self,
+        at: usize,
+        sums: Vec<Sum>,
+        one: Transfer,
         clock: &mut TransferClock,
     ) -> Result<()> {
         self.forget_left(clock)?;
-        let updates_in_backward = self.updates_in_backward();
+        let kind = self.gradient_kind;
+        let rounded = |sum: Tensor| match kind.filter(|_| sum.kind() == Kind::Float) {
+            Some(kind) => Ok(sum.f_to_kind(kind)?),
+            None => Ok(sum),
+        };
+        let rounded = |sum: Sum| sum.into_iter().map(|sum| sum.map(rounded).transpose()).collect();
+        let sums: Vec<Sum> = sums.into_iter().map(rounded).collect::<Result<_>>()?;
         let Some(stage) = &mut self.stages[at] else { return Ok(()) };
-        let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
-        let sums = accumulator.take(&wanted);
         let computed = Event::after(Stream::current(self.memory.device)?)?;
         self.outward.outward.wait(&computed)?;
         let on_host = {
@@ -335,15 +544,7 @@ impl OffloadedStages {
                 |on_host: &Vec<Sum>| on_host.iter().flatten().flatten().map(tensor_bytes).sum();
             clock.transfer(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
-        let handing = self.handing.as_mut();
-        if let Some(handing) = handing.filter(|_| updates_in_backward || at != FIRST_PART) {
-            let own = stage.named(&on_host, &self.places, &mut handing.shared);
-            let arrived = Event::after(self.outward.outward)?;
-            handing.waiting.push((at, StageGradients { of: own, arrived }));
-        }
-        if !updates_in_backward {
-            self.on_host.push(on_host);
-        }
+        self.on_host.push(on_host);
         self.in_flight = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
     }
@@ -353,62 +554,26 @@ impl OffloadedStages {
         if let Some((_, arrived)) = self.in_flight.take() {
             arrived.synchronize()?;
         }
-        // The first stages' first: a tied parameter's gradients are then added up at its owner, and other
-        // stages' gradients stay the tensors that speculative updates were computed from.
+        // The first stages' first: a tied parameter's gradients are then added up at its owner.
         self.on_host.drain(..).rev().try_for_each(|on_host| accumulator.add_offloaded(on_host))
     }
 
-    /// Returns the stage and arena of an offloaded variable, for the optimizer.
+    /// Drops the state of an optimizer that is replaced.
+    pub(crate) fn forget_states(&mut self) {
+        self.stages.iter_mut().flatten().for_each(OffloadedStage::forget_state);
+    }
+
+    /// Returns the stage, device and arena of an offloaded variable, for the optimizer.
     pub(crate) fn offload_of(&self, name: &str) -> Option<OffloadedParameter> {
         let mut stages = self.stages.iter().enumerate();
         let part = stages.find_map(|(at, stage)| stage.as_ref()?.owns(name).then_some(at))?;
-        Some(OffloadedParameter { part, arena: self.memory.arena.clone() })
-    }
-
-    /// Starts the update of offloaded stages that the optimizer has prepared, on a thread of its own.
-    pub(crate) fn update(
-        &mut self,
-        here: &mut Option<Optimizer>,
-        plan: OptimizerPlan,
-    ) -> Result<()> {
-        let Some(optimizer) = here.take() else { return Ok(()) };
-        let looks_ahead = self.hands_over == HandsOver::Ahead && self.pause == 0;
-        let then = if looks_ahead { HandsOver::Ahead } else { HandsOver::AtTheStep };
-        let Err(refused) = self.start_update(optimizer, Some(plan), then) else { return Ok(()) };
-        let NotStarted { mut optimizer, plan, error } = *refused;
-        // Other stages and devices have already made the step.
-        tracing::warn!("{error}: stages on the host are updated while others wait");
-        let done = plan.map_or(Ok(()), |plan| optimizer.commit(plan));
-        *here = Some(optimizer);
-        done
-    }
-
-    fn start_update(
-        &mut self,
-        optimizer: Optimizer,
-        plan: Option<OptimizerPlan>,
-        then: HandsOver,
-    ) -> Result<(), Box<NotStarted>> {
-        let threads = match self.memory.device {
-            Device::Cpu => threads(),
-            // Leaves one thread for the launches on the accelerator.
-            _ => threads().saturating_sub(1).max(1),
-        };
-        let thread = thread::Builder::new().name("brimful update".to_owned());
-        self.update = Some(Update::start(thread, optimizer, plan, then, threads)?);
-        Ok(())
-    }
-
-    /// Waits for the update under way, if any, and returns the optimizer.
-    pub(crate) fn finish_update(&mut self) -> Option<(Optimizer, Result<()>)> {
-        self.handing = None;
-        self.update.take().map(Update::finish)
+        let (device, arena) = (self.memory.device, self.memory.arena.clone());
+        Some(OffloadedParameter { part, device, arena })
     }
 
     /// Transfers every parameter to the host, whatever was under way.
     pub(crate) fn offload_all(&mut self) -> Result<()> {
-        self.late.clear();
-        self.device_buffers.leave_all(&self.stages)
+        self.weights.held().into_iter().try_for_each(|at| self.release(at))
     }
 
     /// Drops the gradients that a failed step left.
@@ -420,13 +585,28 @@ impl OffloadedStages {
     /// Lets work that comes after the gradients' copy reuse their device memory.
     fn forget_left(&mut self, clock: &mut TransferClock) -> Result<()> {
         let device = self.memory.device;
-        if let Some((_, arrived)) = self.in_flight.take()
-            && device != Device::Cpu
-        {
-            clock.waiting(Awaited::GradientMemory, || {
-                Ok(Stream::current(device)?.wait(&arrived)?)
-            })?;
+        let Some((_, arrived)) = self.in_flight.take() else { return Ok(()) };
+        clock.waiting(Awaited::GradientMemory, || Ok(Stream::current(device)?.wait(&arrived)?))
+    }
+}
+
+/// Adds up the parts of each gradient.
+fn added_up(gradients: Vec<(String, Vec<Tensor>)>) -> Result<Vec<(String, Tensor)>> {
+    let added = gradients.into_iter().map(|(name, mut parts)| {
+        let sum = parts.swap_remove(0);
+        for part in parts {
+            foreach::add(&[sum.shallow_clone()], &[part], 1.0)?;
         }
-        Ok(())
+        Ok((name, sum))
+    });
+    added.collect()
+}
+
+impl Drop for OffloadedStages {
+    fn drop(&mut self) {
+        // Host memory must not be unpinned while copies of it are under way. A device that has failed makes none.
+        let inward = self.weights.synchronize().and(self.states.synchronize());
+        let outward = self.outward.outward.synchronize().and(self.homeward.synchronize());
+        let _ = (inward, outward);
     }
 }

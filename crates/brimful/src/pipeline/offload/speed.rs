@@ -1,44 +1,25 @@
-//! Measures the host's speed for offloaded stages: the host link (PCIe) and the optimizer's update.
+//! Measures the host link (PCIe) for plans with offloaded stages.
 
 use std::time::Instant;
 
-use brimful_torch::autograd::set_gradient;
 use brimful_torch::device::synchronize;
 use brimful_torch::stream::Stream;
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::optim::{Method, Optimizer};
 use brimful_plan::schedule::HostLinkCost;
 
 /// Bytes that are copied each way: enough to separate bandwidth from a copy's latency.
 const MOVED: i64 = 32 << 20;
-/// Numbers that are updated: more than a core's caches hold.
-const UPDATED: i64 = 1 << 22;
 /// Number of timed runs, of which the fastest counts; one untimed run comes before them.
 const RUNS: usize = 3;
 
-/// Speeds that a [plan](crate::plan) with offloaded stages uses.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct HostSpeed {
-    /// Bandwidth between the device and host memory, in bytes a second.
-    pub host_link: HostLinkCost,
-    /// Seconds of the optimizer's update on the host for each trained number.
-    pub update: f64,
-}
-
-impl HostSpeed {
-    /// Measures both, within a fraction of a second.
-    ///
-    /// # Errors
-    /// When the device is not here, or memory runs out on it or on the host.
-    pub fn measure(device: Device, method: impl Into<Method>) -> Result<Self> {
-        Ok(Self { host_link: host_link(device)?, update: update(method.into())? })
-    }
-}
-
-fn host_link(device: Device) -> Result<HostLinkCost> {
+/// Measures the bandwidth between the device and host memory, in bytes a second, within a fraction of a second.
+///
+/// # Errors
+/// When the device is not here, or memory runs out on it or on the host.
+pub fn measure_host_link(device: Device) -> Result<HostLinkCost> {
     let buffer = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
     let (incoming, outgoing) = (buffer()?, buffer()?);
     let (source, target) = (transfer::empty_pinned(&incoming)?, transfer::empty_pinned(&outgoing)?);
@@ -55,16 +36,6 @@ fn host_link(device: Device) -> Result<HostLinkCost> {
     let rate =
         |copy: &dyn Fn() -> Result<()>| Ok::<_, crate::Error>(MOVED as f64 / least(device, copy)?);
     Ok(HostLinkCost { inward: rate(&inward)?, outward: rate(&outward)?, both: rate(&both)? })
-}
-
-fn update(method: Method) -> Result<f64> {
-    let numbers = Tensor::f_zeros([UPDATED], (Kind::Float, Device::Cpu))?;
-    let mut parameter = numbers.f_set_requires_grad(true)?;
-    let gradient = Tensor::f_ones([UPDATED], (Kind::Float, Device::Cpu))?;
-    set_gradient(&mut parameter, Some(&gradient))?;
-    let mut optimizer = Optimizer::for_named(vec![("updated".to_owned(), parameter)], method)?;
-    // The first, untimed run makes the optimizer's state.
-    Ok(least(Device::Cpu, || optimizer.step())? / UPDATED as f64)
 }
 
 /// Returns the least seconds until the device has done the work.

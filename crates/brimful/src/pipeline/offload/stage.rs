@@ -1,7 +1,11 @@
-//! Offloaded stage: the places of its variables in host memory, in a device buffer, and among gradients.
+//! Offloaded stage: the places of its variables and of their optimizer state in host memory and in device buffers.
+
+use std::collections::HashSet;
+use std::sync::Arc;
 
 use brimful_torch::host;
 use brimful_torch::host_buffer::HostBuffer;
+use brimful_torch::stream::Event;
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
@@ -9,19 +13,36 @@ use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::tensor_bytes;
 use crate::memory::Arena;
+use crate::optim::Optimizer;
+use crate::ranks::summed_in;
 
 /// Alignment of variables in bytes, which is also that of an accelerator's allocator.
 const ALIGNMENT: usize = 256;
+
+/// Tensor with a place in a host buffer, and one in the device buffer that the host buffer is copied to.
+#[derive(Debug)]
+struct Placed {
+    /// Tensor that layers, optimizers and files use; on the host its storage is `on_host`.
+    tensor: Tensor,
+    on_host: Tensor,
+    /// Offset of its bytes in the device buffer.
+    offset: usize,
+}
 
 /// Offloaded variable.
 #[derive(Debug)]
 pub(crate) struct OffloadedVariable {
     name: String,
-    /// Tensor that layers, optimizers and files use; on the host its storage is `on_host`.
-    tensor: Tensor,
-    on_host: Tensor,
-    /// Offset of its bytes in its stage's device buffer.
-    offset: usize,
+    placed: Placed,
+}
+
+/// Optimizer state of an offloaded stage in host memory.
+#[derive(Debug)]
+struct HostState {
+    buffer: HostBuffer,
+    /// Bytes of the buffer that are in use.
+    end: usize,
+    tensors: Vec<Placed>,
 }
 
 /// Appends so many numbers to a buffer that ends at this byte, and returns their offset.
@@ -42,6 +63,11 @@ pub(crate) struct OffloadedStage {
     own: usize,
     /// Bytes of a device buffer that this stage needs.
     pub(crate) buffer_bytes: usize,
+    /// Optimizer state; none before its first update.
+    state: Option<HostState>,
+    /// Events at which the weights, and the state, of the last update have reached the host.
+    pub(crate) updated_weights: Option<Arc<Event>>,
+    pub(crate) updated_state: Option<Arc<Event>>,
     /// Host buffers of gradients: one a group of loss terms, more while the gradients of an earlier step
     /// are in use. Frozen parameters take no space.
     gradients: Vec<HostBuffer>,
@@ -71,41 +97,49 @@ impl OffloadedStage {
                 on_host.shallow_clone().f_copy_(&tensor)?;
                 Ok(tensor.f_set_data(&on_host)?)
             })?;
-            variables.push(OffloadedVariable { name, tensor, on_host, offset });
+            variables.push(OffloadedVariable { name, placed: Placed { tensor, on_host, offset } });
         }
         // If the device is the CPU, freed memory of the stage's construction would otherwise stay between
         // the host buffers.
         host::give_freed_back();
         for guest in shared {
-            let offset = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
-            variables.push(OffloadedVariable { offset, ..guest });
+            let OffloadedVariable { name, placed } = guest;
+            let offset = after(&mut end, placed.tensor.numel(), placed.tensor.kind());
+            variables.push(OffloadedVariable { name, placed: Placed { offset, ..placed } });
         }
-        Ok(Self { variables, weights, own, buffer_bytes: end, gradients: Vec::new() })
+        Ok(Self {
+            variables,
+            weights,
+            own,
+            buffer_bytes: end,
+            state: None,
+            updated_weights: None,
+            updated_state: None,
+            gradients: Vec::new(),
+        })
     }
 
     /// Returns the variable of this name, for another stage that shares it.
     pub(crate) fn share(&self, name: &str) -> Option<OffloadedVariable> {
-        let variable = self.variables.iter().find(|variable| variable.name == name)?;
-        Some(OffloadedVariable {
-            name: name.to_owned(),
-            tensor: variable.tensor.shallow_clone(),
-            on_host: variable.on_host.shallow_clone(),
-            ..*variable
-        })
+        let Placed { tensor, on_host, offset } =
+            &self.variables.iter().find(|variable| variable.name == name)?.placed;
+        let (tensor, on_host) = (tensor.shallow_clone(), on_host.shallow_clone());
+        let placed = Placed { tensor, on_host, offset: *offset };
+        Some(OffloadedVariable { name: name.to_owned(), placed })
     }
 
     /// Returns whether the variable is one of the stage's own.
     pub(crate) fn owns(&self, name: &str) -> bool {
-        self.variables.iter().any(|variable| variable.name == name && variable.offset < self.own)
+        self.own().any(|variable| variable.name == name)
     }
 
     pub(crate) fn is_trained(&self) -> bool {
-        self.variables.iter().any(|variable| variable.tensor.requires_grad())
+        self.variables.iter().any(OffloadedVariable::is_trained)
     }
 
     /// Returns whether the stage has the parameter at this host address.
     pub(crate) fn has(&self, place: usize) -> bool {
-        self.variables.iter().any(|variable| variable.on_host.data_ptr() as usize == place)
+        self.variables.iter().any(|variable| variable.place() == place)
     }
 
     /// Queues copies of all weights into the device buffer, on this thread's stream.
@@ -114,44 +148,153 @@ impl OffloadedStage {
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
         transfer::copy(&buffer.f_narrow(0, 0, own)?, &here)?;
         for guest in self.guests() {
-            transfer::copy(&guest.in_buffer(buffer)?, &guest.on_host)?;
+            transfer::copy(&guest.placed.in_buffer(buffer)?, &guest.placed.on_host)?;
         }
         Ok(())
     }
 
+    /// Queues copies of the trained variables in the device buffer to the host, on this thread's stream.
+    pub(crate) fn copy_from(&self, buffer: &Tensor) -> Result<u64> {
+        if self.own().all(OffloadedVariable::is_trained) {
+            let own = self.own as i64;
+            let on_host = self.weights.bytes().f_narrow(0, 0, own)?;
+            transfer::copy(&on_host, &buffer.f_narrow(0, 0, own)?)?;
+            return Ok(self.own as u64);
+        }
+        let mut bytes = 0;
+        for OffloadedVariable { placed, .. } in self.own().filter(|v| v.is_trained()) {
+            transfer::copy(&placed.on_host, &placed.in_buffer(buffer)?)?;
+            bytes += tensor_bytes(&placed.on_host);
+        }
+        Ok(bytes)
+    }
+
     /// Bytes of these copies.
     pub(crate) fn fetched_bytes(&self) -> u64 {
-        self.own as u64 + self.guests().map(|guest| tensor_bytes(&guest.on_host)).sum::<u64>()
+        self.own as u64
+            + self.guests().map(|guest| tensor_bytes(&guest.placed.on_host)).sum::<u64>()
+    }
+
+    /// Returns the stage's own variables.
+    fn own(&self) -> impl Iterator<Item = &OffloadedVariable> {
+        self.variables.iter().filter(|variable| variable.placed.offset < self.own)
     }
 
     /// Returns the variables that an earlier stage owns.
     fn guests(&self) -> impl Iterator<Item = &OffloadedVariable> {
-        self.variables.iter().filter(|variable| variable.offset >= self.own)
+        self.variables.iter().filter(|variable| variable.placed.offset >= self.own)
     }
 
     /// Returns the names of the trained variables that an earlier stage owns.
     pub(crate) fn trained_guests(&self) -> impl Iterator<Item = &str> {
-        self.guests().filter(|guest| guest.tensor.requires_grad()).map(|guest| guest.name.as_str())
+        self.guests().filter(|guest| guest.is_trained()).map(|guest| guest.name.as_str())
     }
 
     /// Points the variables to the device buffer.
     pub(crate) fn point_to(&self, buffer: &Tensor) -> Result<()> {
-        tch::no_grad(|| {
-            let mut all = self.variables.iter();
-            all.try_for_each(|v| Ok(v.tensor.shallow_clone().f_set_data(&v.in_buffer(buffer)?)?))
-        })
+        self.variables.iter().try_for_each(|variable| variable.placed.point_to(buffer))
     }
 
     /// Points the variables that are in this device buffer back to the host.
     pub(crate) fn leave(&self, buffer: &Tensor) -> Result<()> {
-        tch::no_grad(|| {
-            for variable in &self.variables {
-                // A shared variable may already be in another stage's device buffer.
-                if variable.tensor.data_ptr() == variable.in_buffer(buffer)?.data_ptr() {
-                    variable.tensor.shallow_clone().f_set_data(&variable.on_host)?;
-                }
-            }
-            Ok(())
+        self.variables.iter().try_for_each(|variable| variable.placed.leave(buffer))
+    }
+
+    /// Makes the optimizer's state of this part in a host buffer of the stage, unless all of it is there.
+    pub(crate) fn hold_state(
+        &mut self,
+        part: usize,
+        optimizer: &mut Optimizer,
+        memory: &HostMemory,
+    ) -> Result<()> {
+        let tensors = self.state.iter().flat_map(|state| &state.tensors);
+        let held: HashSet<_> = tensors.map(|placed| placed.on_host.data_ptr()).collect();
+        if optimizer.has_states(part, |tensor| held.contains(&tensor.data_ptr())) {
+            return Ok(());
+        }
+        // An update that is on its way comes into the old buffer.
+        if let Some(updated) = &self.updated_state {
+            updated.synchronize()?;
+        }
+        let bytes = optimizer.state_bytes(part, ALIGNMENT) as usize;
+        let buffer = memory.host_buffer(bytes)?;
+        let mut state = HostState { buffer, end: 0, tensors: Vec::new() };
+        let made = optimizer.make_states(Some(part), |tensor| state.place(tensor));
+        // Even after a failure: some tensors are there already.
+        self.state = Some(state);
+        host::give_freed_back();
+        made
+    }
+
+    /// Drops the optimizer's state.
+    pub(crate) fn forget_state(&mut self) {
+        self.state = None;
+    }
+
+    /// Bytes of a device buffer for the optimizer's state.
+    pub(crate) fn state_bytes(&self) -> usize {
+        self.state.as_ref().map_or(0, |state| state.end)
+    }
+
+    /// Bytes of a device buffer for the gradients of the stage's own variables, in this dtype if it is given.
+    pub(crate) fn gradient_bytes(&self, kind: Option<Kind>) -> usize {
+        let trained = self.own().filter(|variable| variable.is_trained());
+        let bytes = trained.map(|OffloadedVariable { placed, .. }| {
+            let kind = kind.unwrap_or(summed_in(placed.on_host.kind()));
+            aligned_bytes(placed.on_host.numel(), kind)
+        });
+        bytes.sum()
+    }
+
+    /// Bytes of a device buffer for the optimizer's state and these gradients.
+    pub(crate) fn state_bytes_with(&self, gradients: &[Tensor]) -> usize {
+        let bytes =
+            gradients.iter().map(|gradient| aligned_bytes(gradient.numel(), gradient.kind()));
+        self.state_bytes() + bytes.sum::<usize>()
+    }
+
+    /// Queues copies of the optimizer's state into the device buffer, on this thread's stream, and of these gradients
+    /// behind it.
+    pub(crate) fn copy_state_to(&self, buffer: &Tensor, gradients: &[Tensor]) -> Result<u64> {
+        let Some(state) = &self.state else { return Ok(0) };
+        let used = state.end as i64;
+        let on_host = state.buffer.bytes().f_narrow(0, 0, used)?;
+        transfer::copy(&buffer.f_narrow(0, 0, used)?, &on_host)?;
+        for (there, gradient) in self.gradients_in(buffer, gradients)?.iter().zip(gradients) {
+            transfer::copy(there, gradient)?;
+        }
+        Ok(state.end as u64 + gradients.iter().map(tensor_bytes).sum::<u64>())
+    }
+
+    /// Returns the places of these gradients behind the state in the device buffer.
+    pub(crate) fn gradients_in(
+        &self,
+        buffer: &Tensor,
+        gradients: &[Tensor],
+    ) -> Result<Vec<Tensor>> {
+        let mut end = self.state_bytes();
+        let mut place = |gradient: &Tensor| {
+            let start = after(&mut end, gradient.numel(), gradient.kind());
+            view(buffer, start, &gradient.size(), gradient.kind())
+        };
+        gradients.iter().map(&mut place).collect()
+    }
+
+    /// Queues copies of the optimizer's state in the device buffer to the host, on this thread's stream.
+    pub(crate) fn copy_state_from(&self, buffer: &Tensor) -> Result<u64> {
+        let Some(state) = &self.state else { return Ok(0) };
+        let used = state.end as i64;
+        let on_host = state.buffer.bytes().f_narrow(0, 0, used)?;
+        transfer::copy(&on_host, &buffer.f_narrow(0, 0, used)?)?;
+        Ok(state.end as u64)
+    }
+
+    /// Points the optimizer's state to the device buffer; without one, to the host.
+    pub(crate) fn point_state_to(&self, buffer: Option<&Tensor>) -> Result<()> {
+        let mut tensors = self.state.iter().flat_map(|state| &state.tensors);
+        tensors.try_for_each(|placed| match buffer {
+            Some(buffer) => placed.point_to(buffer),
+            None => placed.set(&placed.on_host),
         })
     }
 
@@ -188,19 +331,17 @@ impl OffloadedStage {
         Ok(on_host)
     }
 
-    /// Returns the gradients on the host under the names of the stage's own variables, together with those
-    /// that later stages left in `shared`. Leaves the gradients of variables that an earlier stage owns in
-    /// `shared`.
+    /// Returns these gradients under the names of the stage's own variables, together with those that later
+    /// stages left in `shared`. Leaves the gradients of variables that an earlier stage owns in `shared`.
     pub(crate) fn named(
         &self,
-        on_host: &[Sum],
+        gradients: &[Sum],
         places: &[usize],
         shared: &mut Vec<(String, Tensor)>,
     ) -> Vec<(String, Vec<Tensor>)> {
         let named =
-            on_host.iter().flat_map(|sum| sum.iter().zip(places)).filter_map(|(sum, place)| {
-                let variable =
-                    self.variables.iter().find(|v| v.on_host.data_ptr() as usize == *place);
+            gradients.iter().flat_map(|sum| sum.iter().zip(places)).filter_map(|(sum, place)| {
+                let variable = self.variables.iter().find(|variable| variable.place() == *place);
                 Some((variable?.name.clone(), sum.as_ref()?.shallow_clone()))
             });
         let (mut all, of_guests): (Vec<_>, Vec<_>) = named.partition(|(name, _)| self.owns(name));
@@ -230,8 +371,49 @@ impl OffloadedStage {
 }
 
 impl OffloadedVariable {
+    fn is_trained(&self) -> bool {
+        self.placed.tensor.requires_grad()
+    }
+
+    /// Returns its host address.
+    fn place(&self) -> usize {
+        self.placed.on_host.data_ptr() as usize
+    }
+}
+
+impl HostState {
+    /// Moves a tensor, which is contiguous, into the buffer.
+    fn place(&mut self, tensor: &Tensor) -> Result<()> {
+        let (tensor, kind) = (tensor.shallow_clone(), tensor.kind());
+        let offset = after(&mut self.end, tensor.numel(), kind);
+        let on_host = view(self.buffer.bytes(), offset, &tensor.size(), kind)?;
+        on_host.shallow_clone().f_copy_(&tensor)?;
+        let placed = Placed { tensor, on_host, offset };
+        placed.set(&placed.on_host)?;
+        self.tensors.push(placed);
+        Ok(())
+    }
+}
+
+impl Placed {
     fn in_buffer(&self, buffer: &Tensor) -> Result<Tensor> {
         view(buffer, self.offset, &self.on_host.size(), self.on_host.kind())
+    }
+
+    fn point_to(&self, buffer: &Tensor) -> Result<()> {
+        self.set(&self.in_buffer(buffer)?)
+    }
+
+    /// Points the tensor back to the host, unless it is in another stage's device buffer by now.
+    fn leave(&self, buffer: &Tensor) -> Result<()> {
+        match self.tensor.data_ptr() == self.in_buffer(buffer)?.data_ptr() {
+            true => self.set(&self.on_host),
+            false => Ok(()),
+        }
+    }
+
+    fn set(&self, storage: &Tensor) -> Result<()> {
+        tch::no_grad(|| Ok(self.tensor.shallow_clone().f_set_data(storage)?))
     }
 }
 

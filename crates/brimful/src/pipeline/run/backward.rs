@@ -3,14 +3,14 @@
 
 use tch::Tensor;
 
-use super::stage::Boundary;
-use super::transfer::Tensors;
-use super::{HeldInput, Output, Stop, WorkerRun};
+use super::failure::Stop;
+use super::worker_run::{Output, WorkerRun};
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::worker::Site;
+use crate::pipeline::site::{Boundary, HeldInput, Site};
+use crate::pipeline::transfers::Tensors;
 use crate::step::{NonFinitePolicy, TermGroup, as_wide_as, roots};
 use brimful_plan::schedule::Action;
 

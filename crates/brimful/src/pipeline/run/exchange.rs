@@ -3,13 +3,13 @@
 use tch::Tensor;
 
 use super::backward;
+use super::failure::Stop;
 use super::job::End;
-use super::stage::{Boundary, leaves};
-use super::transfer::{StageTransfer, Tensors};
 use super::wiring::StageOutlet;
-use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
+use super::worker_run::{Entered, HeldMicroBatch, Output, WorkerRun};
 use crate::Result;
-use crate::pipeline::worker::Site;
+use crate::pipeline::site::{Boundary, HeldInput, Site, leaves};
+use crate::pipeline::transfers::{StageTransfer, Tensors, TransferClock};
 use brimful_plan::schedule::{Action, MicroBatchId, StageId, Transfer, TransferKind};
 
 impl WorkerRun {
@@ -117,7 +117,7 @@ impl WorkerRun {
         let (ports, clock) = (&self.job.ports[at], &mut self.transfer_clock);
         let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
             let transfer = StageTransfer::values(leaves(values, &traced)?);
-            site.finish_transfer(transfer, outlet, Transfer { stage: to, ..outgoing }, clock)
+            finish_transfer(site, transfer, outlet, Transfer { stage: to, ..outgoing }, clock)
         };
         let mut transfers = Vec::new();
         let targets = site.stages[at].targets();
@@ -192,12 +192,30 @@ impl WorkerRun {
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
                 let transfer = StageTransfer::pack(gradients);
-                transfers.push((outlet, site.finish_transfer(transfer, outlet, outgoing, clock)?));
+                transfers.push((outlet, finish_transfer(site, transfer, outlet, outgoing, clock)?));
             }
         }
         // Values last: only their channel may be full.
         transfers.reverse();
         send(transfers)
+    }
+}
+
+/// Transfers tensors that enter a stage, or come back from it, to host staging if they wait there, as this
+/// transfer: all micro-batches may pass a stage before the next one takes the first output.
+fn finish_transfer(
+    site: &Site,
+    transfer: StageTransfer,
+    outlet: &StageOutlet,
+    one: Transfer,
+    clock: &mut TransferClock,
+) -> Result<StageTransfer> {
+    match (outlet, site.host_staging_of(one.stage)) {
+        (StageOutlet::Far(_), _) => Ok(transfer),
+        (_, Some(host)) => site.leave(transfer, host, one, clock),
+        // No event: each would cost as much as a launch.
+        (StageOutlet::Own(_), None) => Ok(transfer),
+        (StageOutlet::Near(_), None) => transfer.with_event(site.device),
     }
 }
 

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use tch::Device;
 
-use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::memory::{Arena, Memory};
+use crate::pipeline::transfers::TransferClock;
 use crate::timed_event::TimedEvent;
 use brimful_plan::schedule::{Action, HostLinkUse, Span};
 

@@ -14,12 +14,12 @@
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use super::Stop;
-use super::transfer::StageTransfer;
+use super::failure::Stop;
 use crate::Result;
 use crate::memory::Memory;
-use crate::pipeline::build::StageLayout;
 use crate::pipeline::ranks::Ranks;
+use crate::pipeline::stage_layout::StageLayout;
+use crate::pipeline::transfers::StageTransfer;
 use crate::world::{self, Collective, Stopped};
 use brimful_plan::schedule::Actions;
 

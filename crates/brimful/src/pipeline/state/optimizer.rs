@@ -7,7 +7,7 @@ use super::saved;
 use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::offload::{HandsOver, OffloadedStages};
+use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::workers::SharedWorkers;
@@ -32,17 +32,16 @@ impl Pipeline {
     /// When an option makes no sense.
     pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<PipelineOptimizer> {
         let method = config.into();
-        let hands_over = hands_over(self.workers().len(), &self.ranks);
         let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-            worker.finish_update()?;
+            worker.finish_updates()?;
             let mut optimizer = Optimizer::for_named(named, method)?;
             if let Some(offloaded) = &mut worker.site.offloaded {
                 optimizer.set_offloaded(|name| offloaded.offload_of(name));
-                offloaded.hands_over = hands_over;
+                offloaded.forget_states();
             }
-            worker.optimizer = Some(optimizer);
+            worker.site.optimizer = Some(optimizer);
             Ok(())
         };
         self.ranks.all_or_none("optimizer", || self.workers().all(make))?;
@@ -98,65 +97,31 @@ impl PipelineOptimizer {
         self.ranks.all_or_none("group", make).map(drop)
     }
 
-    /// Updates every parameter that has a gradient, on all devices or on none.
+    /// Updates every parameter that has a gradient, on all devices or on none. Does nothing if they were updated [in
+    /// the backward](crate::pipeline::Builder::update_in_backward).
     ///
-    /// Much of the update of offloaded stages may have been computed during the backward. Later changes of
-    /// gradients still count, except through [`Tensor::data`], which libtorch does not count as a change.
-    /// Updates of offloaded stages go on after this call returns: a caller that keeps their
-    /// [`variables`](Pipeline::variables) must call [`wait`](Self::wait) before it reads or changes them.
+    /// An offloaded stage is updated when its weights are fetched the next time. Reading, saving and evaluating
+    /// finish the updates first, but a caller that keeps [`variables`](Pipeline::variables) or gradients must call
+    /// [`wait`](Self::wait) before it reads or changes them.
     ///
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
         let workers = self.workers.lock_outside_step()?;
-        let prepare = || workers.all(|worker| optimizer(worker)?.prepare());
+        let prepare = || workers.all(Worker::prepare_update);
         let plans = self.ranks.all_or_none("optimizer step", prepare)?;
         // Copies of shared variables follow before the next step, not here: after an update nothing may
         // fail.
         workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
     }
 
-    /// Waits until the updates of the last step are done. Offloaded stages are updated while the next step
-    /// begins. Reading, saving and evaluating block until updates finish, but tensors kept from an earlier
-    /// [`Pipeline::variables`] are written to until then.
+    /// Finishes the updates of the last step, which offloaded stages otherwise take when they are fetched the next
+    /// time.
     ///
     /// # Errors
     /// Returns the error of a failed update.
     pub fn wait(&mut self) -> Result<()> {
-        self.workers.lock_outside_step()?.all(|worker| worker.finish_update()).map(drop)
-    }
-
-    /// Updates offloaded stages in the backward, stage by stage, instead of after it: the updates overlap
-    /// with the rest of the backward, and [`step`](Self::step) updates only parameters on the device.
-    /// Offloaded parameters then have no gradient to read or clip.
-    ///
-    /// A step that fails after its first update cannot be rolled back: it fails with
-    /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated), and the remedy is to load the last
-    /// checkpoint. Updates in the backward need a loss whose denominator is known beforehand
-    /// ([`Loss::mean`](crate::Loss::mean)), and a pipeline on one device. Non-finite losses are refused
-    /// before the first update, non-finite gradients before their stage's. A step also refuses the user's
-    /// own actions if they end a stage's backward before that of a later stage that shares its parameters.
-    ///
-    /// # Errors
-    /// When the pipeline has several devices, replicas or ranks.
-    pub fn update_in_backward(&mut self, updates_in_backward: bool) -> Result<()> {
-        let workers = self.workers.lock_outside_step()?;
-        let hands_over = match (updates_in_backward, hands_over(workers.len(), &self.ranks)) {
-            (true, HandsOver::AtTheStep) => return Err(PipelineError::PartsInBackward.into()),
-            (true, _) => HandsOver::InBackward,
-            (false, at_first) => at_first,
-        };
-        let set = workers.all(move |worker| {
-            if updates_in_backward {
-                // Updates in the backward replace speculative ones: frees the memory of those.
-                optimizer(worker)?.drop_ahead();
-            }
-            if let Some(offloaded) = &mut worker.site.offloaded {
-                offloaded.hands_over = hands_over;
-            }
-            Ok(())
-        });
-        set.map(drop)
+        self.workers.lock_outside_step()?.all(Worker::finish_updates).map(drop)
     }
 
     /// Removes every parameter's gradient.
@@ -173,7 +138,7 @@ impl PipelineOptimizer {
     ///
     /// # Errors
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm); and with updates in the backward
-    /// ([`update_in_backward`](Self::update_in_backward)).
+    /// ([`update_in_backward`](crate::pipeline::Builder::update_in_backward)).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         let workers = self.workers.lock_outside_step()?;
         let norms = workers.all(move |worker| {
@@ -214,12 +179,8 @@ impl PipelineOptimizer {
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         optim::check_rate(rate)?;
         self.workers.lock_outside_step()?.all(move |worker| {
-            // An optimizer at work takes the rate afterwards, without a wait here.
-            let offloaded = worker.site.offloaded.as_mut();
-            match offloaded.is_some_and(|offloaded| offloaded.give_rate(rate)) {
-                true => Ok(()),
-                false => optimizer(worker)?.set_learning_rate(rate),
-            }
+            // Steps that wait keep theirs.
+            made(worker).set_learning_rate(rate)
         })?;
         self.learning_rate = rate;
         Ok(())
@@ -233,9 +194,8 @@ impl PipelineOptimizer {
         // A worker does not know a group that has none of its parameters.
         let workers = self.workers.lock_outside_step()?;
         let jobs = vec![group.to_owned(); workers.len()];
-        let answers = workers.each(jobs, move |worker, group| {
-            optimizer(worker)?.set_group_learning_rate(&group, rate)
-        });
+        let answers = workers
+            .each(jobs, move |worker, group| made(worker).set_group_learning_rate(&group, rate));
         let is_known =
             |answer: &Result<()>| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. })));
         let here = answers.as_ref().map_err(Error::clone);
@@ -253,19 +213,15 @@ impl PipelineOptimizer {
     }
 }
 
-/// Default time at which an optimizer of so many workers gets gradients: no speculative updates from
-/// gradients that other workers still add to.
-fn hands_over(workers: usize, ranks: &Ranks) -> HandsOver {
-    match (workers, ranks.world().size()) {
-        (1, 1) => HandsOver::Ahead,
-        _ => HandsOver::AtTheStep,
-    }
-}
-
 /// Returns the worker's part of the optimizer, after its last update.
 pub(crate) fn optimizer(worker: &mut Worker) -> Result<&mut Optimizer> {
-    worker.finish_update()?;
-    Ok(worker.optimizer.as_mut().expect("it was made on every worker"))
+    worker.finish_updates()?;
+    Ok(made(worker))
+}
+
+/// Returns the worker's part of the optimizer, whose last step may still wait.
+fn made(worker: &mut Worker) -> &mut Optimizer {
+    worker.site.optimizer.as_mut().expect("it was made on every worker")
 }
 
 pub(crate) fn names(optimizer: &Optimizer) -> Vec<String> {

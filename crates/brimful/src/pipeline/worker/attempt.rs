@@ -1,20 +1,23 @@
 //! Runs one worker's attempt at a step: its actions, and what commits or undoes them.
 
+use std::collections::{BTreeMap, HashMap};
+
 use tch::Tensor;
 
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
-use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::offload::{HandsOver, OffloadedStages};
-use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, WorkerRun};
+use crate::pipeline::offload::OffloadedStages;
+use crate::pipeline::run::{Job, Mode, WorkerFailure, WorkerRun};
+use crate::pipeline::site::StepExtent;
+use crate::pipeline::transfers::Tensors;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{PartReport, StoreAttempt, Tally, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
-use brimful_plan::schedule::{ActionKind, Awaited};
+use brimful_plan::schedule::ActionKind;
 
 /// Result of a worker's part of a step; the worker keeps what commits or undoes it.
 #[derive(Debug, Default)]
@@ -61,8 +64,7 @@ impl Worker {
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
-            run.accumulator = Some(self.accumulator(&run)?);
-            self.begin_handing(&mut run)?;
+            self.begin_gradients(&mut run)?;
         }
         let mode = run.job.mode;
         let (run, undo) = self.collecting(run, unmanaged, |kind| mode.runs(kind))?;
@@ -87,10 +89,8 @@ impl Worker {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
         // Not earlier: the caller may change gradients and parameters between forward and backward.
-        let result = self.accumulator(&run).map_err(WorkerFailure::from).and_then(|accumulator| {
-            run.accumulator = Some(accumulator);
-            self.go_on(run, |_| true)
-        });
+        let begun = self.begin_gradients(&mut run).map_err(WorkerFailure::from);
+        let result = begun.and_then(|()| self.go_on(run, |_| true));
         let (run, undo) = or_undo(result, undo)?;
         self.conclude(run, undo, report_options)
     }
@@ -99,8 +99,7 @@ impl Worker {
     pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
         let Idle { trains, unit, report_options } = idle;
         self.undo()?;
-        // Workers with micro-batches wait for each stage's update when they fetch it.
-        self.finish_update()?;
+        self.finish_updates()?;
         let nothing = (Sums::none(self.site.offloaded.is_some()), Tally::default(), Vec::new());
         // Trained parameters are compared with those of the other pipelines, which train none in an
         // evaluation.
@@ -116,8 +115,6 @@ impl Worker {
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
-        // The step is about to move parameters, which speculative updates must not read then.
-        self.stop_looking_ahead()?;
         // A forward without its backward still holds its graphs, which would count in this run's peak.
         self.undo()?;
         self.convert(job.channels_last)?;
@@ -132,21 +129,36 @@ impl Worker {
         }
         self.site.trains = self.variables.trained().next().is_some();
         if !job.mode.trains() {
-            return Ok((WorkerRun::new(job, self)?, Vec::new()));
+            return Ok((self.run_of(job)?, Vec::new()));
         }
         let unmanaged = self.unmanaged.save(&self.store.variables_)?;
         self.site.unmanaged = unmanaged.iter().map(|(running, _)| running.data()).collect();
-        Ok((WorkerRun::new(job, self)?, unmanaged))
+        Ok((self.run_of(job)?, unmanaged))
+    }
+
+    fn run_of(&self, job: Job) -> Result<WorkerRun> {
+        let mut run = WorkerRun::new(job, self.number, &self.site, self.memory.as_ref())?;
+        // The loss continues the count of the accumulation window's earlier mini-batches.
+        run.tally = self.window.as_ref().map(|window| window.tally.following()).unwrap_or_default();
+        Ok(run)
+    }
+
+    /// Makes the accumulator of the run's gradients, and begins updates in the backward if stages are updated there.
+    fn begin_gradients(&mut self, run: &mut WorkerRun) -> Result<()> {
+        run.accumulator = Some(self.accumulator(run)?);
+        self.begin_updates(run)
     }
 
     /// Makes the accumulator of the run's gradients, apart from existing ones.
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
-        self.forget_ahead()?;
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
         match &mut self.site.offloaded {
             Some(offloaded) => {
                 accumulator.keep_apart();
                 offloaded.begin(accumulator.parameters());
+                if let Some(optimizer) = &mut self.site.optimizer {
+                    offloaded.reserve_updates(optimizer)?;
+                }
             }
             // Not with offloaded stages: a gradient outside its part is found only at the step's end, after
             // the stage's gradients have left.
@@ -158,69 +170,66 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    /// Lets the host optimizer get this run's gradients during the backward, if it is set to.
-    fn begin_handing(&mut self, run: &mut WorkerRun) -> Result<()> {
-        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
-        let is_alone = run.job.mode.is_last() && self.window.is_none();
-        match offloaded.hands_over {
-            HandsOver::InBackward if !is_alone => Err(PipelineError::PartsInBackward.into()),
-            HandsOver::InBackward => self.begin_updates_in_backward(run),
-            HandsOver::Ahead | HandsOver::AtTheStep => {
-                // Existing gradients are added to, so the step's gradient differs.
-                let adds = run.accumulator.as_ref().is_some_and(Accumulator::has_aside);
-                if is_alone
-                    && !adds
-                    && offloaded.wants_ahead()
-                    && let Err(cause) = offloaded.begin_handing(&mut self.optimizer)
-                {
-                    tracing::debug!(%cause, "updates are not computed ahead");
-                }
-                Ok(())
-            }
+    /// Begins updates in this run's backward.
+    fn begin_updates(&mut self, run: &WorkerRun) -> Result<()> {
+        let Some(offloaded) =
+            self.site.offloaded.as_ref().filter(|_| self.site.optimizer.is_some())
+        else {
+            return Ok(());
+        };
+        if !offloaded.in_backward {
+            return Ok(());
         }
+        if !run.job.mode.is_last() || self.window.is_some() {
+            return Err(PipelineError::PartsInBackward.into());
+        }
+        self.check_updates_in_backward(run)?;
+        if let Some(optimizer) = &mut self.site.optimizer {
+            // What an update would allocate must be there before the first one.
+            optimizer.make_states(None, |_| Ok(()))?;
+        }
+        let resident = self.resident_parameters(run);
+        if let Some(offloaded) = &mut self.site.offloaded {
+            offloaded.begin_updates(resident);
+        }
+        Ok(())
     }
 
-    fn begin_updates_in_backward(&mut self, run: &mut WorkerRun) -> Result<()> {
-        self.check_updates_in_backward(run)?;
-        run.transfer_clock.waiting(Awaited::Update, || self.finish_update())?;
-        match &mut self.site.offloaded {
-            Some(offloaded) if self.optimizer.is_some() => {
-                offloaded.begin_handing(&mut self.optimizer)
+    /// Returns the names and places of the trained parameters that stay on the device, by the stage whose backward is the
+    /// last to use them.
+    fn resident_parameters(&self, run: &WorkerRun) -> HashMap<usize, Vec<(String, usize)>> {
+        let mut last: BTreeMap<usize, (Option<usize>, usize)> = BTreeMap::new();
+        let by_stage = self.variables.trained_by_stage(self.site.stages.len());
+        let is_offloaded = |at| {
+            let offloaded = self.site.offloaded.as_ref();
+            offloaded.is_some_and(|offloaded| offloaded.is_trained(at).is_some())
+        };
+        for (at, places) in by_stage.iter().enumerate().filter(|(at, _)| !is_offloaded(*at)) {
+            let end = run.last_backward(self.site.stages[at].id);
+            for place in places {
+                let known = last.entry(*place).or_insert((end, at));
+                *known = (*known).max((end, at));
             }
-            _ => Ok(()),
         }
+        let names: Vec<&str> = self.variables.trained().map(|v| v.name.as_str()).collect();
+        let mut resident: HashMap<usize, Vec<(String, usize)>> = HashMap::new();
+        for (place, (_, at)) in last {
+            resident.entry(at).or_default().push((names[place].to_owned(), place));
+        }
+        resident
     }
 
     /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
     /// optimizer updates a stage at its last backward, when the gradients of tied parameters must be
     /// complete. Weight gradients (dW) may come later.
     fn check_updates_in_backward(&self, run: &WorkerRun) -> Result<()> {
-        let list = &run.job.actions.lists()[self.number];
         let stage = |at: usize| self.site.stages[at].id;
-        let end = |at| list.iter().rposition(|a| a.stage == stage(at) && a.kind.releases());
+        let end = |at| run.last_backward(stage(at));
         let mut ties = self.site.offloaded.iter().flat_map(OffloadedStages::ties);
         ties.find(|&(owner, user)| end(owner) < end(user)).map_or(Ok(()), |(owner, user)| {
             let (owner, user) = (stage(owner), stage(user));
             Err(PipelineError::TooEarlyInBackward { owner, user }.into())
         })
-    }
-
-    fn stop_looking_ahead(&mut self) -> Result<()> {
-        match self.site.offloaded.as_ref().is_some_and(OffloadedStages::is_looking_ahead) {
-            true => self.finish_update(),
-            false => Ok(()),
-        }
-    }
-
-    /// Drops speculative updates of a step that never came: new gradients are about to overwrite those that
-    /// they were computed from.
-    fn forget_ahead(&mut self) -> Result<()> {
-        self.stop_looking_ahead()?;
-        let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
-        if let Some(offloaded) = self.site.offloaded.as_mut().filter(|_| had) {
-            offloaded.pause_ahead();
-        }
-        Ok(())
     }
 
     pub(crate) fn parameters(&self) -> Vec<Tensor> {
@@ -247,12 +256,22 @@ impl Worker {
     ) -> Result<WorkerRun, WorkerFailure> {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
-        let location = self.site.offload_all(&mut run, result.is_ok());
-        self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_handing);
+        let location = self.offload_all(&mut run, result.is_ok());
+        self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_updates);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result?;
         location?;
         Ok(run)
+    }
+
+    /// Transfers all offloaded parameters to the host, and adds up their gradients if the step succeeded.
+    fn offload_all(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
+        let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
+        offloaded.offload_all()?;
+        match run.accumulator.as_mut().filter(|_| went_well) {
+            Some(accumulator) => offloaded.finish(accumulator),
+            None => offloaded.forget(&mut run.transfer_clock),
+        }
     }
 
     /// Keeps the finished run, or undoes it.

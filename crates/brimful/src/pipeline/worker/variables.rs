@@ -12,7 +12,7 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::pipeline::build::StageLayout;
+use crate::pipeline::stage_layout::StageLayout;
 
 /// Variable of one worker.
 #[derive(Debug)]

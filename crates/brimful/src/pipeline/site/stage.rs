@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::layers::{Model, Stashed};
 use crate::nn::{ExactNorm, NormStatistics};
-use crate::pipeline::build::{Export, StagePlan};
+use crate::pipeline::stage_layout::{Export, StagePlan};
 use brimful_plan::schedule::StageId;
 
 /// Consecutive layers on one device.

@@ -19,10 +19,10 @@ use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
 use super::stage::Boundary;
-use super::transfer_clock::TransferClock;
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::memory::Memory;
+use crate::pipeline::transfers::TransferClock;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::Awaited;
 

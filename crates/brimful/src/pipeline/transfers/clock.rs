@@ -65,8 +65,8 @@ impl TransferClock {
         awaited: Awaited,
         wait: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        // A CPU waits for every copy because it makes it. Only the optimizer has a thread of its own there.
-        let is_apart = self.device != Device::Cpu || awaited == Awaited::Update;
+        // A CPU waits for every copy because it makes it.
+        let is_apart = self.device != Device::Cpu;
         let Some(noted) = self.noted.as_mut().filter(|_| is_apart) else { return wait() };
         let start = TimedEvent::now(self.device)?;
         let waited = wait()?;

@@ -9,7 +9,7 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
-use super::transfer_clock::TransferClock;
+use super::clock::TransferClock;
 use crate::Result;
 use crate::batch::{copy_of, tensor_bytes};
 use crate::copy_streams::{Arriving, CopyStreams};
