@@ -5,6 +5,7 @@
 //! | `BRIMFUL_FUZZ_CASES` | number of mutations (200) |
 //! | `BRIMFUL_FUZZ_SEED` | seed of the first one (0) |
 
+#[path = "suite/program/mod.rs"]
 mod program;
 
 use std::fs;

@@ -6,7 +6,7 @@ mod test_device;
 
 use brimful_torch::kernels;
 use brimful_torch::optim::{
-    GROUP, Moment, Options, Rule, Update, fits, pack_moment, unpack_moment, update, update_beside,
+    GROUP, Moment, Options, Rule, Update, fits, pack_moment, unpack_moment, update,
 };
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
@@ -166,25 +166,6 @@ fn cases(count: i64) -> Vec<(String, Options, Case)> {
         }
     }
     all
-}
-
-#[test]
-fn a_step_beside_the_present_numbers_is_the_step_to_the_last_bit() {
-    for (name, options, case) in cases(3 * 1024 + 77) {
-        let next = case.map(Tensor::zeros_like);
-        let before = case.map(Tensor::copy);
-        let beside = |now: &Update<'_>| {
-            next.lend(&options, |next| {
-                update_beside(now, &Update { gradient: now.gradient, ..*next }, &options)
-            })
-        };
-        case.lend(&options, beside).expect("a step");
-        let unchanged = case.tensors().into_iter().zip(before.tensors()).all(|(a, b)| a.equal(b));
-        assert!(unchanged, "{name}: what is there stays");
-        case.update(&options, None);
-        let same = case.tensors().into_iter().zip(next.tensors()).all(|(a, b)| a.equal(b));
-        assert!(same, "{name}");
-    }
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
 fn a_host_link_has_a_lane_each_way_and_says_what_was_waited_for() {
     let Some(mut browser) = Browser::start("host-link") else { return };
     let offloaded = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-bytes 2 \
-                  --num-micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --host-link 200MB";
+                  --num-micro-batches 2 --memory-limit 150MiB --host-memory 4GiB --host-link 200MB";
     let page = plan("host-link.html", offloaded);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, PHONE, Look { width: 400, ..PHONE }] {

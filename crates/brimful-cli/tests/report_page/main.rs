@@ -3,7 +3,7 @@
 mod chromium;
 mod looks;
 mod moving;
-#[path = "../program/mod.rs"]
+#[path = "../suite/program/mod.rs"]
 mod program;
 
 use std::path::PathBuf;

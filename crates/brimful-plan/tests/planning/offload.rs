@@ -17,13 +17,14 @@ fn block() -> StageCost {
         forward: 0.0012,
         backward: 0.0024,
         recompute: 0.0012,
-        host_update: 0.0125,
         parameter_bytes: 6 * parameters,
         gradient_bytes: 4 * parameters,
         optimizer_bytes: 8 * parameters,
         offloaded_bytes: 6 * parameters,
         fetched_bytes: 2 * parameters,
         sent_bytes: 4 * parameters,
+        update_in_bytes: 12 * parameters,
+        update_out_bytes: 10 * parameters,
         activation_bytes: 300_000_000,
         output_bytes: 16_777_216,
         ..StageCost::default()
@@ -66,10 +67,8 @@ fn more_memory_never_makes_a_longer_step_and_what_fits_stays_on_the_device() {
         last = step;
         choice.at_host()
     });
-    // With less, memory is worth more for activations: they save a recompute, and the link is not the
-    // bottleneck.
-    assert!(least >= 20);
-    assert!(more < less && less < 24);
+    // Transfers of updates take longer than recomputation, which stays while memory lacks for activations.
+    assert!(least >= 20 && more <= less && less < least, "{least} {less} {more}");
 }
 
 #[test]
@@ -86,7 +85,7 @@ fn nothing_that_fits_is_said_with_numbers() {
     costs.stages[7].fetched_bytes *= 4;
     assert_eq!(
         within(&costs, GB / 10).unwrap_err().to_string(),
-        "device 0 needs 1.10 GiB and has 95.4 MiB, with one device buffer for offloaded weights, everything recomputed \
+        "device 0 needs 1.66 GiB and has 95.4 MiB, with one device buffer for offloaded weights, everything recomputed \
          and boundaries on the host: stage 7 is its largest; cut it finer, or use smaller micro-batches"
     );
     let request = OffloadRequest {
@@ -96,7 +95,7 @@ fn nothing_that_fits_is_said_with_numbers() {
     };
     assert_eq!(
         choose(&request).unwrap_err().to_string(),
-        "the host needs 12.0 GiB for the stages that do not fit on their devices, and has 3.73 GiB: use a \
+        "the host needs 11.5 GiB for the stages that do not fit on their devices, and has 3.73 GiB: use a \
          larger host, more devices, or an optimizer with less state"
     );
     let resident = OffloadRequest { location: Some(Location::Device), ..request.clone() };
@@ -116,9 +115,9 @@ fn a_small_host_leaves_more_on_the_device() {
         ..OffloadRequest::new(&costs, breadth_first(24), 1, 8)
     };
     let free = choose(&request).unwrap();
-    let bound = OffloadRequest { host_memory: Some(free.host_bytes * 3 / 4), ..request };
+    let bound = OffloadRequest { host_memory: Some(free.host_bytes * 7 / 8), ..request };
     let choice = choose(&bound).unwrap();
-    assert!(choice.host_bytes <= free.host_bytes * 3 / 4);
+    assert!(choice.host_bytes <= free.host_bytes * 7 / 8);
 }
 
 #[test]

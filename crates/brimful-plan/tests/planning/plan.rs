@@ -1,8 +1,8 @@
 //! Tests of the planner's choices.
 
 use brimful_plan::balance::{LayerCost, Profile};
-use brimful_plan::plan::{LookAhead, Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
-use brimful_plan::schedule::{ActionKind, HostLinkCost, Location, Recompute, Schedule};
+use brimful_plan::plan::{Plan, PlanDevice, PlanError, PlanRow, PlannedStep, Request, plan};
+use brimful_plan::schedule::{ActionKind, HostLinkCost, Recompute, Schedule};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -238,26 +238,21 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
 }
 
 #[test]
-fn updates_are_looked_ahead_of_where_the_host_has_memory_for_it() {
+fn an_update_in_the_backward_needs_no_gradients_on_the_host() {
     let profile = model(8);
-    let found = |look_ahead: Option<LookAhead>| {
-        let mut request = Request::new(&profile, devices(1, Some(40 * MIB)), 8);
+    let [after, within] = [false, true].map(|update_in_backward| {
+        let mut request = Request::new(&profile, devices(1, Some(66 * MIB)), 8);
         (request.optimizer_bytes, request.host_memory) = (2.0, Some(1 << 30));
-        (request.micro_batches, request.look_ahead) = (vec![8], look_ahead);
-        // Longer than the forward of a stage, and shorter than its backward.
-        request.host_update = 12.0 / (4 * MIB) as f64;
+        (request.micro_batches, request.update_in_backward) = (vec![8], update_in_backward);
+        request.host_link = HostLinkCost::equal((4 * MIB) as f64);
         let best = plan(&request).unwrap().best().unwrap().clone();
         let step = PlannedStep::new(&request, &best).unwrap();
         assert_eq!(step.simulation.makespan(), best.makespan);
         best
-    };
-    let late = found(None);
-    let ahead = found(Some(LookAhead { bytes: 3.0, spared: 0 }));
-    assert_eq!((late.ahead_bytes, late.host_bytes), (0, ahead.host_bytes));
-    let behind_first = ahead.stages[1..].iter().filter(|stage| stage.weights == Location::Host);
-    assert_eq!(ahead.ahead_bytes, behind_first.count() as u64 * 3 * 4 * MIB);
-    assert!(ahead.makespan < late.makespan, "{} and {}", ahead.makespan, late.makespan);
-    assert_eq!(found(Some(LookAhead { bytes: 3.0, spared: 1 << 30 })), late, "no room");
+    });
+    assert!(after.at_host() > 0 && within.at_host() > 0);
+    let each = |row: &PlanRow| row.host_bytes / row.at_host() as u64;
+    assert_eq!((each(&after), each(&within)), (16 * MIB, 12 * MIB));
 }
 
 /// Sums of offloaded stages are always added after the backward, whatever the request says of devices.

@@ -7,12 +7,12 @@ use brimful_plan::schedule::{
 
 #[test]
 fn costs_with_former_names_load() {
-    let stage = StageCost { host_update: 2.0, offloaded_bytes: 3, ..StageCost::default() };
+    let stage = StageCost { offloaded_bytes: 3, ..StageCost::default() };
     let link = LinkCost { latency: 0.0, bandwidth: 1.0 };
     let host_link = HostLinkCost::equal(4.0);
-    let costs = Costs { stages: vec![stage], input_bytes: 1, link, host_link };
-    let renamed =
-        [("host_update", "home_update"), ("offloaded_bytes", "home_bytes"), ("host_link", "bus")];
+    let costs =
+        Costs { stages: vec![stage], input_bytes: 1, link, host_link, update_in_backward: false };
+    let renamed = [("offloaded_bytes", "home_bytes"), ("host_link", "bus")];
     assert_eq!(serde_json::from_str::<Costs>(&former(&costs, &renamed)).unwrap(), costs);
 }
 

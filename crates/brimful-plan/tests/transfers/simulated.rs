@@ -2,9 +2,9 @@
 
 use super::fixtures::{breadth_first, location};
 use brimful_plan::schedule::{
-    Awaited, Costs, HostLinkCost, HostLinkUse, Location, Recompute, Schedule, Simulation, Span,
-    StageCost, StageLocation, Transfer, TransferKind, TransferSpan, Transfers, WaitSpan, render,
-    simulate, simulate_transfers, simulate_transfers_ahead,
+    Costs, HostLinkCost, HostLinkUse, Location, Recompute, Schedule, Simulation, Span, StageCost,
+    StageLocation, Transfer, TransferKind, TransferSpan, Transfers, WaitSpan, render, simulate,
+    simulate_transfers,
 };
 use proptest::prelude::*;
 
@@ -123,59 +123,41 @@ fn a_measured_step_keeps_its_transfers() {
     assert_eq!(measured.makespan(), step.makespan());
 }
 
-/// The host updates the stages in order, overlapped with the forward, which waits for its fetches.
+/// Four stages of ten ticks forward; weights take one tick to fetch, and what an update needs two more.
 #[test]
-fn a_fetch_waits_for_its_stages_update() {
-    let actions = breadth_first(3, 2, Recompute::Never);
-    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
-    let mut costs = costs(3, 10.0);
-    costs.stages.iter_mut().for_each(|stage| stage.host_update = 5.0);
-    let step = simulate_transfers(&actions, &transfers, &costs).unwrap();
-    let starts: Vec<_> = (step.host_links()[0].transfers.iter())
-        .filter(|span| span.transfer.kind == TransferKind::Fetch)
-        .map(|span| span.start)
-        .collect();
-    assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
-    let waits: Vec<_> =
-        step.host_links()[0].waits.iter().map(|w| (w.awaited, w.start, w.end)).collect();
-    // The fetch for the backward overlaps with compute.
-    let expected = [
-        (Awaited::Update, 0.0, 5.0),
-        (Awaited::Weights, 5.0, 6.0),
-        (Awaited::Update, 8.0, 10.0),
-        (Awaited::Weights, 10.0, 11.0),
-        (Awaited::Update, 13.0, 15.0),
-        (Awaited::Weights, 15.0, 16.0),
-    ];
-    assert_eq!(waits, expected);
-    // Frozen stages are not updated.
-    let frozen = [StageLocation { trained: false, ..StageLocation::HOST }; 3];
-    let transfers = Transfers::new(&actions, &frozen, 2).unwrap();
-    assert_eq!(
-        simulate_transfers(&actions, &transfers, &costs).unwrap().host_links()[0].transfers[0]
-            .start,
-        0.0
-    );
-}
-
-/// Gradients reach the host 8, 4 and 0 ticks before the end, the last stage's first.
-#[test]
-fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
-    let actions = breadth_first(3, 2, Recompute::Never);
-    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 3], 2).unwrap();
-    let fetches = |host_update: f64| {
-        let mut costs = costs(3, 10.0);
-        costs.stages.iter_mut().for_each(|stage| stage.host_update = host_update);
-        let step = simulate_transfers_ahead(&actions, &transfers, &costs).unwrap();
-        let fetches = step.host_links()[0]
-            .transfers
-            .iter()
-            .filter(|span| span.transfer.kind == TransferKind::Fetch);
-        fetches.map(|span| span.start).collect::<Vec<_>>()
+fn an_update_comes_with_the_first_fetch_or_with_the_last() {
+    let actions = breadth_first(4, 10, Recompute::Never);
+    let transfers = Transfers::new(&actions, &[StageLocation::HOST; 4], 2).unwrap();
+    let played = |update_in_backward: bool, transfers: &Transfers| {
+        let mut costs = Costs { update_in_backward, ..costs(4, 10.0) };
+        for stage in &mut costs.stages {
+            stage.update_in_bytes = 20;
+            stage.update_out_bytes = if update_in_backward { 0 } else { 30 };
+        }
+        let step = simulate_transfers(&actions, transfers, &costs).unwrap();
+        let of = |kind| {
+            let all = step.host_links()[0].transfers.iter();
+            let of_kind = all.filter(move |span| span.transfer.kind == kind);
+            of_kind.map(|span| (span.transfer.stage.0, span.end - span.start)).collect::<Vec<_>>()
+        };
+        (of(TransferKind::Fetch), of(TransferKind::OffloadState), step.devices()[0].peak_bytes)
     };
-    assert_eq!(fetches(2.0), [2.0, 3.0, 5.0, 13.0], "the first stage's alone is left");
-    assert_eq!(fetches(5.0), [5.0, 10.0, 11.0, 19.0], "the second one's too");
-    assert_eq!(fetches(9.0), [9.0, 18.0, 27.0, 34.0], "and the third one's");
+    let (fetched, sent, peak) = played(false, &transfers);
+    let stages = [0, 1, 2, 3];
+    assert_eq!(fetched[..4], stages.map(|stage| (stage, 3.0)), "the update of the step before");
+    assert_eq!(fetched[4..], [(1, 1.0), (0, 1.0)], "the weights alone");
+    assert_eq!(sent, stages.map(|stage| (stage, 3.0)));
+    let (fetched, sent, _) = played(true, &transfers);
+    // The last two stages stay in the buffers between forward and backward.
+    let expected = [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0), (1, 3.0), (0, 3.0)];
+    assert_eq!((fetched, sent), (expected.to_vec(), Vec::new()));
+    // Frozen stages are not updated.
+    let frozen = [StageLocation { trained: false, ..StageLocation::HOST }; 4];
+    let frozen = Transfers::new(&actions, &frozen, 2).unwrap();
+    let (fetched, sent, _) = played(false, &frozen);
+    assert!(sent.is_empty() && fetched.iter().all(|(_, time)| *time == 1.0), "{fetched:?}");
+    let without = simulate_transfers(&actions, &transfers, &costs(4, 10.0)).unwrap();
+    assert_eq!(peak - without.devices()[0].peak_bytes, 2 * 20, "two buffers");
 }
 
 #[test]

@@ -637,15 +637,12 @@ impl Piped {
             .offload(locations)
             .non_finite(setup.non_finite())
             .world(setup.world);
-        let mut pipe = builder.build()?;
-        let mut optimizer = pipe.optimizer(setup.method())?;
         let updates_in_backward = *updates_in_backward
             && *living == Living::OnHost
             && *replicas == 1
             && here * ranks == 1;
-        if updates_in_backward {
-            optimizer.update_in_backward(true)?;
-        }
+        let mut pipe = builder.update_in_backward(updates_in_backward).build()?;
+        let optimizer = pipe.optimizer(setup.method())?;
         if let (Some((recompute, seed)), Cut::Count(count)) = (own_list, setup.cut) {
             let all = if deals { devices } else { devices * ranks };
             let listed = schedule.actions(all, count, Recompute::ALL[*recompute])?;

@@ -18,7 +18,7 @@ mod plain;
 mod ranks;
 mod regressions;
 mod script;
-#[path = "../support/mod.rs"]
+#[path = "../suite/support/mod.rs"]
 mod support;
 
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ mod bounded;
 mod ends;
 mod kinds;
 mod plain;
-#[path = "../support/mod.rs"]
+#[path = "../suite/support/mod.rs"]
 mod support;
 mod told;
 mod transparent;

@@ -1,0 +1,142 @@
+//! Tests of `brimful-bench compare`, `plot` and `--into`: joined rows of several programs.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use predicates::prelude::*;
+use crate::program::{folder, refused, run};
+use serde_json::{Value, json};
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+/// Makes a row of `bench micro` with these figures.
+fn micro(contestant: &str, figures: Value) -> Value {
+    let mut row = json!({
+        "bench": "micro", "contestant": contestant, "model": "resnet50", "shape": "32×32",
+        "dtype": "f32", "device": "cpu", "batch": 16, "micro_batch": 4, "stages": 1,
+    });
+    let (Value::Object(all), Value::Object(figures)) = (&mut row, figures) else {
+        unreachable!("both are objects")
+    };
+    all.extend(figures);
+    row
+}
+
+#[test]
+fn a_peer_that_failed_is_shown_with_its_error_beside_ours() {
+    let folder = folder("compare");
+    let (ours, peers) = (folder.join("ours.jsonl"), folder.join("peers.jsonl"));
+    let fast = micro("brimful", json!({"samples_per_s": 30.0, "spread": 0.1}));
+    fs::write(
+        &ours,
+        format!("{fast}\n{}\n", json!({"done": true, "environment": {"program": "brimful"}})),
+    )
+    .expect("written");
+    let slow = micro("PyTorch loop", json!({"samples_per_s": 20.0, "seconds": [0.8, 0.9]}));
+    let broken = micro("MBP", json!({"error": "ModuleNotFoundError: mbp"}));
+    fs::write(&peers, format!("{slow}\n{broken}\n")).expect("written");
+
+    let files = format!("{} {}", text(&ours), text(&peers));
+    let line = predicate::str::is_match("brimful +30.0 +1.500 +1.500 ").expect("a pattern");
+    let error = predicate::str::is_match("MBP +ModuleNotFoundError: mbp").expect("a pattern");
+    run(&format!("compare {files}")).success().stdout(
+        predicate::str::contains("ResNet-50 32×32, f32, 16 / 4")
+            .and(line)
+            .and(error)
+            .and(predicate::str::contains("peers.jsonl: stopped before its last row")),
+    );
+    let compared = run(&format!("compare --markdown {files}")).success();
+    compared.stdout(predicate::str::contains("| brimful | 30.0 | 1.500 | 1.500 |"));
+    let output = run(&format!("compare --json {files}")).success().get_output().clone();
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    assert_eq!(report["rows"][0]["over_best_peer"], 1.5);
+    assert_eq!(report["rows"][2]["error"], "ModuleNotFoundError: mbp");
+
+    let picture = folder.join("plot.svg");
+    run(&format!("plot -o {} {files}", text(&picture))).success();
+    let picture = fs::read_to_string(picture).expect("a picture");
+    assert!(picture.starts_with("<svg") && picture.contains("ModuleNotFoundError: mbp"));
+}
+
+#[test]
+fn ranks_are_compared_with_one_process_and_with_the_peer() {
+    let rows = folder("ranks").join("rows.jsonl");
+    let row = |contestant: &str, speed: f64| {
+        json!({
+            "bench": "world", "contestant": contestant, "model": "gpt", "shape": "2×64×8",
+            "dtype": "f32", "batch": 4, "micro_batch": 1, "stages": 2, "samples_per_s": speed,
+        })
+    };
+    let all =
+        [("brimful", 8.0), ("brimful over ranks", 6.0), ("torch.distributed.pipelining", 4.0)];
+    let lines = all.map(|(contestant, speed)| row(contestant, speed).to_string());
+    fs::write(&rows, lines.join("\n")).expect("written");
+    let compared = run(&format!("compare --markdown {}", text(&rows))).success();
+    compared.stdout(predicate::str::contains("| brimful over ranks | 2 | 6.00 | 0.750 | 1.500 |"));
+}
+
+#[test]
+fn a_saved_table_has_rows_tables_and_a_picture() {
+    let folder = folder("saved");
+    let micro = "micro --device cpu --model mlp --batch-size 8 --micro-batch-size 4 --repeats 1";
+    run(&format!("{micro} --into {}", text(&folder))).success();
+    let rows = fs::read_to_string(folder.join("ours.jsonl")).expect("rows");
+    let last: Value =
+        rows.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a line");
+    assert_eq!(last["done"], true);
+    assert_eq!(rows.lines().count(), 1 + last["rows"].as_array().map_or(0, Vec::len));
+    let table = fs::read_to_string(folder.join("table.md")).expect("tables");
+    assert!(table.contains("| tch loop |") && table.contains("| brimful |"), "{table}");
+    assert!(folder.join("plot.svg").exists());
+}
+
+#[test]
+fn an_interrupted_run_keeps_its_rows_and_says_so() {
+    let folder = folder("interrupted");
+    let rows = folder.join("ours.jsonl");
+    // Far more stages than can be measured before the first row is seen.
+    let stages = vec!["1"; 1000].join(",");
+    let work =
+        ["pipeline", "--model", "mlp", "--num-micro-batches", "2", "--micro-batch-size", "2"];
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful-bench"))
+        .args(work)
+        .args(["--repeats", "1", "--stages", &stages, "--into", text(&folder)])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started");
+    while fs::read_to_string(&rows).unwrap_or_default().lines().count() < 2 {
+        assert!(child.try_wait().expect("a state").is_none(), "it ended by itself");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let id = child.id().to_string();
+    let killed = std::process::Command::new("kill").args(["-INT", &id]).status().expect("kill");
+    assert!(killed.success());
+    let output = child.wait_with_output().expect("an end");
+    assert_eq!(output.status.code(), Some(130));
+    let said = String::from_utf8(output.stderr).expect("text");
+    assert!(
+        said.contains("brimful-bench: interrupted: ") && said.contains(" rows are kept in "),
+        "{said}"
+    );
+    assert!(folder.join("table.md").exists() && folder.join("plot.svg").exists());
+}
+
+#[test]
+fn what_cannot_be_joined_is_refused_in_one_line() {
+    let folder = folder("refused");
+    for (content, words) in [
+        ("", "there is no row"),
+        ("{\"bench\": \"sleep\"}\n", "no benchmark that is known"),
+        ("samples 3\n", "rows.jsonl:1: this is no line of JSON"),
+    ] {
+        let path = folder.join("rows.jsonl");
+        fs::write(&path, content).expect("written");
+        refused(&format!("compare {}", text(&path)), words);
+    }
+    refused("compare nowhere.jsonl", "cannot read nowhere.jsonl");
+}
