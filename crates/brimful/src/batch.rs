@@ -39,7 +39,7 @@ mod sequences;
 use std::fmt::Display;
 use std::ops::Range;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
@@ -244,7 +244,7 @@ pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
         let sliced = match leaf {
             Leaf::Cut(tensor) | Leaf::Widths(tensor) => slice_leaf(position, tensor, &range),
             Leaf::Shared(tensor) => Ok(tensor.shallow_clone()),
-            Leaf::Ragged { values, widths } => sequences::trimmed(
+            Leaf::Ragged { values, widths } => trimmed(
                 &slice_leaf(position, values, &range)?,
                 &slice_leaf(position + 1, widths, &range)?,
             ),
@@ -252,6 +252,21 @@ pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
         position += 1;
         sliced
     })
+}
+
+/// Trims the values to the widest of them, in memory of their own: models expect contiguous rows.
+fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
+    let widest = numbers(widths)?.into_iter().max().unwrap_or(0);
+    if widest >= values.size()[1] {
+        return Ok(values.shallow_clone());
+    }
+    Ok(values.f_narrow(1, 0, widest)?.f_contiguous()?)
+}
+
+/// Returns the widths as numbers.
+fn numbers(widths: &Tensor) -> Result<Vec<i64>> {
+    let numbers = widths.f_to_device(Device::Cpu)?.f_to_kind(Kind::Int64)?;
+    Vec::<i64>::try_from(&numbers).map_err(|_| BatchError::NothingToCut.into())
 }
 
 /// Joins the parts into one batch, in their order: the inverse of cutting by [`slice()`].

@@ -2,9 +2,9 @@
 
 use std::ops::Deref;
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
-use super::{Batch, BatchError, Leaf, check_alike, leaf_len, leaves};
+use super::{Batch, Leaf, check_alike, leaf_len, leaves, numbers};
 use crate::Result;
 
 /// Default multiple of widths, in tokens: few shapes, of which each needs a CUDA graph of its own, and at most
@@ -107,15 +107,6 @@ impl Batch for Sequences {
     }
 }
 
-/// Trims the values to the widest of them, in memory of their own: models expect contiguous rows.
-pub(super) fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
-    let widest = numbers(widths)?.into_iter().max().unwrap_or(0);
-    if widest >= values.size()[1] {
-        return Ok(values.shallow_clone());
-    }
-    Ok(values.f_narrow(1, 0, widest)?.f_contiguous()?)
-}
-
 /// Returns the width of each sample, which is that of its widest sequence; `None` without sequences.
 pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
     let mut all: Option<Tensor> = None;
@@ -125,9 +116,4 @@ pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
     }
     let Some(all) = all else { return Ok(None) };
     Ok(Some(numbers(&all)?.into_iter().map(|width| width as usize).collect()))
-}
-
-fn numbers(widths: &Tensor) -> Result<Vec<i64>> {
-    let numbers = widths.f_to_device(Device::Cpu)?.f_to_kind(Kind::Int64)?;
-    Vec::<i64>::try_from(&numbers).map_err(|_| BatchError::NothingToCut.into())
 }

@@ -3,12 +3,12 @@
 use brimful_torch::leaves::{KnownLeaves, other_leaf};
 use tch::Tensor;
 
-use super::IntoLoss;
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, detached};
 use crate::gradient_mode::with_graphs;
 use crate::loss::{MicroBatchWeight, Term};
+use crate::step::IntoLoss;
 use crate::step::{Tally, TermGroup, roots};
 
 /// A mini-batch while it is running.

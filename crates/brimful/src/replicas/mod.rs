@@ -69,8 +69,7 @@ use crate::random::preserving_generators;
 use crate::step::{MicroBatches, Parts, StepState, names};
 use crate::workers::{DeviceSpec, Workers, resolved};
 use mirror::ModelOutline;
-use replica::Replica;
-use settings::Setting;
+use replica::{Replica, Setting};
 use shares::Speeds;
 
 /// Model on several devices. Dropping it waits until its threads have ended.

@@ -14,6 +14,9 @@ use crate::step::{BatchRole, Cut, IntoLoss, MicroBatches, PartFigures, StoreAtte
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
+/// Setting that every replica's `MicroBatcher` gets before the next step.
+pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
+
 /// Model, with what runs it.
 pub(super) struct Replica<M> {
     number: usize,

@@ -5,16 +5,13 @@ use std::sync::Arc;
 
 use super::Replicas;
 use super::error;
-use super::replica::Replica;
+use super::replica::{Replica, Setting};
 use super::shares::Speeds;
 use crate::Result;
 use crate::micro::{MemoryFormat, MicroBatcher};
 use crate::optim::Method;
 use crate::step::{Engine, MicroBatches, NonFinitePolicy, Team, names, parameters};
 use crate::world::World;
-
-/// Setting that every replica's `MicroBatcher` gets before the next step.
-pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
 
 impl<M: 'static> Replicas<M> {
     /// Sets the policy for non-finite values.

@@ -12,8 +12,8 @@ use super::{MicroGraphs, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
 use crate::loss::MicroBatchWeight;
-use crate::micro::IntoLoss;
 use crate::micro::pass::BatchPass;
+use crate::step::IntoLoss;
 use crate::{Error, Result, device};
 use brimful_plan::bytes::Bytes;
 

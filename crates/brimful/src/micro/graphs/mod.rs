@@ -28,13 +28,13 @@ use brimful_torch::stream::Stream;
 use tch::Device;
 use tch::nn::Variables;
 
-use super::IntoLoss;
 use super::pass::BatchPass;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::MicroBatchWeight;
 use crate::memory_format::FormatChoice;
+use crate::step::IntoLoss;
 use crate::step::MicroBatchRun;
 use blocks::Blocks;
 use brimful_plan::bytes::Bytes;

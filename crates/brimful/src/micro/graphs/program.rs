@@ -7,21 +7,20 @@ use std::mem;
 use brimful_torch::autograd::backward;
 use brimful_torch::graph::{Graph, Pool, record};
 use brimful_torch::stream::Stream;
-use brimful_torch::touched::{Frozen, Touched};
+use brimful_torch::touched::{Frozen, Touched, touched, untold};
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::{Blocks, address};
 use super::readout::Readout;
 use super::room::stock_up;
-use super::trial::watched;
 use crate::accumulate::Sum;
 use crate::batch::{self, Batch};
-use crate::loss::MicroBatchWeight;
-use crate::micro::IntoLoss;
-use crate::micro::pass::BatchPass;
+use crate::loss::{MicroBatchWeight, Term};
+use crate::micro::pass::{BatchPass, forward};
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
 use crate::statistics::{GraphStatistics, Pending};
+use crate::step::IntoLoss;
 use crate::{Error, Result};
 
 /// A captured micro-batch.
@@ -234,4 +233,22 @@ fn run_on_statics<B: Batch, R: IntoLoss>(
         })?;
         Ok((readout, batch::detached(&output)?))
     })
+}
+
+/// Runs the closure, and `then` with its results; also returns the closure's operations, including the numbers
+/// of its loss.
+pub(super) fn watched<B: Batch, R: IntoLoss, T>(
+    micro_batch: B,
+    f: &mut impl FnMut(B) -> R,
+    then: impl FnOnce(&[Term], R::Outputs) -> Result<T>,
+) -> Result<(T, Touched)> {
+    let mut numbers = Vec::new();
+    let (ran, mut touched) = touched(|| {
+        let (terms, output) = forward(micro_batch, f)?;
+        numbers.extend(terms.iter().map(Term::in_words));
+        // The graph must be freed when the list is closed: tensors that it keeps do not stay.
+        untold(move || then(&terms, output))
+    })?;
+    touched.operations.append(&mut numbers);
+    Ok((ran?, touched))
 }

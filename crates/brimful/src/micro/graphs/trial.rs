@@ -4,20 +4,20 @@
 use std::collections::HashSet;
 
 use brimful_torch::foreach;
-use brimful_torch::touched::{Touched, touched, untold};
+use brimful_torch::touched::Touched;
 use tch::{Device, Kind, Tensor};
 
 use super::blocks::address;
 use super::compare::{Verdict, another, verdict};
-use super::program::Program;
+use super::program::{Program, watched};
 use super::readout::Readout;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
-use crate::loss::{MicroBatchWeight, Term};
-use crate::micro::IntoLoss;
-use crate::micro::pass::{BatchPass, forward};
+use crate::loss::MicroBatchWeight;
+use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
+use crate::step::IntoLoss;
 
 /// A micro-batch that has run eagerly for its mini-batch, with its gradients still apart.
 #[derive(Debug)]
@@ -56,24 +56,6 @@ impl Eager {
         let after = Randomness::of(vec![device])?;
         Ok(Self { sums, touched, other_leaf, readout, before, after })
     }
-}
-
-/// Runs the closure, and `then` with its results; also returns the closure's operations, including the numbers
-/// of its loss.
-pub(super) fn watched<B: Batch, R: IntoLoss, T>(
-    micro_batch: B,
-    f: &mut impl FnMut(B) -> R,
-    then: impl FnOnce(&[Term], R::Outputs) -> Result<T>,
-) -> Result<(T, Touched)> {
-    let mut numbers = Vec::new();
-    let (ran, mut touched) = touched(|| {
-        let (terms, output) = forward(micro_batch, f)?;
-        numbers.extend(terms.iter().map(Term::in_words));
-        // The graph must be freed when the list is closed: tensors that it keeps do not stay.
-        untold(move || then(&terms, output))
-    })?;
-    touched.operations.append(&mut numbers);
-    Ok((ran?, touched))
 }
 
 /// Results of a trial replay.
