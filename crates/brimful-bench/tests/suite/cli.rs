@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use predicates::prelude::*;
 use crate::program::{folder, rows, run};
+use predicates::prelude::*;
 use serde_json::Value;
 
 /// Checks a command's exit code and message.

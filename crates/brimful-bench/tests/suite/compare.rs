@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use predicates::prelude::*;
 use crate::program::{folder, refused, run};
+use predicates::prelude::*;
 use serde_json::{Value, json};
 
 fn text(path: &Path) -> &str {

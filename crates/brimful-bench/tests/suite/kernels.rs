@@ -1,7 +1,7 @@
 //! Tests of `brimful-bench kernels`: three implementations of a head's loss, and a first use.
 
-use predicates::prelude::*;
 use crate::program::run;
+use predicates::prelude::*;
 use serde_json::Value;
 
 /// Smallest head, on a CPU.

@@ -1,7 +1,7 @@
 //! Tests of `brimful-bench memory`: the largest model of each experiment, or none.
 
-use predicates::prelude::*;
 use crate::program::{refused, rows, run};
+use predicates::prelude::*;
 
 /// Small models in small arenas, without offloaded stages.
 const ON_DEVICES: &str = "memory --filters 8 --batch-size 4 --host-memory 0B";

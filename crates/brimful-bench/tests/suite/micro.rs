@@ -1,7 +1,7 @@
 //! Tests of `brimful-bench micro`: rows as they come, and all of them at the end.
 
-use predicates::prelude::*;
 use crate::program::{contestants, refused, rows, run};
+use predicates::prelude::*;
 
 #[test]
 fn each_contestant_has_a_row_and_the_last_line_has_all() {

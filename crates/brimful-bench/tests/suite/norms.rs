@@ -1,7 +1,7 @@
 //! Tests of `brimful-bench norms`: exact BatchNorms beside deferred ones, and alone within a limit.
 
-use predicates::prelude::*;
 use crate::program::{contestants, rows, run};
+use predicates::prelude::*;
 
 const NORMS: &str = "norms --device cpu --model resnet18 --image 32";
 

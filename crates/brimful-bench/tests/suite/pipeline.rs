@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use predicates::prelude::*;
 use crate::program::{refused, rows, run};
+use predicates::prelude::*;
 use serde_json::Value;
 
 /// Small model in short steps.

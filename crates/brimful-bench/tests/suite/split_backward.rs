@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use predicates::prelude::*;
 use crate::program::{refused, rows, run};
+use predicates::prelude::*;
 use serde_json::{Value, json};
 
 /// Smallest stages, in short turns.

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::program::{complains, folder, json_lines, lines, run, saved, train_in};
 use brimful::save;
 use predicates::prelude::*;
-use crate::program::{complains, folder, json_lines, lines, run, saved, train_in};
 use serde_json::Value;
 
 /// Writes a file with this text in a folder of its own.

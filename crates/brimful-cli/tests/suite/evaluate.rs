@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use brimful::save;
 use crate::program::{complains, folder, lines, run};
+use brimful::save;
 use serde_json::Value;
 
 const CLOSE: f64 = 1e-6;

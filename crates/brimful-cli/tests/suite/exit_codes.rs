@@ -1,7 +1,7 @@
 //! Exit codes documented in `--help`, and every command: code and message.
 
-use predicates::prelude::*;
 use crate::program::{complains, folder, like, lines, refused, run};
+use predicates::prelude::*;
 use serde_json::Value;
 
 /// Asserts a command's exit code and message.

@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
 
-use predicates::prelude::*;
 use crate::program::{brimful, folder, like, names, process, refused, run, stderr, stdout};
+use predicates::prelude::*;
 
 /// Returns the output of a successful command on both streams.
 fn said(arguments: &str) -> String {

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::process::Command as Process;
 
-use predicates::prelude::*;
 use crate::program::{folder, like, names, refused, run};
+use predicates::prelude::*;
 
 #[test]
 fn a_device_is_written_to_and_stays_one() {

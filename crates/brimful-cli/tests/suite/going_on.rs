@@ -7,9 +7,9 @@ use std::process::{Child, Command as Process};
 use std::thread::sleep;
 use std::time::Duration;
 
+use crate::program::{folder, like, names, run_in, saved, start_in, train_in};
 use brimful::save;
 use predicates::prelude::*;
-use crate::program::{folder, like, names, run_in, saved, start_in, train_in};
 
 const RUN: &str = "brimful_run.safetensors";
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");

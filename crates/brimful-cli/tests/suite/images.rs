@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use predicates::prelude::*;
 use crate::program::{complains, folder, json_lines, lines, refused, run, stderr};
+use predicates::prelude::*;
 
 /// Writes images of a class: warm or cold colours, each with its own grain.
 fn fill(class: &Path, count: u32, warm: bool) {

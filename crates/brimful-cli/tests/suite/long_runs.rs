@@ -8,8 +8,8 @@ use std::process::Child;
 use std::thread::sleep;
 use std::time::Duration;
 
-use predicates::prelude::*;
 use crate::program::{folder, names, saved, start_in, train_in as train};
+use predicates::prelude::*;
 use serde_json::Value;
 use tch::Tensor;
 

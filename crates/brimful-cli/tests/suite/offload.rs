@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use predicates::prelude::*;
 use crate::program::{assert_alike, folder, like, lines, refused, run, run_in, stderr, text};
+use predicates::prelude::*;
 use serde_json::Value;
 
 /// Less than the GPT's weights, gradients and AdamW's moments need.

@@ -5,8 +5,8 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command as Process;
 
-use predicates::prelude::*;
 use crate::program::{folder, names, saved, train_in};
+use predicates::prelude::*;
 
 fn refuses(folder: &Path, line: &str, says: &str) {
     let before = names(folder);

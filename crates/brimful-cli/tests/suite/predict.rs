@@ -3,8 +3,8 @@
 use std::fs;
 use std::sync::LazyLock;
 
-use brimful::save;
 use crate::program::{complains, folder, lines, refused, run};
+use brimful::save;
 
 /// File of an mlp trained for two epochs, and the accuracy of its last test.
 static TRAINED: LazyLock<(String, f64)> = LazyLock::new(|| {

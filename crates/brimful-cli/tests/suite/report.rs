@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use std::sync::LazyLock;
 
+use crate::program::{complains, names, run};
 use brimful_report::{Ended, Run};
 use predicates::prelude::*;
-use crate::program::{complains, names, run};
 use serde_json::{Value, json};
 
 /// Makes an empty folder for a test.

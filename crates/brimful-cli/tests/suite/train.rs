@@ -2,8 +2,10 @@
 
 use std::fs;
 
+use crate::program::{
+    assert_alike, complains, folder, lines, refused, run, run_in, saved, train_in,
+};
 use predicates::prelude::*;
-use crate::program::{assert_alike, complains, folder, lines, refused, run, run_in, saved, train_in};
 use serde_json::Value;
 
 #[test]

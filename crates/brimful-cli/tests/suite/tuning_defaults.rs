@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::program::{folder, refused, run, stdout, text, train_in};
 use brimful::save;
 use predicates::prelude::*;
-use crate::program::{folder, refused, run, stdout, text, train_in};
 use tch::Kind;
 
 /// Makes a folder with a model of a few steps, in bf16, and a text beside it.
@@ -128,7 +128,10 @@ fn every_optimizer_and_number_format_trains_and_goes_on() {
         line(flags, 6, "whole.safetensors");
         line(flags, 3, "run.safetensors");
         line(&format!("{flags} --resume run.safetensors"), 6, "run.safetensors");
-        crate::program::assert_alike(folder.join("whole.safetensors"), folder.join("run.safetensors"));
+        crate::program::assert_alike(
+            folder.join("whole.safetensors"),
+            folder.join("run.safetensors"),
+        );
     }
     line("adamw --resume run.safetensors", 7, "run.safetensors");
     let other =

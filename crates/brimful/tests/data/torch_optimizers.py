@@ -1,4 +1,4 @@
-"""Trains parameters of several shapes in f64 with torch's Adafactor and Muon, for tests/optim.rs.
+"""Trains parameters of several shapes in f64 with torch's Adafactor and Muon, for tests/suite/optim.rs.
 
     torch_optimizers.py OUT     starts, gradients and results
 """

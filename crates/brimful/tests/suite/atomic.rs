@@ -4,13 +4,13 @@
 
 use std::panic::{self, AssertUnwindSafe};
 
+use crate::support::state::{Net, samples, state};
+use crate::support::{alone, assert_fails, assert_same, test_device};
 use brimful::NonFinitePolicy;
 use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
-use crate::support::state::{Net, samples, state};
-use crate::support::{alone, assert_fails, assert_same, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -4,12 +4,12 @@
 
 use std::cell::Cell;
 
+use crate::support::state::{Net, samples, state};
+use crate::support::{alone, assert_fails, assert_same, assert_within, logged, test_device};
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::{Error, Loss, MicroBatcher, MicroBatches, StepReport};
-use crate::support::state::{Net, samples, state};
-use crate::support::{alone, assert_fails, assert_same, assert_within, logged, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -5,9 +5,9 @@ mod exact;
 mod exact_cases;
 mod exact_waiting;
 
+use crate::support::{Named, alone, assert_within, copies, logged, numbers, variables};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, MicroBatches};
-use crate::support::{Named, alone, assert_within, copies, logged, numbers, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -3,15 +3,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels, `BRIMFUL_TEST_CUDA_GRAPHS=1` captures them.
 
+use crate::support::{
+    Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
+    test_device, variables,
+};
 use brimful::micro::MemoryFormat;
 use brimful::nn::{
     BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, kernels, second_use,
 };
 use brimful::{Loss, MicroBatches};
-use crate::support::{
-    Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
-    test_device, variables,
-};
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Kind, Tensor, no_grad};
 

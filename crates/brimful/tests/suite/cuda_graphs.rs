@@ -3,14 +3,14 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly and must give
 //! the same results.
 
+use crate::support::full_batch::{Batch, CLASSES, batch_from, losses, there};
+use crate::support::{Named, alone, clear, fill, numbers, test_device, variables};
 use brimful::NonFinitePolicy;
 use brimful::loss::LossError;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
-use crate::support::full_batch::{Batch, CLASSES, batch_from, losses, there};
-use crate::support::{Named, alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -3,9 +3,9 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly.
 
+use crate::support::{alone, test_device};
 use brimful::memory::Memory;
 use brimful::{Loss, MicroBatcher, MicroBatches, Replicas, Result, StepReport, World};
-use crate::support::{alone, test_device};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
 

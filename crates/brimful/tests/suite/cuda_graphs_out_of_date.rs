@@ -7,9 +7,9 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::support::{Named, alone, assert_within, fill, numbers_there, test_device, variables};
 use brimful::{DeviceSpec, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
-use crate::support::{Named, alone, assert_within, fill, numbers_there, test_device, variables};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -3,12 +3,12 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly, and a short run
 //! is enough.
 
-use brimful::optim::{Optimizer, Sgd};
-use brimful::{Error, Loss, MicroBatcher, MicroBatches};
 use crate::support::state::state;
 use crate::support::{
     Update, assert_same, assert_within, numbers_there, set_values, test_device, variables,
 };
+use brimful::optim::{Optimizer, Sgd};
+use brimful::{Error, Loss, MicroBatcher, MicroBatches};
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
 

@@ -2,6 +2,13 @@
 
 use std::panic::{self, AssertUnwindSafe};
 
+use crate::support::full_batch::{
+    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients,
+    assert_loss, batch, distance, losses, plain,
+};
+use crate::support::ranks::in_ranks;
+use crate::support::state::state;
+use crate::support::{Update, assert_fails, assert_same, clear, numbers_there, test_device, tests};
 use brimful::StepError;
 use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
@@ -10,13 +17,6 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Replicas, StepRng, World};
-use crate::support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients,
-    assert_loss, batch, distance, losses, plain,
-};
-use crate::support::ranks::in_ranks;
-use crate::support::state::state;
-use crate::support::{Update, assert_fails, assert_same, clear, numbers_there, test_device, tests};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

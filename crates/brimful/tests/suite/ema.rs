@@ -2,14 +2,14 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
-use brimful::memory::Arena;
-use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
-use brimful::{Error, MicroBatches, Pipeline};
 use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp};
 use crate::support::{
     Named, Update, alone, assert_close, assert_fails, copies, numbers_there, set_values,
     test_device, variables,
 };
+use brimful::memory::Arena;
+use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
+use brimful::{Error, MicroBatches, Pipeline};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 

@@ -1,13 +1,13 @@
 //! A no-grad guard that a closure or a layer never drops does not affect later work: gradients are those of the
 //! whole mini-batch, and the caller's thread is unchanged.
 
-use brimful::layers::Layers;
-use brimful::schedule::Recompute;
-use brimful::{Loss, MicroBatcher, MicroBatches, Replicas};
 use crate::support::pipeline_cases::builder;
 use crate::support::{
     Named, alone, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
 };
+use brimful::layers::Layers;
+use brimful::schedule::Recompute;
+use brimful::{Loss, MicroBatcher, MicroBatches, Replicas};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 

@@ -2,11 +2,11 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, with the mini-batch there too.
 
+use crate::support::{alone, gradients, test_device};
 use brimful::batch::BatchError;
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
 use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
-use crate::support::{alone, gradients, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 

@@ -2,15 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
+use crate::support::{
+    Named, alone, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
+    numbers_there, test_device,
+};
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{LinearCrossEntropyConfig, NnError, linear_cross_entropy};
 use brimful::{Bytes, Error, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
-use crate::support::{
-    Named, alone, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
-    numbers_there, test_device,
-};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 

@@ -3,12 +3,12 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::support::alone;
+use crate::support::pipeline_cases::linear;
 use brimful::balance::{self, LayerCost, Profile};
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
-use crate::support::alone;
-use crate::support::pipeline_cases::linear;
 use tch::nn::{self, Path};
 use tch::{Device, Kind, Tensor};
 

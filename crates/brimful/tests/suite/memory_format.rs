@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::support::{Update, assert_within, fill, micro_batcher, numbers, test_device, variables};
 use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm2d};
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::Offload;
 use brimful::save::{self, Metadata};
 use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
-use crate::support::{Update, assert_within, fill, micro_batcher, numbers, test_device, variables};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Kind, Reduction, Tensor};
 

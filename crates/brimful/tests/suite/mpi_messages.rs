@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
 use crate::support::ranks::{SOCKETS, as_process_or, reported, text};
+use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Size of a message that no MPI sends before its receiver asks for it.

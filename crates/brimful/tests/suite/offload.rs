@@ -2,6 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use crate::support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
+use crate::support::{
+    Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
+};
 use brimful::balance;
 use brimful::loss::LossError;
 use brimful::memory::Arena;
@@ -17,10 +21,6 @@ use brimful::{
 use brimful_plan::plan::PlannedStep;
 use brimful_plan::schedule::{
     Awaited, StageLocation, Transfer, TransferKind, TransferSpan, Transfers,
-};
-use crate::support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
-use crate::support::{
-    Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
 };
 use tch::{Device, Kind, Tensor, nn};
 

@@ -10,9 +10,9 @@ use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline};
 
+use crate::support::{Update, alone, transformer};
 use brimful_plan::plan::PlannedStage;
 use brimful_plan::schedule::HostLinkCost;
-use crate::support::{Update, alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 
 const RATE: f64 = 0.01;

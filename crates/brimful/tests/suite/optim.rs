@@ -7,6 +7,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::state::fail_every_allocation;
+use crate::support::{
+    Named, Update, assert_fails, assert_same, copies, numbers_there, set_values, test_device,
+    variables,
+};
 use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
@@ -18,11 +23,6 @@ use brimful::save;
 use brimful::save::Metadata;
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::memory_format::to_memory_format;
-use crate::support::state::fail_every_allocation;
-use crate::support::{
-    Named, Update, assert_fails, assert_same, copies, numbers_there, set_values, test_device,
-    variables,
-};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 

@@ -3,15 +3,15 @@
 //!
 //! One test at a time: the models' initial parameters come from one generator.
 
-use brimful::memory::{Arena, Memory};
-use brimful::schedule::Schedule;
-use brimful::{Error, Layers, Loss, MicroBatcher, MicroBatches, Replicas};
-use brimful_torch::autograd::set_gradient;
 use crate::support::pipeline_cases::builder;
 use crate::support::{
     Named, alone, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
     test_device,
 };
+use brimful::memory::{Arena, Memory};
+use brimful::schedule::Schedule;
+use brimful::{Error, Layers, Loss, MicroBatcher, MicroBatches, Replicas};
+use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
 

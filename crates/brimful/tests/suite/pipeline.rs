@@ -5,6 +5,14 @@ use std::collections::BTreeSet;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex};
 
+use crate::support::pipeline_cases::{
+    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
+    descend, eval, mlp,
+};
+use crate::support::{
+    Named, Update, alone, assert_all_close, assert_close, assert_fails, assert_same, copies,
+    numbers_there, test_device,
+};
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
@@ -15,14 +23,6 @@ use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{
     Batch, DeviceSpec, Error, Layers, Loss, MicroBatches, NonFinitePolicy, Pipeline, StepError,
     is_recomputing,
-};
-use crate::support::pipeline_cases::{
-    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
-    descend, eval, mlp,
-};
-use crate::support::{
-    Named, Update, alone, assert_all_close, assert_close, assert_fails, assert_same, copies,
-    numbers_there, test_device,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};

@@ -2,13 +2,13 @@
 //!
 //! One test at a time: initial parameters come from one generator.
 
+use crate::support::pipeline_cases::{eval, of_all};
+use crate::support::{Named, alone, assert_within, numbers};
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::Outputs;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, StepReport};
-use crate::support::pipeline_cases::{eval, of_all};
-use crate::support::{Named, alone, assert_within, numbers};
 use tch::{Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;

@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 
+use crate::support::pipeline_cases::eval;
+use crate::support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
 use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Action, ActionKind, Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, is_recomputing};
-use crate::support::pipeline_cases::eval;
-use crate::support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 

@@ -3,13 +3,13 @@
 //! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for its
 //! backward, the tanh's output; the last one is also the boundary that the next stage keeps.
 
+use crate::support::{alone, transformer};
 use brimful::internal::sums_apart;
 use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatches, Pipeline, balance};
-use crate::support::{alone, transformer};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 

@@ -1,13 +1,13 @@
 //! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three steps of
 //! Adam, for every schedule, recompute mode, number of stages and of micro-batches, in one pipeline and in two.
 
-use brimful::pipeline::Offload;
-use brimful::schedule::{Location, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss, MicroBatches};
 use crate::support::pipeline_cases::{
     CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
 };
 use crate::support::{alone, assert_same, assert_within, test_device, tests};
+use brimful::pipeline::Offload;
+use brimful::schedule::{Location, Recompute, Schedule};
+use brimful::{DeviceSpec, Loss, MicroBatches};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 

@@ -1,16 +1,16 @@
 //! A pipeline's step over several mini-batches: gradients, loss, statistics and parameters are those of one
 //! mini-batch with all their samples; a failed mini-batch leaves the earlier ones.
 
+use crate::support::pipeline_cases::{
+    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
+};
+use crate::support::{Update, alone, assert_close, test_device};
 use brimful::StepError;
 use brimful::batch::BatchError;
 use brimful::optim::Adam;
 use brimful::pipeline::Offload;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, MicroBatches, Pipeline};
-use crate::support::pipeline_cases::{
-    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
-};
-use crate::support::{Update, alone, assert_close, test_device};
 use tch::{Kind, Tensor};
 
 const MICRO_BATCHES: usize = 3;

@@ -2,16 +2,16 @@
 //!
 //! One test at a time: the models' initial parameters come from one generator.
 
-use brimful::batch::BatchError;
-use brimful::nn::batch_norm1d;
-use brimful::optim::{AdamW, Optimizer, Sgd};
-use brimful::replicas::ReplicasError;
-use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use crate::support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
     assert_loss, batch, devices, distance, losses, plain, replicated,
 };
 use crate::support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
+use brimful::batch::BatchError;
+use brimful::nn::batch_norm1d;
+use brimful::optim::{AdamW, Optimizer, Sgd};
+use brimful::replicas::ReplicasError;
+use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

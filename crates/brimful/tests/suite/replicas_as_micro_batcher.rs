@@ -7,16 +7,16 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use brimful::StepError;
-use brimful::memory::Arena;
-use brimful::micro::MemoryFormat;
-use brimful::optim::Adam;
-use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use crate::support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
     plain, replicated,
 };
 use crate::support::{TOLERANCE, alone, assert_fails, clear, test_device};
+use brimful::StepError;
+use brimful::memory::Arena;
+use brimful::micro::MemoryFormat;
+use brimful::optim::Adam;
+use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

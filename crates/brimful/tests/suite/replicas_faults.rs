@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use crate::support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
+use crate::support::{alone, assert_fails, assert_same, assert_threads};
 use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
-use crate::support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
-use crate::support::{alone, assert_fails, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -5,11 +5,11 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::process::Command;
 
+use crate::support::{Named, assert_fails, test_device};
 use brimful::Error;
 use brimful::internal::OpenedFile;
 use brimful::memory::Arena;
 use brimful::save::{self, Metadata};
-use crate::support::{Named, assert_fails, test_device};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 

@@ -2,9 +2,9 @@
 //!
 //! One test at a time: the models' initial parameters come from one generator.
 
+use crate::support::{Named, alone, copies, gradients, test_device};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::autograd::set_gradient;
-use crate::support::{Named, alone, copies, gradients, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -2,15 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. A CPU has no queue, and must give the same results.
 
+use crate::support::{
+    alone, assert_all_close, assert_close, assert_within, copies, fill, gradients, numbers,
+    test_device,
+};
 use brimful::nn::{Projection, ProjectionConfig, kernels};
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
 use brimful_torch::stream::{Event, Stream};
-use crate::support::{
-    alone, assert_all_close, assert_close, assert_within, copies, fill, gradients, numbers,
-    test_device,
-};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 

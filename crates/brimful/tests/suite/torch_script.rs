@@ -1,8 +1,8 @@
 //! A TorchScript module is trained as any other: in micro-batches, and as a layer of a pipeline.
 
+use crate::support::{Named, Update, alone, assert_within, variables};
 use brimful::optim::{Optimizer, Sgd};
 use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
-use crate::support::{Named, Update, alone, assert_within, variables};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, TrainableCModule};
 

@@ -3,6 +3,10 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels on a GPU; `BRIMFUL_KERNELS=off` switches them off.
 
+use crate::support::{
+    Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
+    with_each_launch_failing,
+};
 use brimful::nn::{Rotary, bias_gelu, bias_gelu_tanh, bias_swiglu, layer_norm, rms_norm};
 use brimful::{Loss, MicroBatcher, MicroBatches};
 use brimful_torch::autograd::backward;
@@ -10,10 +14,6 @@ use brimful_torch::gradients::{collect, offering};
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
 use brimful_torch::rotary::rotary;
-use crate::support::{
-    Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
-    with_each_launch_failing,
-};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 

@@ -2,13 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_CUDA_GRAPHS=1` with CUDA graphs.
 
-use brimful::{Loss, MicroBatches, Shared};
-use brimful_torch::autograd::set_gradient;
-use crate::support::full_batch::{CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there};
+use crate::support::full_batch::{
+    CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there,
+};
 use crate::support::{
     Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
     numbers, numbers_there, test_device,
 };
+use brimful::{Loss, MicroBatches, Shared};
+use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 

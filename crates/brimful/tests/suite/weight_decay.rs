@@ -1,9 +1,9 @@
 //! Weight decay for matrices only, in one optimizer and in a pipeline's.
 
-use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
-use brimful::{Error, MicroBatches};
 use crate::support::pipeline_cases::{CASES, Plain, builder};
 use crate::support::{Update, alone, assert_close, test_device};
+use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
+use brimful::{Error, MicroBatches};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 

@@ -1,9 +1,9 @@
 //! Ranks under a real `mpirun`: exchanged values, and errors.
 
-use brimful::World;
-use brimful::world::WorldError;
 use crate::support::ranks::in_ranks;
 use crate::support::test_device;
+use brimful::World;
+use brimful::world::WorldError;
 use tch::{Device, Kind, Tensor};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);

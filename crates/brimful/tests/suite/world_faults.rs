@@ -9,6 +9,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
+use crate::support::pipeline_cases::GPT;
+use crate::support::ranks::{
+    Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, reported, text,
+};
+use crate::support::{Named, assert_close, copies};
 use brimful::optim::Adam;
 use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
@@ -17,9 +22,6 @@ use brimful::{
     save,
 };
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
-use crate::support::pipeline_cases::GPT;
-use crate::support::ranks::{Launcher, SOCKETS, as_process_or, as_rank_or, in_ranks, reported, text};
-use crate::support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
 /// Longest silence of a rank in these tests, and longest time until the others end.

@@ -4,13 +4,6 @@
 use std::fs;
 use std::path::PathBuf;
 
-use brimful::memory::Arena;
-use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
-use brimful::schedule::{Recompute, Schedule};
-use brimful::world::WorldError;
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World};
-use brimful_plan::split;
 use crate::support::pipeline_cases::{
     self, CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, built, descend, eval, linear,
     of_all,
@@ -20,6 +13,13 @@ use crate::support::{
     Update, assert_all_close, assert_close, assert_fails, assert_same, clear, copies, test_device,
     tests,
 };
+use brimful::memory::Arena;
+use brimful::optim::Adam;
+use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
+use brimful::schedule::{Recompute, Schedule};
+use brimful::world::WorldError;
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World};
+use brimful_plan::split;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
