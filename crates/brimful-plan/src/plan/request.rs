@@ -34,18 +34,24 @@ pub struct Request<'a> {
     pub link: LinkCost,
     /// Host link (PCIe) between a device and host memory.
     pub host_link: HostLinkCost,
-    /// Bytes of summed gradients for each byte of parameters: 1, or 2 if sums of half-precision gradients
-    /// are in f32.
+    /// Share of the parameters that is trained, and has gradients and optimizer state.
+    pub trained: f64,
+    /// Bytes of summed gradients for each byte of trained parameters: 1, or 2 if sums of half-precision
+    /// gradients are in f32.
     pub gradient_bytes: f64,
-    /// Bytes of a stage's gradients on the host for each byte of parameters; `None` if they are those of
+    /// Bytes of a stage's gradients on the host for each byte of trained parameters; `None` if they are those of
     /// `gradient_bytes`.
     pub sent_gradient_bytes: Option<f64>,
     /// Whether a micro-batch's gradients are added to the sums after a stage's backward, as on an
     /// accelerator and in half precision; otherwise after each layer. Offloaded stages always do the
     /// former.
     pub sums_apart: bool,
-    /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
+    /// Bytes of optimizer state for each byte of trained parameters: 0 for plain SGD, 1 with momentum, 2 for
+    /// Adam.
     pub optimizer_bytes: f64,
+    /// Bytes of copies that stay where the parameters are, for each byte of trained parameters: averages of
+    /// weights, and gradients of earlier mini-batches of a step.
+    pub kept_bytes: f64,
     /// Bytes of host memory for stages that do not fit on the devices; `None` disables offloading.
     pub host_memory: Option<u64>,
     /// Whether offloaded stages are updated in the backward.
@@ -69,10 +75,12 @@ impl<'a> Request<'a> {
             samples,
             link: LinkCost::default(),
             host_link: HostLinkCost::default(),
+            trained: 1.0,
             gradient_bytes: 1.0,
             sent_gradient_bytes: None,
             sums_apart: true,
             optimizer_bytes: 0.0,
+            kept_bytes: 0.0,
             host_memory: None,
             update_in_backward: false,
             schedules: Schedule::all(2).to_vec(),
@@ -103,9 +111,11 @@ impl<'a> Request<'a> {
             return Err(PlanError::Nothing { what });
         }
         let numbers = [
+            ("share of trained parameters", self.trained),
             ("number of gradient bytes", self.gradient_bytes),
             ("number of sent gradient bytes", self.sent_gradient_bytes.unwrap_or_default()),
             ("number of optimizer bytes", self.optimizer_bytes),
+            ("number of kept bytes", self.kept_bytes),
         ];
         if let Some((what, value)) = numbers.into_iter().find(|number| !is_time(number.1)) {
             return Err(PlanError::BadNumber { what, value });

@@ -103,12 +103,16 @@ impl<'a> StepCosts<'a> {
         let used = without(layer.shares.filter(|shared| stage.contains(&shared.layer)));
         let own = without(layer.shares.filter(|_| self.request.devices.len() == 1)).min(used);
         let times = |bytes: u64, each: f64| (bytes as f64 * each) as u64;
-        let summed = times(used, self.request.gradient_bytes);
-        let sent = self.request.sent_gradient_bytes.map_or(summed, |each| times(used, each));
+        let [used_trained, own_trained] =
+            [used, own].map(|bytes| times(bytes, self.request.trained));
+        let summed = times(used_trained, self.request.gradient_bytes);
+        let sent = self.request.sent_gradient_bytes;
+        let sent = sent.map_or(summed, |each| times(used_trained, each));
         // Sums of another dtype than the parameters' are cast on a device, which needs both; offloaded sums
         // stay as they are.
-        let is_cast = summed != used;
-        let state = times(own, self.request.optimizer_bytes);
+        let is_cast = summed != used_trained;
+        let state = times(own_trained, self.request.optimizer_bytes);
+        let updated = own_trained.saturating_add(state);
         let in_backward = self.request.update_in_backward;
         let (input_gradient, weight_gradient) = layer.split_backward_of(self.mean_samples);
         StageCost {
@@ -119,10 +123,10 @@ impl<'a> StepCosts<'a> {
             recompute: time(layer.forward),
             parameter_bytes: own,
             gradient_bytes: summed,
-            cast_bytes: if is_cast { own } else { 0 },
-            fresh_bytes: if is_cast || !self.is_whole { used } else { 0 },
+            cast_bytes: if is_cast { own_trained } else { 0 },
+            fresh_bytes: if is_cast || !self.is_whole { used_trained } else { 0 },
             converted_bytes: if is_cast && !self.is_whole { summed } else { 0 },
-            optimizer_bytes: state,
+            optimizer_bytes: state.saturating_add(times(own_trained, self.request.kept_bytes)),
             activation_bytes: bytes(layer.activation_bytes),
             forward_peak: bytes(layer.forward_peak),
             backward_peak: bytes(layer.backward_peak),
@@ -130,9 +134,9 @@ impl<'a> StepCosts<'a> {
             output_bytes: bytes(layer.output_bytes),
             offloaded_bytes: own,
             fetched_bytes: used,
-            sent_bytes: if in_backward { own.saturating_add(state) } else { sent },
+            sent_bytes: if in_backward { updated } else { sent },
             update_in_bytes: if in_backward { state } else { state.saturating_add(sent) },
-            update_out_bytes: if in_backward { 0 } else { own.saturating_add(state) },
+            update_out_bytes: if in_backward { 0 } else { updated },
         }
     }
 

@@ -63,7 +63,7 @@ impl Awaited {
         }
     }
 
-    /// Returns the letter in a run's file, which no action or transfer has.
+    /// Returns the letter in a run's file, which no action or transfer has (`tests/suite/letters.rs`).
     #[must_use]
     pub const fn letter(self) -> char {
         match self {

@@ -92,7 +92,7 @@ struct Parameter {
     group: usize,
     /// Its offloading; `None` if it stays on its device.
     offload: Option<OffloadedParameter>,
-    /// `None` until its first step.
+    /// `None` until its first step, or until memory is made ready for it.
     state: Option<ParameterState>,
 }
 

@@ -361,6 +361,10 @@ impl Pipeline {
     /// Collects the workers' reports on the attempt, or on the accumulation window.
     fn ask_all(&self, attempt: &mut PipelineAttempt, others: bool) -> Result<Vec<PartReport>> {
         let workers = self.workers();
+        if attempt.waits {
+            // A commit adds to gradients in place, also to those of updates that wait.
+            workers.all(Worker::finish_updates)?;
+        }
         if std::mem::take(&mut attempt.waits) {
             workers.all(|worker| {
                 worker.reopen();

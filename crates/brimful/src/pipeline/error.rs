@@ -154,6 +154,15 @@ pub enum PipelineError {
         /// Later stage that shares it.
         user: StageId,
     },
+    /// Gradients that no update in the backward has taken.
+    #[error(
+        "updates run in the backward, but {parameters} parameters have gradients of before the optimizer was \
+         made: make it before the first backward, or call `zero_grad` and run the step again"
+    )]
+    NotUpdatedInBackward {
+        /// Number of parameters with a gradient.
+        parameters: usize,
+    },
     /// Step that failed after some of its updates in the backward.
     #[error(
         "the step failed after updates of {stages} stages had begun in the backward, so the parameters are \

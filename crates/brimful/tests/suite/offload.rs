@@ -486,7 +486,7 @@ fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_i
 }
 
 /// Deeds of a user between a backward and its step, by number.
-const DEEDS: usize = 9;
+const DEEDS: usize = 10;
 
 fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, case: &Case) {
     match number {
@@ -508,6 +508,12 @@ fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, c
         // Parameters are copied in and out, and keep their values.
         7 => drop(pipe.evaluate(&(case.input)(5), &(case.target)(5), case.loss).expect("a loss")),
         8 => drop(pipe.map(&(case.input)(5), |out: Tensor| out).expect("outputs")),
+        // The window's gradients are added to those of the step.
+        9 => {
+            pipe.accumulate(&(case.input)(5), &(case.target)(5), case.loss).expect("a part");
+            optimizer.step().expect("a step");
+            pipe.commit().expect("a window");
+        }
         _ => {}
     }
 }

@@ -23,6 +23,8 @@ pub(super) struct HeldBytes {
     held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
     /// Stages whose sums of gradients are, or were, on the device.
     summed: BTreeSet<StageId>,
+    /// Whether stages are updated in the backward: without an offloaded stage they are updated after it.
+    updates_in_backward: bool,
     /// Number of backwards that each stage still has to finish.
     left: BTreeMap<StageId, usize>,
     /// Stage whose sums were sent last.
@@ -56,7 +58,9 @@ impl HeldBytes {
         for action in actions.lists()[device.index()].iter().filter(|a| a.kind.releases()) {
             *left.entry(action.stage).or_default() += 1;
         }
+        let any_offloaded = transfers.locations().iter().any(|one| one.weights == Location::Host);
         Self {
+            updates_in_backward: costs.update_in_backward && any_offloaded,
             left,
             costs: costs.clone(),
             locations: transfers.locations().to_vec(),
@@ -134,7 +138,7 @@ impl HeldBytes {
         let left = self.left.entry(stage).or_insert(1);
         *left -= 1;
         let is_resident = self.locations[stage.index()].weights == Location::Device;
-        let is_updated = *left == 0 && self.costs.update_in_backward && is_resident;
+        let is_updated = *left == 0 && self.updates_in_backward && is_resident;
         match is_updated && self.summed.remove(&stage) {
             true => u128::from(self.costs.stages[stage.index()].gradient_bytes),
             false => 0,

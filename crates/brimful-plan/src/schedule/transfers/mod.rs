@@ -117,12 +117,12 @@ impl TransferKind {
         }
     }
 
-    /// Returns the letter in a run's file, in which actions have capitals.
+    /// Returns the letter in a run's file, in which actions have capitals and causes of waiting other letters.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
             Self::OffloadGradients => 'h',
-            Self::OffloadState => 'w',
+            Self::OffloadState => 't',
             Self::Release => 'r',
             Self::BoundaryOut => 'o',
             Self::GradientOut => 'u',
@@ -162,6 +162,18 @@ pub struct Transfer {
     pub micro_batch: Option<MicroBatchId>,
     /// Index of the action in its device's list; the list's length for transfers after the last action.
     pub before: usize,
+}
+
+impl Transfer {
+    /// Returns whether a fetched stage's gradients are complete before its weights leave again; `following` are the
+    /// transfers after the fetch.
+    #[must_use]
+    pub fn completes_gradients<'a>(self, following: impl IntoIterator<Item = &'a Self>) -> bool {
+        let ends = [TransferKind::OffloadGradients, TransferKind::Release];
+        let mut following = following.into_iter().filter(|one| one.stage == self.stage);
+        let end = following.find(|one| ends.contains(&one.kind));
+        end.is_some_and(|one| one.kind == TransferKind::OffloadGradients)
+    }
 }
 
 impl fmt::Display for Transfer {

@@ -226,12 +226,12 @@ impl<'a> Player<'a> {
                 let mut bytes = self.costs.transfer_bytes(one);
                 let updates = one.kind == TransferKind::Fetch
                     && match self.costs.update_in_backward {
-                        true => completes(&list[play.next_transfer..], one.stage),
+                        true => one.completes_gradients(&list[play.next_transfer..]),
                         false => play.updated.insert(one.stage),
                     };
                 if updates && self.transfers.locations()[one.stage.index()].trained {
                     let cost = &self.costs.stages[one.stage.index()];
-                    bytes += cost.update_in_bytes;
+                    bytes = bytes.saturating_add(cost.update_in_bytes);
                     if cost.update_out_bytes > 0 {
                         play.updating.insert(one.stage);
                     }
@@ -330,13 +330,6 @@ impl<'a> Player<'a> {
             self.arriving.push((arrival, to, bytes));
         }
     }
-}
-
-/// Returns whether the stage's gradients are complete before its weights leave again.
-fn completes(next: &[Transfer], stage: StageId) -> bool {
-    let kinds = [TransferKind::OffloadGradients, TransferKind::Release];
-    let next = next.iter().find(|one| one.stage == stage && kinds.contains(&one.kind));
-    next.is_some_and(|one| one.kind == TransferKind::OffloadGradients)
 }
 
 impl DevicePlay {

@@ -180,7 +180,9 @@ impl Builder {
     /// default. Gradients are summed in f32 on the device, and rounded when the mini-batch's sum goes to the host; sums
     /// over several mini-batches are then rounded too. Sums over ranks come back in f32.
     pub fn offload_gradients(self, kind: Kind) -> Self {
-        let offloading = OffloadSettings { gradient_kind: Some(kind), ..self.offloading };
+        // Without one, sums keep their dtype: f32, or f64 for a model in f64.
+        let gradient_kind = (kind != Kind::Float).then_some(kind);
+        let offloading = OffloadSettings { gradient_kind, ..self.offloading };
         Self { offloading, ..self }
     }
 
@@ -192,10 +194,10 @@ impl Builder {
     /// [`PartlyUpdated`](PipelineError::PartlyUpdated), and the remedy is to load the last checkpoint. A step must be
     /// one mini-batch with a loss whose denominator is known beforehand ([`Loss::mean`](crate::Loss::mean)).
     /// Non-finite losses are refused before the first update, except in [`Pipeline::backward_from`], which does not know
-    /// them; non-finite gradients before their stage's. A step also refuses the user's own actions if they end a stage's backward before that of a later stage that shares its
-    /// parameters.
+    /// them; non-finite gradients before their stage's. A step also refuses the user's own actions if they end a
+    /// stage's backward before that of a later stage that shares its parameters.
     ///
-    /// [`build`](Self::build) refuses it with several devices, replicas or ranks.
+    /// [`build`](Self::build) refuses it for offloaded stages on several devices, replicas or ranks.
     pub fn update_in_backward(self, updates_in_backward: bool) -> Self {
         let offloading = OffloadSettings { updates_in_backward, ..self.offloading };
         Self { offloading, ..self }
@@ -231,7 +233,7 @@ impl Builder {
         if self.world.size() == 1 && !(replicas > 0 && devices.is_multiple_of(replicas)) {
             return Err(PipelineError::UnevenReplicas { devices, replicas }.into());
         }
-        if let Some(gradients) = self.offloading.gradient_kind.filter(|kind| *kind != Kind::Float)
+        if let Some(gradients) = self.offloading.gradient_kind
             && (gradients, self.kind) != (Kind::BFloat16, Kind::BFloat16)
         {
             let model = format!("{:?}", self.kind);

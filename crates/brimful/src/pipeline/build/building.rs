@@ -52,15 +52,16 @@ impl Builder {
         let ResolvedBalance { balance, recipe } = self.resolve_balance(roster, &devices[0])?;
         let (balance, schedule, has_barriers) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
-        if self.offloading.updates_in_backward && workers * self.replicas > 1 {
-            return Err(PipelineError::PartsInBackward.into());
-        }
         // A plan's costs may be for another schedule, if one was set after the plan.
         let recipe = recipe.filter(|recipe| recipe.is_of(schedule, workers));
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let locations = self.resolve_locations(&balance, &one)?;
+        let any_offloaded = locations.iter().any(|location| location.weights == Location::Host);
+        if self.offloading.updates_in_backward && any_offloaded && workers * self.replicas > 1 {
+            return Err(PipelineError::PartsInBackward.into());
+        }
         let host_fits = self.check_host(balance.sizes(), &locations, one.placement(), &ranks);
         // Reported in the next handshake, where the other ranks wait.
         let fits = host_fits.and(self.check_lists(schedule, recipe.as_ref(), &one, &locations));
@@ -186,8 +187,8 @@ impl Builder {
         let Self { offloading, boundaries, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with {offloading:?} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with \
-             the layers {layers}"
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, offloading {offload:?} with \
+             {offloading:?} and boundaries {boundaries:?}, in {kind:?}, {replicas} replicas, with the layers {layers}"
         );
         Ok((devices, common))
     }

@@ -169,9 +169,9 @@ pub(super) fn stage_locations(
         let is_crowded = placement[j.saturating_sub(1)..=j].iter().any(|at| crowded.contains(at));
         let usual = if is_crowded { Location::Host } else { Location::Device };
         let boundaries = match boundaries {
-            BoundaryLocations::All(location) => *location,
+            BoundaryLocations::All(location) if is_crowded => *location,
             BoundaryLocations::Each(each) => each.get(j).copied().unwrap_or(usual),
-            BoundaryLocations::Usual => usual,
+            BoundaryLocations::All(_) | BoundaryLocations::Usual => usual,
         };
         StageLocation { weights: weights[j], boundaries, trained: true }
     };

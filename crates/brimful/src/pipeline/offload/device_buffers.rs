@@ -13,7 +13,7 @@ pub(crate) struct DeviceBuffers {
     device: Device,
     pub(super) count: usize,
     bytes: usize,
-    /// Allocated at the first fetch.
+    /// Allocated at the first fetch; those for state when a step with updates begins.
     buffers: Vec<DeviceBuffer>,
     inward: Stream,
     /// Number of fetches so far.

@@ -51,5 +51,5 @@ fn least(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
         }
     }
     // Keeps rates finite if the clock did not advance.
-    Ok(least.max(f64::MIN_POSITIVE))
+    Ok(least.max(1e-9))
 }

@@ -63,7 +63,7 @@ pub(crate) struct OffloadedStage {
     own: usize,
     /// Bytes of a device buffer that this stage needs.
     pub(crate) buffer_bytes: usize,
-    /// Optimizer state; none before its first update.
+    /// Optimizer state; none before the first training step with an optimizer.
     state: Option<HostState>,
     /// Events at which the weights, and the state, of the last update have reached the host.
     pub(crate) updated_weights: Option<Arc<Event>>,
@@ -169,7 +169,7 @@ impl OffloadedStage {
         Ok(bytes)
     }
 
-    /// Bytes of these copies.
+    /// Bytes that a fetch copies.
     pub(crate) fn fetched_bytes(&self) -> u64 {
         self.own as u64
             + self.guests().map(|guest| tensor_bytes(&guest.placed.on_host)).sum::<u64>()

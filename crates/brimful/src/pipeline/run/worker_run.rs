@@ -220,12 +220,7 @@ impl WorkerRun {
         let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
             TransferKind::Fetch => {
-                let completes = self.transfers.iter().find(|other| {
-                    let kinds = [TransferKind::OffloadGradients, TransferKind::Release];
-                    other.stage == one.stage && kinds.contains(&other.kind)
-                });
-                let completes =
-                    completes.is_some_and(|next| next.kind == TransferKind::OffloadGradients);
+                let completes = one.completes_gradients(&self.transfers);
                 offloaded.fetch(at, one, completes, &mut self.transfer_clock)
             }
             TransferKind::Release => {

@@ -121,7 +121,7 @@ impl Blueprint {
         if !may_be_full && stages.iter().all(|location| location.boundaries == Location::Device) {
             return Ok(None);
         }
-        // All copies to the host share one stream.
+        // Boundaries and gradients share one stream to the host.
         let shared = offloaded.map(|offloaded| offloaded.outward.clone());
         let own = || HostStaging::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)

@@ -53,7 +53,7 @@ pub(crate) struct Site {
     pub(crate) offloaded: Option<OffloadedStages>,
     pub(crate) optimizer: Option<Optimizer>,
     /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
-    /// stages are offloaded, when all activations wait on the host.
+    /// stages are offloaded: their boundaries wait where the user has set.
     pub(crate) cache: Option<ActivationCache>,
     /// Device or host for each stage's weights and boundaries; and host staging for activations, none if
     /// none can wait on the host.

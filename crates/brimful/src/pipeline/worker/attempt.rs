@@ -185,7 +185,7 @@ impl Worker {
         }
         self.check_updates_in_backward(run)?;
         if let Some(optimizer) = &mut self.site.optimizer {
-            // What an update would allocate must be there before the first one.
+            // After the first update a failure leaves parameters inconsistent, so states are made before it.
             optimizer.make_states(None, |_| Ok(()))?;
         }
         let resident = self.resident_parameters(run);

@@ -14,6 +14,7 @@ use crate::Result;
 use crate::memory::Memory;
 use crate::memory_format::convert_convolutions;
 use crate::optim::{Ema, OptimizerPlan};
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::site::{Blueprint, Site};
 use crate::step::{StoreAttempt, Undo, UnmanagedStatistics};
@@ -105,8 +106,12 @@ impl Worker {
     /// Prepares a step of the optimizer: for parameters on the device, and for each offloaded stage.
     pub(crate) fn prepare_update(&mut self) -> Result<UpdatePlan> {
         if self.site.offloaded.as_ref().is_some_and(|offloaded| offloaded.in_backward) {
-            // Everything was updated there.
-            return Ok(UpdatePlan::default());
+            let optimizer = self.site.optimizer.as_ref().expect("it was made on every worker");
+            let left = optimizer.parameters().filter(|(_, tensor)| tensor.grad().defined());
+            return match left.count() {
+                0 => Ok(UpdatePlan::default()),
+                parameters => Err(PipelineError::NotUpdatedInBackward { parameters }.into()),
+            };
         }
         self.finish_updates()?;
         let Site { offloaded, optimizer, .. } = &mut self.site;
