@@ -271,8 +271,9 @@ impl<'a> Contestant<'a> {
             tokens_per_s: (samples * options.tokens) as f64 / steady.seconds,
             peak_bytes: steady.last.peak(),
             optimizer_state: options.update.optimizer_state.format(),
-            bf16_gradients: options.update.bf16_gradients,
-            device_boundaries: options.update.device_boundaries,
+            // What had an effect: updates in the backward keep no gradients, and a plan sets boundaries itself.
+            bf16_gradients: options.update.bf16_gradients && !offload.updates_in_backward(),
+            device_boundaries: options.update.device_boundaries && why.is_none(),
             losses: [steady.first_loss, steady.last.loss],
             steady,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),

@@ -10,6 +10,8 @@ const KINDS = [
   { letter: "W", name: "weight gradient", color: "--weight-gradient" },
   { letter: "f", name: "weights to the device", color: "--fetch" },
   { letter: "h", name: "offload gradients", color: "--offload-gradients" },
+  { letter: "s", name: "optimizer state in", color: "--state-in" },
+  { letter: "t", name: "weights and optimizer state out", color: "--state-out" },
   { letter: "o", name: "boundary out", color: "--boundary-out" },
   { letter: "i", name: "boundary in", color: "--boundary-in" },
   { letter: "u", name: "boundary's gradient out", color: "--boundary-gradient-out" },

@@ -93,6 +93,11 @@ impl fmt::Display for OffloadPlan {
     }
 }
 
+/// Bytes of host memory that a plan may use.
+pub(crate) fn free_host_bytes() -> Result<u64> {
+    Ok((memory::host_available()?.0 as f64 * (1.0 - HOST_SPARE)) as u64)
+}
+
 /// Measures the layers with this micro-batch; the loss counts as part of the last layer.
 fn measured_with_loss(
     layers: &Layers,
@@ -132,8 +137,7 @@ impl OffloadPlanner {
             return Ok(OffloadPlan::Device);
         }
         request.host_link = measure_host_link(device)?;
-        let available = memory::host_available()?.0 as f64;
-        request.host_memory = Some((available * (1.0 - HOST_SPARE)) as u64);
+        request.host_memory = Some(free_host_bytes()?);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];
@@ -152,13 +156,14 @@ impl OffloadPlanner {
         let limited =
             |capacity| PlanDevice { memory: Some(spared(capacity)), ..PlanDevice::default() };
         let devices = self.question.capacities.iter().map(limited).collect();
-        let (trained, gradient) = (self.question.trained, gradient_factor(kind));
-        let beside = self.question.kept_beside as f64 * gradient;
+        let gradient = gradient_factor(kind);
         Request {
-            gradient_bytes: trained * gradient,
-            sent_gradient_bytes: self.question.bf16_gradients.then_some(trained),
+            trained: self.question.trained,
+            gradient_bytes: gradient,
+            sent_gradient_bytes: self.question.bf16_gradients.then_some(1.0),
             sums_apart: sums_apart(device, kind),
-            optimizer_bytes: trained * method.state_factor_in(kind) + beside,
+            optimizer_bytes: method.state_factor_in(kind),
+            kept_bytes: self.question.kept_beside as f64 * gradient,
             update_in_backward: self.question.updates_in_backward,
             schedules: vec![schedule],
             recompute: Some(recompute),

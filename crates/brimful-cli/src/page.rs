@@ -63,7 +63,22 @@ fn escape_script(json: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use brimful::schedule::ActionKind;
+    use brimful_plan::schedule::{Awaited, TransferKind};
+
     use super::*;
+
+    #[test]
+    fn the_page_knows_every_letter_of_a_timeline() {
+        let actions = ActionKind::ALL.map(ActionKind::letter).to_vec();
+        let transfers = TransferKind::ALL.map(TransferKind::letter).to_vec();
+        let letters = [actions, transfers, Awaited::ALL.map(Awaited::letter).to_vec()].concat();
+        // A release takes no time, so it is not recorded.
+        for letter in letters.iter().filter(|letter| **letter != TransferKind::Release.letter()) {
+            let entry = format!("{{ letter: \"{letter}\",");
+            assert!(SCRIPTS.concat().contains(&entry), "{letter}");
+        }
+    }
 
     #[test]
     fn no_name_can_leave_its_place() {

@@ -48,7 +48,8 @@ fn a_run_goes_on_offloaded_and_back_on_the_device() {
     let on_host = "--offload all --memory-limit 24MB";
     train(&format!("--epochs 1 --save one {on_host}"));
     train(&format!("--epochs 2 --resume one --save offload {on_host}"));
-    let back = "--offload none --memory-limit 64MB";
+    // In stages too: a whole model draws other random numbers for its dropout.
+    let back = "--offload none --stages 1 --memory-limit 64MB";
     train(&format!("--epochs 2 --resume one --save device {back}"));
     assert_alike(folder.join("device"), folder.join("offload"));
     train(&format!("--epochs 3 --resume offload --save back {back}"));

@@ -172,14 +172,16 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     );
     ensure_use!(
         stages == 1 || !options.measured.update_in_backward,
-        "--update-in-backward is for one device, but --stages is {stages}: leave one of them out"
+        "--update-in-backward is for one device, but --stages is {stages}: give --stages 1, or leave \
+             --update-in-backward out"
     );
-    let mut request = Request::new(profile, vec![options.device(); stages], batch);
+    let mut request = Request::new(profile, vec![options.measured_device()?; stages], batch);
     request.schedules = options.schedules();
     request.sums_apart = options.measured.sums_apart()?;
     request.gradient_bytes = gradient_factor(options.measured.kind());
     request.optimizer_bytes = options.measured.optimizer_bytes()?;
     request.update_in_backward = options.measured.update_in_backward;
+    request.sent_gradient_bytes = options.measured.sent_gradient_bytes()?;
     if let Some(m) = options.num_micro_batches {
         request.micro_batches = vec![m];
     }

@@ -15,8 +15,9 @@ pub(super) struct Capacity {
     device_memory: Option<u64>,
     /// Number of parameters that both hold together.
     most_parameters: u64,
-    /// Samples a step from which compute takes longer than the transfers of a fully offloaded model.
-    hidden_from_samples: u64,
+    /// Samples a step from which compute takes longer than the transfers of a fully offloaded model; null if it
+    /// never does.
+    hidden_from_samples: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     hidden_from_tokens: Option<u64>,
 }
@@ -33,7 +34,7 @@ impl Capacity {
         let factor = 1.0 + request.optimizer_bytes + kept_gradient(request);
         let bytes_per_parameter = weight as f64 * factor;
         let limits = request.devices.iter().map(|device| device.memory);
-        let device_memory = limits.sum::<Option<u64>>();
+        let device_memory = limits.reduce(|a, b| Some(a?.saturating_add(b?))).flatten();
         let used = working_bytes(request) * request.devices.len() as f64;
         let free = device_memory.map_or(0.0, |memory| (memory as f64 - used).max(0.0));
         let samples = hidden_from(request);
@@ -43,7 +44,8 @@ impl Capacity {
             device_memory,
             most_parameters: ((host_memory as f64 + free) / bytes_per_parameter) as u64,
             hidden_from_samples: samples,
-            hidden_from_tokens: tokens_per_sample.map(|tokens| samples.saturating_mul(tokens)),
+            hidden_from_tokens: (samples.zip(tokens_per_sample))
+                .map(|(samples, tokens)| samples.saturating_mul(tokens)),
         })
     }
 
@@ -53,14 +55,18 @@ impl Capacity {
         let devices = self
             .device_memory
             .map_or(String::new(), |memory| format!(" and {} of devices", Bytes(memory)));
-        let tokens =
-            self.hidden_from_tokens.map_or(String::new(), |tokens| format!(" ({tokens} tokens)"));
+        let hidden = match (self.hidden_from_samples, self.hidden_from_tokens) {
+            (Some(samples), Some(tokens)) => {
+                format!("are hidden from {samples} samples a step on ({tokens} tokens)")
+            }
+            (Some(samples), None) => format!("are hidden from {samples} samples a step on"),
+            (None, _) => "are never hidden: its layers take no time".to_owned(),
+        };
         format!(
             "\nA parameter takes {bytes_per_parameter:.2} bytes: {} of host memory{devices} hold at most {} \
-             parameters.\nTransfers of a fully offloaded model are hidden from {} samples a step on{tokens}.\n",
+             parameters.\nTransfers of a fully offloaded model {hidden}.\n",
             Bytes(*host_memory),
             millions(*most_parameters),
-            self.hidden_from_samples,
         )
     }
 }
@@ -75,7 +81,10 @@ fn millions(number: u64) -> String {
 
 /// Bytes of gradients that are kept after the backward, for each byte of weights.
 fn kept_gradient(request: &Request<'_>) -> f64 {
-    if request.update_in_backward { 0.0 } else { request.gradient_bytes }
+    match request.update_in_backward {
+        true => 0.0,
+        false => request.sent_gradient_bytes.unwrap_or(request.gradient_bytes),
+    }
 }
 
 /// Bytes of a device that hold no resident parameters: two buffers of the largest layer for weights, and two for its
@@ -93,12 +102,12 @@ fn working_bytes(request: &Request<'_>) -> f64 {
 
 /// Samples a step that take as long in the forward, and in the backward with recomputation, as the transfers beside
 /// them. Transfers of both directions run side by side.
-fn hidden_from(request: &Request<'_>) -> u64 {
+fn hidden_from(request: &Request<'_>) -> Option<u64> {
     let layers = &request.profile.layers;
     let sum = |of: fn(&LayerCost) -> f64| layers.iter().map(of).sum::<f64>();
     let weights = sum(|layer| layer.parameter_bytes as f64);
     let (forward, backward) = (sum(|layer| layer.forward), sum(|layer| layer.backward));
-    let (state, gradients) = (weights * request.optimizer_bytes, weights * request.gradient_bytes);
+    let (state, gradients) = (weights * request.optimizer_bytes, weights * kept_gradient(request));
     let link = request.host_link;
     let both = |inward: f64, outward: f64| inward.max(outward) / link.both;
     let (beside_forward, beside_backward) = match request.update_in_backward {
@@ -106,7 +115,8 @@ fn hidden_from(request: &Request<'_>) -> u64 {
         false => (both(weights + state + gradients, weights + state), both(weights, gradients)),
     };
     let samples = (beside_forward / forward).max(beside_backward / (forward + backward));
-    if samples.is_finite() { samples.ceil() as u64 } else { 0 }
+    // Not a number without weights: there is nothing to hide.
+    (!samples.is_infinite()).then_some(samples.ceil() as u64)
 }
 
 #[cfg(test)]
@@ -132,21 +142,35 @@ mod tests {
         request.gradient_bytes = 2.0;
         request.host_memory = Some(5_000_000_000);
         request.host_link = HostLinkCost::equal(1e9);
-        let figures = |in_backward| {
+        let figures = |request: &Request<'_>, in_backward| {
             let request = Request { update_in_backward: in_backward, ..request.clone() };
             Capacity::of(&request, 2, Some(1024)).expect("a host")
         };
-        let in_backward = figures(true);
+        let in_backward = figures(&request, true);
         assert_eq!(in_backward.bytes_per_parameter, 6.0);
         // 1 GB less two buffers of 2 + 4 MB, and gradients of 4 MB.
         assert_eq!(in_backward.most_parameters, (6_000_000_000 - 16_000_000) / 6);
         // 20 MB beside 10 ms a sample of forward, 60 MB beside 30 ms of backward.
-        assert_eq!(in_backward.hidden_from_samples, 2);
+        assert_eq!(in_backward.hidden_from_samples, Some(2));
         assert_eq!(in_backward.hidden_from_tokens, Some(2048));
-        let after = figures(false);
+        let after = figures(&request, false);
         assert_eq!(after.bytes_per_parameter, 10.0);
         // 20 + 40 + 40 MB beside the forward.
-        assert_eq!(after.hidden_from_samples, 10);
+        assert_eq!(after.hidden_from_samples, Some(10));
         assert!(after.text().contains("at most 597.6 million parameters"), "{}", after.text());
+        request.sent_gradient_bytes = Some(1.0);
+        assert_eq!(figures(&request, false).bytes_per_parameter, 8.0);
+    }
+
+    #[test]
+    fn layers_that_take_no_time_hide_nothing() {
+        let layer = LayerCost { parameter_bytes: 2_000_000, ..LayerCost::default() };
+        let layer = LayerCost { forward: 0.0, backward: 0.0, ..layer };
+        let profile = Profile { input_bytes: 0, layers: vec![layer] };
+        let mut request = Request::new(&profile, vec![PlanDevice::default()], 16);
+        request.host_memory = Some(5_000_000_000);
+        let capacity = Capacity::of(&request, 4, None).expect("a host");
+        assert_eq!(capacity.hidden_from_samples, None);
+        assert!(capacity.text().contains("never hidden"), "{}", capacity.text());
     }
 }

@@ -3,11 +3,12 @@
 use anyhow::Result;
 use brimful::internal::measure_host_link;
 use brimful::plan::Request;
-use brimful::{Bytes, device, memory};
+use brimful::{Bytes, device};
 use brimful_plan::schedule::HostLinkCost;
 
 use super::options::MeasuredModel;
 use crate::exit::ensure_use;
+use crate::offload_plan::free_host_bytes;
 
 impl MeasuredModel {
     /// Allows offloading of stages that fit on no device, if the host's memory is known.
@@ -15,7 +16,7 @@ impl MeasuredModel {
         let is_measured = self.model.is_some();
         request.host_memory = match self.host_memory {
             Some(memory) => Some(memory.0),
-            None if is_measured => Some(memory::host_available()?.0),
+            None if is_measured => Some(free_host_bytes()?),
             None => None,
         };
         if is_measured {

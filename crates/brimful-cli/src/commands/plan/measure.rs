@@ -8,7 +8,7 @@ use brimful_models::pretrained::Pretrained;
 use tch::Kind;
 
 use super::options::MeasuredModel;
-use crate::commands::train::Recipe;
+use crate::commands::train::{GradientDtype, Recipe};
 use crate::data::{self, Sample, Synthetic};
 use crate::fine_tune::unopened;
 use crate::measured;
@@ -56,6 +56,12 @@ impl MeasuredModel {
         let recipe = Recipe::usual(name, self.optimizer_state);
         recipe.check()?;
         Ok(recipe.method().state_factor_in(self.kind()))
+    }
+
+    /// Returns the bytes of offloaded gradients for each byte of parameters, if they differ from those of the sums.
+    pub(super) fn sent_gradient_bytes(&self) -> Result<Option<f64>> {
+        self.offload_gradients.check(self.dtype)?;
+        Ok((self.offload_gradients == GradientDtype::Bf16).then_some(1.0))
     }
 
     /// Returns whether gradients accumulate apart from each micro-batch's own. A profile does not say, so it counts

@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use brimful::Bytes;
+use anyhow::Result;
 use brimful::plan::PlanDevice;
 use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, device};
 use clap::Args;
 
-use crate::commands::train::{OptimizerName, OptimizerState};
+use crate::commands::train::{GradientDtype, OptimizerName, OptimizerState};
 use crate::files::{self, FlagFile};
-use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, NumberType, words};
+use crate::setting::{self, ANY_MODEL, ANY_MODELS, ModelSource, NumberType, capacity, words};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
@@ -104,7 +105,7 @@ pub(super) struct PlainNumbers {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Measured model")]
 pub(super) struct MeasuredModel {
-    #[arg(long, value_name = "MODEL", requires = "batch_size")]
+    #[arg(long, value_name = "MODEL", requires = "batch_size", group = "layers")]
     #[arg(help = ANY_MODEL, long_help = ANY_MODELS)]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
@@ -114,7 +115,7 @@ pub(super) struct MeasuredModel {
     pub(super) device: String,
 
     /// Profile of the layers, as TOML or JSON
-    #[arg(long, value_name = "FILE", requires = "batch_size")]
+    #[arg(long, value_name = "FILE", requires = "batch_size", group = "layers")]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters"])]
     pub(super) profile: Option<PathBuf>,
@@ -123,12 +124,13 @@ pub(super) struct MeasuredModel {
     #[arg(help = words::BATCH_SIZE)]
     pub(super) batch_size: Option<usize>,
 
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "f32", help = words::DTYPE)]
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "f32", requires = "layers")]
+    #[arg(help = format!("{}; with --profile the one that was measured", words::DTYPE))]
     #[arg(hide_possible_values = true)]
     pub(super) dtype: NumberType,
 
     /// Optimizer: sgd, adam, adamw, adafactor or muon [default: none]
-    #[arg(long, value_enum, value_name = "NAME", requires = "batch_size")]
+    #[arg(long, value_enum, value_name = "NAME", requires = "layers")]
     #[arg(hide_possible_values = true)]
     pub(super) optimizer: Option<OptimizerName>,
 
@@ -137,8 +139,13 @@ pub(super) struct MeasuredModel {
     pub(super) optimizer_state: Option<OptimizerState>,
 
     /// Update offloaded weights during the backward, layer by layer
-    #[arg(long, requires = "batch_size")]
+    #[arg(long, requires = "layers")]
     pub(super) update_in_backward: bool,
+
+    /// Dtype of offloaded gradients: f32, or bf16 for half the memory and transfers
+    #[arg(long, value_enum, value_name = "DTYPE", default_value = "f32")]
+    #[arg(hide_possible_values = true, requires = "layers", conflicts_with = "update_in_backward")]
+    pub(super) offload_gradients: GradientDtype,
 
     /// Bytes of optimizer state per byte of parameters: SGD 0, SGD with momentum 1, Adam 2
     #[arg(long, conflicts_with = "optimizer", value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
@@ -209,6 +216,15 @@ impl PlanOptions {
         PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }
     }
 
+    /// Returns the description of the device that the model is measured on: a GPU's memory limits it too.
+    pub(super) fn measured_device(&self) -> Result<PlanDevice> {
+        if self.measured.model.is_none() {
+            return Ok(self.device());
+        }
+        let capacity = capacity(device::find(&self.measured.device)?, self.memory_limit)?;
+        Ok(PlanDevice { memory: capacity.map(|memory| memory.0), ..PlanDevice::default() })
+    }
+
     pub(super) fn schedules(&self) -> Vec<Schedule> {
         let v = self.virtual_stages;
         let chosen = |choice: &ScheduleChoice| match *choice {
@@ -232,7 +248,7 @@ pub(super) enum ScheduleChoice {
 impl FromStr for ScheduleChoice {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
         match text {
             "all" => Ok(Self::All),
             "interleaved" | "breadth-first" | "interleaved-zero-bubble" => {

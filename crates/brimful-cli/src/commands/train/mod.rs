@@ -44,6 +44,7 @@ pub use ranks::RankOptions;
 pub use recipe::{Decay, OptimizerState};
 pub(crate) use recipe::{OptimizerName, Recipe};
 use run_files::RunFiles;
+pub(crate) use stages::GradientDtype;
 pub use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.
@@ -174,9 +175,9 @@ fn check_updates(options: &TrainOptions) -> Result<()> {
     let stages = options.stages.stages.unwrap_or(1);
     let replicas = options.ranks.replicas;
     ensure_use!(
-        !options.stages.update_in_backward || stages * replicas == 1,
+        !options.stages.update_in_backward || stages.max(replicas) == 1,
         "--update-in-backward is for one device, but --stages is {stages} and --replicas {replicas}: leave \
-             one of them out"
+             --update-in-backward out, or give one device"
     );
     Ok(())
 }
@@ -184,6 +185,7 @@ fn check_updates(options: &TrainOptions) -> Result<()> {
 /// Refuses options that would fail later, after work was done.
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
+    options.stages.offload_gradients.check(options.dtype())?;
     check_updates(options)?;
     check_batch_norm(options)?;
     options.recipe.check()?;

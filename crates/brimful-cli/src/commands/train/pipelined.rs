@@ -16,7 +16,6 @@ use super::offload::MeasuredInputs;
 use super::records;
 use super::stages::GradientDtype;
 use crate::data::Rows;
-use crate::exit::ensure_use;
 use crate::named::Named;
 use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
@@ -61,12 +60,6 @@ impl Pipelined {
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype().kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
-        ensure_use!(
-            stages.offload_gradients == GradientDtype::F32 || kind == Kind::BFloat16,
-            "--offload-gradients bf16 needs a model in bf16, but it is in {}: give --dtype bf16, or leave \
-             --offload-gradients out",
-            options.dtype()
-        );
         let each = options.ranks.devices_of_pipeline(world, stages);
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use anyhow::Result;
 use brimful::schedule::{Recompute, Schedule};
 use clap::{Args, ValueEnum};
+use tch::Kind;
 
 use super::offload::{OffloadArgument, is_offloadable};
 use crate::exit::{ensure_unsaid, ensure_use};
-use crate::setting::{self, shown_as_given, words};
+use crate::setting::{self, NumberType, shown_as_given, words};
 
 /// Pipeline stages, offloading and recomputation.
 #[derive(Debug, Clone, Args)]
@@ -35,6 +36,7 @@ pub(crate) struct Stages {
     pub(crate) update_in_backward: bool,
     /// Dtype of offloaded gradients: f32, or bf16 for half the memory and transfers
     #[arg(long, value_enum, value_name = "DTYPE", default_value = "f32")]
+    #[arg(conflicts_with = "update_in_backward")]
     #[arg(help_heading = "Memory", hide_short_help = true, hide_possible_values = true)]
     pub(crate) offload_gradients: GradientDtype,
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
@@ -58,6 +60,18 @@ pub(crate) enum GradientDtype {
 
 shown_as_given!(GradientDtype);
 
+impl GradientDtype {
+    /// Refuses bf16 gradients of a model in another dtype.
+    pub(crate) fn check(self, dtype: NumberType) -> Result<()> {
+        ensure_use!(
+            self == Self::F32 || dtype.kind() == Kind::BFloat16,
+            "--offload-gradients bf16 needs a model in bf16, but it is in {dtype}: give --dtype bf16, or leave \
+             --offload-gradients out"
+        );
+        Ok(())
+    }
+}
+
 impl Stages {
     /// Refuses impossible combinations, and stage options without stages.
     pub(super) fn check(&self) -> Result<()> {
@@ -71,6 +85,13 @@ impl Stages {
             ];
             let purpose = "a pipeline: give --stages or --offload all too";
             ensure_unsaid(&flags, purpose)?;
+        }
+        if self.offload == OffloadArgument::None {
+            let flags = [
+                ("update-in-backward", self.update_in_backward),
+                ("offload-gradients", self.offload_gradients == GradientDtype::Bf16),
+            ];
+            ensure_unsaid(&flags, "offloaded weights: leave --offload none out")?;
         }
         let Some(schedule) = self.schedule else { return Ok(()) };
         ensure_use!(
