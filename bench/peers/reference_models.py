@@ -1,4 +1,4 @@
-"""Writes the outputs of other libraries' models, for crates/brimful-models/tests/reference.rs.
+"""Writes the outputs of other libraries' models, for crates/brimful-models/tests/suite/reference.rs.
 
     pip install torch torchvision transformers
     python bench/peers/reference_models.py crates/brimful-models/tests/reference

@@ -14,6 +14,7 @@ mod cuda_graphs_stress;
 mod data_parallel;
 mod ema;
 mod gradient_mode;
+mod import_circles;
 mod in_place;
 mod killed_saves;
 mod linear_cross_entropy;

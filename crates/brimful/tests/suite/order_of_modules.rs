@@ -23,7 +23,8 @@ fn order() -> Vec<String> {
         .collect()
 }
 
-fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
+/// Adds the sources below this folder.
+pub fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
     for entry in
         fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path())
     {

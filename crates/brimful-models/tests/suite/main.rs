@@ -1,0 +1,7 @@
+//! Tests of the models, one module a subject.
+
+mod loading;
+mod models;
+mod pipeline;
+mod pretrained;
+mod reference;

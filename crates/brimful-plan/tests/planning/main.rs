@@ -1,8 +1,0 @@
-//! Tests of balances, plans and offloading: pure code, so they share a program.
-
-#![allow(clippy::unwrap_used)]
-
-mod balance;
-mod kept_stages;
-mod offload;
-mod plan;
