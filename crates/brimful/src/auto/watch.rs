@@ -27,7 +27,7 @@ use brimful_plan::split;
 /// graphs need memory that no account shows.
 pub(crate) type Peaks = Vec<Option<Bytes>>;
 
-/// Sizer and measurements of one tried.
+/// Sizer and measurements of one attempt.
 #[derive(Debug)]
 pub(crate) struct SizeWatch {
     sizer: Sizer,
@@ -42,7 +42,7 @@ pub(crate) struct SizeWatch {
     rehearses: bool,
 }
 
-/// Memory as it was before the tried. Without an account it counts as unlimited.
+/// Memory as it was before the attempt. Without an account it counts as unlimited.
 #[derive(Debug)]
 struct Watched {
     counted: Option<(Memory, Usage)>,
@@ -65,13 +65,13 @@ impl Watched {
         &counted.expect("a step in pieces is watched in a memory that counts").0
     }
 
-    /// Returns the usage now and before the tried.
+    /// Returns the usage now and before the attempt.
     fn usage(&self) -> Result<Option<(Usage, Usage)>> {
         let Some((memory, before)) = &self.counted else { return Ok(None) };
         Ok(Some((memory.usage()?, *before)))
     }
 
-    /// Returns the bytes needed beyond those in use before the tried.
+    /// Returns the bytes needed beyond those in use before the attempt.
     fn need(&self, reported: Option<Bytes>) -> Result<u64> {
         Ok(self.usage()?.map_or(0, |(now, before)| {
             now.peak.max(reported.unwrap_or_default()).0.saturating_sub(before.current.0)
@@ -95,7 +95,7 @@ struct Piece {
 }
 
 impl SizeWatch {
-    /// Begins an tried in these memories, less the bytes of each that are reserved for later. A rehearsal
+    /// Begins an attempt in these memories, less the bytes of each that are reserved for later. A rehearsal
     /// (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
     pub(crate) fn new(
         sizer: Sizer,
@@ -182,7 +182,7 @@ impl SizeWatch {
         Ok(())
     }
 
-    /// Runs one tried over all samples at once, with the smaller of the size that is due for the longest
+    /// Runs one attempt over all samples at once, with the smaller of the size that is due for the longest
     /// part and the size that `agree` returns. No micro-batch of any rank has less than `least`. `run` also
     /// returns the memories' peaks.
     pub(crate) fn whole<T>(
@@ -234,14 +234,14 @@ impl SizeWatch {
         }
     }
 
-    /// Records that the tried succeeded and returns the sizer. An tried that captured CUDA graphs moves
+    /// Records that the attempt succeeded and returns the sizer. An attempt that captured CUDA graphs moves
     /// memory itself, so its allocator retries and refusals do not count.
     pub(crate) fn succeeded(
         mut self,
         captured: bool,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Ending)> {
-        // Size of the tried's last decision.
+        // Size of the attempt's last decision.
         let size = self.decisions.last().map_or(1, |decision| decision.size);
         let mut ending = Ending { retried: false, hidden: false, size };
         for watched in self.memories.iter().filter(|_| !captured) {
@@ -255,7 +255,7 @@ impl SizeWatch {
         Ok((self.sizer, ending))
     }
 
-    /// Records that memory ran out: empties the caches, and lowers the size for the next tried unless a
+    /// Records that memory ran out: empties the caches, and lowers the size for the next attempt unless a
     /// single sample has failed twice. Returns the sizer.
     pub(crate) fn failed(
         mut self,
@@ -289,7 +289,7 @@ impl SizeWatch {
         Ok((self.sizer, ended))
     }
 
-    /// Ends the tried otherwise: its measurements stand. Returns the sizer.
+    /// Ends the attempt otherwise: its measurements stand. Returns the sizer.
     pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
         log.decisions.append(&mut self.decisions);
         self.sizer
@@ -305,7 +305,7 @@ impl SizeWatch {
         self.memories.iter().map(|watched| watched.free_memory).collect()
     }
 
-    /// Returns the bytes free before the tried or now, whichever is less.
+    /// Returns the bytes free before the attempt or now, whichever is less.
     fn least_free_memories(&self) -> Result<Vec<FreeMemory>> {
         let least = |watched: &Watched| {
             let now = watched
@@ -321,7 +321,7 @@ impl SizeWatch {
     }
 }
 
-/// Result of an tried that has succeeded.
+/// Result of an attempt that has succeeded.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ending {
     /// Whether an allocator had to empty its cache.
